@@ -97,7 +97,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import what depends on torch at its first use: who makes text of tokens in a process of its own needs none."""
+    """Import modules that depend on torch at their first use: a process that only detokenizes needs none."""
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("compiled_llm.compat.torch.of_torch"), name)

@@ -9,14 +9,13 @@ from operator import attrgetter
 class Condition(threading.Condition):
     """Like that of ``threading``, whose ``with`` takes its lock in a method written in Python.
 
-    KeyboardInterrupt may be raised in there once the lock is taken and before the block has begun; then nothing ever
-    releases it, and all other threads wait for ever. ``with`` finds the lock's own methods here, which are written in
-    C: between these and the block Python raises nothing. Ends when ``threading.Condition`` does so itself
+    KeyboardInterrupt may be raised in there once the lock is taken and before the block has begun; then it is never
+    released, and all other threads wait for ever. ``with`` finds the lock's own methods here, which are written in C:
+    between these and the block Python raises nothing. Ends when ``threading.Condition`` does so itself
     (https://github.com/python/cpython/issues/74174).
     """
 
     def __init__(self) -> None:
-        """Begin with a lock of its own."""
         self._own = threading.RLock()
         super().__init__(self._own)
 

@@ -1,4 +1,4 @@
-"""Parts of HuggingFace's continuous batching that ours runs over; no page of transformers promises them.
+"""Private parts of HuggingFace's continuous batching that ours runs over.
 
 | what | for | without it | ends when |
 | --- | --- | --- | --- |
@@ -43,16 +43,15 @@ _KEPT = "_cached_continuous_batching_manager"
 
 
 class ManagerParts(ContinuousBatchingManager):
-    """HuggingFace's manager without what runs the model: its ids, its queue of outputs, its thread.
+    """HuggingFace's manager without the part that runs the model: its ids, its queue of outputs, its thread.
 
-    What it is made with is set here: its own ``__init__`` changes the attention of the model.
+    Its attributes are set here: its own ``__init__`` changes the attention of the model.
 
     Attributes:
-        hard_stop: whether requests are to fail rather than be finished, once it stops.
+        hard_stop: whether unfinished requests fail once it stops.
     """
 
     def __init__(self, model: PreTrainedModel, config: GenerationConfig, batching: ContinuousBatchingConfig) -> None:
-        """Begin without requests and without a thread."""
         self.model: Any = model
         self.generation_config: Any = config
         self.continuous_batching_config: Any = batching
@@ -70,13 +69,12 @@ class ManagerParts(ContinuousBatchingManager):
         self._leave = threading.Event()
 
     def next_id(self) -> str:
-        """Return the next request's id."""
         with self._request_lock:
             number, self._request_counter = self._request_counter, self._request_counter + 1
         return f"req_{number}"
 
     def refusal(self) -> str | None:
-        """Return why no request is taken now."""
+        """Return why no request is taken now, or None."""
         reason: str | None = self.background_thread_status.can_accept_new_requests()
         return reason
 
@@ -112,7 +110,7 @@ class ManagerParts(ContinuousBatchingManager):
         return self._generation_thread is not None
 
     def keep(self) -> None:
-        """Have HuggingFace's functions find this manager at the next call."""
+        """Let HuggingFace's functions find this manager at the next call."""
         setattr(self.model, _KEPT, self)
 
 
@@ -135,7 +133,7 @@ def processors_of(
 
     Args:
         model: the model.
-        config: what is asked for.
+        config: its generation config.
         prompt: token ids.
         most: how many tokens follow at most.
         ends: tokens that end the answer.
@@ -153,7 +151,7 @@ def processors_of(
 def batched_processors(
     processors: Sequence[Any], batching: ContinuousBatchingConfig
 ) -> ContinuousBatchingLogitsProcessorList:
-    """Return what HuggingFace's manager makes of processors; it warns of those that it drops."""
+    """Return HuggingFace's list of processors for batches; it warns of those that it drops."""
     return ContinuousBatchingLogitsProcessorList(
         logits_processor=LogitsProcessorList(processors),
         per_request_processors=batching.per_request_processors,
@@ -162,10 +160,10 @@ def batched_processors(
 
 
 def listed(processors: Any) -> Sequence[Any]:
-    """Return the processors in HuggingFace's list for batches, or in a plain one; ``clear`` puts another list there."""
+    """Return the processors in HuggingFace's list for batches, or in a plain one; ``clear`` puts a plain one there."""
     return processors.logits_processor if isinstance(processors, ContinuousBatchingLogitsProcessorList) else processors
 
 
 def note_times(state: RequestState, tokens: int) -> None:
-    """Note that the tokens of a request up to this number have come now, if they were not there before."""
+    """Note the present time for tokens of a request up to this number that have none yet."""
     state._timestamps.extend([time.perf_counter()] * (tokens - len(state._timestamps)))

@@ -1,4 +1,4 @@
-"""Forked processes: of all threads they have the one that forked, and of the others only the locks that these held."""
+"""Forked processes: they have one thread, the one that forked, and the locks that other threads held."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def in_forked_processes(forget: Callable[[], None]) -> Callable[[], None]:
-    """Let every process that is forked from this one begin with ``forget``, in its only thread."""
+    """Run ``forget`` first in every process forked from this one, in its only thread."""
     if hasattr(os, "register_at_fork"):  # where processes can be forked
         os.register_at_fork(after_in_child=forget)
     return forget

@@ -35,8 +35,9 @@ Loading: ``convert_and_load_state_dict_in_model``, ``get_model_conversion_mappin
 are made of (experts are stacked, names of old are renamed). Without them weights cannot be updated from a folder; ends
 when a model that exists can be given a checkpoint: ``from_pretrained`` changes settings of the whole process meanwhile.
 
-``STOOD_IN_FOR`` names what HuggingFace's own loop calls of a model, and ours do not. If nobody compared, what a class
-or an object overrides there would be skipped. It ends when ``generate`` takes a decoding method of the model's own.
+``STOOD_IN_FOR`` names methods of a model that HuggingFace's own loop calls, and ours do not. Without the comparison, a
+class's or an object's override of one would be skipped. It ends when ``generate`` takes a decoding method of the
+model's own.
 A tensor that ``generate`` keeps in a vision-language model, new in each call, and that no forward with positions reads:
 ``rope_deltas``. Recorded graphs do not follow from it; ends when the model no longer holds it.
 """
@@ -91,9 +92,9 @@ longrope, which ``wrap`` refuses.
 
 
 def is_stood_in_for(function: object) -> bool:
-    """Return whether a function, one of ``STOOD_IN_FOR`` as a class has it, is one that our loops do the work of.
+    """Return whether ``function``, found on a class under a name in ``STOOD_IN_FOR``, is one that our loops replace.
 
-    What was replaced is told by where its code stands: ``functools.wraps`` copies names. (``contextlib`` is where
+    A replacement is recognised by where its code stands: ``functools.wraps`` copies names. (``contextlib`` is where
     ``contextmanager`` puts a function.)
     """
     if not isinstance(function, FunctionType):
@@ -118,22 +119,22 @@ _threads_own = _ThreadsOwn()
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _attention_of_this_thread() -> str | None:
-    """Return what this thread reads in place of what a config names; Dynamo takes it as it is, and guards nothing."""
+    """Return this thread's substitute for the name in a config; Dynamo takes it as it is, and guards nothing."""
     return _threads_own.attention
 
 
 class _View:
-    """What a config also is while some thread reads another attention implementation than the one that it names.
+    """A second class of a config while some thread reads another attention implementation than the one that it names.
 
-    Configs are shared: among models, and among threads. So what a config says is never changed; it is given a class
-    that answers each thread by itself, until the last of these threads is done.
+    Configs are shared: among models, and among threads. So a config's value is never changed; it gets a class that
+    answers each thread by itself, until the last of these threads is done.
     """
 
     def __init_subclass__(cls) -> None:
         """Keep transformers from making a dataclass of it."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Be copied and pickled as what it was."""
+        """Be copied and pickled as the original class."""
         return (copyreg._reconstructor, (_base_of(type(self)), object, None), *object.__reduce_ex__(self, 2)[2:])  # type: ignore[attr-defined]
 
 
@@ -170,15 +171,14 @@ def _free_readers_lock() -> None:
 
 
 class attention_read:  # noqa: N801
-    """In this thread, for the block, configs name another attention implementation; in all others what they did."""
+    """For the block, configs name another attention implementation in this thread; other threads see no change."""
 
     def __init__(self, configs: Sequence[PretrainedConfig], name: str | None) -> None:
-        """Note what to read of which configs; None for what they name themselves."""
+        """``name``: the implementation to read; None for the one that each config names itself."""
         self._configs = configs
         self._name = name
 
     def __enter__(self) -> None:
-        """Begin."""
         with _readers_lock:
             for config in self._configs:
                 _readers[id(config)] += 1
@@ -187,7 +187,6 @@ class attention_read:  # noqa: N801
         self._before, _threads_own.attention = _threads_own.attention, self._name
 
     def __exit__(self, *_: object) -> None:
-        """Let this thread read what it did before."""
         _threads_own.attention = self._before
         with _readers_lock:
             for config in self._configs:
@@ -212,12 +211,12 @@ def captures_outputs(hook: object) -> bool:
 
 
 def experts_implementation(config: PretrainedConfig) -> str | None:
-    """Return the name of the implementation that mixtures of experts have; None if the config knows of none."""
+    """Return the name of the implementation that mixtures of experts have; None if the config names none."""
     return getattr(config, "_experts_implementation_internal", None)
 
 
 def set_experts_implementation(config: PretrainedConfig, name: str) -> None:
-    """Give mixtures of experts the implementation of that name."""
+    """Set the implementation of mixtures of experts by name."""
     config._experts_implementation_internal = name
 
 
@@ -227,7 +226,7 @@ def special_tokens(config: GenerationConfig) -> list[Tensor | None]:
 
 
 def set_special_tokens(config: GenerationConfig, tensors: Sequence[Tensor | None]) -> None:
-    """Set what ``special_tokens`` returns."""
+    """Set the tensors that ``special_tokens`` returns."""
     for name, tensor in zip(_SPECIAL_TOKENS, tensors, strict=True):
         setattr(config, name, tensor)
 
@@ -247,9 +246,7 @@ def with_end_tokens(config: GenerationConfig, ends: Sequence[int]) -> Generation
 def mask_width(config: GenerationConfig, tokens: int) -> int:
     """Return how many columns an attention mask had that generate has dropped because it hides nothing.
 
-    Args:
-        config: the call's.
-        tokens: the width if nothing is noted.
+    ``tokens`` is the width if none was noted.
     """
     return getattr(config, "_mask_length", tokens)
 
@@ -257,14 +254,7 @@ def mask_width(config: GenerationConfig, tokens: int) -> int:
 def prefill(
     model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, inputs: Mapping[str, Any]
 ) -> CausalLMOutputWithPast:
-    """Run the first forward of a call as ``generate`` does.
-
-    Args:
-        model: the model.
-        input_ids: ``[B, T]``.
-        config: the call's.
-        inputs: of the model, by name, the cache among them.
-    """
+    """Run the first forward of a call as ``generate`` does; ``input_ids`` are ``[B, T]``."""
     generating: Any = model
     output: CausalLMOutputWithPast = generating._prefill(input_ids, config, dict(inputs))
     return output
@@ -276,7 +266,7 @@ def is_users_own(cache: Cache) -> bool:
 
 
 class Misfits(NamedTuple):
-    """What of a checkpoint does not fit a model.
+    """The differences between a checkpoint and a model.
 
     Attributes:
         missing: names of the model's tensors that it lacks; of tied ones all but one may be.
@@ -292,10 +282,10 @@ class Misfits(NamedTuple):
 
 
 def load_checkpoint(model: PreTrainedModel, into: nn.Module, tensors: Mapping[str, Any]) -> Misfits:
-    """Give a stand-in of a model, whose tensors have no memory, those of a checkpoint, as ``from_pretrained`` would.
+    """Load a checkpoint's tensors into a stand-in without memory, as ``from_pretrained`` would.
 
     Args:
-        model: whose class and config say how tensors are named and stacked in files; it is not changed.
+        model: its class and config say how tensors are named and stacked in files; it is not changed.
         into: has parameters and buffers of the same names, shapes and dtypes; they are replaced.
         tensors: of the checkpoint, by their names; each is read by ``tensor[...]``.
     """

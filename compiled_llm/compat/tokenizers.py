@@ -1,4 +1,4 @@
-"""How HuggingFace's tokenizers decode, so that it can be done token by token.
+"""Decodes as HuggingFace's tokenizers do, token by token.
 
 ``_decode`` of its fast tokenizers is private. It is what ``tokenizers`` decodes, cleaned up if the tokenizer says so
 and its model is not BPE. If another class, or a later version, does more, texts are decoded by ``decode`` itself, in

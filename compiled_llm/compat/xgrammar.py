@@ -1,4 +1,4 @@
-"""What is known of xgrammar: its logits processor for HuggingFace, and which of its modules compile grammars.
+"""Undocumented parts of xgrammar: its logits processor for HuggingFace, and the modules that compile grammars.
 
 Importing this module imports neither xgrammar nor torch. The processor's ``__call__`` takes in the last token of each
 row, fills ``token_bitmask``, and applies it to the scores. Called with scores of no tokens it does all but the last.
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 
 def is_grammar(processor: Any) -> bool:
     """Whether a logits processor is the one that xgrammar makes for HuggingFace, not one derived from it."""
-    module = sys.modules.get("xgrammar.contrib.hf")  # whoever has such a processor has imported it
+    module = sys.modules.get("xgrammar.contrib.hf")  # it is imported if there is such a processor
     known = module is not None and type(processor) is getattr(module, "LogitsProcessor", None)
     return known and "token_bitmask" in vars(processor)
 
 
 def masks_of(processor: Any, ids: torch.Tensor) -> NDArray[np.int32]:
-    """Let a processor see all tokens so far, and return which ones may come next.
+    """Let a processor see all tokens so far, and return a mask of those that may come next.
 
     Args:
         processor: a grammar.
         ids: ``[B, T]`` int64 on the host.
 
     Returns:
-        ``[B, words]``, a bit for each token, overwritten by the next call; what lies beyond it is not barred.
+        ``[B, words]``, a bit for each token, overwritten by the next call; tokens beyond it are allowed.
 
     Raises:
         AssertionError: a token does not follow the grammar.
@@ -56,7 +56,7 @@ def masks_of(processor: Any, ids: torch.Tensor) -> NDArray[np.int32]:
 
 
 def import_compiler() -> None:
-    """Have ``xgrammar`` be only what compiles grammars, in a process that imports neither torch nor transformers.
+    """Make ``xgrammar`` only the part that compiles grammars, in a process that imports neither torch nor transformers.
 
     Raises:
         Exception: this version of xgrammar does not come apart; the process can import nothing of it any more.

@@ -1,4 +1,4 @@
-"""Which cache a call of ``generate`` runs over: pages, pages that stand in for HuggingFace's cache, or that one."""
+"""Chooses the cache for a call of ``generate``: pages, pages that stand in for HuggingFace's cache, or that one."""
 
 from __future__ import annotations
 
@@ -34,11 +34,9 @@ class CacheChoice:
 
     Attributes:
         runtime: the wrapped model's ``compiled``.
-        model: the model.
-        config: of the call.
         inputs: of the model, by name.
         given: the cache that the user gave, of any kind.
-        mode: how tokens are chosen.
+        mode: HuggingFace's decoding method.
         rows: B, how many rows the call has.
         longest: how many columns the cache holds at the end, but for those that it held before if the call is given
             only new tokens.
@@ -55,7 +53,7 @@ class CacheChoice:
 
     @cached_property
     def others(self) -> list[str]:
-        """Names of inputs beside tokens, mask, positions and cache that the model reads something from."""
+        """Names of inputs that the model reads besides tokens, mask, positions and cache."""
         known = _KNOWN_INPUTS | ignored_inputs(type(self.model).forward)
         given = without_what_says_nothing(self.model, self.inputs, copies())
         return [name for name, value in given.items() if name not in known and value is not None]
@@ -67,7 +65,7 @@ class CacheChoice:
 
     @property
     def most(self) -> int:
-        """How many columns the cache holds at the end, or a few more."""
+        """Upper bound of the columns that the cache holds at the end."""
         if self.users is None:
             return self.longest
         if self.config.max_new_tokens is None:
@@ -76,7 +74,6 @@ class CacheChoice:
 
     @property
     def _width(self) -> int:
-        """How many columns the mask has."""
         mask = self.inputs.get("attention_mask")
         return mask_width(self.config, -1) if mask is None else int(mask.shape[1])
 
@@ -87,7 +84,7 @@ class CacheChoice:
 
     @property
     def returned(self) -> bool:
-        """Whether the user gets a cache of HuggingFace's class, with what HuggingFace leaves in it."""
+        """Whether the user gets a cache of HuggingFace's class, filled as HuggingFace fills it."""
         return self.users is not None or (self.is_static and bool(self.config.return_dict_in_generate))
 
     @cached_property
@@ -118,11 +115,7 @@ class CacheChoice:
         return self._too_much() if self.stands_in or self.is_static else None
 
     def stand_in(self) -> StandIn:
-        """Return pages that stand in for the cache that HuggingFace has prepared.
-
-        Raises:
-            OutOfPagesError: there are too few for what it holds.
-        """
+        """Return pages that stand in for HuggingFace's prepared cache; OutOfPagesError if too few are free."""
         # HuggingFace's own would forget what the windows of layers have left, and rows may be cropped later.
         original = self.inputs["past_key_values"] if self.returned else DynamicCache()
         cache = made(StandIn(self.runtime.runner(), original, self.returned, self.prefill))
@@ -152,7 +145,7 @@ class CacheChoice:
         return known == 0 or self._width > known
 
     def _hides_in_window(self) -> bool:
-        """Whether hidden tokens lie between others in a sliding window; ``Call`` asks that of a ``PagedCache``."""
+        """Whether hidden tokens lie between others in a sliding window; for a ``PagedCache``, ``Call`` checks that."""
         windows, mask = self.runtime.facts.windows, self.inputs.get("attention_mask")
         if not windows or mask is None or (isinstance(self.given, PagedCache) and self.given.seen):
             return False

@@ -1,7 +1,7 @@
-"""The decoding loops: one that stays a step ahead of what it has read, and one that lets processors see each step.
+"""The decoding loops: one runs a step ahead of the tokens it has read, one lets processors see each step.
 
-HuggingFace's ``generate`` prepares everything as always (inputs, config, cache, processors, stopping criteria) and
-then calls the model's ``_sample``; for a wrapped model that leads here. What these loops lack goes back to
+HuggingFace's ``generate`` prepares everything as always (inputs, config, cache, processors, stopping criteria) and then
+calls the model's ``_sample``; for a wrapped model that leads here. Calls that these loops cannot serve go back to
 HuggingFace's own.
 
 Shapes: B rows, T prompt columns, G tokens generated so far, V vocabulary.
@@ -53,13 +53,13 @@ _HARMLESS = (
 
 
 def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | GenerateDecoderOnlyOutput:
-    """Generate with tokens chosen inside the graph; the caller holds the loop lock.
+    """Generate with tokens sampled inside the graph; the caller holds the loop lock.
 
-    They are read one step late if the device runs beside the host.
+    They are read one step late if the device runs in parallel with the host.
 
     Args:
         call: the call.
-        settings: how each row chooses its tokens; the most likely ones if None.
+        settings: how each row is sampled; the most likely tokens if None.
 
     Returns:
         ``[B, T + G]`` int64 on the device of ``input_ids``; in HuggingFace's output class, with the cache, where
@@ -111,7 +111,7 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
 
 @contextmanager
 def counted(call: Call, sequences: Sequences) -> Iterator[None]:
-    """Count the time of a loop, and its tokens, also of one that is interrupted."""
+    """Count the time and the tokens of a loop, also of one that is interrupted."""
     with call.runtime.events.generating.running():
         try:
             yield
@@ -120,7 +120,7 @@ def counted(call: Call, sequences: Sequences) -> Iterator[None]:
 
 
 def append_tokens(call: Call, sequences: Sequences, tokens: Sequence[int]) -> list[int]:
-    """Take one token a row; another loop may run meanwhile if it waits, or if code of the user's looks at the token."""
+    """Take one token a row. Another loop may run while this one waits, or while the user's code looks at the token."""
     call.runtime.calls.moved()
     lock = call.runtime.loop_lock
     if not (sequences.callbacks or lock.wanted):
@@ -130,11 +130,7 @@ def append_tokens(call: Call, sequences: Sequences, tokens: Sequence[int]) -> li
 
 
 def check_hooks(call: Call) -> None:
-    """Check that no callback has put hooks on the model: the calls that they wait for are not made here.
-
-    Raises:
-        RuntimeError: there are hooks.
-    """
+    """Raise RuntimeError if a callback has put hooks on the model: our loops would not call them."""
     model = call.runtime.facts.model
     if has_hooks(model) or call.runtime.modules.obstacles(model).hooked:
         raise RuntimeError(
@@ -144,7 +140,7 @@ def check_hooks(call: Call) -> None:
 
 
 def begin_rows(call: Call, rows: list[Row]) -> Iterator[NDArray[np.int64]]:
-    """Promise each row its pages, and give the tokens to compute of it: those that no other row begins with as well.
+    """Promise each row its pages, and yield its tokens to compute: those that no other row begins with as well.
 
     All are computed at once: in each layer, every row's keys and values are stored before any row attends.
     """
@@ -155,26 +151,26 @@ def begin_rows(call: Call, rows: list[Row]) -> Iterator[NDArray[np.int64]]:
 
 
 def _padded(sequences: Sequences, ends: dict[Row, int], step: int) -> dict[Row, int]:
-    """Return what rows feed in that have ended: HuggingFace's go on with pads, and so do the scores of their steps.
+    """Return the tokens that ended rows feed in: HuggingFace's go on with pads, and so do the scores of their steps.
 
     Args:
-        sequences: where pads come from.
-        ends: how many tokens a row had got when it ended, the one that ended it included.
-        step: which one is about to be launched; the first one feeds in no new token.
+        sequences: has the pads.
+        ends: how many tokens a row had when it ended, the one that ended it included.
+        step: the one about to be launched; the first one feeds in no new token.
     """
     return {row: sequences.pad_token for row, count in ends.items() if step > count}
 
 
 def settle(call: Call, rows: list[Row], ends: dict[Row, int], sequences: Sequences) -> None:
-    """Leave in the cache what HuggingFace leaves there: all columns but the last, pads after a row's end included.
+    """Leave the cache as HuggingFace leaves it: all columns but the last, pads after a row's end included.
 
-    The loop ran a step ahead of what it read, and rows that had ended went on with tokens of their own.
+    The loop ran a step ahead of the tokens it read, and ended rows went on with tokens of their own.
 
     Args:
         call: the call.
         rows: all its rows.
-        ends: how many tokens a row had got when it ended; those are not there that have gone on with pads.
-        sequences: where pads come from.
+        ends: how many tokens a row had when it ended; without rows that have gone on with pads.
+        sequences: has the pads.
     """
     stored = sequences.generated - 1
     late: list[tuple[Row, int]] = []
@@ -192,7 +188,7 @@ def settle(call: Call, rows: list[Row], ends: dict[Row, int], sequences: Sequenc
 
 
 def callbacks_of(call: Call) -> list[Any]:
-    """Return what looks at each step's tokens: criteria, and a streamer."""
+    """Return the callbacks that see each step's tokens: criteria, and a streamer."""
     return [*_custom_criteria(call), *([] if call.streamer is None else [call.streamer])]
 
 
@@ -205,12 +201,12 @@ class Sequences:
     """The sequences on the host, and HuggingFace's rules for when each one ends.
 
     Attributes:
-        generated: G, how many tokens each row has got.
+        generated: G, how many tokens each row has.
         most_new: how many it can get at most.
         eos: tokens that end a row.
-        pad_token: what follows in a row that has ended.
-        callbacks: what looks at each step's tokens, criteria and a streamer.
-        recorded: what the caller gets of each step.
+        pad_token: fills a row after its end.
+        callbacks: see each step's tokens: criteria and a streamer.
+        recorded: the outputs of each step that the caller gets.
     """
 
     def __init__(self, call: Call) -> None:
@@ -243,12 +239,11 @@ class Sequences:
 
     @property
     def new_tokens(self) -> int:
-        """How many tokens all rows have got together, without what follows the end of a row."""
+        """How many tokens all rows have together, without pads after a row's end."""
         return self._tokens_of_ended + len(self._running) * self.generated
 
     @property
     def length(self) -> int:
-        """Prompt columns and tokens generated."""
         return self._prompt + self.generated
 
     @property
@@ -257,7 +252,7 @@ class Sequences:
         return self.generated == self.most_new or not self._running
 
     def append(self, tokens: Sequence[int]) -> list[int]:
-        """Take one token a row; return the rows that this ended and that need no more steps."""
+        """Take one token a row; return the rows that ended with it and need no more steps."""
         running = self._running
         if NOT_A_TOKEN in tokens and (wrong := [row for row in running if tokens[row] == NOT_A_TOKEN]):
             raise RuntimeError(

@@ -25,18 +25,17 @@ class CompiledModel(Runtime):
     Attributes:
         prepared_configs: the generation configs of calls so far.
         special_tokens: the tensors that they use.
-        overrides: what is the user's own in place of HuggingFace's.
+        overrides: the user's replacements of HuggingFace's functions.
     """
 
     def __init__(self, facts: ModelFacts, config: WrapConfig) -> None:
-        """Remember the model; nothing big is allocated before the first use or ``warmup``."""
         super().__init__(facts, config)
         self.prepared_configs = PreparedConfigs()
         self.special_tokens = SpecialTokens()
         self.overrides = Overrides()
 
     def explain(self, timings: bool | Sequence[int] = False) -> Report:
-        """Return what has happened so far and why: paths taken, recompiles, cold starts, uploads, recordings.
+        """Return the history and its reasons: paths taken, recompiles, cold starts, uploads, recordings.
 
         Args:
             timings: also run prefill and decode on meaningless rows and say where their time goes: at these batch

@@ -1,4 +1,4 @@
-"""Which path a call of ``generate`` takes; loops run one at a time, once there are pages for all of it."""
+"""Chooses the path of a call of ``generate``; loops run one at a time, once there are pages for all of it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def original_path(choice: CacheChoice) -> Reason | None:
 
 
 def _overridden(choice: CacheChoice) -> Reason | None:
-    """Return why pages cannot stand in for HuggingFace's cache: only what is known to be its own can fill them."""
+    """Return why pages cannot stand in for HuggingFace's cache: only HuggingFace's own functions can fill them."""
     names = choice.runtime.overrides.of(choice.model) if choice.stands_in else ()
     return Reason("overrides", ", ".join(names)) if names else None
 
@@ -94,7 +94,7 @@ def run_our_loop(call: Call) -> Any:
 
 
 def _with_original(call: Call, result: Any) -> Any:
-    """Return a result with the cache of HuggingFace's, filled, that pages have stood in for."""
+    """Return a result with HuggingFace's cache, filled, in place of the pages that stood in for it."""
     if not (isinstance(call.cache, StandIn) and call.cache.returned):
         return result
     original = call.cache.write_back()
@@ -104,7 +104,7 @@ def _with_original(call: Call, result: Any) -> Any:
 
 
 def _sampling_in_graph(call: Call) -> Sequence[Sampling | None] | None:
-    """Return how each row chooses its tokens inside the graph, or None if it cannot."""
+    """Return how each row is sampled inside the graph, or None if it cannot be."""
     if not call.processors and not call.config.do_sample:
         return [None] * len(call.input_ids)
     return read_processors(call)
@@ -113,11 +113,11 @@ def _sampling_in_graph(call: Call) -> Sequence[Sampling | None] | None:
 def run_huggingfaces_loop(
     original: Callable[..., Any], arguments: LoopArguments, call: Call | None, reason: Reason | None = None
 ) -> Any:
-    """Run a loop of HuggingFace's: over the compiled forward if the cache is ours.
+    """Run HuggingFace's loop: over the compiled forward if the cache is ours.
 
     Args:
         original: HuggingFace's decoding method.
-        arguments: what it takes.
+        arguments: of ``original``.
         call: the call, if the cache is ours.
         reason: why it is not the fast loop; the generation mode if None.
     """
@@ -137,7 +137,7 @@ def _reason_of_mode(config: GenerationConfig) -> Reason:
 
 @contextmanager
 def _alone(call: Call, most_new: int, needed: int) -> Iterator[None]:
-    """Run a loop while no other one runs, and once there are pages and slots for all that it may need.
+    """Run a loop while no other one runs, and once there are pages and slots for all its needs.
 
     Args:
         call: the call; its cache gives its pages back at the end, unless it goes to the user.
@@ -152,7 +152,7 @@ def _alone(call: Call, most_new: int, needed: int) -> Iterator[None]:
     rows = min(len(call.input_ids), device_model.max_batch_size)
 
     def fits() -> bool:
-        """Whether there are pages and slots; what never fits waits for no pages."""
+        """Whether there are pages and slots; a call that never fits does not wait for pages."""
         slots = device_model.state.slots.room_for(rows, rows if call.processors else 0)
         return slots and not pool.available < needed <= pool.total
 

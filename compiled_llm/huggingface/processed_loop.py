@@ -28,16 +28,14 @@ from compiled_llm.kvcache.row import Row
 def processed_loop(call: Call, twins: Twins | None = None) -> Tensor | GenerateDecoderOnlyOutput:
     """Generate with HuggingFace's processors run between steps, on the device, in the caller's thread.
 
-    The caller holds the loop lock. Tokens go from the choice into the next forward on the device, and are read while
-    that runs. So processors see the very steps that HuggingFace's loop shows them, and what they launch, like the
-    choice, is queued before the forward is done; a processor that reads what is on the device waits for itself.
+    The caller holds the loop lock. Sampled tokens go into the next forward on the device, and are read while it runs.
+    So processors see the very steps that HuggingFace's loop shows them, and their launches, like those of sampling,
+    are queued before the forward is done; a processor that reads from the device waits for itself. The result is that
+    of ``fast_loop``.
 
     Args:
         call: the call.
         twins: the second rows of guidance.
-
-    Returns:
-        As ``fast_loop``.
 
     Raises:
         RuntimeError: a row is drawn and its scores are NaN, +inf or all -inf.
@@ -64,7 +62,7 @@ def processed_loop(call: Call, twins: Twins | None = None) -> Tensor | GenerateD
 
 
 class _Steps:
-    """What lies on the device between a forward and the tokens that are chosen after it."""
+    """Device state between a forward and the tokens that are sampled after it."""
 
     def __init__(self, call: Call, twins: Twins | None, sequences: Sequences) -> None:
         self._call = call
@@ -118,7 +116,7 @@ class _Steps:
 
     @property
     def may_go_ahead(self) -> bool:
-        """Whether the next forward can be launched before it is known whether it is needed."""
+        """Whether the next forward can be launched before it is known to be needed."""
         runner, sequences = self._runner, self._sequences
         return runner.asynchronous and runner.prepared and sequences.generated + 1 < sequences.most_new
 
@@ -132,7 +130,7 @@ class _Steps:
         self._launched = True
 
     def pad(self, ended: list[int]) -> None:
-        """Give rows pads from now on; nobody waits for that."""
+        """Feed pads to rows from now on, without waiting for the device."""
         if ended and self._running is None:
             self._running = torch.ones(len(self._ids), dtype=torch.bool, device=self._ids.device)
         for row in ended:

@@ -35,8 +35,7 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
     Options are the fields of ``WrapConfig``, which says what each one does. For a model that is wrapped already, those
     that are given must be what they were, and ``wrap(model)`` returns it.
 
-    Nothing big is allocated and nothing is compiled yet: that happens at the first call, or in
-    ``model.compiled.warmup()``.
+    Large allocations and compilation happen later: at the first call, or in ``model.compiled.warmup()``.
 
     Args:
         model: a decoder-only causal LM, whole on one CUDA device (16 bits) or on the CPU, in evaluation mode.
@@ -49,7 +48,7 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
         TypeError: ``model`` is no HuggingFace model, or an option does not exist.
         ValueError: an option is impossible or not what it was, or the model's state or placement does not allow it.
         UnsupportedModelError: a model of this kind cannot run over pages (a ValueError).
-        RuntimeError: something that the machine needs for it is not installed.
+        RuntimeError: a tool that the machine needs for it is not installed.
 
     Examples:
         >>> model = compiled_llm.wrap(AutoModelForCausalLM.from_pretrained(name))  # doctest: +SKIP
@@ -82,7 +81,7 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
 
 
 def unwrap(model: ModelT) -> ModelT:
-    """Turn a wrapped model back into what it was and give its device memory back; others are returned as they are.
+    """Turn a wrapped model back into what it was, and free its device memory; return any other model as it is.
 
     Caches that it handed out keep their pages until they are dropped. Fused weights get memory of their own again, one
     group of them after the other.
@@ -92,7 +91,7 @@ def unwrap(model: ModelT) -> ModelT:
             forget_kept_manager(model)
         if model.compiled.asleep:
             for engine in list(model.compiled.engines):
-                engine.close()  # nobody can wake it any more
+                engine.close()  # no call can wake it any more
         model.compiled.separate_weights()
         _, model.__class__ = type(model).__bases__  # as ``wrapped_class`` put them
         del model.compiled

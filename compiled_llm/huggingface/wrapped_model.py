@@ -1,4 +1,4 @@
-"""What a wrapped model does in place of HuggingFace's methods; ``compat.huggingface`` says why for each private one."""
+"""A wrapped model's replacements of HuggingFace's methods; ``compat.huggingface`` says why for each private one."""
 
 from __future__ import annotations
 
@@ -42,16 +42,12 @@ from compiled_llm.model.inputs import check_prompt, check_ready, has_tokens
 
 
 class WrappedModel:
-    """The methods that take precedence over those of a model's own class.
-
-    Attributes:
-        compiled: everything else that wrapping adds.
-    """
+    """The methods that take precedence over those of a model's own class."""
 
     compiled: CompiledModel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, by a forward of the user's if it has one, which need not come to ours."""
+        """Call the model, by a forward of the user's if it has one, which need not call ours."""
         call, model = super().__call__, cast(PreTrainedModel, self)  # type: ignore[misc]
         if torch.compiler.is_compiling() or current_call.get() is not None:
             return call(*args, **kwargs)
@@ -90,7 +86,7 @@ class WrappedModel:
         continuous_batching_config: Any = None,
         workload_hints: Any = None,
     ) -> Any:
-        """Return a manager for ``generate_batch``, over the engine if that can do what is asked for."""
+        """Return a manager for ``generate_batch``, over the engine if that can serve the configs."""
         model, original = cast(PreTrainedModel, self), super().init_continuous_batching  # type: ignore[misc]
         forget_restored_forward(model)
         return manager_for(

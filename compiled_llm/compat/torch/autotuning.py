@@ -1,4 +1,4 @@
-"""How Inductor times the tilings of a kernel before it chooses one."""
+"""Inductor's timing of a kernel's tilings."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ _REPLAYS = 5
 def time_kernels_in_graphs() -> None:
     """Let Inductor choose the tilings of its kernels by launches that follow each other in a CUDA graph.
 
-    It times single launches, each behind a copy of what the kernel overwrites, with an empty L2 cache. Of kernels that
-    run for microseconds that measures little but the copy, and nothing of how they overlap: in one compile or another
-    it chose tilings that took three times as long as others.
-    This holds for all that the process compiles from then on.
+    It times single launches, each behind a copy of what the kernel overwrites, with an empty L2 cache. For kernels that
+    run for microseconds that measures mostly the copy, and not how they overlap: in one compile or another it chose
+    tilings that took three times as long as others. This holds for all that the process compiles from then on.
     """
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 

@@ -17,22 +17,19 @@ _ended_badly: list[torch.cuda.CUDAGraph] = []
 def captured_into(
     graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device, launch: Callable[[], Outputs]
 ) -> Outputs:
-    """Capture what ``launch`` launches on the current stream of this thread.
+    """Capture the launches of ``launch`` on the current stream of this thread, and return its result.
 
-    Unlike in ``torch.cuda.graph``, nothing waits for the device, and what the allocator has cached stays. Whatever
+    Unlike in ``torch.cuda.graph``, nothing waits for the device, and the allocator keeps its cached memory. Whatever
     fails, this thread and the allocator can go on, but with another pool.
 
     Args:
         graph: a new one.
-        pool: where ``launch`` allocates, as ``torch.cuda.graph_pool_handle`` returns it.
+        pool: for the allocations of ``launch``, as ``torch.cuda.graph_pool_handle`` returns it.
         device: of the graph.
-        launch: allocates and launches, and waits for nothing.
-
-    Returns:
-        What ``launch`` returned.
+        launch: allocates and launches, without waiting.
 
     Raises:
-        RuntimeError: something in it cannot be captured.
+        RuntimeError: an operation in it cannot be captured.
     """
     try:
         with generator_of_its_own(device):
@@ -64,10 +61,10 @@ def _end(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
 
 @contextmanager
 def generator_of_its_own(device: torch.device) -> Iterator[None]:
-    """Let a capture that begins in the block have random numbers of its own.
+    """Give a capture that begins in the block random numbers of its own.
 
-    Before torch 2.12 a generator either is captured or not, whoever asks; the default one always was, and until the
-    capture had ended, whoever drew from it or replayed another graph got an error, in all threads.
+    Before torch 2.12 a generator either is captured or not, in all threads; the default one always was, and until the
+    capture had ended, a thread that drew from it or replayed another graph got an error.
     """
     if torch.__version__ >= (2, 12):  # type: ignore[operator]
         yield

@@ -1,4 +1,4 @@
-"""Cudagraph trees: whose they are, and what they have recorded."""
+"""Cudagraph trees: the threads that own them, and the number of their CUDA graphs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def cudagraph_recordings(device: torch.device) -> int:
 
 
 def _nodes(manager: Any) -> int:
-    """Count the recorded nodes of all trees."""
+    """Count the captured nodes of all trees."""
     pending = [node for roots in manager.roots.values() for node in roots]
     count = 0
     while pending:
@@ -67,7 +67,7 @@ def _nodes(manager: Any) -> int:
 
 @contextmanager
 def cudagraph_messages() -> Iterator[list[str]]:
-    """Collect what Inductor says of CUDA graphs that it does not capture, or captures again, while the block runs."""
+    """Collect Inductor's messages about CUDA graphs that it does not capture, or captures again, during the block."""
     collector = _Messages(logging.WARNING)
     logger = logging.getLogger("torch._inductor.cudagraph_utils.__cudagraphs")
     logger.addHandler(collector)

@@ -1,4 +1,4 @@
-"""Dynamo: what it has compiled of a function, why, and whether that still serves."""
+"""Dynamo's compiled code of a function, why it exists, and whether it is still valid."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ E = TypeVar("E", bound=BaseException)
 
 
 def dynamo_watches() -> bool:
-    """Return whether what this thread calls is compiled, although this frame is not: it may have given this one up."""
+    """Return whether this thread's calls are compiled, though this frame is not: Dynamo may have given this one up."""
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
     return callable(get_eval_frame_callback())
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Return whether ``module.compile()`` was called: calls of the module then run what it has compiled."""
+    """Return whether ``module.compile()`` was called, so that calls of the module run compiled code."""
     return vars(module).get("_compiled_call_impl") is not None
 
 
@@ -73,10 +73,10 @@ def graph_count(function: Callable[..., Any]) -> int:
 
 
 def forget_entries_of(backend: Callable[..., Any]) -> None:
-    """Free what was compiled with ``backend`` and nothing else, wherever Dynamo keeps it.
+    """Free code that was compiled with ``backend`` and no other, wherever Dynamo keeps it.
 
-    A graph break makes Dynamo compile the functions on the way to it one by one, and keep that on their code objects.
-    A function that has been compiled with other backends too keeps everything: ours never serves their calls.
+    A graph break makes Dynamo compile the functions on the way to it one by one, and keep that on their code objects. A
+    function that has been compiled with other backends too keeps all of it: ours never serves their calls.
     """
     from torch._dynamo.eval_frame import remove_from_cache
 
@@ -107,7 +107,7 @@ def _backend_of(entry: Any) -> Any:
 
 @contextmanager
 def graph_breaks_logged() -> Iterator[list[str]]:
-    """Collect what Dynamo says of each graph break while the block runs.
+    """Collect Dynamo's messages about each graph break while the block runs.
 
     It goes to the structured trace, which unlike the log of graph breaks repeats itself in a second run. Functions
     compiled one by one are as many as a model has layers, which the usual limits would cut short.
@@ -152,7 +152,7 @@ class CompiledGraph(NamedTuple):
 
     Attributes:
         number: Dynamo's name for it, ``frame/attempt``.
-        guards: what it relies on, one guard a line, as Dynamo prints it.
+        guards: one a line, as Dynamo prints them.
         code: the bytecode that runs in the function's place.
     """
 
@@ -171,21 +171,21 @@ def compiled_graphs(function: Callable[..., Any]) -> list[CompiledGraph]:
 
 
 def is_compiled_for(function: Callable[..., Any], arguments: dict[str, Any]) -> bool:
-    """Return whether something that Dynamo has compiled of a function made by ``own_copy`` serves these arguments."""
+    """Return whether Dynamo has compiled code of a function made by ``own_copy`` for these arguments."""
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 
     return any(entry.guard_manager.check(arguments) for entry in _debug_get_cache_entry_list(function.__code__))
 
 
 def guards_for(function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[[dict[str, Any]], bool]:
-    """Return the check that Dynamo makes before it runs what it compiled for ``arguments``.
+    """Return the check that Dynamo makes before it runs the code compiled for ``arguments``.
 
     Args:
         function: made by ``own_copy``, and called with the arguments before.
         arguments: by name.
 
     Raises:
-        RuntimeError: nothing that was compiled serves these arguments.
+        RuntimeError: Dynamo has no code for these arguments.
     """
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 
@@ -216,7 +216,7 @@ def recompile_reasons(function: Callable[..., Any]) -> dict[str, str]:
 
 
 def tracing_seconds(functions: Sequence[Callable[..., Any]]) -> float:
-    """Return how long Dynamo took over functions made by ``own_copy``, what their backend took left out.
+    """Return how long Dynamo took over functions made by ``own_copy``, without the time of their backend.
 
     Dynamo keeps the last 64 compiles.
     """
@@ -231,7 +231,7 @@ def tracing_seconds(functions: Sequence[Callable[..., Any]]) -> float:
 
 
 def reason_of(error: BaseException, kind: type[E]) -> E | None:
-    """Return the error of a kind that made a backend fail, from below what Dynamo and Inductor wrap around it."""
+    """Return the error of a kind that made a backend fail, unwrapped from Dynamo's and Inductor's errors."""
     while isinstance(error, BackendCompilerFailed):
         error = error.inner_exception
     return error if isinstance(error, kind) else None
@@ -239,9 +239,9 @@ def reason_of(error: BaseException, kind: type[E]) -> E | None:
 
 @contextmanager
 def no_bytecode_hooks() -> Iterator[None]:
-    """Keep hooks that rewrite what Dynamo makes, such as depyf's, from seeing what the block compiles.
+    """Keep hooks that rewrite Dynamo's bytecode, such as depyf's, from seeing the block's.
 
-    What depyf 0.20 puts in the place of a function that uses ``super()`` after a graph break does not run.
+    The code of depyf 0.20 in place of a function that uses ``super()`` after a graph break does not run.
     """
     from torch._dynamo import convert_frame
 

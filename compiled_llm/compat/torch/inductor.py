@@ -21,9 +21,9 @@ _NO_VARIABLES: Mapping[str, str] = {}
 
 
 def traced_by_inductor(folder: str) -> dict[str, Any]:
-    """Return options with which Inductor writes what it makes of a graph, in a new folder in ``folder/torchinductor``.
+    """Return options with which Inductor writes a graph's trace, in a new folder in ``folder/torchinductor``.
 
-    What it has cached is not written again, so it is told to compile again.
+    Cached code is not written again, so Inductor is told to compile again.
     """
     return {
         "trace.enabled": True,
@@ -51,7 +51,7 @@ def inductor_quiet() -> Iterator[None]:
 def compile_with_inductor(
     module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Return what Inductor makes of a graph, as ``torch.compile`` would call it from inside a backend."""
+    """Compile a graph by Inductor, as ``torch.compile`` would call it from inside a backend."""
     make_kernels_wait_first()
     time_kernels_in_graphs()
     keep_probes_from_current_folder()
@@ -60,10 +60,10 @@ def compile_with_inductor(
 
 @functools.cache
 def make_kernels_wait_first() -> None:
-    """Let each kernel of Inductor's that may begin before the previous one has ended wait for that one at once.
+    """Make each Inductor kernel that may begin before the previous one has ended wait for that one at once.
 
     Inductor leaves waiting out if a kernel does not read what the previous one writes. But that one may have begun
-    while earlier ones still ran, as kernels of ours do; it may even be writing what the next one overwrites.
+    while earlier ones still ran, as kernels of ours do; it may even be writing memory that the next one overwrites.
     This holds for all that the process compiles with that option from then on; it can only add waiting.
     """
     from torch._inductor.codegen.triton import TritonKernel
@@ -86,11 +86,11 @@ def make_kernels_wait_first() -> None:
 def refusing_races(codegen: Callable[..., str], waits: list[int]) -> Callable[..., str]:
     """Return Inductor's ``codegen`` of a kernel, which raises if that may begin early and was not made to wait first.
 
-    A torch that no longer calls ``_filter_pdl`` would leave kernels to race, now and then and without a word.
+    A torch that no longer calls ``_filter_pdl`` would leave kernels to race, now and then and without a message.
 
     Args:
         codegen: returns the kernel's source.
-        waits: how many kernels have been made to wait, counted in the first entry.
+        waits: its first entry counts the kernels that were made to wait.
     """
 
     @functools.wraps(codegen)
@@ -125,11 +125,11 @@ def keep_probes_from_current_folder() -> None:
 
 @functools.cache
 def build_probes_early() -> None:
-    """Begin to build, on a thread, what Inductor tries vector instructions with, if its cache is new.
+    """Begin to build, on a thread, Inductor's test programs for vector instructions, if its cache is new.
 
     Inductor builds these programs one after the other, while nothing else runs, in the midst of compiling. The thread
-    only puts them where Inductor looks for them: what it finds out there counts for nobody, as Ctrl-C ends a compiler.
-    It can end once Inductor ships these programs, or builds them beside other work.
+    only puts them where Inductor looks for them. Its own findings are ignored, since Ctrl-C ends a compiler.
+    It can end once Inductor ships these programs, or builds them in parallel with other work.
     """
     if (inductor_cache() / "locks").exists():
         return
@@ -138,7 +138,7 @@ def build_probes_early() -> None:
     keep_probes_from_current_folder()
 
     def build() -> None:
-        with suppress(Exception):  # nobody waits for it, and Inductor says what is wrong when it needs them
+        with suppress(Exception):  # no thread waits for it, and Inductor says what is wrong when it needs them
             names = set(cpu_vec_isa.x86_isa_checker())
             for isa in cpu_vec_isa.supported_vec_isa_list:
                 if names.issuperset(str(isa).split()):
@@ -153,13 +153,13 @@ def hash_sources_early() -> None:
     """Begin to hash, on two threads, the sources of torch, and those of Triton with its library.
 
     They are part of the key of each graph in Inductor's cache, which takes a second for them once a graph is traced.
-    The threads let tracing begin beside it. They can end once Inductor goes by versions.
+    The threads let tracing begin meanwhile. They can end once Inductor goes by versions.
     """
     from torch._inductor import codecache  # on this thread: imports in two may cross
     from torch._inductor.runtime import triton_compat
 
     def hash_sources(of: Callable[[], object]) -> None:
-        with suppress(Exception):  # nobody waits for it, and Inductor says what is wrong when it hashes them itself
+        with suppress(Exception):  # no thread waits for it, and Inductor says what is wrong when it hashes them itself
             of()
 
     for key in (codecache.torch_key, triton_compat.triton_key):
@@ -167,7 +167,7 @@ def hash_sources_early() -> None:
 
 
 def choose_ptxas() -> None:
-    """Have Triton assemble with the ptxas that torch brings along from now on, if it brings one (TRITON_PTXAS_PATH).
+    """Make Triton assemble with torch's own ptxas from now on, if torch brings one (TRITON_PTXAS_PATH).
 
     Inductor sets that once it loads a kernel of Triton's in this process, and does not as long as it has processes of
     its own that do so. The version of ptxas is part of each kernel's key; so without this it would depend on the speed
@@ -179,7 +179,7 @@ def choose_ptxas() -> None:
 
 
 def start_processes_early() -> None:
-    """Have Inductor start the processes that build Triton's kernels, as ``torch.compile`` does for its own backend.
+    """Start Inductor's processes that build Triton's kernels, as ``torch.compile`` does for its own backend.
 
     A backend of one's own gets them with the first graph, whose kernels Inductor then builds one after the other in
     this process, until they are ready. TORCH_WARM_POOL=0 leaves them to that, TORCHINDUCTOR_COMPILE_THREADS=1 out.
@@ -193,10 +193,7 @@ def try_vector_instructions_early(folder: Path, variables: Mapping[str, str] = _
     """Begin to try vector instructions, on a thread, with programs that were built in a folder of artifacts.
 
     Inductor starts a Python for them that imports torch, and waits for it, before it loads the first C++ kernel.
-
-    Args:
-        folder: as for ``inductor_cache_at``; whoever takes a graph from there waits for the thread.
-        variables: as there.
+    Arguments as for ``inductor_cache_at``; a caller that takes a graph from the folder waits for the thread.
     """
     from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401 (imports in two threads may cross)
 
@@ -218,14 +215,13 @@ def cpp_compilers() -> list[str]:
 
 
 def cpp_compiler() -> str:
-    """Return the C++ compiler that Inductor calls."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     return get_cpp_compiler()
 
 
 def default_inductor_cache() -> Path | None:
-    """Return the folder in which Inductor keeps what it compiled, if nobody has named one; None if somebody has."""
+    """Return the folder of Inductor's cache if the environment names none; None if it names one."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     folder = default_cache_dir()
@@ -233,14 +229,14 @@ def default_inductor_cache() -> Path | None:
 
 
 def inductor_cache() -> Path:
-    """Return the folder in which Inductor keeps what it compiled."""
+    """Return the folder of Inductor's cache."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir())
 
 
 def cache_variables(folder: Path) -> dict[str, str]:
-    """Return the environment in which Inductor, and Triton for it, keep all that they make in a folder."""
+    """Return the environment in which Inductor, and Triton for it, keep all their files in a folder."""
     return {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
 
 
@@ -248,12 +244,12 @@ def cache_variables(folder: Path) -> dict[str, str]:
 def inductor_cache_at(folder: Path, variables: Mapping[str, str] = _NO_VARIABLES) -> Iterator[None]:
     """Let Inductor look for code in this folder alone while the block runs; one thread after the other.
 
-    It reads the place from the environment each time, here and in the processes that it starts, and takes it from
-    nowhere else. What another thread compiles meanwhile, outside such a block, lands in the folder as well.
+    Inductor reads the place from the environment each time, here and in the processes that it starts, and from nowhere
+    else. Code that another thread compiles meanwhile, outside such a block, lands in the folder as well.
 
     Args:
         folder: where to look.
-        variables: others to set meanwhile.
+        variables: further ones to set meanwhile.
     """
     import torch._dynamo.package  # noqa: F401 (remembers the place that it finds when it is imported)
 
@@ -282,7 +278,7 @@ def without_precompiled_headers() -> Iterator[None]:
 
 
 def cannot_compile(error: BaseException) -> bool:
-    """Return whether Inductor has raised this because a C++ compiler has failed."""
+    """Return whether Inductor raised this error because a C++ compiler has failed."""
     from torch._inductor.exc import CppCompileError
 
     return isinstance(error, CppCompileError)
@@ -296,7 +292,7 @@ def uncached_graphs() -> int:
 
 
 def compiled_anew() -> int:
-    """Return how many graphs Inductor has compiled so far in this process; others had their code in its cache."""
+    """Return how many graphs Inductor has compiled so far in this process, without those from its cache."""
     from torch._dynamo.utils import counters
 
     return int(counters["inductor"]["fxgraph_cache_miss"] + counters["inductor"]["fxgraph_cache_bypass"])

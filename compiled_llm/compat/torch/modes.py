@@ -1,4 +1,4 @@
-"""What of the caller's sees or changes every operation or every module: modes, transforms, tracing, global hooks."""
+"""Detects modes, transforms, tracing and global hooks of the caller that see or change operations or modules."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def inside_torch_modes() -> bool:
 
 
 def observer_of_operations() -> str | None:
-    """Return the name of what sees, counts or changes each operation of this thread, and would not see a graph's.
+    """Return the name of an observer of each operation of this thread, which would miss a graph's; or None.
 
     That is a mode of the caller's (``FlopCounterMode``), a transform of ``torch.func``, a forward derivative or
-    ``torch.jit.trace``. A default device changes nothing in a graph, whose tensors all say theirs.
+    ``torch.jit.trace``. A default device has no effect in a graph, whose tensors all name theirs.
     """
     modes = _dispatch_modes() or _function_modes()
     if modes:

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def profiling_all_threads(wanted: bool) -> Any:
-    """Return what makes ``torch.profiler.profile`` watch threads other than the one that started it."""
+    """Return the option that makes ``torch.profiler.profile`` watch threads other than the one that started it."""
     from torch._C._profiler import _ExperimentalConfig
 
     return _ExperimentalConfig(profile_all_threads=wanted)

@@ -1,4 +1,4 @@
-"""At which stage of compiling a thread is, read off its stack: torch tells nobody while it compiles."""
+"""The stage of compilation in a thread, read off its stack: torch reports no progress while it compiles."""
 
 from __future__ import annotations
 
@@ -27,13 +27,10 @@ _CACHE = ("_inductor/codecache.py", "load_with_key")
 
 
 def compiling_stage(thread: int) -> str:
-    """Return what torch does in a thread right now, for example "kernel 3 of 12".
+    """Return a thread's stage of compilation, for example "kernel 3 of 12"; empty if it compiles nothing.
 
     Args:
         thread: its ``threading.get_ident()``; it goes on meanwhile.
-
-    Returns:
-        The stage; empty if nothing is compiled there.
     """
     stage, frame = "", sys._current_frames().get(thread)
     while frame is not None:
@@ -48,7 +45,7 @@ def compiling_stage(thread: int) -> str:
 
 
 def _counted(frame: FrameType) -> str:
-    """Return which kernel is waited for, if that is what the frame does; meanwhile others are built beside it."""
+    """Return which kernel the frame waits for, if it does; meanwhile others are built in parallel."""
     if frame.f_code.co_name != "_wait_futures":
         return ""
     variables = frame.f_locals

@@ -1,4 +1,4 @@
-"""Tensors that only graphs have, and what tensors do not say publicly."""
+"""Fake and symbolic values in graphs, and private properties of tensors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Fakes(NamedTuple):
     """Tensors without data.
 
     Attributes:
-        of: puts them, the same ones each time, in place of others in nested containers.
+        of: replaces tensors in nested containers by fakes, the same ones each time.
         another: returns a new one, in memory of its own, with the layout of one that needs no gradient; in a tenth of
-            the time that it takes a function to make one.
+            the time that a function takes.
     """
 
     of: Callable[[Any], Any]
@@ -27,12 +27,9 @@ class Fakes(NamedTuple):
 
 @contextmanager
 def fake_tensors() -> Iterator[Fakes]:
-    """Run the block on tensors without data, and without a word in the log of what goes wrong on them.
+    """Run the block on tensors without data, and without log messages about errors on them; yield their makers.
 
-    What is done to tensors with data alone still reaches those.
-
-    Yields:
-        What makes such tensors.
+    Operations on real tensors alone still change those.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._mode_utils import no_dispatch
@@ -59,7 +56,7 @@ def fake_tensors() -> Iterator[Fakes]:
 
 
 def inputs_by_tensor(graph: fx.Graph) -> Callable[[Tensor], fx.Node | None]:
-    """Return what finds the input of a graph, as Dynamo has made it, that a real tensor is given as.
+    """Return a function that finds the input of a graph, as Dynamo has made it, for a real tensor.
 
     Dynamo's fake tensors are made once for each real one, and remembered.
     """
@@ -70,12 +67,12 @@ def inputs_by_tensor(graph: fx.Graph) -> Callable[[Tensor], fx.Node | None]:
 
 
 def example_of(node: fx.Node) -> Any:
-    """Return the fake tensor, or the symbolic size, that stands for a node of a graph as Dynamo has made it."""
+    """Return the fake tensor or symbolic size of a node in a graph of Dynamo's."""
     return node.meta["example_value"]
 
 
 def stands_for_plain(example: object) -> bool:
-    """Whether a graph's value is a tensor of no class of its own, as quantised weights mostly are."""
+    """Whether a graph's value is a plain tensor, not of a subclass, as quantised weights mostly are."""
     return isinstance(example, FakeTensor)
 
 
@@ -90,7 +87,7 @@ def running_on(values: Iterable[Any]) -> Iterator[None]:
 
 
 def note_examples(graph: fx.Graph, examples: Sequence[Any]) -> None:
-    """Let a graph that Dynamo did not make say what its inputs are, as Dynamo would: AOTAutograd's cache asks."""
+    """Give a graph that is not Dynamo's the examples of its inputs, as Dynamo would: AOTAutograd's cache reads them."""
     for node, example in zip(graph.find_nodes(op="placeholder"), examples, strict=True):
         node.meta["example_value"] = example
 
@@ -114,7 +111,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def wrapped_in(tensor: Tensor) -> tuple[dict[str, Any], Any] | None:
-    """Return the tensors in one of a class that wraps others, and what else it is made of; None of any other class."""
+    """Return the tensors and the other parts of a tensor subclass that wraps others; None of any other class."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     if not is_traceable_wrapper_subclass(tensor):

@@ -1,4 +1,4 @@
-"""Triton: kernels that were built before, found in a folder of artifacts in place of Triton's own cache."""
+"""Triton kernels that were built before, found in a folder of artifacts in place of Triton's own cache."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def has_triton() -> bool:
 def find_kernels_in(folder: Path) -> None:
     """Let Triton look in a folder like its cache before it looks into that, for this process.
 
-    A kernel's key says all that its code depends on, so that a hit is what Triton would have built. Kernels that are
-    not there are built, and kept where they always were.
+    A kernel's key covers all that its code depends on, so a hit is the code that Triton would have built. Missing
+    kernels are built, and kept where they always were.
     """
     _folders.append(folder)
     _look_in_folders()
 
 
 def forget_kernels_in(folder: Path) -> None:
-    """Look there no more."""
+    """Stop looking there."""
     if folder in _folders:
         _folders.remove(folder)
 
@@ -39,8 +39,8 @@ def forget_kernels_in(folder: Path) -> None:
 def kernels_built() -> list[str]:
     """Return the files that Triton has not found anywhere, since it was first told of a folder.
 
-    Those of kernels end in ``.json``. Those that a C compiler makes end in ``.so``: what launches kernels of one
-    signature, and what Triton calls CUDA through.
+    Those of kernels end in ``.json``. Those that a C compiler makes end in ``.so``: launchers for kernels of one
+    signature, and Triton's bindings to CUDA.
     """
     return list(_built)
 
@@ -52,7 +52,7 @@ def _count(file: str) -> None:
 
 @functools.cache
 def _look_in_folders() -> None:
-    """Give Triton a cache that looks there; a setting of its own that nobody else uses at the same time."""
+    """Set a cache manager of Triton's that looks there; no other code uses that setting at the same time."""
     knobs = importlib.import_module("triton.knobs").cache
     knobs.manager_class = layered(
         knobs.manager_class or importlib.import_module("triton.runtime.cache").FileCacheManager
@@ -60,14 +60,10 @@ def _look_in_folders() -> None:
 
 
 def layered(base: type[Any]) -> type[Any]:
-    """Return a cache manager that reads the entries of our folders in place of those of ``base``.
-
-    Args:
-        base: Triton's ``FileCacheManager``, or one that is set in its place.
-    """
+    """Return a cache manager that reads the entries of our folders in place of those of ``base``."""
 
     class Layered(base):  # type: ignore[misc]
-        """One entry: our folder's if it is there, else what ``base`` has."""
+        """One entry: our folder's if it is there, else that of ``base``."""
 
         def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
             found = [] if override or dump else [folder / key for folder in _folders if (folder / key).is_dir()]

@@ -1,4 +1,4 @@
-"""A prompt that ``generate_batch`` has been given, and what its answers tell HuggingFace's queues."""
+"""A prompt given to ``generate_batch``, and the outputs of its answers for HuggingFace's queues."""
 
 from __future__ import annotations
 
@@ -29,13 +29,7 @@ class Answers:
     def __init__(
         self, states: Sequence[RequestState], router: OutputRouter, ended: Callable[[Answers], object]
     ) -> None:
-        """Begin without an engine's requests.
-
-        Args:
-            states: the request's own first.
-            router: takes outputs.
-            ended: called once all answers have ended.
-        """
+        """``router`` takes outputs; ``ended`` is called once all answers have ended."""
         self.states = states
         self.handle: RequestHandle | None = None
         self._router = router
@@ -45,7 +39,7 @@ class Answers:
 
     @property
     def done(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether no more output will come."""
         return all(self._is_over(state) for state in self.states)
 
     @property
@@ -57,7 +51,7 @@ class Answers:
         return state.status >= RequestStatus.FINISHED or state.request_id in self._cancelled
 
     def follow(self, handle: RequestHandle) -> None:
-        """Tell what happens to the engine's requests, from now on."""
+        """Report the progress of the engine's requests, from now on."""
         with self._lock:
             self.handle, cancelled = handle, [state.request_id in self._cancelled for state in self.states]
         for index in itertools.compress(range(len(cancelled)), cancelled):
@@ -66,7 +60,7 @@ class Answers:
         self._tell()
 
     def cancel(self, request_id: str) -> None:
-        """End one answer, of which nothing is told any more; of a prompt that has not begun, all of them."""
+        """End one answer, without any more output of it; if the prompt has not begun, all of them."""
         chosen = [state for state in self.states if state.request_id == request_id or not self.running]
         with self._lock:
             self._cancelled.update(state.request_id for state in chosen)
@@ -76,7 +70,7 @@ class Answers:
         self._tell()
 
     def fail(self, error: BaseException) -> None:
-        """End all answers that have not ended, with an error."""
+        """End all unfinished answers with an error."""
         with self._lock:
             open_ones = [state for state in self.states if not self._is_over(state)]
             for state in open_ones:
@@ -86,7 +80,7 @@ class Answers:
             self.handle.cancel()
 
     def _tell(self) -> None:
-        """Hand out what is due; runs between two steps of the engine."""
+        """Hand out outputs that are due; runs between two steps of the engine."""
         with self._lock:
             requests = () if self.handle is None else self.handle.requests
             both = zip(self.states, requests, strict=False)
@@ -106,7 +100,7 @@ class Answers:
 
 
 def _brought_up(state: RequestState, request: Request) -> bool:
-    """Bring a state up to date if an output of it is due; whether it is."""
+    """Bring a state up to date if an output of it is due; return whether it is."""
     ended, count = request.done, len(request.tokens)  # in this order: no token comes after the end
     if state.record_timestamps:
         note_times(state, count)

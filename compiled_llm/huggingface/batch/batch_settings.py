@@ -1,4 +1,4 @@
-"""What the two configs of ``generate_batch`` ask for: settings of ours, nothing, or HuggingFace's own manager."""
+"""Judges the two configs of ``generate_batch``: settings of ours, none, or HuggingFace's own manager."""
 
 from __future__ import annotations
 
@@ -96,7 +96,6 @@ class BatchSettings:
     Attributes:
         generation: the config, as HuggingFace's manager would have it.
         batching: the other one.
-        model: whose they are.
         processors: those of the generation config that the graph has, as a prompt of a few tokens would have them.
         obstacle: why only HuggingFace's own manager can do it, or None.
         replaced: whether a user has given the processors, in place of the config.
@@ -134,7 +133,7 @@ class BatchSettings:
         return dataclasses.replace(settings, obstacle=settings._obstacle(found))
 
     def batched_processors(self) -> Any:
-        """Return HuggingFace's list of the processors, which checks the settings that a request brings."""
+        """Return HuggingFace's list of the processors, which checks a request's own settings."""
         return batched_processors(
             [entry for entry in self.processors if entry.supports_continuous_batching], self.batching
         )
@@ -154,10 +153,10 @@ class BatchSettings:
         return settings
 
     def params(self, own: Mapping[str, Any], seed: int | None, **limits: Any) -> SamplingParams:
-        """Return how one request is answered.
+        """Return one request's parameters.
 
         Args:
-            own: settings that the request brings, checked.
+            own: the request's own settings, checked.
             seed: of its first answer; None to draw one.
             limits: other fields of ``SamplingParams``.
         """
@@ -170,7 +169,7 @@ class BatchSettings:
         return SamplingParams(**settings, seed=seed, logprobs=logprobs, **limits)
 
     def added_to(self, params: SamplingParams, prompt: Sequence[int]) -> Callable[[Sampling | None], Sampling | None]:
-        """Return what adds to a row's settings those that ``SamplingParams`` cannot say, for one prompt.
+        """Return a function that adds to a row's settings those that ``SamplingParams`` lacks, for one prompt.
 
         Raises:
             ValueError: with this prompt, the graph cannot do what processors do.
@@ -200,7 +199,7 @@ class BatchSettings:
         return None if settings is None else settings[0]
 
     def _obstacle(self, found: LogitsProcessorList) -> Reason | None:
-        """Return why only HuggingFace's own manager can do what processors do; it may drop some, and says so."""
+        """Return why only HuggingFace's own manager can run the processors; it may drop some, and warns of them."""
         others: list[LogitsProcessor] = [processor for processor in found if not is_in_graph(processor)]
         if others and batched_processors(others, self.batching).do_processing:
             return Reason("processors", ", ".join(type(processor).__name__ for processor in others))
@@ -209,13 +208,13 @@ class BatchSettings:
         return None
 
     def warn_of_what_has_no_effect(self) -> None:
-        """Name in one line what has been set and changes nothing."""
+        """Name in one line the settings that have no effect."""
         if said := [*_without_effect(self.batching), *_unread(self.generation)]:
             logger.warning("compiled_llm: generate_batch: without effect here: %s", "; ".join(said))
 
 
 def seeds(seed: int | None) -> Iterator[int | None]:
-    """Yield the seed of each request to come, which ``ContinuousBatchingConfig.seed`` decides if it is given."""
+    """Yield a seed for each request to come, from ``ContinuousBatchingConfig.seed`` if it is given."""
     generator = None if seed is None else torch.Generator(device="cpu").manual_seed(seed)
     while True:
         yield None if generator is None else int(torch.randint(_SEEDS, (), generator=generator, device="cpu"))

@@ -42,15 +42,12 @@ def manager_for(
     batching_config: ContinuousBatchingConfig | None,
     hints: Any,
 ) -> Any:
-    """Return a manager over the engine, or HuggingFace's own if only that can do what is asked for.
+    """Return a manager over the engine, or HuggingFace's own if only that one can serve the configs.
 
     Args:
         model: wrapped; it is in evaluation mode afterwards, as HuggingFace leaves it.
-        runtime: its compiled side.
-        original: HuggingFace's ``init_continuous_batching``.
-        generation_config: as its argument of that name.
-        batching_config: as its ``continuous_batching_config``.
-        hints: as its ``workload_hints``.
+        runtime: the wrapped model's ``compiled``.
+        original: HuggingFace's ``init_continuous_batching``; the other arguments are those of it.
 
     Raises:
         RuntimeError: the model is asleep.
@@ -85,21 +82,10 @@ def _huggingfaces(original: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class EngineManager(ManagerParts):
-    """HuggingFace's manager, whose requests an engine answers.
-
-    Attributes:
-        engine: answers the requests.
-    """
+    """HuggingFace's manager, whose requests an engine answers."""
 
     def __init__(self, model: PreTrainedModel, settings: BatchSettings, rows: int, requests: int = 0) -> None:
-        """Begin without requests.
-
-        Args:
-            model: wrapped.
-            settings: what both configs ask for.
-            rows: how many requests run at once, at most.
-            requests: how many requests are expected; 0 if nobody knows.
-        """
+        """``rows``: how many requests run at once, at most; ``requests``: how many are expected, 0 if unknown."""
         super().__init__(model, settings.generation, settings.batching)
         self._settings = settings
         self._rows = rows
@@ -123,7 +109,7 @@ class EngineManager(ManagerParts):
 
     @property
     def logit_processor(self) -> Any:
-        """HuggingFace's list of the processors of each request to come; it may be cleared, or another one given."""
+        """HuggingFace's list of processors for the requests to come; users may clear or replace it."""
         return self._processors
 
     @logit_processor.setter
@@ -136,7 +122,7 @@ class EngineManager(ManagerParts):
         self._listed = listed(self._processors)
 
     def _settings_now(self) -> BatchSettings:
-        """Return what requests are answered with; HuggingFace's list may have been cleared."""
+        """Return the settings of new requests; HuggingFace's list may have been cleared."""
         if listed(self._processors) is not self._listed:
             self.logit_processor = self._processors
         return self._settings
@@ -144,12 +130,12 @@ class EngineManager(ManagerParts):
     # ---- HuggingFace's control of it
 
     def warmup(self) -> None:
-        """Compile and record what the first steps need."""
+        """Compile and capture the first steps' graphs."""
         self.engine.warmup([min(self._expected, self._rows)])
         self.warmed_up = True
 
     def start(self) -> None:
-        """Take requests; the weights may be others than before."""
+        """Take requests; the weights may have changed since the last session."""
         if self.is_running():
             logger.warning("compiled_llm: generate_batch: the manager runs already")
             return
@@ -166,13 +152,13 @@ class EngineManager(ManagerParts):
         keep_for_next_session: bool = False,
         hard_stop: bool = False,
     ) -> None:
-        """Take no requests any more.
+        """Take no more requests.
 
         Args:
             block: wait for the end.
-            timeout: seconds to wait at most; None for as long as it takes.
-            keep_for_next_session: keep the manager, and what it has compiled, for the model's next call.
-            hard_stop: requests that have not ended fail.
+            timeout: seconds to wait at most; None for no limit.
+            keep_for_next_session: keep the manager, and all that it has compiled, for the model's next call.
+            hard_stop: unfinished requests fail.
         """
         if not self.started:
             logger.warning("compiled_llm: generate_batch: the manager was not started")
@@ -238,19 +224,18 @@ class EngineManager(ManagerParts):
         eos_token_id: int | list[int] | None = None,
         **logit_processor_kwargs: Any,
     ) -> str | None:
-        """Begin to answer a prompt; what is wrong with it comes as the ``error`` of its output.
+        """Begin to answer a prompt, and return the request's id, or None if the manager takes no more requests.
+
+        A fault of the prompt becomes the ``error`` of its output.
 
         Args:
             input_ids: the prompt.
-            request_id: its id; the next number if None.
-            max_new_tokens: most tokens to generate; that of the generation config if None.
+            request_id: the next number if None.
+            max_new_tokens: that of the generation config if None.
             streaming: give an output for each token, with all tokens so far.
             record_timestamps: note when each token came.
             eos_token_id: tokens that end it; those of the generation config if None, -1 for none.
             logit_processor_kwargs: settings of its own, with ``per_request_processors``.
-
-        Returns:
-            Its id; None if the manager takes no requests any more.
         """
         if (reason := self.refusal()) is not None:
             logger.warning("compiled_llm: generate_batch: %s A request of %d tokens is lost.", reason, len(input_ids))
@@ -283,7 +268,7 @@ class EngineManager(ManagerParts):
             for request in handle.requests:
                 request.sampling = added(request.sampling)
             self.engine.begin(handle)
-        except Exception as error:  # its own; others go on
+        except Exception as error:  # its own; other requests go on
             answers.fail(error)
         else:
             answers.follow(handle)
@@ -302,7 +287,7 @@ class EngineManager(ManagerParts):
         )
 
     def cancel_request(self, request_id: str) -> None:
-        """End a request, of which no output comes any more; its children go on, unless none has begun."""
+        """End a request, without any more output; its children go on, unless none has begun."""
         if (answers := self._answers.get(request_id)) is not None:
             answers.cancel(request_id)
 
@@ -313,32 +298,29 @@ class EngineManager(ManagerParts):
             self._changed.notify_all()
 
     def states(self, running: bool) -> dict[str, RequestState]:
-        """Return the requests that have begun to run and not ended, or those that wait, by id."""
+        """Return the unfinished requests that have begun to run, or those that wait, by id."""
         with self._changed:
             both = [(answers, state) for answers in set(self._answers.values()) for state in answers.states]
         return {state.request_id: state for answers, state in both if answers.running == running}
 
 
 class BatchProcessor:
-    """What ``transformers serve`` and others look at of a running manager.
+    """The interface of a running manager that ``transformers serve`` and other callers read.
 
     Attributes:
         scheduler: itself.
     """
 
     def __init__(self, manager: EngineManager) -> None:
-        """Look at a manager."""
         self._manager = manager
         self.scheduler = self
 
     @property
     def active_requests(self) -> dict[str, RequestState]:
-        """Requests that run."""
         return self._manager.states(running=True)
 
     @property
     def waiting_requests(self) -> dict[str, RequestState]:
-        """Requests that wait."""
         return self._manager.states(running=False)
 
     def has_pending_requests(self) -> bool:
@@ -347,7 +329,7 @@ class BatchProcessor:
 
 
 def _rows(batching: ContinuousBatchingConfig, room: int, requests: int) -> int:
-    """Return how many requests run at once; more than there is room for makes the device side anew, once."""
+    """Return how many requests run at once; more than there is room for creates the model runner again, once."""
     if batching.max_requests_per_batch is not None:
         return batching.max_requests_per_batch
     return room if 0 < requests <= room else max(room, _ROWS)

@@ -21,8 +21,8 @@ from compiled_llm.huggingface.processors.grammar import grammar_of
 def engine_to_join(call: Call) -> Driver | None:
     """Return the engine that should serve a call of the fast loop, or None.
 
-    One that is idle does not while no other loop runs: alone, a call is faster in a loop of its own. Nor can it serve
-    what begins from a cache or returns one, lets the user's code look at each token, or follows a processor's grammar.
+    An idle one does not while no other loop runs: alone, a call is faster in a loop of its own. Nor can it serve a call
+    that begins from a cache or returns one, lets the user's code look at each token, or follows a processor's grammar.
     """
     driver = call.runtime.engine()
     if not isinstance(driver, Driver) or not driver.open or not (driver.handles or call.runtime.loop_lock.busy):
@@ -43,15 +43,12 @@ def _fits(call: Call) -> bool:
 def run_in_engine(
     driver: Driver, call: Call, settings: Sequence[Sampling | None]
 ) -> Tensor | GenerateDecoderOnlyOutput | None:
-    """Generate in the engine's batch; None if the engine takes no calls now, or has stopped or closed meanwhile.
+    """Generate in the engine's batch, as ``fast_loop``; None if the engine takes no calls, or has stopped meanwhile.
 
     Args:
         driver: of the engine.
         call: the call.
-        settings: how each row chooses its tokens; the most likely ones if None.
-
-    Returns:
-        As ``fast_loop``.
+        settings: how each row is sampled; the most likely tokens if None.
 
     Raises:
         ValueError: it does not fit the model or the batch size.

@@ -1,1 +1,1 @@
-"""Caches of HuggingFace's kind over our pages."""
+"""HuggingFace's cache classes over our pages."""

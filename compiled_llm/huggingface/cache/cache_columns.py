@@ -1,8 +1,8 @@
-"""What a call changes in the rows of a cache, column by column: masked tokens are not stored.
+"""The changes that a call makes in the rows of a cache, column by column: masked tokens are not stored.
 
 HuggingFace's caches hold a column for each token that a row was given, and attention masks hide some. Pages hold only
-what is not hidden, so a cache remembers which columns those are. A later mask may differ there: what it hides is
-forgotten together with everything after it, and what is missing then is stored again.
+visible tokens, so a cache remembers their columns. A later mask may differ there: a token that it hides is forgotten
+together with all after it, and tokens that are then missing are stored again.
 
 Shapes: B rows, C columns a cache has been given, Q columns of a call's tokens.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class RowUpdate(NamedTuple):
-    """What a call does to one row.
+    """The changes of a call in one row.
 
     Attributes:
         kept: tokens of the row that stay.
@@ -38,7 +38,7 @@ class RowUpdate(NamedTuple):
 
 
 def row_updates(stored: NDArray[np.bool_], mask: NDArray[np.bool_] | None, first: int, last: int) -> list[RowUpdate]:
-    """Return what changes in each row of a cache.
+    """Return the changes in each row of a cache.
 
     Args:
         stored: ``[B, C]``, which columns lie in pages.
@@ -83,7 +83,7 @@ def with_updates(stored: NDArray[np.bool_], rows: Sequence[RowUpdate], last: int
 
 
 def with_only_kept(stored: NDArray[np.bool_], rows: Sequence[RowUpdate]) -> NDArray[np.bool_]:
-    """Return ``[B, C]``, which columns lie in pages once rows have forgotten all but what they keep."""
+    """Return ``[B, C]``, the columns that lie in pages once rows have dropped all but the kept tokens."""
     return with_updates(stored, [row._replace(columns=row.columns[:0]) for row in rows], stored.shape[1])
 
 
@@ -103,12 +103,12 @@ def counted_positions(rows: Sequence[RowUpdate], first: int, new: int) -> Tensor
 
 
 def kept_columns(logits_to_keep: int | Tensor, new: int) -> NDArray[np.int64]:
-    """Return the columns of the new tokens whose logits are wanted, cut as HuggingFace cuts hidden states."""
+    """Return the columns of the new tokens whose logits the call asks for, cut as HuggingFace cuts hidden states."""
     if isinstance(logits_to_keep, Tensor):
         return np.asarray(np.arange(new)[on_host(logits_to_keep)], dtype=np.int64)
     return np.arange(new)[slice(-logits_to_keep, None)]
 
 
 def on_host(tensor: Tensor) -> Any:
-    """Return a tensor as an array on the host; waits for the device if it lies there."""
+    """Return a tensor as an array on the host; waits for the device if the tensor lies there."""
     return tensor.detach().cpu().numpy()

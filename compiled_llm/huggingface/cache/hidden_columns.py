@@ -1,6 +1,6 @@
-"""Where a sliding window sees other tokens because some between them are hidden.
+"""Finds sliding windows that see other tokens because some between them are hidden.
 
-HuggingFace's windows count columns, hidden ones too; pages hold only what is not hidden, and ours count that.
+HuggingFace's windows count columns, hidden ones too; pages hold only visible tokens, and ours count those.
 
 Shapes: B rows, C columns.
 """

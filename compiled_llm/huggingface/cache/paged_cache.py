@@ -1,4 +1,4 @@
-"""The cache that HuggingFace's loops carry around for a wrapped model: it owns rows, not tensors.
+"""The cache of a wrapped model in HuggingFace's loops: it owns rows, not tensors.
 
 Shapes: B rows, C tokens a row has been given, Q new ones, V vocabulary, K kv heads, D head dimension.
 """
@@ -37,13 +37,12 @@ class PagedCache(Cache):
     """The rows of one ``generate`` call, or of one conversation; dropping it gives their pages back.
 
     Attributes:
-        runner: the rows.
-        stored: ``[B, C]`` bool on the host: for each token that a row was given, whether it lies in pages; masked
-            ones do not.
+        runner: owns the rows.
+        stored: ``[B, C]`` bool on the host: for each token that a row was given, whether it lies in pages; masked ones
+            do not.
     """
 
     def __init__(self, runner: Runner) -> None:
-        """Own ``runner``."""
         pages = runner.device_model.state.pages
         super().__init__(layers=[PagedLayer(self, index, layer) for index, layer in enumerate(pages)])
         self.runner = runner
@@ -57,18 +56,14 @@ class PagedCache(Cache):
         return copy
 
     def __reduce__(self) -> Any:
-        """Refuse to be pickled.
-
-        Raises:
-            TypeError: always.
-        """
+        """Raise TypeError: it cannot be pickled."""
         raise TypeError(
             "a PagedCache cannot be pickled: its tokens lie in the pages of one model in this process; keep the token "
             "ids and compute them again"
         )
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, None]]:
-        """Give each layer's keys and values ``[B, K, C, D]`` and None, as ``DynamicCache`` does."""
+        """Yield each layer's keys and values ``[B, K, C, D]`` and None, as ``DynamicCache`` does."""
         return ((layer.keys, layer.values, None) for layer in cast("list[PagedLayer]", self.layers))
 
     @property
@@ -78,7 +73,7 @@ class PagedCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """False, or ``generate`` would compile by itself and turn the 2-D mask into one this cache cannot use."""
+        """False, or ``generate`` would compile by itself and turn the 2-D mask into one that this cache cannot use."""
         return False
 
     @property
@@ -100,11 +95,7 @@ class PagedCache(Cache):
         return out
 
     def handed_over(self, config: PretrainedConfig) -> Cache:
-        """Return a cache of HuggingFace's that holds the same, and give all pages back.
-
-        Args:
-            config: the model's.
-        """
+        """Return HuggingFace's cache with the same tokens, and give all pages back."""
         theirs = DynamicCache(config=config.get_text_config(decoder=True))
         for index, (keys, values, _) in enumerate(self):
             if keys is not None and values is not None:
@@ -114,17 +105,16 @@ class PagedCache(Cache):
 
     @deferred()
     def close(self) -> None:
-        """Give all pages back."""
         self.runner.close()
         self.stored = _NOTHING
 
     def reset(self) -> None:
-        """Forget all tokens and give their pages back; the cache can be used again."""
+        """Drop all tokens and give their pages back; the cache can be used again."""
         self.close()
 
     @deferred()
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens of every row, and give back the pages that only they took.
+        """Drop the last tokens of every row, and give back the pages that only they took.
 
         Args:
             tokens_to_remove: how many, masked ones included, as a negative number, as HuggingFace has it.
@@ -146,7 +136,7 @@ class PagedCache(Cache):
             self.close()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row b go on from what row ``beam_idx[b]`` holds; pages are shared, not copied.
+        """Let row b continue from row ``beam_idx[b]``; pages are shared, not copied.
 
         Args:
             beam_idx: ``[B]`` integers.
@@ -154,10 +144,10 @@ class PagedCache(Cache):
         self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Have each row ``repeats`` times, one after the other; pages are shared, not copied.
+        """Repeat each row ``repeats`` times in place; pages are shared, not copied.
 
         Raises:
-            ValueError: these are more rows than ``max_batch_size``.
+            ValueError: there would be more rows than ``max_batch_size``.
         """
         self._select(torch.arange(len(self.stored), device="cpu").repeat_interleave(repeats))
 
@@ -165,7 +155,7 @@ class PagedCache(Cache):
         """Keep the rows ``indices``: ``[B']`` integers, or ``[B]`` bool.
 
         Raises:
-            ValueError: these are more rows than ``max_batch_size``.
+            ValueError: there would be more rows than ``max_batch_size``.
         """
         self._select(indices)
 
@@ -176,7 +166,7 @@ class PagedCache(Cache):
         self.stored = self.stored[seats]
 
     def updates(self, batch: int, mask: Tensor | None, first: int, last: int) -> list[RowUpdate]:
-        """Return what a call with ``batch`` rows adds; see ``cache_columns.row_updates``.
+        """Return the changes of a call with ``batch`` rows; see ``cache_columns.row_updates``.
 
         Raises:
             ValueError: the cache has another number of rows.
@@ -190,7 +180,7 @@ class PagedCache(Cache):
         """Check that no hidden token lies between others in a sliding window; see ``hidden_columns.check_windows``.
 
         Args:
-            updates: what a call adds.
+            updates: of the call.
             last: one past the column of its last token.
             growth: how many tokens each row may get after that.
 
@@ -205,9 +195,9 @@ class PagedCache(Cache):
 
     @contextmanager
     def extended(self, updates: Sequence[RowUpdate], last: int) -> Iterator[list[Row]]:
-        """Make rows and forget what they do not keep; the block stores the rest, up to column ``last``.
+        """Shrink rows to their kept tokens for the block, which stores the rest, up to column ``last``.
 
-        If it fails, the rows hold what they kept. No pages stay promised.
+        If it fails, the rows hold their kept tokens. No pages stay promised.
         """
         while len(self.runner.rows) < len(updates):
             self.runner.add_row(0)

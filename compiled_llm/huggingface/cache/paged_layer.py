@@ -1,4 +1,4 @@
-"""One layer of a ``PagedCache``, as HuggingFace asks about it.
+"""One layer of a ``PagedCache``, with HuggingFace's interface.
 
 Shapes: B rows, C tokens a row has been given, K kv heads, D head dimension.
 """
@@ -14,7 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 
 class LayerSource(Protocol):
-    """What a layer asks of its cache."""
+    """The part of a cache that its layers read."""
 
     @property
     def seen(self) -> int:
@@ -27,18 +27,12 @@ class LayerSource(Protocol):
 
 
 class PagedLayer(CacheLayerMixin):
-    """One layer as HuggingFace asks about it; its keys and values lie in the pages.
-
-    Attributes:
-        dtype: of keys and values.
-        device: where they are.
-    """
+    """One layer with HuggingFace's interface; its keys and values lie in the pages."""
 
     is_sliding = False
     is_croppable = True
 
     def __init__(self, cache: LayerSource, index: int, pages: Tensor) -> None:
-        """Answer for layer ``index`` of ``cache``, whose keys and values lie in ``pages``."""
         self._cache = weakref.ref(cache)  # a cycle would keep the rows' pages until the garbage collector comes by
         self._index = index
         self.dtype: torch.dtype = pages.dtype
@@ -56,7 +50,6 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
-        """Whether there are tokens."""
         return self.get_seq_length() > 0
 
     def _copied(self, part: int) -> Tensor | None:
@@ -67,11 +60,7 @@ class PagedLayer(CacheLayerMixin):
         """Nothing to do: pages exist already."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refuse: keys and values enter the pages inside the compiled forward only.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Raise RuntimeError: keys and values enter the pages inside the compiled forward only."""
         raise RuntimeError(
             "a PagedCache belongs to the wrapped model that made it and is filled by that model's own forward; "
             "pass a DynamicCache to other models"
@@ -95,19 +84,15 @@ class PagedLayer(CacheLayerMixin):
         self._refuse("crop")
 
     def reset(self) -> NoReturn:
-        """Refuse."""
         self._refuse("reset")
 
     def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
-        """Refuse."""
         self._refuse("reorder_cache")
 
     def batch_repeat_interleave(self, repeats: int) -> NoReturn:
-        """Refuse."""
         self._refuse("batch_repeat_interleave")
 
     def batch_select_indices(self, indices: Tensor) -> NoReturn:
-        """Refuse."""
         self._refuse("batch_select_indices")
 
     def offload(self) -> NoReturn:

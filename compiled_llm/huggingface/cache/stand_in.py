@@ -1,4 +1,4 @@
-"""A cache in pages that stands in for one of HuggingFace's: it reads that in, and writes what is new back at the end.
+"""Pages that stand in for a cache of HuggingFace's: they read it in, and write new tokens back at the end.
 
 So HuggingFace's own forward may compute a prompt, over its own cache, and decode steps run over pages.
 
@@ -42,7 +42,6 @@ class StandIn(PagedCache):
     """
 
     def __init__(self, runner: Runner, original: Cache, returned: bool, prefill: Reason | None) -> None:
-        """Stand in for ``original``; nothing is read yet."""
         super().__init__(runner)
         self.original: Cache | None = original
         self.returned = returned
@@ -50,7 +49,7 @@ class StandIn(PagedCache):
 
     @deferred()
     def read(self, shown: NDArray[np.bool_], positions: Sequence[int]) -> None:
-        """Take in what the original has beyond the columns that are known.
+        """Read the original's columns beyond the known ones.
 
         Args:
             shown: ``[B, C]`` up to the original's last column, False where the mask hides it.
@@ -70,19 +69,19 @@ class StandIn(PagedCache):
 
     @deferred()
     def end_prefill(self, shown: NDArray[np.bool_], positions: Sequence[int]) -> None:
-        """Take in what HuggingFace's own forward has computed; arguments and errors as ``read``."""
+        """Read the columns that HuggingFace's own forward has computed; arguments and errors as ``read``."""
         self.read(shown, positions)
         self.prefill = None
         if not self.returned:
             self.original = None
 
     def handed_over(self, config: PretrainedConfig) -> Cache:
-        """Return the original if the user gets it, with what it lacks, else as any cache in pages."""
+        """Return the original, completed, if the user gets it, else as any cache in pages."""
         return self.write_back() if self.returned else super().handed_over(config)
 
     @deferred()
     def write_back(self) -> Cache:
-        """Append to the original what has been stored since it was read, and give all pages back; returns it."""
+        """Append to the original the tokens stored since it was read, and give all pages back; return it."""
         original = self.original
         assert original is not None
         known = int(original.get_seq_length())
@@ -101,12 +100,12 @@ def _states(layer: CacheLayerMixin, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def readable(cache: Cache, layers: Sequence[Layer], pages: Tensor, rows: int, most: int) -> bool:
-    """Whether what a cache holds can be read into pages, and what follows be appended to it.
+    """Whether a cache can be read into pages, and later tokens be appended to it.
 
     Args:
-        cache: it, one of ``READABLE``.
+        cache: one of ``READABLE``.
         layers: those of the model.
-        pages: of one of them.
+        pages: of one layer.
         rows: B, how many rows the call has.
         most: how many columns the cache holds at the end.
     """
@@ -126,7 +125,7 @@ def readable(cache: Cache, layers: Sequence[Layer], pages: Tensor, rows: int, mo
 
 
 def _keeps(layer: CacheLayerMixin, like: Layer, most: int) -> bool:
-    """Whether a layer of a cache has room for all columns, or forgets those that the model's window has left."""
+    """Whether a layer of a cache has room for all columns, or drops those that the model's window has left."""
     holds = layer.get_max_length()
     if holds == -1 or holds >= most:
         return True

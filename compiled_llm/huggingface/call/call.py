@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoopArguments:
-    """What HuggingFace's ``generate`` hands to a decoding method.
+    """HuggingFace's arguments of a decoding method.
 
     Attributes:
         input_ids: ``[B, T]`` int64 prompts, padded on the left; if the cache holds tokens, the whole text so far or
-            what is new of it; empty if embeddings stand for the tokens.
-        processors: what changes logits, settings such as the temperature included.
-        criteria: what ends rows.
-        config: everything else that ``generate`` was asked for.
-        kwargs: the inputs of the model, the cache among them, and what only some methods take.
+            the new part of it; empty if embeddings stand for the tokens.
+        processors: they change logits, settings such as the temperature included.
+        criteria: they end rows.
+        config: all other settings of the call.
+        kwargs: the inputs of the model, the cache among them, and arguments that only some methods take.
         streamer: gets each step's tokens.
     """
 
@@ -53,7 +53,6 @@ class LoopArguments:
     streamer: BaseStreamer | None = None
 
     def run(self, method: Callable[..., Any]) -> Any:
-        """Call a decoding method of HuggingFace's."""
         return method(
             self.input_ids,
             logits_processor=self.processors,
@@ -65,15 +64,14 @@ class LoopArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class Call(LoopArguments):
-    """A call whose cache is ours, and what it adds to each row.
+    """A call whose cache is ours, and the tokens that it adds to each row.
 
     Attributes:
         runtime: the wrapped model's ``compiled``.
-        cache: it owns the rows.
-        copies: what has been read of tensors on the device.
+        copies: host copies of tensors on the device.
         first: the column of the cache that ``input_ids`` begin at.
-        updates: what changes in each row.
-        logits: ``[B, V]``, from which first tokens are chosen, if HuggingFace's own forward has computed them.
+        updates: the changes in each row.
+        logits: ``[B, V]``, from which first tokens are sampled, if HuggingFace's own forward has computed them.
     """
 
     runtime: CompiledModel
@@ -85,10 +83,10 @@ class Call(LoopArguments):
 
     @classmethod
     def of(cls, arguments: LoopArguments, runtime: CompiledModel, copies: HostCopies) -> Call | None:
-        """Read what HuggingFace hands to a decoding method; None if the cache is not ours.
+        """Read HuggingFace's arguments of a decoding method; return None if the cache is not ours.
 
         Raises:
-            ValueError: the cache does not fit the rows or their mask, or what the mask hides does not fit a window.
+            ValueError: the cache does not fit the rows or their mask, or hidden tokens lie in a sliding window.
         """
         inputs = arguments.kwargs
         cache, mask = inputs.get("past_key_values"), inputs.get("attention_mask")
@@ -110,7 +108,7 @@ class Call(LoopArguments):
         return self.cache.prefill if isinstance(self.cache, StandIn) else None
 
     def prefilled(self) -> Call:
-        """Let HuggingFace's own forward compute the prompts, and return the call that is left."""
+        """Let HuggingFace's own forward compute the prompts, and return the call that remains."""
         output = prefill(self.runtime.facts.model, self.input_ids, self.config, self.kwargs)
         assert output.logits is not None
         none = np.zeros(0, dtype=np.int64)
@@ -139,7 +137,7 @@ class Call(LoopArguments):
 
     @property
     def lengths(self) -> list[int]:
-        """How many tokens each row has before the first new one is chosen."""
+        """How many tokens each row has before its first new one."""
         return [row.length for row in self.updates]
 
     @cached_property
@@ -173,12 +171,11 @@ class Call(LoopArguments):
 
     @property
     def drafted(self) -> int:
-        """How many tokens a loop of HuggingFace's may store beyond the last; draft models keep to it."""
+        """How many tokens HuggingFace's loop may store beyond the last; draft models keep to it."""
         return max(0, (self.config.prompt_lookup_num_tokens or 0) - 1)
 
     @property
     def device_model(self) -> DeviceModel:
-        """The model's device side."""
         return self.cache.runner.device_model
 
     def pages_needed(self) -> int:
@@ -189,7 +186,7 @@ class Call(LoopArguments):
         return sum(row.missing(length, kept) for row, length, kept in self._grown(self.most_new))
 
     def pages_needed_by_huggingface(self) -> int:
-        """Return how many pages a loop of HuggingFace's may need, whose beams go on from each other."""
+        """Return how many pages HuggingFace's loop may need, whose beams continue from each other."""
         most, beams = self.most_new + self.drafted, self.config.num_beams or 1
         if not self.cache.runner.rows:
             copies = 1 if self.embedded or self.waits else max(beams, self.config.num_return_sequences or 1)
@@ -201,7 +198,7 @@ class Call(LoopArguments):
         return sum(pool.pages_for(length) - kept // pool.page_size for _, length, kept in self._grown(most))
 
     def _grown(self, most_new: int) -> list[tuple[Row, int, int]]:
-        """Return each row, what it holds at the end, and what it keeps of what it holds now."""
+        """Return each row, its final length, and how many of its tokens it keeps."""
         both = zip(self.cache.runner.rows, self.updates, strict=True)
         return [(row, update.length + most_new - 1, update.kept) for row, update in both]
 
@@ -209,7 +206,7 @@ class Call(LoopArguments):
 def most_new(criteria: StoppingCriteriaList, input_ids: Tensor) -> int:
     """Return how many tokens each row can get at most; HuggingFace checks lengths after a token, so never none.
 
-    What is derived from ``MaxLengthCriteria`` has a rule of its own, beside the limit that ``generate`` sets.
+    A subclass of ``MaxLengthCriteria`` has a rule of its own, in addition to the limit that ``generate`` sets.
     """
     limits = [entry for entry in criteria if isinstance(entry, MaxLengthCriteria)]
     plain = [entry.max_length for entry in limits if type(entry) is MaxLengthCriteria]

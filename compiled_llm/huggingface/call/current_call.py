@@ -1,4 +1,4 @@
-"""The call of ``generate`` that this thread is inside: the paths it has taken and what it has read of its inputs."""
+"""The call of ``generate`` that this thread is inside: the paths it has taken and the inputs it has read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GenerateCall:
 
     Attributes:
         taken: the paths that it has taken, together with the calls inside it.
-        copies: what it has read of its inputs.
+        copies: host copies of its inputs.
         custom: whether the loop is that of ``custom_generate``.
         caches: those that it has made; the user has not seen them.
         original: why its forwards are HuggingFace's own; empty if they are not.
@@ -44,7 +44,7 @@ current_call: ContextVar[GenerateCall | None] = ContextVar("current_call", defau
 
 
 def copies() -> HostCopies:
-    """Return what the current call has read of its inputs; empty if a decoding method is called by itself."""
+    """Return the current call's host copies; empty if a decoding method is called by itself."""
     call = current_call.get()
     return HostCopies() if call is None else call.copies
 
@@ -62,7 +62,7 @@ def made(cache: C) -> C:
 
 
 def goes_original(runtime: CompiledModel, reason: Reason) -> None:
-    """Count that a call of ``generate`` takes the original path, and have its forwards be HuggingFace's own."""
+    """Count a call of ``generate`` on the original path, and let its forwards be HuggingFace's own."""
     if (call := current_call.get()) is not None:
         call.original.append(reason)
     took(runtime, "original", reason)
@@ -75,7 +75,7 @@ def original_reason() -> Reason | None:
 
 
 def took(runtime: CompiledModel, path: Path, reason: Reason | None = None) -> None:
-    """Count the path that a call of ``generate`` takes, with the reason if it is not the fast loop."""
+    """Count a call's path, with the reason if it is not the fast loop."""
     if (call := current_call.get()) is not None:
         call.taken.append(path)
     runtime.counters.took(path, reason)

@@ -1,4 +1,4 @@
-"""What a vision-language model is given beside tokens: what of it says nothing, and its positions with several axes.
+"""Further inputs of vision-language models: those that have no effect, and positions with several axes.
 
 Shapes: A axes, B rows, T tokens.
 """
@@ -20,13 +20,7 @@ _SECTIONS = ("mrope_section", "xdrope_section")
 def without_what_says_nothing(
     model: PreTrainedModel, inputs: Mapping[str, Any], copies: HostCopies | None = None
 ) -> dict[str, Any]:
-    """Return the inputs without those that a model reads nothing from: no images, and types that mark none.
-
-    Args:
-        model: the model.
-        inputs: by name.
-        copies: what has been read of them.
-    """
+    """Return the inputs without those that have no effect: no images, and token types that mark none."""
     copies = HostCopies() if copies is None else copies
     return {name: value for name, value in inputs.items() if not _says_nothing(model, name, value, copies)}
 
@@ -40,7 +34,7 @@ def _says_nothing(model: PreTrainedModel, name: str, value: Any, copies: HostCop
 
 
 def sees(model: PreTrainedModel) -> bool:
-    """Whether a model takes images or videos, whose tokens token types mark."""
+    """Whether a model takes images or videos, which token types mark."""
     return not {"image", "video"}.isdisjoint(model.input_modalities)
 
 
@@ -59,6 +53,6 @@ def one_a_token(position_ids: Tensor, config: PretrainedConfig) -> Tensor | None
 
 
 def _axes(config: PretrainedConfig) -> int:
-    """Return how many axes rotary positions have; 0, which takes all that there are, if the config does not say."""
+    """Return how many axes rotary positions have; 0, which takes all axes, if the config does not say."""
     parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     return next((len(parameters[name]) for name in _SECTIONS if parameters.get(name)), 0)

@@ -67,14 +67,16 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _run_prefill(original: Any, self: Any, arguments: Mapping[str, Any], cache: StandIn) -> Any:
-    """Run HuggingFace's own forward over the original of a cache, and read in what it leaves there."""
+    """Run HuggingFace's own forward over the original of a cache, and read in the tokens that it leaves there."""
     assert cache.original is not None
     with self.compiled.facts.attention.original():
         output = original(self, **{**arguments, "past_key_values": cache.original})
     rows, columns = tokens_in(arguments)[0], int(cache.original.get_seq_length())
     mask, position_ids = arguments.get("attention_mask"), arguments.get("position_ids")
     last = None if position_ids is None else one_a_token(position_ids[..., -1:], self.config)
-    if last is None or not (mask is None or mask.shape == (rows, columns)):  # what the user overrides gives others
+    if last is None or not (
+        mask is None or mask.shape == (rows, columns)
+    ):  # an override of the user's gives other shapes
         took(self.compiled, "original", cache.prefill)
         return output
     shown = np.ones((rows, columns), dtype=bool) if mask is None else copies().of(mask).numpy() != 0
@@ -110,12 +112,12 @@ def _run_over(cache: PagedCache, original: Any, self: Any, arguments: Mapping[st
 
 
 def run_own_forward(forward: Callable[[], Any], runtime: CompiledModel, own: str) -> Any:
-    """Run a forward of the user's, and count it unless it comes to ours, which counts itself.
+    """Run a user's forward, and count it unless it calls ours, which counts itself.
 
     Args:
         forward: the call.
         runtime: the wrapped model's ``compiled``.
-        own: what there is in place of the forward of the model's class.
+        own: its name.
     """
     paths: list[str] = []
     token = _counted.set(paths)
@@ -141,12 +143,12 @@ def count_forward(runtime: CompiledModel, path: ForwardPath, reason: Reason | No
 
 
 def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Mapping[str, Any]) -> Any:
-    """Run a call for which there is no forward_obstacle.
+    """Run a call without a ``forward_obstacle``.
 
     Args:
         original: the model class's ``forward``.
         runtime: the wrapped model's ``compiled``.
-        arguments: those of the call, by name.
+        arguments: by name.
 
     Returns:
         HuggingFace's output: ``[B, Q', V]`` logits, the loss if there are labels, and a ``PagedCache`` if the
@@ -174,7 +176,7 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
 
 
 def _output_class(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what the model's own forward says that it returns."""
+    """Return the output class in the signature of the model's own forward."""
     returned = inspect.unwrap(original).__annotations__.get("return")
     classes = (kind for kind in get_args(returned) or (returned,) if isinstance(kind, type))
     return next((kind for kind in classes if issubclass(kind, ModelOutput)), CausalLMOutputWithPast)
@@ -234,7 +236,7 @@ def _foreign() -> ValueError:
 
 
 def fitting(runtime: CompiledModel, arguments: Mapping[str, Any]) -> Reason | None:
-    """Return why a call without a cache finds no room in the pages; HuggingFace's own forward needs none. Or None."""
+    """Return why the pages have no room for a call without a cache, or None; HuggingFace's own forward needs none."""
     try:
         device_model = runtime.device_model()
     except (ValueError, RuntimeError) as error:

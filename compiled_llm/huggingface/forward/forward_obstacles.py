@@ -1,4 +1,4 @@
-"""Which calls of ``forward`` run HuggingFace's own, and why."""
+"""Finds the calls of ``forward`` that run HuggingFace's own, and why."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def by_name(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
 
 
 def ignored_inputs(original: Callable[..., Any]) -> frozenset[str]:
-    """Return the inputs that this ``forward`` takes without looking at them: what tokenizers make, and _HANDED_ON."""
+    """Return the inputs that this ``forward`` takes without reading them: of tokenizers, and _HANDED_ON."""
     return _HANDED_ON.union(["token_type_ids"]).difference(_parameters(original))
 
 
@@ -53,13 +53,7 @@ def _parameters(original: Callable[..., Any]) -> tuple[str, ...]:
 def forward_obstacle(
     original: Callable[..., Any], model: PreTrainedModel, arguments: Mapping[str, Any]
 ) -> Reason | None:
-    """Return why a call of ``forward`` has to run HuggingFace's own, or None.
-
-    Args:
-        original: the model class's ``forward``.
-        model: the wrapped model.
-        arguments: those of the call, by name.
-    """
+    """Return why a call of ``forward`` has to run HuggingFace's own, or None; ``arguments`` are by name."""
     return next(_obstacles(original, model, arguments), None)
 
 
@@ -104,7 +98,7 @@ def _obstacles(original: Callable[..., Any], model: PreTrainedModel, arguments: 
 
 
 def _packs_sequences(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
-    """Whether HuggingFace takes a row for several sequences, since its positions begin anew or skip some."""
+    """Whether HuggingFace takes a row for several sequences, since its positions start again or skip some."""
     positions = arguments.get("position_ids")
     keeps = arguments.get("use_cache", getattr(model.config, "use_cache", True)) or "past_key_values" in arguments
     if keeps or "attention_mask" in arguments or not isinstance(positions, Tensor):
@@ -131,7 +125,7 @@ def _label_obstacles(original: Callable[..., Any], arguments: Mapping[str, Any])
 
 
 def _input_obstacles(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Iterator[Reason]:
-    """Yield what HuggingFace's own forward answers better: with its original error, or because it has no limits."""
+    """Yield inputs that HuggingFace's own forward answers better: with its original error, or without limits."""
     ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
     if (ids is None) == (embeddings is None):
         yield Reason("inputs", "not one of input_ids and inputs_embeds")

@@ -30,7 +30,7 @@ def prefill_reason(others: Sequence[str], inputs: Mapping[str, Any], known: int 
     """Return why HuggingFace's own forward has to compute the prompt, or None.
 
     Args:
-        others: names of inputs beside tokens, mask, positions and cache.
+        others: names of inputs besides tokens, mask, positions and cache.
         inputs: of the model, by name.
         known: how many columns the cache holds that the user gets back; None if it is not HuggingFace's.
     """
@@ -48,13 +48,7 @@ def prefill_reason(others: Sequence[str], inputs: Mapping[str, Any], known: int 
 
 
 def prefill_obstacle(model: PreTrainedModel, config: GenerationConfig, inputs: Mapping[str, Any]) -> bool:
-    """Whether decode steps of ours cannot follow a prefill of HuggingFace's.
-
-    Args:
-        model: the model.
-        config: of the call.
-        inputs: of the model, by name.
-    """
+    """Whether decode steps of ours cannot follow a prefill of HuggingFace's."""
     positions = inputs.get("position_ids")
     if config.use_cache is False or config.prefill_chunk_size is not None or "inputs_embeds" in inputs:
         return True

@@ -1,1 +1,1 @@
-"""What is read of a model, its generation config and its overrides before a call, and remembered."""
+"""Properties of a model, its generation config and its overrides that are read before a call, and remembered."""

@@ -1,4 +1,4 @@
-"""What a call of ``generate`` knows on the host of tensors on the device: to read one is to wait for the device."""
+"""Host copies of a call's tensors: reading one from the device waits for the device."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from torch import Tensor
 
 
 class HostCopies:
-    """Copies of tensors that nobody changes during a call, each read once."""
+    """Copies of tensors that do not change during a call, each read once."""
 
     def __init__(self) -> None:
-        """Start without any."""
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of(self, value: Any) -> Any:
@@ -23,5 +22,5 @@ class HostCopies:
         return self._known[id(value)][1]
 
     def note(self, tensor: Tensor, copy: Tensor) -> None:
-        """Take ``copy``, on the host, for what ``tensor`` holds."""
+        """Store ``copy``, on the host, as the value of ``tensor``."""
         self._known[id(tensor)] = tensor, copy  # keeps the tensor alive, so that its id stays its own

@@ -1,4 +1,4 @@
-"""What of a model itself, whatever a call asks for, keeps our loops from standing in for HuggingFace's."""
+"""Finds properties of a model itself that keep our loops from standing in for HuggingFace's, whatever the call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def forward_reasons(model: PreTrainedModel, modules: InnerModules) -> Iterator[R
 
 
 def inner_reasons(model: PreTrainedModel, modules: InnerModules) -> Iterator[Reason]:
-    """Yield why HuggingFace's own modules have to run: somebody looks into them, or they mix tokens."""
+    """Yield why HuggingFace's own modules have to run: hooks look into them, or they mix tokens."""
     if (observer := observer_of_operations()) is not None:
         yield Reason("observed", observer)
     hooked, mixing = modules.obstacles(model)

@@ -1,6 +1,6 @@
-"""What the user has put in place of HuggingFace's functions; asked in every call, so that what is taken back counts.
+"""The user's replacements of HuggingFace's functions, looked up in every call, so that a removed one counts.
 
-A wrapped model's class stands before the user's own, so the user's is what a wrapped model's class is made of.
+A wrapped model's class stands before the user's own, so the user's class is the base of a wrapped model's class.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ _NAMES = frozenset(STOOD_IN_FOR)
 
 
 class Overrides:
-    """Which of the functions that our loops stand in for are the user's own."""
+    """Finds the functions that our loops stand in for and the user has replaced."""
 
     def __init__(self) -> None:
-        """Start without knowing any class."""
         self._known: tuple[tuple[Any, ...], tuple[str, ...]] = (), ()
 
     def of(self, model: PreTrainedModel) -> tuple[str, ...]:
@@ -40,7 +39,7 @@ class Overrides:
 
 
 def own_forward(model: PreTrainedModel) -> str | None:
-    """Return what there is in place of the forward of a wrapped model's class, or None; the class's own is compiled."""
+    """Return the name of a user's forward in place of that of the model's class, or None; the class's is compiled."""
     if is_compiled_in_place(model):
         return "model.compile()"
     return "model.forward" if "forward" in vars(model) and not _is_the_classs(model, "forward") else None
@@ -61,7 +60,7 @@ def _own_class(model: PreTrainedModel) -> type:
 
 
 def _is_the_classs(model: PreTrainedModel, name: str) -> bool:
-    """Whether an attribute of the object is nothing but the method of its class."""
+    """Whether an attribute of the object is only the method of its class."""
     value = vars(model)[name]
     methods = getattr(type(model), name, None), getattr(_own_class(model), name, None)
     return getattr(value, "__self__", None) is model and getattr(value, "__func__", None) in methods

@@ -2,7 +2,7 @@
 
 It merges its defaults, the model's generation config and the call's arguments again in each call, through several deep
 copies and (up to transformers 5.22) a default config of the model's class. That is a third of the host's time before
-the first token. What comes of it depends on the content of these alone, and what it warns of it says once.
+the first token. The result depends on the content of these alone, and its warnings come once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST = 256
 
 
 class _Entry(NamedTuple):
-    """A prepared config, and what else came of the same settings.
+    """A prepared config, and further results of the same settings.
 
     Attributes:
         config: content of the prepared config.
@@ -37,7 +37,6 @@ class PreparedConfigs:
     """The configs prepared for calls of one model so far; safe to use from any thread."""
 
     def __init__(self) -> None:
-        """Start without any."""
         self._known: dict[Hashable, _Entry] = {}
 
     def prepared(
@@ -48,11 +47,11 @@ class PreparedConfigs:
         of_call: GenerationConfig | None,
         arguments: dict[str, Any],
     ) -> Prepared:
-        """Return what ``prepare(of_call, **arguments)`` returns, a new config each time.
+        """Return the result of ``prepare(of_call, **arguments)``, with a new config each time.
 
         Args:
-            prepare: HuggingFace's, which looks at nothing but what is named here.
-            config: the model's; HuggingFace asks which of its attributes are set.
+            prepare: HuggingFace's, which depends on these arguments alone.
+            config: the model's; HuggingFace reads which of its attributes are set.
             of_model: the model's generation config.
             of_call: the generation config that the call was given, if any.
             arguments: those of the call.
@@ -87,7 +86,7 @@ def _again(known: _Entry, arguments: Mapping[str, Any]) -> Prepared:
 
 
 def _content(config: GenerationConfig) -> bytes | None:
-    """Return the content of a config, or None where that is not plain values alone."""
+    """Return the content of a config, or None if it does not consist of plain values."""
     values = vars(config)
     if type(config) is not GenerationConfig or not all(value is None or _is_plain(value) for value in values.values()):
         return None

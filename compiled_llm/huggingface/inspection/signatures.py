@@ -1,4 +1,4 @@
-"""Signatures of methods, kept: ``generate`` asks for them several times a call, and ``inspect`` takes long."""
+"""Cached signatures of methods: ``generate`` reads them several times a call, and ``inspect`` is slow."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 class MethodSignature(inspect.Signature):
-    """A method's signature, which keeps what is left of it when the method is bound."""
+    """A method's signature, which caches its bound form."""
 
     @classmethod
     def of(cls, method: Callable[..., Any]) -> MethodSignature:
-        """Return that of a method as its class has it, to be set as ``__signature__``."""
+        """Return the signature of a class's method, to be set as ``__signature__``."""
         whole = inspect.signature(method)
         signature = cls(list(whole.parameters.values()), return_annotation=whole.return_annotation)
         signature._rest = tuple(whole.parameters.values())[1:]

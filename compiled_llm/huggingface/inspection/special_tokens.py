@@ -23,18 +23,17 @@ class SpecialTokens:
     """The tensors that calls of one model had so far; safe to use from any thread."""
 
     def __init__(self) -> None:
-        """Start without any."""
         self._known: dict[Hashable, list[tuple[Tensor, Tensor] | None]] = {}
 
     def prepare(
         self, original: Callable[[], object], config: GenerationConfig, device: torch.device, copies: HostCopies
     ) -> None:
-        """Do what ``original`` does; it must have nothing to say about these tokens.
+        """Do the same as ``original``, which must have no warning about these tokens.
 
         Args:
             original: HuggingFace's method; it sets the config's tensors.
             config: the call's; ids of special tokens are cached if they are whole numbers from 0 on.
-            device: where the tensors have to be.
+            device: of the tensors.
             copies: gets their values.
         """
         ids = [getattr(config, name) for name in _IDS]

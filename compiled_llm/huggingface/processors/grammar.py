@@ -1,4 +1,4 @@
-"""A grammar as a logits processor: it says which tokens may follow, and the graph need not wait for it.
+"""A grammar as a logits processor: it gives the tokens that may follow, and the graph need not wait for it.
 
 Shapes: B rows, V vocabulary; a mask has a bit for each token, in words of 32.
 """
@@ -20,7 +20,7 @@ from compiled_llm.kvcache.row import Row
 
 
 class Grammar(LogitsProcessor):
-    """Stands for the kind of processors that are grammars."""
+    """A marker for processors that are grammars."""
 
 
 def grammar_of(processors: Iterable[Any]) -> Any:
@@ -29,19 +29,19 @@ def grammar_of(processors: Iterable[Any]) -> Any:
 
 
 def all_tokens(width: int) -> NDArray[np.int32]:
-    """Return the mask that bars none of ``width`` tokens."""
+    """Return the mask that allows all of ``width`` tokens."""
     return np.full(-(-width // 32), -1, dtype=np.int32)
 
 
 def masks_from(
     grammar: Any, rows: Sequence[Row], settings: Sequence[Sampling | None], ids: Callable[[], Tensor]
 ) -> Callable[[], Masks] | None:
-    """Return what gives the masks of each step; None without a grammar.
+    """Return a function that gives the masks of each step; None without a grammar.
 
     Args:
         grammar: the logits processor; it is called as HuggingFace calls it, once a step.
         rows: in its order.
-        settings: of each row; the tokens that their masks bar stay barred.
+        settings: of each row; tokens that their masks forbid stay forbidden.
         ids: returns ``[B, T]`` int64 on the host, all tokens so far.
     """
     if grammar is None:

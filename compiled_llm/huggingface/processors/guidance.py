@@ -25,7 +25,7 @@ from compiled_llm.kvcache.row import Row
 
 
 class GuidanceByTwins(UnbatchedClassifierFreeGuidanceLogitsProcessor):
-    """HuggingFace's processor over logits that are there already.
+    """HuggingFace's processor over logits that are computed already.
 
     Attributes:
         logits: ``[B, V]``, the twins', in the model's dtype.
@@ -53,7 +53,6 @@ class Twins:
     positions: list[NDArray[np.int64]]
 
     def pages_needed(self, call: Call) -> int:
-        """Return how many pages the twins may need."""
         return pages_needed(call.device_model, [len(tokens) for tokens in self.tokens], call.most_new)
 
     @contextmanager
@@ -69,14 +68,14 @@ class Twins:
                 runner.release(row)
 
     def take_logits(self, logits: Tensor) -> Tensor:
-        """Keep the twins' half of ``[2 * B, V]`` for the processor, and return that of the call's own rows."""
+        """Keep the twins' half of ``[2 * B, V]`` for the processor, and return the half of the call's own rows."""
         rows = len(self.tokens)
         self.processor.logits = logits[rows:]
         return logits[:rows]
 
 
 def with_twins(call: Call) -> tuple[Call, Twins | None]:
-    """Return a call whose guidance is computed by twins, and these; the call as it is, and None, if it cannot be."""
+    """Return the call with twins that compute its guidance, and these; the same call and None if there can be none."""
     processor = call.processors[0] if call.processors else None
     if type(processor) is not UnbatchedClassifierFreeGuidanceLogitsProcessor:
         return call, None
@@ -96,7 +95,7 @@ def with_twins(call: Call) -> tuple[Call, Twins | None]:
 def _negative_prompts(
     processor: UnbatchedClassifierFreeGuidanceLogitsProcessor, call: Call
 ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]] | None:
-    """Return each row's tokens and the columns that they stand in; None if they are not for HuggingFace to begin with.
+    """Return each row's tokens and the columns that they stand in; None if HuggingFace would not begin with them.
 
     Without a negative prompt it is the last token of the prompt.
     """
@@ -115,7 +114,7 @@ def _negative_prompts(
 
 
 def _fit(twins: Twins, call: Call) -> bool:
-    """Whether there can be twins beside the rows of the call, if there are pages."""
+    """Whether the batch has room for twins, if there are pages."""
     device_model = call.device_model
     return (
         2 * len(twins.tokens) <= device_model.max_batch_size

@@ -86,13 +86,13 @@ _Found = Mapping[type[LogitsProcessor], Any]
 
 
 class Prompts(NamedTuple):
-    """What processors are read for.
+    """The prompts that processors are read for.
 
     Attributes:
         ids: ``[B, T]`` int64, padding included.
         copies: of their tensors, on the host.
         vocabulary: how many logits a token has.
-        scored: whether somebody wants each step's scores.
+        scored: whether the caller gets each step's scores.
     """
 
     ids: NDArray[np.int64]
@@ -107,10 +107,9 @@ class Prompts(NamedTuple):
 
 
 def read_processors(call: Call) -> list[Sampling] | None:
-    """Return each row's settings, drawing the rows' seeds from torch's default generator if rows are drawn.
+    """Return each row's settings; None if there is a processor that the graph does not have.
 
-    Returns:
-        One entry a row, or None if there is a processor that the graph does not have.
+    The seeds of drawn rows come from torch's default generator.
     """
     vocabulary, scored = logits_width(call.runtime.facts.model), call.wants_scores("output_scores")
     prompts, do_sample = Prompts(call.ids, call.copies, vocabulary, scored), bool(call.config.do_sample)
@@ -121,7 +120,7 @@ def read_processors(call: Call) -> list[Sampling] | None:
 
 
 def samplings_of(processors: Iterable[LogitsProcessor], do_sample: bool, prompts: Prompts) -> list[Sampling] | None:
-    """Return the settings of each row that processors stand for; None if the graph does not have one of them."""
+    """Return the settings of each row that processors stand for; None if the graph lacks one of them."""
     if (found := _by_kind(processors)) is None or (edits := _edits(found, prompts)) is None:
         return None
     if (seen := _seen(found, prompts)) is None:
@@ -132,12 +131,12 @@ def samplings_of(processors: Iterable[LogitsProcessor], do_sample: bool, prompts
 
 
 def is_in_graph(processor: LogitsProcessor) -> bool:
-    """Return whether the graph does what a processor does, at least beside some others."""
+    """Return whether the graph can do the work of a processor, at least together with some others."""
     return _is_a_number(processor) or _is_of_tokens(processor)
 
 
 def _is_a_number(processor: LogitsProcessor) -> bool:
-    """Whether the graph does what a processor does, and one number says what that is."""
+    """Whether the graph has the processor, and a single number is its setting."""
     return (
         type(processor) in _NUMBERS
         and getattr(processor, "min_tokens_to_keep", 1) == 1
@@ -164,7 +163,7 @@ def _kind(processor: LogitsProcessor) -> type[LogitsProcessor]:
 
 
 def _is_of_tokens(processor: Any) -> bool:
-    """Whether the graph does what a processor does, which names tokens, or sequences that are not too long."""
+    """Whether the graph has the processor, which names tokens, or sequences that are not too long."""
     if type(processor) in (SequenceBiasLogitsProcessor, NoBadWordsLogitsProcessor):
         return all(len(sequence) <= MOST_FOLLOWED + 1 for sequence in processor.sequence_bias)
     return _kind(processor) in _ORDER and type(processor) not in _NUMBERS
@@ -190,7 +189,7 @@ def _numbers(found: _Found, do_sample: bool) -> Sampling:
 
 
 def _seen(found: _Found, prompts: Prompts) -> list[NDArray[np.int64]] | None:
-    """Return the prompt tokens of each row that penalties count; None if two of them count others."""
+    """Return the prompt tokens of each row that penalties count; None if two of them count different ones."""
     repeated, of_prompt = (
         found.get(RepetitionPenaltyLogitsProcessor),
         found.get(EncoderRepetitionPenaltyLogitsProcessor),
@@ -215,7 +214,7 @@ def _repeated(penalty: Any, prompts: Prompts) -> list[NDArray[np.int64]]:
 
 
 def _edits(found: _Found, prompts: Prompts) -> dict[str, Any] | None:
-    """Return the fields of ``Sampling`` that bar, force and bias tokens; None if the graph cannot have them."""
+    """Return the fields of ``Sampling`` that forbid, force and bias tokens; None if the graph cannot have them."""
     if set(found) <= set(_NUMBERS):
         return {}
     suppressed, biases = _suppressed(found, prompts), list(_biases(found, prompts))
@@ -252,7 +251,7 @@ def _suppressed(found: _Found, prompts: Prompts) -> list[int]:
 
 
 def _biases(found: _Found, prompts: Prompts) -> Iterator[Bias]:
-    """Yield what processors bar, force and bias; steps count from the first new token."""
+    """Yield the forbidden, forced and biased tokens of processors; steps count from the first new token."""
     width = prompts.width
     for kind in (SequenceBiasLogitsProcessor, NoBadWordsLogitsProcessor):
         if kind in found:
@@ -282,7 +281,7 @@ def _listed(tokens: Any, prompts: Prompts) -> list[int]:
 
 
 def _order_decides(found: _Found, biases: list[Bias], suppressed: list[int]) -> bool:
-    """Whether HuggingFace's order decides: what is forced is barred as well, or penalised; what is barred may grow."""
+    """Whether HuggingFace's order matters: a forced token is forbidden too, or penalised; a forbidden one may grow."""
     forced = [bias for bias in biases if bias.value == FORCED]
     barred = [*(bias for bias in biases if bias.value == BARRED), *(Bias(token, BARRED) for token in suppressed)]
     both = itertools.product(forced, barred)

@@ -1,7 +1,7 @@
 """Each step's logits and scores, for calls that get them: ``output_logits`` and ``output_scores``.
 
-The fast loop copies logits on the device, behind each step, and waits for nothing. HuggingFace's own processors make
-scores of them when the tokens are known, at the end.
+The fast loop copies logits on the device, after each step, without waiting. HuggingFace's own processors make scores of
+them when the tokens are known, at the end.
 
 Shapes: B rows, T prompt columns, G tokens generated so far, V vocabulary.
 """
@@ -21,10 +21,9 @@ from compiled_llm.model.sizes import logits_width
 
 
 class StepScores:
-    """What a call gets of its steps."""
+    """The step outputs that a call returns."""
 
     def __init__(self, call: Call) -> None:
-        """Begin without steps."""
         self._call = call
         self._wants_scores = call.wants_scores("output_scores")
         self._wants_logits = call.wants_scores("output_logits")
@@ -32,7 +31,7 @@ class StepScores:
         self._scores: list[Tensor] = []
 
     def see(self, step: Step) -> None:
-        """Keep the logits of a step of all rows, in their order; in the model's executor."""
+        """Keep the logits of a step of all rows, in their order; runs in the model's executor."""
         assert step.logits is not None
         self._logits.append(step.logits.to(torch.float32, copy=True))
 
@@ -43,14 +42,14 @@ class StepScores:
             self._scores.append(scores)
 
     def logits(self, steps: int) -> tuple[Tensor, ...] | None:
-        """Return those of the first steps, ``[B, V]`` float32 each, where ``input_ids`` is; None if nobody wants them.
+        """Return the logits of the first steps, ``[B, V]`` float32 each, where ``input_ids`` is; None if not asked for.
 
         The loop may have launched more steps than it has read.
         """
         return tuple(self._logits_of(step) for step in range(steps)) if self._wants_logits else None
 
     def scores(self, ids: Tensor) -> tuple[Tensor, ...] | None:
-        """Return those of the steps that have chosen the last G tokens of ``ids`` ``[B, T + G]``; as ``logits``."""
+        """Return the scores of the steps that sampled the last G tokens of ``ids`` ``[B, T + G]``; as ``logits``."""
         if not self._wants_scores:
             return None
         prompt = self._call.input_ids.shape[1]
@@ -63,17 +62,14 @@ class StepScores:
 
     def _logits_of(self, step: int) -> Tensor:
         logits = self._logits[step]
-        assert logits is not None, "they have been kept for whoever wants them"
+        assert logits is not None, "kept if the call returns them"
         return logits.to(self._call.input_ids.device)
 
 
 def check_room(call: Call) -> None:
-    """Check that there is memory for what the fast loop keeps of its steps, if it is known how many there will be.
+    """Raise ValueError if memory lacks for the outputs of all steps in the fast loop, where their number is known.
 
     A call whose rows may end early is as in HuggingFace's loop: it takes memory as it goes.
-
-    Raises:
-        ValueError: there is not.
     """
     if not (call.wants_scores() and _runs_to_the_end(call)):
         return  # before the device is asked for its memory: that takes longer than all else before the first token

@@ -1,4 +1,4 @@
-"""HuggingFace's watermark of green tokens, told by the host which token each row ends with.
+"""HuggingFace's watermark of green tokens, with each row's last token from the host.
 
 Its processor seeds a generator with that token, row by row, and reads it from the device each time. The host knows it
 by then: tokens are read while the forward runs. (SynthID's processor reads nothing; the "selfhash" of this one reads
@@ -20,18 +20,18 @@ class WatermarkOfHost(WatermarkLogitsProcessor):
     """HuggingFace's processor over texts on the host.
 
     Attributes:
-        texts: what ``input_ids`` has, row by row; each call takes them all.
+        texts: the rows of ``input_ids``, in order; each call takes them all.
     """
 
     texts: Iterator[Tensor]
 
     def set_seed(self, input_seq: Tensor) -> None:
-        """Seed the generator for the next row; that of ``input_seq``, which stays unread."""
+        """Seed the generator for the next row, without reading ``input_seq`` from the device."""
         super().set_seed(cast(LongTensor, next(self.texts)))
 
 
 def with_watermarks_of_host(processors: Iterable[LogitsProcessor]) -> LogitsProcessorList:
-    """Return the same processors, but for those that need not read the device."""
+    """Return the same processors, with watermarks replaced by those that do not read the device."""
     return LogitsProcessorList([_of_host(processor) for processor in processors])
 
 
