@@ -34,14 +34,14 @@ class Inductor:
         layers_in_region: int,
         compile_graph: CompileGraph | None = None,
     ) -> None:
-        """Prepare.
+        """Compile later, at each call.
 
         Args:
             options: Inductor's.
-            passes: each rewrites the whole graph in place, before Inductor sees any of it.
+            passes: each rewrites the whole graph in place, before Inductor.
             layers_in_region: compile equal regions of so many layers once; 0 gives Inductor the whole graph. A region
                 costs the host 0.1 to 0.3 ms a call, which the replay of a CUDA graph does not pay.
-            compile_graph: what compiles a graph, or finds it compiled; Inductor with its own cache if None.
+            compile_graph: compiles a graph, or finds it compiled; Inductor with its own cache if None.
         """
         self._options = dict(options)
         self._passes = passes

@@ -1,8 +1,8 @@
 """A compiled function that goes on uncompiled once torch has compiled it as often as it will.
 
-Dynamo compiles a function again for each new value of what its graphs rely on, such as a number in a module's
-attribute, up to ``torch._dynamo.config.recompile_limit`` times. From then on it raises in every call that none of the
-graphs fits. What changes that often is not worth compiling for.
+Dynamo compiles a function again for each new value that its graphs rely on, such as a number in a module's attribute,
+up to ``torch._dynamo.config.recompile_limit`` times. From then on it raises in every call that none of the graphs fits.
+It is not worth compiling for values that change that often.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ logger = logging.getLogger("compiled_llm.graphs")
 
 
 class Bounded:
-    """A program, compiled as long as torch compiles it.
+    """A program that is compiled until torch's limit is reached, and runs uncompiled from then on.
 
     Attributes:
-        full: whether torch will compile it no more.
+        full: whether torch's limit is reached.
         uncompiled: how many calls have run uncompiled since.
     """
 
@@ -33,7 +33,7 @@ class Bounded:
         """Compile at the first call.
 
         Args:
-            function: made by ``own_copy``, called by position with what its parameters name.
+            function: made by ``own_copy``, called with positional arguments.
             backend: compiles its graphs.
         """
         self._function = function
@@ -45,7 +45,7 @@ class Bounded:
         """Run a graph that fits, a new one if torch makes it, else the function itself.
 
         Raises:
-            CompileError: it holds something that a graph cannot hold.
+            CompileError: the function has a part that cannot be in a graph.
         """
         if not self.full or is_compiled_for(self._function, self._by_name(arguments)):
             try:

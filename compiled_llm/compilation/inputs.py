@@ -1,7 +1,6 @@
-"""What the compiled programs read beside the pages, and the shapes that recorded prefills are fixed to.
+"""The inputs of compiled programs, besides the pages, and the shapes of captured prefills.
 
-Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them after which a token is chosen, N entries
-of the page table.
+Shapes: B rows, T packed tokens, L tokens with logits, C of them with a sampled token, N entries of the page table.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from compiled_llm.model.attention import AttentionPlans
 
 
 class Shape(NamedTuple):
-    """What a recorded prefill is fixed to.
+    """The shape of a captured prefill.
 
     Attributes:
         tokens: T.
-        rows: rows that choose a token; B is one more, whose tokens, if any are missing, fill up T.
-        variant: how the backend divides it among thread blocks, which only the backend understands.
+        rows: rows with a sampled token; B is one more, whose tokens, if any are missing, fill up T.
+        variant: how the backend divides it among thread blocks; only the backend understands it.
     """
 
     tokens: int
@@ -28,14 +27,14 @@ class Shape(NamedTuple):
 
 
 class PrefillInputs(NamedTuple):
-    """What a prefill reads beside the pages.
+    """The inputs of a prefill, besides the pages.
 
     Attributes:
         ids: ``[1, T]`` int64; ``[1, T, hidden]`` in the model's dtype if it starts from embeddings.
         positions: ``[1, T]`` int64, rotary positions.
-        keep: ``[L]`` int64, the tokens whose logits are wanted.
-        ends: ``[C]`` int64, the entries of ``keep`` after which a token is chosen.
-        slots: ``[C]`` int64, of the rows that it is for: they say how, and keep it.
+        keep: ``[L]`` int64, the tokens whose logits are returned.
+        ends: ``[C]`` int64, the entries of ``keep`` after which a token is sampled.
+        slots: ``[C]`` int64, of those rows: their settings, and the place of the sampled token.
         token_rows: ``[T]`` int32, each token's row.
         token_positions: ``[T]`` int32, its place in the row.
         qo_indptr: ``[B + 1]`` int32, where each row's tokens begin.
@@ -79,7 +78,7 @@ class PlannedRows(NamedTuple):
 
 
 class DecodeInputs(NamedTuple):
-    """What the compiled decode step reads and advances, cut to one bucket; the rows sit on its seats in any order.
+    """The inputs of the compiled decode step, which advances them, cut to one padded batch size; rows are in any order.
 
     Attributes:
         slots: ``[B]`` int64, each row's slot, where the token that it feeds in lies.
@@ -87,8 +86,8 @@ class DecodeInputs(NamedTuple):
         lengths: ``[B]`` int32, tokens of the row with this one; with the next one afterwards.
         starts: ``[B]`` int32, where the row's pages begin in ``indices``.
         indices: ``[N]`` int32, page numbers, a region for each slot.
-        planned: what a backend reads in place of ``starts`` and ``indices`` that plans decode; None if it is left to
-            ``decode_attention``.
+        planned: in place of ``starts`` and ``indices`` for a backend that plans decode; None if ``decode_attention`` is
+            used.
     """
 
     slots: Tensor

@@ -14,11 +14,7 @@ class CompilingNotice(CustomGraphPass):
     """A pass that changes nothing: Inductor runs its passes on a graph only if its caches hold no code for it."""
 
     def __init__(self, always: Callable[[], object] | None = None) -> None:
-        """Tell nobody yet.
-
-        Args:
-            always: is told each time; what it raises keeps the graph from being compiled.
-        """
+        """``always`` is called each time; an error that it raises keeps the graph from being compiled."""
         self._always = always
         self._tell: Callable[[], object] | None = None
 
@@ -32,12 +28,11 @@ class CompilingNotice(CustomGraphPass):
             self._tell = None
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Tell it."""
         if self._always is not None:
             self._always()
         if self._tell is not None:
             self._tell()
 
     def uuid(self) -> str:
-        """Return what stands for this pass in the keys of Inductor's caches: the code does not depend on it."""
+        """Return this pass's part of the keys of Inductor's caches: the code does not depend on it."""
         return "compiled_llm: notices"

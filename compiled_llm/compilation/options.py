@@ -1,4 +1,4 @@
-"""What happens to each program's graph: our passes, and Inductor's options."""
+"""The passes for each program's graph, and Inductor's options."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from compiled_llm.config import WrapConfig
 
 
 def passes_for(config: WrapConfig, device: torch.device, fused: Sequence[Pass], decodes: bool) -> list[Pass]:
-    """Return what is done to a program's graph before Inductor sees it.
+    """Return the passes over a program's graph, before Inductor.
 
     Args:
-        config: the options of ``wrap``.
-        device: where the model lives.
-        fused: passes that make one matmul of several, if there are any.
+        config: of ``wrap``.
+        device: of the model.
+        fused: passes that make one matmul of several.
         decodes: whether the program decodes.
     """
     if device.type == "cpu":  # what Inductor makes of a norm is faster than the op

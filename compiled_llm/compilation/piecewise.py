@@ -1,8 +1,8 @@
 """Piecewise compilation: a graph is cut into regions before attentions, and equal regions are compiled once.
 
-Dynamo's graph of a model is the same operations again and again. Cut before attentions, which Inductor fuses with
-nothing, all regions but the first and the last are equal but for the weights, so one compiled function serves them all.
-Weights, pages and cosines are its inputs.
+Dynamo's graph of a model is the same operations again and again. Cut before attentions, which Inductor does not fuse,
+all regions but the first and the last are equal but for the weights, so one compiled function serves them all. Weights,
+pages and cosines are its inputs.
 """
 
 from __future__ import annotations
@@ -44,11 +44,7 @@ class Region(NamedTuple):
     outputs: list[fx.Node]
 
     def describe(self, examples: Sequence[Any]) -> str:
-        """Return all that decides what the region computes from ``examples``; names of nodes make no difference.
-
-        Args:
-            examples: of its inputs, fake tensors and symbolic sizes.
-        """
+        """Return all that decides the region's results for ``examples``; names of nodes make no difference."""
         nodes = {node: _Name(f"%{number}") for number, node in enumerate(self.graph.nodes)}
         lines = [_describe_value(value) for value in examples]
         for node in nodes:
@@ -77,7 +73,7 @@ def _describe_value(value: Any) -> str:
 
 
 def without_symbols(description: str) -> str:
-    """Return all that a compiled region depends on: the names of symbolic sizes make no difference to it."""
+    """Return all that a compiled region depends on: the names of symbolic sizes do not matter."""
     numbers = {symbol: f"symbol{number}" for number, symbol in enumerate(_symbols(description))}
     return _SYMBOL.sub(lambda found: numbers[found[0]], description)
 
@@ -87,13 +83,10 @@ def _symbols(description: str) -> list[str]:
 
 
 def layers_in_equal_regions(layers: Sequence[object], at_least: int) -> int:
-    """Return how many layers a region needs, so that each holds the same kinds of layers in the same order.
+    """Return how many layers a region needs, ``at_least`` or more, so that each has the same kinds of layers in order.
 
     Models with two kinds of layers have them in turns, or one of a kind every so often: a region holds whole turns.
-
-    Args:
-        layers: of the model, in order; those of one kind are equal.
-        at_least: a region has no fewer.
+    Layers of one kind are equal.
     """
     turns = range(1, len(layers) + 1)
     turn = next((length for length in turns if all(map(operator.eq, layers, layers[length:]))), 1)
@@ -106,12 +99,7 @@ def attentions_in(graph: fx.Graph) -> int:
 
 
 def cut(module: fx.GraphModule, layers: int = 1) -> list[Region]:
-    """Cut a graph before each attention, or before every so many-th; the regions run one after the other.
-
-    Args:
-        module: the graph.
-        layers: how many attentions a region has, but for the first and the last.
-    """
+    """Cut a graph before each attention, or before every ``layers``-th; the regions run one after the other."""
     numbers: dict[fx.Node, int] = {}
     count, attentions = 1, 0
     for node in module.graph.nodes:
@@ -161,7 +149,7 @@ class Examples:
         return [self._values[node] for node in region.inputs]
 
     def follow(self, region: Region, description: str) -> None:
-        """Find out a region's outputs: quickly if an earlier region had the same ``description``."""
+        """Compute a region's outputs: quickly if an earlier region had the same ``description``."""
         with running_on(self._values.values()):
             outputs = self._as_before(description) or self._run(region, description)
         self._values.update(zip(region.outputs, outputs, strict=True))
@@ -182,7 +170,7 @@ class Examples:
 
 
 def _can_be_made_again(values: Sequence[Any], count: int) -> bool:
-    """Whether all ``values`` but the first ``count`` are freshly allocated tensors that their layout says all about.
+    """Whether all ``values`` but the first ``count`` are new tensors, fully described by their layout.
 
     The parts of a fused matmul share memory.
     """
@@ -204,7 +192,7 @@ def _by_memory(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _is_whole(sharing: Sequence[Tensor]) -> bool:
-    """Whether there is one tensor, dense in whatever order of its dimensions."""
+    """Whether there is one tensor, dense in any order of its dimensions."""
     (tensor, *others) = sharing
     # As text: to compare symbolic sizes would guard them. ``empty_like`` keeps the strides of dense tensors only.
     return (
@@ -250,7 +238,7 @@ def join(regions: Sequence[Region], functions: Sequence[Callable[..., Any]], gra
 
 
 class _Call(nn.Module):
-    """A function where a graph wants a module."""
+    """A function as the module that a graph needs."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
 """The compiled programs of one model: a symbolic prefill, a decode step for batch 1 and one for all larger batches.
 
-Each ends with the choice of the next tokens, greedy or drawn by each row's own settings. A second prefill reads
-embeddings in place of token ids, for calls with ``inputs_embeds``.
+Each ends with sampling, greedy or by each row's own settings. A second prefill reads embeddings in place of token ids,
+for calls with ``inputs_embeds``.
 
-Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them after which a token is chosen, V
-vocabulary, N entries of the page table.
+Shapes: B rows, T packed tokens, L tokens with logits, C of them with a sampled token, V vocabulary, N entries of the
+page table.
 """
 
 from __future__ import annotations
@@ -59,12 +59,11 @@ _LAYERS_IN_REGION_ON_CPU = 4  # SmolLM2-135M's 30 layers run as fast as in one g
 
 
 class Arguments(NamedTuple):
-    """What every program is called with.
+    """The arguments of every program.
 
     Attributes:
-        model: of the programs.
-        inputs: what a step reads; they say which program serves it.
-        tables: how rows choose.
+        inputs: of a step; they say which program serves it.
+        tables: how rows are sampled.
         pages: of all layers.
     """
 
@@ -75,11 +74,11 @@ class Arguments(NamedTuple):
 
 
 class PreparedCall(NamedTuple):
-    """A call of a program, which knows nothing of any other call: any thread may make it, within ``paged``.
+    """A call of a program, independent of all other calls: any thread may make it, within ``paged``.
 
     Attributes:
-        program: what to call.
-        function: what was compiled.
+        program: compiled or not.
+        function: the source of ``program``.
         arguments: by name, in order.
     """
 
@@ -98,7 +97,6 @@ class PreparedCall(NamedTuple):
         return self.interpreted or is_compiled_for(self.function, self.arguments)
 
     def __call__(self) -> tuple[Tensor, Tensor]:
-        """Make it."""
         logits, tokens = self.program(*self.arguments.values())
         return logits, tokens
 
@@ -107,10 +105,10 @@ class Programs:
     """A model's compiled functions, called only in the model's executor.
 
     Attributes:
-        outlines_layers: whether layers that are alike may be traced once; nodes of the others then get other names.
+        outlines_layers: whether equal layers may be traced once; nodes of the others then get other names.
         cuts_regions: whether equal regions of a graph may be compiled once; if not, Inductor gets each graph whole.
         recorded: whether cudagraph trees capture decode steps and replay them.
-        compiling: tells when a graph is compiled, its code being in no cache.
+        compiling: notices when a graph is compiled, its code being in no cache.
     """
 
     outlines_layers = True
@@ -124,14 +122,14 @@ class Programs:
         weights: FusedWeights | None = None,
         artifacts: Artifacts | None = None,
     ) -> None:
-        """Prepare; compiling happens at the first call of each program.
+        """Compile later, at the first call of each program.
 
         Args:
-            config: the options of ``wrap``.
-            facts: what is known of the model.
-            device: where the model lives.
-            weights: those that one matmul reads; they must be ``intact`` at each call.
-            artifacts: what was compiled before, in place of compiling.
+            config: of ``wrap``.
+            facts: of the model.
+            device: of the model.
+            weights: fused ones; they must be ``intact`` at each call.
+            artifacts: compiled code, in place of compiling.
         """
         self._class = facts.model_class
         self._class_forward = facts.model_class.forward
@@ -206,8 +204,7 @@ class Programs:
 
         Args:
             arguments: of the call.
-            compare: of a prefill, see whether it would compile, even if the model cannot have changed since the last
-                time; if not, whoever makes the call does, for any program.
+            compare: whether to check for recompilation of a prefill now; if False, the caller must, for any program.
         """
         if isinstance(arguments.inputs, PrefillInputs):
             _mark_symbolic(arguments.inputs)
@@ -221,9 +218,9 @@ class Programs:
         return self._call(arguments).compiled
 
     def guards(self, arguments: Arguments, call: PreparedCall | None = None) -> Guards:
-        """Return what the program that serves these arguments takes for granted, in a ``call`` that is captured.
+        """Return the guards of the program that serves these arguments, in a ``call`` that is captured.
 
-        Layers whose tensors have been replaced since then are for ``Weights`` to notice.
+        ``Weights`` notices layers whose tensors have been replaced since then.
         """
         function, named = self._function_for(arguments.inputs), self._by_name(arguments)
         outline = self._outlines.get(function)
@@ -233,22 +230,22 @@ class Programs:
         return Guards(function, named, lambda glance: {"model": outline.of(named, glance)}, called_with)
 
     def code_valid(self) -> bool:
-        """Whether the model's classes still define what was traced; Dynamo's guards do not look there."""
+        """Whether the model's classes still define the traced methods; Dynamo's guards do not look there."""
         return self._class_forward is self._class.forward and self._code.valid()
 
     def look_again(self) -> None:
-        """Compare layers anew before the next call: the model may have changed."""
+        """Compare layers again before the next call: the model may have changed."""
         for outline in self._outlines.values():
             outline.is_current = False
 
     def drop_tensors(self) -> None:
-        """Let go of the model's tensors until the next call."""
+        """Drop the model's tensors until the next call."""
         for outline in self._outlines.values():
             outline.drop_tensors()
         self._known_state.forget_changed()
 
     def _outlined(self, arguments: Arguments, compare: bool) -> PreTrainedModel:
-        """Return what the program that serves these arguments is called with in place of the model."""
+        """Return the outline that the program is called with in place of the model."""
         model, inputs, _, _ = arguments
         outline = self._outlines.get(self._function_for(inputs))
         if outline is None:
@@ -273,7 +270,7 @@ class Programs:
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """What is compiled, by name; prefill from embeddings once it was needed."""
+        """The compiled functions by name; prefill from embeddings once it was needed."""
         embedded = {PREFILL_EMBEDDED: self._embedded_function} if graph_count(self._embedded_function) else {}
         return {
             PREFILL: self.prefill_function,
@@ -291,7 +288,7 @@ class Programs:
         return dict(found)
 
     def warn_if_nothing_matched(self, model: PreTrainedModel) -> None:
-        """Warn, once, if a model seems to be written like Llama, and nothing in its decode steps matches a pattern."""
+        """Warn, once, if a model looks like Llama, but its decode steps match no pattern."""
         matches = self.pattern_matches()
         if self._warned or not matches or any(matches.values()) or not is_like_llama(model):
             return
@@ -303,12 +300,12 @@ class Programs:
         )
 
     def full(self, inputs: PrefillInputs | DecodeInputs | None = None) -> bool:
-        """Whether torch will compile the program that serves ``inputs``, or any of them, no more."""
+        """Whether torch's limit is reached for the program that serves ``inputs``, or for any program."""
         programs = [*self._bounded().values()] if inputs is None else [self._program_for(inputs)]
         return any(isinstance(program, Bounded) and program.full for program in programs)
 
     def uncompiled(self) -> dict[str, int]:
-        """Return how many calls of each program have run uncompiled because torch compiles it no more."""
+        """Return how many calls of each program have run uncompiled because torch's limit was reached."""
         return {name: program.uncompiled for name, program in self._bounded().items() if program.uncompiled}
 
     def _bounded(self) -> dict[str, Bounded]:
@@ -335,12 +332,7 @@ class Programs:
 
 
 def begin_beside_tracing(device: torch.device, artifacts: Artifacts | None) -> None:
-    """Begin what Inductor needs before it can look for a graph, and the tracing of the first one does not.
-
-    Args:
-        device: of the programs.
-        artifacts: what is to be found in place of Inductor's cache.
-    """
+    """Begin work that Inductor needs before it can look up a graph, and the tracing of the first one does not."""
     hash_sources_early()
     if device.type == "cuda":
         choose_ptxas()  # before any kernel of ours is built
@@ -353,7 +345,7 @@ def begin_beside_tracing(device: torch.device, artifacts: Artifacts | None) -> N
 
 
 def _mark_symbolic(inputs: PrefillInputs) -> None:
-    """Say which sizes of a prefill's inputs change from call to call."""
+    """Mark the sizes of a prefill's inputs that change from call to call."""
     for name, tensor in inputs._asdict().items():
         if name not in ("indices", "plans"):
             torch._dynamo.mark_dynamic(tensor, 1 if name in ("ids", "positions") else 0)

@@ -1,10 +1,9 @@
-"""What is compiled: a prefill and a decode step of a whole model, from token ids to the next tokens.
+"""The compiled functions: a prefill and a decode step of a whole model, from token ids to the next tokens.
 
 Both hand HuggingFace's own ``forward`` a batch of pages, which reaches each layer's attention
-(``compiled_llm.model.attention``), and choose the next tokens inside the graph.
+(``compiled_llm.model.attention``), and sample the next tokens inside the graph.
 
-Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them after which a token is chosen, V
-vocabulary.
+Shapes: B rows, T packed tokens, L tokens with logits, C of them with a sampled token, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def prefill_step(
         model: the model.
         forward: its class's own ``forward``.
         inputs: the tokens.
-        tables: how rows choose tokens.
+        tables: how rows are sampled.
         pages: one ``[P, 2, K, S, D]`` a layer.
 
     Returns:
@@ -56,13 +55,13 @@ def prefill_step(
 def decode_step(
     model: PreTrainedModel, forward: Forward, inputs: DecodeInputs, tables: SamplingTables, pages: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Run one token of each row through the model, choose the next, and advance the buffers in place.
+    """Run one token of each row through the model, sample the next, and advance the buffers in place.
 
     Args:
         model: the model.
         forward: its class's own ``forward``.
-        inputs: the bucket's buffers; ``positions`` and lengths advance.
-        tables: how rows choose tokens, and what they have chosen.
+        inputs: the padded batch's buffers; ``positions`` and lengths advance.
+        tables: how rows are sampled, and their sampled tokens.
         pages: one ``[P, 2, K, S, D]`` a layer.
 
     Returns:

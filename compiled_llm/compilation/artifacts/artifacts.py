@@ -29,27 +29,20 @@ from compiled_llm_ops.protocol import Backend
 
 
 class NotInArtifactsError(RuntimeError):
-    """Something would have to be compiled although a model was wrapped with artifacts."""
+    """A graph would have to be compiled although the model was wrapped with artifacts."""
 
 
 class Artifacts:
-    """What was compiled before, in a folder of this process alone.
+    """Compiled code in a folder of this process alone.
 
     Attributes:
-        source: where it was read from.
+        source: the folder it was read from.
         rows: how many rows the programs have room for.
         profile: which steps to prepare; None if none was given when they were written.
     """
 
     def __init__(self, source: Path, manifest: Manifest, folder: Path, backend: Backend) -> None:
-        """Take over a folder.
-
-        Args:
-            source: where it was read from.
-            manifest: what it holds.
-            folder: a checked copy; it goes with this object.
-            backend: whose kernels are among it.
-        """
+        """``folder`` is a checked copy, removed with this object."""
         self.source = source
         self.rows = manifest.rows
         self.profile = Profile.read(folder / PROFILE) if PROFILE in manifest.files else None
@@ -67,11 +60,11 @@ class Artifacts:
 
         Args:
             source: the folder.
-            here: what it must be made for.
+            here: the requirements that it must meet.
             backend: whose kernels are to be found in it.
 
         Raises:
-            ValueError: it is damaged, not whole, others can write it, or it is made for something else.
+            ValueError: it is damaged or not whole, other users can write it, or it has other requirements.
         """
         path = Path(os.path.abspath(os.path.expanduser(source)))
         try:
@@ -94,20 +87,12 @@ class Artifacts:
         return cls(path, manifest, folder, backend)
 
     def begin(self, device: str) -> None:
-        """Begin, on a thread, what takes long before the first graph is found.
-
-        Args:
-            device: ``"cpu"`` or ``"cuda"``.
-        """
+        """Begin, on a thread, slow work that the first graph needs."""
         if device == "cpu":
             try_vector_instructions_early(self._folder, self._variables)
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-        """Return what Inductor has made of a graph.
-
-        Raises:
-            NotInArtifactsError: it would have to make it now.
-        """
+        """Return Inductor's code for a graph; NotInArtifactsError if it would have to be compiled now."""
         with inductor_cache_at(self._folder, self._variables), without_precompiled_headers():
             try:
                 compiled = compile_with_inductor(module, inputs, {**options, **_NO_PROCESSES})
@@ -121,27 +106,19 @@ class Artifacts:
         return compiled
 
     def refuse(self) -> None:
-        """Raise, since a graph is about to be compiled.
-
-        Raises:
-            NotInArtifactsError: always.
-        """
+        """Raise NotInArtifactsError, since a graph is about to be compiled."""
         self._compiled += 1
         raise self.missing("a graph is not among them")
 
     def missing(self, what: str) -> NotInArtifactsError:
-        """Return the error for something that is not there."""
+        """Return the error for a missing part."""
         return NotInArtifactsError(
             f"artifacts={str(self.source)!r}: {what}. The model has changed since they were written, or torch's "
             "settings are others; write them anew with `compiled-llm compile`, or wrap without artifacts"
         )
 
     def check_rows(self, rows: int) -> None:
-        """Check that there is room for so many rows.
-
-        Raises:
-            ValueError: there is not.
-        """
+        """Raise ValueError if there is no room for so many rows."""
         if rows > self.rows:
             raise ValueError(
                 f"artifacts={str(self.source)!r} have room for {self.rows} rows, and {rows} are asked for: lower "
@@ -149,7 +126,7 @@ class Artifacts:
             )
 
     def builds(self) -> dict[str, int]:
-        """Return what had to be built although it should have been here: 0 of each, if all is well."""
+        """Return how many of each kind had to be built although they belong here: 0 of each, if all is well."""
         triton, attention = self._built_before
         return {
             "graphs": self._compiled,
@@ -169,7 +146,7 @@ def _libraries(folder: Path) -> frozenset[Path]:
 
 
 def _say_where(folder: Path) -> None:
-    """Put the folder's own place into Triton's lists of files."""
+    """Write the folder's own path into Triton's lists of files."""
     for path in (folder / "triton").rglob("*.json"):
         path.write_bytes(path.read_bytes().replace(PLACE, str(folder).encode()))
 

@@ -1,4 +1,4 @@
-"""Reading a folder of artifacts: nothing in it is believed before it is known whose it is and what it has to be."""
+"""Reads a folder of artifacts: its content is trusted only once its owner and checksums are verified."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from compiled_llm.compilation.artifacts.manifest import NAME, Entry, Manifest
 
 ROOT = 0
-"""Root's user id: who does not trust root has no machine."""
+"""Root's user id: a machine has to trust root."""
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -20,10 +20,10 @@ class RefusedError(ValueError):
 
 
 def manifest_of(folder: Path) -> Manifest:
-    """Return what a folder says of itself.
+    """Return a folder's manifest.
 
     Raises:
-        RefusedError: it is none, others can write it, or its manifest is damaged.
+        RefusedError: there is none, other users can write it, or it is damaged.
     """
     _check_owner(folder, _status_of(folder), stat.S_ISDIR)
     try:
@@ -37,15 +37,15 @@ def manifest_of(folder: Path) -> Manifest:
 
 
 def copy(folder: Path, manifest: Manifest, into: Path) -> None:
-    """Copy each file, once it is known to be what the manifest says.
+    """Copy each file, once it is known to match the manifest.
 
     Args:
-        folder: whose manifest it is.
-        manifest: all of it, but itself.
+        folder: of the manifest.
+        manifest: of all files but its own.
         into: a new folder that only this user can write.
 
     Raises:
-        RefusedError: a file is missing, is too much, differs, is a link, or others can write it.
+        RefusedError: a file is missing or too much, differs, is a link, or other users can write it.
     """
     found = set()
     for path in _files_in(folder):
@@ -76,7 +76,7 @@ def _files_in(folder: Path) -> Iterator[Path]:
 
 
 def _content(path: Path, most: int = 2**26) -> bytes:
-    """Return what is in a regular file that nobody else can have written, of ``most`` bytes and one more at most."""
+    """Return the content of a regular file that no other user can have written, at most ``most`` bytes and one more."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:

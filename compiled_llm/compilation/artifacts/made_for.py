@@ -1,4 +1,4 @@
-"""What compiled code depends on: versions, the machine, the model but for the values of its weights, and options."""
+"""The requirements of compiled code: versions, the machine, the model but for its weights' values, and options."""
 
 from __future__ import annotations
 
@@ -28,12 +28,9 @@ _UNSAID = {"transformers_version", "dtype", "torch_dtype"}
 
 
 def made_for(model: PreTrainedModel, model_class: type[PreTrainedModel], config: WrapConfig) -> dict[str, Any]:
-    """Return what must be the same where code is written and where it is read, by name.
+    """Return the requirements by name: they must be equal where code is written and where it is read.
 
-    Args:
-        model: the model.
-        model_class: its own class; a wrapped model's is ours.
-        config: the options of ``wrap``.
+    ``model_class`` is the model's own class; a wrapped model's is ours.
     """
     kind = model.device.type
     packages = ["compiled-llm", "torch", "transformers", *(["triton", "flashinfer-python"] if kind == "cuda" else [])]
@@ -56,12 +53,12 @@ def made_for(model: PreTrainedModel, model_class: type[PreTrainedModel], config:
 def sizes_made_for(
     model: PreTrainedModel, model_class: type[PreTrainedModel], config: WrapConfig, rows: int
 ) -> dict[str, Any]:
-    """Return what decides which sizes steps have, by name; other versions, and another GPU, have the same.
+    """Return the properties that decide the sizes of steps, by name; other versions, and another GPU, have the same.
 
     Args:
         model: the model.
         model_class: its own class.
-        config: the options of ``wrap``.
+        config: of ``wrap``.
         rows: how many rows there is room for.
     """
     found = {
@@ -102,7 +99,7 @@ def _of_cuda(device: torch.device) -> dict[str, Any]:
 
 
 def _of_cpu() -> dict[str, Any]:
-    """Return what C++ kernels depend on: they are built for one kind of CPU, with what lies in certain folders."""
+    """Return the requirements of C++ kernels: they are built for one kind of CPU, with files of certain folders."""
     return {
         "CPU": _cpu_model(),
         "CPU features": hashlib.sha256(_of_cpuinfo("flags").encode()).hexdigest()[:16],
@@ -124,7 +121,7 @@ def _of_cpuinfo(name: str) -> str:
 
 
 def _fingerprint(model: PreTrainedModel) -> str:
-    """Return what stands for all names, shapes and types of a model's tensors."""
+    """Return a hash of all names, shapes and types of a model's tensors."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in sorted(tensors.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

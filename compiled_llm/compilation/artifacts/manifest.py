@@ -1,4 +1,4 @@
-"""What a folder of artifacts says of itself: what it was made for, and what is in it."""
+"""The manifest of a folder of artifacts: its requirements, and its files."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ class Entry(NamedTuple):
 
     @classmethod
     def of(cls, content: bytes) -> Entry:
-        """Return what a file with this content has."""
         return cls(len(content), hashlib.sha256(content).hexdigest())
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder of artifacts says of itself.
+    """The manifest of a folder of artifacts.
 
     Attributes:
-        made_for: what must be the same wherever it is read.
+        made_for: the requirements, equal wherever it is read.
         rows: how many rows its programs have room for.
         files: all but the manifest, by their paths in the folder.
     """
@@ -47,18 +46,13 @@ class Manifest:
     files: Mapping[str, Entry]
 
     def encoded(self) -> bytes:
-        """Return the file's content."""
         files = {path: list(entry) for path, entry in self.files.items()}
         said = {"format": FORMAT, "made_for": dict(self.made_for), "rows": self.rows, "files": files}
         return _encoded({"sha256": hashlib.sha256(_encoded(said)).hexdigest(), "manifest": said})
 
     @classmethod
     def decoded(cls, content: bytes) -> Manifest:
-        """Read a file's content, each byte of which counts.
-
-        Raises:
-            ValueError: it is not what ``encoded`` has returned, or what a later version has.
-        """
+        """Read a file's content, each byte of which counts; ValueError if it is damaged or of another format."""
         try:
             whole = json.loads(content)
             said = whole["manifest"]
@@ -76,7 +70,7 @@ def _encoded(value: object) -> bytes:
 
 
 def differences(there: MadeFor, here: MadeFor) -> list[str]:
-    """Return in words what differs between where code was written and here."""
+    """Return in words how the requirements differ between where code was written and here."""
     names = [*there, *(name for name in here if name not in there)]
     return [
         f"{name} {there.get(name, 'missing')!r} there, {here.get(name, 'missing')!r} here"

@@ -1,6 +1,6 @@
 """Profiles: which steps requests have used and how often, in a file, so that the next process prepares these first.
 
-A profile is data, in JSON. It says nothing of what requests were about.
+A profile is JSON, without the content of requests.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _NUMBERS = ("tokens", "rows", "variant", "uses")
 
 
 class UsedStep(NamedTuple):
-    """What requests have used, with the fields of a ``RecordingRow``.
+    """A step that requests have used, with the fields of a ``RecordingRow``.
 
     Attributes:
-        phase: what it runs.
+        phase: prefill, decode, and so on.
         tokens: how many it computes, padding included.
         rows: how many of them choose a token, padding included.
         variant: of a prefill how the backend divides it, of a choice 1 if it writes masks first; else 0.
@@ -38,16 +38,15 @@ class UsedStep(NamedTuple):
     variant: int
 
     def __str__(self) -> str:
-        """Its fields in words."""
         return f"{self.phase} with tokens={self.tokens}, rows={self.rows}, variant={self.variant}"
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What requests have used.
+    """The steps that requests have used.
 
     Attributes:
-        made_for: the model and what else decides which sizes there are.
+        made_for: the model and all else that decides the sizes.
         uses: how often each step was used.
         embeddings: how many prefills began from embeddings.
     """
@@ -58,7 +57,7 @@ class Profile:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Profile:
-        """Read what ``save`` has written.
+        """Read a file of ``save``.
 
         Raises:
             ValueError: there is no such file, or it is no profile of this format.
@@ -74,11 +73,7 @@ class Profile:
 
     @classmethod
     def _decoded(cls, content: bytes) -> Profile:
-        """Read a file's content.
-
-        Raises:
-            ValueError: it is none; the message says why, without its name.
-        """
+        """Read a file's content; ValueError, without its name, if it is no profile."""
         try:
             said = json.loads(content)
             version = said["format"]
@@ -90,7 +85,7 @@ class Profile:
         raise ValueError(f"has format {version!r}, and this version reads {FORMAT}")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file, which at any moment is there whole: as it was before, or as it is now.
+        """Write it to a file, atomically: at any moment the file is whole, the old one or the new.
 
         Raises:
             OSError: it cannot be written.
@@ -121,15 +116,11 @@ class Profile:
 
     @property
     def structured(self) -> bool:
-        """Whether tokens were chosen under grammars."""
+        """Whether tokens were sampled under grammars."""
         return any(step.phase == "choice" and step.variant > 0 for step in self.uses)
 
     def check(self, here: MadeFor) -> None:
-        """Check that it is of a model and options that have the same sizes.
-
-        Raises:
-            ValueError: it is not; the message says what differs.
-        """
+        """Raise ValueError, with the differences, if it is of a model or options with other sizes."""
         if different := differences(self.made_for, here):
             raise ValueError(
                 f"profile: it was saved for something else: {'; '.join(different)}; use one that was saved with this "
@@ -137,7 +128,7 @@ class Profile:
             )
 
     def after(self, earlier: Profile | None) -> Profile:
-        """Return this one with what was used in earlier runs, which counts half as much with each run."""
+        """Return this one with the uses of earlier runs, which count half as much with each run."""
         if earlier is None:
             return self
         uses = Counter({step: uses // 2 for step, uses in earlier.uses.items()})

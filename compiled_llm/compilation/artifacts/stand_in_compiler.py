@@ -1,4 +1,4 @@
-"""What answers for the C++ compiler while C++ kernels are looked for: nothing is compiled, so none need be installed.
+"""A stand-in for the C++ compiler while kernels are looked up: nothing is compiled, so none need be installed.
 
 Inductor asks the compiler for its version before it looks for a kernel, as part of the key, and tries whether there is
 one at all.
@@ -18,12 +18,9 @@ _QUESTIONS = ("--version", "-v")
 
 
 def write_to(folder: Path) -> None:
-    """Write a program of the compiler's name, which says of itself what the compiler says here.
+    """Write a program of the compiler's name, which prints the same version as the compiler here.
 
-    One that is called by its path is found by that, and needs to be there when kernels are looked for.
-
-    Args:
-        folder: of artifacts.
+    A compiler that is called by its path is found by that, and needs to be there when kernels are looked for.
     """
     name = cpp_compiler()
     if os.sep in name:
@@ -36,11 +33,7 @@ def write_to(folder: Path) -> None:
 
 
 def variables(folder: Path) -> dict[str, str]:
-    """Return the environment in which the stand-in is found first; none if there is no stand-in.
-
-    Args:
-        folder: a checked copy of artifacts.
-    """
+    """Return the environment in which the stand-in is found first; empty if there is no stand-in."""
     programs = folder / _FOLDER
     if not programs.is_dir():
         return {}

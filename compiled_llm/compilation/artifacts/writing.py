@@ -1,4 +1,4 @@
-"""Writing a folder of artifacts: what compilers have put into a new folder, sealed with a manifest, then renamed."""
+"""Writes artifacts: compilers fill a new folder, which is sealed with a manifest, then renamed."""
 
 from __future__ import annotations
 
@@ -23,16 +23,12 @@ _NOT_CODE = {"locks"}
 
 
 def variables(folder: Path) -> dict[str, str]:
-    """Return the environment in which a process keeps all that it builds in a folder."""
+    """Return the environment in which a process keeps all its builds in a folder."""
     return {**cache_variables(folder), "FLASHINFER_WORKSPACE_BASE": str(folder / _FLASHINFER)}
 
 
 def check_new(target: Path) -> None:
-    """Check that a folder can be written.
-
-    Raises:
-        ValueError: something stands there already, or what it would stand in is no folder.
-    """
+    """Raise ValueError if ``target`` exists already and is not empty, or has no parent folder."""
     if target.is_symlink() or (target.exists() and not _is_empty(target)):
         raise ValueError(f"-o {target}: that exists already; give a new folder")
     if not target.parent.is_dir():
@@ -41,7 +37,7 @@ def check_new(target: Path) -> None:
 
 @contextmanager
 def unfinished(target: Path) -> Iterator[Path]:
-    """Yield a new folder beside ``target``, which takes its place if the block has sealed it; else it is removed."""
+    """Yield a new folder next to ``target``, which takes its place if the block has sealed it; else it is removed."""
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.unfinished-", dir=target.parent))
     try:
         yield folder
@@ -52,11 +48,11 @@ def unfinished(target: Path) -> Iterator[Path]:
 
 
 def seal(folder: Path, made_for: MadeFor, rows: int) -> Manifest:
-    """Keep what later processes need of all that was built in a folder, and write the manifest, last of all.
+    """Keep the builds that later processes need, and write the manifest, last of all.
 
     Args:
-        folder: in which ``variables`` had everything kept.
-        made_for: what must be the same where it is read.
+        folder: the one given to ``variables``.
+        made_for: the requirements where it is read.
         rows: how many rows the programs have room for.
     """
     _take_kernels_of_flashinfer(folder)
@@ -78,7 +74,7 @@ def seal(folder: Path, made_for: MadeFor, rows: int) -> Manifest:
 
 
 def _take_kernels_of_flashinfer(folder: Path) -> None:
-    """Move ``NAME/NAME.so``, wherever FlashInfer has kept it, to where it looks for kernels that came built."""
+    """Move ``NAME/NAME.so`` from FlashInfer's cache to where it looks for prebuilt kernels."""
     workspace = folder / _FLASHINFER
     for library in sorted(workspace.rglob("cached_ops/*/*.so")):
         if library.stem == library.parent.name:
@@ -97,7 +93,7 @@ def _is_empty(folder: Path) -> bool:
 
 
 def _sync(folder: Path) -> None:
-    """Have the disk hold all of it before it gets its name: a machine that fails must not leave half of it there."""
+    """Flush all of it to the disk before it gets its name: after a crash there must not be half of it."""
     for path in _files(folder):
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""One buffer for what recordings give: it is read before another one runs, so that they need not have one each."""
+"""One buffer for the outputs of all CUDA graphs: it is read before the next one runs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,9 @@ StepOutputs = tuple[Tensor, Tensor]
 
 
 class SharedOutputs:
-    """Logits and tokens of as many rows as a step may have.
-
-    Attributes:
-        nbytes: their size.
-    """
+    """Logits and tokens of as many rows as a step may have."""
 
     def __init__(self, rows: int) -> None:
-        """Allocate nothing yet."""
         self._rows = rows
         self._buffers: list[Tensor] = []
 
@@ -29,11 +24,11 @@ class SharedOutputs:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def writing(self, launch: Callable[[], StepOutputs], like: StepOutputs | int) -> Callable[[], StepOutputs]:
-        """Return what launches the same, and leaves its outputs here.
+        """Return a launch of the same step that leaves its outputs here.
 
         Args:
             launch: runs a step.
-            like: what it has given before, or of how many rows that was, if others have left theirs here since.
+            like: its earlier outputs, or their number of rows if other steps have overwritten them since.
         """
         targets = self._first(like, like) if isinstance(like, int) else self._views(like)
 
@@ -66,5 +61,5 @@ class SharedOutputs:
         return same and len(output) <= len(buffer)
 
     def release(self) -> None:
-        """Let go of the buffers."""
+        """Free the buffers."""
         self._buffers = []

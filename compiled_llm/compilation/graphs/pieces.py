@@ -1,7 +1,7 @@
-"""A CUDA graph in pieces: what cannot be captured, or shall not be, is launched between two of them.
+"""A CUDA graph in pieces: ops that cannot or shall not be captured are launched between two of them.
 
-Each piece is a CUDA graph of its own, and all allocate from one pool. What a launch between reads was written by the
-piece before it, and what it returns is copied to where the next piece reads it. The pool may give that memory to a
+Each piece is a CUDA graph of its own, and all allocate from one pool. The piece before a launch writes the launch's
+arguments, and its results are copied to where the next piece reads them. The pool may give that memory to a
 later piece of the same step, as it would in one graph: pieces and launches run one after the other, on one stream.
 """
 
@@ -20,11 +20,10 @@ _TYPE_OF_SIZE = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}
 
 
 class _Between(NamedTuple):
-    """What is launched between two pieces.
+    """A launch between two pieces.
 
     Attributes:
         launch: returns results, in new tensors.
-        arguments: it is called with.
         targets: where its results go.
     """
 
@@ -33,7 +32,6 @@ class _Between(NamedTuple):
     targets: Sequence[Tensor]
 
     def replay(self) -> None:
-        """Launch on the current stream."""
         results = self.launch(self.arguments)
         for target, result in zip(self.targets, _listed(results), strict=True):
             target.copy_(result)
@@ -48,13 +46,7 @@ class GraphInPieces:
         beginning: Callable[[], AbstractContextManager[None]] = nullcontext,
         pause: Callable[[], None] = lambda: None,
     ) -> None:
-        """Have nothing captured yet.
-
-        Args:
-            new_graph: makes a piece.
-            beginning: what its capture begins in.
-            pause: called between two pieces.
-        """
+        """``new_graph`` makes a piece, ``beginning`` surrounds its capture; ``pause`` is called between two pieces."""
         self._pause = pause
         self._beginning = beginning
         self._new_graph = new_graph
@@ -64,7 +56,6 @@ class GraphInPieces:
 
     @property
     def pieces(self) -> int:
-        """How many graphs there are."""
         return len(self._graphs)
 
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -74,7 +65,6 @@ class GraphInPieces:
         capture_of_this_thread(self)
 
     def capture_end(self) -> None:
-        """End the last piece."""
         capture_of_this_thread(None)
         self._graphs[-1].capture_end()
 
@@ -102,7 +92,6 @@ class GraphInPieces:
             replay()
 
     def reset(self) -> None:
-        """Give back what the pieces take."""
         self._parts = []
         for graph in self._graphs:
             graph.reset()
@@ -113,14 +102,14 @@ def _listed(results: Any) -> Sequence[Tensor]:
 
 
 class _Memory:
-    """Memory on a CUDA device, as libraries hand it to each other."""
+    """Memory on a CUDA device, in the interface that libraries share."""
 
     def __init__(self, interface: dict[str, Any]) -> None:
         self.__cuda_array_interface__ = interface
 
 
 def unowned(value: Any) -> Any:
-    """Return a tensor over the same memory that does not keep it; anything else, and what is on no device, as it is."""
+    """Return a tensor over the same memory that does not keep it; other values and host tensors as they are."""
     if not isinstance(value, Tensor) or not value.is_cuda or not value.numel():
         return value
     size = value.element_size()

@@ -1,13 +1,12 @@
 """CUDA graphs of whole steps, captured around the compiled programs and replayed with one launch.
 
 Cudagraph trees check every weight and every guard at each call, which takes the host longer than a small model takes
-the device. A recording of ours is launched by itself; ``validity`` checks whether it may still be replayed, when
-something may have changed.
+the device. A CUDA graph of ours is launched by itself; ``validity`` checks whether it may still be replayed, when the
+model may have changed.
 
-A capture runs nothing on the device: it notes launches. So it may be made while steps run, in a thread of its own,
-which lives as long as the process: cuBLAS keeps what it allocates for a thread and a stream, and of a thread that ends,
-graphs would go on using it. The thread works in slices, between the launches of steps, and may pause at each layer's
-attention.
+A capture runs no kernels: it notes launches. So it may be made while steps run, in a thread of its own, which lives as
+long as the process: cuBLAS keeps its workspace for a thread and a stream, and graphs would go on using that of an ended
+thread. The thread works in slices, between the launches of steps, and may pause at each layer's attention.
 """
 
 from __future__ import annotations
@@ -34,47 +33,40 @@ Outputs = TypeVar("Outputs")
 
 
 class Captured(Generic[Outputs]):
-    """Launches that were captured.
+    """Captured launches.
 
     Attributes:
-        cost: what that took.
+        cost: of the capture.
     """
 
     def __init__(
         self, graph: torch.cuda.CUDAGraph | GraphInPieces, outputs: Outputs, cost: Cost, give_back: Callable[[], None]
     ) -> None:
-        """Keep the graph with the tensors that it writes.
-
-        Args:
-            graph: of the launches.
-            outputs: the tensors that it writes.
-            cost: what capturing it took.
-            give_back: called when it is released.
-        """
+        """``outputs`` are the tensors that the graph writes; ``give_back`` is called when it is released."""
         self.cost = cost
         self._graph = graph
         self._outputs: Outputs | None = outputs
         self._give_back = give_back
 
     def replay(self) -> Outputs:
-        """Launch on the current stream; returns the same tensors each time, overwritten."""
+        """Launch on the current stream; return the same tensors each time, overwritten."""
         self._graph.replay()
         return cast(Outputs, self._outputs)
 
     def release(self) -> None:
-        """Give back what the graph takes; it is replayed no more."""
+        """Free the graph's memory; it is not replayed any more."""
         self._outputs = None
         self._graph.reset()
         self._give_back()
 
 
 class _Place(NamedTuple):
-    """Where a recorder captures.
+    """The stream and thread of a recorder's captures.
 
     Attributes:
-        stream: nothing else ever runs on it: cuBLAS's workspace for it is allocated in a capture, from our pool, and
+        stream: only captures run on it: cuBLAS's workspace for it is allocated in a capture, from our pool, and
             stays valid for as long as the process lives.
-        thread: that captures there.
+        thread: captures there.
     """
 
     stream: torch.cuda.Stream
@@ -97,7 +89,7 @@ def _begin_thread(device: torch.device) -> None:
 
 
 def abandon(underway: Future[Captured[Outputs]]) -> None:
-    """Release what is captured as soon as it is."""
+    """Release a graph as soon as its capture has ended."""
 
     def release(future: Future[Captured[Outputs]]) -> None:
         if future.exception() is None:
@@ -110,7 +102,7 @@ class Recorder:
     """Captures the steps of one model; all of them share a memory pool."""
 
     def __init__(self, device: torch.device, *, in_pieces: bool = False) -> None:
-        """Capture nothing yet; ``in_pieces`` leaves out what may be left out."""
+        """``in_pieces``: leave out the ops that may be left out."""
         idle = _idle[device]
         self._device = device
         self._place = idle.pop() if idle else _new_place(device)
@@ -120,14 +112,14 @@ class Recorder:
         self.take_new_pool()
 
     def take_new_pool(self) -> None:
-        """Take a new memory pool: one whose graphs are all gone, or where one failed, cannot be captured into again."""
+        """Take a new memory pool: one whose graphs are all gone, or where a capture failed, cannot be used again."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, launch: Callable[[], Outputs]) -> Captured[Outputs]:
-        """Capture what ``launch`` launches while nothing else runs; otherwise as ``begin``.
+        """Capture the launches of ``launch`` while no other capture runs; otherwise as ``begin``.
 
         Raises:
-            RuntimeError: something in it cannot be captured.
+            RuntimeError: an operation in it cannot be captured.
         """
         wait_for(self._device)
         torch.cuda.empty_cache()  # a pool grows only by what is free
@@ -143,22 +135,22 @@ class Recorder:
     def begin(
         self, launch: Callable[[], Outputs], check: Callable[[], None] = lambda: None
     ) -> Future[Captured[Outputs]]:
-        """Begin to capture what ``launch`` launches, in the slices that come; it is called in our thread.
+        """Begin to capture the launches of ``launch``, in the slices to come; it is called in our thread.
 
         Meanwhile steps run and graphs are replayed; none of this recorder's is released, and no other begun.
 
         Args:
-            launch: reads and writes tensors at fixed addresses only, and waits for nothing.
+            launch: reads and writes tensors at fixed addresses only, without waiting.
             check: called before; if it raises, nothing is captured.
         """
         return self._place.thread.submit(functools.partial(self._capture, launch, check))
 
     def run_slice(self) -> None:
-        """Go on with the capture that was begun, for half a millisecond or so."""
+        """Continue the capture underway for half a millisecond or so."""
         self._place.thread.run_slice()
 
     def finish(self) -> None:
-        """Go on with the capture that was begun, to its end; any thread may."""
+        """Continue the capture underway to its end; any thread may."""
         self._place.thread.finish()
 
     def _capture(self, launch: Callable[[], Outputs], check: Callable[[], None]) -> Captured[Outputs]:
@@ -190,13 +182,13 @@ class Recorder:
         return GraphInPieces(beginning=beginning, pause=self._place.thread.pause)
 
     def _unpooled(self) -> int:
-        """Return what is taken of the device beside PyTorch's allocator, by all processes: graphs, among others."""
+        """Return the device memory used by all processes outside PyTorch's allocator: graphs, among others."""
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free - torch.cuda.memory_reserved(self._device)
 
 
 class _Whole:
-    """A capture that nothing is left out of: where something could be, it may pause."""
+    """A capture without gaps: where an op could be left out, it may pause."""
 
     def __init__(self, pause: Callable[[], None]) -> None:
         self._pause = pause
@@ -208,7 +200,7 @@ class _Whole:
 
 
 def _pausing(launch: Callable[[], Outputs], pause: Callable[[], None]) -> Callable[[], Outputs]:
-    """Return what launches the same, and may pause at each layer's attention."""
+    """Return a launch of the same step that may pause at each layer's attention."""
 
     def launch_pausing() -> Outputs:
         capture_of_this_thread(_Whole(pause))

@@ -1,8 +1,8 @@
-"""The recordings of one model, decode steps by bucket and prefills by shape, and whether they are still valid.
+"""The CUDA graphs of one model, decode steps by padded batch size and prefills by shape, and whether they are valid.
 
-Everything here runs in the model's executor, but for a capture beside the steps: that calls ``Step.launch`` in the
-recorder's thread, in slices that it is given between steps, and reads and writes nothing of what is here. One is
-underway at a time. Whatever drops recordings finishes it first.
+All of this runs in the model's executor, but for a capture between steps: that calls ``Step.launch`` in the recorder's
+thread, in slices, and touches no state of this module. One is underway at a time. Code that drops CUDA graphs finishes
+it first.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Begin = Callable[[], "Begin | None"]
 
 
 class Filled(NamedTuple):
-    """What a recorded step begins with.
+    """The input of a captured step.
 
     Attributes:
-        tensor: to be filled before it is replayed.
+        tensor: to be filled before each replay.
         nbytes: size of this and all else that was allocated for the step alone.
     """
 
@@ -49,14 +49,14 @@ class Filled(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step that is to be recorded.
+    """A step to capture.
 
     Attributes:
-        check: finds ``guards``, and raises if ``launch`` would do more than launch; any thread may call both.
+        check: finds ``guards``, and raises if ``launch`` would compile; any thread may call both.
         launch: runs it.
-        like: what it gave when it ran, or of how many rows that was, if it ran before the last eviction.
-        guards: what the compiled program in it takes for granted.
-        filled: what it begins with, if that is filled before each replay.
+        like: its outputs, or their number of rows, if it ran before the last eviction.
+        guards: of the compiled program in it.
+        filled: its input, if that is filled before each replay.
     """
 
     check: Callable[[], None]
@@ -67,25 +67,18 @@ class Step(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What is known of a recorded step.
-
-    Attributes:
-        guards: what the compiled program inside takes for granted.
-        filled: what it begins with, if that is filled before it is replayed.
-    """
+    """The guards of a captured step, and its input, if that is filled before each replay."""
 
     guards: Guards
     filled: Filled | None
 
 
 class _Underway(NamedTuple):
-    """A capture that was begun.
+    """A capture underway.
 
     Attributes:
-        key: of what.
-        captured: what it will have given.
-        known: of the step.
-        shared: bytes by which the outputs of all have grown for it.
+        captured: the result to come.
+        shared: bytes by which the shared outputs have grown for it.
     """
 
     key: Key
@@ -100,24 +93,17 @@ class Recordings:
     Attributes:
         ours: whether steps are captured here.
         replay: whether decode steps are replayed, by us or by cudagraph trees.
-        rolling: has them, and those of choices.
-        skips: how often Inductor did not capture what it was asked to.
-        reasons: what it said then.
+        rolling: holds these graphs, and those of sampling.
+        skips: how often Inductor did not capture a graph that it should have.
+        reasons: its messages about that.
         prefills: how many prefills have been captured.
-        nbytes: device memory that compiling and recording took for good.
+        nbytes: device memory that compiling and capturing took for good.
     """
 
     def __init__(
         self, model: PreTrainedModel, config: WrapConfig, device: torch.device, rolling: RollingRecordings
     ) -> None:
-        """Capture nothing yet; only a weak reference to the model is kept.
-
-        Args:
-            model: whose steps they are.
-            config: the options of ``wrap``.
-            device: where the model is.
-            rolling: has all recordings of the model, others too.
-        """
+        """Only a weak reference to the model is kept. ``rolling`` holds all CUDA graphs of the model, others too."""
         self.rolling = rolling
         self.ours = config.records_on(device.type)
         self._in_trees = config.uses_trees_on(device.type)
@@ -148,31 +134,26 @@ class Recordings:
     # ---- ours
 
     def __contains__(self, key: Key) -> bool:
-        """Whether there is a recording of a step, valid or not."""
+        """Whether there is a CUDA graph of a step, valid or not."""
         return key in self.rolling
 
     def __len__(self) -> int:
-        """How many recordings there are."""
         return len(self.rolling.of("decode", "prefill"))
 
     def shapes(self) -> list[Shape]:
-        """Return what prefills are recorded."""
+        """Return the shapes of captured prefills."""
         return [key for key in self.rolling.of("prefill") if isinstance(key, Shape)]
 
     def get(self, key: Key) -> Entry[Captured[StepOutputs]] | None:
-        """Return the recording of a step, if there is one."""
+        """Return the CUDA graph of a step, if there is one."""
         return self.rolling.get(key)
 
     def record(self, key: Key, step: Step) -> None:
-        """Capture a step that has run before, while nothing else is captured; the least recently used ones make room.
-
-        Args:
-            key: its name from now on.
-            step: what it is.
+        """Capture a step that has run before, while no other capture runs; the least recently used graphs make room.
 
         Raises:
-            RuntimeError: something in it cannot be captured.
-            ValueError: it does not fit beside what the same step replays.
+            RuntimeError: an operation in it cannot be captured.
+            ValueError: it does not fit together with the graphs that the same step replays.
         """
         self._failed.discard(key)
         self.rolling.make_room(key)
@@ -187,31 +168,31 @@ class Recordings:
     # ---- beside the steps
 
     def want(self, key: Key, begin: Begin) -> None:
-        """Have a step captured after this one was launched, if nothing else is, and this one can be.
+        """Capture a step after this one was launched, if no other capture runs, and this one is possible.
 
-        ``begin`` calls ``self.begin`` with it, or returns what does so after the next step.
+        ``begin`` calls ``self.begin`` with it, or returns a function that does so after the next step.
         """
         if self._recorder is not None and key not in self._failed and self.rolling.has_room_for(key):
             self._wanted = key, begin
 
     def needs_room_now(self, key: Key) -> bool:
-        """Whether a step is missing that can be captured only where others were: beside steps, few of these may go."""
+        """Whether a missing step can be captured only in place of others: between steps, few of these may go."""
         return key not in self and key not in self._failed and self.rolling.full
 
     def begin(self, key: Key, step: Step) -> None:
-        """Begin to capture a step; ``go_on`` goes on with it, and ``adopt`` has it then."""
+        """Begin to capture a step; ``go_on`` continues, and ``adopt`` adds the result."""
         launch, known, shared = self._prepared(step)
         assert self._recorder is not None
         self._underway = _Underway(key, self._recorder.begin(launch, step.check), known, shared)
 
     @property
     def captures_beside(self) -> bool:
-        """Whether there is anything to capture beside the steps, or to release."""
+        """Whether there is a graph to capture between steps, or to release."""
         underway = any(each is not None for each in (self._underway, self._half_begun, self._wanted))
         return underway or self.rolling.releases_later
 
     def go_on(self) -> None:
-        """Capture for a slice what steps have missed, once nothing runs any more that has made room for others."""
+        """Capture missing graphs for a slice, once the evicted graphs that made room have ended."""
         if self._underway is not None:
             assert self._recorder is not None
             self._recorder.run_slice()
@@ -235,12 +216,9 @@ class Recordings:
             self._half_begun = None if then is None else (key, then)
 
     def adopt(self) -> Key | None:
-        """Have the recording that was begun, if it is done; the least recently used ones make room for it.
+        """Add the graph underway if it is captured, and return its key; the least recently used ones make room for it.
 
-        If it failed, that is logged the first time, and counted; it is not tried again by itself.
-
-        Returns:
-            Its name.
+        A failure is logged the first time, and counted; it is not tried again by itself.
         """
         underway = self._underway
         if underway is None or not underway.captured.done():
@@ -258,12 +236,12 @@ class Recordings:
         return key if self.rolling.try_to_add(key, captured, cost, _OWNER) else None
 
     def settle(self) -> None:
-        """Let nothing be captured any more: who waits for the whole device meanwhile gets an error. Any thread may."""
+        """End captures before a wait for the whole device, which is an error during a capture. Any thread may."""
         self._wanted = self._half_begun = None
         self.finish()
 
     def finish(self) -> None:
-        """Go on with the capture that is underway, to its end; any thread may."""
+        """Continue the capture underway to its end; any thread may."""
         if self._underway is not None:
             assert self._recorder is not None
             self._recorder.finish()
@@ -274,12 +252,12 @@ class Recordings:
 
     @staticmethod
     def _cost(captured: Captured[StepOutputs], known: _Known, shared: int) -> Cost:
-        """Return what a recording takes with what was allocated for it before."""
+        """Return the memory of a graph with that of its input."""
         own, cost = 0 if known.filled is None else known.filled.nbytes, captured.cost
         return cost._replace(nbytes=cost.nbytes + own, shared=cost.shared + shared)
 
     def _prepared(self, step: Step) -> tuple[Callable[[], StepOutputs], _Known, int]:
-        """Return what to capture, what is known of it, and by how many bytes the outputs of all have grown for it."""
+        """Return the launch to capture, its guards and input, and the growth of the shared outputs in bytes."""
         if self._weights is None:
             self._weights = Weights(self._require_model())
             self._addresses["recorded"] = self._addresses_now()
@@ -302,7 +280,7 @@ class Recordings:
 
     @property
     def can_begin(self) -> bool:
-        """Whether a step can be captured that has never run: where its outputs go is known."""
+        """Whether a step can be captured that has never run: the place of its outputs is known."""
         return self._outputs is None or self._outputs.nbytes > 0
 
     def _shared_bytes(self) -> int:
@@ -310,25 +288,25 @@ class Recordings:
 
     @property
     def watches(self) -> bool:
-        """Whether there are recordings, or one is underway, of weights that have to stay where they are."""
+        """Whether there are graphs, or a capture is underway, of weights that have to stay where they are."""
         return self._weights is not None
 
     def weights_valid(self) -> bool:
-        """Whether there are recordings, and the model's modules and tensors are those that they read."""
+        """Whether there are graphs, and the model's modules and tensors are those that they read."""
         return self._weights is not None and self._weights.valid()
 
     def guards_valid(self, key: Key, glance: int) -> bool:
-        """Whether nothing else about the model has changed since a step was captured; ``glance`` as in ``Guards``."""
+        """Whether the rest of the model is unchanged since a step was captured; ``glance`` as in ``Guards``."""
         return self._known[key].guards.valid(glance)
 
     def filled(self, key: Key) -> Tensor:
-        """Return the tensor that a recorded step begins with, to be filled before it is replayed."""
+        """Return the input tensor of a captured step, to be filled before each replay."""
         filled = self._known[key].filled
         assert filled is not None
         return filled.tensor
 
     def forget(self) -> set[Key]:
-        """Drop all recordings; returns which there were."""
+        """Drop all graphs; return their keys."""
         if self._underway is not None:
             abandon(self._underway.captured)
             self.settle()
@@ -355,7 +333,7 @@ class Recordings:
 
     @contextmanager
     def accounted(self, what: str) -> Iterator[None]:
-        """Count what the block takes from the allocator for good, and what it should have captured and did not."""
+        """Count the block's permanent allocations, and the graphs that it failed to capture."""
         nbytes, skips, decodes = reserved_bytes(self._device), cudagraph_skips(), self.decodes()
         with cudagraph_messages() as messages:
             yield
@@ -374,11 +352,11 @@ class Recordings:
         return self._decodes
 
     def repeated(self) -> int:
-        """Return how many steps were captured again, between steps that only replay, or have to be."""
+        """Return how many steps were captured again, or have to be."""
         return len(self._lost) + (0 if self.ours else max(0, self.decodes() - self._expected))
 
     def moved_weights(self) -> list[str]:
-        """Return the parameters and buffers that are no longer where a captured graph reads them."""
+        """Return the parameters and buffers that have left the addresses that a graph reads."""
         recorded = self._addresses.values()
         return self._moved + [
             name

@@ -1,9 +1,8 @@
-"""All recordings of a model in one place: what each of them cost, and which has to go if there are too many.
+"""All CUDA graphs of a model in one place: the memory of each, and which is evicted if there are too many.
 
-The least recently used goes. The largest decode step and the largest prefill stay as long as anything else can go: any
-smaller step can run in them.
+The least recently used goes. The largest decode step and the largest prefill go last: any smaller step can run in them.
 
-Nothing here knows of CUDA. Everything runs in the model's executor, but for ``table``.
+This module does not use CUDA. All of it runs in the model's executor, but for ``table``.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ logger = logging.getLogger("compiled_llm.graphs")
 
 
 class Choice(NamedTuple):
-    """What a recorded choice of tokens is fixed to.
+    """The key of a captured sampling launch.
 
     Attributes:
-        rows: how many rows choose.
+        rows: how many rows are sampled.
         masked: whether it writes masks into the table before.
     """
 
@@ -40,19 +39,19 @@ class Replayable(Protocol):
     """A captured graph."""
 
     def replay(self) -> Any:
-        """Launch it; returns the same tensors each time."""
+        """Launch it; return the same tensors each time."""
         ...
 
     def release(self) -> None:
-        """Give back what it takes; it is replayed no more."""
+        """Free its memory; it is not replayed any more."""
 
 
 class Budget(NamedTuple):
-    """What recordings may take.
+    """The limits of CUDA graphs.
 
     Attributes:
-        nbytes: device memory, what they share included; None for any.
-        most: how many there may be; None for any number.
+        nbytes: device memory, the shared part included; None for any.
+        most: how many graphs; None for any number.
     """
 
     nbytes: int | None = None
@@ -63,11 +62,11 @@ UNBOUNDED = Budget()
 
 
 class Cost(NamedTuple):
-    """What a capture took.
+    """The cost of a capture.
 
     Attributes:
-        nbytes: device memory that the recording gives back.
-        shared: device memory by which what all share has grown.
+        nbytes: device memory that goes back with the graph.
+        shared: growth of the memory that all graphs share.
         seconds: how long it took.
     """
 
@@ -77,12 +76,11 @@ class Cost(NamedTuple):
 
 
 class _Leaving(NamedTuple):
-    """A recording that was evicted and may still run.
+    """An evicted graph that may still run.
 
     Attributes:
-        recording: it.
         nbytes: device memory that it takes until it is released.
-        ended: tells whether all that had been launched by then has ended.
+        ended: tells whether all work launched by then has ended.
     """
 
     recording: Replayable
@@ -94,16 +92,14 @@ KeptT = TypeVar("KeptT", bound=Replayable)
 
 
 class Entry(Generic[KeptT]):
-    """A recording that there is or was, and its account.
+    """A present or former CUDA graph, and its account.
 
     Attributes:
-        key: what it is fixed to.
         recording: None if it has been evicted or dropped.
-        nbytes: device memory that it takes, and took before it was evicted.
+        nbytes: device memory that it takes, or took before it was evicted.
     """
 
     def __init__(self, key: Key, clock: Callable[[], float]) -> None:
-        """Begin with nothing captured."""
         self.key = key
         self.phase: Phase
         self.phase, self.tokens, self.rows, self.variant = described(key)
@@ -115,20 +111,20 @@ class Entry(Generic[KeptT]):
         self._clock = clock
 
     def captured(self, recording: KeptT, cost: Cost) -> None:
-        """Have it again, or for the first time."""
+        """Take a graph, again or for the first time."""
         self.recording, self.nbytes, self.used = recording, cost.nbytes, self._clock()
         self.captures += 1
         self.seconds += cost.seconds
 
     def replay(self) -> Any:
-        """Launch it, and count that."""
+        """Launch and count it."""
         self.replays += 1
         self.used = self._clock()
         assert self.recording is not None
         return self.recording.replay()
 
     def row(self) -> RecordingRow:
-        """Return what there is to see of it."""
+        """Return its row for the table."""
         ready = self.recording is not None
         return RecordingRow(
             phase=self.phase,
@@ -149,13 +145,13 @@ class Entry(Generic[KeptT]):
 
 
 class RollingRecordings:
-    """The recordings of a model, the least recently used of which make room for others.
+    """The CUDA graphs of a model, the least recently used of which make room for others.
 
     Attributes:
-        shared: device memory that recordings of one recorder share, by whose it is.
+        shared: device memory that graphs of one recorder share, by recorder.
         anchors: of each phase, those in which all others can run, the most important first; they go last.
-        when_dropped: called with each recording that can be replayed no more. They hold nothing that holds this: the
-            memory of graphs goes back when nobody refers to them any more, not when garbage is next collected.
+        when_dropped: called with each dropped graph's key. They hold no reference to this object: the memory of
+            graphs goes back with the last reference, not at the next garbage collection.
     """
 
     def __init__(
@@ -165,13 +161,13 @@ class RollingRecordings:
         clock: Callable[[], float] = time.monotonic,
         mark: Callable[[], Callable[[], bool]] = lambda: lambda: True,
     ) -> None:
-        """Begin with none.
+        """Begin without graphs.
 
         Args:
-            budget: what they may take.
-            wait: waits until nothing that was launched runs any more.
-            clock: tells the time in seconds.
-            mark: returns what tells whether all has ended that has been launched by now.
+            budget: limits of memory and number.
+            wait: waits until all launched work has ended.
+            clock: the time in seconds.
+            mark: returns a function that tells whether all work launched by now has ended.
         """
         self.budget = budget
         self.shared: Counter[str] = Counter()
@@ -183,20 +179,19 @@ class RollingRecordings:
         self._leaving: list[_Leaving] = []
 
     def __contains__(self, key: Key) -> bool:
-        """Whether there is a recording of it."""
         return key in self._ready
 
     def get(self, key: Key) -> Entry[Any] | None:
-        """Return a recording, if there is one."""
+        """Return an entry with a graph, if there is one."""
         return self._ready.get(key)
 
     def of(self, *phases: Phase) -> list[Key]:
-        """Return what is recorded of some phases."""
+        """Return the keys of graphs of some phases."""
         return [key for key, entry in self._ready.items() if entry.phase in phases]
 
     @property
     def nbytes(self) -> int:
-        """Device memory that all take together, with those that were evicted and may still run."""
+        """Device memory of all graphs, with evicted ones that may still run."""
         return self._kept_nbytes + self._leaving_nbytes
 
     @property
@@ -209,11 +204,11 @@ class RollingRecordings:
 
     @property
     def full(self) -> bool:
-        """Whether another one has room only where one of these was."""
+        """Whether another one has room only in place of one of these."""
         return self._exceeds(1, 1)
 
     def _exceeds(self, more: int = 0, nbytes: int = 0) -> bool:
-        """Whether so many more that take so much do not fit."""
+        """Whether ``more`` graphs of ``nbytes`` do not fit."""
         limit, most = self.budget
         too_many = most is not None and len(self._ready) + more > most
         return too_many or (limit is not None and self._kept_nbytes + nbytes > limit)
@@ -221,7 +216,6 @@ class RollingRecordings:
     # ---- come
 
     def has_room_for(self, key: Key) -> bool:
-        """Whether a recording fits, as far as that is known, if those go that any step can do without."""
         limit, most = self.budget
         going = self._smaller(key)
         left = [entry for entry in self._ready.values() if entry not in going and entry.key != key]
@@ -230,23 +224,23 @@ class RollingRecordings:
         return (most is None or len(left) < most) and (limit is None or nbytes <= limit)
 
     def make_room(self, key: Key) -> None:
-        """Evict what has to go before a recording is captured, as far as that is known."""
+        """Evict graphs before a capture, as far as their number is known."""
         known = self._entries.get(key)
         while self._exceeds(1, known.nbytes if known else 0) and (victim := self._victim(key)) is not None:
             self._evict(victim)
         self._release_evicted()
 
     def add(self, key: Key, recording: Replayable, cost: Cost, owner: str) -> None:
-        """Keep a recording for which there was room made, and evict what has to go for it.
+        """Keep a graph for which room was made, and evict the graphs that have to go for it.
 
         Args:
             key: its name from now on.
             recording: can be replayed.
-            cost: what capturing it took.
+            cost: of the capture.
             owner: in whose name it shares memory.
 
         Raises:
-            ValueError: it does not fit beside what the same step replays; it is dropped.
+            ValueError: it does not fit together with the graphs that the same step replays; it is dropped.
         """
         self._add(key, recording, cost, owner)
         while self._exceeds() and (victim := self._victim(key)) is not None:
@@ -261,12 +255,9 @@ class RollingRecordings:
             )
 
     def try_to_add(self, key: Key, recording: Replayable, cost: Cost, owner: str) -> bool:
-        """Keep a recording if those can make room for it that any step can do without; else drop it.
+        """Keep a graph if dispensable ones can make room for it; else drop it. Return whether it was kept.
 
-        Args: those of ``add``.
-
-        Returns:
-            Whether it was kept.
+        Arguments are those of ``add``.
         """
         self._add(key, recording, cost, owner)
         fits = self.has_room_for(key)
@@ -284,27 +275,27 @@ class RollingRecordings:
         self._ready[key] = entry
 
     def missed(self, key: Key, padded: bool = False) -> None:
-        """Count a step that wants a recording that there is not; ``padded`` if it runs in a larger one."""
+        """Count a step whose graph is missing; ``padded`` if it runs in a larger one."""
         entry = self._entry(key)
         entry.misses += 1
         entry.padded += padded
 
     def failed(self, key: Key) -> None:
-        """Count one that could not be captured."""
+        """Count a failed capture."""
         self._entry(key).failures += 1
 
     def _entry(self, key: Key) -> Entry[Any]:
         return self._entries.setdefault(key, Entry(key, self._clock))
 
     def _victim(self, new: Key) -> Entry[Any] | None:
-        """Return which goes for one that has to be captured now, but none that runs in one step with that.
+        """Return the graph to evict for a capture that is needed now, but none that runs in one step with that.
 
         The least recently used, and after these anchors, the least important first.
         """
         return max(self._apart_from(new), key=lambda entry: (self._rank(entry), -entry.used), default=None)
 
     def _smaller(self, new: Key) -> list[Entry[Any]]:
-        """Return those that any step can do without, once there is a new one: another one is ready to run in."""
+        """Return the dispensable graphs, once there is a new one: for each, another one is ready to run in."""
         stay = {new, *self._staying("decode", new), *self._staying("prefill", new)}
         return [entry for entry in self._ready.values() if entry.key not in stay]
 
@@ -322,7 +313,7 @@ class RollingRecordings:
         return [entry for entry in self._ready.values() if entry.key != new and entry not in stay]
 
     def _rank(self, entry: Entry[Any]) -> float:
-        """Return how unimportant it is as an anchor."""
+        """Return its rank as an anchor; larger is less important."""
         anchors = self.anchors.get(entry.phase, [])
         return anchors.index(entry.key) if entry.key in anchors else float("inf")
 
@@ -330,11 +321,11 @@ class RollingRecordings:
 
     @property
     def releases_later(self) -> bool:
-        """Whether something was evicted that may still run."""
+        """Whether an evicted graph may still run."""
         return bool(self._leaving)
 
     def release_ended(self) -> bool:
-        """Give back what evicted recordings take that have ended, while nothing is captured; whether none is left."""
+        """Release evicted graphs that have ended, while no capture runs; return whether none is left."""
         while self._leaving and self._leaving[0].ended():
             self._leaving.pop(0).recording.release()
         return not self._leaving
@@ -351,7 +342,7 @@ class RollingRecordings:
         logger.debug("evicted a %s of %d tokens, %d rows", entry.phase, entry.tokens, entry.rows)
 
     def drop(self, keys: Iterable[Key]) -> None:
-        """Drop recordings that hold no more; nothing of them is launched any more."""
+        """Drop invalid graphs; no step launches them any more."""
         self._release_evicted()
         for key in keys:
             self._drop(self._ready[key])
@@ -371,7 +362,7 @@ class RollingRecordings:
     # ---- accounts
 
     def table(self) -> RecordingTable:
-        """Return what there is to see of all; any thread may ask."""
+        """Return the table of all graphs; any thread may."""
         order = {"decode": 0, "prefill": 1, "choice": 2}
         rows = [entry.row() for entry in list(self._entries.values())]
         rows.sort(key=lambda row: (order[row.phase], row.rows, row.tokens, row.variant))

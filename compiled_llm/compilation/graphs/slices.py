@@ -1,7 +1,7 @@
-"""A thread that works in slices: only while another one, which is in a hurry, lets it.
+"""A thread that works in slices: only while another, urgent one lets it.
 
-Python lets two threads that are both busy take turns of 5 ms, whoever is in a hurry. Here one of them says when the
-other may work, and goes on when that pauses.
+Python lets two busy threads take turns of 5 ms, whatever their urgency. Here one of them says when the other may
+work, and goes on when that pauses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SLICE = 0.0005
 """Seconds. A decode step of a small model takes the device about as long, so that its host would have waited."""
 
 PATIENCE = 0.001
-"""Seconds until whoever gave a slice goes on, if the thread has not paused by then.
+"""Seconds until the giver of a slice goes on, if the thread has not paused by then.
 
 It pauses every few hundred microseconds, but for what may take far longer: loading a kernel, instantiating a graph.
 That goes on beside, mostly without holding the interpreter.
@@ -38,25 +38,24 @@ class SlicedThread:
     """
 
     def __init__(self, name: str, begin: Callable[[], None] = lambda: None) -> None:
-        """Start it; ``begin`` is called in it, before the first job."""
+        """``begin`` is called in the thread, before the first job."""
         self._changed = Condition()
         self._state: _State = "idle"
         self._until = 0.0
         self._begin: Callable[[], None] | None = begin
         self._job: Callable[[], None] | None = None
-        # A daemon: at the end of the process, nobody gives a job that pauses another slice.
+        # A daemon: at the end of the process, a job that pauses gets no further slice.
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
-    # ---- whoever is in a hurry
+    # ---- the urgent thread
 
     @property
     def idle(self) -> bool:
-        """Whether it has no job."""
         return self._state == "idle"
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Have a job done in the slices that come, once another one that is underway is finished.
+        """Do a job in the slices to come, once another one that is underway is finished.
 
         PyTorch uses as many threads in it as in the caller's thread: programs that are compiled for one number of
         threads would be compiled again for another.
@@ -72,7 +71,7 @@ class SlicedThread:
         """Let it work, if a job waits for that, and return when it pauses, or has done it.
 
         Args:
-            seconds: the first time that it could pause after so long, it does.
+            seconds: it pauses at the first chance after so long.
             patience: seconds after which this returns anyhow; None for any.
         """
         with self._changed:
@@ -121,7 +120,7 @@ class SlicedThread:
             if begin is not None:
                 begin()
             future.set_result(job())
-        except BaseException as error:  # whoever asks for the result gets it
+        except BaseException as error:  # raised from the future's result
             future.set_exception(error)
 
     def _rest(self, state: _State) -> None:

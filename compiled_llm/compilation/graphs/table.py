@@ -1,4 +1,4 @@
-"""What there is to see of recordings: a row for each that there is or was."""
+"""The table of CUDA graphs: a row for each present or former one."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ Phase = Literal["decode", "prefill", "choice"]
 
 @dataclass(frozen=True)
 class RecordingRow:
-    """One recording, as it was when somebody looked.
+    """One CUDA graph, at one moment.
 
     Attributes:
-        phase: what it runs.
+        phase: prefill, decode, and so on.
         tokens: how many it computes, padding included.
         rows: how many of them choose a token, padding included.
         variant: of a prefill how the backend divides it, of a choice 1 if it writes masks first; else 0.
         ready: whether it can be replayed; if not, it has been evicted or dropped.
-        nbytes: device memory that it takes beside what recordings share, and gives back; 0 unless it is ready.
+        nbytes: device memory that it takes in addition to the shared part, and gives back; 0 unless it is ready.
         captures: how often it was captured.
         evictions: how often it had to make room for others, or found none.
         replays: how often it ran, over all its captures.
-        misses: how often a step wanted it and it was not ready: it ran in a larger one, or kernel by kernel.
+        misses: how often a step needed it and it was not ready: it ran in a larger one, or kernel by kernel.
         padded: how many of the misses ran in a larger one.
         failures: how often it could not be captured.
         idle_seconds: since it was last captured or replayed.
@@ -66,11 +66,9 @@ class RecordingTable:
     most: int | None = None
 
     def __iter__(self) -> Iterator[RecordingRow]:
-        """Yield the rows."""
         return iter(self.rows)
 
     def __len__(self) -> int:
-        """How many rows there are."""
         return len(self.rows)
 
     def as_dicts(self) -> list[dict[str, object]]:
@@ -94,7 +92,7 @@ class RecordingTable:
 
     @property
     def misses(self) -> int:
-        """How often a step wanted one that was not ready."""
+        """How often a step needed one that was not ready."""
         return sum(row.misses for row in self.rows)
 
     @property
@@ -108,7 +106,7 @@ class RecordingTable:
         return sum(row.failures for row in self.rows)
 
     def __str__(self) -> str:
-        """The rows under their headings, and what they come to."""
+        """The rows under their headings, and their totals."""
         lines = [_HEADINGS, *map(_cells, self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         shown = ["  ".join(map(_aligned, line, widths)).rstrip() for line in lines] if self.rows else []

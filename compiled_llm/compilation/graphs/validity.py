@@ -1,8 +1,8 @@
 """Whether a CUDA graph may still be replayed: a replay would not notice that the model has changed.
 
-Two things are checked. ``Guards`` are Dynamo's own, about everything that the compiled program takes for granted
-(attributes, hooks, grad mode, sizes and types of tensors). They say nothing about *which* tensors there are, since a
-compiled program takes any that fit: ``Weights`` does.
+Two things are checked. ``Guards`` are Dynamo's own, about all assumptions of the compiled program (attributes, hooks,
+grad mode, sizes and types of tensors). They say nothing about *which* tensors there are, since a compiled program takes
+any that fit: ``Weights`` does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Guards:
         rebuild: Callable[[int | None], dict[str, Any]] = lambda glance: {},
         called_with: dict[str, Any] | None = None,
     ) -> None:
-        """Look at nothing yet: ``find`` does.
+        """``find`` looks for the guards.
 
         Args:
             function: made by ``own_copy``, and called with the arguments before.
@@ -44,10 +44,10 @@ class Guards:
         self._check: Callable[[dict[str, Any]], bool] | None = None
 
     def find(self) -> None:
-        """Find what was compiled for the arguments, right before a call with them is captured; any thread may.
+        """Find the code compiled for the arguments, right before a call with them is captured; any thread may.
 
         Raises:
-            RuntimeError: nothing was: the call would compile.
+            RuntimeError: there is none: the call would compile.
         """
         arguments, self._called_with = self._called_with or self._arguments | self._rebuild(None), None
         self._check = guards_for(self._function, arguments)
@@ -56,8 +56,8 @@ class Guards:
         """Whether a call would run the same compiled code as before.
 
         Args:
-            glance: numbers a period in which nobody can change the model. What several guards check is then checked
-                once; None checks everything.
+            glance: numbers a period in which no thread can change the model. Checks that several guards share are then
+                made once; None makes all of them.
         """
         assert self._check is not None, "found before"
         return bool(self._check(self._arguments | self._rebuild(glance)))
@@ -67,7 +67,6 @@ class Weights:
     """The tensors of a model and their addresses."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Remember them."""
         modules = list(model.modules())
         self._children = Children(modules)
         held = [(vars(module), name) for module in modules for name in holders(module)]

@@ -1,1 +1,1 @@
-"""Rewrites of compiled graphs: what Dynamo traced becomes our ops."""
+"""Rewrites of compiled graphs: traced operations become our ops."""

@@ -1,4 +1,4 @@
-"""What a node gives to an op, by the names of the op's own signature: positional or not, defaults filled in."""
+"""The arguments of a node by the names of its op's signature: positional or not, defaults filled in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import fx
 
 
 def arguments_of(node: fx.Node, signature: type[Any]) -> Any:
-    """Return what a call of an op gives it, as ``signature``, its tuple in ``compiled_llm_ops.contracts``.
+    """Return the arguments of a call of an op as ``signature``, its tuple in ``compiled_llm_ops.contracts``.
 
     Nodes stand in the tensors' places.
     """
@@ -16,5 +16,5 @@ def arguments_of(node: fx.Node, signature: type[Any]) -> Any:
 
 
 def set_arguments(node: fx.Node, arguments: tuple[Any, ...]) -> None:
-    """Let a call of an op take these arguments, in the order of its signature."""
+    """Set the arguments of a call of an op, in the order of its signature."""
     node.args, node.kwargs = tuple(arguments), {}

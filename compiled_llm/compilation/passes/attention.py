@@ -25,18 +25,15 @@ class PreparedInAttention:
     It runs on the graph as Dynamo made it, before any other pass: the examples of its nodes are still true.
 
     Attributes:
-        pattern: what it looks for.
-        matches: how many layers had it; None until a graph was searched.
+        matches: how many layers matched; None until a graph was searched.
     """
 
     pattern = "rotary"
 
     def __init__(self) -> None:
-        """Nothing was searched yet."""
         self.matches: int | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Rewrite the graph in place."""
         attentions = [node for node in graph.nodes if node.target in _DECODE_ATTENTIONS]
         flat: dict[fx.Node, fx.Node] = {}
         self.matches = self.matches or 0
@@ -77,7 +74,7 @@ class _Raw(NamedTuple):
 
 
 def _raw(packed: Any) -> _Raw | None:
-    """Return what ``[B, heads, D]`` was made of, if it is rotated as the op does it, with or without a norm before."""
+    """Return the source of ``[B, heads, D]``, if it is rotated as the op does it, with or without a norm before."""
     match = ROTARY.match(packed)
     if match is None:
         return None
@@ -96,15 +93,7 @@ def _raw(packed: Any) -> _Raw | None:
 
 
 def _prepare_inside(graph: fx.Graph, attention: fx.Node, query: _Raw, key: _Raw, flat: dict[fx.Node, fx.Node]) -> None:
-    """Let an attention norm and rotate its queries and keys.
-
-    Args:
-        graph: what all of them are in.
-        attention: gets their norms and angles as arguments.
-        query: what its queries are made of.
-        key: what its keys are made of.
-        flat: cosines and sines as ``[B, D]``, by their nodes; extended.
-    """
+    """Let an attention norm and rotate its queries and keys; ``flat``, by node, are cosines and sines as ``[B, D]``."""
     for angles in (query.cos, query.sin):
         if angles not in flat:
             with graph.inserting_after(angles):
@@ -127,7 +116,7 @@ def _prepare_inside(graph: fx.Graph, attention: fx.Node, query: _Raw, key: _Raw,
 
 
 def _table_is_settled(attentions: Sequence[fx.Node]) -> bool:
-    """Whether nothing in the graph touches a page table before the last attention has read it."""
+    """Whether no node touches a page table before the last attention has read it."""
     tables: set[Any] = set()
     for node in attentions:
         args = arguments_of(node, DecodeAttention)

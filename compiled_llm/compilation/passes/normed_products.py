@@ -27,7 +27,6 @@ class NormedProducts:
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Rewrite the graph in place."""
         for node in graph.find_nodes(op="call_function", target=_ADD_RMS_NORM):
             results = {user.args[1]: user for user in node.users}
             if set(results) == {0, 1} and _is_one_row(node):
@@ -40,7 +39,7 @@ def _is_one_row(sums: fx.Node) -> bool:
 
 
 def _multiply_normed(graph: fx.Graph, sums: fx.Node, total: fx.Node, normed: fx.Node) -> None:
-    """Replace a normed sum and its matmul, if nothing else reads the norm and there is a kernel for the weight."""
+    """Replace a normed sum and its matmul, if no other node reads the norm and there is a kernel for the weight."""
     product = _only_user(normed)
     if product is None or product.target is not _LINEAR or product.kwargs or product.args[0] is not normed:
         return
@@ -86,7 +85,7 @@ def _example_of_weight(node: object) -> Tensor | None:
 
 
 def _gate(product: fx.Node, outputs: int) -> fx.Node | None:
-    """Return ``silu(first) * second`` of a matmul's halves, if nothing else reads them."""
+    """Return ``silu(first) * second`` of a matmul's halves, if no other node reads them."""
     halves = _halves(product, outputs)
     if halves is None:
         return None
@@ -97,7 +96,7 @@ def _gate(product: fx.Node, outputs: int) -> fx.Node | None:
 
 
 def _halves(product: fx.Node, outputs: int) -> list[fx.Node] | None:
-    """Return the halves of a matmul's output, if nothing else reads it: slices of a fused one, or chunks."""
+    """Return the halves of a matmul's output, if no other node reads it: slices of a fused one, or chunks."""
     chunks = _only_user(product)
     if chunks is not None and chunks.target == "chunk" and (chunks.args[1:], chunks.kwargs) == ((2,), {"dim": -1}):
         halves = {user.args[1:]: user for user in chunks.users}

@@ -20,18 +20,15 @@ class NormedSums:
     It runs on the graph as Dynamo made it, like ``PreparedInAttention``.
 
     Attributes:
-        pattern: what it looks for.
         matches: how many there were; None until a graph was searched.
     """
 
     pattern = "norm"
 
     def __init__(self) -> None:
-        """Nothing was searched yet."""
         self.matches: int | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Rewrite the graph in place."""
         self.matches = self.matches or 0
         for node in graph.find_nodes(op="call_function", target=operator.mul):
             match = RMS_NORM.match(node)

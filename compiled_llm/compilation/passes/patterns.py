@@ -1,4 +1,4 @@
-"""Patterns: what HuggingFace's models write, found in a graph as Dynamo has made it."""
+"""Patterns of code in HuggingFace's models, found in a graph as Dynamo has made it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Pattern:
     """A function of tensors that graphs are searched for."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
-        """Trace the function; each of its parameters stands for anything."""
+        """Trace the function; each of its parameters matches any value."""
         (output,) = fx.symbolic_trace(function).graph.find_nodes(op="output")
         self._result: fx.Node = output.args[0]
 
     def match(self, node: object) -> tuple[Found, list[fx.Node]] | None:
-        """Return what the parameters stand for if ``node`` is the function's result, and its nodes, inputs first."""
+        """Return the parameters' values if ``node`` is the function's result, and its nodes, inputs first."""
         match = _Match()
         return (match.found, match.nodes) if match.fits(self._result, node) else None
 
@@ -102,13 +102,13 @@ ROTARY, RMS_NORM = Pattern(rotary), Pattern(rms_norm)
 
 
 def is_like_llama(model: nn.Module) -> bool:
-    """Whether a model, by the names of its modules, has what the patterns describe: RMS norms and rotary embeddings."""
+    """Whether a model's module names fit the patterns: RMS norms and rotary embeddings."""
     names = {type(module).__name__ for module in model.modules()}
     return all(any(part in name for name in names) for part in ("RMSNorm", "RotaryEmbedding"))
 
 
 def norms_each_column(norm: Found, states: Tensor) -> bool:
-    """Whether a norm of what is like ``states`` has a weight for each column, all in one dtype."""
+    """Whether a norm of tensors like ``states`` has a weight for each column, all in one dtype."""
     weight, epsilon = norm["weight"], norm["epsilon"]
     if not isinstance(weight, fx.Node) or not isinstance(epsilon, (int, float)) or norm["dtype"] != states.dtype:
         return False

@@ -35,7 +35,6 @@ class OuterProducts:
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Rewrite the graph in place."""
         for node in graph.find_nodes(op="call_function", target=operator.matmul):
             column, row = map(example_of, node.args)
             if column.dim() > 1 and row.dim() > 1 and isinstance(column.shape[-1], int) and column.shape[-1] == 1:
@@ -45,20 +44,15 @@ class OuterProducts:
 class FusedProducts:
     """Turns the matmuls of one input with a group's weights into a single one, followed by slices of its output.
 
-    It runs on the graph as Dynamo made it, so that what reads the slices is traced with their strides: an op that
+    It runs on the graph as Dynamo made it, so that readers of the slices are traced with their strides: an op that
     takes any strides gets them as they are, and nothing is copied.
     """
 
     def __init__(self, weights: FusedWeights) -> None:
-        """Prepare.
-
-        Args:
-            weights: the groups; they must be ``intact`` whenever the graph runs.
-        """
+        """``weights`` must be ``intact`` whenever the graph runs."""
         self._weights = weights
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Rewrite the graph in place."""
         input_of = inputs_by_tensor(graph)
         calls = [node for node in graph.find_nodes(op="call_function", target=_linear) if not node.kwargs]
         for stacks in map(self._weights.stacks, self._weights.groups):
@@ -77,12 +71,9 @@ def _parameters(product: fx.Node) -> tuple[object, ...]:
 
 
 def _fuse(graph: fx.Graph, products: Sequence[fx.Node], stacks: Sequence[Sequence[Tensor]]) -> None:
-    """Replace matmuls, in the order of their weights in memory, by slices of one.
+    """Replace matmuls of one input, in the order of their weights in memory, by slices of one.
 
-    Args:
-        graph: has them all.
-        products: calls of ``linear``, all with the same first argument.
-        stacks: their weights, and their biases if they have any, each one after the other in one storage.
+    ``stacks``: their weights, and their biases if they have any, each one after the other in one storage.
     """
     first = products[0]
     rows, *inputs = first.args[: len(stacks) + 1]
@@ -112,7 +103,6 @@ class SkinnyProducts(CustomGraphPass):
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Rewrite the graph in place."""
         for node in [*graph.find_nodes(op="call_function", target=_mm), *_plain_addmms(graph)]:
             *bias, rows, transposed = node.args
             weight = _untransposed(transposed)
@@ -128,19 +118,19 @@ class SkinnyProducts(CustomGraphPass):
         graph.eliminate_dead_code()
 
     def uuid(self) -> bytes:
-        """Return what the compile cache keys this pass by: the text of all that decides what it does."""
+        """Return the key of this pass in the compile cache: the text of all that decides its work."""
         return get_hash_for_files(tuple(map(str, rule_files())))
 
 
 def rule_files() -> list[Path]:
-    """Return the files that decide what a graph becomes: the passes, and what says which weights have a kernel."""
+    """Return the files that decide the rewritten graph: the passes, and the rules for which weights have a kernel."""
     passes, private = (Path(str(module)).parent.rglob("*.py") for module in (__file__, compat.__file__))
     tilings = Path(linear_tiling.__file__).parent.glob("*_tiling.py")
     return [*sorted(passes), *sorted(tilings), Path(linear.__file__), *sorted(private)]
 
 
 def _is_of_product(rows: object) -> bool:
-    """Whether ``rows`` come from ``normed_linear``; unlike attention, it waits for nothing that weights could delay."""
+    """Whether ``rows`` come from ``normed_linear``, which weights cannot delay, unlike attention."""
     while isinstance(rows, fx.Node) and rows.target in (_reshape, *_VIEWS):
         rows = rows.args[0]
     if not isinstance(rows, fx.Node) or rows.target is not operator.getitem:

@@ -1,4 +1,4 @@
-"""What is added to logits of tokens, at some steps of an answer or after some tokens: barred and forced ones, too."""
+"""Biases added to logits of tokens, at some steps of an answer or after some tokens; they also forbid and force."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ NO_BIASES: NDArray[np.int32] = np.zeros((4, 0), dtype=np.int32)
 
 
 class Bias(NamedTuple):
-    """Something added to a token's logit.
+    """A value added to a token's logit.
 
     Attributes:
-        token: which.
-        value: how much.
-        first: the first step of the answer at which it is; its first token is chosen at step 0.
-        end: the step from which on it no longer is.
-        after: the tokens that have to stand before it, at most ``MOST_FOLLOWED``.
+        first: the first step of the answer with it; step 0 samples the first token.
+        end: the first step without it.
+        after: the tokens that have to precede it, at most ``MOST_FOLLOWED``.
     """
 
     token: int
@@ -55,9 +53,9 @@ def packed(biases: Iterable[Bias]) -> NDArray[np.int32]:
 
 
 def packed_values(values: Mapping[int, float], others: Iterable[Bias] = ()) -> NDArray[np.int32]:
-    """Return what ``packed`` does, of tokens whose logits change at every step, and of other biases.
+    """Return the same as ``packed``, of tokens whose logits change at every step, and of other biases.
 
-    Hundreds of the former come with one request: to make a ``Bias`` of each would take longer than all else it needs.
+    One request may have hundreds of the former: making a ``Bias`` of each would take longer than all its other work.
     """
     rest = packed(others)
     if not values:

@@ -1,4 +1,4 @@
-"""Drawing tokens outside the graph, from scores that processors have finished with.
+"""Draws tokens outside the graph, from scores that processors have finished with.
 
 Shapes: B rows, V vocabulary.
 """
@@ -18,7 +18,7 @@ class Draws:
     """
 
     def __init__(self, seeds: Tensor | None, positions: Tensor) -> None:
-        """Begin.
+        """Begin at ``positions``.
 
         Args:
             seeds: ``[B]`` int64, on the device of the scores; if None, the token with the largest score is taken.
@@ -29,10 +29,7 @@ class Draws:
         self._tables: SamplingTables | None = None
 
     def __call__(self, scores: Tensor) -> Tensor:
-        """Draw the next step's tokens.
-
-        Args:
-            scores: ``[B, V]`` float32.
+        """Draw the next step's tokens from scores ``[B, V]`` float32.
 
         Returns:
             ``[B]`` int64; ``NOT_A_TOKEN`` for a row that is drawn and whose scores are NaN, +inf or all -inf.

@@ -1,8 +1,8 @@
-"""Log-probabilities of tokens that have been chosen, and of the likeliest ones, from the logits of some rows.
+"""Log-probabilities of sampled tokens, and of the most likely ones, from the logits of some rows.
 
-They are computed beside what is compiled and recorded, for rows that want them alone.
+They are computed outside of compiled and captured programs, for rows that ask for them alone.
 
-Shapes: R rows that want them, V vocabulary, K likeliest tokens.
+Shapes: R rows that ask for them, V vocabulary, K most likely tokens.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _AT_ONCE = 2**24
 
 
 class Draws(NamedTuple):
-    """How rows have chosen their tokens.
+    """How rows have sampled their tokens.
 
     Attributes:
         slots: ``[R]`` int64.
-        positions: ``[R]`` int64, of the tokens that were chosen.
-        tables: what the slots hold; ``counts`` has these tokens already.
+        positions: ``[R]`` int64, of the sampled tokens.
+        tables: of the slots; ``counts`` has these tokens already.
         kinds: the edits of all rows, or-ed together.
     """
 
@@ -40,13 +40,13 @@ class Draws(NamedTuple):
 
 
 class ScoredTokens(NamedTuple):
-    """What has come of the logits of some rows, on the host.
+    """Log-probabilities of some rows, on the host.
 
     Attributes:
-        chosen: ``[R]`` float32, of the tokens that were chosen.
-        ranks: ``[R]`` int32: 1 and how many tokens are likelier.
+        chosen: ``[R]`` float32, of the sampled tokens.
+        ranks: ``[R]`` int32: 1 plus the number of more likely tokens.
         values: ``[R, K]`` float32, the largest ones, in descending order.
-        tokens: ``[R, K]`` int32, whose they are.
+        tokens: ``[R, K]`` int32, of these values.
     """
 
     chosen: NDArray[np.float32]
@@ -56,16 +56,16 @@ class ScoredTokens(NamedTuple):
 
     @classmethod
     def unpacked(cls, numbers: NDArray[np.int32], rows: int) -> ScoredTokens:
-        """Return what ``score_tokens`` has packed."""
+        """Unpack the result of ``score_tokens``."""
         columns = numbers.reshape(rows, -1)
         most = columns.shape[1] // 2 - 1
         floats = columns.view(np.float32)
         return cls(floats[:, 0], columns[:, 1], floats[:, 2 : 2 + most], columns[:, 2 + most :])
 
     def packed(self, most: int) -> list[bytes]:
-        """Return the numbers of each row by itself: ``chosen``, ``ranks``, and of ``most`` tokens those that there are.
+        """Return the numbers of each row by itself: ``chosen``, ``ranks``, and values and tokens of at most ``most``.
 
-        Each is a copy, so that who keeps one row's keeps no other's.
+        Each is a copy, so that keeping one row's does not keep the others'.
         """
         floats = self.chosen[:, None], self.values[:, :most]
         chosen, values = (part.view(np.int32) for part in floats)
@@ -75,13 +75,13 @@ class ScoredTokens(NamedTuple):
 
 
 def score_tokens(logits: Tensor, tokens: Tensor, most: int, draws: Draws | None = None) -> Tensor:
-    """Compute log-probabilities in float32, and wait for nothing.
+    """Compute log-probabilities in float32, without waiting for the device.
 
     Args:
         logits: ``[R, V]``, at least one row.
-        tokens: ``[R]`` int64, those that were chosen; one that is none (-1) counts as the first.
+        tokens: ``[R]`` int64, the sampled ones; an invalid one (-1) counts as the first.
         most: K, at most V.
-        draws: what changed the distribution that tokens were chosen from; None for that of the model.
+        draws: changes of the distribution that tokens were sampled from; None for that of the model.
 
     Returns:
         ``[R * (2 + 2 * K)]`` int32, for ``ScoredTokens.unpacked``.
@@ -99,10 +99,10 @@ def score_tokens(logits: Tensor, tokens: Tensor, most: int, draws: Draws | None 
 
 
 def processed(logits: Tensor, tokens: Tensor, draws: Draws) -> Tensor:
-    """Return ``[R, V]`` float32 scores that rows have chosen from, -inf where they did not; waits for nothing.
+    """Return ``[R, V]`` float32 scores that rows have sampled from, -inf for tokens left out; without waiting.
 
-    What is kept is what ``sample_tokens`` keeps: tokens as likely as the last one are kept, too. Of a row that takes
-    the likeliest token all are.
+    It keeps the tokens that ``sample_tokens`` keeps: those as likely as the last one are kept, too. A row that takes
+    the most likely token keeps all.
     """
     slots, positions, tables, kinds = draws
     scores = logits.float()
@@ -119,7 +119,7 @@ def processed(logits: Tensor, tokens: Tensor, draws: Draws) -> Tensor:
 
 
 def _counts_before(tables: SamplingTables, slots: Tensor, tokens: Tensor) -> Tensor:
-    """Return ``[R, V]`` int16, what rows had counted before they chose ``tokens``."""
+    """Return ``[R, V]`` int16, the rows' counts before they sampled ``tokens``."""
     counts, at = tables.counts[slots], tokens.clamp(min=0)[:, None]
     after = counts.gather(1, at)
     counted = (tables.edits[slots] & COUNTED != 0)[:, None] & (tokens >= 0)[:, None] & (after > 1)

@@ -1,4 +1,4 @@
-"""Which tokens a row may choose, a bit for each: what ``sample_tokens`` reads, and what grammars write.
+"""Masks of allowed tokens, a bit for each: ``sample_tokens`` reads them, and grammars write them.
 
 Shapes: V vocabulary; a mask is ``[ceil(V / 32)]`` int32, the lowest bit of a word its first token.
 """

@@ -1,10 +1,10 @@
-"""Choosing the next token inside the graph, with settings and random numbers for each row.
+"""Samples the next token inside the graph, with settings and random numbers for each row.
 
 A draw is a race: of competitors with exponential random numbers, the one whose number divided by its probability is the
 smallest wins, first among tiles of neighbouring tokens, then among the tokens of that tile. The numbers come from a
 counter-based generator keyed by the row's seed and counted by the position and the token. So a replayed graph draws
-with other numbers each step (positions advance in the graph), and a row draws the same tokens whatever else runs in its
-batch: logits that are rounded otherwise there change a draw only if two are nearly level.
+with other numbers each step (positions advance in the graph), and a row draws the same tokens whatever other rows are
+in its batch: logits that are rounded otherwise there change a draw only if two are nearly level.
 
 Shapes: B rows, V vocabulary, X rows with settings of their own.
 """
@@ -44,7 +44,7 @@ _NO_TOKENS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True, eq=False)
 class Sampling:
-    """How one row chooses its tokens.
+    """How one row's tokens are sampled.
 
     Attributes:
         temperature: divides the logits; 0.0 takes the most likely token.
@@ -67,11 +67,11 @@ class Sampling:
         biases: ``[4 + F, n]`` int32, packed, at most ``MOST_BIASES``.
         start: position of the answer's first token, from which on the steps of biases count.
         tail: ``[n]`` int64, the tokens before it that biases may look at.
-        mask: ``[words]`` int32, a bit for each token, the lowest first: 0 bars it; None for all tokens.
-        growth: binary logarithm of what logits of ``growing`` grow by at each step.
+        mask: ``[words]`` int32, a bit for each token, the lowest first: 0 forbids it; None for all tokens.
+        growth: binary logarithm of the factor by which logits of ``growing`` grow at each step.
         grows_after: the step after which they do.
         growing: tokens, at most ``MOST_GROWING``.
-        deferred: its token is chosen by a launch of its own, once the host has seen the tokens before it.
+        deferred: its token is sampled by a launch of its own, once the host has seen the tokens before it.
     """
 
     temperature: float = 1.0
@@ -107,7 +107,7 @@ class Sampling:
 
     @property
     def followed(self) -> int:
-        """How many tokens before the one that is chosen biases look at."""
+        """How many tokens before the sampled one biases look at."""
         return len(self.biases) - 4
 
     @property
@@ -160,15 +160,15 @@ NUMBERS = {
 
 
 class SamplingTables(NamedTuple):
-    """What the rows' slots hold on the device beside their pages; the last of the X is that of padding rows.
+    """The slots' tables on the device; the last of the X entries is that of padding rows.
 
     Attributes:
-        next_token: ``[X]`` int64, the token that was chosen last, which the row feeds in next.
+        next_token: ``[X]`` int64, the last sampled token, the row's next input.
         temperature: ``[X]`` float32.
         top_k: ``[X]`` int32.
         top_p: ``[X]`` float32.
         min_p: ``[X]`` float32.
-        edits: ``[X]`` int32, which of the tables below the row's logits are changed by.
+        edits: ``[X]`` int32, flags: the tables below that change the row's logits.
         repetition_penalty: ``[X]`` float32.
         presence_penalty: ``[X]`` float32.
         frequency_penalty: ``[X]`` float32.
@@ -200,7 +200,7 @@ class SamplingTables(NamedTuple):
 
     @classmethod
     def allocate(cls, rows: int, vocabulary: int, device: torch.device) -> SamplingTables:
-        """Allocate for ``rows`` rows and one for padding; all choose greedily."""
+        """Allocate for ``rows`` rows and one for padding; all are greedy."""
         entries = rows + 1
         numbers = {
             name: torch.full((entries,), getattr(GREEDY, name), dtype=dtype, device=device)
@@ -227,19 +227,18 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def choose(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables, deferred: bool = False) -> Tensor:
-    """Choose each row's next token, keep it in its slot, count and remember it.
+    """Sample each row's next token, store it in its slot, and count and remember it.
 
     Args:
         logits: ``[B, V]``.
         slots: ``[B]`` int64, each row's entry in ``tables``.
-        positions: ``[B]`` int64, the position of the token that is chosen.
+        positions: ``[B]`` int64, the position of the sampled token.
         tables: the settings; ``next_token``, ``counts`` and ``recent`` are written.
-        deferred: whether these are the rows that wait for this, or all others; rows of both kinds may stand there if
-            it is not.
+        deferred: whether to sample the deferred rows or all others; rows of both kinds may be there if it is False.
 
     Returns:
-        ``[B]`` int64; ``NOT_A_TOKEN`` for a row of the other kind, whose slot keeps any token until it is chosen, and
-        for one that is drawn and whose logits are NaN, +inf or all -inf.
+        ``[B]`` int64; ``NOT_A_TOKEN`` for a row of the other kind, whose slot keeps any token until its own is sampled,
+        and for one that is drawn and whose logits are NaN, +inf or all -inf.
     """
     chosen = choose_with(tables.seed[slots], logits, slots, positions, tables, deferred)
     tables.next_token.index_put_((slots,), chosen.clamp(min=0))
@@ -249,7 +248,7 @@ def choose(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTab
 def choose_with(
     seeds: Tensor, logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables, deferred: bool = False
 ) -> Tensor:
-    """Choose each row's next token with these seeds, ``[B]`` int64, and keep it nowhere; otherwise as ``choose``."""
+    """Sample each row's next token with these seeds, ``[B]`` int64, and do not store it; otherwise as ``choose``."""
     filters = (tables.temperature, tables.top_k, tables.top_p, tables.min_p)
     penalties = (tables.repetition_penalty, tables.presence_penalty, tables.frequency_penalty)
     wide = (tables.counts, tables.allowed, tables.biases, tables.recent, tables.seldom, tables.growing)

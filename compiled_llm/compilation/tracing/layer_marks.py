@@ -1,4 +1,4 @@
-"""Marks around layers: Dynamo traces what stands between them, or nothing, and ``fill`` puts in what is missing."""
+"""Marks around layers: Dynamo traces the nodes between them, or none, and ``fill`` adds the missing ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def marked_class(kind: Any) -> Any:
         return ended
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Without what ``nn.Module`` does around a forward if there is none: Dynamo would trace that as well."""
+        """Skip the work of ``nn.Module`` around a forward if there is none: Dynamo would trace that as well."""
         called = kind.__call__ if self._like == self._number else forward
         out: Tensor = called(self, *args, **kwargs)
         return out
@@ -81,7 +81,7 @@ class _Marks(NamedTuple):
 
 
 def _fill_like(graph: fx.Graph, empty: _Marks, filled: _Marks) -> None:
-    """Copy what stands between the marks of one layer between those of another."""
+    """Copy the nodes between the marks of one layer between those of another."""
     copies = dict(zip(_inputs(filled), _inputs(empty), strict=True))
     nodes = list(graph.nodes)
     with graph.inserting_before(empty.end):
@@ -96,5 +96,5 @@ def _hidden(mark: fx.Node) -> fx.Node:
 
 
 def _inputs(marks: _Marks) -> list[fx.Node]:
-    """Return what differs from layer to layer: the hidden states, and the layer's own tensors."""
+    """Return the inputs that differ from layer to layer: the hidden states, and the layer's own tensors."""
     return [marks.begin, *cast(list[fx.Node], marks.begin.args[1])]

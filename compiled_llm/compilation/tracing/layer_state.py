@@ -1,4 +1,4 @@
-"""What a layer's code may read: attributes, tensors and inner modules, to compare layers and to notice changes."""
+"""State that a layer's code may read: attributes, tensors and inner modules, to compare layers and notice changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class State:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        """Remember them as they are now."""
         self.modules = modules
         self._children = Children(modules)
         self._attributes = [vars(module) for module in modules]
@@ -38,7 +37,7 @@ class State:
         self._valid_at: int | None = None
 
     def valid(self, glance: int | None = None) -> bool:
-        """Whether nothing has changed; ``glance`` as in ``Guards.valid``."""
+        """Whether the state is unchanged; ``glance`` as in ``Guards.valid``."""
         if glance is not None and glance == self._valid_at:
             return True
         valid = (
@@ -61,18 +60,16 @@ class KnownState:
     """The state of a model's layers, shared by all outlines that were made of the layers in that state."""
 
     def __init__(self) -> None:
-        """Know nothing yet."""
         self._state: State | None = None
 
     def of(self, modules: Sequence[nn.Module]) -> State:
-        """Return the state of these modules as they are now."""
         known = self._state
         if known is None or not same([*known.modules], [*modules]) or not known.valid():
             known = self._state = State(modules)
         return known
 
     def forget_changed(self) -> None:
-        """Let go of modules that have changed: what was replaced in them would be kept alive."""
+        """Drop modules that have changed: parts that were replaced in them would be kept alive."""
         if self._state is not None and not self._state.valid():
             self._state = None
 
@@ -113,7 +110,7 @@ def layout(tensor: Tensor | None) -> Hashable:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value says all about itself."""
+    """Whether a value has no state beyond itself, so that equal ones are interchangeable."""
     return type(value) in _PLAIN
 
 

@@ -1,8 +1,8 @@
-"""A run of a model on fake tensors, in which each layer is noted by what it does.
+"""Runs a model on fake tensors, and notes each layer's calls.
 
 A function takes a tenth of a millisecond and more on fake tensors, and a layer calls a hundred. So a layer with modules
-like those of an earlier one is told what that one was given, as long as it calls the same functions on the same things.
-Functions that give back a tensor that was there before, or nothing, do run.
+like those of an earlier one gets that one's results, as long as it calls the same functions on the same things.
+Functions that return an existing tensor, or None, do run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class NoOutlineError(Exception):
 
 @functools.cache
 def traced_class(kind: Any) -> Any:
-    """Return a subclass of a layer's class that tells its ``_tracer`` what it does."""
+    """Return a subclass of a layer's class that reports its calls to its ``_tracer``."""
 
     def forward(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         original = functools.partial(kind.forward, self)
@@ -37,11 +37,11 @@ def traced_class(kind: Any) -> Any:
 
 
 class _Call(NamedTuple):
-    """What a layer has called.
+    """A function call of a layer.
 
     Attributes:
         line: the function and its arguments, described.
-        result: what it gave, if the same call of another layer need not run: plain, or tensors that it has made.
+        result: reused if another layer makes the same call: plain, or new tensors.
     """
 
     line: Hashable
@@ -53,16 +53,9 @@ _UNKNOWN = object()
 
 
 class LayerTracer(TorchFunctionMode):
-    """Notes what the layers of a model do in one run."""
+    """Notes the calls of a model's layers in one run."""
 
     def __init__(self, tensors: Sequence[Sequence[Tensor]], similar: Sequence[int], fakes: Fakes) -> None:
-        """Nothing has been called yet.
-
-        Args:
-            tensors: each layer's own.
-            similar: for each layer the first with equal modules and tensors of the same layouts.
-            fakes: what takes the place of tensors, so that nothing is written to those.
-        """
         super().__init__()
         self._fakes = fakes
         self._similar = similar
@@ -78,11 +71,11 @@ class LayerTracer(TorchFunctionMode):
 
     @property
     def calls(self) -> list[Hashable]:
-        """For each layer the functions that it has called, with their arguments, and what it gave."""
+        """For each layer its function calls, with their arguments and results."""
         return [tuple(call.line for call in lines) for lines in self._called]
 
     def trace(self, layer: int, original: Callable[..., Tensor], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run a layer's ``original`` forward and note what it does.
+        """Run a layer's ``original`` forward and note its calls.
 
         Raises:
             NoOutlineError: it is not the next layer, or its output is not like ``hidden``.
@@ -106,7 +99,6 @@ class LayerTracer(TorchFunctionMode):
         return out
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note a call."""
         line = func, self._describe(args), self._describe(kwargs)
         expected = _UNKNOWN if self._layer is None else self._expects(line)
         if expected is not _UNKNOWN:
@@ -122,7 +114,7 @@ class LayerTracer(TorchFunctionMode):
         return result
 
     def _expects(self, line: Hashable) -> Any:
-        """Return what the same call gave in the similar layer; once one differs, nothing is expected any more."""
+        """Return the result of the same call in the similar layer; once a call differs, no more are reused."""
         place = len(self._lines)
         if place < len(self._expected) and self._expected[place].line == line:
             return self._expected[place].result
@@ -130,9 +122,9 @@ class LayerTracer(TorchFunctionMode):
         return _UNKNOWN
 
     def _can_be_expected(self, result: Any) -> bool:
-        """Whether a result is plain, or tensors that nobody has seen before.
+        """Whether a result is plain, or new tensors.
 
-        Without one, a function was called for what it changes.
+        A function without a result was called for its side effects.
         """
         if isinstance(result, Tensor) or type(result) in (tuple, list):
             return all(
@@ -171,5 +163,5 @@ class LayerTracer(TorchFunctionMode):
 
 
 def _entries(result: Any) -> Sequence[Any]:
-    """Return what a function gave one by one."""
+    """Return a function's results one by one."""
     return result if isinstance(result, (tuple, list)) else [result]

@@ -8,7 +8,7 @@ made of the model itself.
 
 Layers are equal if all their attributes are the same, and if a run on fake tensors right before tracing has seen them
 call the same functions on the same things. Later, Dynamo's guards check the layer that was traced, what lies outside
-the layers, and all tensors. They know nothing of the layers that were not traced: we check the attributes of those.
+the layers, and all tensors. They do not cover the layers that were not traced: we check the attributes of those.
 
 | what | for | ends when |
 | --- | --- | --- |
@@ -46,9 +46,9 @@ logger = logging.getLogger("compiled_llm.graphs")
 
 
 class Outline:
-    """What one program of a model is traced from.
+    """The stand-in for a model that one program is traced from.
 
-    It is used for one trace. Whatever makes Dynamo trace again may have changed what the layers do, so from then on
+    It is used for one trace. A change that makes Dynamo trace again may have changed the layers' work, so from then on
     Dynamo is given the model itself.
 
     Attributes:
@@ -56,11 +56,9 @@ class Outline:
     """
 
     def __init__(self, program: Callable[..., Any], known: KnownState) -> None:
-        """Look at nothing yet.
+        """``program`` will be traced; ``own_copy`` made it, and two of its arguments are ``model`` and ``pages``.
 
-        Args:
-            program: what will be traced, made by ``own_copy``; two of its arguments are ``model`` and ``pages``.
-            known: the state of the layers, shared by all outlines of the model.
+        The state in ``known`` is shared by all outlines of the model.
         """
         self._program = program
         self._known = known
@@ -69,11 +67,7 @@ class Outline:
         self.is_current = False
 
     def prepare(self, arguments: Mapping[str, Any]) -> PreTrainedModel:
-        """Return what to call the program with in place of the model; the first call finds out which layers are equal.
-
-        Args:
-            arguments: the program's, by name.
-        """
+        """Return the program's argument in place of the model; the first call finds out which layers are equal."""
         prepared = self._prepare(arguments)
         self.is_current = True
         return prepared
@@ -91,13 +85,13 @@ class Outline:
         return self.of(arguments)
 
     def refreshed(self, arguments: Mapping[str, Any]) -> PreTrainedModel:
-        """Return what ``prepare`` last returned, with the tensors that the layers have now."""
+        """Return the result of the last ``prepare``, with the tensors that the layers have now."""
         if self._layers is not None and not self.is_current:
             self._layers.take_tensors(arguments["pages"])
         return self.standing_for(arguments["model"])
 
     def of(self, arguments: Mapping[str, Any], glance: int | None = None) -> PreTrainedModel:
-        """Return what stands for the model: the model itself from the moment that a layer has changed.
+        """Return the stand-in for the model: the model itself from the moment that a layer has changed.
 
         The layers' tensors are those of the last call of ``prepare``. ``glance`` as in ``Guards.valid``.
         """
@@ -107,11 +101,11 @@ class Outline:
         return self.standing_for(model)
 
     def standing_for(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Return what ``prepare`` last returned, made anew: kept, it would keep the model alive."""
+        """Return the result of the last ``prepare``, made again: a kept one would keep the model alive."""
         return model if self._layers is None else self._layers.outline(model)
 
     def drop_tensors(self) -> None:
-        """Let go of the layers' tensors, and of changed layers, in case that the model has others by now."""
+        """Drop the layers' tensors, and changed layers, in case that the model has others by now."""
         self.is_current = False
         if self._layers is not None and not self._layers.drop_tensors():
             self._trace_all("a layer has changed")
@@ -138,11 +132,7 @@ class _Layers:
     """
 
     def __init__(self, model: nn.Module, count: int, known: KnownState) -> None:
-        """Find the list of ``count`` layers.
-
-        Raises:
-            NoOutlineError: there is none.
-        """
+        """Find the list of ``count`` layers; NoOutlineError if there is none."""
         names = [name for name, found in model.named_modules() if type(found) is nn.ModuleList and len(found) == count]
         if not names:
             raise NoOutlineError(f"no list of {count} layers was found")
@@ -155,11 +145,7 @@ class _Layers:
         self.like: list[int] = []
 
     def compare(self, descriptions: Sequence[Hashable]) -> None:
-        """Note which layers have equal descriptions.
-
-        Raises:
-            NoOutlineError: no two have.
-        """
+        """Note which layers have equal descriptions; NoOutlineError if all differ."""
         self.like = _first_equal(descriptions)
         if len(set(self.like)) == len(descriptions):
             raise NoOutlineError("no two layers are alike")
@@ -181,7 +167,7 @@ class _Layers:
         return [*(tensor for tensor in tensors if tensor is not None), pages[number]]
 
     def take_tensors(self, pages: Sequence[Tensor]) -> None:
-        """Give the outline the tensors that the layers have now."""
+        """Give the outline the layers' present tensors."""
         for number, layer in enumerate(self._marked):
             vars(layer)["_tensors"] = self.tensors(number, pages)
 
@@ -192,11 +178,11 @@ class _Layers:
         return self._state.valid()
 
     def outline(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Return the model with marks around all layers, and nothing in those that are not traced."""
+        """Return the model with marks around all layers, and no calls in those that are not traced."""
         return self._with_layers(model, self._marked)
 
     def traced(self, model: PreTrainedModel, tracer: LayerTracer) -> PreTrainedModel:
-        """Return the model with layers that tell ``tracer`` what they do."""
+        """Return the model with layers that report their calls to ``tracer``."""
         layers = [
             _copy(layer, traced_class(_class_of(layer)), _tracer=tracer, _number=number)
             for number, layer in enumerate(self._all)
@@ -204,14 +190,13 @@ class _Layers:
         return self._with_layers(model, layers)
 
     def _with_layers(self, model: PreTrainedModel, layers: Sequence[nn.Module]) -> PreTrainedModel:
-        """Return a shallow copy of the model with other layers."""
         copied: PreTrainedModel = _with_children(
             model, self._path, {str(number): layer for number, layer in enumerate(layers)}
         )
         return copied
 
     def describe(self, number: int) -> Hashable:
-        """Return all that a layer's code may read, but for what differs from layer to layer by nature."""
+        """Return all that a layer's code may read, without parts that differ from layer to layer by nature."""
         return tuple(
             (name, type(module), *describe_attributes(module, number), *describe_tensors(module))
             for name, module in self._all[number].named_modules(remove_duplicate=False)
@@ -219,11 +204,7 @@ class _Layers:
 
 
 def _compared_layers(program: Callable[..., Any], arguments: Mapping[str, Any], known: KnownState) -> _Layers:
-    """Run the program on fake tensors and return its layers, compared.
-
-    Raises:
-        Exception: of any type, if they cannot be compared.
-    """
+    """Run the program on fake tensors and return its layers, compared; errors of any type if they cannot be."""
     model, pages = arguments["model"], arguments["pages"]
     if InnerModules().hooks(model):
         raise NoOutlineError("hooks may do anything")

@@ -1,7 +1,7 @@
-"""The Python that tracing built into programs where no guard of Dynamo's looks: methods of classes, functions of torch.
+"""Traced Python code that Dynamo does not guard: methods of classes, functions of torch.
 
 Dynamo guards functions that it finds in the globals of traced code, and attributes of modules, but not what a class
-defines. Kernel libraries replace just that, such as ``Qwen3MLP.forward``.
+defines. Kernel libraries replace methods such as ``Qwen3MLP.forward``.
 """
 
 from __future__ import annotations
@@ -26,14 +26,9 @@ Place = tuple[type | ModuleType, str]
 
 
 class TracedCode:
-    """Where tracing has found functions, and which ones it found there."""
+    """The places where tracing has found functions, and the functions it found there."""
 
     def __init__(self, model: weakref.ref[Any]) -> None:
-        """Nothing has been traced yet.
-
-        Args:
-            model: whose programs are traced.
-        """
         self._model = model
         self._lookups: dict[Place, Callable[[str], object]] = {}
         self._known: list[object] = []
@@ -49,12 +44,12 @@ class TracedCode:
                 self._known.append(vars(owner).get(name))
 
     def valid(self) -> bool:
-        """Whether all of it is still what was traced."""
+        """Whether all of it is still the traced code."""
         return same(self._known, [look_up(name) for (_, name), look_up in self._lookups.items()])
 
 
 def _methods(classes: Iterable[type[nn.Module]], codes: Collection[CodeType]) -> Iterator[Place]:
-    """Yield where looking up a traced method of the classes ends, and where it would end earlier if it stood there."""
+    """Yield the places where the lookup of a traced method ends, and those where a new method would hide it."""
     for kind in classes:
         names = {name for base in kind.__mro__ for name, value in vars(base).items() if _code_of(value) in codes}
         for name in names | _ALWAYS:
@@ -65,7 +60,7 @@ def _methods(classes: Iterable[type[nn.Module]], codes: Collection[CodeType]) ->
 
 
 def _functions(graph: fx.Graph, codes: Collection[CodeType]) -> Iterator[Place]:
-    """Yield where the functions of torch stand that were traced, or that the graph calls."""
+    """Yield the places of torch's functions that were traced, or that the graph calls."""
     called = {id(node.target) for node in graph.nodes if node.op == "call_function"}
     for module in _TORCH:
         for name, value in vars(module).items():
