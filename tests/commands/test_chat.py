@@ -17,17 +17,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import compiled_llm
+from compiled_llm.client import Client
 from compiled_llm.commands.app import app
 from compiled_llm.commands.chat.chat import Chat
 from compiled_llm.commands.chat.conversation import Conversation
-from compiled_llm.commands.chat.generator import Generator
+from compiled_llm.commands.chat.partner import Generator
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.engine_process.facts import ready_of
 from support import talking_partner
 from support.characters import character_tokenizer
 from support.generators import COMMAND, Loop, generating, until
-from support.terminal import CTRL_C, CTRL_D, Terminal, terminal
+from support.terminal import CTRL_C, CTRL_D, UP, Terminal, terminal
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
 
@@ -121,16 +122,18 @@ def test_options_that_are_impossible_are_refused_at_once(arguments: list[str], s
 def test_a_generator_that_is_started_again_is_found(model_folder: Path, engine: Engine, path: Path) -> None:
     params = SamplingParams(max_tokens=3, temperature=0.0)
     with generating(engine, path, tokenizer=model_folder):
-        partner = Generator(path, quiet=True)
-        first = partner.submit([5, 6], params).result(60)
-    while not partner._client._link.broken:  # until the client has heard of it
+        client = Client(path, tokenizer=True, wait=False)
+        partner = Generator(client, quiet=True)
+        first = client.submit([5, 6], params).result(60)
+    while not client._link.broken:  # until the client has heard of it
         time.sleep(0.01)
     loop = Loop(path)
     ready = ready_of(engine._model, engine, "tiny", engine._tokenizer, str(model_folder))
     begins = threading.Timer(0.5, loop.generator.open, (engine, ready))
     begins.start()
-    assert partner.submit([5, 6], params).result(60).token_ids == first.token_ids, "it waits until it is ready"
-    partner.close()
+    assert partner.refresh() is False, "it waits until it is ready"
+    assert client.submit([5, 6], params).result(60).token_ids == first.token_ids
+    client.close()
     loop.close()
 
 
@@ -162,19 +165,20 @@ def test_a_generator_that_comes_back_with_another_model_is_asked_in_its_own_word
     tokenizer.save_pretrained(tmp_path)
     first, second = Loop(path), None
     first.generator.open(engine, ready_of(engine._model, engine, "tiny", engine._tokenizer, str(model_folder)))
-    partner = Generator(path, quiet=True)
+    client = Client(path, tokenizer=True, wait=False)
+    partner = Generator(client, quiet=True)
 
     def replaced() -> None:
         nonlocal second
         first.close()
-        until(lambda: partner._client._link.broken)  # the client has heard of it
+        until(lambda: client._link.broken)  # the client has heard of it
         second = Loop(path)
         second.generator.open(engine, ready_of(engine._model, engine, "other", engine._tokenizer, str(tmp_path)))
 
     terminal: Any = Questions("Hi", replaced, "Again")
     params = SamplingParams(max_tokens=8, temperature=0.0)
     Chat(partner, Conversation(partner.tokenizer, None), params, terminal).run()
-    partner.close()
+    client.close()
     assert second is not None
     second.close()
     said = huggingfaces(model_folder, "<user: Hi>", 8)
@@ -226,6 +230,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(chat: Terminal) -> None:
     chat.until("its prompt")
     chat.until("3 tokens, ")  # what had come of the first answer is a part of the chat
     chat.until("> ")
+    time.sleep(0.2)  # a dumb terminal shows the prompt a moment before keys are read
     chat.type(CTRL_D)
     assert chat.ended() == 0
     assert "Traceback" not in chat.shown
@@ -233,17 +238,17 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(chat: Terminal) -> None:
 
 
 def interrupt(chat: Terminal) -> None:
-    """Ctrl-C at the prompt, a moment after what was typed is shown: before, Python would not hear of it until Enter."""
+    """Ctrl-C at the prompt, a moment after what was typed is shown: before, the terminal itself may have shown it."""
     chat.type("half")
     chat.until("half")
     time.sleep(0.2)
     chat.type(CTRL_C)
 
 
-def assert_two_interrupts_end(chat: Terminal) -> None:
+def assert_two_interrupts_end(chat: Terminal, prompt: str = "> ") -> None:
     interrupt(chat)
     chat.until("Ctrl-C again, or Ctrl-D, ends the chat")
-    chat.until("> ")
+    chat.until(prompt)
     interrupt(chat)
     assert chat.ended() == 0
     assert "Traceback" not in chat.shown
@@ -271,25 +276,42 @@ def test_an_answer_that_is_cut_says_so() -> None:
         assert chat.ended() == 0
 
 
+def test_commands_are_completed_and_earlier_questions_come_back() -> None:
+    command = [sys.executable, talking_partner.__file__, "3"]
+    with terminal(command, TERM="xterm", PROMPT_TOOLKIT_NO_CPR="1") as chat:
+        chat.until(">")
+        chat.type("count\n")
+        chat.until("cut after 3 tokens")
+        chat.type("/st")
+        chat.until("show speed, cached tokens and pages")  # the menu
+        chat.type("\t\n")
+        chat.until("its prompt")
+        chat.type(UP + UP + "\n")  # before the command
+        chat.until("cut after 3 tokens")
+        chat.until(">")
+        chat.type(CTRL_D)
+        assert chat.ended() == 0
+
+
 # ---- real processes
 
 
 @pytest.mark.whole
 def test_the_command_in_a_terminal(model_folder: Path) -> None:
     command = [COMMAND, "chat", str(model_folder), "--mode", "eager", "--max-new-tokens", "1000"]
-    with terminal(command, TERM="xterm") as chat:
+    with terminal(command, TERM="xterm", PROMPT_TOOLKIT_NO_CPR="1") as chat:
         chat.until("importing torch")
         chat.until("/help says what can be done, Ctrl-D ends the chat")
-        chat.until("> ")
+        chat.until(">\b")
         chat.type("Hi there\n")
         chat.until(huggingfaces(model_folder, "<user: Hi there>", 5)[:3])
         chat.type(CTRL_C)
         chat.until("stopped")
-        chat.until("> ")
+        chat.until(">\b")
         chat.type("/stats\n")
         chat.until("(cancelled)")
-        chat.until("> ")
-        assert_two_interrupts_end(chat)
+        chat.until(">\b")
+        assert_two_interrupts_end(chat, ">\b")
 
 
 @pytest.mark.whole

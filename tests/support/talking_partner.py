@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from compiled_llm.commands.chat.chat import Chat
+from compiled_llm.commands.chat.chat import COMMANDS, Chat
 from compiled_llm.commands.chat.conversation import Conversation
+from compiled_llm.commands.chat.partner import Partner
 from compiled_llm.commands.chat.terminal import Terminal
 from compiled_llm.requests.outputs import Completion, RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
@@ -51,11 +52,8 @@ class Handle:
         return RequestOutput(self._prompt, [answer], 0, 0.0, 0.1, 1.0)
 
 
-class Partner:
-    name, tokenizer, max_tokens = "a stand-in", Tokenizer(), 100_000
-
-    def refresh(self) -> bool:
-        return False
+class Counting:
+    """An engine of which an answer is numbers."""
 
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> Any:
         return Handle(prompt, params.max_tokens or 0)
@@ -67,7 +65,8 @@ class Partner:
 
 
 if __name__ == "__main__":
-    partner = Partner()
+    engine: Any = Counting()
+    partner = Partner(engine, "a stand-in", Tokenizer(), 100_000)
     params = SamplingParams(max_tokens=int(sys.argv[1]))
-    Chat(partner, Conversation(partner.tokenizer, None), params, Terminal()).run()
+    Chat(partner, Conversation(partner.tokenizer, None), params, Terminal(commands=COMMANDS)).run()
     assert "torch" not in sys.modules

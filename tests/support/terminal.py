@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-CTRL_C, CTRL_D = "\x03", "\x04"
+CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
 PATIENCE = 60.0
 _BEGIN = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
 """Have the terminal as one's own, so that Ctrl-C is a signal, and become the program."""

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from compiled_llm.commands.chat.chat import Chat
+from compiled_llm.commands.chat.chat import COMMANDS, Chat
 from compiled_llm.commands.chat.conversation import Conversation
-from compiled_llm.commands.chat.own_model import RunningOptions, own_model
-from compiled_llm.commands.chat.partner import Partner
+from compiled_llm.commands.chat.partner import Partner, RunningOptions, generator, own_model
 from compiled_llm.commands.chat.terminal import Terminal
 from compiled_llm.commands.early_checks import check_driver, check_package
 from compiled_llm.commands.errors import readable_errors
@@ -83,7 +82,7 @@ def chat(
         options = RunningOptions(mode, backend, dtype.value, device.value, quiet)
         _check(context, model, uds, options)
         params = flags.params(max_new_tokens, stop or [])
-        terminal = Terminal(quiet)
+        terminal = Terminal(quiet, COMMANDS)
         failed = _chat(model or DEMO, uds, options, system, params, terminal)
     raise typer.Exit(1 if failed and not terminal.interactive else 0)
 
@@ -111,8 +110,6 @@ def _chat(
 ) -> bool:
     """Chat, and return whether a question could not be answered."""
     if uds is not None:
-        from compiled_llm.commands.chat.generator import generator
-
         with generator(uds, options.quiet) as partner:
             return _run(partner, system, params, terminal)
     with own_model(locate(model, progress=not options.quiet), options) as (partner, compiled):

@@ -1,4 +1,4 @@
-"""What has been said in a chat, as the model's template writes it."""
+"""Questions and answers of a chat, as the model's template writes them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ class Conversation:
     """Questions and their answers.
 
     Attributes:
+        tokenizer: HuggingFace's; it has the template.
         system: the system message; None for none.
         messages: questions and answers since the chat began.
     """
@@ -16,26 +17,14 @@ class Conversation:
     def __init__(self, tokenizer: Any, system: str | None) -> None:
         """Begin a chat.
 
-        Args:
-            tokenizer: HuggingFace's; it has the template.
-            system: the system message.
-
         Raises:
             ValueError: there is no template, or it takes no system message.
         """
+        check_template(tokenizer)
+        self.tokenizer = tokenizer
         self.system = system
         self.messages: list[dict[str, str]] = []
-        self.use(tokenizer)
-        self._tokens([{"role": "user", "content": "Hi"}])  # whether it takes the system message is told at once
-
-    def use(self, tokenizer: Any) -> None:
-        """Have a tokenizer write the chat from now on, with all that was said before.
-
-        Raises:
-            ValueError: it has no template.
-        """
-        check_template(tokenizer)
-        self._tokenizer = tokenizer
+        self.prompt("Hi")  # whether it takes the system message is told at once
 
     def prompt(self, question: str) -> list[int]:
         """Return the token ids of the chat with a further question, and the beginning of an answer at the end.
@@ -43,10 +32,18 @@ class Conversation:
         Raises:
             ValueError: the template does not take it.
         """
-        return self._tokens([*self.messages, {"role": "user", "content": question}])
+        from jinja2 import TemplateError
+
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        messages = [*first, *self.messages, {"role": "user", "content": question}]
+        try:
+            written = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        except TemplateError as error:
+            raise ValueError(f"chat: the model's chat template refuses this: {error}") from error
+        return list(written["input_ids"])
 
     def add(self, question: str, answer: str) -> None:
-        """Go on with a question and its answer; without an answer, as if nobody had asked."""
+        """Go on with a question and its answer; without an answer, as if the question had not been asked."""
         if answer:
             self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
@@ -56,18 +53,6 @@ class Conversation:
             return None
         *self.messages, question, _ = self.messages
         return question["content"]
-
-    def _tokens(self, messages: list[dict[str, str]]) -> list[int]:
-        from jinja2 import TemplateError
-
-        first = [] if self.system is None else [{"role": "system", "content": self.system}]
-        try:
-            written = self._tokenizer.apply_chat_template(
-                [*first, *messages], add_generation_prompt=True, return_dict=True
-            )
-        except TemplateError as error:
-            raise ValueError(f"chat: the model's chat template refuses this: {error}") from error
-        return list(written["input_ids"])
 
 
 def check_template(tokenizer: Any) -> None:

@@ -1,41 +1,121 @@
-"""Who answers: a model in this process, or a generator in another."""
+"""The side that answers: a model in this process, or a generator in another."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:
-    from compiled_llm.client.handle import RemoteHandle
-    from compiled_llm.engine.metrics import EngineStats
-    from compiled_llm.engine.thread.handle import RequestHandle
-    from compiled_llm.protocol.messages import Stats
-    from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.commands.chat.conversation import check_template
+from compiled_llm.commands.connecting import wait_until_ready
+from compiled_llm.commands.importing import importing
+from compiled_llm.commands.loading.source import Source
+from compiled_llm.commands.preparation import Preparation
+from compiled_llm.config import WrapConfig
+from compiled_llm.execution.reporting.progress import ProgressDisplay
 
-Handle: TypeAlias = "RequestHandle | RemoteHandle"
+if TYPE_CHECKING:  # Client needs the extra `server`
+    from compiled_llm.client import Client
+    from compiled_llm.engine.engine import Engine
+    from compiled_llm.protocol.messages import Ready
 
 
-class Partner(Protocol):
-    """Answers prompts.
+@dataclass
+class Partner:
+    """A model that answers.
 
     Attributes:
+        engine: takes prompts.
         name: of the model.
         tokenizer: HuggingFace's.
         max_tokens: how many tokens a prompt may have with its answer.
     """
 
+    engine: Engine | Client
     name: str
     tokenizer: Any
     max_tokens: int
 
     def refresh(self) -> bool:
-        """Wait until it answers, with what its attributes say by then; whether it is another model than before."""
-        ...
+        """Wait until it answers, with the attributes of then; whether it is another model than before."""
+        return False
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams) -> Handle:
-        """Begin to answer token ids."""
-        ...
 
-    def stats(self) -> EngineStats | Stats:
-        """Return how it is doing."""
-        ...
+class Generator(Partner):
+    """A generator in another process; if it has gone, the next question looks for its successor."""
+
+    def __init__(self, client: Client, quiet: bool) -> None:
+        """Wait until it is ready.
+
+        Raises:
+            GeneratorError: there is none, or it does not want to talk to this client.
+            ValueError: it has no tokenizer.
+        """
+        self.engine = self._client = client
+        self._quiet = quiet
+        self._ready: Ready | None = None
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """As a partner's."""
+        before, ready = self._ready, wait_until_ready(self._client, self._quiet)
+        if ready is not before:
+            with ProgressDisplay(not self._quiet).task("loading the tokenizer"):
+                self.tokenizer = self._client.tokenizer
+            self.name, self.max_tokens, self._ready = ready.model, ready.max_tokens, ready
+        return before is not None and ready != before
+
+
+class RunningOptions(NamedTuple):
+    """How a model is run in this process: the options of the command."""
+
+    mode: str
+    backend: str
+    dtype: str
+    device: str
+    quiet: bool
+
+    def wrap_options(self, device: str) -> dict[str, Any]:
+        """Return the options of ``wrap`` on a kind of device; those of ``compiled-llm generate``, to share its code."""
+        rows = {"max_batch_size": 1} if device == "cuda" else {}
+        return {"mode": self.mode, "backend": self.backend, "progress": not self.quiet, **rows}
+
+    def wrap_config(self, device: str) -> WrapConfig:
+        """Return the options of ``wrap`` on a kind of device, checked."""
+        return WrapConfig.from_options(self.wrap_options(device))
+
+
+@contextmanager
+def generator(path: Path, quiet: bool) -> Iterator[Partner]:
+    """Connect to a generator for the block; raises as ``Generator``."""
+    from compiled_llm.client import Client
+
+    with Client(path, tokenizer=True, wait=False) as client:
+        yield Generator(client, quiet)
+
+
+@contextmanager
+def own_model(source: Source, options: RunningOptions) -> Iterator[tuple[Partner, str]]:
+    """Load a model, and compile what a chat needs; yield it, and what was compiled, in words.
+
+    Raises:
+        ValueError: the options do not fit the model or the machine, or there is no chat template.
+        RuntimeError: the model cannot be loaded.
+    """
+    with importing(not options.quiet):
+        import compiled_llm
+        from compiled_llm.commands.loading.load import device_of, dtype_of, load
+        from compiled_llm.model.checks import check_device
+
+    device = device_of(options.device)
+    check_device(device.type, dtype_of(options.dtype, device), options.wrap_config(device.type))
+    loaded, tokenizer = load(source, options.dtype, device, progress=not options.quiet)
+    check_template(tokenizer)
+    model: Any = compiled_llm.wrap(loaded, **options.wrap_options(device.type))
+    with compiled_llm.Engine(model, tokenizer=tokenizer, max_rows=1) as engine:
+        with Preparation() as preparation:
+            engine.warmup(1)
+        partner = Partner(engine, source.name, tokenizer, engine.describe().max_tokens)
+        yield partner, preparation.figures(model.compiled.stats())

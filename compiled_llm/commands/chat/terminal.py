@@ -1,16 +1,16 @@
-"""Where questions come from and where answers go: a terminal, or a pipe."""
+"""The source of questions and the place of answers: a terminal, or a pipe."""
 
 from __future__ import annotations
 
 import io
 import sys
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import typer
 
 from compiled_llm.commands.printable import printable
 
-_PROMPT, _MORE = "> ", "  "
 _FENCE = '"""'
 """Begins and ends a question of several lines."""
 
@@ -19,15 +19,16 @@ class Terminal:
     """Answers go to stdout, all else to stderr, so that a pipe gets answers alone.
 
     Attributes:
-        interactive: whether somebody sits there.
+        interactive: whether stdin is a terminal.
         quiet: whether to say nothing but answers, errors and what was asked for.
     """
 
-    def __init__(self, quiet: bool = False) -> None:
+    def __init__(self, quiet: bool = False, commands: Mapping[str, str] | None = None) -> None:
         """Begin to read.
 
         Args:
             quiet: as the attribute.
+            commands: completed as one types, each shown with its description.
 
         Raises:
             ValueError: there is nothing to read from.
@@ -37,10 +38,11 @@ class Terminal:
         self.interactive = sys.stdin.isatty()
         self.quiet = quiet
         if self.interactive:
-            with suppress(ImportError):  # Python may be built without it
-                import readline  # noqa: F401  # input() edits lines and remembers them
-        elif isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="replace")
+            self._read = _prompting(commands or {})
+        else:
+            self._read = _fenced_lines
+            if isinstance(sys.stdin, io.TextIOWrapper):
+                sys.stdin.reconfigure(errors="replace")
 
     def question(self) -> str | None:
         """Return the next question; None once there are no more.
@@ -49,25 +51,12 @@ class Terminal:
             KeyboardInterrupt: Ctrl-C was pressed.
         """
         try:
-            text = self._line(_PROMPT)
-            if text.lstrip().startswith(_FENCE):
-                text = self._fenced(text.lstrip().removeprefix(_FENCE))
+            text = self._read()
         except EOFError:
-            if self.interactive:
-                typer.echo(err=True)  # the prompt stands on this line
             return None
+        if text.lstrip().startswith(_FENCE):
+            text = text.strip().removeprefix(_FENCE).removesuffix(_FENCE)
         return text.encode(errors="replace").decode().rstrip()
-
-    def _fenced(self, text: str) -> str:
-        while not text.rstrip().endswith(_FENCE):
-            text += "\n" + self._line(_MORE)
-        return text.rstrip().removesuffix(_FENCE)
-
-    def _line(self, prompt: str) -> str:
-        if not self.interactive or sys.stdout.isatty():
-            return input(prompt if self.interactive else "")
-        typer.echo(prompt, nl=False, err=True)
-        return input()
 
     def write(self, piece: str) -> None:
         """Write a piece of an answer; a terminal shows control characters, and does not obey them."""
@@ -86,3 +75,44 @@ class Terminal:
     def complain(self, text: str) -> None:
         """Say what went wrong."""
         typer.secho(f"error: {text}", fg="red", err=True)
+
+
+def _prompting(commands: Mapping[str, str]) -> Callable[[], str]:
+    """Return what reads a question from the terminal, with history and completion."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.application import get_app
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.filters import Condition
+    from prompt_toolkit.history import InMemoryHistory
+    from prompt_toolkit.output import create_output
+    from prompt_toolkit.utils import is_dumb_terminal
+
+    def typed() -> str:
+        return get_app().current_buffer.text
+
+    described = {usage.partition(" ")[0]: what for usage, what in commands.items()}
+    options: dict[str, Any] = {
+        "completer": WordCompleter(list(described), meta_dict=described, sentence=True),
+        "complete_while_typing": Condition(lambda: typed().startswith("/")),  # the menu takes room only then
+        "reserve_space_for_menu": len(described),
+        "history": InMemoryHistory(),
+        "multiline": Condition(lambda: _is_open(typed())),
+        "prompt_continuation": "  ",
+        "enable_suspend": True,
+        "output": None if is_dumb_terminal() else create_output(always_prefer_tty=True),  # stdout may be a file
+    }
+    # A session each: after Ctrl-C, a dumb terminal would show twice what is typed.
+    return lambda: PromptSession[str]("> ", **options).prompt()
+
+
+def _fenced_lines() -> str:
+    text = input()
+    while _is_open(text):
+        text += "\n" + input()
+    return text
+
+
+def _is_open(text: str) -> bool:
+    """Whether a question of several lines goes on."""
+    text = text.strip()
+    return text.startswith(_FENCE) and not text.removeprefix(_FENCE).endswith(_FENCE)
