@@ -1,4 +1,4 @@
-"""The one door to the backends, each a folder beside this page: nothing else imports from those."""
+"""Access to the backends, each a folder next to this file: no other module imports from those."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ BACKENDS = ("flashinfer", "reference")
 
 
 def backend_named(name: str) -> Backend:
-    """Return a backend; what it needs beyond torch is not imported yet.
-
-    Raises:
-        ValueError: there is none of this name.
-    """
+    """Return a backend, without importing what it needs beyond torch; ValueError if there is none of this name."""
     if name == "flashinfer":
         from compiled_llm_ops.flashinfer import backend as flashinfer
 

@@ -1,7 +1,7 @@
-"""What the ops take, and what they and their kernels agree on.
+"""Signatures of the ops, and constants that they share with their kernels.
 
-The fields of an op's tuple, their order and defaults are its schema (see ``library.define``); what they mean stands
-with the public function. Kernels and backends import nothing but this page.
+The fields of an op's tuple, their order and defaults are its schema (see ``library.define``); the public function
+explains them. Kernels and backends import only this file.
 
 Shapes: B rows, T packed tokens, H query heads, K kv heads, D head dimension, P pages, S page size.
 """
@@ -57,18 +57,14 @@ class PageTable(NamedTuple):
 
 
 def check_int32(op: str, **columns: Tensor) -> None:
-    """Check the columns of a page table, which kernels read by their address.
-
-    Raises:
-        ValueError: one is not int32.
-    """
+    """Check the columns of a page table, which kernels read by their address; ValueError if one is not int32."""
     for name, column in columns.items():
         if column.dtype != torch.int32:
             raise ValueError(f"{op}: {name} must be int32; got {column.dtype}")
 
 
 class AppendPagedKv(NamedTuple):
-    """What ``append_paged_kv`` takes."""
+    """Arguments of ``append_paged_kv``."""
 
     key: Tensor
     value: Tensor
@@ -82,7 +78,7 @@ class AppendPagedKv(NamedTuple):
 
 
 class PlanPagedAttention(NamedTuple):
-    """What ``plan_paged_attention`` takes; from ``query_heads`` on the fields of ``Geometry``, then the rest."""
+    """Arguments of ``plan_paged_attention``; from ``query_heads`` on the fields of ``Geometry``, then the rest."""
 
     plan: Tensor
     numbers: Tensor
@@ -103,21 +99,18 @@ class PlanPagedAttention(NamedTuple):
 
     @property
     def geometry(self) -> Geometry:
-        """The attention group that is planned for."""
         return Geometry(*(getattr(self, name) for name in Geometry._fields))
 
 
 class PlannedBatch(NamedTuple):
-    """A batch that is planned, as its page table lies on the host.
+    """A planned batch, with its page table on the host.
 
     Attributes:
         qo_indptr: ``[B + 1]`` int32.
         indptr: ``[B + 1]`` int32.
         last_page_len: ``[B]`` int32.
-        geometry: the attention group.
-        workspace: what launches will be given.
-        captured_tokens: as ``plan_paged_attention`` takes it.
-        variant: likewise.
+        workspace: of the launches.
+        captured_tokens: as of ``plan_paged_attention``, like ``variant``.
     """
 
     qo_indptr: NDArray[np.int32]
@@ -130,7 +123,7 @@ class PlannedBatch(NamedTuple):
 
 
 class PagedAttention(NamedTuple):
-    """What ``paged_attention`` and ``paged_attention_lse`` take."""
+    """Arguments of ``paged_attention`` and ``paged_attention_lse``."""
 
     query: Tensor
     pages: Tensor
@@ -146,19 +139,17 @@ class PagedAttention(NamedTuple):
 
     @property
     def geometry(self) -> Geometry:
-        """The attention group of the layer."""
         _, _, kv_heads, page_size, stored = self.pages.shape
         heads, options = self.query.shape[1], (self.window_left, self.logits_soft_cap)
         return Geometry(heads, kv_heads, stored, page_size, *options, self.query.dtype, self.pages.dtype)
 
     @property
     def table(self) -> PageTable:
-        """The page table."""
         return PageTable(self.qo_indptr, self.indptr, self.indices, self.last_page_len)
 
 
 class DecodeAttention(NamedTuple):
-    """What ``decode_attention`` and ``decode_attention_lse`` take."""
+    """Arguments of ``decode_attention`` and ``decode_attention_lse``."""
 
     query: Tensor
     key: Tensor
@@ -179,7 +170,7 @@ class DecodeAttention(NamedTuple):
 
 
 class AddRmsNorm(NamedTuple):
-    """What ``add_rms_norm`` takes."""
+    """Arguments of ``add_rms_norm``."""
 
     states: Tensor
     update: Tensor
@@ -189,7 +180,7 @@ class AddRmsNorm(NamedTuple):
 
 
 class SkinnyLinear(NamedTuple):
-    """What ``skinny_linear`` takes."""
+    """Arguments of ``skinny_linear``."""
 
     rows: Tensor
     weight: Tensor
@@ -198,7 +189,7 @@ class SkinnyLinear(NamedTuple):
 
 
 class NormedLinear(NamedTuple):
-    """What ``normed_linear`` takes."""
+    """Arguments of ``normed_linear``."""
 
     states: Tensor
     update: Tensor
@@ -257,7 +248,7 @@ OF_TILES, OF_TOKENS = 0, 1
 
 
 class Seldom(NamedTuple):
-    """The columns of ``seldom``: numbers that few rows have, and what they are without."""
+    """The columns of ``seldom``: numbers that few rows have, with their neutral values."""
 
     top_h: float = 0.0
     typical_p: float = 1.0
@@ -268,7 +259,7 @@ class Seldom(NamedTuple):
 
 
 class SampleTokens(NamedTuple):
-    """What ``sample_tokens`` takes."""
+    """Arguments of ``sample_tokens``."""
 
     logits: Tensor
     seeds: Tensor
@@ -292,7 +283,7 @@ class SampleTokens(NamedTuple):
 
 
 class TopLogprobs(NamedTuple):
-    """What ``top_logprobs`` takes."""
+    """Arguments of ``top_logprobs``."""
 
     logits: Tensor
     tokens: Tensor

@@ -1,4 +1,4 @@
-"""What changes logits before the temperature, in operations of PyTorch that wait for nothing.
+"""Logit adjustments before the temperature, in operations of PyTorch that do not wait for the device.
 
 Shapes: R rows, V vocabulary.
 """
@@ -29,7 +29,7 @@ _FORCED = 1e19  # so large are the logits of tokens that are forced
 
 
 class EditTables(NamedTuple):
-    """The tables that ``sample_tokens`` takes, as far as they change logits."""
+    """The tables of ``sample_tokens`` that change logits."""
 
     edits: Tensor
     repetition_penalty: Tensor
@@ -43,12 +43,12 @@ class EditTables(NamedTuple):
 
     @classmethod
     def of(cls, tables: Any) -> EditTables:
-        """Return those among other ones that have the same names."""
+        """Take the fields of these names from other tables."""
         return cls(*(getattr(tables, name) for name in cls._fields))
 
 
 class Places(NamedTuple):
-    """Of which rows, and where, tokens are chosen.
+    """The rows and positions of sampled tokens.
 
     Attributes:
         slots: ``[R]`` int64.
@@ -66,7 +66,7 @@ def edited(logits: Tensor, places: Places, tables: EditTables, counts: Tensor, k
         logits: ``[R, V]``.
         places: of the rows.
         tables: of ``sample_tokens``.
-        counts: ``[R, V]`` int16, those of the rows before they choose.
+        counts: ``[R, V]`` int16, those of the rows before sampling.
         kinds: the edits of all rows, or-ed together.
     """
     scores, edits = logits.float(), tables.edits[places.slots][:, None]

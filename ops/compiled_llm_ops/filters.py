@@ -1,4 +1,4 @@
-"""Which tokens are drawn from, in operations of PyTorch that wait for nothing.
+"""Filters of the tokens to draw from, in operations of PyTorch that do not wait for the device.
 
 The order and the sets are those of transformers' processors; tokens as likely as the last that is kept are kept too.
 
@@ -17,7 +17,7 @@ from compiled_llm_ops.contracts import MOST_OF_TOP_H
 
 
 class Filters(NamedTuple):
-    """What rows draw from.
+    """The filters of rows.
 
     Attributes:
         top_k: ``[R]`` integers; 0, or V and more, for all.
@@ -35,11 +35,8 @@ class Filters(NamedTuple):
 def filtered(scores: Tensor, filters: Filters) -> Tensor:
     """Return ``[R, V]`` scores, -inf for tokens that are not drawn.
 
-    Top-h, top-k, top-p over what is left, min-p, typical, epsilon and eta, each over what the one before has left.
-
-    Args:
-        scores: ``[R, V]`` float32, divided by the temperature.
-        filters: of each row.
+    Top-h, top-k, top-p over the rest, min-p, typical, epsilon and eta, each over the tokens that the one before has
+    left. ``scores`` are ``[R, V]`` float32, divided by the temperature.
     """
     ordered = scores.sort(dim=-1, descending=True).values
     limit = torch.where(filters.top_k > 0, filters.top_k, scores.shape[1]).long().clamp(max=scores.shape[1]) - 1
@@ -89,12 +86,11 @@ def _typical(scores: Tensor, mass: Tensor) -> Tensor:
 
 
 def _likelier_than(scores: Tensor, least: Tensor) -> Tensor:
-    """Keep those whose probability is at least ``least`` ``[R, 1]``, and the likeliest."""
+    """Keep those whose probability is at least ``least`` ``[R, 1]``, and the most likely one."""
     rare = (scores.softmax(dim=-1) < least) & (scores < scores.amax(dim=-1, keepdim=True))
     return scores.masked_fill(rare, -math.inf)
 
 
 def _entropy(scores: Tensor) -> Tensor:
-    """Return ``[R, 1]``, the entropy of the distribution of ``scores``."""
     logs = scores.log_softmax(dim=-1)
     return -(logs * logs.exp()).nansum(dim=-1, keepdim=True)

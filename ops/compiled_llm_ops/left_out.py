@@ -1,7 +1,7 @@
 """Ops that a capture may leave out: it ends before such an op, goes on after it, and the op is launched each time.
 
-So what cannot be captured, because it waits for the device or has another grid for each batch, still runs between
-launches that are.
+So ops that cannot be captured, because they wait for the device or have another grid for each batch, still run between
+captured launches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Divided(Protocol):
     """A capture that can be interrupted."""
 
     def leave_out(self, launch: Callable[[Any], Any], arguments: Any, allocate: Callable[[Any], Any]) -> Any:
-        """End here, begin anew, and return the tensors that ``launch`` will write its results to.
+        """End here, begin again, and return the tensors that ``launch`` will write its results to.
 
         Args:
             launch: returns its results, in new tensors; not called now.
@@ -28,7 +28,7 @@ class Divided(Protocol):
 
 
 class _Thread(threading.local):
-    """The capture of this thread, if it is one that can be interrupted."""
+    """The capture of this thread, if it can be interrupted."""
 
     capture: Divided | None = None
 
@@ -37,7 +37,7 @@ _thread = _Thread()
 
 
 def capture_of_this_thread(capture: Divided | None) -> None:
-    """Let ops that this thread calls be left out of a capture; None once it has ended."""
+    """Let ops that this thread calls be left out of ``capture``; None once it has ended."""
     _thread.capture = capture
 
 

@@ -1,7 +1,7 @@
 """The ``compiled_llm`` namespace: where ops are defined, and the object that keeps them alive.
 
-An op says its signature once, in a NamedTuple: its fields, their order and defaults are the schema, and its kernels
-take it whole.
+An op has its signature once, in a NamedTuple: its fields, their order and defaults are the schema, and its kernels take
+it whole.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ def define(
     """Define an op of the namespace with its fake, its CPU kernel and its CUDA launcher, which take ``arguments``.
 
     ``Library.define`` rather than ``torch.library.custom_op``: a call costs 2 to 3 µs instead of 9 to 33, and a file
-    imported under two names fails here instead of registering twice. What that skips (alias checks on each call), the
-    ``opcheck`` tests cover.
+    imported under two names fails here instead of registering twice. The ``opcheck`` tests cover what that skips (alias
+    checks on each call).
 
     Args:
         name: of the op.
-        arguments: a NamedTuple, which says what the op takes.
+        arguments: a NamedTuple, the op's arguments.
         writes: the fields of ``arguments`` that the op writes to.
-        returns: the results, as a schema says it: ``Tensor``, ``(Tensor, Tensor)`` or ``()``.
-        fake: computes the results' shapes, dtypes and strides, and nothing else.
+        returns: the results in a schema: ``Tensor``, ``(Tensor, Tensor)`` or ``()``.
+        fake: computes only the results' shapes, dtypes and strides.
         cpu: the kernel in plain PyTorch.
-        cuda: launches the CUDA kernels; imports what it needs inside.
+        cuda: launches the CUDA kernels; imports their modules inside.
 
     Returns:
         The overload, to be bound once at module level.
@@ -77,7 +77,7 @@ def schema(name: str, arguments: type[Arguments], writes: Sequence[str] = (), re
     """Return an op's schema, as in ``scale(Tensor(a!) states, float factor=1.0) -> ()``.
 
     Raises:
-        ValueError: ``writes`` names something that is no field, or no tensor.
+        ValueError: a name in ``writes`` is no field, or no tensor.
     """
     types = {field: _SCHEMA_TYPES[hint] for field, hint in typing.get_type_hints(arguments).items()}
     for alias, field in zip(string.ascii_lowercase, writes, strict=False):
@@ -97,7 +97,7 @@ def _literal(value: Any) -> str:
 
 
 def _taking(arguments: type[Arguments], kernel: Callable[[Arguments], _Result]) -> Callable[..., _Result]:
-    """Return what the dispatcher calls: it hands over values one by one, and leaves out those at their defaults."""
+    """Return a function for the dispatcher, which passes values one by one, and leaves out those at their defaults."""
 
     def call(*args: Any, **kwargs: Any) -> _Result:
         return kernel(arguments(*args, **kwargs))

@@ -1,6 +1,6 @@
-"""Log-probabilities of one token a row, and of the likeliest ones.
+"""Log-probabilities of one token a row, and of the most likely ones.
 
-Shapes: R rows, V vocabulary, K likeliest tokens.
+Shapes: R rows, V vocabulary, K most likely tokens.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _AT_ONCE = 2**24
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
-    """Return how likely a token of each row is, its rank, and the likeliest tokens; on CUDA, logits are read once.
+    """Return the log-probability of a token of each row, its rank, and the most likely tokens; CUDA reads logits once.
 
     Args:
         logits: ``[R, V]`` of any floating dtype, computed with in float32, with any stride between rows.
         tokens: ``[R]`` int64, one a row; a negative one counts as the first.
-        most: K, how many of the likeliest tokens, from 0 to V.
+        most: K, how many of the most likely tokens, from 0 to V.
 
     Returns:
-        ``[R, 2 + 2 * K]`` int32: the bits of the token's log-probability in float32; its rank, which is 1 and how many
-        tokens are likelier; the bits of the K largest log-probabilities in descending order; and whose they are. Which
-        of several equally likely tokens are among them is not defined.
+        ``[R, 2 + 2 * K]`` int32: the bits of the token's log-probability in float32; its rank, which is 1 plus the
+        number of more likely tokens; the bits of the K largest log-probabilities in descending order; and their
+        tokens. Which of several equally likely tokens are among them is not defined.
 
     Raises:
         ValueError: shapes or dtypes do not fit together.

@@ -97,7 +97,7 @@ def attend_row_by_row(
     logits_soft_cap: float,
     wants_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return ``[T, H, D]`` and, if it is wanted, the log-sum-exp ``[T, H]`` in base 2."""
+    """Return ``[T, H, D]`` and, if ``wants_lse``, the log-sum-exp ``[T, H]`` in base 2."""
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     for tokens, keys, values in _rows(query, pages, table):

@@ -1,6 +1,6 @@
-"""What a backend is: kernels for attention over pages on CUDA, and what plans them on the host before a graph runs.
+"""The interface of a backend: kernels for attention over pages on CUDA, and their plans, made before a graph runs.
 
-Launchers run inside compiled, possibly captured, graphs. They find the plan that they were given by its address.
+Launchers run inside compiled, possibly captured, graphs. They find their plan by its address.
 
 Shapes: B rows, T packed tokens, H query heads, K kv heads, D head dimension, P pages, S page size.
 """
@@ -22,7 +22,7 @@ from compiled_llm_ops.contracts import AppendPagedKv, Geometry, PagedAttention, 
 
 
 class Captured(NamedTuple):
-    """What launches that are captured in a CUDA graph are fixed to, whatever batch is planned for them later.
+    """The fixed properties of launches captured in a CUDA graph, for any batch planned for them later.
 
     Attributes:
         tokens: T, the most there can be.
@@ -36,14 +36,13 @@ class Captured(NamedTuple):
 
 
 class Plan(Protocol):
-    """Where a backend keeps what it decided about one batch, for one attention group, at fixed addresses.
+    """A backend's plan of one batch, for one attention group, at fixed addresses.
 
-    Keep it as long as anything may launch with it: launches find it by the address of ``tensor``, and only a weak
-    reference is kept there.
+    Keep it as long as a launch may use it: launches find it by the address of ``tensor``, through a weak reference.
 
     Attributes:
-        tensor: ``[bytes]`` uint8 on the device, what the kernels read.
-        numbers: ``[n]`` int64 on the host, what a launch reads there, all 0 while nothing is planned.
+        tensor: ``[bytes]`` uint8 on the device, read by the kernels.
+        numbers: ``[n]`` int64 on the host, read by launches, all 0 before the first plan.
     """
 
     tensor: Tensor
@@ -58,25 +57,25 @@ class Plan(Protocol):
         Args:
             args: ``query`` is ``[T, H, D]`` with D as it is stored.
             out: ``[T, H, D]``, contiguous, written.
-            lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None if it is not wanted.
+            lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None to skip it.
         """
 
 
 class Workspace(Protocol):
-    """What all plans of one model share.
+    """The memory that all plans of one model share.
 
     Attributes:
-        buffer: ``[bytes]`` uint8 on the device, what kernels write partial results to within one launch.
+        buffer: ``[bytes]`` uint8 on the device, for partial results of kernels within one launch.
     """
 
     buffer: Tensor
 
     def load(self, geometry: Geometry) -> None:
-        """Begin to build or load the kernels for a geometry on other threads, while this one traces what calls them."""
+        """Begin to build or load the kernels for a geometry on other threads, while this one traces calls of them."""
 
 
 class Backend(Protocol):
-    """Kernels for attention over pages, and what plans them.
+    """Kernels for attention over pages, and their plans.
 
     Attributes:
         devices: kinds of devices that it runs on.
@@ -91,10 +90,9 @@ class Backend(Protocol):
     variants: tuple[int, ...]
 
     def problems(self, builds: bool = True) -> list[str]:
-        """Return what is not installed that it needs on CUDA, each with the way out; empty if nothing is missing.
+        """Return the missing parts of an installation for CUDA, each with the way out.
 
-        Args:
-            builds: whether its kernels are to be built, if they did not come so.
+        ``builds``: whether its kernels are to be built, if they did not come so.
         """
 
     def compiler(self) -> str | None:
@@ -104,7 +102,7 @@ class Backend(Protocol):
         """Look for built kernels, each ``NAME/NAME.so``, in a folder before any is built, from now on."""
 
     def kernels_built(self) -> int:
-        """Return how many kernels this process has built, in case it was told of a folder before."""
+        """Return how many kernels this process has built since it was given a folder."""
 
     def missing_kernel(self, geometry: Geometry) -> str | None:
         """Return why there is no kernel for a geometry, whose head size is not padded yet; None if there is one."""
@@ -121,7 +119,7 @@ class Backend(Protocol):
             groups: the attention groups of the model.
             queries: ``[B]``, new tokens of each row.
             lengths: ``[B]``, all tokens of each row.
-            device: where it runs.
+            device: of the launch.
         """
 
     def workspace_bytes(
@@ -131,8 +129,8 @@ class Backend(Protocol):
 
         Args:
             groups: the attention groups of the model.
-            device: where it runs.
-            captured: what launches are fixed to; None for any batch whose launches are not captured.
+            device: of the launches.
+            captured: the fixed properties of captured launches; None for any batch whose launches are not captured.
         """
 
     def plan_bytes(self, groups: Sequence[Geometry], device: torch.device, tokens: int, rows: int) -> int:
@@ -167,7 +165,7 @@ def owner_of(tensor: Tensor) -> Plan:
     """Return the plan whose ``tensor`` this is.
 
     Raises:
-        RuntimeError: it is nobody's, or its owner is gone; a launch would follow a stale or foreign plan.
+        RuntimeError: it has no owner, or the owner is gone; a launch would follow a stale or foreign plan.
     """
     plan = _owners.get(tensor.data_ptr())
     if plan is None:

@@ -1,10 +1,10 @@
-"""The races that draw a token: exponential random numbers of a counter-based generator, and who wins, on the CPU.
+"""The races that draw a token: exponential random numbers of a counter-based generator, and the winners, on the CPU.
 
 Of competitors with exponential random numbers, the one whose number divided by its probability is the smallest wins:
 each with its probability. First the tiles of neighbouring tokens race, each with the probability of its tokens
 together, then the tokens of the tile that has won. A seed and a position decide the number of each tile and token.
 
-A logit that is computed in another order, and so a little differently, changes who wins only if two are nearly level;
+A logit that is computed in another order, and so a little differently, changes the winner only if two are nearly level;
 had the token been looked up in the cumulative sum of probabilities, it would have moved every border there.
 
 Shapes: B rows, C tiles, N numbers, V vocabulary.
@@ -28,7 +28,7 @@ _LARGEST_SHARE = 1.0 - 2.0**-24
 
 
 def exponentials(seeds: Tensor, positions: Tensor, numbers: Tensor, kind: int) -> Tensor:
-    """Return exponential random numbers; nothing but the arguments decides.
+    """Return exponential random numbers, which depend on the arguments alone.
 
     Args:
         seeds: ``[B]`` int64, not negative.

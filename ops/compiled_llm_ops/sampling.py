@@ -1,4 +1,4 @@
-"""Choosing the next tokens, with settings for each row.
+"""Samples the next tokens, with settings for each row.
 
 A draw is a race among the tokens that the filters keep, see ``race``.
 
@@ -66,48 +66,48 @@ def sample_tokens(
     growing: Tensor,
     deferred: bool = False,
 ) -> Tensor:
-    """Choose each row's next token, and count and remember it.
+    """Sample each row's next token, and count and remember it.
 
-    A row that is ``DEFERRED`` is left out, and so is every other one if ``deferred``: nothing of it is written.
+    A row that is ``DEFERRED`` is left out, and so is every other one if ``deferred``: its tables are not written.
 
     Biases, prompt and repetition penalty, frequency and presence penalty, infinities, growing logits, mask;
-    temperature, top-h, top-k, top-p, min-p, typical, epsilon and eta, each over what the one before has left: in this
-    order. Tokens as likely as the last that is kept are kept too; the likeliest is always kept, but by typical. Nothing
-    but the arguments decides. Of a row without edits, no table beyond ``edits`` is touched.
+    temperature, top-h, top-k, top-p, min-p, typical, epsilon and eta, each over the tokens that the one before has
+    left: in this order. Tokens as likely as the last that is kept are kept too; the most likely one is always kept, but
+    by typical. The result depends on the arguments alone. Of a row without edits, no table beyond ``edits`` is touched.
 
     Args:
         logits: ``[B, V]`` of any floating dtype, computed with in float32, with any stride between rows.
         seeds: ``[B]`` int64, not negative: with the position it decides the row's random numbers.
         slots: ``[B]`` int64, each row's entry in the tables; several rows may have one whose edits are 0.
-        positions: ``[B]`` int64, the position of the token that is chosen, which says which biases hold; not negative.
-        temperature: ``[X]`` float32, divides; 0.0 takes the likeliest token, the first of several, as ``argmax`` does:
-            of +inf as well, before that of NaN, and the first one if all are -inf.
+        positions: ``[B]`` int64, the position of the sampled token, which decides the biases; not negative.
+        temperature: ``[X]`` float32, divides; 0.0 takes the most likely token, the first of several, as ``argmax``
+            does: of +inf as well, before that of NaN, and the first one if all are -inf.
         top_k: ``[X]`` int32, keep the k largest; 0 keeps all.
         top_p: ``[X]`` float32, keep the fewest of the largest ones whose probability reaches p; 1.0 keeps all.
         min_p: ``[X]`` float32, keep those at least p times as probable as the most probable; 0.0 keeps all.
-        edits: ``[X]`` int32, what changes logits before the temperature: ``COUNTED`` if a penalty does, ``MASKED`` if
-            ``allowed`` does, ``CLEANED`` if NaN becomes 0 and infinities become finite, ``GROWING`` if ``growing``
-            does, ``PROMPTED`` if the penalty of ``seldom`` does, ``BIASED`` for each bias, and ``FOLLOWING`` for each
-            token that the one of them looks at which looks furthest back; and ``FILTERED`` if ``seldom`` has filters.
-            ``DEFERRED`` changes none.
+        edits: ``[X]`` int32, flags of logit adjustments before the temperature: ``COUNTED`` for penalties,
+            ``MASKED`` for ``allowed``, ``CLEANED`` if NaN becomes 0 and infinities become finite, ``GROWING`` for
+            ``growing``, ``PROMPTED`` for the penalty of ``seldom``, ``BIASED`` for each bias, and ``FOLLOWING`` for
+            each token that the bias which looks back furthest looks at; and ``FILTERED`` if ``seldom`` has filters.
+            ``DEFERRED`` changes no logits.
         repetition_penalty: ``[X]`` float32, divides positive logits of tokens that were counted or are in the prompt,
             and multiplies negative ones; 1.0 for none.
         presence_penalty: ``[X]`` float32, subtracted for tokens that were counted.
         frequency_penalty: ``[X]`` float32, subtracted for each time that a token was counted.
-        counts: ``[X, V]`` int16, written: twice how often a token was chosen, and 1 more if the prompt has it.
-        allowed: ``[X, ceil(V / 32)]`` int32, a bit for each token, the lowest first: 0 bars it.
-        biases: ``[X, 4 + MOST_FOLLOWED, MOST_BIASES]`` int32: tokens in ascending order; what is added to their
-            logits, the bits of a float32; the first position at which it is, and the one at which it no longer is; the
-            token that has to stand before it, and the one before that, and so on, or -1 for any.
+        counts: ``[X, V]`` int16, written: twice how often a token was sampled, and 1 more if the prompt has it.
+        allowed: ``[X, ceil(V / 32)]`` int32, a bit for each token, the lowest first: 0 forbids it.
+        biases: ``[X, 4 + MOST_FOLLOWED, MOST_BIASES]`` int32: tokens in ascending order; what is added to their logits,
+            the bits of a float32; the first position at which it is, and the one at which it no longer is; the token
+            that has to stand before it, and the one before that, and so on, or -1 for any.
         recent: ``[X, MOST_FOLLOWED + 1]`` int32, written: the row's token at each position modulo that number, or -1.
-        seldom: ``[X, 6]`` float32, what few rows have, in the order of ``Seldom``: ``top_h`` keeps the fewest of the
-            100 largest whose entropy exceeds that part of theirs, without the last; ``typical_p`` those whose
+        seldom: ``[X, 6]`` float32, settings that few rows have, in the order of ``Seldom``: ``top_h`` keeps the fewest
+            of the 100 largest whose entropy exceeds that part of theirs, without the last; ``typical_p`` those whose
             information is closest to the entropy, ``epsilon_cutoff`` and ``eta_cutoff`` those that are not rare; 0.0,
             and 1.0 of ``typical_p``, keeps all. ``prompt_penalty`` divides and multiplies as ``repetition_penalty``,
-            for tokens of the prompt. ``growth`` is the binary logarithm of what logits grow by.
+            for tokens of the prompt. ``growth`` is the binary logarithm of the factor by which logits grow.
         growing: ``[X, 1 + MOST_GROWING]`` int32: a position, and tokens whose logits grow from there on, or -1: by
             their absolute value times ``2 ** (growth * positions since) - 1``; infinite and forced ones do not.
-        deferred: choose for the rows that are ``DEFERRED`` alone, in place of for all others.
+        deferred: sample the rows that are ``DEFERRED``, in place of all others.
 
     Returns:
         ``[B]`` int64; ``NOT_A_TOKEN`` for a row that is left out, and for one that is drawn and whose logits are NaN,
@@ -131,7 +131,7 @@ def sample_tokens(
 
 
 def build_sampling(vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Begin to build the kernels that ``sample_tokens`` launches on a CUDA device, which the first launch waits for.
+    """Begin to build the kernels that ``sample_tokens`` launches on a CUDA device; the first launch waits for them.
 
     Triton takes 10 s for them unless it has them in its cache, most of it without the GIL: on a thread, so
     that models are traced and compiled meanwhile. On a CPU there is nothing to build.
@@ -265,7 +265,7 @@ def _draw(args: SampleTokens, scores: Tensor) -> Tensor:
 
 
 def _drawn_of_few(drawn: Tensor, scores: Tensor, args: SampleTokens, edits: Tensor) -> Tensor:
-    """Return ``drawn`` ``[B]``, of rows that have the filters of ``seldom`` what is drawn after these."""
+    """Return ``drawn`` ``[B]``, with rows that have the filters of ``seldom`` drawn again with these."""
     rows = (edits & FILTERED != 0).nonzero()[:, 0]
     if len(rows) == 0:
         return drawn
@@ -285,7 +285,7 @@ def _tiled(scores: Tensor) -> Tensor:
 def _candidates(tiles: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
     """Return those of ``tiles`` ``[B, C, TILE]`` that top-k can keep tokens of, and their numbers, in order.
 
-    As many tiles as top-k wants tokens reach the k-th largest maximum of a tile, so the k-th largest score does.
+    As many tiles as top-k keeps tokens reach the k-th largest maximum of a tile, so the k-th largest score does.
     """
     peaks = tiles.amax(dim=-1)
     most = min(int(top_k.max()), peaks.shape[1])
@@ -320,7 +320,7 @@ def smallest_kept(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
 
 
 def _nucleus(scores: Tensor, smallest: Tensor, top_p: Tensor, likely: int) -> Tensor:
-    """Return ``[B]``, the largest score that together with all larger ones has top-p of what is kept so far."""
+    """Return ``[B]``, the largest score that together with all larger ones has top-p of the tokens kept so far."""
     kept = (scores - scores.amax(dim=-1, keepdim=True)).exp_().masked_fill_(scores < smallest[:, None], 0)
     needed = kept.sum(dim=-1, dtype=torch.float64) * top_p.double()
     likely = min(likely, scores.shape[1])

@@ -28,7 +28,7 @@ def append_paged_kv(
     """Write the keys and values of new tokens into the pages of their rows, in place.
 
     Token t goes to page ``indices[indptr[token_rows[t]] + token_positions[t] // S]``, slot ``token_positions[t] % S``.
-    Positions are not bounded here: whoever plans must keep every row within the pages it owns.
+    Positions are not checked here: the planner must keep every row within the pages it owns.
 
     Args:
         key: ``[T, K, D]``, any strides.

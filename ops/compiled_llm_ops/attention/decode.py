@@ -43,7 +43,7 @@ def decode_attention(
 
     Token t of row b lies in page ``indices[starts[b] + t // S]``, slot ``t % S``; the newest is number
     ``lengths[b] - 1``. Page numbers that a row will need may stand behind those that it has, so that it enters a page
-    by its length alone. Nothing has to be planned, and a captured launch may be replayed with any lengths.
+    by its length alone. The op needs no plan, and a captured launch may be replayed with any lengths.
 
     Args:
         query: ``[B, H, D]``, any strides; H a multiple of K.
@@ -56,16 +56,16 @@ def decode_attention(
         scale: factor on the logits before the softmax.
         window_left: tokens visible to the left of each query; -1 for all.
         logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
-        query_norm: ``[D]`` of the query's dtype: first, each head of the query is divided by its root mean square
-            and multiplied with this. None if the query needs no norm.
+        query_norm: ``[D]`` of the query's dtype: first, each head of the query is divided by its root mean square and
+            multiplied with this. None if the query needs no norm.
         key_norm: ``[D]``, the same for the key.
         epsilon: added to both mean squares.
         cos: ``[B, D]`` of the query's dtype: after their norm, query and key are rotated by their position. None if
             they need no rotation.
         sin: ``[B, D]``, belongs to ``cos``.
         overlap: whether it may run at the same time as the previous and the next kernel on CUDA, by the rules of
-            ``compiled_llm_ops.kernels.pdl``; the previous kernel must not write ``starts``, ``lengths`` or
-            ``indices`` then.
+            ``compiled_llm_ops.kernels.pdl``; the previous kernel must not write ``starts``, ``lengths`` or ``indices``
+            then.
 
     Returns:
         ``[B, H, D]``, contiguous, of the query's dtype.
@@ -135,7 +135,7 @@ def _check(args: DecodeAttention) -> None:
 
 
 def _check_preparation(args: DecodeAttention) -> None:
-    """Check what queries and keys are normed and rotated with."""
+    """Check the norms and angles of queries and keys."""
     rows, _, head_dim = args.query.shape
     if (args.cos is None) is not (args.sin is None):
         raise ValueError("decode_attention: cos and sin must be given together")

@@ -27,8 +27,7 @@ def define_with_lse(
 ) -> tuple[torch._ops.OpOverload, torch._ops.OpOverload]:
     """Define ``name``, and ``name_lse`` which also returns the log-sum-exp; arguments as of ``library.define``.
 
-    Returns:
-        Both overloads, to be bound once at module level.
+    Returns both overloads, to be bound once at module level.
     """
     without = define(
         name,

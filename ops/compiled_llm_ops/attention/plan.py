@@ -31,17 +31,17 @@ def plan_paged_attention(
     captured_tokens: int = -1,
     variant: int = -1,
 ) -> None:
-    """Decide how ``paged_attention`` divides a batch, and queue the copy of that to the device; never waits for it.
+    """Decide how ``paged_attention`` divides a batch, and queue the copy of the plan to the device; never waits for it.
 
-    The page table is given on the host, as whoever made it has it; it may be rewritten afterwards. Launches read what
-    was planned last, so a captured launch may be replayed for each batch that it was planned for in the meantime. The
-    plan depends on how many pages rows have, not on how full the last one is.
+    The page table is given on the host, where it was made; it may be rewritten afterwards. Launches read the last plan,
+    so a captured launch may be replayed for each batch that it was planned for in the meantime. The plan depends on how
+    many pages rows have, not on how full the last one is.
 
-    On a CPU nothing is decided: the kernel reads the page table itself.
+    On a CPU there is no plan: the kernel reads the page table itself.
 
     Args:
-        plan: ``[bytes]`` uint8 on the device, written: what the kernels read. Made by ``new_plan`` of a backend.
-        numbers: ``[n]`` int64 on the host, written: what a launch reads there. Made with ``plan``.
+        plan: ``[bytes]`` uint8 on the device, written: the kernels read it. Made by ``new_plan`` of a backend.
+        numbers: ``[n]`` int64 on the host, written: launches read it. Made with ``plan``.
         qo_indptr: ``[B + 1]`` int32 on the host, where each row's queries begin.
         indptr: ``[B + 1]`` int32 on the host, where each row's pages begin.
         last_page_len: ``[B]`` int32 on the host, tokens in each row's last page, 1 to S.
@@ -56,13 +56,13 @@ def plan_paged_attention(
         kv_dtype: of the pages.
         captured_tokens: the T of launches that are captured in a CUDA graph, at least that of any batch planned for
             them; -1 if they are not captured.
-        variant: one of the backend's ``variants``, which captured launches must name; -1 for what is fastest for this
+        variant: one of the backend's ``variants``, which captured launches must name; -1 for the fastest one for this
             batch.
 
     Raises:
         ValueError: the columns have the wrong type or size, there are more tokens than ``captured_tokens``, or there is
             no kernel.
-        RuntimeError: nobody owns ``plan``, the workspace is too small, a graph is being captured, or a captured launch
+        RuntimeError: ``plan`` has no owner, the workspace is too small, a graph is being captured, or a captured launch
             no longer fits the plan: it must not be replayed then.
 
     Source:

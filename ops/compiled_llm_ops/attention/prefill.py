@@ -43,9 +43,9 @@ def paged_attention(
         indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
         indices: ``[N]`` int32, page numbers.
         last_page_len: ``[B]`` int32, tokens in each row's last page, 1 to S.
-        plan: ``[bytes]`` uint8, what ``plan_paged_attention`` has written for this batch, and no copy of it. On a CPU
-            any tensor: it is not read.
-        workspace: ``[bytes]`` uint8, written: partial results, which nothing reads afterwards. On a CPU any tensor.
+        plan: ``[bytes]`` uint8, written by ``plan_paged_attention`` for this batch, and no copy of it. On a CPU any
+            tensor: it is not read.
+        workspace: ``[bytes]`` uint8, written: partial results, not read afterwards. On a CPU any tensor.
         scale: factor on the logits before the softmax.
         window_left: tokens visible to the left of each query; -1 for all.
         logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
@@ -55,7 +55,7 @@ def paged_attention(
 
     Raises:
         ValueError: shapes do not fit together.
-        RuntimeError: on CUDA, nothing was planned with ``plan``.
+        RuntimeError: on CUDA, ``plan`` holds no plan.
 
     Source:
         On CUDA FlashInfer ``BatchPrefillWithPagedKVCacheWrapper`` (https://arxiv.org/abs/2501.01005).

@@ -1,12 +1,12 @@
-"""FlashInfer behind our ops, and the one folder that touches it: plan on the host, launch in a graph, append to pages.
+"""FlashInfer behind our ops, and the only folder that uses it: plan on the host, launch in a graph, append to pages.
 
 Our own decode kernel needs neither a plan nor FlashInfer: see ``compiled_llm_ops.attention.decode``. Decode steps that
 FlashInfer computes are extends of one token a row.
 
-FlashInfer's planner reads lengths on the host, writes what it decided into a pinned buffer, and copies that to the
-device with one ``cudaMemcpyAsync`` on the current stream. The public ``plan()`` around it copies the page table as
-well and waits for the device, so it runs once for each geometry, to build or load the kernels; each batch after that
-goes to the planner directly. The public ``run()`` launches.
+FlashInfer's planner reads lengths on the host, writes its plan into a pinned buffer, and copies that to the device with
+one ``cudaMemcpyAsync`` on the current stream. The public ``plan()`` around it copies the page table as well and waits
+for the device, so it runs once for each geometry, to build or load the kernels; each batch after that goes to the
+planner directly. The public ``run()`` launches.
 
 What is private to FlashInfer and used here (``tests/ops/test_flashinfer_contract.py`` checks all of it):
 

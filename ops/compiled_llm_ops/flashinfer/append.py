@@ -19,7 +19,7 @@ def append(
         value: like ``key``.
         pages: ``[P, 2, K, S, D]``, written; keys and values are converted to its dtype.
         token_rows: ``[T]`` int32, the row of each token.
-        token_positions: ``[T]`` int32, each token's index in its row's cache. Not bounded by what the row owns.
+        token_positions: ``[T]`` int32, each token's index in its row's cache; not checked against the row's pages.
         table: on the device; ``qo_indptr`` is not read.
 
     Source:

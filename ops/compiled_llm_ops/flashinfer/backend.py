@@ -28,7 +28,6 @@ class FlashInfer:
     variants: tuple[int, ...] = (WHOLE, SPLIT)
 
     def problems(self, builds: bool = True) -> list[str]:
-        """Return what is missing of FlashInfer, and of what compiles its kernels if they are to be built."""
         return install.missing_for_cuda(builds)
 
     def compiler(self) -> str | None:
@@ -36,15 +35,12 @@ class FlashInfer:
         return None if install.has_built_kernels() else install.find_nvcc()
 
     def find_kernels_in(self, folder: Path) -> None:
-        """Look there before they are built."""
         find_kernels_in(folder)
 
     def kernels_built(self) -> int:
-        """Return how many were built since the first ``find_kernels_in``."""
         return kernels_built()
 
     def missing_kernel(self, geometry: Geometry) -> str | None:
-        """Return why there is no kernel for a geometry."""
         return missing_kernel(geometry)
 
     def stored_head_dim(self, head_dim: int) -> int:
@@ -61,7 +57,7 @@ class FlashInfer:
     def workspace_bytes(
         self, groups: Sequence[Geometry], device: torch.device, captured: Captured | None = None
     ) -> int:
-        """Return room for the partial results of the group that has most of them."""
+        """Return room for the largest partial results of any group."""
         processors = processors_of(device)
         if captured is None:
             return max(split_bytes(group, processors) for group in groups)
@@ -71,20 +67,17 @@ class FlashInfer:
         return max(sizes)
 
     def plan_bytes(self, groups: Sequence[Geometry], device: torch.device, tokens: int, rows: int) -> int:
-        """Return room for the plan of the group that takes most, a multiple of what FlashInfer aligns to."""
+        """Return room for the largest plan of any group, a multiple of FlashInfer's alignment."""
         largest = max(plan_bytes(group, tokens, rows, max_blocks_of(device)) for group in groups)
         return -(-largest // 256) * 256
 
     def workspace(self, device: torch.device, nbytes: int) -> Workspace:
-        """Allocate a workspace."""
         return Workspace(device, nbytes)
 
     def new_plan(self, workspace: Workspace, nbytes: int) -> FlashInferPlan:
-        """Allocate a plan."""
         return FlashInferPlan(workspace, nbytes)
 
     def append(self, args: AppendPagedKv) -> None:
-        """Launch FlashInfer's copy to the pages."""
         table = PageTable(args.indptr, args.indptr, args.indices, args.last_page_len)
         append(args.key, args.value, args.pages, args.token_rows, args.token_positions, table)
 

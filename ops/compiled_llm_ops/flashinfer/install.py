@@ -1,4 +1,4 @@
-"""What must be installed to run FlashInfer: a version that we know, and what compiles its kernels."""
+"""Checks for FlashInfer's installation: a known version, and a compiler for its kernels."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from compiled_llm_ops.flashinfer.versions import NEWEST_EXCLUSIVE, OLDEST, versi
 
 
 def missing_for_cuda(builds: bool = True) -> list[str]:
-    """Return what keeps the ops from running on CUDA, each with the way out; empty if nothing does.
+    """Return the reasons why the ops cannot run on CUDA, each with the way out.
 
-    Args:
-        builds: whether FlashInfer has to compile kernels, unless they are installed built.
+    ``builds``: whether FlashInfer has to compile kernels, unless they are installed built.
     """
     missing = []
     if problem := flashinfer_problem():

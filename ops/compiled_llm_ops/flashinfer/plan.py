@@ -25,12 +25,7 @@ class FlashInferPlan:
     """
 
     def __init__(self, workspace: Workspace, nbytes: int) -> None:
-        """Allocate a plan that nothing was planned with yet.
-
-        Args:
-            workspace: of the same device.
-            nbytes: size of ``tensor``.
-        """
+        """``workspace`` is on the same device; ``nbytes`` is the size of ``tensor``."""
         self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=workspace.device)
         self.numbers = pinned(8 * len(PLAN_FIELDS)).view(torch.int64).zero_()
         self._numbers = self.numbers.numpy()  # read and written in each plan, at a tenth of what a tensor costs
@@ -44,15 +39,15 @@ class FlashInferPlan:
         own(self)
 
     def decide(self, batch: PlannedBatch) -> None:
-        """Decide how the kernels divide a batch, and queue the copy of that to the device. Never waits for it.
+        """Decide how the kernels divide a batch, and queue the copy of the plan to the device. Never waits for it.
 
-        While the kernels are being built, that is left to the first launch.
+        While the kernels are being built, the first launch does this instead.
 
         Raises:
             ValueError: there are more tokens than a captured launch has, the plan is too small, or FlashInfer has no
                 kernel for the geometry.
-            RuntimeError: the workspace is too small, a graph is being captured, or FlashInfer decided something else
-                for a batch that a captured launch has fixed; the graph must not be replayed then.
+            RuntimeError: the workspace is too small, a graph is being captured, or FlashInfer's plan differs from that
+                of a captured launch; the graph must not be replayed then.
         """
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("plan_paged_attention: a CUDA graph is being captured; plan before the capture")
@@ -80,11 +75,11 @@ class FlashInferPlan:
         Args:
             args: ``query`` has the planned number of tokens, in the geometry's dtype.
             out: ``[T, H, D]``, contiguous, written.
-            lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None if it is not wanted.
+            lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None to skip it.
 
         Raises:
-            RuntimeError: nothing was planned yet.
-            ValueError: shapes or dtypes do not fit what was planned.
+            RuntimeError: no batch was planned yet.
+            ValueError: shapes or dtypes do not fit the plan.
         """
         if self._waiting is not None:
             self._decide(self._waiting)

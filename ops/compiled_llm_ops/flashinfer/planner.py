@@ -1,4 +1,4 @@
-"""FlashInfer's planner: what it takes, what it returns, and what we correct in that.
+"""FlashInfer's planner: its arguments, its results, and our corrections.
 
 Shapes: B rows, T packed tokens.
 """
@@ -44,9 +44,10 @@ _ROWS, _QUERY_TILES, _KEY_TILES = map(
 
 
 class HostColumns(NamedTuple):
-    """Where the planner reads a batch of B rows: tensors, and the same memory as arrays.
+    """Memory from which the planner reads a batch of B rows: tensors, and the same memory as arrays.
 
-    Kept from plan to plan: to make a tensor of an array, or an array of a tensor, takes longer than all else here.
+    Kept from plan to plan: to make a tensor of an array, or an array of a tensor, takes longer than all other work
+    here.
 
     Attributes:
         tensors: where queries and pages of rows begin ``[B + 1]``, and their tokens ``[B]``, int32.
@@ -58,17 +59,15 @@ class HostColumns(NamedTuple):
 
     @classmethod
     def of(cls, rows: int) -> HostColumns:
-        """Return new ones."""
         tensors = tuple(torch.zeros(size, dtype=torch.int32, device="cpu") for size in (rows + 1, rows + 1, rows))
         return cls(tensors, tuple(tensor.numpy() for tensor in tensors))
 
     @property
     def rows(self) -> int:
-        """B."""
         return len(self.arrays[2])
 
     def fill(self, batch: PlannedBatch) -> None:
-        """Write a batch of as many rows."""
+        """Write a batch of the same number of rows."""
         starts, pages, lengths = self.arrays
         starts[:], pages[:] = batch.qo_indptr, batch.indptr
         first, size = batch.indptr.tolist(), batch.geometry.page_size
@@ -128,13 +127,8 @@ def plan_bytes(geometry: Geometry, tokens: int, rows: int, max_blocks: int) -> i
 
     For each block of the launch up to three int32 and a bool, for each row and each token one int32 more, and
     some alignment. Split rows fill the device at most once (``max_grid_size`` in scheduler.cuh); rows that are not
-    split take a block for each started tile of 16 or more (token, head of the group) pairs.
-
-    Args:
-        geometry: the attention group.
-        tokens: T.
-        rows: B.
-        max_blocks: thread blocks that can be resident on the device at once.
+    split take a block for each started tile of 16 or more (token, head of the group) pairs. ``max_blocks`` can be
+    resident on the device at once.
     """
     group = geometry.query_heads // geometry.kv_heads
     tiles = tokens * group // 16 + rows
@@ -143,7 +137,7 @@ def plan_bytes(geometry: Geometry, tokens: int, rows: int, max_blocks: int) -> i
 
 
 def planner_arguments(batch: PlannedBatch, columns: HostColumns, tokens: int, split: bool) -> tuple[Any, ...]:
-    """Return what follows the three workspaces in the planner's arguments."""
+    """Return the planner's arguments after the three workspaces."""
     causal, fixed_split_size, disable_split_kv, num_colocated_ctas = True, -1, not split, 0
     geometry = batch.geometry
     return (
@@ -195,9 +189,9 @@ def with_blocks_for_tiles(numbers: list[int], geometry: Geometry, tokens: int, r
 
 
 def let_idle_blocks_repeat(words: NDArray[np.int32], plan_info: Any, row: int) -> None:
-    """Fill what the planner does not write: blocks without work recompute the first tile of ``row``.
+    """Let blocks without work, whose part the planner does not write, recompute the first tile of ``row``.
 
-    Several blocks that write the same do no harm. Without split, put a short row last: idle blocks take its time.
+    Blocks that write the same values do no harm. Without split, put a short row last: idle blocks take its time.
     """
     blocks = int(plan_info[_BLOCKS])
     for field, value in ((_ROWS, row), (_QUERY_TILES, 0), (_KEY_TILES, 0)):
@@ -206,7 +200,7 @@ def let_idle_blocks_repeat(words: NDArray[np.int32], plan_info: Any, row: int) -
 
 
 def _explain_overflow(error: RuntimeError, float_buffer: Tensor) -> None:
-    """Raise what says what to do, if FlashInfer has found the float workspace too small."""
+    """Raise an error with the way out, if FlashInfer has found the float workspace too small."""
     overflow = re.search(r"allocating memory for \w+_tmp_[vs] with size (\d+)", str(error))
     if overflow is not None:
         raise RuntimeError(

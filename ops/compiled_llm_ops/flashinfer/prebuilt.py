@@ -14,14 +14,14 @@ _built = [0]
 def find_kernels_in(folder: Path) -> None:
     """Let FlashInfer look for ``NAME/NAME.so`` in a folder before it looks elsewhere or builds it, for this process.
 
-    A kernel's name says all that it was built for but FlashInfer's version, CUDA's and the device's.
+    A kernel's name covers all that it was built for but FlashInfer's version, CUDA's and the device's.
     """
     _folders.append(folder)
     _look_in_folders()
 
 
 def kernels_built() -> int:
-    """Return how many kernels FlashInfer was asked for since the first folder that had to be built, or looked over."""
+    """Return how many kernels FlashInfer had to build, or look over, since the first folder was given."""
     return _built[0]
 
 
@@ -31,11 +31,7 @@ def _look_in_folders() -> None:
 
 
 def look_in_folders(spec: type[Any]) -> None:
-    """Change the class that describes a kernel so that it loads ours.
-
-    Args:
-        spec: FlashInfer's ``JitSpec``; in 0.7 what builds is a subclass of it.
-    """
+    """Change FlashInfer's ``JitSpec``, which in 0.7 has a subclass that builds, so that it loads kernels of ours."""
     build_and_load = spec.build_and_load
 
     @functools.wraps(build_and_load)

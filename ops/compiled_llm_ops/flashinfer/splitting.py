@@ -1,4 +1,4 @@
-"""Split-KV: whether several blocks share the keys of a row, and what memory that takes."""
+"""Split-KV: whether several blocks share the keys of a row, and the memory for that."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ _BLOCKS_AT_ONCE = 2  # resident blocks per multiprocessor; FlashInfer splits row
 
 
 def split_bytes(geometry: Geometry, processors: int) -> int:
-    """Return an upper bound on the workspace of a plan whose launches are not captured, in bytes.
-
-    Args:
-        geometry: the attention group.
-        processors: multiprocessors of the device.
-    """
+    """Return an upper bound on the workspace of a plan whose launches are not captured, in bytes."""
     return _partial_results(geometry, _most_blocks(geometry, processors), _largest_tile(geometry))
 
 
@@ -27,12 +22,6 @@ def captured_split_bytes(geometry: Geometry, tokens: int, rows: int, processors:
     """Return an upper bound on the workspace of a plan whose launches are captured and split, in bytes.
 
     Such a plan counts every row as split, since a later batch's may be, and so has room for all queries.
-
-    Args:
-        geometry: the attention group.
-        tokens: T of the captured launch.
-        rows: B.
-        processors: multiprocessors of the device.
     """
     tile = captured_tile(geometry, tokens, rows)
     tiles = most_tiles(geometry, tokens, rows, tile)
@@ -82,11 +71,7 @@ def worth_splitting(geometry: Geometry, queries: Sequence[int], lengths: Sequenc
     long as going over ``merging`` keys. FlashInfer itself shares keys whenever there are too few blocks to fill the
     device: on an H200, 1 row of 512 new tokens and 32 query heads takes 60 us instead of 30.
 
-    Args:
-        geometry: the attention group.
-        queries: ``[B]``, new tokens of each row.
-        lengths: ``[B]``, all tokens of each row.
-        processors: multiprocessors of the device.
+    ``queries`` ``[B]`` are the new tokens of each row, ``lengths`` ``[B]`` all tokens.
 
     Source:
         Measured on an H200 with 16 query heads, 8 kv heads of size 128, 1 and 8 rows, 16 to 2,048 new tokens after 0

@@ -1,4 +1,4 @@
-"""What differs between FlashInfer's versions, and which of its kernels there are."""
+"""Differences between FlashInfer's versions, and their kernels."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ OLDEST, NEWEST_EXCLUSIVE = (0, 6, 13), (0, 8)
 
 
 def padded_head_dim(d: int) -> int:
-    """Return the head size that ``d`` is stored as: the next one with kernels.
-
-    Raises:
-        ValueError: ``d`` is larger than any.
-    """
+    """Return the head size that ``d`` is stored as: the next one with kernels; ValueError if there is none."""
     for size in HEAD_DIMS:
         if d <= size:
             return size
@@ -36,7 +32,7 @@ def padded_head_dim(d: int) -> int:
 
 @functools.cache
 def uniform_q_len_argument() -> tuple[int, ...]:
-    """Return what 0.7's prefill planner takes beyond 0.6's: no promise about equal lengths. Ends with 0.6."""
+    """Return the argument of 0.7's prefill planner that 0.6 lacks: no promise of equal lengths. Ends with 0.6."""
     plan = import_flashinfer().BatchPrefillWithPagedKVCacheWrapper.plan
     return (0,) if "uniform_q_len" in inspect.signature(plan).parameters else ()
 
@@ -49,7 +45,7 @@ def counts_pairs_as_queries() -> bool:
 
 @functools.cache
 def idle_blocks_read_the_plan() -> bool:
-    """Whether blocks that a captured launch has no work for go by what lies in the plan. Ends with 0.6.
+    """Whether blocks without work in a captured launch read the plan. Ends with 0.6.
 
     Its planner masks them only where rows are split.
     """
@@ -74,11 +70,7 @@ def missing_kernel(geometry: Geometry) -> str | None:
 
 
 def import_flashinfer() -> Any:
-    """Import FlashInfer.
-
-    Raises:
-        ImportError: it is not installed, or does not import; the message has the way out.
-    """
+    """Import FlashInfer; ImportError, with the way out, if it is not installed or does not import."""
     try:
         return importlib.import_module("flashinfer")
     except ImportError as error:
@@ -86,5 +78,4 @@ def import_flashinfer() -> Any:
 
 
 def version_of(flashinfer: Any) -> tuple[int, ...]:
-    """Return major, minor and patch."""
     return tuple(int(number) for number in re.findall(r"\d+", flashinfer.__version__)[:3])

@@ -30,7 +30,7 @@ class Staged(NamedTuple):
     Attributes:
         memory: ``[bytes]`` uint8.
         words: the same, int32.
-        copied: when the last copy out of it is done.
+        copied: recorded after the last copy out of it.
     """
 
     memory: Tensor
@@ -39,13 +39,12 @@ class Staged(NamedTuple):
 
     @classmethod
     def of(cls, nbytes: int) -> Staged:
-        """Allocate."""
         memory = pinned(nbytes)
         return cls(memory, memory.numpy().view(np.int32), torch.cuda.Event())
 
 
 class Workspace:
-    """What the plans of one model share, allocated once, before any capture.
+    """Memory that the plans of one model share, allocated once, before any capture.
 
     The buffer holds the partial results of rows whose keys were split over several blocks. They are written and merged
     within one launch, so one buffer serves all plans whose launches follow each other on a stream.
@@ -57,19 +56,13 @@ class Workspace:
 
     Attributes:
         device: with index.
-        buffer: ``[workspace_bytes]`` uint8.
-        processors: multiprocessors of the device.
+        processors: number of multiprocessors.
         max_blocks: thread blocks that can be resident on it at once.
-        launching: held while what one launch needs is on a wrapper, which all plans of a geometry share.
+        launching: held while a wrapper, which all plans of a geometry share, has the tensors of one launch.
     """
 
     def __init__(self, device: torch.device | str, workspace_bytes: int = 128 * 2**20) -> None:
-        """Allocate on ``device``.
-
-        Args:
-            device: a CUDA device.
-            workspace_bytes: size of the buffer; planning raises if it is too small.
-        """
+        """``workspace_bytes``: size of the buffer; planning raises if it is too small."""
         self.buffer = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
         self.device = self.buffer.device
         self.processors = processors_of(self.device)
@@ -81,13 +74,13 @@ class Workspace:
         self._loading: dict[Geometry, Future[Any]] = {}
 
     def load(self, geometry: Geometry) -> None:
-        """Begin to build or load the kernels for a geometry on other threads, while this one traces what calls them."""
+        """Begin to build or load the kernels for a geometry on other threads, while this one traces calls of them."""
         self._loading[geometry] = _loaders.submit(_on_device, self.device, make_wrapper, geometry, self.buffer)
         # What goes wrong in that one goes wrong again at the first launch.
         _loaders.submit(_on_device, self.device, append_one_token, geometry, self.device)
 
     def is_loading(self, geometry: Geometry) -> bool:
-        """Whether ``wrapper`` would wait for kernels that ``load`` has begun with."""
+        """Whether ``wrapper`` would wait for kernels that ``load`` builds."""
         return geometry in self._loading and not self._loading[geometry].done()
 
     def wrapper(self, geometry: Geometry) -> Any:
@@ -100,15 +93,9 @@ class Workspace:
 
     @contextmanager
     def staging(self, nbytes: int) -> Iterator[Staged]:
-        """Yield pinned memory that no copy reads any more; copies out of it are issued within the block.
+        """Yield at least ``nbytes`` of pinned memory that no copy reads any more; the block issues copies out of it.
 
         Waits only when the host is ``STAGING_BUFFERS`` plans ahead of the device.
-
-        Args:
-            nbytes: size it must have at least.
-
-        Yields:
-            ``[>= nbytes]`` uint8.
         """
         staged = self._staging[self._next]
         staged.copied.synchronize()
@@ -133,7 +120,7 @@ def max_blocks_of(device: torch.device) -> int:
 
 
 def make_wrapper(geometry: Geometry, buffer: Tensor) -> Any:
-    """Return a wrapper whose kernels are loaded, by planning one row of one token in public."""
+    """Return a wrapper with loaded kernels, by a public plan of one row of one token."""
     flashinfer = import_flashinfer()
     _check_geometry(geometry)
     indptr = torch.tensor([0, 1], dtype=torch.int32, device="cpu")
@@ -198,7 +185,6 @@ _loaders = ThreadPoolExecutor(2, "compiled_llm_kernels")
 
 
 def pinned(nbytes: int) -> Tensor:
-    """Return page-locked host memory."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 

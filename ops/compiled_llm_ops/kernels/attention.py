@@ -1,16 +1,16 @@
 """A Triton kernel for decode: one query a row over the pages of its row, in one launch and without a plan.
 
-Before it attends, it writes the row's newest key and value into the pages: a separate launch would take longer than
-the writing.
+Before it attends, it writes the row's newest key and value into the pages: a separate launch would take longer than the
+writing.
 
-A plan would have to follow the rows' lengths. Here the grid depends on nothing that changes from step to step, so a
-captured launch stays valid. Rows share its programs: each program computes from the current page table how the keys
+A plan would have to follow the rows' lengths. Here the grid does not depend on values that change from step to step, so
+a captured launch stays valid. Rows share its programs: each program computes from the current page table how the keys
 are divided, as a plan on the host would, and reads its own share. Programs without a share end at once.
 
 It may begin while the previous kernel ends (see ``pdl``), and reads the page table meanwhile.
 
-Shapes: B rows, H query heads, K kv heads, G query heads of one kv head, D head dimension, D' the same as stored,
-P pages, S page size.
+Shapes: B rows, H query heads, K kv heads, G query heads of one kv head, D head dimension, D' the same as stored, P
+pages, S page size.
 """
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
@@ -78,7 +78,7 @@ def _attend(
 ):  # fmt: skip
     """Return ``[M, D']`` and its log-sum-exp ``[M]`` in base 2, over blocks ``begin`` to ``end`` from key ``first`` on.
 
-    Keys past ``length`` are not read: whatever their slots hold, zero times it need not be zero.
+    Keys past ``length`` are not read: their slots may hold values (NaN) whose product with zero is not zero.
     """
     offs_n, offs_d = tl.arange(0, BLOCK), tl.arange(0, DIM)
     largest = tl.full([q.shape[0]], -float("inf"), tl.float32)
@@ -167,9 +167,9 @@ def _share(blocks, program, programs, row_tile, unsplit, min_share, MOST: tl.con
 
     ``blocks`` ``[ROWS]`` holds zeros if there is no row, and so does the mask of programs past the end.
 
-    The size of a share is what cuts all blocks into as many pieces as there are programs. Rows end in smaller ones: if
-    these make too many shares, the size is what leaves one program for the end of each row but one, which is enough
-    whatever the lengths. Rows of like lengths need no such reserve.
+    The size of a share cuts all blocks into as many pieces as there are programs. Rows end in smaller ones: if these
+    make too many shares, the size leaves one program for the end of each row but one, which is enough for any lengths.
+    Rows of like lengths need no such reserve.
 
     Rows that are shared come first: the longest shares are theirs.
     """
@@ -269,10 +269,10 @@ def decode(args: DecodeAttention, lse: Tensor | None, *, tiling: AttentionTiling
     """Launch attention of one query a row. All is on one device, the current one.
 
     Args:
-        args: as ``decode_attention`` takes it, checked; query in float16 or bfloat16, ``pages`` ``[P, 2, K, S, D']``
+        args: of ``decode_attention``, checked; query in float16 or bfloat16, ``pages`` ``[P, 2, K, S, D']``
             contiguous, with D' a power of two from 64 on; each row has a page at least.
-        lse: ``[B, H]`` float32, contiguous, written: the log-sum-exp in base 2. None if it is not wanted.
-        tiling: how keys are shared and read; block times D' a power of two.
+        lse: ``[B, H]`` float32, contiguous, written: the log-sum-exp in base 2. None to skip it.
+        tiling: block times D' is a power of two.
         pdl: begin before the previous kernel has ended; needs compute capability 9.0.
 
     Returns:

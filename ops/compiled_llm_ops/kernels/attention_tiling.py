@@ -77,13 +77,12 @@ class AttentionTiling(NamedTuple):
 def choose_attention_tiling(
     rows: int, kv_heads: int, gqa: int, head_dim: int, most_keys: int, processors: int, shared_memory: int
 ) -> AttentionTiling:
-    """Return how keys are shared, from what never changes: not from lengths, since a recorded launch is replayed.
+    """Return how keys are shared, by constant properties: not by lengths, since a captured launch is replayed.
 
     In short: each multiprocessor loads as much at a time as it can hold, in one large program or in several small ones.
-
     There are as many programs as occupy multiprocessors that would be idle, and a few for each row in any case: one
-    row may be much longer than the others, which nobody knows here. Those without keys end at once. If no row can be
-    long, each has one program.
+    row may be much longer than the others, and lengths are unknown here. Programs without keys end at once. If no row
+    can be long, each has one program.
 
     Args:
         rows: B.

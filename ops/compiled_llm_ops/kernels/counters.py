@@ -1,4 +1,4 @@
-"""Counters by which the programs of a kernel find out which of them is the last."""
+"""Counters by which the programs of a kernel find the last of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SLAB = 2**18
 
 
 class Span(NamedTuple):
-    """Counters of one launch, or some that are free: those of a slab from ``start`` to ``end``."""
+    """Counters of one launch, or free ones: those of a slab from ``start`` to ``end``."""
 
     slab: int
     start: int
@@ -26,11 +26,10 @@ class Span(NamedTuple):
 class CapturedCounters:
     """Counters of captured launches, each launch its own until its graph is gone: graphs hold addresses only.
 
-    One thread captures, while others give back what other graphs had.
+    One thread captures, while other threads give back the counters of released graphs.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Allocate nothing yet."""
         self._device = device
         self._lock = threading.Lock()
         self._slabs: list[Tensor] = []
@@ -43,7 +42,7 @@ class CapturedCounters:
         return sum(slab.nbytes for slab in self._slabs)
 
     def make_room(self) -> None:
-        """Have counters for a graph that is about to be captured, which begins to take its own."""
+        """Reserve counters for a graph that is about to be captured, which begins to take its own."""
         with self._lock:
             self._taken = []
             if max((end - start for _, start, end in self._free), default=0) < SLAB // 2:
@@ -63,12 +62,12 @@ class CapturedCounters:
             return self._slabs[slab][start : start + count]
 
     def taken(self) -> list[Span]:
-        """Return what was taken since ``make_room``, to be given back."""
+        """Return the counters taken since ``make_room``, to be given back."""
         taken, self._taken = self._taken, []
         return taken
 
     def give_back(self, taken: Iterable[Span]) -> None:
-        """Have the counters of a graph that runs no more: its last launch has left them zero."""
+        """Take back the counters of a graph that runs no more: its last launch has left them zero."""
         with self._lock:
             merged: list[Span] = []
             for span in sorted([*self._free, *taken]):
@@ -86,21 +85,20 @@ class CapturedCounters:
 class ZeroedCounters:
     """Counters that are zero before a launch, and that the kernel leaves zero.
 
-    Launches that may run at the same time cannot share them. Nobody knows on which streams a captured graph will be
-    replayed, but it never runs twice at once: each captured launch gets its own counters, a few KB for each graph, and
-    they need not be zeroed at each replay. Whoever captures may own them; else they live as long as the process. Other
-    launches get counters that are zeroed for them.
+    Launches that may run at the same time cannot share them. The streams of a captured graph's replays are unknown, but
+    it never runs twice at once: each captured launch gets its own counters, a few KB for each graph, and they need not
+    be zeroed at each replay. The capturing caller may own them; else they live as long as the process. Other launches
+    get counters that are zeroed for them.
     """
 
     def __init__(self) -> None:
-        """Allocate nothing yet."""
         self._lock = threading.Lock()
         self._process: dict[torch.device, CapturedCounters] = {}
         self._thread = threading.local()
 
     @contextmanager
     def owned_by(self, owner: CapturedCounters) -> Iterator[None]:
-        """Let what this thread captures in the block have the counters of an owner that outlives the graph."""
+        """Take the counters for this thread's captures in the block from an owner that outlives the graph."""
         self._thread.owner = owner
         try:
             yield

@@ -26,8 +26,8 @@ from compiled_llm_ops.kernels.linear_tiling import LinearTiling
 def _after_waiting(value):
     """Return ``value`` once the previous kernel has ended, and trigger the next one.
 
-    A load whose address depends on the result cannot be moved above the wait. Waiting and triggering again, with
-    each block, does nothing.
+    A load whose address depends on the result cannot be moved above the wait. Waiting and triggering again, with each
+    block, has no effect.
     """
     return tl.inline_asm_elementwise(
         "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;",
@@ -194,11 +194,11 @@ def _skinny_linear_one_or_two_rows(
 
 
 class Normed(NamedTuple):
-    """How a row becomes the one that is multiplied: another one is added, and the sum is normed.
+    """How a row is normed before the product: ``update`` is added, and the sum is normed.
 
     Attributes:
-        update: ``[1, K]``, what is added to it.
-        weight: ``[K]``, what the normed sum is multiplied with.
+        update: ``[1, K]``.
+        weight: ``[K]``, multiplied with the normed sum.
         epsilon: added to the mean square.
         total: ``[1, K]``, written: the sum.
     """

@@ -1,4 +1,4 @@
-"""How a matmul of few rows with a weight is cut up for the Triton kernels, or that cuBLAS is better at it.
+"""How a matmul of few rows with a weight is cut up for the Triton kernels, or that cuBLAS is faster.
 
 The constants of ``choose_linear_tiling`` were fitted to times of all decode matmuls of Qwen3-0.6B and -8B in bfloat16
 at M 1 to 64 on an H200, with weights from memory, each after a small kernel or its norm; those of
@@ -98,15 +98,9 @@ def tiling_for(rows: int, weight: Tensor) -> LinearTiling | None:
 
 
 def choose_linear_tiling(m: int, n: int, k: int, processors: int = 132) -> LinearTiling | None:
-    """Return the tiling for ``[M, K] @ [N, K].T``, or None if cuBLAS is as fast or nothing fits.
+    """Return the tiling for ``[M, K] @ [N, K].T``, or None if cuBLAS is as fast or no tiling fits.
 
     In short: one program on a multiprocessor, which loads as many bytes at a time as it holds; no sum over programs.
-
-    Args:
-        m: rows.
-        n: outputs.
-        k: inputs.
-        processors: multiprocessors of the device.
     """
     if m == 1 or (m == 2 and n <= MOST_OUTPUTS_OF_TWO * processors):
         return _without_tensor_cores(m, n, k, processors)
@@ -137,13 +131,7 @@ def _without_tensor_cores(m: int, n: int, k: int, processors: int) -> LinearTili
 
 
 def choose_normed_tiling(n: int, k: int, processors: int = 132) -> LinearTiling | None:
-    """Return the tiling of a matmul of one row that each program norms, None if too many would do so.
-
-    Args:
-        n: outputs.
-        k: inputs.
-        processors: multiprocessors of the device.
-    """
+    """Return the tiling of a matmul of one row that each program norms, None if too many would do so."""
     tiling = choose_linear_tiling(1, n, k, processors)
     if tiling is None or tiling.prefetched * tiling.inputs < k:
         return None

@@ -1,11 +1,11 @@
 """The CUDA kernels of ``logprobs``, in Triton.
 
-The first kernel reads the logits once, with the whole device, and leaves of each span the largest one, the mass and how
-many tokens are likelier than the one that is asked for, and the largest logit of each tile of neighbouring tokens. The
-second, one program a row, takes the likeliest tokens one after the other: each lies in the tile with the largest logit
-that is left.
+The first kernel reads the logits once, with the whole device, and writes, for each span, the largest one, the mass and
+how many tokens are more likely than the given one, and the largest logit of each tile of neighbouring tokens. The
+second, one program a row, takes the most likely tokens one after the other: each lies in the tile with the largest
+remaining logit.
 
-Shapes: R rows, V vocabulary, K likeliest tokens.
+Shapes: R rows, V vocabulary, K most likely tokens.
 """
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
@@ -27,10 +27,7 @@ _WARPS = 4
 
 
 def top_logprobs(args: TopLogprobs) -> Tensor:
-    """Launch the kernels.
-
-    Args:
-        args: as ``logprobs.top_logprobs`` takes them, checked, with logits of at most 32 bits.
+    """Launch the kernels; ``args`` are checked, with logits of at most 32 bits.
 
     Returns:
         ``[R, 2 + 2 * K]`` int32.

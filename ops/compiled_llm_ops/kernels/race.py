@@ -1,4 +1,4 @@
-"""The numbers of ``race``, in Triton: on the device they are computed where they are needed."""
+"""The random numbers of ``race``, in Triton: the kernels compute them where they need them."""
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
@@ -15,13 +15,11 @@ _OF_TILES, _OF_TOKENS = tl.constexpr(OF_TILES), tl.constexpr(OF_TOKENS)
 
 @triton.jit
 def log_exponentials_of_tiles(seed, position, tile):
-    """Return the logarithms of the exponential random numbers of tiles."""
     return _log_exponentials(seed, position, tile, _OF_TILES)
 
 
 @triton.jit
 def log_exponentials_of_tokens(seed, position, token):
-    """Return the logarithms of the exponential random numbers of tokens."""
     return _log_exponentials(seed, position, token, _OF_TOKENS)
 
 

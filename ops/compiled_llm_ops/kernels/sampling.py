@@ -1,7 +1,7 @@
 """The CUDA kernels of ``sampling``, in Triton.
 
-The first kernel reads the logits once, with the whole device, and leaves the largest score of each tile of neighbouring
-tokens, its mass, and the logarithm of its random number. The second chooses, one program a row, and branches on the
+The first kernel reads the logits once, with the whole device, and writes the largest score of each tile of neighbouring
+tokens, its mass, and the logarithm of its random number. The second samples, one program a row, and branches on the
 row's settings on the device, so that neither the host nor a captured graph has to know them. A tile is drawn first and
 then a token of it (see ``race``), so it reads one tile of a row without filters; if few tokens can be kept, those tiles
 in which they lie.
@@ -76,14 +76,10 @@ _ROW_WARPS = 16
 
 
 def sample_tokens(args: SampleTokens, not_a_token: int) -> Tensor:
-    """Launch the kernels.
-
-    Args:
-        args: as ``sampling.sample_tokens`` takes them, checked, with logits of at most 32 bits.
-        not_a_token: the number that stands for no token.
+    """Launch the kernels; ``args`` are checked, with logits of at most 32 bits.
 
     Returns:
-        ``[B]`` int64, the chosen tokens.
+        ``[B]`` int64, the sampled tokens.
     """
     chosen = torch.empty(args.logits.shape[0], dtype=torch.int64, device=args.logits.device)
     for kernel, grid, arguments, options in _launches(args, chosen, not_a_token):
@@ -92,11 +88,9 @@ def sample_tokens(args: SampleTokens, not_a_token: int) -> Tensor:
 
 
 def build(args: SampleTokens, not_a_token: int) -> None:
-    """Have Triton build the kernels for the current CUDA device, unless they are in its cache.
+    """Build the kernels by Triton for the current CUDA device, unless they are in its cache.
 
-    Args:
-        args: as above, of any device: their dtypes, strides and the vocabulary decide what is built.
-        not_a_token: as above.
+    ``args`` may be on any device: their dtypes, strides and the vocabulary decide what is built.
     """
     chosen = torch.empty(args.logits.shape[0], dtype=torch.int64, device=args.logits.device)
     for kernel, grid, arguments, options in _launches(args, chosen, not_a_token):
@@ -104,7 +98,7 @@ def build(args: SampleTokens, not_a_token: int) -> None:
 
 
 class _Launch(NamedTuple):
-    """A kernel with all that it is launched, or built, with."""
+    """A kernel with all arguments of its launch, or build."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -113,7 +107,7 @@ class _Launch(NamedTuple):
 
 
 def _launches(args: SampleTokens, chosen: Tensor, not_a_token: int) -> Iterable[_Launch]:
-    """Return what a choice launches, in order; ``chosen`` is written."""
+    """Return the launches that sample, in order; ``chosen`` is written."""
     logits = args.logits if args.logits.stride(1) == 1 else args.logits.contiguous()
     rows, vocabulary = logits.shape
     tiles = triton.cdiv(vocabulary, _TILE.value)
@@ -154,7 +148,7 @@ def _source(
     logits, stride, slots, positions, temperature, edits, repetition, presence, frequency, counts, allowed, biases,
     recent, seldom, growing, vocabulary,
 ):  # fmt: skip
-    """Return what the scores of this program's row are made of, its entry in the tables, and its temperature."""
+    """Return the inputs of the scores of this program's row, its entry in the tables, and its temperature."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     row_temperature = tl.load(temperature + slot)
@@ -171,7 +165,7 @@ def _source(
 
 @triton.jit
 def _is_served(source, deferred):
-    """Return whether this program's row is of those that the launch is for."""
+    """Return whether this launch serves this program's row."""
     return ((source[1] & _DEFERRED) != 0) == (deferred != 0)
 
 
@@ -248,7 +242,7 @@ def _entries_below(biases, count, token):
 
 @triton.jit
 def _penalised(logits, source, token):
-    """Apply the penalties for what the prompt has, and for what was chosen."""
+    """Apply the penalties for tokens of the prompt, and for sampled ones."""
     repetition, presence, frequency = tl.load(source[5]), tl.load(source[6]), tl.load(source[7])
     counts = tl.load(source[8] + token, mask=token < source[2], other=0)
     if (source[1] & _PROMPTED) != 0:
@@ -265,7 +259,7 @@ def _repeated(logits, penalty):
 
 @triton.jit
 def _grown(logits, source, token):
-    """Let the logits of some tokens grow by what the position says."""
+    """Let the logits of some tokens grow with the position."""
     steps = tl.maximum(tl.load(source[4]) - tl.load(source[13]), 0).to(tl.float32)
     growth = tl.exp2(steps * tl.load(source[12] + _GROWTH)) - 1.0
     for number in range(1, _MOST_GROWING + 1):
@@ -276,7 +270,7 @@ def _grown(logits, source, token):
 
 @triton.jit
 def _count(source, token):
-    """Note that a token was chosen, and where."""
+    """Count a sampled token, and store its position."""
     if (source[1] & _COUNTED) != 0:
         place = source[8] + token
         before = tl.load(place).to(tl.int32)
@@ -318,7 +312,7 @@ def _sample_rows(
     largest, mass, behind, tiles, top_k, top_p, min_p,
     found, candidates, candidate_scores, chosen, not_a_token, padded_tiles: tl.constexpr,
 ):  # fmt: skip
-    """Choose one row's token and count it; grid ``(B,)``."""
+    """Sample one row's token and count it; grid ``(B,)``."""
     source, row, slot, row_temperature = _source(
         logits, stride, slots, positions, temperature, edits, repetition, presence, frequency, counts, allowed, biases,
         recent, seldom, growing, vocabulary,
@@ -386,13 +380,10 @@ def _first_nan(source, otherwise):
 
 @triton.jit
 def _choose_of_all(source, race, leads, padded_tiles: tl.constexpr):
-    """Return the token that wins in the tile that wins, of a row that keeps all of them.
+    """Return the token that wins in the winning tile, of a row that keeps all of them.
 
-    Args:
-        source: what scores are made of.
-        race: the row's seed, its position, its largest score, and where the numbers of its tiles are.
-        leads: how far each tile gets.
-        padded_tiles: of how many tiles.
+    ``race`` is the row's seed, its position, its largest score, and where the numbers of its tiles are; ``leads`` is
+    how far each tile gets.
     """
     tile = tl.min(tl.where(leads >= tl.max(leads, axis=0), tl.arange(0, padded_tiles), padded_tiles - 1), axis=0)
     token = tile * _TILE + tl.arange(0, _TILE)
@@ -401,14 +392,14 @@ def _choose_of_all(source, race, leads, padded_tiles: tl.constexpr):
 
 @triton.jit
 def _winner(race, token, scores):
-    """Return which token gets furthest, of those whose scores are not -inf."""
+    """Return the token that gets furthest, of those whose scores are not -inf."""
     leads = scores - race[2] - log_exponentials_of_tokens(race[0], race[1], token)
     return tl.min(tl.where(leads >= tl.max(leads, axis=0), token, _NO_TOKEN), axis=0)
 
 
 @triton.jit
 def _choose_of_band(source, found, tops, race, band, padded_tiles: tl.constexpr):
-    """Return the token that wins among those that a band keeps, in the tile that wins with what it keeps."""
+    """Return the token that wins among those that a band keeps, in the tile that wins with its kept tokens."""
     smallest, centre, furthest = band
     peak, groups = race[2], tl.arange(0, _CHUNK // _TILE)
     count = _list_tiles(found, tops >= smallest, padded_tiles)
@@ -455,7 +446,7 @@ def _listed_tokens(source, found, first, count):
 def _bound(tops, tiles, peak, floor, k, p):
     """Return a score that all tokens reach that can be kept, if they are few.
 
-    At least as many tiles as top-k wants tokens reach it, so the k-th largest score does.
+    At least as many tiles as top-k keeps tokens reach it, so the k-th largest score does.
     """
     bound = floor
     if (k > 0) | (p < 1.0):
@@ -481,7 +472,7 @@ def _bound(tops, tiles, peak, floor, k, p):
 def _choose_of_few(
     source, scratch, tops, bound, race, total, floor, k, p, padded_tiles: tl.constexpr,
 ):  # fmt: skip
-    """Return the chosen token, or -1 if the tokens that score at least ``bound`` are too many, or too few to decide."""
+    """Return the sampled token, or -1 if the tokens that reach ``bound`` are too many, or too few to decide."""
     candidates, candidate_scores, peak = scratch[1], scratch[2], race[2]
     token = -1
     size = _gather(source, scratch, tops, bound, padded_tiles)
@@ -507,7 +498,7 @@ def _choose_of_few(
 
 @triton.jit
 def _masses_of_tiles(tokens, weights, candidates, candidate_weights, size):
-    """Return, for each candidate, the sum of what the candidates of its tile weigh; their scores are overwritten."""
+    """Return, for each candidate, the total weight of the candidates in its tile; their scores are overwritten."""
     tl.debug_barrier()  # the scores have been read
     tl.store(candidate_weights + tl.arange(0, _CANDIDATES), weights)
     tl.debug_barrier()
@@ -572,7 +563,7 @@ def _is_kept(scores, smallest, centre, furthest):
 def _band(source, peak, total, bound, floor, k, p):
     """Return the band of scores that all filters keep: its smallest score, its centre, and how far it reaches from it.
 
-    Each filter has its turn, top-h has four: they share the code of what passes over the row.
+    Each filter has its turn, top-h has four: they share the code that passes over the row.
     """
     filtered = (source[1] & _FILTERED) != 0
     top_h = tl.load(source[12] + _TOP_H, mask=filtered, other=0.0)
@@ -633,7 +624,7 @@ def _band(source, peak, total, bound, floor, k, p):
 
 @triton.jit
 def _moments(source, smallest, centre, furthest, above, peak):
-    """Return the mass of what a band keeps that scores more than ``above``, and its first moment about ``peak``.
+    """Return the mass of a band's tokens that score more than ``above``, and its first moment about ``peak``.
 
     Then the largest of these scores, the smallest, and how many they are.
     """

@@ -1,4 +1,4 @@
-"""Matmuls of few rows with a weight, which most of a decode step is.
+"""Matmuls of few rows with a weight, the largest part of a decode step.
 
 Shapes: M rows, I inputs, O outputs.
 """
@@ -40,7 +40,7 @@ def skinny_linear(rows: Tensor, weight: Tensor, overlap: bool = False, ahead: bo
 
 
 def has_kernel(weight: Tensor, rows: int | None = None) -> bool:
-    """Whether ``skinny_linear`` has something better than ``torch.mm`` for this number of rows.
+    """Whether ``skinny_linear`` is faster than ``torch.mm`` for this number of rows.
 
     Args:
         weight: ``[O, I]``, contiguous; may be a fake tensor.

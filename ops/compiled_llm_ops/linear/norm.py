@@ -1,4 +1,4 @@
-"""What lies between the matmuls of a decode step: the residual sum, and its norm.
+"""The residual sum and its norm, between the matmuls of a decode step.
 
 Shapes: M rows, I inputs.
 """
@@ -40,11 +40,7 @@ def add_rms_norm(
 
 
 def check_norm(states: Tensor, update: Tensor, weight: Tensor) -> None:
-    """Check what is added and normed.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together.
-    """
+    """Raise ValueError if shapes or dtypes of the sum and its norm do not fit together."""
     if states.shape != update.shape or weight.shape != states.shape[-1:]:
         raise ValueError(
             "add_rms_norm: states and update must be [..., I] and weight [I]; got "

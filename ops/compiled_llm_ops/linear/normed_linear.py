@@ -69,7 +69,7 @@ def _gated(product: Tensor) -> Tensor:
 
 
 def _composed(args: NormedLinear) -> tuple[Tensor, Tensor]:
-    """Do one thing after the other, for any number of rows on any device."""
+    """Run one op after the other, for any number of rows on any device."""
     _check(args)
     total, normed = add_rms_norm(args.states, args.update, args.norm, args.epsilon, args.overlap)
     product = linear.skinny_linear(normed.view(-1, normed.shape[-1]), args.weight, args.overlap)

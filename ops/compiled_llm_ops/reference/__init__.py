@@ -1,1 +1,1 @@
-"""The reference backend: plain PyTorch, which runs anywhere and is planned by nobody. The oracle for all others."""
+"""The reference backend: plain PyTorch, which runs anywhere and needs no plan. The oracle for all others."""

@@ -14,16 +14,14 @@ from compiled_llm_ops.protocol import Captured, own
 
 
 class ReferencePlan:
-    """A plan in which nothing is decided; see ``protocol.Plan``."""
+    """An empty plan, since the kernels need none; see ``protocol.Plan``."""
 
     def __init__(self, device: torch.device) -> None:
-        """Allocate a tensor with an address to be found by."""
         self.tensor = torch.zeros(16, dtype=torch.uint8, device=device)
         self.numbers = torch.zeros(0, dtype=torch.int64, device="cpu")
         own(self)
 
-    def decide(self, batch: PlannedBatch) -> None:
-        """Decide nothing."""
+    def decide(self, batch: PlannedBatch) -> None: ...
 
     def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         """Attend to one row after the other."""
@@ -37,14 +35,12 @@ class ReferencePlan:
 
 
 class ReferenceWorkspace:
-    """A workspace that holds nothing; see ``protocol.Workspace``."""
+    """An empty workspace; see ``protocol.Workspace``."""
 
     def __init__(self, device: torch.device) -> None:
-        """Allocate nothing."""
         self.buffer = torch.zeros(0, dtype=torch.uint8, device=device)
 
-    def load(self, geometry: Geometry) -> None:
-        """Load nothing."""
+    def load(self, geometry: Geometry) -> None: ...
 
 
 class Reference:
@@ -56,54 +52,42 @@ class Reference:
     variants: tuple[int, ...] = (0,)
 
     def problems(self, builds: bool = True) -> list[str]:
-        """Nothing can be missing."""
         return []
 
     def compiler(self) -> str | None:
-        """Build nothing."""
         return None
 
-    def find_kernels_in(self, folder: Path) -> None:
-        """Look for nothing: there is nothing to build."""
+    def find_kernels_in(self, folder: Path) -> None: ...
 
     def kernels_built(self) -> int:
-        """Return 0."""
         return 0
 
     def missing_kernel(self, geometry: Geometry) -> str | None:
-        """Everything can be computed."""
         return None
 
     def stored_head_dim(self, head_dim: int) -> int:
-        """Pad nothing."""
         return head_dim
 
     def best_variant(
         self, groups: Sequence[Geometry], queries: Sequence[int], lengths: Sequence[int], device: torch.device
     ) -> int:
-        """There is one."""
         return 0
 
     def workspace_bytes(
         self, groups: Sequence[Geometry], device: torch.device, captured: Captured | None = None
     ) -> int:
-        """Need none."""
         return 0
 
     def plan_bytes(self, groups: Sequence[Geometry], device: torch.device, tokens: int, rows: int) -> int:
-        """Need none."""
         return 0
 
     def workspace(self, device: torch.device, nbytes: int) -> ReferenceWorkspace:
-        """Return one that holds nothing."""
         return ReferenceWorkspace(device)
 
     def new_plan(self, workspace: ReferenceWorkspace, nbytes: int) -> ReferencePlan:
-        """Return a plan."""
         return ReferencePlan(workspace.buffer.device)
 
     def append(self, args: AppendPagedKv) -> None:
-        """Write one page slot for each token."""
         plain_attention.append(args)
 
 
