@@ -14,7 +14,6 @@ import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from compiled_llm.server.http.api_error import ApiError, unexpected
-from compiled_llm.server.http.replayed import replayed
 from compiled_llm.server.openai.common.api_server import new_id
 from compiled_llm.server.openai.metrics import FrontMetrics
 from compiled_llm.server.settings import FrontSettings
@@ -62,8 +61,10 @@ class Guard:
             _check_one_host(scope)
             headers = _first_of_each(scope)
             self._check(scope, headers)
-            body = await self._body(headers, receive) if scope["method"] not in _WITHOUT_BODY else b""
-            await self._app(scope, replayed(body, receive), entry.send)
+            if scope["method"] not in _WITHOUT_BODY:
+                self._check_body(headers)
+                receive = self._limited(receive)
+            await self._app(scope, receive, entry.send)
         except ApiError as error:
             await error.response()(scope, receive, entry.send)
         except Exception:  # of ours
@@ -114,27 +115,33 @@ class Guard:
 
     # ---- with what
 
-    async def _body(self, headers: _Headers, receive: Receive) -> bytes:
-        """Return the body, once all of it has come."""
+    def _check_body(self, headers: _Headers) -> None:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "Content-Type: the body has to be application/json", code="content_type")
         self._check_length(int(length) if (length := headers.get("content-length", "0")).isdecimal() else 0)
-        seconds = self._settings.client_seconds
-        with anyio.move_on_after(seconds):  # asyncio's own takes a task, before Python 3.12
-            return await self._received(receive)
-        raise ApiError(408, f"the body has not come within {seconds:g} s", code="timeout")
 
-    async def _received(self, receive: Receive) -> bytes:
-        body, more = bytearray(), True
-        while more:
-            message = await receive()
+    def _limited(self, receive: Receive) -> Receive:
+        """Return what receives a body that may be so long, and take so long; then what comes after it."""
+        seconds, length, more = self._settings.client_seconds, 0, True
+        deadline = anyio.current_time() + seconds
+
+        async def limited() -> Message:
+            nonlocal length, more
+            if not more:
+                return await receive()
+            message: Message = {}
+            with anyio.CancelScope(deadline=deadline):  # asyncio's own takes a task, before Python 3.12
+                message = await receive()
+            if not message:
+                raise ApiError(408, f"the body has not come within {seconds:g} s", code="timeout")
             if message["type"] == "http.disconnect":
                 raise ApiError(400, "the body was cut", code="incomplete_body")
-            body += message.get("body", b"")
-            self._check_length(len(body))
-            more = message.get("more_body", False)
-        return bytes(body)
+            length, more = length + len(message.get("body", b"")), message.get("more_body", False)
+            self._check_length(length)
+            return message
+
+        return limited
 
     def _check_length(self, length: int) -> None:
         most = self._settings.most_body_bytes

@@ -9,6 +9,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, Field
 
 from compiled_llm.server.http.api_error import invalid
+from compiled_llm.server.http.body_route import BodyRoute
 from compiled_llm.server.http.worker_thread import written
 from compiled_llm.server.openai.chat.message import Message, plain_messages
 from compiled_llm.server.openai.chat.prompt import chat_prompt, end_of_chat
@@ -18,7 +19,7 @@ from compiled_llm.server.openai.fields.fields import Body, Entries
 from compiled_llm.server.openai.fields.tools import Offer, Tools
 from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 _MOST_TOKENS = 2**18
 """That are made text at once: that takes some hundredths of a second, and nothing else has the GIL meanwhile."""

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from compiled_llm.protocol.messages import Entry
 from compiled_llm.requests.outputs import Completion
 from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.server.http.body_route import BodyRoute
 from compiled_llm.server.http.worker_thread import beside
 from compiled_llm.server.openai.chat.answer_form import answer_form, with_form
 from compiled_llm.server.openai.chat.logprobs import chat_logprobs, entries_of, prompt_logprobs
@@ -39,7 +40,7 @@ from compiled_llm.server.openai.fields.structured_outputs import Form
 from compiled_llm.server.openai.parsing.answer_parts import Parts
 from compiled_llm.server.openai.tokenizer.token_bytes import TokenNames
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=ANSWERS)

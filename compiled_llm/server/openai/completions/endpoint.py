@@ -12,6 +12,7 @@ from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.protocol.messages import Entry
 from compiled_llm.requests.outputs import Completion
 from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.server.http.body_route import BodyRoute
 from compiled_llm.server.http.worker_thread import beside
 from compiled_llm.server.openai.chat.logprobs import entries_of, prompt_logprobs
 from compiled_llm.server.openai.common.answering import answered
@@ -28,7 +29,7 @@ from compiled_llm.server.openai.completions.response import CompletionChoice, Co
 from compiled_llm.server.openai.fields.structured_outputs import Form
 from compiled_llm.server.openai.tokenizer.token_bytes import TokenNames
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/completions", response_model=TextCompletion, responses=ANSWERS)

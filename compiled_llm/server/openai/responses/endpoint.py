@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 
 from compiled_llm.requests.outputs import Completion
 from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.server.http.body_route import BodyRoute
 from compiled_llm.server.http.worker_thread import beside
 from compiled_llm.server.openai.chat.answer_form import answer_form, with_form
 from compiled_llm.server.openai.chat.logprobs import chat_logprobs, entries_of
@@ -31,7 +32,7 @@ from compiled_llm.server.openai.responses.response import Incomplete, ResponseBo
 from compiled_llm.server.openai.tokenizer.token_bytes import TokenNames
 from compiled_llm.server.openai.tokenizer.vocabulary import check_texts
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/responses", response_model=ResponseBody, responses=ANSWERS)
