@@ -129,15 +129,7 @@ def forget_kept_manager(model: PreTrainedModel) -> None:
 def processors_of(
     model: PreTrainedModel, config: GenerationConfig, prompt: Sequence[int], most: int, ends: Sequence[int]
 ) -> LogitsProcessorList:
-    """Return the logits processors that a generation config asks for, for one prompt.
-
-    Args:
-        model: the model.
-        config: its generation config.
-        prompt: token ids.
-        most: how many tokens follow at most.
-        ends: tokens that end the answer.
-    """
+    """Return a generation config's logits processors for one prompt and at most ``most`` more tokens."""
     generating: Any = model
     own = with_end_tokens(config, ends)
     own.max_length = len(prompt) + most

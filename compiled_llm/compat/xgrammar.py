@@ -58,8 +58,7 @@ def masks_of(processor: Any, ids: torch.Tensor) -> NDArray[np.int32]:
 def import_compiler() -> None:
     """Make ``xgrammar`` only the part that compiles grammars, in a process that imports neither torch nor transformers.
 
-    Raises:
-        Exception: this version of xgrammar does not come apart; the process can import nothing of it any more.
+    If this version of xgrammar does not come apart, it raises, and the process can import nothing of it any more.
     """
     found = importlib.util.find_spec("xgrammar")
     assert found is not None, "xgrammar is not installed"

@@ -30,12 +30,7 @@ class Bounded:
     """
 
     def __init__(self, function: Callable[..., Any], backend: Inductor) -> None:
-        """Compile at the first call.
-
-        Args:
-            function: made by ``own_copy``, called with positional arguments.
-            backend: compiles its graphs.
-        """
+        """Compile at the first call; ``own_copy`` made the function, and it is called with positional arguments."""
         self._function = function
         self._compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
         self.full = False
@@ -44,8 +39,7 @@ class Bounded:
     def __call__(self, *arguments: Any) -> Any:
         """Run a graph that fits, a new one if torch makes it, else the function itself.
 
-        Raises:
-            CompileError: the function has a part that cannot be in a graph.
+        CompileError if the function has a part that cannot be in a graph.
         """
         if not self.full or is_compiled_for(self._function, self._by_name(arguments)):
             try:

@@ -41,7 +41,6 @@ class PrefillInputs(NamedTuple):
         indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
         indices: ``[N]`` int32, page numbers.
         last_page_len: ``[B]`` int32, tokens in the row's last page.
-        plans: how attention is divided, decided on the host.
     """
 
     ids: Tensor
@@ -67,7 +66,6 @@ class PlannedRows(NamedTuple):
         last_page_len: ``[B]`` int32, tokens in the row's last page with the one it feeds in; with the next one
             afterwards.
         qo_indptr: ``[B + 1]`` int32, each row has one query: 0, 1, 2, ...
-        plans: how attention is divided, decided on the host.
     """
 
     indptr: Tensor

@@ -16,14 +16,7 @@ from compiled_llm.config import WrapConfig
 
 
 def passes_for(config: WrapConfig, device: torch.device, fused: Sequence[Pass], decodes: bool) -> list[Pass]:
-    """Return the passes over a program's graph, before Inductor.
-
-    Args:
-        config: of ``wrap``.
-        device: of the model.
-        fused: passes that make one matmul of several.
-        decodes: whether the program decodes.
-    """
+    """Return the passes over a program's graph, before Inductor; ``fused`` make one matmul of several."""
     if device.type == "cpu":  # what Inductor makes of a norm is faster than the op
         return list(fused)
     if not decodes:

@@ -59,13 +59,7 @@ _LAYERS_IN_REGION_ON_CPU = 4  # SmolLM2-135M's 30 layers run as fast as in one g
 
 
 class Arguments(NamedTuple):
-    """The arguments of every program.
-
-    Attributes:
-        inputs: of a step; they say which program serves it.
-        tables: how rows are sampled.
-        pages: of all layers.
-    """
+    """The arguments of every program; ``inputs`` say which one serves them, and ``pages`` are those of all layers."""
 
     model: PreTrainedModel
     inputs: PrefillInputs | DecodeInputs
@@ -76,10 +70,7 @@ class Arguments(NamedTuple):
 class PreparedCall(NamedTuple):
     """A call of a program, independent of all other calls: any thread may make it, within ``paged``.
 
-    Attributes:
-        program: compiled or not.
-        function: the source of ``program``.
-        arguments: by name, in order.
+    ``function`` is the source of ``program``; ``arguments`` are by name, in order.
     """
 
     program: Callable[..., Any]
@@ -124,12 +115,7 @@ class Programs:
     ) -> None:
         """Compile later, at the first call of each program.
 
-        Args:
-            config: of ``wrap``.
-            facts: of the model.
-            device: of the model.
-            weights: fused ones; they must be ``intact`` at each call.
-            artifacts: compiled code, in place of compiling.
+        ``weights``, the fused ones, must be ``intact`` at each call; ``artifacts`` hold code in place of compiling.
         """
         self._class = facts.model_class
         self._class_forward = facts.model_class.forward
@@ -202,9 +188,7 @@ class Programs:
     def prepared(self, arguments: Arguments, compare: bool = True) -> PreparedCall:
         """Return a call of the program that serves these arguments, for now.
 
-        Args:
-            arguments: of the call.
-            compare: whether to check for recompilation of a prefill now; if False, the caller must, for any program.
+        ``compare`` says to check for recompilation of a prefill now; if False, the caller must, for any program.
         """
         if isinstance(arguments.inputs, PrefillInputs):
             _mark_symbolic(arguments.inputs)

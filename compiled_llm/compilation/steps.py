@@ -24,14 +24,9 @@ def prefill_step(
     tables: SamplingTables,
     pages: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Run packed tokens through the model.
+    """Run packed tokens through the model, by ``forward`` of its class.
 
-    Args:
-        model: the model.
-        forward: its class's own ``forward``.
-        inputs: the tokens.
-        tables: how rows are sampled.
-        pages: one ``[P, 2, K, S, D]`` a layer.
+    ``pages`` are one ``[P, 2, K, S, D]`` a layer.
 
     Returns:
         ``[L, V]`` logits in the model's dtype and ``[C]`` int64, the next tokens.
@@ -55,14 +50,9 @@ def prefill_step(
 def decode_step(
     model: PreTrainedModel, forward: Forward, inputs: DecodeInputs, tables: SamplingTables, pages: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Run one token of each row through the model, sample the next, and advance the buffers in place.
+    """Run one token of each row through the model, sample the next, and advance the buffers of ``inputs`` in place.
 
-    Args:
-        model: the model.
-        forward: its class's own ``forward``.
-        inputs: the padded batch's buffers; ``positions`` and lengths advance.
-        tables: how rows are sampled, and their sampled tokens.
-        pages: one ``[P, 2, K, S, D]`` a layer.
+    ``pages`` are one ``[P, 2, K, S, D]`` a layer; ``tables`` get the sampled tokens.
 
     Returns:
         ``[B, V]`` logits in the model's dtype and ``[B]`` int64, the next tokens, or ``NOT_A_TOKEN``.

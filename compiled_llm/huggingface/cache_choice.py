@@ -33,8 +33,6 @@ class CacheChoice:
     """The choice for one call.
 
     Attributes:
-        runtime: the wrapped model's ``compiled``.
-        inputs: of the model, by name.
         given: the cache that the user gave, of any kind.
         mode: HuggingFace's decoding method.
         rows: B, how many rows the call has.

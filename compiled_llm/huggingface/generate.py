@@ -55,11 +55,8 @@ _HARMLESS = (
 def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | GenerateDecoderOnlyOutput:
     """Generate with tokens sampled inside the graph; the caller holds the loop lock.
 
-    They are read one step late if the device runs in parallel with the host.
-
-    Args:
-        call: the call.
-        settings: how each row is sampled; the most likely tokens if None.
+    They are read one step late if the device runs in parallel with the host. Without ``settings`` the most likely ones
+    are taken.
 
     Returns:
         ``[B, T + G]`` int64 on the device of ``input_ids``; in HuggingFace's output class, with the cache, where
@@ -153,10 +150,8 @@ def begin_rows(call: Call, rows: list[Row]) -> Iterator[NDArray[np.int64]]:
 def _padded(sequences: Sequences, ends: dict[Row, int], step: int) -> dict[Row, int]:
     """Return the tokens that ended rows feed in: HuggingFace's go on with pads, and so do the scores of their steps.
 
-    Args:
-        sequences: has the pads.
-        ends: how many tokens a row had when it ended, the one that ended it included.
-        step: the one about to be launched; the first one feeds in no new token.
+    ``ends`` are the rows' numbers of tokens when they ended, with the one that ended them; ``step`` is about to be
+    launched, and the first one feeds in no new token.
     """
     return {row: sequences.pad_token for row, count in ends.items() if step > count}
 
@@ -164,13 +159,8 @@ def _padded(sequences: Sequences, ends: dict[Row, int], step: int) -> dict[Row, 
 def settle(call: Call, rows: list[Row], ends: dict[Row, int], sequences: Sequences) -> None:
     """Leave the cache as HuggingFace leaves it: all columns but the last, pads after a row's end included.
 
-    The loop ran a step ahead of the tokens it read, and ended rows went on with tokens of their own.
-
-    Args:
-        call: the call.
-        rows: all its rows.
-        ends: how many tokens a row had when it ended; without rows that have gone on with pads.
-        sequences: has the pads.
+    The loop ran a step ahead of the tokens it read, and ended rows went on with tokens of their own. ``ends`` are the
+    numbers of tokens when they ended, without rows that have gone on with pads.
     """
     stored = sequences.generated - 1
     late: list[tuple[Row, int]] = []
@@ -203,8 +193,6 @@ class Sequences:
     Attributes:
         generated: G, how many tokens each row has.
         most_new: how many it can get at most.
-        eos: tokens that end a row.
-        pad_token: fills a row after its end.
         callbacks: see each step's tokens: criteria and a streamer.
         recorded: the outputs of each step that the caller gets.
     """

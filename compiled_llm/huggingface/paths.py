@@ -113,13 +113,9 @@ def _sampling_in_graph(call: Call) -> Sequence[Sampling | None] | None:
 def run_huggingfaces_loop(
     original: Callable[..., Any], arguments: LoopArguments, call: Call | None, reason: Reason | None = None
 ) -> Any:
-    """Run HuggingFace's loop: over the compiled forward if the cache is ours.
+    """Run HuggingFace's loop: over the compiled forward if the cache is ours, and ``call`` is given.
 
-    Args:
-        original: HuggingFace's decoding method.
-        arguments: of ``original``.
-        call: the call, if the cache is ours.
-        reason: why it is not the fast loop; the generation mode if None.
+    ``reason`` says why it is not the fast loop; None for the generation mode.
     """
     if call is None:
         return arguments.run(original)
@@ -139,13 +135,8 @@ def _reason_of_mode(config: GenerationConfig) -> Reason:
 def _alone(call: Call, most_new: int, needed: int) -> Iterator[None]:
     """Run a loop while no other one runs, and once there are pages and slots for all its needs.
 
-    Args:
-        call: the call; its cache gives its pages back at the end, unless it goes to the user.
-        most_new: how many tokens the loop may store of each row.
-        needed: how many pages it may take.
-
-    Raises:
-        ValueError: it does not fit the model, the batch size or the pages.
+    The cache gives its pages back at the end, unless it goes to the user. The loop may store ``most_new`` tokens of
+    each row, and take ``needed`` pages. ValueError if it does not fit the model, the batch size or the pages.
     """
     device_model, cache, pool = call.device_model, call.cache, call.device_model.pool
     fresh = not cache.seen or isinstance(cache, StandIn)

@@ -30,15 +30,8 @@ def processed_loop(call: Call, twins: Twins | None = None) -> Tensor | GenerateD
 
     The caller holds the loop lock. Sampled tokens go into the next forward on the device, and are read while it runs.
     So processors see the very steps that HuggingFace's loop shows them, and their launches, like those of sampling,
-    are queued before the forward is done; a processor that reads from the device waits for itself. The result is that
-    of ``fast_loop``.
-
-    Args:
-        call: the call.
-        twins: the second rows of guidance.
-
-    Raises:
-        RuntimeError: a row is drawn and its scores are NaN, +inf or all -inf.
+    are queued before the forward is done; a processor that reads from the device waits for itself. The result and the
+    errors are those of ``fast_loop``; ``twins`` are the second rows of guidance.
     """
     sequences = Sequences(call)
     with counted(call, sequences), call.cache.extended(call.updates, call.last) as rows, ExitStack() as stack:

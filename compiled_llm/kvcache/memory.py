@@ -36,11 +36,7 @@ def page_bytes(layers: Sequence[Layer], page_size: int, dtype: torch.dtype) -> i
 def pages_to_allocate(
     config: WrapConfig, layers: Sequence[Layer], dtype: torch.dtype, device: torch.device, max_positions: int
 ) -> int:
-    """Return P, the null page included, by ``config.kv_memory`` and what is free now.
-
-    Raises:
-        ValueError: not even one page fits.
-    """
+    """Return P, the null page included, by ``config.kv_memory`` and the free memory; ValueError if no page fits."""
     one = page_bytes(layers, config.page_size, dtype)
     longest = config.max_batch_size * -(-max_positions // config.page_size)
     memory = parse_kv_memory(config.kv_memory) or KVMemory(

@@ -93,11 +93,7 @@ class PagePool:
         return -(-tokens // self.page_size)
 
     def reserve(self, pages: int) -> None:
-        """Promise ``pages`` to a caller.
-
-        Raises:
-            OutOfPagesError: fewer are available.
-        """
+        """Promise ``pages`` to a caller; OutOfPagesError if fewer are available."""
         with self.lock:
             if pages > self.available:
                 raise OutOfPagesError(f"{pages} pages are needed and {self.available} of {self.total} are available")
@@ -184,7 +180,7 @@ class PagePool:
                 self._in_tree.add(page)
 
     def share_cached(self, pages: Sequence[int]) -> int:
-        """Make a row one more owner of the first of the tree's ``pages``; return of how many.
+        """Make a row one more owner of the first of the tree's ``pages``; return how many.
 
         It stops at the first page that is cached and promised to other rows.
         """
@@ -221,11 +217,7 @@ class Promise:
 
     @contextmanager
     def reserved(self, pages: int) -> Iterator[None]:
-        """Promise ``pages`` for the block.
-
-        Raises:
-            OutOfPagesError: fewer are available.
-        """
+        """Promise ``pages`` for the block; OutOfPagesError if fewer are available."""
         self._pool.reserve(pages)
         self._pages = pages
         try:

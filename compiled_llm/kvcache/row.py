@@ -28,12 +28,7 @@ class Row:
     """
 
     def __init__(self, pool: PagePool, tokens: int) -> None:
-        """Promise pages for ``tokens``.
-
-        Raises:
-            ValueError: ``tokens`` is negative.
-            OutOfPagesError: the pool cannot promise that many; nothing changed.
-        """
+        """Promise pages for ``tokens``; OutOfPagesError if too few are available."""
         if tokens < 0:
             raise ValueError(f"a row cannot have room for {tokens} tokens")
         self._pool = pool
@@ -63,11 +58,7 @@ class Row:
         return len(self.pages) * self._pool.page_size - self.length
 
     def reserve(self, tokens: int) -> None:
-        """Have room for ``tokens`` in all.
-
-        Raises:
-            OutOfPagesError: the pool cannot promise the pages that are missing; nothing changed.
-        """
+        """Have room for ``tokens`` in all; OutOfPagesError if the missing pages are not available."""
         missing = self._pool.pages_for(tokens) - len(self.pages) - self._promised
         if missing > 0:
             self._pool.reserve(missing)
@@ -89,10 +80,7 @@ class Row:
         return begun > 0 and self._pool.is_shared(self.pages[full])
 
     def grow(self, tokens: int) -> PageCopy | None:
-        """Count ``tokens`` more as stored, taking promised pages as they are entered.
-
-        Returns:
-            The copy to make before the new tokens are written, if the last page was shared.
+        """Count ``tokens`` more as stored, in promised pages; return the copy to make first if the last page is shared.
 
         Raises:
             OutOfPagesError: pages that were not promised are needed and not free; nothing changed.
@@ -115,9 +103,8 @@ class Row:
     def begin_as(self, other: Row, tokens: int) -> int:
         """Share the first pages of a row that is about to store the same tokens; return how many tokens are shared.
 
-        Args:
-            other: an empty row, as this one is, with room for the tokens; it is computed before this row, or with it.
-            tokens: how many tokens both begin with; those that fill pages are shared, at least one is not.
+        The rows begin with ``tokens`` equal ones; those that fill pages are shared, at least one is not. Both are still
+        empty, and ``other``, with room for the tokens, is computed before this row, or with it.
         """
         full = (tokens - 1) // self._pool.page_size
         other.pages += other._take(max(0, full - len(other.pages)))
@@ -127,15 +114,10 @@ class Row:
         return self.length
 
     def begin_from(self, pages: list[int]) -> None:
-        """Take over full pages that hold the row's first tokens; this row is still empty.
+        """Take over full pages of ``PrefixTree.match``, which hold the first tokens of this row, still empty.
 
-        The pages promised to it stay promised: call ``reserve`` afterwards for the tokens beyond ``pages``.
-
-        Args:
-            pages: of ``PrefixTree.match``: the row is their owner already, and gives them back.
-
-        Raises:
-            ValueError: the row has pages; those given stay the caller's.
+        The row is their owner already. The pages promised to it stay promised: call ``reserve`` afterwards for the
+        tokens beyond ``pages``. ValueError if the row has pages; those given stay the caller's.
         """
         if self.pages:
             raise ValueError(f"a row of {self.length} tokens cannot begin anew; free it, or take an empty one")
@@ -161,11 +143,7 @@ class Row:
         self.pages.append(self.ahead.pop(0))
 
     def list_pages(self, ahead: int) -> tuple[int, list[int]]:
-        """Choose ``ahead`` pages that the row enters next, as far as they are promised; count all numbers as listed.
-
-        Returns:
-            How many numbers were listed before, and those that were not.
-        """
+        """List ``ahead`` pages to enter next, as far as promised; return how many were listed, and the new ones."""
         more = min(ahead - len(self.ahead), self._reserved)
         if more > 0:
             self._reserved -= more
@@ -194,11 +172,7 @@ class Row:
         self._reserved -= extra
 
     def shrink(self, tokens: int) -> None:
-        """Forget the last ``tokens``; pages left empty that no other row owns become promised ones again.
-
-        Raises:
-            ValueError: the row does not hold that many.
-        """
+        """Forget the last ``tokens``; pages left empty that no other row owns become promised ones again."""
         if not 0 <= tokens <= self.length:
             raise ValueError(f"a row of {self.length} tokens cannot forget {tokens}")
         self.length -= tokens
@@ -209,11 +183,7 @@ class Row:
         del self.pages[keep:]
 
     def rewind(self, length: int) -> None:
-        """Forget all tokens after the first ``length``.
-
-        Raises:
-            ValueError: the row is shorter than that.
-        """
+        """Forget all tokens after the first ``length``."""
         extra = self.length - length
         self.shrink(extra)
         self.position -= extra

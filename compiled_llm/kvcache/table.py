@@ -46,14 +46,9 @@ class HostTable(NamedTuple):
 
 
 def build_table(rows: Sequence[Stored], queries: Sequence[int], page_size: int, padded: int) -> HostTable:
-    """Lay out ``rows`` whose last ``queries[b]`` tokens are being computed, padded with null rows.
+    """Lay out ``rows`` whose last ``queries[b]`` tokens are being computed, padded with null rows to B = ``padded``.
 
-    A null row has one query and one token, in the null page.
-
-    Args:
-        rows: already grown by their new tokens.
-        queries: new tokens of each row.
-        padded: B, at least ``len(rows)``.
+    The rows are already grown by these tokens. A null row has one query and one token, in the null page.
     """
     # Sums over lists: of numpy, each other function that a first token needs has to come into the caches first.
     null = padded - len(rows)

@@ -121,9 +121,7 @@ def check_process(model: PreTrainedModel) -> None:
 def check_device(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
     """Check device kind (``"cuda"`` or ``"cpu"``) and dtype of a model that is not loaded yet.
 
-    Raises:
-        ValueError: the backend has no kernels there.
-        RuntimeError: the compiler or a tool of it is not installed.
+    ValueError if the backend has no kernels there, RuntimeError if the compiler or a tool of it is missing.
     """
     _check_backend(kind, dtype, config)
     compiles = config.mode != "eager" and config.artifacts is None

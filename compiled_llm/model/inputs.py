@@ -25,10 +25,9 @@ def check_ready(model: PreTrainedModel) -> None:
 def check_prompt(
     model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, continues: bool = False
 ) -> None:
-    """Check token ids and their mask, which is longer than the ids if they continue a cache.
+    """Check ids and their mask, longer than the ids if they continue a cache.
 
-    Raises:
-        ValueError: they are empty, of a float type, out of range, or a row is all padding.
+    ValueError if they are empty, of a float type, out of range, or a row is all padding.
     """
     check_ids(input_ids)
     # On the host: each question to a CUDA device waits for it.

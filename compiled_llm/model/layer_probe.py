@@ -101,10 +101,10 @@ class LayerProbe:
 
 
 def probe_layers(model: PreTrainedModel, batch_argument: str, fake: bool = True) -> list[Layer]:
-    """Return the model's attention layers in order.
+    """Return the attention layers, in order, of a model whose attention implementation is ours at the moment.
 
     Args:
-        model: a causal language model whose attention implementation is ours at the moment.
+        model: a causal language model.
         batch_argument: the keyword under which the probe travels through ``forward``.
         fake: use tensors without memory, which a forward that looks at numbers does not take.
 
@@ -140,12 +140,9 @@ def probe_layers(model: PreTrainedModel, batch_argument: str, fake: bool = True)
 
 
 def trial_forward(model: PreTrainedModel, fake: bool, **inputs: Any) -> None:
-    """Run the forward on a few tokens, without a cache; all that it stores in the model is removed.
+    """Run an unwrapped model's forward on a few tokens, without a cache; all that it stores in the model is removed.
 
-    Args:
-        model: not wrapped.
-        fake: use tensors without memory.
-        inputs: further arguments, which take precedence over ours.
+    ``fake`` tensors have no memory; ``inputs`` take precedence over ours.
     """
     with _on_fakes(model) if fake else restored(model), torch.inference_mode(False), torch.no_grad():
         ids = torch.zeros((1, _TOKENS), dtype=torch.long, device=model.device)

@@ -20,13 +20,7 @@ import compiled_llm_ops
 
 
 class Place(NamedTuple):
-    """A line of source code.
-
-    Attributes:
-        file: its path; empty if unknown.
-        line: its number.
-        function: the function around it.
-    """
+    """A line of source code; ``file`` is empty if unknown."""
 
     file: str
     line: int

@@ -24,9 +24,8 @@ class UnsupportedModelError(ValueError):
 def leading_to_explain() -> Iterator[None]:
     """End refusals in the block with the line at fault, if it is the user's own, and a pointer to ``explain``.
 
-    Raises:
-        UnsupportedModelError: the block refuses the model. The error of the model's forward is its ``cause``, and is
-            not printed with it: its traceback goes through dozens of lines of torch's.
+    The error of the model's forward is the refusal's ``cause``, and is not printed with it: its traceback goes through
+    dozens of lines of torch's.
     """
     try:
         yield

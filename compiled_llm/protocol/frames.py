@@ -44,11 +44,7 @@ class Frames(Generic[T]):
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[T]:
-        """Take more bytes, and yield the messages that they complete.
-
-        Raises:
-            FrameError: they are no frames of the protocol; the beginning of the next one is unknown.
-        """
+        """Take more bytes, and yield complete messages; after a FrameError the next frame cannot be found."""
         self._buffer += data
         while (frame := self._take()) is not None:
             yield self._decode(frame)

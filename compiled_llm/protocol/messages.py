@@ -24,12 +24,7 @@ Entry = tuple[int, float, int]
 
 
 class Hello(Struct, tag="hello", frozen=True):
-    """A client's first message.
-
-    Attributes:
-        version: of the protocol.
-        client: its name, for the log.
-    """
+    """A client's first message; ``client`` is its name, for the log."""
 
     version: int = VERSION
     client: str = ""
@@ -112,13 +107,7 @@ class Ready(Struct, tag="ready", frozen=True):
 
 
 class Ended(Struct, array_like=True, frozen=True, gc=False):
-    """How an answer has ended.
-
-    Attributes:
-        stop_reason: the stop string or token that has ended it.
-        error: a sentence, with the finish reason ``"error"``.
-        kind: of that error.
-    """
+    """How an answer has ended; with the finish reason ``"error"``, ``error`` is a sentence, and ``kind`` its kind."""
 
     finish_reason: Literal["stop", "length", "cancelled", "timeout", "error"]
     stop_reason: int | str | None = None
@@ -130,8 +119,6 @@ class Update(Struct, array_like=True, frozen=True, gc=False):
     """New tokens of one answer.
 
     Attributes:
-        request: the number of its request.
-        index: of the answer among the request's.
         logprobs: for each new token, its own entry and those of the most likely ones; None if not asked for.
         ended: None while it runs.
     """

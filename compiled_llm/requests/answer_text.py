@@ -10,12 +10,7 @@ from compiled_llm.requests.stop_strings import StopReader
 
 
 class Written(Protocol):
-    """The part of a request that detokenization needs, here or in another process.
-
-    Attributes:
-        ends: tokens that end it.
-        done: whether no more tokens come.
-    """
+    """The part of a request that detokenization needs, here or in another process; ``ends`` are tokens that end it."""
 
     tokens: list[int]
     ends: frozenset[int]
@@ -40,11 +35,7 @@ class TextFormat(NamedTuple):
 
     @classmethod
     def of(cls, params: SamplingParams, decoding: Decoding | None) -> TextFormat | None:
-        """Return the format for a request; None without a tokenizer.
-
-        Raises:
-            ValueError: there are stop strings and no tokenizer.
-        """
+        """Return the format for a request; None without a tokenizer, ValueError if that one needs stop strings."""
         stop = params.stop_strings
         if decoding is None and stop:
             raise ValueError(
@@ -67,12 +58,9 @@ class AnswerText:
     """The text of one answer. One thread at a time updates it; any other may read it meanwhile.
 
     Attributes:
-        text: as far as it is known.
         shown: how many characters of it are certain; beyond may be the beginning of a stop string.
         count: how many tokens have been read.
-        stop: the stop string that has ended it.
         whole: the final text, once no more comes.
-        ended: whether no more comes.
         error: why it ended before all of the answer was in it.
     """
 

@@ -82,12 +82,7 @@ class Detokenizer:
         return piece if self._cleanup is None else self._cleanup.add(piece)
 
     def rest(self, tokens: Sequence[int], given: str) -> tuple[str, str]:
-        """Return the last piece, incomplete characters included, and the whole text.
-
-        Args:
-            tokens: all of them.
-            given: all pieces so far.
-        """
+        """Return the last piece, incomplete characters included, and the whole text; ``given`` is all earlier text."""
         whole = self._text(tokens)
         return (whole[len(given) :] if whole.startswith(given) else self._text(self._held)), whole
 

@@ -12,15 +12,7 @@ from compiled_llm.requests.sampling_params import SamplingParams
 def with_params(
     prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[tuple[Any, SamplingParams]]:
-    """Return each prompt with its settings.
-
-    Args:
-        prompts: one, or several.
-        params: for all of them, or one for each; None for the defaults.
-
-    Raises:
-        ValueError: the numbers of prompts and of params differ.
-    """
+    """Return each prompt with its settings: for all, or one for each; ValueError if the numbers differ."""
     listed: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
     each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(listed)
     if len(each) != len(listed):

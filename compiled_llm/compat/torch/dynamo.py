@@ -178,14 +178,9 @@ def is_compiled_for(function: Callable[..., Any], arguments: dict[str, Any]) -> 
 
 
 def guards_for(function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[[dict[str, Any]], bool]:
-    """Return the check that Dynamo makes before it runs the code compiled for ``arguments``.
+    """Return the check that Dynamo makes before it runs the code compiled for ``arguments``, by name.
 
-    Args:
-        function: made by ``own_copy``, and called with the arguments before.
-        arguments: by name.
-
-    Raises:
-        RuntimeError: Dynamo has no code for these arguments.
+    ``own_copy`` made the function, which was called with them before; RuntimeError if Dynamo has no code for them.
     """
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 

@@ -86,11 +86,8 @@ def make_kernels_wait_first() -> None:
 def refusing_races(codegen: Callable[..., str], waits: list[int]) -> Callable[..., str]:
     """Return Inductor's ``codegen`` of a kernel, which raises if that may begin early and was not made to wait first.
 
-    A torch that no longer calls ``_filter_pdl`` would leave kernels to race, now and then and without a message.
-
-    Args:
-        codegen: returns the kernel's source.
-        waits: its first entry counts the kernels that were made to wait.
+    A torch that no longer calls ``_filter_pdl`` would leave kernels to race, now and then and without a message. The
+    first entry of ``waits`` counts the kernels that were made to wait.
     """
 
     @functools.wraps(codegen)
@@ -245,11 +242,8 @@ def inductor_cache_at(folder: Path, variables: Mapping[str, str] = _NO_VARIABLES
     """Let Inductor look for code in this folder alone while the block runs; one thread after the other.
 
     Inductor reads the place from the environment each time, here and in the processes that it starts, and from nowhere
-    else. Code that another thread compiles meanwhile, outside such a block, lands in the folder as well.
-
-    Args:
-        folder: where to look.
-        variables: further ones to set meanwhile.
+    else. Code that another thread compiles meanwhile, outside such a block, lands in the folder as well. ``variables``
+    are set meanwhile, too.
     """
     import torch._dynamo.package  # noqa: F401 (remembers the place that it finds when it is imported)
 

@@ -27,11 +27,7 @@ _CACHE = ("_inductor/codecache.py", "load_with_key")
 
 
 def compiling_stage(thread: int) -> str:
-    """Return a thread's stage of compilation, for example "kernel 3 of 12"; empty if it compiles nothing.
-
-    Args:
-        thread: its ``threading.get_ident()``; it goes on meanwhile.
-    """
+    """Return a running thread's stage of compilation, for example "kernel 3 of 12"; empty if it compiles nothing."""
     stage, frame = "", sys._current_frames().get(thread)
     while frame is not None:
         code = frame.f_code

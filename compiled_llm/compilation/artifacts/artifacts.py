@@ -36,7 +36,6 @@ class Artifacts:
     """Compiled code in a folder of this process alone.
 
     Attributes:
-        source: the folder it was read from.
         rows: how many rows the programs have room for.
         profile: which steps to prepare; None if none was given when they were written.
     """
@@ -56,15 +55,9 @@ class Artifacts:
 
     @classmethod
     def read(cls, source: str | os.PathLike[str], here: MadeFor, backend: Backend) -> Artifacts:
-        """Check a folder, and copy it.
+        """Check a folder, and copy it; ``here`` are the requirements that it must meet.
 
-        Args:
-            source: the folder.
-            here: the requirements that it must meet.
-            backend: whose kernels are to be found in it.
-
-        Raises:
-            ValueError: it is damaged or not whole, other users can write it, or it has other requirements.
+        ValueError if it is damaged or not whole, other users can write it, or it has other requirements.
         """
         path = Path(os.path.abspath(os.path.expanduser(source)))
         try:

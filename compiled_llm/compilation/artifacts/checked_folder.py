@@ -20,11 +20,7 @@ class RefusedError(ValueError):
 
 
 def manifest_of(folder: Path) -> Manifest:
-    """Return a folder's manifest.
-
-    Raises:
-        RefusedError: there is none, other users can write it, or it is damaged.
-    """
+    """Return a folder's manifest; RefusedError if there is none, other users can write it, or it is damaged."""
     _check_owner(folder, _status_of(folder), stat.S_ISDIR)
     try:
         return Manifest.decoded(_content(folder / NAME))
@@ -37,15 +33,9 @@ def manifest_of(folder: Path) -> Manifest:
 
 
 def copy(folder: Path, manifest: Manifest, into: Path) -> None:
-    """Copy each file, once it is known to match the manifest.
+    """Copy each file into a new folder that only this user can write, once it is known to match the manifest.
 
-    Args:
-        folder: of the manifest.
-        manifest: of all files but its own.
-        into: a new folder that only this user can write.
-
-    Raises:
-        RefusedError: a file is missing or too much, differs, is a link, or other users can write it.
+    RefusedError if a file is missing or too much, differs, is a link, or other users can write it.
     """
     found = set()
     for path in _files_in(folder):

@@ -53,14 +53,7 @@ def made_for(model: PreTrainedModel, model_class: type[PreTrainedModel], config:
 def sizes_made_for(
     model: PreTrainedModel, model_class: type[PreTrainedModel], config: WrapConfig, rows: int
 ) -> dict[str, Any]:
-    """Return the properties that decide the sizes of steps, by name; other versions, and another GPU, have the same.
-
-    Args:
-        model: the model.
-        model_class: its own class.
-        config: of ``wrap``.
-        rows: how many rows there is room for.
-    """
+    """Return the properties that decide the sizes of steps, by name; other versions, and another GPU, have the same."""
     found = {
         "model": _name_of(model_class),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

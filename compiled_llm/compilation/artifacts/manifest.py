@@ -16,12 +16,7 @@ MadeFor = Mapping[str, Any]
 
 
 class Entry(NamedTuple):
-    """One file.
-
-    Attributes:
-        nbytes: its size.
-        sha256: of all of it, in hexadecimal digits.
-    """
+    """One file; ``sha256`` is in hexadecimal digits."""
 
     nbytes: int
     sha256: str

@@ -57,11 +57,7 @@ class Profile:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Profile:
-        """Read a file of ``save``.
-
-        Raises:
-            ValueError: there is no such file, or it is no profile of this format.
-        """
+        """Read a file of ``save``; ValueError if there is none, or it is no profile of this format."""
         try:
             content = Path(path).expanduser().read_bytes()
         except OSError as error:
@@ -85,11 +81,7 @@ class Profile:
         raise ValueError(f"has format {version!r}, and this version reads {FORMAT}")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file, atomically: at any moment the file is whole, the old one or the new.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write it to a file, atomically: at any moment the file is whole, the old one or the new."""
         target = Path(path).expanduser().absolute()
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.unfinished-", dir=target.parent)
         unfinished = Path(name)

@@ -50,10 +50,7 @@ def unfinished(target: Path) -> Iterator[Path]:
 def seal(folder: Path, made_for: MadeFor, rows: int) -> Manifest:
     """Keep the builds that later processes need, and write the manifest, last of all.
 
-    Args:
-        folder: the one given to ``variables``.
-        made_for: the requirements where it is read.
-        rows: how many rows the programs have room for.
+    ``folder`` is the one given to ``variables``; the programs have room for ``rows`` rows.
     """
     _take_kernels_of_flashinfer(folder)
     for path in sorted(folder.rglob("*"), reverse=True):

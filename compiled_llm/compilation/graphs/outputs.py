@@ -26,9 +26,7 @@ class SharedOutputs:
     def writing(self, launch: Callable[[], StepOutputs], like: StepOutputs | int) -> Callable[[], StepOutputs]:
         """Return a launch of the same step that leaves its outputs here.
 
-        Args:
-            launch: runs a step.
-            like: its earlier outputs, or their number of rows if other steps have overwritten them since.
+        ``like`` are its earlier outputs, or their number of rows if other steps have overwritten them since.
         """
         targets = self._first(like, like) if isinstance(like, int) else self._views(like)
 

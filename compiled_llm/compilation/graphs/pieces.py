@@ -20,12 +20,7 @@ _TYPE_OF_SIZE = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}
 
 
 class _Between(NamedTuple):
-    """A launch between two pieces.
-
-    Attributes:
-        launch: returns results, in new tensors.
-        targets: where its results go.
-    """
+    """A launch between two pieces, which returns results in new tensors; they are copied to ``targets``."""
 
     launch: Callable[[Any], Any]
     arguments: Any

@@ -118,8 +118,7 @@ class Recorder:
     def capture(self, launch: Callable[[], Outputs]) -> Captured[Outputs]:
         """Capture the launches of ``launch`` while no other capture runs; otherwise as ``begin``.
 
-        Raises:
-            RuntimeError: an operation in it cannot be captured.
+        RuntimeError if an operation in it cannot be captured.
         """
         wait_for(self._device)
         torch.cuda.empty_cache()  # a pool grows only by what is free

@@ -74,12 +74,7 @@ class _Known(NamedTuple):
 
 
 class _Underway(NamedTuple):
-    """A capture underway.
-
-    Attributes:
-        captured: the result to come.
-        shared: bytes by which the shared outputs have grown for it.
-    """
+    """A capture underway; the shared outputs have grown for it by ``shared`` bytes."""
 
     key: Key
     captured: Future[Captured[StepOutputs]]
@@ -96,7 +91,6 @@ class Recordings:
         rolling: holds these graphs, and those of sampling.
         skips: how often Inductor did not capture a graph that it should have.
         reasons: its messages about that.
-        prefills: how many prefills have been captured.
         nbytes: device memory that compiling and capturing took for good.
     """
 

@@ -20,12 +20,7 @@ logger = logging.getLogger("compiled_llm.graphs")
 
 
 class Choice(NamedTuple):
-    """The key of a captured sampling launch.
-
-    Attributes:
-        rows: how many rows are sampled.
-        masked: whether it writes masks into the table before.
-    """
+    """The key of a captured sampling launch; ``masked`` ones write masks into the table before."""
 
     rows: int
     masked: bool
@@ -67,7 +62,6 @@ class Cost(NamedTuple):
     Attributes:
         nbytes: device memory that goes back with the graph.
         shared: growth of the memory that all graphs share.
-        seconds: how long it took.
     """
 
     nbytes: int = 0
@@ -96,7 +90,6 @@ class Entry(Generic[KeptT]):
 
     Attributes:
         recording: None if it has been evicted or dropped.
-        nbytes: device memory that it takes, or took before it was evicted.
     """
 
     def __init__(self, key: Key, clock: Callable[[], float]) -> None:
@@ -233,14 +226,8 @@ class RollingRecordings:
     def add(self, key: Key, recording: Replayable, cost: Cost, owner: str) -> None:
         """Keep a graph for which room was made, and evict the graphs that have to go for it.
 
-        Args:
-            key: its name from now on.
-            recording: can be replayed.
-            cost: of the capture.
-            owner: in whose name it shares memory.
-
-        Raises:
-            ValueError: it does not fit together with the graphs that the same step replays; it is dropped.
+        It shares memory with graphs of the same ``owner``. ValueError if it does not fit together with the graphs that
+        the same step replays; it is dropped then.
         """
         self._add(key, recording, cost, owner)
         while self._exceeds() and (victim := self._victim(key)) is not None:

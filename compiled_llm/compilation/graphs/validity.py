@@ -46,8 +46,7 @@ class Guards:
     def find(self) -> None:
         """Find the code compiled for the arguments, right before a call with them is captured; any thread may.
 
-        Raises:
-            RuntimeError: there is none: the call would compile.
+        RuntimeError if there is none: the call would compile.
         """
         arguments, self._called_with = self._called_with or self._arguments | self._rebuild(None), None
         self._check = guards_for(self._function, arguments)
@@ -55,9 +54,8 @@ class Guards:
     def valid(self, glance: int | None = None) -> bool:
         """Whether a call would run the same compiled code as before.
 
-        Args:
-            glance: numbers a period in which no thread can change the model. Checks that several guards share are then
-                made once; None makes all of them.
+        ``glance`` numbers a period in which no thread can change the model. Checks that several guards share are then
+        made once; None makes all of them.
         """
         assert self._check is not None, "found before"
         return bool(self._check(self._arguments | self._rebuild(glance)))

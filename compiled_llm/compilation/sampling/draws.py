@@ -18,11 +18,9 @@ class Draws:
     """
 
     def __init__(self, seeds: Tensor | None, positions: Tensor) -> None:
-        """Begin at ``positions``.
+        """Take the largest score if there are no ``seeds``, else draw with them, from ``positions`` on.
 
-        Args:
-            seeds: ``[B]`` int64, on the device of the scores; if None, the token with the largest score is taken.
-            positions: ``[B]`` int64, the positions of the first tokens that are drawn.
+        Both are ``[B]`` int64; the seeds are on the device of the scores.
         """
         self._seeds = seeds
         self._positions = positions

@@ -18,11 +18,7 @@ _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dty
 
 
 class State:
-    """The attributes of modules, the modules inside them, and the names and the order of their tensors.
-
-    Attributes:
-        modules: all of them.
-    """
+    """The attributes of all ``modules``, the modules inside them, and the names and the order of their tensors."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = modules

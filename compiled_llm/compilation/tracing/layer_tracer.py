@@ -77,8 +77,7 @@ class LayerTracer(TorchFunctionMode):
     def trace(self, layer: int, original: Callable[..., Tensor], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run a layer's ``original`` forward and note its calls.
 
-        Raises:
-            NoOutlineError: it is not the next layer, or its output is not like ``hidden``.
+        NoOutlineError if it is not the next layer, or its output is not like ``hidden``.
         """
         if layer != len(self._called) or self._layer is not None:
             raise NoOutlineError("layers are not called one after the other")

@@ -112,11 +112,7 @@ class BatchSettings:
     def of(
         cls, model: PreTrainedModel, generation: GenerationConfig | None, batching: ContinuousBatchingConfig | None
     ) -> BatchSettings:
-        """Return the settings that two arguments of ``init_continuous_batching`` stand for.
-
-        Raises:
-            ValueError: there is no generation config.
-        """
+        """Return the settings for both configs of a manager; ValueError without a generation config."""
         given = model.generation_config if generation is None else generation
         if given is None:
             raise ValueError("generate_batch: the model has no generation config; give generation_config=")
@@ -139,11 +135,7 @@ class BatchSettings:
         )
 
     def with_processors(self, processors: Iterable[LogitsProcessor]) -> BatchSettings:
-        """Return settings with other processors than the config asks for.
-
-        Raises:
-            ValueError: the graph does not have one of them, or cannot combine them.
-        """
+        """Return settings with other processors; ValueError if the graph lacks one of them, or cannot combine them."""
         settings = dataclasses.replace(self, processors=LogitsProcessorList(processors), replaced=True)
         if (reason := settings._obstacle(settings.processors)) is not None:
             raise ValueError(
@@ -153,13 +145,7 @@ class BatchSettings:
         return settings
 
     def params(self, own: Mapping[str, Any], seed: int | None, **limits: Any) -> SamplingParams:
-        """Return one request's parameters.
-
-        Args:
-            own: the request's own settings, checked.
-            seed: of its first answer; None to draw one.
-            limits: other fields of ``SamplingParams``.
-        """
+        """Return one request's parameters, with its ``own`` settings, checked; ``seed`` None draws one."""
         shared = self._read(self.processors, _ANY_PROMPT)
         assert shared is not None, "there are processors that the graph does not have"
         settings = {name: getattr(shared, name) for name in _SETTINGS} | dict(own)
@@ -171,8 +157,7 @@ class BatchSettings:
     def added_to(self, params: SamplingParams, prompt: Sequence[int]) -> Callable[[Sampling | None], Sampling | None]:
         """Return a function that adds to a row's settings those that ``SamplingParams`` lacks, for one prompt.
 
-        Raises:
-            ValueError: with this prompt, the graph cannot do what processors do.
+        ValueError if the graph cannot do what processors do with this prompt.
         """
         if all(type(processor) in _SAID for processor in self.processors):
             return lambda base: base

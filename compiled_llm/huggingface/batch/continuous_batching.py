@@ -44,13 +44,8 @@ def manager_for(
 ) -> Any:
     """Return a manager over the engine, or HuggingFace's own if only that one can serve the configs.
 
-    Args:
-        model: wrapped; it is in evaluation mode afterwards, as HuggingFace leaves it.
-        runtime: the wrapped model's ``compiled``.
-        original: HuggingFace's ``init_continuous_batching``; the other arguments are those of it.
-
-    Raises:
-        RuntimeError: the model is asleep.
+    ``model`` is in evaluation mode afterwards, as HuggingFace leaves it. Further arguments are those of ``original``,
+    HuggingFace's ``init_continuous_batching``. RuntimeError if the model is asleep.
     """
     if runtime.asleep:  # HuggingFace's own would take what memory there is
         raise RuntimeError("generate_batch: the model is asleep, and has no pages; call wake() on its engine")
@@ -194,8 +189,7 @@ class EngineManager(ManagerParts):
     def pause(self) -> Iterator[None]:
         """Run nothing for the block, which may change the weights; requests keep their place.
 
-        Raises:
-            RuntimeError: the manager does not run.
+        RuntimeError if the manager does not run.
         """
         if not self.is_running():
             raise RuntimeError("pause: the manager does not run; call start() first")
@@ -229,11 +223,9 @@ class EngineManager(ManagerParts):
         A fault of the prompt becomes the ``error`` of its output.
 
         Args:
-            input_ids: the prompt.
             request_id: the next number if None.
             max_new_tokens: that of the generation config if None.
             streaming: give an output for each token, with all tokens so far.
-            record_timestamps: note when each token came.
             eos_token_id: tokens that end it; those of the generation config if None, -1 for none.
             logit_processor_kwargs: settings of its own, with ``per_request_processors``.
         """

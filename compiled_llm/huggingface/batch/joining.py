@@ -45,11 +45,6 @@ def run_in_engine(
 ) -> Tensor | GenerateDecoderOnlyOutput | None:
     """Generate in the engine's batch, as ``fast_loop``; None if the engine takes no calls, or has stopped meanwhile.
 
-    Args:
-        driver: of the engine.
-        call: the call.
-        settings: how each row is sampled; the most likely tokens if None.
-
     Raises:
         ValueError: it does not fit the model or the batch size.
         RuntimeError: a row is drawn and its logits are NaN, +inf or all -inf.

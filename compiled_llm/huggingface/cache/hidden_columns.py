@@ -18,16 +18,13 @@ class HiddenInWindowError(ValueError):
 
 
 def check_windows(stored: NDArray[np.bool_], first: int, growth: int, windows: Sequence[int]) -> None:
-    """Check that windows see the same tokens, whether they count columns or stored tokens.
+    """Raise HiddenInWindowError if windows see other tokens when they count stored tokens instead of columns.
 
     Args:
         stored: ``[B, C]``, which columns lie in pages.
         first: the column of the first query.
         growth: how many tokens each row may get after column C.
         windows: how many tokens the layers see, a query itself included.
-
-    Raises:
-        HiddenInWindowError: they do not.
     """
     if (found := differing_window(stored, first, growth, windows)) is not None:
         row, window = found

@@ -100,14 +100,9 @@ def _states(layer: CacheLayerMixin, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def readable(cache: Cache, layers: Sequence[Layer], pages: Tensor, rows: int, most: int) -> bool:
-    """Whether a cache can be read into pages, and later tokens be appended to it.
+    """Whether a cache, one of ``READABLE``, can be read into pages, and later tokens be appended to it.
 
-    Args:
-        cache: one of ``READABLE``.
-        layers: those of the model.
-        pages: of one layer.
-        rows: B, how many rows the call has.
-        most: how many columns the cache holds at the end.
+    The call has ``rows`` rows, B, and ``most`` columns at the end; ``pages`` are those of one layer.
     """
     if cache.offloading:
         return False

@@ -38,11 +38,7 @@ class LoopArguments:
     Attributes:
         input_ids: ``[B, T]`` int64 prompts, padded on the left; if the cache holds tokens, the whole text so far or
             the new part of it; empty if embeddings stand for the tokens.
-        processors: they change logits, settings such as the temperature included.
-        criteria: they end rows.
-        config: all other settings of the call.
         kwargs: the inputs of the model, the cache among them, and arguments that only some methods take.
-        streamer: gets each step's tokens.
     """
 
     input_ids: Tensor
@@ -67,10 +63,8 @@ class Call(LoopArguments):
     """A call whose cache is ours, and the tokens that it adds to each row.
 
     Attributes:
-        runtime: the wrapped model's ``compiled``.
         copies: host copies of tensors on the device.
         first: the column of the cache that ``input_ids`` begin at.
-        updates: the changes in each row.
         logits: ``[B, V]``, from which first tokens are sampled, if HuggingFace's own forward has computed them.
     """
 
@@ -85,8 +79,7 @@ class Call(LoopArguments):
     def of(cls, arguments: LoopArguments, runtime: CompiledModel, copies: HostCopies) -> Call | None:
         """Read HuggingFace's arguments of a decoding method; return None if the cache is not ours.
 
-        Raises:
-            ValueError: the cache does not fit the rows or their mask, or hidden tokens lie in a sliding window.
+        ValueError if the cache does not fit the rows or their mask, or hidden tokens lie in a sliding window.
         """
         inputs = arguments.kwargs
         cache, mask = inputs.get("past_key_values"), inputs.get("attention_mask")

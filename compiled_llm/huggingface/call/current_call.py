@@ -21,7 +21,6 @@ class GenerateCall:
 
     Attributes:
         taken: the paths that it has taken, together with the calls inside it.
-        copies: host copies of its inputs.
         custom: whether the loop is that of ``custom_generate``.
         caches: those that it has made; the user has not seen them.
         original: why its forwards are HuggingFace's own; empty if they are not.

@@ -41,10 +41,8 @@ def sees(model: PreTrainedModel) -> bool:
 def one_a_token(position_ids: Tensor, config: PretrainedConfig) -> Tensor | None:
     """Return positions as a text model has them; None if the axes of a token's position differ, as in an image.
 
-    Args:
-        position_ids: ``[B, T]``, or ``[A, B, T]``; if there is one more axis than the model rotates by, the first is
-            for masks alone.
-        config: the model's.
+    ``position_ids`` are ``[B, T]``, or ``[A, B, T]``; if there is one more axis than the model rotates by, the first is
+    for masks alone.
     """
     if position_ids.dim() != 3:
         return position_ids if position_ids.dim() == 2 else None

@@ -112,13 +112,7 @@ def _run_over(cache: PagedCache, original: Any, self: Any, arguments: Mapping[st
 
 
 def run_own_forward(forward: Callable[[], Any], runtime: CompiledModel, own: str) -> Any:
-    """Run a user's forward, and count it unless it calls ours, which counts itself.
-
-    Args:
-        forward: the call.
-        runtime: the wrapped model's ``compiled``.
-        own: its name.
-    """
+    """Run a user's forward, named ``own``, and count it unless it calls ours, which counts itself."""
     paths: list[str] = []
     token = _counted.set(paths)
     try:
@@ -143,12 +137,7 @@ def count_forward(runtime: CompiledModel, path: ForwardPath, reason: Reason | No
 
 
 def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Mapping[str, Any]) -> Any:
-    """Run a call without a ``forward_obstacle``.
-
-    Args:
-        original: the model class's ``forward``.
-        runtime: the wrapped model's ``compiled``.
-        arguments: by name.
+    """Run a call without a ``forward_obstacle``; ``original`` is the ``forward`` of the model's class.
 
     Returns:
         HuggingFace's output: ``[B, Q', V]`` logits, the loss if there are labels, and a ``PagedCache`` if the
@@ -221,8 +210,7 @@ def _checked_forward(runtime: CompiledModel, cache: PagedCache, arguments: Mappi
 def check_belongs(runtime: CompiledModel, cache: PagedCache) -> None:
     """Check at the beginning of a call that a cache lies in the present pages of this model.
 
-    Raises:
-        ValueError: it is another model's, or this one's from before it was moved, converted and so on.
+    ValueError if it is another model's, or this one's from before it was moved, converted and so on.
     """
     if not cache.runner.belongs_to(runtime.device_model()):
         raise _foreign()

@@ -29,10 +29,8 @@ OF_PREFILLS = frozenset(
 def prefill_reason(others: Sequence[str], inputs: Mapping[str, Any], known: int | None) -> Reason | None:
     """Return why HuggingFace's own forward has to compute the prompt, or None.
 
-    Args:
-        others: names of inputs besides tokens, mask, positions and cache.
-        inputs: of the model, by name.
-        known: how many columns the cache holds that the user gets back; None if it is not HuggingFace's.
+    ``others`` are inputs besides tokens, mask, positions and cache; ``known`` is how many columns the cache holds that
+    the user gets back, None if it is not HuggingFace's.
     """
     if others:
         return Reason("prefill", f"the model is given {', '.join(others)}")

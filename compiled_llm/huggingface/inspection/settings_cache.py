@@ -23,8 +23,7 @@ class _Entry(NamedTuple):
     """A prepared config, and further results of the same settings.
 
     Attributes:
-        config: content of the prepared config.
-        model_inputs: names of the arguments that go to the model.
+        config: encoded content of the prepared config.
         added: arguments for the model that the config asks for.
     """
 

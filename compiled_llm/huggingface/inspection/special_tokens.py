@@ -28,13 +28,10 @@ class SpecialTokens:
     def prepare(
         self, original: Callable[[], object], config: GenerationConfig, device: torch.device, copies: HostCopies
     ) -> None:
-        """Do the same as ``original``, which must have no warning about these tokens.
+        """Do the same as ``original``, HuggingFace's method that sets the config's tensors on ``device``.
 
-        Args:
-            original: HuggingFace's method; it sets the config's tensors.
-            config: the call's; ids of special tokens are cached if they are whole numbers from 0 on.
-            device: of the tensors.
-            copies: gets their values.
+        It must have no warning about these tokens. Ids are cached if they are whole numbers from 0 on; ``copies`` gets
+        their values.
         """
         ids = [getattr(config, name) for name in _IDS]
         if not all(map(_are_tokens, ids)):

@@ -91,7 +91,6 @@ class Prompts(NamedTuple):
     Attributes:
         ids: ``[B, T]`` int64, padding included.
         copies: of their tensors, on the host.
-        vocabulary: how many logits a token has.
         scored: whether the caller gets each step's scores.
     """
 

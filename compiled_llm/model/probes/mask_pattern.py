@@ -19,15 +19,10 @@ class PatternError(ValueError):
 
 
 def window_of(function: MaskFunction, positions: int, device: torch.device | str = "cpu") -> int | None:
-    """Return how many tokens a query sees, itself included; None if all before it.
+    """Return how many tokens a query sees, itself included; None if all before it. PatternError for any other pattern.
 
-    Args:
-        function: HuggingFace's.
-        positions: N; patterns that begin to differ after the last position are equal.
-        device: of the function's own tensors.
-
-    Raises:
-        PatternError: it sees anything else.
+    Patterns that begin to differ after the last of N ``positions`` are equal. The function's own tensors are on
+    ``device``.
     """
     keys = torch.arange(positions, device=device)
 

@@ -26,8 +26,7 @@ from compiled_llm.model.sizes import max_positions_of
 def check_patterns(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer]:
     """Return the layers with the windows that only HuggingFace's masks have.
 
-    Raises:
-        UnsupportedModelError: a layer sees something else than all tokens before it, or the last ones.
+    UnsupportedModelError if a layer sees something else than all tokens before it, or the last ones.
     """
     found = _windows(model, len(layers))
     positions = max_positions_of(model)

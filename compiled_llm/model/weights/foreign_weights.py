@@ -20,8 +20,7 @@ from compiled_llm.model.refusals import UnsupportedModelError
 def check_weights(model: PreTrainedModel, config: WrapConfig) -> None:
     """Check that modules with weights of other libraries can be tried, compute row by row, and can be compiled.
 
-    Raises:
-        UnsupportedModelError: one cannot; the message names it, and how to load the model instead.
+    If one cannot, UnsupportedModelError names it, and how to load the model instead.
     """
     for name, module in model.named_modules():
         if (refusal := _writes(name, module) or _mixes(name, module) or _packs(name, module, config)) is not None:

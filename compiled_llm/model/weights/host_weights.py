@@ -20,11 +20,7 @@ class HostWeights:
     """The parameters and buffers of a model while they are in host memory."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        """Move all that lies on ``device`` to the host; if that fails, nothing has moved.
-
-        Raises:
-            ValueError: a tensor cannot be moved in place.
-        """
+        """Move all that lies on ``device`` to the host; if that fails, with a ValueError, nothing has moved."""
         self._device = device
         finish(device)
         moving = _named_on(model, device)

@@ -49,8 +49,7 @@ class NewWeights:
     def write(self) -> None:
         """Write them over the model's weights; no thread may read those meanwhile.
 
-        Raises:
-            RuntimeError: the model has other tensors by now; nothing has changed.
+        RuntimeError if the model has other tensors by now; nothing has changed.
         """
         present: dict[str, Any] = self._model.state_dict(keep_vars=True)
         if any(present.get(name) is not tensor for name, tensor in self._own.items()):

@@ -36,8 +36,7 @@ class StoredTensor:
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors in a folder by their names, once all of its files have been found to be whole.
 
-    Raises:
-        ValueError: it is no folder of weights, or a file of it is missing, damaged or no safetensors.
+    ValueError if it is no folder of weights, or a file is missing, damaged or no safetensors.
     """
     if not folder.is_dir():
         raise ValueError(f"update_weights: there is no folder {str(folder)!r}; give one with weights in safetensors")

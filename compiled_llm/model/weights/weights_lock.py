@@ -41,11 +41,7 @@ class WeightsLock:
 
     @contextmanager
     def move(self, caller: int | None) -> Iterator[None]:
-        """Let no thread read the weights for the block.
-
-        Args:
-            caller: the thread that waits for this; its own reads go on afterwards.
-        """
+        """Let no thread read the weights for the block; ``caller``, the waiting thread, reads on afterwards."""
         with self._changed:
             self._changed.wait_for(lambda: not self._moving and self._readers.keys() <= {caller})
             self._moving = True

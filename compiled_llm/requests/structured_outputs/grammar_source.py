@@ -42,11 +42,7 @@ class GrammarSource(NamedTuple):
         return {"any_whitespace": self.any_whitespace, "max_whitespace_cnt": self.max_whitespace_cnt}
 
     def check(self) -> None:
-        """Check it as far as that is quick.
-
-        Raises:
-            ValueError: it cannot be compiled; says why, and where.
-        """
+        """Check it as far as that is quick; ValueError, with why and where, if it cannot be compiled."""
         if len(self.text) <= _LONG:
             _check(self)
 
