@@ -20,10 +20,10 @@ import compiled_llm
 from compiled_llm.compilation import backend, programs
 from compiled_llm.compilation.tracing import layer_marks
 from compiled_llm.explaining import timings
-from compiled_llm.explaining.dump import dump, listing
+from compiled_llm.explaining.dump import dump
 from compiled_llm.explaining.dump.bytecode import readable
 from compiled_llm.explaining.dump.links import Link, kernels_of, lines_of_nodes
-from compiled_llm.explaining.dump.listing import Listings, link_to
+from compiled_llm.explaining.dump.pages import Pages, link_to
 from compiled_llm.explaining.dump.parts import parts_of
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.tracing import Sandbox
@@ -81,7 +81,7 @@ def lines_at(page: Path, links: list[str], stage: str) -> list[str]:
     found = []
     for address, _, anchor in (link.partition("#") for link in links if stage in link):
         text = (page.parent / unquote(address)).read_text()
-        lines = re.findall(r'<span id="(L\d+)"><i>\d+</i>(.*)</span>\n', text)
+        lines = re.findall(r'<span id="(L-\d+)"><span class="linenos"> *\d+</span>(.*)\n', text)
         at = [name for name, _ in lines].index(anchor)
         found.append("\n".join(Read(text).words for _, text in lines[at : at + 2]))
     return found
@@ -130,7 +130,7 @@ def test_every_link_leads_somewhere_and_every_page_back_to_the_index(root, repor
         assert page == index or index in places, page
         for place in places:
             if place.suffix == ".html" and place not in anchors:
-                anchors[place] = {"", *re.findall(r'id="(L\d+)"', place.read_text())}
+                anchors[place] = {"", *re.findall(r'id="(L-\d+)"', place.read_text())}
         for link in links:
             place = (page.parent / unquote(link.partition("#")[0])).resolve()
             assert link.partition("#")[2] in anchors.get(place, {""}), (page, link)
@@ -253,7 +253,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
 def test_names_of_files_are_text_on_the_pages_and_nothing_else(tmp_path):
     source = tmp_path / '"><script>alert(1)<b>#?%41.py'
     source.write_text("<script>alert(2)</script>\n")
-    page = Listings(tmp_path).of_source(Place(str(source), 1, "<script>"))
+    page = Pages(tmp_path).of_source(Place(str(source), 1, "<script>"))
     assert page is not None
     address = link_to(page, tmp_path / "index.html", 1)
     assert not set('"<>?') & set(address)
@@ -262,20 +262,13 @@ def test_names_of_files_are_text_on_the_pages_and_nothing_else(tmp_path):
     assert "<script>alert(2)</script>" in Read(page.read_text()).words
 
 
-def test_listings_are_coloured_if_pygments_is_there(tmp_path, monkeypatch):
+def test_listings_are_coloured(tmp_path):
     source = tmp_path / "a.py"
     source.write_text('def f():\n    """Two\n    lines."""\n')
-    plain = source.read_text().splitlines()
-    for pygments in (True, False):
-        if not pygments:
-            monkeypatch.setitem(sys.modules, "pygments", None)
-            listing._colours.cache_clear()
-        page = Listings(tmp_path / str(pygments)).of_source(Place(str(source), 1, "f"))
-        text = page.read_text()
-        assert ('<span class="k">def</span>' in text) is pygments
-        lines = re.findall(r'<span id="L\d+"><i>\d+</i>(.*)</span>\n', text)
-        assert [Read(line).words for line in lines] == plain
-    listing._colours.cache_clear()
+    text = Pages(tmp_path).of_source(Place(str(source), 1, "f")).read_text()
+    assert '<span class="k">def</span>' in text
+    lines = re.findall(r'<span id="L-\d+"><span class="linenos">\d+</span>(.*)\n', text)
+    assert [Read(line).words for line in lines] == source.read_text().splitlines()
 
 
 # ---- without depyf, with one that fails, and under the user's own
