@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Any, Literal, get_args
 
 Mode = Literal["eager", "compile", "reduce-overhead", "cuda-graphs", "pieces"]
-RECORDING_MODES = ("cuda-graphs", "pieces")
+CUDA_GRAPH_MODES = ("cuda-graphs", "pieces")
 """Those that capture steps as CUDA graphs of ours."""
 WAITING_MODES = ("eager", "pieces")
 """Those in which attention may wait for the device."""
@@ -67,10 +67,10 @@ class WrapConfig:
             only. Nothing is fused with ``mode="eager"``.
         workspace_bytes: FlashInfer's scratch memory, in bytes, on CUDA. By default what any prefill needs, and up to
             256 MiB for those that are captured; prefills that need more are launched kernel by kernel.
-        graph_memory: with ``mode="cuda-graphs"`` or ``"pieces"``, most device memory that recorded CUDA graphs may take
+        graph_memory: with ``mode="cuda-graphs"`` or ``"pieces"``, most device memory that CUDA graphs may take
             together: bytes as an int, or a string of a number and a unit (``"512MiB"``). The least recently used make
             room for others, and are captured again when they are needed. By default there is no limit.
-        max_graphs: with these modes, most steps that are recorded at one time, at least 2; otherwise as
+        max_graphs: with these modes, most steps that are captured at one time, at least 2; otherwise as
             ``graph_memory``.
         progress: show on stderr what is being traced, compiled or captured; with ``mode="eager"`` there is nothing to
             wait for on a CPU, and nothing is shown.
@@ -124,10 +124,10 @@ class WrapConfig:
 
     def _check_graphs(self) -> None:
         for name in ("graph_memory", "max_graphs"):
-            if getattr(self, name) is not None and self.mode not in RECORDING_MODES:
+            if getattr(self, name) is not None and self.mode not in CUDA_GRAPH_MODES:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} with mode={self.mode!r}: only mode='cuda-graphs' and "
-                    f"mode='pieces' record graphs that can be bounded; leave {name} out, or use one of these"
+                    f"mode='pieces' capture graphs that can be bounded; leave {name} out, or use one of these"
                 )
         parse_graph_memory(self.graph_memory)
         most = self.max_graphs
@@ -139,7 +139,7 @@ class WrapConfig:
 
     @property
     def graph_budget(self) -> tuple[int | None, int | None]:
-        """Bytes that recorded graphs may take, and how many there may be; None for any."""
+        """Bytes that captured graphs may take, and how many there may be; None for any."""
         return parse_graph_memory(self.graph_memory), self.max_graphs
 
     def fuses_on(self, device: str) -> bool:
@@ -157,21 +157,21 @@ class WrapConfig:
         """Return whether the backend attends in decode too on a kind of device, in place of ``decode_attention``."""
         return device == "cuda" and self.backend != "auto"
 
-    def records_on(self, device: str) -> bool:
-        """Return whether we record steps as CUDA graphs on a kind of device, whole or in pieces."""
-        return device == "cuda" and self.mode in RECORDING_MODES
+    def captures_on(self, device: str) -> bool:
+        """Return whether we capture steps as CUDA graphs on a kind of device, whole or in pieces."""
+        return device == "cuda" and self.mode in CUDA_GRAPH_MODES
 
     @property
     def leaves_attention_out(self) -> bool:
-        """Whether recorded steps launch attention between their pieces."""
+        """Whether captured steps launch attention between their pieces."""
         return self.mode == "pieces"
 
     def traces_layers_once_on(self, device: str) -> bool:
         """Return whether one layer is traced for all that are like it on a kind of device."""
-        return self.records_on(device) or (device == "cpu" and self.mode != "eager")
+        return self.captures_on(device) or (device == "cpu" and self.mode != "eager")
 
     def uses_trees_on(self, device: str) -> bool:
-        """Return whether torch's cudagraph trees record and replay decode steps on a kind of device."""
+        """Return whether torch's cudagraph trees capture and replay decode steps on a kind of device."""
         return device == "cuda" and self.mode == "reduce-overhead"
 
     @classmethod

@@ -259,7 +259,7 @@ TABLES: dict[str, tuple[Callable[[Entry], str], dict[str, Read]]] = {
         _prompts_title,
         CONTENDER
         | {
-            "CUDA graphs": _text("recordings"),
+            "CUDA graphs": _text("cuda_graphs"),
             "prompt": _number("prompt"),
             "first token, ms": _halves("figures/first_s"),
             "between tokens, ms": _halves("between_s"),
@@ -270,7 +270,7 @@ TABLES: dict[str, tuple[Callable[[Entry], str], dict[str, Read]]] = {
         lambda _: "CUDA graphs",
         CONTENDER
         | {
-            "CUDA graphs": _text("recordings"),
+            "CUDA graphs": _text("cuda_graphs"),
             "graphs": _number("ready"),
             "MiB": _number("figures/mib"),
             "captures": _number("captures"),

@@ -86,9 +86,9 @@ def _is_hidden(param: Any) -> bool:
     return bool(getattr(param, "hidden", False))
 
 
-def _described_option(record: tuple[str, str]) -> str:
+def _described_option(capture: tuple[str, str]) -> str:
     """Return a row of a table: the option, what it does, and its default."""
-    name, (said, _, rest) = record[0], record[1].partition("  [")
+    name, (said, _, rest) = capture[0], capture[1].partition("  [")
     if choices := re.search(r" <(.+\|.+)>$", name):
         name, said = name[: choices.start()], f"{said} One of {choices[1].replace('|', ', ')}."
     default = rest.removesuffix("]").removeprefix("default: ").replace("x>=", "at least ")

@@ -57,4 +57,4 @@ def test_generators_hand_over_their_state():
 def test_a_thread_that_never_had_cudagraph_trees_has_recorded_none():
     """Before torch 2.13 only the thread that imports them first has any, and to ask for them fails in all others."""
     compat.prepare_cudagraph_trees()
-    assert in_thread(lambda: compat.cudagraph_recordings(torch.device("cuda:0"))) == 0
+    assert in_thread(lambda: compat.cudagraph_tree_graphs(torch.device("cuda:0"))) == 0

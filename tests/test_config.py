@@ -121,7 +121,7 @@ def test_fewer_graphs_than_one_step_replays_are_refused(value):
 def test_only_recorded_graphs_can_be_bounded(mode, option):
     (name,) = option
     with pytest.raises(
-        ValueError, match=f"only mode='cuda-graphs' and mode='pieces' record.*; leave {name} out"
+        ValueError, match=f"only mode='cuda-graphs' and mode='pieces' capture.*; leave {name} out"
     ) as caught:
         WrapConfig(mode=mode, **option)
     assert str(caught.value).startswith(f"{name}={option[name]!r} with mode={mode!r}: ")

@@ -28,7 +28,7 @@ def tool() -> ModuleType:
     return module
 
 
-RULES = ["linear", "normed", "attention", "splitting", "recorded", "cpu-linear"]
+RULES = ["linear", "normed", "attention", "splitting", "captured", "cpu-linear"]
 
 
 def made_of(times: dict[str, float], chosen: str, tool: ModuleType) -> Any:

@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--new", type=int, default=512, help="tokens of each answer")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--commit", help="what to record, whatever git says")
+    parser.add_argument("--commit", help="what to capture, whatever git says")
     parser.add_argument("--json", type=Path, help="where to write all of it")
     options = parser.parse_args()
     found = measure(options)

@@ -27,7 +27,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from compiled_llm.execution.graphs.recorded_shapes import RecordedShapes
+from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
 from compiled_llm_ops import paged_attention, plan_paged_attention
 from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.contracts import DecodeAttention, Geometry, PageTable
@@ -351,14 +351,14 @@ def prefill_timer(geometry: Geometry, rows: int, tokens: int, stored: int) -> Ca
     return microseconds
 
 
-# ---- recorded: `execution/graphs/recorded_shapes.py`
+# ---- recorded: `execution/graphs/captured_shapes.py`
 
 
 def recorded_cases(_: Machine, quick: bool) -> Iterator[Case]:
     """Prefills of one row: launched by the host as they are, or captured and padded to a multiple of something."""
     for model, (hidden, query, kv, intermediate) in MODELS.items():
         weights = hidden * (2 * query + 2 * kv + 3 * intermediate)
-        shapes = RecordedShapes(8, weights, longest=40_960, most_tokens=8192)
+        shapes = CapturedShapes(8, weights, longest=40_960, most_tokens=8192)
         for tokens in (20, 200, 1000) if quick else (10, 20, 40, 70, 130, 200, 300, 500, 700, 1000, 1500, 2500, 4000):
             shape = shapes.smallest(tokens, 2)
             padded = {-(-tokens // multiple) * multiple for multiple in (16, 64, 128, 256)}

@@ -12,7 +12,7 @@ xgrammar in ``compat.xgrammar``, that of Triton (``knobs.cache.manager_class`` a
 | ``eval_frame.get_eval_frame_callback`` | frames that the user's ``torch.compile`` gave up | ``is_compiling`` says it |
 | ``Module._compiled_call_impl`` | noticing ``model.compile()`` | modules say it publicly |
 | the entries' ``guard_manager.check`` | guards without a call | torch checks them for those who replay a graph |
-| ``cudagraph_trees.get_container`` | counting recordings | torch reports them |
+| ``cudagraph_trees.get_container`` | counting CUDA graphs | torch reports them |
 | ``torch._C._cuda_endAllocateToPool``, ``_cuda_releasePool`` | going on after a capture that failed | \
 ``capture_end`` tells the allocator first |
 | the state of ``torch.cuda.default_generators`` while a capture begins | replaying while another thread captures | \

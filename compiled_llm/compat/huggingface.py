@@ -39,7 +39,7 @@ when a model that exists can be given a checkpoint: ``from_pretrained`` changes 
 class's or an object's override of one would be skipped. It ends when ``generate`` takes a decoding method of the
 model's own.
 A tensor that ``generate`` keeps in a vision-language model, new in each call, and that no forward with positions reads:
-``rope_deltas``. Recorded graphs do not follow from it; ends when the model no longer holds it.
+``rope_deltas``. Captured graphs do not follow from it; ends when the model no longer holds it.
 """
 
 from __future__ import annotations

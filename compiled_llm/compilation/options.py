@@ -29,7 +29,7 @@ def passes_for(config: WrapConfig, device: torch.device, fused: Sequence[Pass], 
 
 
 def prefill_options(device: torch.device) -> dict[str, Any]:
-    """Return Inductor's options for prefill; cudagraph trees do not record it."""
+    """Return Inductor's options for prefill; cudagraph trees do not capture it."""
     return {**_shared(device), "triton.cudagraphs": False}
 
 

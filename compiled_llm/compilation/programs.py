@@ -98,7 +98,7 @@ class Programs:
     Attributes:
         outlines_layers: whether equal layers may be traced once; nodes of the others then get other names.
         cuts_regions: whether equal regions of a graph may be compiled once; if not, Inductor gets each graph whole.
-        recorded: whether cudagraph trees capture decode steps and replay them.
+        in_trees: whether cudagraph trees capture decode steps and replay them.
         compiling: notices when a graph is compiled, its code being in no cache.
     """
 
@@ -128,7 +128,7 @@ class Programs:
         self._known_state = KnownState()
         self._passes: list[Pass] = []
         self._warned = False
-        self.recorded = config.uses_trees_on(device.type)
+        self.in_trees = config.uses_trees_on(device.type)
         self._artifacts = artifacts
         if config.mode != "eager":
             begin_beside_tracing(device, artifacts)
@@ -171,7 +171,7 @@ class Programs:
     def _layers_in_region(self) -> int:
         if not self.cuts_regions:
             return 0
-        if self._config.records_on(self._device.type):
+        if self._config.captures_on(self._device.type):
             return 1
         return layers_in_equal_regions(self._layers, _LAYERS_IN_REGION_ON_CPU) if self._device.type == "cpu" else 0
 
@@ -181,7 +181,7 @@ class Programs:
 
     def decode(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
         """Run ``decode_step``; its results are overwritten by the next call if CUDA graphs are replayed."""
-        if self.recorded:
+        if self.in_trees:
             torch.compiler.cudagraph_mark_step_begin()
         return self.prepared(arguments)()
 

@@ -221,7 +221,7 @@ class Engine:
     def warmup(
         self, rows: Sizes = None, *, profile: str | Path | None = None, structured: bool = False, report: Report = quiet
     ) -> None:
-        """Compile and record what steps of these sizes need, so that no request waits for it.
+        """Compile and capture what steps of these sizes need, so that no request waits for it.
 
         Args:
             rows: how many requests will run at once, one number or several; 1 to ``max_rows`` if None, and with
@@ -290,7 +290,7 @@ class Engine:
         """Have the weights in a folder from now on, as ``save_pretrained`` writes them.
 
         They are read into host memory and checked while requests run; then they are copied in the place of the old
-        ones, while nothing runs, and the prefix cache is emptied. Nothing is compiled or recorded again. Calls of
+        ones, while nothing runs, and the prefix cache is emptied. Nothing is compiled or captured again. Calls of
         ``generate`` in progress end first.
 
         Args:
@@ -314,7 +314,7 @@ class Engine:
     # ---- asleep
 
     def sleep(self, *, requests: Literal["park", "end"] = "park", weights: bool = False) -> int:
-        """Give the device's memory to others, until ``wake``: pages, the prefix cache, recordings and workspaces.
+        """Give the device's memory to others, until ``wake``: pages, the prefix cache, CUDA graphs and workspaces.
 
         What was compiled stays, and so do requests with the tokens that they have got. It is the model that sleeps,
         with all of its engines: they take no requests, and ``model.generate`` and ``model(...)`` run HuggingFace's own
@@ -341,7 +341,7 @@ class Engine:
         return put_to_sleep(self._runtime, requests == "end", weights)
 
     def wake(self) -> None:
-        """Take weights, as many pages as before, and workspaces again, and record what was recorded; nothing compiles.
+        """Take weights, as many pages as before, and workspaces again, and capture what was captured; nothing compiles.
 
         Requests that wait go on. Any engine of the model may wake it; awake, it does nothing.
 

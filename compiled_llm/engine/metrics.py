@@ -23,8 +23,8 @@ class EngineStats:
         prompt_tokens: tokens of the prompts that have begun to run.
         cached_tokens: how many of those came from the prefix cache.
         new_tokens: tokens generated.
-        cold_starts: how often a step, or a call of ``generate``, waited for something to be compiled or recorded.
-        recordings: CUDA graphs that steps are replayed from, those of prefills among them; 0 on a CPU.
+        cold_starts: how often a step, or a call of ``generate``, waited for something to be compiled or captured.
+        cuda_graphs: those that steps are replayed from, those of prefills among them; 0 on a CPU.
         queue_seconds: how long requests waited until they first ran; of the latest 1,000, or None if there were none.
         first_token_seconds: how long they waited for their first token (time to first token); likewise.
         inter_token_seconds: from one token of a request to its next (inter-token latency); of the latest 1,000 steps.
@@ -40,7 +40,7 @@ class EngineStats:
     cached_tokens: int = 0
     new_tokens: int = 0
     cold_starts: int = 0
-    recordings: int = 0
+    cuda_graphs: int = 0
     queue_seconds: Latency | None = None
     first_token_seconds: Latency | None = None
     inter_token_seconds: Latency | None = None
@@ -73,7 +73,7 @@ def stats_of(loop: Loop | None, waiting: int, before: EngineStats) -> EngineStat
         cached_tokens=before.cached_tokens + scheduler.cached_tokens,
         new_tokens=before.new_tokens + scheduler.new_tokens,
         cold_starts=len(device_model.events.cold_starts),
-        recordings=device_model.readiness.recorded,
+        cuda_graphs=device_model.readiness.captured,
         queue_seconds=scheduler.latencies.queue.latency() or before.queue_seconds,
         first_token_seconds=scheduler.latencies.first_token.latency() or before.first_token_seconds,
         inter_token_seconds=scheduler.latencies.inter_token.latency() or before.inter_token_seconds,
@@ -90,7 +90,7 @@ class EngineDescription:
     """Where an engine's device memory went, and how many requests fit.
 
     Attributes:
-        memory: bytes by what they are for: weights, pages, workspace, buffers and recorded graphs.
+        memory: bytes by what they are for: weights, pages, workspace, buffers and captured graphs.
         pages: the page account, shared with ``generate`` and caches.
         page_size: tokens in a page.
         max_rows: how many requests run at once, at most.

@@ -28,9 +28,9 @@ from compiled_llm.execution.batch import Batch, Extension, Observer, Step
 from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.decode.deferred_choice import Masks, prepare_deferred
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
+from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
 from compiled_llm.execution.graphs.model_watch import ModelWatch
 from compiled_llm.execution.graphs.readiness import Readiness
-from compiled_llm.execution.graphs.recorded_shapes import RecordedShapes
 from compiled_llm.execution.growth import grown
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill.prefill import Prefill
@@ -65,7 +65,7 @@ class DeviceModel:
         pool: who has which page.
         prefixes: pages of texts that engines keep; one for all of them, since a page is in one tree.
         state: tensors at fixed addresses.
-        readiness: what is compiled and recorded.
+        readiness: what is compiled and captured.
         prefill: runs new tokens.
         decode: runs decode steps.
         readbacks: tokens on their way to the host.
@@ -109,7 +109,7 @@ class DeviceModel:
                 weights = FusedWeights(model, facts.fused_groups if config.fuses_on(self.device.type) else [])
         self.max_positions = max_positions_of(model)
         weights_of_layer = weights_of_a_layer(model, len(facts.layers))
-        shapes = RecordedShapes(config.max_batch_size, weights_of_layer, self.max_positions, config.prefill_tokens)
+        shapes = CapturedShapes(config.max_batch_size, weights_of_layer, self.max_positions, config.prefill_tokens)
         room = PrefillRoom.of_all(facts.layers, config, self.device, self.max_positions, shapes.all())
         self.state = DeviceState(facts, config, self.max_positions, room.pages)
         self.pool = self.state.pool
@@ -121,7 +121,7 @@ class DeviceModel:
             self.device,
             longest=self.max_positions,
             room=room,
-            shapes=shapes.all() if config.records_on(self.device.type) else [],
+            shapes=shapes.all() if config.captures_on(self.device.type) else [],
         )
         self._planner.load()
         self.readiness = Readiness(self.state, weights, thread, self.events, programs, artifacts)
@@ -179,7 +179,7 @@ class DeviceModel:
             decoded = self._decode(batch, persistent, unchanged) if batch.decode else None
             if decoded is not None:
                 persistent.deferred.keep(decoded, batch.observer)
-            # Recorded graphs share memory for what they compute: a replayed prefill may overwrite what decode returned.
+            # Captured graphs share memory for what they compute: a replayed prefill may overwrite what decode returned.
             chosen = None if decoded is None else decoded.tokens.clone()
             self.state.slots.ensure(rows)
             logits, tokens = self.prefill.run(batch.extend, unchanged=unchanged, exact=persistent.exact)
@@ -322,14 +322,14 @@ class DeviceModel:
 
     def catch_up(self, wanted: Callable[[], object]) -> None:
         """Capture what steps have missed, since none is to run, until something is ``wanted``."""
-        while self.readiness.recordings.captures_beside and not wanted():
+        while self.readiness.cuda_graphs.captures_beside and not wanted():
             self.thread.call(self.go_on)
             self.thread.call(self.readiness.adopt)
 
     @deferred()
     def settle(self) -> None:
         """Let nothing be captured any more beside steps: whoever runs none may wait for the whole device."""
-        self.readiness.recordings.settle()
+        self.readiness.cuda_graphs.settle()
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -350,7 +350,7 @@ class DeviceModel:
             "pages": self.state.page_bytes,
             "workspace": self._planner.workspace_bytes,
             "buffers": self.state.buffer_bytes + self.decode.table_bytes,
-            "graphs": self.readiness.recordings.nbytes,
+            "graphs": self.readiness.cuda_graphs.nbytes,
         }
 
 

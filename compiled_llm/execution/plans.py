@@ -25,8 +25,8 @@ from compiled_llm_ops.protocol import Captured, Plan
 
 logger = logging.getLogger("compiled_llm.graphs")
 
-MOST_FOR_RECORDED = 256 * 2**20
-"""Bytes of workspace that recorded prefills may ask for: those that need more gain least from recording."""
+MOST_FOR_CAPTURED = 256 * 2**20
+"""Bytes of workspace that captured prefills may ask for: those that need more gain least from capturing."""
 
 _NOT_CAPTURED = _BEST_VARIANT = -1
 
@@ -58,7 +58,7 @@ class Planner:
             device: where the model lives.
             longest: tokens that a row may have.
             room: what a prefill takes at most.
-            shapes: prefills that are recorded, of any variant.
+            shapes: prefills that are captured, of any variant.
         """
         self._name = config.backend_on(device.type)
         self._backend = backend_named(self._name)
@@ -93,14 +93,14 @@ class Planner:
 
     @property
     def variants(self) -> tuple[int, ...]:
-        """Ways to divide a batch; each has recordings of its own, if these hold attention."""
+        """Ways to divide a batch; each has CUDA graphs of its own, if these hold attention."""
         return self._backend.variants if self._captures else self._backend.variants[:1]
 
     def fits(self, shape: Shape) -> bool:
-        """Return whether prefills of this shape can be recorded.
+        """Return whether prefills of this shape can be captured.
 
         The workspace must hold what their plans need, however long the rows are; and of a variant that only a mixture
-        of long and short rows gains by, nothing is recorded.
+        of long and short rows gains by, nothing is captured.
         """
         if shape.variant == self.variants[0] or not self._captures:
             return True
@@ -114,14 +114,14 @@ class Planner:
         return self._best(queries, [extension.row.length for extension in batch])
 
     def forget(self, key: object) -> None:
-        """Let go of the plans of a recorded prefill that is gone, if it is one: another gets new ones."""
+        """Let go of the plans of a captured prefill that is gone, if it is one: another gets new ones."""
         if isinstance(key, Shape):
             self._plans.pop(key, None)
 
     # ---- what programs read
 
     def for_prefill(self, shape: Shape | None = None) -> AttentionPlans:
-        """Return what a prefill reads: the plans of a recorded shape, or those of all others."""
+        """Return what a prefill reads: the plans of a captured shape, or those of all others."""
         return self._as_inputs(shape)
 
     def for_decode(self, bucket: int) -> AttentionPlans:
@@ -138,7 +138,7 @@ class Planner:
 
         Args:
             table: its page table on the host.
-            shape: of a prefill that is recorded; None for any other.
+            shape: of a prefill that is captured; None for any other.
         """
         if shape is None or not self._captures:
             self._plan(shape, table, _NOT_CAPTURED, _BEST_VARIANT)
@@ -171,7 +171,7 @@ class Planner:
     # ---- variants, and how much workspace they need
 
     def _workspace_for(self, config: WrapConfig, shapes: Sequence[Shape]) -> tuple[int, int]:
-        """Return the bytes that everything needs, and as far as that is not too much those to record ``shapes``."""
+        """Return the bytes that everything needs, and as far as that is not too much those to capture ``shapes``."""
         needed = self._backend.workspace_bytes(self._groups, self._device)
         if not self._captures:
             return needed, 0
@@ -180,9 +180,9 @@ class Planner:
             buckets = buckets_up_to(config.max_batch_size)
             decode = (Captured(bucket, bucket, self._decode_variant(bucket)) for bucket in buckets)
             needed = max(needed, *(self._backend.workspace_bytes(self._groups, self._device, step) for step in decode))
-        if wanted > (config.workspace_bytes or max(needed, MOST_FOR_RECORDED)):
-            logger.info("not all prefills of long rows are recorded: that takes workspace_bytes=%d", wanted)
-        return needed, min(wanted, MOST_FOR_RECORDED)
+        if wanted > (config.workspace_bytes or max(needed, MOST_FOR_CAPTURED)):
+            logger.info("not all prefills of long rows are captured: that takes workspace_bytes=%d", wanted)
+        return needed, min(wanted, MOST_FOR_CAPTURED)
 
     def _needed(self, shape: Shape) -> int:
         captured = Captured(shape.tokens, shape.rows + 1, shape.variant)

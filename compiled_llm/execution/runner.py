@@ -84,7 +84,7 @@ class Runner:
 
     @property
     def prepared(self) -> bool:
-        """Whether the next decode step can be launched at once: nothing has to be compiled or recorded for it."""
+        """Whether the next decode step can be launched at once: nothing has to be compiled or captured for it."""
         return self._persistent.bucket_for(len(self.rows)) in self.device_model.decode.ready
 
     # ---- the three verbs

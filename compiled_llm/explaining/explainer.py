@@ -20,7 +20,7 @@ from compiled_llm.execution.lifecycle.runtime import Runtime, runtime_of
 from compiled_llm.explaining import breaks
 from compiled_llm.explaining.dump.dump import Dump, new_folder
 from compiled_llm.explaining.findings import Finding, Findings, general
-from compiled_llm.explaining.graph_checks import unrecordable
+from compiled_llm.explaining.graph_checks import uncapturable
 from compiled_llm.explaining.history import history_of, timings_of
 from compiled_llm.explaining.recompiles import environment_in, recompiles_of
 from compiled_llm.explaining.report import Report
@@ -182,7 +182,7 @@ def _trace(model: PreTrainedModel, dump: Dump | None, sandbox: Sandbox, findings
             findings.add(breaks.finding_of(trace.error, trace.name))
         findings.extend(recompiles_of(trace.function, trace.name, model))
         findings.extend(environment_in(trace.function, trace.name))
-        findings.extend(unrecordable(trace, model.device))
+        findings.extend(uncapturable(trace, model.device))
     return traces
 
 

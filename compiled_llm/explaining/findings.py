@@ -1,4 +1,4 @@
-"""What was found, one record a line at fault."""
+"""What was found, one capture a line at fault."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Kind = Literal[
     "recompile",
     "pinned",
     "no CUDA graph",
-    "recorded again",
+    "captured again",
     "cold start",
     "slow path",
 ]
 """What the matter is: ``wrap`` refuses, forward raises, tracing stops, a graph is compiled again, the world outside is
-built into a graph, a graph cannot be recorded, one was recorded again, a call waited for what ``warmup`` could have
+built into a graph, a graph cannot be captured, one was captured again, a call waited for what ``warmup`` could have
 prepared, or a call took a slower path."""
 
 

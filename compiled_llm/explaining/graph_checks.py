@@ -15,13 +15,13 @@ from compiled_llm.explaining.tracing import Trace
 from compiled_llm.model.places import blame, stack_in
 
 
-def unrecordable(trace: Trace, device: torch.device) -> Iterator[Finding]:
-    """Yield what keeps a program from being recorded, or makes the host wait for the device."""
+def uncapturable(trace: Trace, device: torch.device) -> Iterator[Finding]:
+    """Yield what keeps a program from being captured, or makes the host wait for the device."""
     for graph in trace.graphs[:1]:
         yield from _data_dependent(graph, trace.name)
         if device.type == "cuda":
             yield from _on_the_cpu(graph, trace.name)
-    if trace.name != PREFILL:  # which is never recorded
+    if trace.name != PREFILL:  # which is never captured
         yield from _mutated(trace)
 
 

@@ -20,7 +20,7 @@ _MOVED = (
     "Change weights in place (tensor.copy_, load_state_dict without assign=True), before warmup if they have to be "
     "exchanged."
 )
-_UNNAMED = "Set TORCH_LOGS=+cudagraphs, which says it for each recording, and report what it says."
+_UNNAMED = "Set TORCH_LOGS=+cudagraphs, which says it for each CUDA graph, and report what it says."
 _FULL = (
     "Keep what changes in a tensor, or call model.compiled.warmup() to compile for what holds then; "
     "torch._dynamo.config.recompile_limit is how often torch compiles a program."
@@ -53,10 +53,10 @@ def history_of(runtime: Runtime) -> tuple[dict[str, Any], list[Finding]]:
     """Return counters as plain data, and what slowed calls down."""
     stats = dataclasses.asdict(runtime.stats())
     stats["pages"] = {} if stats["pages"] is None else stats["pages"]._asdict()
-    again, moved = runtime.rerecordings()
+    again, moved = runtime.recaptures()
     stats |= {
         "upload_causes": dict(runtime.events.uploads),
-        "rerecordings": again,
+        "recaptures": again,
         "cold_starts": [dataclasses.asdict(cold) for cold in runtime.events.cold_starts],
     }
     found = Findings()
@@ -66,7 +66,7 @@ def history_of(runtime: Runtime) -> tuple[dict[str, Any], list[Finding]]:
     found.extend(_cold_starts(runtime.events.cold_starts))
     found.extend(map(_skipped, runtime.cudagraph_reasons()))
     if again:
-        found.add(_recorded_again(again, moved))
+        found.add(_captured_again(again, moved))
     for name, count in runtime.uncompiled().items():
         said = f"{name} ran uncompiled {count} times, because torch has compiled it as often as it will."
         found.add(general("recompile", said, _FULL))
@@ -89,11 +89,11 @@ def _skipped(said: str) -> Finding:
     return Finding("no CUDA graph", blame(stack_in(said)), reason, advice, detail=said)
 
 
-def _recorded_again(count: int, moved: Sequence[str]) -> Finding:
+def _captured_again(count: int, moved: Sequence[str]) -> Finding:
     if not moved:
-        reason = f"{count} CUDA graphs were recorded again, for a reason that is not known."
-        return general("recorded again", reason, _UNNAMED)
+        reason = f"{count} CUDA graphs were captured again, for a reason that is not known."
+        return general("captured again", reason, _UNNAMED)
     more = f" and {len(moved) - _SHOWN} more" if len(moved) > _SHOWN else ""
     names = f"{', '.join(moved[:_SHOWN])}{more}"
-    reason = f"{count} CUDA graphs were recorded again, because weights moved to other memory: {names}."
-    return general("recorded again", reason, _MOVED, detail="\n".join(moved))
+    reason = f"{count} CUDA graphs were captured again, because weights moved to other memory: {names}."
+    return general("captured again", reason, _MOVED, detail="\n".join(moved))

@@ -140,7 +140,7 @@ class _Stopwatch:
         """Time steps after the prompts."""
         with self._admitted(prompts) as runner:
             runner.step()
-            runner.step()  # looks whether the model is as it was recorded; the others need not, as in ``generate``
+            runner.step()  # looks whether the model is as it was captured; the others need not, as in ``generate``
             self._seconds(runner, _WARM)
             seconds = statistics.median(self._seconds(runner, _RUN) / _RUN for _ in range(_RUNS))
             host = statistics.fmean(self._launch_seconds(runner) for _ in range(_RUN))

@@ -35,7 +35,7 @@ class CompiledModel(Runtime):
         self.overrides = Overrides()
 
     def explain(self, timings: bool | Sequence[int] = False) -> Report:
-        """Return the history and its reasons: paths taken, recompiles, cold starts, uploads, recordings.
+        """Return the history and its reasons: paths taken, recompiles, cold starts, uploads, CUDA graphs.
 
         Args:
             timings: also run prefill and decode on meaningless rows and say where their time goes: at these batch

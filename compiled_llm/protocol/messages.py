@@ -208,7 +208,7 @@ class Stats(Struct, tag="stats", frozen=True, kw_only=True):
     first_token_seconds: Percentiles | None
     inter_token_seconds: Percentiles | None
     pages: Pages | None
-    recordings: int = 0
+    cuda_graphs: int = 0
 
 
 class Leaving(Struct, tag="leaving", frozen=True):

@@ -155,7 +155,7 @@ def own(plan: Plan) -> None:
     """Make ``plan`` the one that launches find by the address of its tensor.
 
     A launch needs integers from the host, ``plan.numbers``, which are no input of ``paged_attention``: cudagraph trees
-    cannot record a graph with a host tensor among its inputs. Torch 2.11 raises ("storage data ptrs are not allocated
+    cannot capture a graph with a host tensor among its inputs. Torch 2.11 raises ("storage data ptrs are not allocated
     in pool") if one reaches an op, and Inductor skips CUDA graphs ("cpu device"). So they stay with their owner.
     """
     _owners[plan.tensor.data_ptr()] = plan

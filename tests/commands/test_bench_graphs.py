@@ -20,8 +20,8 @@ from compiled_llm.commands.bench.serving.workloads import Asked
 from compiled_llm.commands.bench.tables import tables_of
 from compiled_llm.commands.bench.timing import Percentiles
 from support.bench import CPU, PNG, invoke, new_report, new_setup
-from support.stand_in_pieces import let_a_cpu_record_pieces
-from support.stand_in_recordings import let_a_cpu_record
+from support.stand_in_cuda_graphs import let_a_cpu_capture
+from support.stand_in_pieces import let_a_cpu_capture_pieces
 
 LENGTHS = [10, 20, 40, 70, 90]
 """Prompts of five graphs."""
@@ -35,7 +35,7 @@ def test_a_cpu_measures_its_modes_and_says_what_it_leaves_out(tmp_path: Path) ->
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     report = Report.load(path)
-    assert [(result.contender, result.recordings, result.prompt) for result in report.graph_times] == [
+    assert [(result.contender, result.cuda_graphs, result.prompt) for result in report.graph_times] == [
         ("compiled-llm:eager", PREPARED, 6),
         ("compiled-llm:eager", PREPARED, 20),
     ]
@@ -49,23 +49,23 @@ def test_a_cpu_measures_its_modes_and_says_what_it_leaves_out(tmp_path: Path) ->
 
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize(
-    ("mode", "let_it_record"), [("cuda-graphs", let_a_cpu_record), ("pieces", let_a_cpu_record_pieces)]
+    ("mode", "let_it_record"), [("cuda-graphs", let_a_cpu_capture), ("pieces", let_a_cpu_capture_pieces)]
 )
 def test_graphs_are_measured_in_each_state(
     mode: str, let_it_record: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     let_it_record(monkeypatch)
     monkeypatch.setattr(ModeEngine, "obstacle", lambda self, setup: None)
-    monkeypatch.setattr(ModeEngine, "records", lambda self, setup: True)
+    monkeypatch.setattr(ModeEngine, "captures", lambda self, setup: True)
     load, report = GraphLoad(LENGTHS, new=8, requests=2, seconds=60.0, few=4), new_report()
     graphs.measure(graphs.choose(f"compiled-llm:{mode}"), new_setup(load.bounds), load, report, lambda: None)
     assert report.failures == []
-    assert [(result.recordings, result.prompt, len(result.first_s)) for result in report.graph_times] == [
+    assert [(result.cuda_graphs, result.prompt, len(result.first_s)) for result in report.graph_times] == [
         *((ON_DEMAND, length, 1) for length in LENGTHS),
         *((state, length, 2) for state in (PREPARED, EVICTED) for length in LENGTHS),
     ]
-    assert all(bool(result.running_s) == (result.recordings != ON_DEMAND) for result in report.graph_times)
-    use = {result.recordings: result for result in report.graph_use}
+    assert all(bool(result.running_s) == (result.cuda_graphs != ON_DEMAND) for result in report.graph_times)
+    use = {result.cuda_graphs: result for result in report.graph_use}
     # One decode step; a prefill for each length, and one for the prompt with which everything is compiled; and a few
     # in which any other could run.
     assert use[ON_DEMAND].ready > 1 + len(LENGTHS) + 1
@@ -95,7 +95,7 @@ class Scripted(ModeSession):
         self.beside.append((running, other, tokens))
         return [1.0, 6.0, *(7 + 0.25 * token + (token > tokens) for token in range(running.new - 2))]
 
-    def graph_use(self, name: str, recordings: str) -> GraphUse | None:
+    def graph_use(self, name: str, cuda_graphs: str) -> GraphUse | None:
         return None
 
 
@@ -141,7 +141,7 @@ def test_tables_have_prompts_side_by_side_and_a_picture_has_every_state(tmp_path
     use = [GraphUse("ours", EVICTED, 4, 3 * 2**20, 50, 46, 5.0), GraphUse("trees", PREPARED, 1, 2**20, 1, 0, None)]
     report = new_report(graph_times=results[:-1], graph_use=use)
     first, between, running, graph_table = tables_of(report)
-    assert first.columns == ["contender", "recordings", "50", "100"]
+    assert first.columns == ["contender", "cuda_graphs", "50", "100"]
     assert first.rows == [["ours", PREPARED, *["3.50 / 4.00"] * 2], ["ours", EVICTED, "", "3.50 / 4.00"]]
     assert between.rows[0][2:] == ["0.50 / 0.75"] * 2
     assert running.rows == [["ours", PREPARED, *["4.00 / 4.00"] * 2]]

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import compiled_llm
 from compiled_llm.commands.app import app
 from support.foreign_folder import OURS, STANDARD, ForeignFolder, imported
-from support.stand_in_recordings import let_a_cpu_record
+from support.stand_in_cuda_graphs import let_a_cpu_capture
 from support.tiny_models import tiny_qwen3
 
 COMMAND = str(Path(sys.executable).with_name("compiled-llm"))
@@ -280,12 +280,12 @@ def test_impossible_values_are_refused_before_a_model_is_looked_for(arguments: s
 
 @pytest.mark.parametrize("positions", [12, 40])
 def test_context_of_a_few_tokens_is_enough(model_folder: Path, tmp_path: Path, positions: int, monkeypatch) -> None:
-    """One row is warmed up, and on CUDA recorded."""
+    """One row is warmed up, and on CUDA captured."""
     folder = shutil.copytree(model_folder, tmp_path / "model")
     tiny_qwen3(eos_token_id=None, max_position_embeddings=positions).save_pretrained(folder)
     expected = greedy(folder, "Hello", positions - 5)[1]
     assert answer(folder, "Hello", "--max-new-tokens", str(positions - 5))["text"] == expected
-    let_a_cpu_record(monkeypatch)
+    let_a_cpu_capture(monkeypatch)
     assert answer(folder, "Hello", "--max-new-tokens", str(positions - 5))["text"] == expected
 
 

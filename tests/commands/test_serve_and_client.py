@@ -179,7 +179,7 @@ def test_a_profile_that_cannot_be_kept_is_refused_at_once(path: Path, tmp_path: 
         (tmp_path / "damaged", (), "is damaged, or is no profile; remove it, and have it saved anew"),
         (tmp_path, (), "cannot be read: Is a directory"),
         (tmp_path / "no" / "where", (), f"{tmp_path / 'no'} is no folder that you can write to; make it first"),
-        (tmp_path / "new", ("--mode", "eager"), "--mode eager compiles and records nothing that one could name"),
+        (tmp_path / "new", ("--mode", "eager"), "--mode eager compiles and captures nothing"),
     ):
         code, line = failed("serve", "demo", "--uds", str(path), "--profile", str(profile), *options)
         assert (code, line.startswith(f"error: --profile {profile}"), said in line) == (2, True, True), line

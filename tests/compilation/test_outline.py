@@ -328,7 +328,7 @@ def dicts_of(module: nn.Module) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("number", [0, 2], ids="layer {}".format)
 @pytest.mark.parametrize("change", CHANGES[:-2], ids=lambda change: change.__name__)
 def test_a_later_change_of_any_layer_is_noticed(change, number, outlined, monkeypatch):
-    """By what a recording takes for granted, and by what is called where nothing is recorded."""
+    """By what a CUDA graph takes for granted, and by what is called where nothing is captured."""
     device_model = outlined.compiled.device_model()
     programs, state = device_model.readiness.programs, device_model.state
     outlines, decode = programs._outlines, programs.decode_many_function
@@ -352,7 +352,7 @@ def test_a_later_change_of_any_layer_is_noticed(change, number, outlined, monkey
 
 
 def validity_of(model: PreTrainedModel) -> Callable[[], bool]:
-    """Return the check of what a recording of decode takes for granted."""
+    """Return the check of what a CUDA graph of decode takes for granted."""
     device_model = model.compiled.device_model()
     programs, state = device_model.readiness.programs, device_model.state
     arguments = Arguments(model, state.decode_buffers.bucket(2), state.slots.tables, state.pages)

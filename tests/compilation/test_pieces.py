@@ -13,7 +13,7 @@ import compiled_llm
 from compiled_llm.compilation.graphs.pieces import GraphInPieces
 from compiled_llm_ops.attention import decode
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
-from support.stand_in_pieces import CapturedPieces, Tape, captured, let_a_cpu_record_pieces
+from support.stand_in_pieces import CapturedPieces, Tape, captured, let_a_cpu_capture_pieces
 from support.tiny_models import WINDOWS, tiny_qwen3
 from support.two_layers import TwoLayers
 
@@ -114,25 +114,26 @@ def plain(**overrides: Any) -> PreTrainedModel:
 def test_steps_in_pieces_give_huggingfaces_tokens(
     layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    let_a_cpu_record_pieces(monkeypatch)
+    let_a_cpu_capture_pieces(monkeypatch)
     reference, model = plain(**layers), compiled_llm.wrap(plain(**layers), **OPTIONS)
     for lengths in [5], [9, 4, 17], [9, 4, 17], [3, 3, 3, 20, 8], [6]:
         inputs = mixed_prompts(lengths, 128, seed)
         torch.testing.assert_close(greedy(model, inputs, 24), greedy(reference, inputs, 24))
-    table = model.compiled.recordings
+    table = model.compiled.cuda_graphs
     assert table.captures == table.ready == 3 + 2 + 5  # and those that any prefill can run in
     assert all(row.replays > 0 for row in table if row.phase == "decode")
-    pieces = {entry.recording.graph.pieces for entry in model.compiled.device_model().state.recordings._ready.values()}
+    ready = model.compiled.device_model().state.cuda_graphs._ready.values()
+    pieces = {entry.cuda_graph.graph.pieces for entry in ready}
     assert pieces == {3}, "two layers"
     assert_account_is_empty(model)
 
 
 def test_few_steps_in_pieces_make_room_for_each_other(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    let_a_cpu_record_pieces(monkeypatch)
+    let_a_cpu_capture_pieces(monkeypatch)
     reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS, max_graphs=2)
     for lengths in [5], [9, 4, 17], [40], [5]:
         inputs = mixed_prompts(lengths, 128, seed)
         torch.testing.assert_close(greedy(model, inputs, 12), greedy(reference, inputs, 12))
-    assert model.compiled.recordings.ready == 2
-    assert model.compiled.recordings.evictions >= 2
+    assert model.compiled.cuda_graphs.ready == 2
+    assert model.compiled.cuda_graphs.evictions >= 2
     assert_account_is_empty(model)

@@ -32,7 +32,7 @@ PREFILL_AND_DECODE = 2
 
 @pytest.fixture(autouse=True)
 def pieces_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs are cut at each attention where they are recorded, which is on CUDA."""
+    """Programs are cut at each attention where they are captured, which is on CUDA."""
     in_pieces = functools.partial(inductor.Inductor, layers_in_region=1)
     monkeypatch.setattr(programs, "Inductor", lambda *args, layers_in_region, **options: in_pieces(*args, **options))
 

@@ -1,4 +1,4 @@
-"""Recordings that make room for others, against a naive model; nothing here is a CUDA graph."""
+"""CudaGraphs that make room for others, against a naive model; nothing here is a CUDA graph."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from compiled_llm.compilation.graphs.rolling import UNBOUNDED, Budget, Choice, Cost, Entry, Key, RollingRecordings
-from compiled_llm.compilation.graphs.table import RecordingTable
+from compiled_llm.compilation.graphs.rolling import UNBOUNDED, Budget, Choice, Cost, Entry, Key, RollingCudaGraphs
+from compiled_llm.compilation.graphs.table import CudaGraphTable
 from compiled_llm.compilation.inputs import Shape
 
 DECODES: list[Key] = [1, 2, 4, 8]
@@ -57,7 +57,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         ticks = itertools.count()
         self.graphs: list[Fake] = []
-        self.rolling = RollingRecordings(self.budget, self.wait, lambda: float(next(ticks)), self.mark)
+        self.rolling = RollingCudaGraphs(self.budget, self.wait, lambda: float(next(ticks)), self.mark)
         self.leaving: list[tuple[Fake, int]] = []  # evicted ones that are not released, and what they take
         self.rolling.anchors |= {"decode": [8], "prefill": [Shape(64, 8), Shape(16, 2)]}
         self.dropped: list[Key] = []
@@ -78,7 +78,7 @@ class Machine(RuleBasedStateMachine):
     def leaves(self, victim: Key) -> None:
         entry = self.rolling.get(victim)
         assert entry is not None
-        self.leaving.append((entry.recording, self.sizes[victim]))
+        self.leaving.append((entry.cuda_graph, self.sizes[victim]))
 
     def fits(self, more: int = 0, nbytes: int = 0) -> bool:
         limit, most = self.budget
@@ -226,8 +226,8 @@ TestMemory = machine(Budget(nbytes=SHARED + 9))
 TestBoth = machine(Budget(nbytes=SHARED + 14, most=5))
 
 
-def filled(*keys: Key, budget: Budget = UNBOUNDED, replays: int = 0) -> RollingRecordings:
-    rolling = RollingRecordings(budget)
+def filled(*keys: Key, budget: Budget = UNBOUNDED, replays: int = 0) -> RollingCudaGraphs:
+    rolling = RollingCudaGraphs(budget)
     for key in keys:
         rolling.make_room(key)
         rolling.add(key, Fake(), Cost(2**20, 2**20, 0.25), "steps")
@@ -270,8 +270,8 @@ def test_what_was_evicted_stays_in_the_table():
 
 
 def test_an_empty_table_is_one_line():
-    assert str(RecordingTable()) == "0 ready; 0.0 MiB, 0.0 MiB of them shared; 0 captures, 0 evictions, 0 misses"
-    assert RecordingTable().as_dicts() == []
+    assert str(CudaGraphTable()) == "0 ready; 0.0 MiB, 0.0 MiB of them shared; 0 captures, 0 evictions, 0 misses"
+    assert CudaGraphTable().as_dicts() == []
 
 
 def test_memory_that_one_step_does_not_fit_into_is_refused_with_the_least():

@@ -1,4 +1,4 @@
-"""The engine on a GPU: chunks of prompts and decode steps, both recorded, too few pages, rows that come and go."""
+"""The engine on a GPU: chunks of prompts and decode steps, both captured, too few pages, rows that come and go."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_two_thousand_steps_of_requests_that_come_and_go(
                 time.sleep(0.005 * draw.random())
         answered = [(request, handle.result().token_ids) for request, handle in handles]
         assert engine.stats().preemptions > 0
-    stats, table = model.compiled.stats(), model.compiled.recordings
+    stats, table = model.compiled.stats(), model.compiled.cuda_graphs
     print(table)
     assert (stats.graph_breaks, stats.recompiles, stats.cudagraph_skips, table.failures) == (0, 0, 0, 0)
     if table.most is not None:

@@ -1,4 +1,4 @@
-"""Log-probabilities on a GPU: of recorded steps, whose memory the next launch uses again, and without a wait."""
+"""Log-probabilities on a GPU: of captured steps, whose memory the next launch uses again, and without a wait."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_steps_with_log_probabilities_return_while_the_device_sleeps(model: PreT
     ]
     prompts = [prompt for prompt, _ in some_requests(seed, 4)]
     with Engine(model, max_rows=4) as engine:
-        engine.generate(prompts, settings)  # what these sizes need is recorded
+        engine.generate(prompts, settings)  # what these sizes need is captured
         handles = [engine.submit(*asked) for asked in zip(prompts, settings, strict=True)]
         while min(len(handle.requests[0].tokens) for handle in handles) < 8:
             time.sleep(0.001)

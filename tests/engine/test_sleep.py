@@ -20,7 +20,7 @@ from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.execution.lifecycle import device_side
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.parity import assert_account_is_empty
-from support.stand_in_recordings import let_a_cpu_record
+from support.stand_in_cuda_graphs import let_a_cpu_capture
 from support.tiny_models import tiny_qwen3
 
 PROMPTS = [[5, 6, 7, 8] * 9, [5, 6, 7, 8] * 5 + [9, 10], [3, 4]]
@@ -79,7 +79,7 @@ def device_objects(model: PreTrainedModel) -> dict[str, weakref.ref[Any]]:
         "arena": state.arena,
         "slots": state.slots.tables.counts,
         "workspace": planner._workspace.buffer,
-        "recordings": device_model.readiness.recordings,
+        "cuda_graphs": device_model.readiness.cuda_graphs,
     }
     return {name: weakref.ref(found) for name, found in named.items()}
 
@@ -195,7 +195,7 @@ def test_nothing_of_the_device_side_is_left(one_thread, mode):
 
 
 def test_what_was_recorded_is_recorded_again(monkeypatch, one_thread):
-    let_a_cpu_record(monkeypatch)
+    let_a_cpu_capture(monkeypatch)
     model = wrapped()
     with Engine(model, max_rows=8) as engine:
         engine.warmup([1, 5])
@@ -205,13 +205,13 @@ def test_what_was_recorded_is_recorded_again(monkeypatch, one_thread):
         assert alive(objects) == []
         engine.wake()
         awake = model.compiled.stats()
-        assert (awake.recordings, awake.prefill_recordings) == (before.recordings, before.prefill_recordings)
-        assert before.recordings > 1 < before.prefill_recordings
-        assert engine.stats().recordings == awake.recordings + awake.prefill_recordings
+        assert (awake.cuda_graphs, awake.prefill_cuda_graphs) == (before.cuda_graphs, before.prefill_cuda_graphs)
+        assert before.cuda_graphs > 1 < before.prefill_cuda_graphs
+        assert engine.stats().cuda_graphs == awake.cuda_graphs + awake.prefill_cuda_graphs
         assert awake.buckets == before.buckets
         assert answers(engine) == expected
-        assert model.compiled.stats().recordings == before.recordings
-        assert model.compiled.rerecordings() == (0, [])
+        assert model.compiled.stats().cuda_graphs == before.cuda_graphs
+        assert model.compiled.recaptures() == (0, [])
 
 
 def test_pages_go_even_if_a_call_of_generate_waits_in_the_engine(model, engine):

@@ -45,17 +45,17 @@ def answers(engine: Engine) -> list[list[list[int]]]:
 
 
 def answers_when_warm(model: PreTrainedModel, engine: Engine) -> list[list[list[int]]]:
-    """Those of a run that misses no recording: what does runs in another shape, and bfloat16 takes others of near ties.
+    """Those of a run that misses no CUDA graph: a step without one runs in another shape.
 
     No prompt is cached afterwards.
     """
     for _ in range(20):
-        missed = model.compiled.recordings.misses
+        missed = model.compiled.cuda_graphs.misses
         found = answers(engine)
         engine.reset_prefix_cache()
-        if model.compiled.recordings.misses == missed:
+        if model.compiled.cuda_graphs.misses == missed:
             return found
-    raise AssertionError("recordings are missing still")
+    raise AssertionError("CUDA graphs are missing still")
 
 
 def taken() -> tuple[int, int]:
@@ -78,8 +78,8 @@ def test_device_memory_goes_and_comes_back(model: PreTrainedModel, weights: bool
             engine.wake()
             measured.append((given_back, asleep, taken()))
             awake = model.compiled.stats()
-            assert (awake.graphs, awake.recompiles, awake.recordings, awake.prefill_recordings) == (
-                (stats.graphs, 0, stats.recordings, stats.prefill_recordings)
+            assert (awake.graphs, awake.recompiles, awake.cuda_graphs, awake.prefill_cuda_graphs) == (
+                (stats.graphs, 0, stats.cuda_graphs, stats.prefill_cuda_graphs)
             )
             assert answers(engine) == expected
     print(f"backend {model.compiled.config.backend}, weights {weights}: {memory}, outside {outside}; before {before}")

@@ -117,7 +117,7 @@ def test_an_update_that_fails_keeps_no_pages(
 def test_an_engine_that_runs_looks_at_the_model_in_its_next_step(
     watched: bool, model: PreTrainedModel, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A recorded step would go on with tensors that were replaced, and what it computes would be kept."""
+    """A captured step would go on with tensors that were replaced, and what it computes would be kept."""
     monkeypatch.setattr(model_check, "_SECONDS", 1000)
     monkeypatch.setattr(Driver, "start_thread", lambda self: None)
     looked, step = [], Loop.step

@@ -1,4 +1,4 @@
-"""New weights on a GPU: what was fused, compiled and recorded goes on with them, and nothing is made again."""
+"""New weights on a GPU: what was fused, compiled and captured goes on with them, and nothing is made again."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def test_tokens_are_those_of_a_model_that_was_loaded_with_them(
             engine.wake()
         assert answers(engine) == expected
         after = model.compiled.stats()
-        assert (after.graphs, after.recompiles, after.recordings) == (before.graphs, 0, before.recordings)
+        assert (after.graphs, after.recompiles, after.cuda_graphs) == (before.graphs, 0, before.cuda_graphs)
         if asleep == "awake":
-            assert model.compiled.rerecordings() == (0, [])
+            assert model.compiled.recaptures() == (0, [])
 
 
 def test_requests_that_run_end_with_the_old_weights(model: PreTrainedModel, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_logits_are_as_exact_as_huggingfaces_on_each_backend(backend: str, mode:
     stats = twins.wrapped.compiled.stats()
     assert (stats.graph_breaks, stats.recompiles, stats.cudagraph_skips) == (0, 0, 0)
     # With graphs of ours, the largest one too, in which all can run.
-    assert stats.recordings == {"reduce-overhead": 2, "cuda-graphs": 3, "pieces": 3}.get(mode, 0)
+    assert stats.cuda_graphs == {"reduce-overhead": 2, "cuda-graphs": 3, "pieces": 3}.get(mode, 0)
     assert_account_is_empty(twins.wrapped)
     compiled_llm.unwrap(twins.wrapped)
 
@@ -53,7 +53,7 @@ def test_a_captured_step_keeps_its_partition_while_rows_grow(seed: int) -> None:
         greedy(model, prompts_on_device(lengths, seed), 40)
         assert torch.equal(plan.numbers, numbers)
         assert not torch.equal(plan.tensor, tensor), "nothing was planned"
-    assert model.compiled.rerecordings() == (0, [])
+    assert model.compiled.recaptures() == (0, [])
     compiled_llm.unwrap(model)
 
 

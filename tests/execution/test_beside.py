@@ -1,6 +1,6 @@
-"""Recordings that are made beside the steps, on a CPU: rows come and go, captures are late or fail, tokens stay right.
+"""CudaGraphs that are made beside the steps, on a CPU: rows come and go, captures are late or fail, tokens stay right.
 
-See ``support.stand_in_recordings``. The programs are not compiled but where that matters.
+See ``support.stand_in_cuda_graphs``. The programs are not compiled but where that matters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import WrapConfig
-from compiled_llm.compilation.graphs.rolling import RollingRecordings
+from compiled_llm.compilation.graphs.rolling import RollingCudaGraphs
 from compiled_llm.compilation.graphs.slices import SlicedThread
 from compiled_llm.compilation.inputs import Shape
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
@@ -31,7 +31,7 @@ from compiled_llm.kvcache.row import Row
 from support.in_threads import in_thread
 from support.model_changes import other_attribute
 from support.parity import alone, assert_account_is_empty, greedy, mixed_prompts
-from support.stand_in_recordings import StandIn, StandInRecorder, let_a_cpu_record
+from support.stand_in_cuda_graphs import StandIn, StandInGraphCapture, let_a_cpu_capture
 from support.tiny_models import tiny_qwen3
 
 OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 8, "progress": False}
@@ -40,17 +40,17 @@ LONGEST = 24
 
 
 @pytest.fixture(autouse=True)
-def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    let_a_cpu_record(monkeypatch)
-    monkeypatch.setattr(StandInRecorder, "late", [])
-    monkeypatch.setattr(StandInRecorder, "slices", float("inf"))
+def cuda_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    let_a_cpu_capture(monkeypatch)
+    monkeypatch.setattr(StandInGraphCapture, "late", [])
+    monkeypatch.setattr(StandInGraphCapture, "slices", float("inf"))
     yield
     finish_all()
 
 
 def finish_all() -> None:
-    while StandInRecorder.late:
-        StandInRecorder.late.pop().finish()
+    while StandInGraphCapture.late:
+        StandInGraphCapture.late.pop().finish()
 
 
 def plain() -> PreTrainedModel:
@@ -91,9 +91,9 @@ class Rows(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.device_model = self.model.compiled.device_model()
-        self.recordings = self.device_model.readiness.recordings
-        self.device_model.readiness.ready -= self.recordings.forget()
-        self.before = self.model.compiled.recordings
+        self.cuda_graphs = self.device_model.readiness.cuda_graphs
+        self.device_model.readiness.ready -= self.cuda_graphs.forget()
+        self.before = self.model.compiled.cuda_graphs
         self.caplog.clear()
         self.failed = 0
         self.runner = runner_of(self.model, self.exact)
@@ -134,19 +134,19 @@ class Rows(RuleBasedStateMachine):
             if row in self.tokens:
                 self.tokens[row].append(token)
 
-    @precondition(lambda self: StandInRecorder.late)
+    @precondition(lambda self: StandInGraphCapture.late)
     @rule(fails=st.sampled_from([False, False, True]))
     def a_capture_ends(self, fails: bool) -> None:
-        if fails and StandInRecorder.late:
-            StandInRecorder.late.pop().fail()
+        if fails and StandInGraphCapture.late:
+            StandInGraphCapture.late.pop().fail()
             self.failed += 1
         finish_all()
 
     @precondition(lambda self: self.runner.steps > 40)
     @rule()
     def the_model_changes(self) -> None:
-        """All recordings go, and the one that is underway with them."""
-        self.device_model.readiness.ready -= self.recordings.forget()
+        """All CUDA graphs go, and the one that is underway with them."""
+        self.device_model.readiness.ready -= self.cuda_graphs.forget()
 
     @invariant()
     def tokens_are_huggingfaces(self) -> None:
@@ -155,8 +155,8 @@ class Rows(RuleBasedStateMachine):
 
     @invariant()
     def one_at_a_time_within_the_budget(self) -> None:
-        assert len(StandInRecorder.late or []) <= 1
-        table = self.model.compiled.recordings
+        assert len(StandInGraphCapture.late or []) <= 1
+        table = self.model.compiled.cuda_graphs
         assert self.budget is None or table.ready <= self.budget
         assert table.failures - self.before.failures <= self.failed
         assert table.captures - self.before.captures <= table.misses - self.before.misses + 8  # some were waited for
@@ -167,7 +167,7 @@ class Rows(RuleBasedStateMachine):
             self.step(1)
         self.runner.close()
         assert_account_is_empty(self.model)
-        failures = self.model.compiled.recordings.failures - self.before.failures
+        failures = self.model.compiled.cuda_graphs.failures - self.before.failures
         said = [record for record in self.caplog.records if record.levelno == logging.WARNING]
         assert failures <= self.failed
         assert (len(said) > 0) == (failures > 0)
@@ -187,7 +187,7 @@ def test_tokens_are_right_whatever_is_recorded_and_when(
     run_state_machine_as_test(
         made, settings=settings(derandomize=True, deadline=None, max_examples=20, stateful_step_count=30)
     )
-    table = model.compiled.recordings
+    table = model.compiled.cuda_graphs
     print(table)
     assert table.misses > 20
     assert table.failures > 0
@@ -210,7 +210,7 @@ def admitted(model: Any, rows: int, exact: bool = False) -> Runner:
         runner.admit(prompt_of(9), 40)
     runner.step()
     device_model = model.compiled.device_model()
-    while device_model.readiness.recordings.captures_beside:  # the prefill
+    while device_model.readiness.cuda_graphs.captures_beside:  # the prefill
         device_model.thread.call(device_model.go_on)
         finish_all()
         device_model.thread.call(device_model.readiness.adopt)
@@ -219,7 +219,7 @@ def admitted(model: Any, rows: int, exact: bool = False) -> Runner:
 
 def counts(model: Any, rows: int) -> tuple[int, int, int, int]:
     """How often the decode step of so many rows was captured, replayed and missed, and ran in a larger one."""
-    found = [row for row in model.compiled.recordings if (row.phase, row.rows) == ("decode", rows)]
+    found = [row for row in model.compiled.cuda_graphs if (row.phase, row.rows) == ("decode", rows)]
     return (found[0].captures, found[0].replays, found[0].misses, found[0].padded) if found else (0, 0, 0, 0)
 
 
@@ -244,7 +244,7 @@ def test_a_step_that_is_exact_or_nothing_larger_is_recorded_for_is_launched_as_i
     model = wrapped()
     model.compiled.warmup([2])
     if not exact:
-        model.compiled.device_model().state.recordings.drop([8])
+        model.compiled.device_model().state.cuda_graphs.drop([8])
     runner = admitted(model, 3, exact)
     finish_all()
     assert steps_of(runner, 2) == [4, 4]
@@ -257,7 +257,7 @@ def test_a_step_that_is_exact_or_nothing_larger_is_recorded_for_is_launched_as_i
 def test_what_nobody_misses_any_more_makes_room_but_not_what_all_can_run_in(monkeypatch: pytest.MonkeyPatch) -> None:
     model = wrapped(4, monkeypatch)
     model.compiled.warmup([2])
-    rolling = model.compiled.device_model().state.recordings
+    rolling = model.compiled.device_model().state.cuda_graphs
     anchors = {8, Shape(2048, 8), Shape(512, 8)}
     for rows in (2, 3, 1, 2, 4):
         runner = admitted(model, rows)
@@ -266,13 +266,13 @@ def test_what_nobody_misses_any_more_makes_room_but_not_what_all_can_run_in(monk
             steps_of(runner, 1)
         assert anchors < {*rolling.of("decode", "prefill")}
         runner.close()
-    assert model.compiled.recordings.evictions > 3
+    assert model.compiled.cuda_graphs.evictions > 3
 
 
 def test_a_prompt_runs_in_the_next_larger_shape_while_its_own_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     model = wrapped(40, monkeypatch)
     model.compiled.warmup([1])
-    rolling = model.compiled.device_model().state.recordings
+    rolling = model.compiled.device_model().state.cuda_graphs
     shapes = sorted(rolling.of("prefill"))
     assert shapes[0] == Shape(16, 2)
     rolling._evict(rolling.get(shapes[0]))
@@ -289,8 +289,8 @@ def test_a_prompt_runs_in_the_next_larger_shape_while_its_own_is_captured(monkey
 def test_no_prompt_runs_in_far_more_tokens_than_its_own(
     budget: int | None, least: int, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Whatever else is captured: of few recordings some are large enough for all prompts, and some small enough."""
-    monkeypatch.setattr(StandInRecorder, "slices", 2)
+    """Whatever else is captured: of few CUDA graphs some are large enough for all prompts, and some small enough."""
+    monkeypatch.setattr(StandInGraphCapture, "slices", 2)
     served: list[tuple[Shape, Shape]] = []
     serving = Prefill._serving
 
@@ -310,10 +310,10 @@ def test_no_prompt_runs_in_far_more_tokens_than_its_own(
         runner.close()
     for wanted, ran in served:
         assert ran.tokens <= max(4 * wanted.tokens, least), f"{wanted} ran in {ran}"
-    rolling = model.compiled.device_model().state.recordings
+    rolling = model.compiled.device_model().state.cuda_graphs
     anchors = rolling.anchors["prefill"]
     assert {*anchors, *rolling.anchors["decode"]} <= {*rolling.of("decode", "prefill")}
-    table = model.compiled.recordings
+    table = model.compiled.cuda_graphs
     print(table)
     assert table.captures > len(anchors) + 3 or budget == 3
 
@@ -325,29 +325,29 @@ def test_what_makes_room_is_released_when_it_has_ended_and_nobody_waits_for_that
     model = wrapped(4, monkeypatch)
     model.compiled.warmup([2])
     device_model = model.compiled.device_model()
-    rolling, recordings = device_model.state.recordings, device_model.readiness.recordings
+    rolling, cuda_graphs = device_model.state.cuda_graphs, device_model.readiness.cuda_graphs
     monkeypatch.setattr(rolling, "_mark", lambda: lambda: bool(ended))
     monkeypatch.setattr(rolling, "_wait", lambda: pytest.fail("it waits for the device"))
-    evicted, runner = rolling.get(2).recording, runner_of(model, exact=False)
+    evicted, runner = rolling.get(2).cuda_graph, runner_of(model, exact=False)
     for _ in range(3):
         runner.admit(prompt_of(9), 40)
     for _ in range(6):
         runner.step(unchanged=runner.steps > 0)
         finish_all()
-    table = model.compiled.recordings
+    table = model.compiled.cuda_graphs
     assert (table.evictions, table.captures, evicted.released) == (1, 5, False)
     assert (table.nbytes, table.ready) == (rolling.shared.total() + 1000 + kept_by(rolling), 4)
-    assert recordings.captures_beside
+    assert cuda_graphs.captures_beside
     ended.append(True)
     for _ in range(3):
         runner.step(unchanged=True)
         finish_all()
     assert evicted.released
-    assert model.compiled.recordings.captures == 6, "captures go on"
+    assert model.compiled.cuda_graphs.captures == 6, "captures go on"
     assert not rolling.releases_later
 
 
-def kept_by(rolling: RollingRecordings) -> int:
+def kept_by(rolling: RollingCudaGraphs) -> int:
     return sum(rolling.get(key).nbytes for key in rolling.of("decode", "prefill"))  # type: ignore[union-attr]
 
 
@@ -371,41 +371,41 @@ def test_a_capture_that_fails_is_said_once_counted_and_tried_again_by_warmup(cap
         runner = admitted(model, rows)
         finish_all()
         assert steps_of(runner, 1) == [rows]
-        assert StandInRecorder.late
-        StandInRecorder.late.pop().fail()
+        assert StandInGraphCapture.late
+        StandInGraphCapture.late.pop().fail()
         assert steps_of(runner, 2) == [rows, rows]
-        assert not StandInRecorder.late, "it is not tried again by itself"
+        assert not StandInGraphCapture.late, "it is not tried again by itself"
         runner.close()
     said = [record for record in caplog.records if "could not be captured" in record.message]
     assert [record.levelname for record in said] == ["WARNING", "DEBUG"]
     assert "no capture" in said[0].message
-    assert model.compiled.recordings.failures == 2
+    assert model.compiled.cuda_graphs.failures == 2
     model.compiled.warmup([2, 4])
     assert counts(model, 2)[0] == counts(model, 4)[0] == 1
 
 
 def test_nothing_is_captured_any_more_when_a_call_or_the_engine_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
-    begin = StandInRecorder.begin
+    begin = StandInGraphCapture.begin
 
-    def counted(self: StandInRecorder, *args: Any) -> Any:
+    def counted(self: StandInGraphCapture, *args: Any) -> Any:
         begun.append(1)
         return begin(self, *args)
 
-    monkeypatch.setattr(StandInRecorder, "begin", counted)
-    monkeypatch.setattr(StandInRecorder, "slices", 100)
+    monkeypatch.setattr(StandInGraphCapture, "begin", counted)
+    monkeypatch.setattr(StandInGraphCapture, "slices", 100)
     model = wrapped()
     model.compiled.warmup([1])
     greedy(model, mixed_prompts([5, 9], 128, 1), 3)
-    assert not StandInRecorder.late
+    assert not StandInGraphCapture.late
     assert begun
     kept = greedy(model, mixed_prompts([5, 9, 20], 128, 1), 3, return_dict_in_generate=True)
-    assert not StandInRecorder.late
+    assert not StandInGraphCapture.late
     kept.past_key_values.close()
     begun.clear()
     with compiled_llm.Engine(model) as engine:
         engine.generate([prompt_of(5)] * 5, compiled_llm.SamplingParams(temperature=0.0, max_tokens=3))
-        assert not StandInRecorder.late
+        assert not StandInGraphCapture.late
         assert begun
 
 
@@ -416,13 +416,13 @@ def test_a_capture_ends_before_anything_is_compiled(monkeypatch: pytest.MonkeyPa
     runner, programs = runner_of(model, exact=True), model.compiled.device_model().readiness.programs
     decode = programs.decode
     monkeypatch.setattr(
-        programs, "decode", lambda *given: (underway.append(len(StandInRecorder.late)), decode(*given))[1]
+        programs, "decode", lambda *given: (underway.append(len(StandInGraphCapture.late)), decode(*given))[1]
     )
     runner.admit(prompt_of(9), LONGEST)
-    while not StandInRecorder.late:
+    while not StandInGraphCapture.late:
         runner.admit(prompt_of(20), LONGEST)
         runner.step()
-    monkeypatch.setattr(StandInRecorder, "slices", 1)
+    monkeypatch.setattr(StandInGraphCapture, "slices", 1)
     underway.clear()
     model.compiled.warmup(4)
     assert underway
@@ -437,17 +437,17 @@ def test_a_model_that_changes_while_its_step_is_captured_computes_what_it_is_the
     runner = admitted(model, 2)
     finish_all()
     steps_of(runner, 1)
-    assert StandInRecorder.late
+    assert StandInGraphCapture.late
     other_attribute(model)
     finish_all()  # it finds out that it would have to compile
     runner.close()
     other_attribute(reference)
     torch.testing.assert_close(greedy(model, inputs, 12), greedy(reference, inputs, 12))
-    assert model.compiled.recordings.failures == 1
+    assert model.compiled.cuda_graphs.failures == 1
 
 
-class InAThread(StandInRecorder):
-    """Captures in slices in a thread of its own, as a recorder of CUDA graphs does."""
+class InAThread(StandInGraphCapture):
+    """Captures in slices in a thread of its own, as a capturer of CUDA graphs does."""
 
     thread = SlicedThread("stand-in")
 
@@ -471,7 +471,7 @@ class InAThread(StandInRecorder):
 
 @pytest.mark.usefixtures("without_inductor")
 def test_an_engine_goes_on_while_another_thread_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("support.stand_in_recordings.StandInRecorder", InAThread)
+    monkeypatch.setattr("support.stand_in_cuda_graphs.StandInGraphCapture", InAThread)
     reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS, max_graphs=4)
     lengths = [3, 50, 9, 20, 1, 15] * 2
     expected = {length: alone(reference, prompt_of(length), 14) for length in set(lengths)}
@@ -483,7 +483,7 @@ def test_an_engine_goes_on_while_another_thread_captures(monkeypatch: pytest.Mon
             for length, output in zip(lengths, outputs, strict=False):
                 assert output.token_ids == expected[length][: len(output.token_ids)]
             assert InAThread.thread.idle
-    table = model.compiled.recordings
+    table = model.compiled.cuda_graphs
     assert (table.failures, model.compiled.stats().recompiles) == (0, 0)
     assert min(table.misses, table.padded, table.captures, table.evictions) > 2
     assert_account_is_empty(model)
@@ -494,7 +494,7 @@ def test_nothing_is_compiled_again_when_pytorch_gets_another_number_of_threads_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The thread that captures lives as long as the process, and each thread has its own number."""
-    monkeypatch.setattr("support.stand_in_recordings.StandInRecorder", InAThread)
+    monkeypatch.setattr("support.stand_in_cuda_graphs.StandInGraphCapture", InAThread)
     in_thread(InAThread.thread.finish, 20)
     InAThread.thread.submit(lambda: torch.set_num_threads(3))
     in_thread(InAThread.thread.finish, 20)
@@ -502,5 +502,5 @@ def test_nothing_is_compiled_again_when_pytorch_gets_another_number_of_threads_a
     model = compiled_llm.wrap(plain(), **OPTIONS)
     for _ in range(2):
         greedy(model, mixed_prompts([5, 9, 20], 128, 1), 6)
-    assert (model.compiled.stats().recompiles, model.compiled.recordings.failures) == (0, 0)
-    assert model.compiled.recordings.captures > 4
+    assert (model.compiled.stats().recompiles, model.compiled.cuda_graphs.failures) == (0, 0)
+    assert model.compiled.cuda_graphs.captures > 4

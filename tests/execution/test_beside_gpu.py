@@ -1,4 +1,4 @@
-"""Recordings that are made beside running steps on a GPU: what may go on during a capture, and what comes out."""
+"""CudaGraphs that are made beside running steps on a GPU: what may go on during a capture, and what comes out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm.compilation.graphs.recorder import Captured, Recorder
+from compiled_llm.compilation.graphs.capture import Captured, GraphCapture
 from support.gpu import needs_cuda
 from support.parity import assert_account_is_empty
 from support.twins import DEVICE, OPTIONS, assert_parity, parity, small_qwen3, twins_of
@@ -28,8 +28,8 @@ LONGEST = 30
 
 
 @pytest.fixture
-def recorder() -> Recorder:
-    return Recorder(torch.device(DEVICE, torch.cuda.current_device()))
+def capturer() -> GraphCapture:
+    return GraphCapture(torch.device(DEVICE, torch.cuda.current_device()))
 
 
 class Doubled:
@@ -46,17 +46,17 @@ class Doubled:
         return self.tensor
 
 
-def slices_until(recorder: Recorder, condition: Callable[[], bool]) -> None:
+def slices_until(capturer: GraphCapture, condition: Callable[[], bool]) -> None:
     """Give a capture slices, as steps do: the first may be over before anything is captured."""
     deadline = time.monotonic() + LONGEST
     while not condition():
         assert time.monotonic() < deadline, f"a capture has not come so far within {LONGEST} s"
-        recorder.run_slice()
+        capturer.run_slice()
         time.sleep(0.0005)
 
 
 @contextmanager
-def capturing(recorder: Recorder) -> Iterator[Future[Captured[Tensor]]]:
+def capturing(capturer: GraphCapture) -> Iterator[Future[Captured[Tensor]]]:
     """Hold a capture open in its thread for the block; it has to succeed."""
     begun, ended, doubled = threading.Event(), threading.Event(), Doubled()
 
@@ -66,14 +66,14 @@ def capturing(recorder: Recorder) -> Iterator[Future[Captured[Tensor]]]:
         assert ended.wait(LONGEST)
         return doubled.launch()
 
-    underway = recorder.begin(launch)
+    underway = capturer.begin(launch)
     try:
-        slices_until(recorder, lambda: begun.is_set() or underway.done())  # the last one goes on beside
+        slices_until(capturer, lambda: begun.is_set() or underway.done())  # the last one goes on beside
         assert begun.is_set(), f"no launch was captured: {underway.exception(0)!r}"
         yield underway
     finally:
         ended.set()
-        slices_until(recorder, underway.done)
+        slices_until(capturer, underway.done)
     assert (error := underway.exception()) is None, f"the capture failed: {error!r}"
     doubled.tensor.fill_(1)
     found = underway.result().replay().unique().tolist()
@@ -116,15 +116,15 @@ def empty_cache() -> None:
 
 
 @pytest.mark.parametrize("work", [draw, events, copies, allocations, empty_cache])
-def test_others_go_on_during_a_capture(recorder: Recorder, work: Callable[[], None]) -> None:
-    with capturing(recorder):
+def test_others_go_on_during_a_capture(capturer: GraphCapture, work: Callable[[], None]) -> None:
+    with capturing(capturer):
         work()
 
 
-def test_who_waits_for_the_whole_device_during_a_capture_gets_an_error(recorder: Recorder) -> None:
+def test_who_waits_for_the_whole_device_during_a_capture_gets_an_error(capturer: GraphCapture) -> None:
     """CUDA may let the capture fail, too; nothing else does."""
     try:
-        with capturing(recorder):
+        with capturing(capturer):
             with pytest.raises(RuntimeError, match="captur") as raised:
                 torch.cuda.synchronize()
             print(f"who waits: {raised.value!r:.200}")
@@ -133,16 +133,16 @@ def test_who_waits_for_the_whole_device_during_a_capture_gets_an_error(recorder:
         print(f"and then: {error!s:.200}")
         assert str(error).startswith("the capture failed")  # noqa: PT017
     torch.cuda.synchronize()
-    with capturing(recorder):
+    with capturing(capturer):
         draw()
 
 
-def test_graphs_are_replayed_and_released_during_a_capture(recorder: Recorder) -> None:
+def test_graphs_are_replayed_and_released_during_a_capture(capturer: GraphCapture) -> None:
     doubled = [Doubled(), Doubled()]
-    graphs = [recorder.capture(each.launch) for each in doubled]
+    graphs = [capturer.capture(each.launch) for each in doubled]
     for each in doubled:
         each.tensor.fill_(1)
-    with capturing(recorder):
+    with capturing(capturer):
         for graph in graphs:
             graph.replay()
         torch.cuda.current_stream().synchronize()
@@ -153,41 +153,41 @@ def test_graphs_are_replayed_and_released_during_a_capture(recorder: Recorder) -
     assert doubled[1].tensor.eq(4).all(), "a replay beside a release is wrong"
 
 
-def test_two_capture_at_one_time(recorder: Recorder) -> None:
-    with capturing(recorder), capturing(Recorder(recorder._device)):
+def test_two_capture_at_one_time(capturer: GraphCapture) -> None:
+    with capturing(capturer), capturing(GraphCapture(capturer._device)):
         draw()
 
 
-def finished(recorder: Recorder, launch: Callable[[], Tensor]) -> Captured[Tensor]:
-    underway = recorder.begin(launch)
-    slices_until(recorder, underway.done)
+def finished(capturer: GraphCapture, launch: Callable[[], Tensor]) -> Captured[Tensor]:
+    underway = capturer.begin(launch)
+    slices_until(capturer, underway.done)
     return underway.result()
 
 
-def test_what_cannot_be_captured_fails_alone(recorder: Recorder) -> None:
+def test_what_cannot_be_captured_fails_alone(capturer: GraphCapture) -> None:
     def launch() -> Tensor:
         doubled.launch().sum().item()
         return doubled.tensor
 
     doubled = Doubled()
-    good = recorder.capture(doubled.launch)
+    good = capturer.capture(doubled.launch)
     for _ in range(3):
         with pytest.raises(RuntimeError):
-            finished(recorder, launch)
+            finished(capturer, launch)
         draw()
         doubled.tensor.fill_(1)
         assert good.replay().eq(2).all(), "what was captured before is wrong"
-        assert recorder.capture(doubled.launch).replay().eq(4).all(), "what is captured later is wrong"
+        assert capturer.capture(doubled.launch).replay().eq(4).all(), "what is captured later is wrong"
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.empty_cache()
 
 
-def test_a_capture_pauses_between_steps_and_is_whole_at_the_end(recorder: Recorder) -> None:
+def test_a_capture_pauses_between_steps_and_is_whole_at_the_end(capturer: GraphCapture) -> None:
     """Others launch, allocate, replay and draw while it waits for its next slice."""
     doubled, others, done = Doubled(), Doubled(), 0
-    graph = recorder.capture(others.launch)
-    pause = recorder._place.thread.pause
+    graph = capturer.capture(others.launch)
+    pause = capturer._place.thread.pause
 
     def launch() -> Tensor:
         for _ in range(20):
@@ -195,11 +195,11 @@ def test_a_capture_pauses_between_steps_and_is_whole_at_the_end(recorder: Record
             pause()
         return doubled.tensor
 
-    underway = recorder.begin(launch)
+    underway = capturer.begin(launch)
     deadline = time.monotonic() + LONGEST
     while not underway.done():
         assert time.monotonic() < deadline, f"not done after {LONGEST} s"
-        recorder._place.thread.run_slice(0.0)
+        capturer._place.thread.run_slice(0.0)
         others.tensor.fill_(1)
         assert graph.replay().eq(2).all(), "a replay between two slices is wrong"
         draw()
@@ -211,7 +211,7 @@ def test_a_capture_pauses_between_steps_and_is_whole_at_the_end(recorder: Record
     underway.result().release()
 
 
-def test_kernels_that_never_ran_are_loaded_by_the_capture(recorder: Recorder) -> None:
+def test_kernels_that_never_ran_are_loaded_by_the_capture(capturer: GraphCapture) -> None:
     """So a size that was never launched can be captured, and nobody has to run it on padding before."""
     sizes, device = [(17, 333), (129, 1111), (700, 77)], DEVICE
     inputs = [(torch.ones(rows, width, device=device), torch.ones(width, rows, device=device)) for rows, width in sizes]
@@ -220,7 +220,7 @@ def test_kernels_that_never_ran_are_loaded_by_the_capture(recorder: Recorder) ->
         parts = [(first @ second).cumsum(0).softmax(1).sort(0)[0].sum() for first, second in inputs]
         return torch.stack(parts)
 
-    captured = finished(recorder, launch)
+    captured = finished(capturer, launch)
     torch.testing.assert_close(captured.replay(), launch())
     captured.release()
 
@@ -237,7 +237,7 @@ def test_steps_that_miss_their_recording_are_as_exact_as_huggingface(options: di
     twins = twins_of(small_qwen3(seed), **options, progress=False)
     for lengths in ([5], [5, 18, 40], [300, 2], [7, 7, 7, 7, 7], [5, 18, 40], [9] * 17, [30]):
         assert_parity(parity(twins, lengths, 30, seed))
-    table, stats = twins.wrapped.compiled.recordings, twins.wrapped.compiled.stats()
+    table, stats = twins.wrapped.compiled.cuda_graphs, twins.wrapped.compiled.stats()
     print(table)
     assert table.misses > 0
     assert (table.failures, stats.recompiles) == (0, 0)
@@ -248,7 +248,7 @@ def test_steps_that_miss_their_recording_are_as_exact_as_huggingface(options: di
 @pytest.mark.parametrize(
     "options", [{}, {"max_graphs": 4}, {"mode": "pieces"}], ids=["unbounded", "4 graphs", "pieces"]
 )
-def test_an_engine_gives_the_same_answers_while_recordings_come_and_go(options: dict[str, Any], seed: int) -> None:
+def test_an_engine_gives_the_same_answers_while_cuda_graphs_come_and_go(options: dict[str, Any], seed: int) -> None:
     answers = []
     for given in ({"mode": "compile"}, options):
         model = compiled_llm.wrap(small_qwen3(seed), **{**OPTIONS, "progress": False, **given})
@@ -259,7 +259,7 @@ def test_an_engine_gives_the_same_answers_while_recordings_come_and_go(options: 
             for _ in range(3):
                 outputs = engine.generate(texts, params)
             answers.append([output.token_ids for output in outputs])
-        table = model.compiled.recordings
+        table = model.compiled.cuda_graphs
         print(table)
         assert (table.failures, model.compiled.stats().recompiles) == (0, 0)
         assert_account_is_empty(model)

@@ -140,7 +140,7 @@ def test_rows_follow_a_grammar_beside_others_with_penalties_over_pages(mode, see
     assert not batch.persistent.deferred
 
 
-class ReplayedRecorder:
+class ReplayedGraphCapture:
     """Captures nothing: a replay launches once more, into the same tensor, as a CUDA graph does."""
 
     def __init__(self, device: torch.device) -> None:
@@ -154,7 +154,7 @@ class ReplayedRecorder:
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a CPU capture choices."""
-    monkeypatch.setattr(choice_graphs, "Recorder", ReplayedRecorder)
+    monkeypatch.setattr(choice_graphs, "GraphCapture", ReplayedGraphCapture)
     monkeypatch.setattr(
         device_state, "ChoiceGraphs", lambda device, records, rolling: ChoiceGraphs(device, True, rolling)
     )
@@ -303,7 +303,7 @@ def test_captured_choices_are_replayed_and_more_of_them_are_captured(batch, seed
 
 def test_choices_whose_graphs_made_room_are_launched(captures, seed):
     batch = Constrained()
-    rolling, graphs = batch.device_model.state.recordings, batch.device_model.state.choice_graphs
+    rolling, graphs = batch.device_model.state.cuda_graphs, batch.device_model.state.choice_graphs
     rolling.budget = Budget(most=3)
     batch.call(batch.device_model.prepare_deferred, [2, 5])
     assert set(rolling.of("choice")) == {Choice(5, False), Choice(5, True), Choice(2, False)}, "there is room for three"
@@ -315,7 +315,7 @@ def test_choices_whose_graphs_made_room_are_launched(captures, seed):
             batch.run(decode=rows)
             batch.choose()
     assert graphs.buckets == []
-    table = batch.model.compiled.recordings
+    table = batch.model.compiled.cuda_graphs
     assert [(row.phase, row.rows, row.variant, row.evictions) for row in table] == [
         *[("choice", 2, 0, 1), ("choice", 5, 0, 1), ("choice", 5, 1, 1)]
     ]

@@ -1,4 +1,4 @@
-"""A wrapped model on a GPU: graphs recorded once, logits as exact as HuggingFace's, no waiting, no stale page table.
+"""A wrapped model on a GPU: graphs captured once, logits as exact as HuggingFace's, no waiting, no stale page table.
 
 Models are random, in bfloat16. Nothing here is compared with ourselves alone: the measure of every tolerance is how
 far HuggingFace in bfloat16 (sdpa) is from HuggingFace in float32 (eager attention) on the same tokens.
@@ -128,10 +128,10 @@ def small(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
 
 
 def assert_ready(model: PreTrainedModel, buckets: list[int]) -> None:
-    """Every bucket recorded once, every program compiled once, nothing skipped."""
+    """Every bucket captured once, every program compiled once, nothing skipped."""
     stats = model.compiled.stats()
     assert stats.buckets == buckets
-    assert stats.recordings == (len(buckets) if DEVICE == "cuda" else 0)
+    assert stats.cuda_graphs == (len(buckets) if DEVICE == "cuda" else 0)
     assert (stats.graphs, stats.graph_breaks, stats.recompiles, stats.cudagraph_skips) == (3, 0, 0, 0)
 
 
@@ -153,7 +153,7 @@ def test_each_bucket_is_recorded_once_and_only_replayed_ever_after(seed: int) ->
 
 
 def test_a_decode_step_launches_one_graph_and_no_kernel_beside_it(small: PreTrainedModel) -> None:
-    """What Inductor keeps out of a recording it launches by itself, without counting a skip."""
+    """What Inductor keeps out of a CUDA graph it launches by itself, without counting a skip."""
     runner = small.compiled.runner()
     for length in (3, 5, 4):
         runner.admit([7] * length, 20)
@@ -196,14 +196,14 @@ for number in range(4):
     assert double(torch.full((8,), float(number), device="cuda")).tolist() == [2.0 * number] * 8
     torch.testing.assert_close(greedy(model, inputs, 20), expected)
 stats = model.compiled.stats()
-assert (stats.recordings, stats.recompiles, stats.cudagraph_skips) == (2, 0, 0), stats  # the largest, too
+assert (stats.CUDA graphs, stats.recompiles, stats.cudagraph_skips) == (2, 0, 0), stats  # the largest, too
 compiled_llm.unwrap(model)
 print("all is well")
 """
 
 
 def test_nothing_is_skipped_in_a_fresh_process_nor_a_users_own_graphs_disturbed() -> None:
-    """Inductor raises where it would skip; the user records graphs on the main thread, after ours and between."""
+    """Inductor raises where it would skip; the user captures graphs on the main thread, after ours and between."""
     done = subprocess.run(
         [sys.executable, "-c", BESIDE_A_USERS_OWN_GRAPHS],
         env={**os.environ, "TORCHINDUCTOR_CUDAGRAPH_OR_ERROR": "1"},
@@ -271,7 +271,7 @@ def test_steps_past_the_end_stay_within_the_rows_own_pages(
 
 
 def test_unwrap_gives_device_memory_back(seed: int) -> None:
-    """Pages, buffers and workspaces, and what the recorded graphs reserve: here some 20 MiB for their logits alone."""
+    """Pages, buffers and workspaces, and what the captured graphs reserve: here some 20 MiB for their logits alone."""
     model = small_qwen3(seed, num_hidden_layers=1, vocab_size=300_000, tie_word_embeddings=True)
 
     def held() -> tuple[int, int]:
@@ -329,7 +329,7 @@ def test_twenty_fresh_threads_get_the_same_tokens_and_record_nothing(small: PreT
     for number, outcome in enumerate(outcomes):
         assert outcome == expected[number % 4], f"thread {number}: {outcome!r}"
     after = small.compiled.stats()
-    assert (after.recordings, after.graphs, after.recompiles) == (before.recordings, before.graphs, 0)
+    assert (after.cuda_graphs, after.graphs, after.recompiles) == (before.cuda_graphs, before.graphs, 0)
     assert after.buckets == before.buckets
     gc.collect()
     assert_account_is_empty(small)
@@ -354,18 +354,18 @@ class Nested(BaseStreamer):
 def test_a_streamer_may_call_generate(inner: list[int], small: PreTrainedModel, seed: int) -> None:
     outer_inputs, inner_inputs = prompts_on_device([5, 12, 20], seed), prompts_on_device(inner, seed + 1)
     outer, nested = greedy(small, outer_inputs, 40), greedy(small, inner_inputs, 25)
-    before = small.compiled.stats().recordings
+    before = small.compiled.stats().cuda_graphs
     streamer = Nested(lambda: greedy(small, inner_inputs, 25))
     torch.testing.assert_close(greedy(small, outer_inputs, 40, streamer=streamer), outer)
     assert streamer.seen == -1
     assert len(streamer.results) == 5
     for result in streamer.results:
         torch.testing.assert_close(result, nested)
-    assert small.compiled.stats().recordings == before
+    assert small.compiled.stats().cuda_graphs == before
     assert_account_is_empty(small)
 
 
-# ---- what a recording holds of the model
+# ---- what a CUDA graph holds of the model
 
 
 CHANGES = [new_parameter, moved_data, swapped_module, in_place, other_attribute]
@@ -393,7 +393,7 @@ def test_a_replay_never_reads_what_the_model_no_longer_has(
     change(changed)
     assert_parity(parity(Twins(changed, in_float32(changed), model), lengths, 60, seed))
     assert not torch.equal(greedy(model, inputs, 12), before)
-    recorded_anew, _ = model.compiled.rerecordings()
+    recorded_anew, _ = model.compiled.recaptures()
     assert (recorded_anew > 0) == (change is not in_place)
     compiled_llm.unwrap(model)
 
@@ -429,7 +429,7 @@ def test_a_step_that_uploads_returns_while_the_device_sleeps(
         "a sampled row comes in": [Sampling(top_k=20, seed=3)],
         "rows with all settings come in": [edited] * 4,
     }
-    prepared = small.compiled.runner()  # what prompts of so many rows need is recorded
+    prepared = small.compiled.runner()  # what prompts of so many rows need is captured
     for sampling in coming.get(event, [None]):
         prepared.admit(prompts[4], 40, sampling)
     prepared.step()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import compiled_llm
+from compiled_llm.compilation.graphs.capture import GraphCapture
 from compiled_llm.compilation.graphs.pieces import GraphInPieces, unowned
-from compiled_llm.compilation.graphs.recorder import Recorder
 from compiled_llm.compilation.graphs.table import mib
 from support.gpu import needs_cuda
 from support.parity import assert_account_is_empty, greedy
@@ -27,22 +27,22 @@ def test_steps_in_pieces_are_as_exact_as_huggingface(backend: Any, overrides: di
     layers = twins.wrapped.config.num_hidden_layers
     for lengths in ([1, 15, 16, 17, 33, 64, 100, 250], [100], [7, 7, 7], [1, 15, 16, 17, 33, 64, 100, 250], [100]):
         assert_parity(parity(twins, lengths, 60, seed))
-    stats, table = twins.wrapped.compiled.stats(), twins.wrapped.compiled.recordings
+    stats, table = twins.wrapped.compiled.stats(), twins.wrapped.compiled.cuda_graphs
     print(table)
     assert (stats.graph_breaks, stats.recompiles, stats.cudagraph_skips) == (0, 0, 0)
-    assert stats.recordings == 4
+    assert stats.cuda_graphs == 4
     assert [row.rows for row in table if row.phase == "decode" and not row.replays] == [OPTIONS["max_batch_size"]]
-    entries = twins.wrapped.compiled.device_model().state.recordings._ready.values()
-    assert {entry.recording._graph.pieces for entry in entries} == {layers + 1}  # type: ignore[union-attr]
+    entries = twins.wrapped.compiled.device_model().state.cuda_graphs._ready.values()
+    assert {entry.cuda_graph._graph.pieces for entry in entries} == {layers + 1}  # type: ignore[union-attr]
     assert_account_is_empty(twins.wrapped)
     compiled_llm.unwrap(twins.wrapped)
 
 
-def test_few_recordings_in_pieces_are_evicted_and_captured_again(seed: int) -> None:
+def test_few_cuda_graphs_in_pieces_are_evicted_and_captured_again(seed: int) -> None:
     twins = twins_of(small_qwen3(seed), mode="pieces", max_graphs=4, progress=False)
     for lengths in ([5], [5, 18, 40], [300, 2], [7, 7, 7, 7, 7], [5, 18, 40]):
         assert_parity(parity(twins, lengths, 30, seed))
-    table = twins.wrapped.compiled.recordings
+    table = twins.wrapped.compiled.cuda_graphs
     print(table)
     assert table.ready <= 4
     assert table.evictions > 2
@@ -58,11 +58,11 @@ def test_pieces_share_the_pool_as_one_graph_would(seed: int) -> None:
     for mode in modes:
         model = compiled_llm.wrap(small_qwen3(seed, num_hidden_layers=12), **OPTIONS, mode=mode, progress=False)
         model.compiled.warmup([1])
-        table = model.compiled.recordings
+        table = model.compiled.cuda_graphs
         print(table)
         taken[mode] = table.shared_bytes
         greedy(model, prompts_on_device([300], seed), 20)
-        assert model.compiled.recordings.captures == table.captures, "nothing was missing"
+        assert model.compiled.cuda_graphs.captures == table.captures, "nothing was missing"
         compiled_llm.unwrap(model)
         del model
         gc.collect()
@@ -78,30 +78,30 @@ def assert_near(actual: Any, expected: Any) -> None:
 
 def test_a_replay_computes_what_a_launch_does_with_what_there_is_by_then(seed: int) -> None:
     layers = TwoLayers(seed, DEVICE, torch.bfloat16)
-    recorder = Recorder(torch.device(DEVICE, torch.cuda.current_device()), in_pieces=True)
+    capturer = GraphCapture(torch.device(DEVICE, torch.cuda.current_device()), in_pieces=True)
     layers.step()
-    recordings = [recorder.capture(layers.step) for _ in range(3)]
+    cuda_graphs = [capturer.capture(layers.step) for _ in range(3)]
     for hidden in layers.inputs(5):
         layers.begin(hidden)
         expected = [tuple(out.clone() for out in layers.step()) for _ in range(3)]
         expected_pages = [pages.clone() for pages in layers.pages]
         layers.begin(hidden)
         torch.full((2**22,), float("nan"), device=DEVICE)  # what is free now holds this
-        for recording, launched in zip(recordings, expected, strict=True):
-            assert_near(recording.replay(), launched)
+        for cuda_graph, launched in zip(cuda_graphs, expected, strict=True):
+            assert_near(cuda_graph.replay(), launched)
         assert_near(layers.pages, expected_pages)
-    first, *others = recordings
+    first, *others = cuda_graphs
     first.release()
-    for recording in others:
+    for cuda_graph in others:
         layers.begin(layers.inputs(1)[0])
         launched = tuple(out.clone() for out in layers.step())
         layers.lengths.sub_(1)
-        assert_near(recording.replay(), launched)
+        assert_near(cuda_graph.replay(), launched)
 
 
 def test_a_failed_capture_leaves_nothing_behind(seed: int) -> None:
     layers = TwoLayers(seed, DEVICE, torch.bfloat16)
-    recorder = Recorder(torch.device(DEVICE, torch.cuda.current_device()), in_pieces=True)
+    capturer = GraphCapture(torch.device(DEVICE, torch.cuda.current_device()), in_pieces=True)
     layers.step()
 
     def failing() -> None:
@@ -109,13 +109,13 @@ def test_a_failed_capture_leaves_nothing_behind(seed: int) -> None:
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError, match="no"):
-        recorder.capture(failing)
+        capturer.capture(failing)
     assert all(bool(out.isfinite().all()) for out in layers.step())
-    recording = recorder.capture(layers.step)
+    cuda_graph = capturer.capture(layers.step)
     layers.begin(layers.inputs(1)[0])
     launched = tuple(out.clone() for out in layers.step())
     layers.lengths.sub_(1)
-    assert_near(recording.replay(), launched)
+    assert_near(cuda_graph.replay(), launched)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.uint8, torch.bool])

@@ -1,4 +1,4 @@
-"""Page tables and plans have room for every prefill, on a CPU that records as CUDA does."""
+"""Page tables and plans have room for every prefill, on a CPU that captures as CUDA does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.state.prefill_room import PrefillRoom
 from compiled_llm.kvcache.table import HostTable
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
-from support.stand_in_recordings import let_a_cpu_record
+from support.stand_in_cuda_graphs import let_a_cpu_capture
 from support.tiny_models import tiny_qwen3
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,13 +35,13 @@ def drawn(count: int) -> list[Sizes]:
 
 
 @pytest.mark.parametrize("sizes", [*SEEN_TO_FAIL, *EDGES, *drawn(8)], ids=str)
-@pytest.mark.parametrize("recording", [False, True], ids=["as they come", "recorded"])
+@pytest.mark.parametrize("cuda_graph", [False, True], ids=["as they come", "captured"])
 def test_every_prefill_fits_and_gives_huggingfaces_tokens(
-    sizes: Sizes, recording: bool, seed: int, monkeypatch
+    sizes: Sizes, cuda_graph: bool, seed: int, monkeypatch
 ) -> None:
     positions, rows, page_size, chunk = sizes
-    if recording:
-        let_a_cpu_record(monkeypatch)
+    if cuda_graph:
+        let_a_cpu_capture(monkeypatch)
     most = noted_room(monkeypatch)
     options: dict[str, Any] = {"page_size": page_size, "max_batch_size": rows, "prefill_tokens": chunk}
     reference, model = (

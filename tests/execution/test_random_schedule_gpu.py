@@ -168,7 +168,7 @@ def run_schedule(twins: Twins, schedule: list[Step]) -> None:
         picked = logits.gather(1, torch.tensor([tokens[row] for row in step.rows]).to(DEVICE)[:, None])[:, 0]
         assert bool((picked == logits.amax(dim=1)).all()), "a token that arrived is not the most likely one"
     after = twins.wrapped.compiled.stats()
-    assert (after.recordings, after.graphs, after.recompiles) == (before.recordings, before.graphs, 0)
+    assert (after.cuda_graphs, after.graphs, after.recompiles) == (before.cuda_graphs, before.graphs, 0)
     assert after.cudagraph_skips == 0
 
     eager = compiled_llm.wrap(copy.deepcopy(twins.plain), **{**OPTIONS, "mode": "eager"})

@@ -1,4 +1,4 @@
-"""Recordings that make room for others on a GPU: memory stays what it was, and the others compute the same bits."""
+"""CudaGraphs that make room for others on a GPU: memory stays what it was, and the others compute the same bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm.compilation.graphs.recorder import Captured, Recorder
+from compiled_llm.compilation.graphs.capture import Captured, GraphCapture
 from compiled_llm.execution.device_model import DeviceModel
 from support.gpu import needs_cuda
 from support.parity import assert_account_is_empty, greedy
@@ -52,16 +52,16 @@ def taken() -> int:
 
 
 def record(device_model: DeviceModel, number: int) -> None:
-    """Have one more decode step or prefill recorded, unless it is."""
-    shapes = [shape for rows in (1, 4) for shape in device_model.prefill.recorded_shapes(rows)[:8]]
+    """Have one more decode step or prefill captured, unless it is."""
+    shapes = [shape for rows in (1, 4) for shape in device_model.prefill.captured_shapes(rows)[:8]]
     buckets = [1, 2, 4, 8, 16, 17]
     if number % 2:
         device_model.thread.call(device_model.decode.make_ready, buckets[number // 2 % len(buckets)])
     else:
-        device_model.thread.call(device_model.prefill.make_recorded, [shapes[number // 2 % len(shapes)]])
+        device_model.thread.call(device_model.prefill.capture_shapes, [shapes[number // 2 % len(shapes)]])
 
 
-def test_memory_is_flat_over_a_thousand_recordings(wrapped: Callable[..., PreTrainedModel], seed: int) -> None:
+def test_memory_is_flat_over_a_thousand_cuda_graphs(wrapped: Callable[..., PreTrainedModel], seed: int) -> None:
     model = wrapped(max_graphs=4)
     device_model = model.compiled.device_model()
     inputs = prompts_on_device([5, 18, 40], seed)
@@ -70,19 +70,19 @@ def test_memory_is_flat_over_a_thousand_recordings(wrapped: Callable[..., PreTra
         record(device_model, number)
     expected = greedy(model, inputs, 20)
     settled, seen, number = taken(), [], 60
-    while model.compiled.recordings.captures < CAPTURES:
+    while model.compiled.cuda_graphs.captures < CAPTURES:
         record(device_model, number)
         number += 1
         if number % 100 == 0:
             seen.append(taken())
-    table = model.compiled.recordings
+    table = model.compiled.cuda_graphs
     print(f"{before / 2**20:.1f} MiB before, {settled / 2**20:.1f} settled, then", [f"{n / 2**20:.1f}" for n in seen])
     print(table)
     assert table.ready <= 4
     assert table.evictions >= CAPTURES - 4
     assert max(seen) <= settled * 1.01
     assert taken() <= settled * 1.01
-    counters = device_model.readiness.recordings._recorder._counters  # type: ignore[union-attr]
+    counters = device_model.readiness.cuda_graphs._capturer._counters  # type: ignore[union-attr]
     assert counters.nbytes <= 2 * 2**20
     torch.testing.assert_close(greedy(model, inputs, 20), expected)
     assert model.compiled.stats().recompiles == 0
@@ -96,8 +96,8 @@ def test_what_was_evicted_gives_its_memory_back(wrapped: Callable[..., PreTraine
     few = taken()
     for number in range(100):
         record(device_model, number)
-    many, rolling = taken(), device_model.state.recordings
-    table = model.compiled.recordings
+    many, rolling = taken(), device_model.state.cuda_graphs
+    table = model.compiled.cuda_graphs
     print(table)
 
     def evict() -> None:
@@ -111,22 +111,22 @@ def test_what_was_evicted_gives_its_memory_back(wrapped: Callable[..., PreTraine
     device_model.thread.call(evict)
     after = taken()
     print(f"{few / 2**20:.1f} MiB with few, {many / 2**20:.1f} with {table.ready}, {after / 2**20:.1f} after")
-    assert model.compiled.recordings.ready == 2
+    assert model.compiled.cuda_graphs.ready == 2
     assert after <= many  # the pool goes with its last graph, and the driver may keep what graphs took for others
-    device_model.thread.call(device_model.readiness.recordings.forget)
+    device_model.thread.call(device_model.readiness.cuda_graphs.forget)
     assert taken() <= few * 1.01
 
 
 class Matmuls:
     """A graph of matmuls that need a workspace: few rows and columns, and long sums that cuBLAS splits."""
 
-    def __init__(self, recorder: Recorder, rows: int, seed: int) -> None:
+    def __init__(self, capturer: GraphCapture, rows: int, seed: int) -> None:
         generator = torch.Generator(DEVICE).manual_seed(seed)
         self.left = torch.randn(rows, 16384, generator=generator, device=DEVICE).bfloat16()
         self.right = torch.randn(16384, 256, generator=generator, device=DEVICE).bfloat16()
         self.out = torch.empty(rows, 256, device=DEVICE)
         self.launch()
-        self.captured: Captured[Tensor] = recorder.capture(self.launch)
+        self.captured: Captured[Tensor] = capturer.capture(self.launch)
         self.expected = self.captured.replay().clone()
 
     def launch(self) -> Tensor:
@@ -140,8 +140,8 @@ class Matmuls:
 
 def test_the_others_compute_the_same_bits_after_an_eviction(seed: int) -> None:
     """cuBLAS keeps its workspace when a graph dies, or at least what lies there is mapped and nobody else's."""
-    recorder = Recorder(torch.device(DEVICE, torch.cuda.current_device()))
-    graphs = [Matmuls(recorder, rows, seed + rows) for rows in (1, 8, 64, 128)]
+    capturer = GraphCapture(torch.device(DEVICE, torch.cuda.current_device()))
+    graphs = [Matmuls(capturer, rows, seed + rows) for rows in (1, 8, 64, 128)]
     for round_ in range(8):
         graphs.pop(0).captured.release()
         torch.cuda.empty_cache()
@@ -150,7 +150,7 @@ def test_the_others_compute_the_same_bits_after_an_eviction(seed: int) -> None:
         ]  # where it was, if freed
         for graph in graphs:
             graph.check()
-        graphs.append(Matmuls(recorder, (1, 8, 64, 128)[round_ % 4], seed + round_))
+        graphs.append(Matmuls(capturer, (1, 8, 64, 128)[round_ % 4], seed + round_))
         for _ in range(3):
             for graph in graphs:
                 graph.check()
@@ -161,11 +161,11 @@ def test_the_others_compute_the_same_bits_after_an_eviction(seed: int) -> None:
 @pytest.mark.parametrize(
     "budget", [{"max_graphs": 2}, {"max_graphs": 3}, {"max_graphs": 5}, {"graph_memory": "192MiB"}], ids=str
 )
-def test_bounded_recordings_are_as_exact_as_huggingface(budget: dict[str, Any], seed: int) -> None:
+def test_bounded_cuda_graphs_are_as_exact_as_huggingface(budget: dict[str, Any], seed: int) -> None:
     twins = twins_of(small_qwen3(seed), **budget, progress=False)
     for lengths in ([5], [5, 18, 40], [300, 2], [7, 7, 7, 7, 7], [5, 18, 40]):
         assert_parity(parity(twins, lengths, 30, seed))
-    table = twins.wrapped.compiled.recordings
+    table = twins.wrapped.compiled.cuda_graphs
     print(table)
     assert "max_graphs" not in budget or table.evictions >= 2
     assert twins.wrapped.compiled.stats().recompiles == 0

@@ -147,8 +147,8 @@ ON_CUDA: dict[str, Any] = {
     "pages": PageAccount(100, 0, 100, 0),
     "page_size": 16,
     "graphs": 3,
-    "recordings": 2,
-    "prefill_recordings": 5,
+    "cuda_graphs": 2,
+    "prefill_cuda_graphs": 5,
     "cudagraph_skips": 1,
     "uploads": 7,
     "memory": {"pages": 101 * 2**20, "workspace": 2**20, "graphs": 0},
@@ -159,13 +159,13 @@ ON_CUDA: dict[str, Any] = {
 def test_what_a_gpu_has_is_shown_there_and_nowhere_else():
     shown = str(Stats(**ON_CUDA))
     assert "page tables uploaded 7 times" in shown
-    assert "2 decode steps and 5 prefills recorded, 1 skipped" in shown
+    assert "2 decode steps and 5 prefills captured, 1 skipped" in shown
     assert "101.0 MiB, of which 50.0 MiB were used at most" in shown
     assert "memory: graphs" not in shown, "there are none"
     assert "room" not in shown
-    assert "1 skipped, 5 made room" in str(Stats(**ON_CUDA, recording_table=[{"evictions": 2}, {"evictions": 3}]))
+    assert "1 skipped, 5 made room" in str(Stats(**ON_CUDA, cuda_graph_table=[{"evictions": 2}, {"evictions": 3}]))
     for elsewhere in (str(Stats(**{**ON_CUDA, "device": "cpu"})), str(Stats(**ON_CUDA, mode="compile"))):
-        assert "recorded" not in elsewhere
+        assert "captured" not in elsewhere
         assert "skipped" not in elsewhere
     assert "uploaded" not in str(Stats(**{**ON_CUDA, "device": "cpu"}))
     assert "graphs in" not in str(Stats(**ON_CUDA, mode="eager"))

@@ -1,6 +1,6 @@
 """Warm-up: by a profile exactly what was used is prepared, most used first within a budget; what is wrong is refused.
 
-Recordings are those of ``support.stand_in_recordings``, on a CPU.
+CudaGraphs are those of ``support.stand_in_cuda_graphs``, on a CPU.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm import Engine, SamplingParams
 from compiled_llm.compilation.artifacts.profile import Profile, UsedStep
-from compiled_llm.compilation.graphs.rolling import Budget, Choice, Cost, Key, RollingRecordings, described
+from compiled_llm.compilation.graphs.rolling import Budget, Choice, Cost, Key, RollingCudaGraphs, described
 from compiled_llm.compilation.inputs import Shape
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.lifecycle.used_steps import prepare_profile
 from support.parity import greedy, mixed_prompts
-from support.stand_in_recordings import let_a_cpu_record
+from support.stand_in_cuda_graphs import let_a_cpu_capture
 from support.tiny_models import tiny_qwen3
 
 OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 8, "progress": False}
 
 
 @pytest.fixture
-def recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    let_a_cpu_record(monkeypatch)
+def cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_a_cpu_capture(monkeypatch)
 
 
 def wrapped(**options: Any) -> PreTrainedModel:
@@ -40,7 +40,7 @@ def wrapped(**options: Any) -> PreTrainedModel:
 
 
 def ready_in(model: PreTrainedModel) -> set[UsedStep]:
-    rows = model.compiled.recordings.rows
+    rows = model.compiled.cuda_graphs.rows
     return {UsedStep(row.phase, row.tokens, row.rows, row.variant) for row in rows if row.ready}
 
 
@@ -57,7 +57,7 @@ def rewritten(path: Path, **uses: Any) -> None:
 # ---- real models
 
 
-@pytest.mark.usefixtures("without_inductor", "recording")
+@pytest.mark.usefixtures("without_inductor", "cuda_graph")
 def test_what_was_used_is_prepared_and_nothing_else(tmp_path: Path, seed: int) -> None:
     path, model = tmp_path / "profile.json", wrapped()
     model.compiled.warmup([1, 2])  # which nobody uses
@@ -73,20 +73,20 @@ def test_what_was_used_is_prepared_and_nothing_else(tmp_path: Path, seed: int) -
     new = wrapped()
     told: list[str] = []
     new.compiled.warmup(profile=path, report=told.append)
-    anchors = [key for keys in new.compiled.device_model().state.recordings.anchors.values() for key in keys]
+    anchors = [key for keys in new.compiled.device_model().state.cuda_graphs.anchors.values() for key in keys]
     assert ready_in(new) == {*profile.uses, *steps(*anchors)}, "anything else can run in those"
     assert new.compiled.stats().buckets == [4, 8]
     assert "preparing steps of 4 requests (1 of 2)" in told
-    before = new.compiled.recordings.captures
+    before = new.compiled.cuda_graphs.captures
     with Engine(new, max_rows=8) as engine:
         for count in (3, 3, 5):
             prompts = [[7 + number, 8, 9] * 6 for number in range(count)]
             engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=6))
         assert engine.stats().cold_starts == 0
-    assert new.compiled.recordings.captures == before
+    assert new.compiled.cuda_graphs.captures == before
 
 
-@pytest.mark.usefixtures("without_inductor", "recording")
+@pytest.mark.usefixtures("without_inductor", "cuda_graph")
 def test_a_run_that_began_with_a_profile_saves_what_that_said_at_half_its_weight(tmp_path: Path, seed: int) -> None:
     path, model = tmp_path / "profile.json", wrapped()
     greedy(model, mixed_prompts([5, 4, 3], 128, seed), 9)
@@ -102,7 +102,7 @@ def test_a_run_that_began_with_a_profile_saves_what_that_said_at_half_its_weight
     assert after.uses[UsedStep("decode", 1, 1, 0)] == uses
 
 
-@pytest.mark.usefixtures("without_inductor", "recording")
+@pytest.mark.usefixtures("without_inductor", "cuda_graph")
 def test_an_engine_prepares_a_profile_within_max_graphs(tmp_path: Path, seed: int) -> None:
     path, model = tmp_path / "profile.json", wrapped()
     for lengths, tokens in (([5], 30), ([5, 4, 3], 20), ([5, 4, 3, 3, 3], 3)):
@@ -112,11 +112,11 @@ def test_an_engine_prepares_a_profile_within_max_graphs(tmp_path: Path, seed: in
     with Engine(new, max_rows=8) as engine:
         engine.warmup(profile=path)
         assert ready_in(new) == set(steps(1, 4))
-        assert new.compiled.recordings.evictions == 0
+        assert new.compiled.cuda_graphs.evictions == 0
 
 
 @pytest.mark.usefixtures("without_inductor")
-def test_without_recordings_sizes_of_steps_are_prepared(tmp_path: Path, seed: int) -> None:
+def test_without_cuda_graphs_sizes_of_steps_are_prepared(tmp_path: Path, seed: int) -> None:
     path, model = tmp_path / "profile.json", wrapped(mode="compile")
     greedy(model, mixed_prompts([5, 4, 3], 128, seed), 9)
     model.compiled.save_profile(path)
@@ -167,7 +167,7 @@ def test_what_cannot_be_used_is_refused_and_the_next_call_works(tmp_path: Path, 
         other.compiled.warmup(profile=path)
     eager = wrapped(mode="eager")
     for call in (lambda: eager.compiled.warmup(profile=path), lambda: eager.compiled.save_profile(path)):
-        with pytest.raises(ValueError, match="profile: mode='eager' compiles and records nothing"):
+        with pytest.raises(ValueError, match="profile: mode='eager' compiles and captures nothing"):
             call()
 
     new = wrapped(mode="compile")
@@ -187,13 +187,13 @@ def test_what_cannot_be_used_is_refused_and_the_next_call_works(tmp_path: Path, 
 
 
 class FakeDevice:
-    """Records as a device model does, without a model."""
+    """Captures as a device model does, without a model."""
 
     def __init__(self, budget: Budget, sizes: dict[Key, int]) -> None:
         ticks = itertools.count()
-        self.rolling = RollingRecordings(budget, clock=lambda: float(next(ticks)))
+        self.rolling = RollingCudaGraphs(budget, clock=lambda: float(next(ticks)))
         self.sizes, self.choices, self.rest = sizes, [], 0
-        self.state = SimpleNamespace(recordings=self.rolling)
+        self.state = SimpleNamespace(cuda_graphs=self.rolling)
         self.config = SimpleNamespace(max_batch_size=8)
         self.prefill, self.decode, self.thread = self, self, self
         self.ready = self.rolling
@@ -214,10 +214,10 @@ class FakeDevice:
         if bucket is not None:
             self.record(bucket)
 
-    def record_anchors(self) -> None:
+    def capture_anchors(self) -> None:
         self.rest += 1
 
-    def make_recorded(self, shapes: list[Shape], only_with_room: bool = False) -> None:
+    def capture_shapes(self, shapes: list[Shape], only_with_room: bool = False) -> None:
         for shape in reversed(shapes):
             if not (only_with_room and self.rolling.full):
                 self.record(shape)

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 import compiled_llm
 from compiled_llm.commands.app import app
 from compiled_llm.compilation import programs as programs
-from compiled_llm.compilation.graphs import recordings
+from compiled_llm.compilation.graphs import cuda_graphs
 from compiled_llm.compilation.programs import Arguments
 from compiled_llm.explaining import timings
 from compiled_llm.explaining.profile.step_bytes import step_bytes
@@ -34,7 +34,7 @@ from compiled_llm.explaining.report import Report
 from support import planted_faults as planted
 from support.parity import greedy, mixed_prompts
 from support.planted_faults import plant
-from support.stand_in_recordings import let_a_cpu_record
+from support.stand_in_cuda_graphs import let_a_cpu_capture
 from support.tiny_models import tiny_qwen3
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -349,11 +349,11 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
         seen.add(arguments.inputs.slots.shape[0])
         return own(arguments)
 
-    monkeypatch.setattr(device_model.readiness.programs, "recorded", True)
+    monkeypatch.setattr(device_model.readiness.programs, "in_trees", True)
     monkeypatch.setattr(device_model.readiness.programs, "decode", decode)
-    monkeypatch.setattr(device_model.readiness.recordings, "replay", True)
-    monkeypatch.setattr(device_model.readiness.recordings, "_in_trees", True)
-    monkeypatch.setattr(recordings, "cudagraph_recordings", lambda device: len(seen) + len(model.anew))
+    monkeypatch.setattr(device_model.readiness.cuda_graphs, "replay", True)
+    monkeypatch.setattr(device_model.readiness.cuda_graphs, "_in_trees", True)
+    monkeypatch.setattr(cuda_graphs, "cudagraph_tree_graphs", lambda device: len(seen) + len(model.anew))
     model.compiled.warmup([1, 2])
     return model
 
@@ -366,7 +366,7 @@ def test_a_weight_that_moved_is_to_blame_for_graphs_recorded_anew(recorded):
     layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
     recorded.anew += [1, 2]
     (finding,) = recorded.compiled.explain().data["findings"]
-    assert finding["kind"] == "recorded again"
+    assert finding["kind"] == "captured again"
     assert finding["reason"].endswith(": model.layers.1.mlp.down_proj.weight.")
     assert finding["reason"].startswith("2 CUDA graphs")
     assert "in place" in finding["advice"]
@@ -409,7 +409,7 @@ def test_timings_of_a_wrapped_model_are_of_the_buckets_that_are_ready(bandwidth,
 
 
 def test_a_batch_size_that_is_ready_for_smaller_ones_to_run_in_is_timed_once_somebody_wants_it(monkeypatch):
-    let_a_cpu_record(monkeypatch)
+    let_a_cpu_capture(monkeypatch)
     model = in_eager_mode(max_batch_size=8)
     for wanted, timed in ([2], [2]), ([8], [2, 8]):
         model.compiled.warmup(wanted)
@@ -433,7 +433,7 @@ def test_on_cuda_kernels_are_timed_and_a_moved_weight_is_named():
     inputs = mixed_prompts([4, 2], 128, seed=0)
     greedy(model, {name: tensor.to("cuda") for name, tensor in inputs.items()}, 8)
     (finding,) = model.compiled.explain().data["findings"]
-    assert finding["kind"] == "recorded again"
+    assert finding["kind"] == "captured again"
     assert finding["reason"].endswith(": model.layers.1.mlp.down_proj.weight.")
 
 

@@ -43,7 +43,7 @@ def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
 
 @pytest.fixture(autouse=True)
 def ready(twins: Twins) -> Iterator[None]:
-    """Nothing is compiled, recorded or skipped in a mode, and no page stays in use."""
+    """Nothing is compiled, captured or skipped in a mode, and no page stays in use."""
     before = twins.wrapped.compiled.stats()
     with torch.compiler.set_stance("fail_on_recompile"):
         yield
@@ -126,7 +126,7 @@ def repeat(cache: Any) -> None:
 def test_a_changed_cache_goes_on_as_exactly_as_huggingfaces(
     change: Callable[[Any], None], twins: Twins, seed: int
 ) -> None:
-    """Steps of one token go through a recorded graph, steps of several through prefill; pages are copied in between."""
+    """Steps of one token go through a captured graph, steps of several through prefill; pages are copied in between."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     steps = [
         torch.randint(3, 2048, (4, count), generator=generator, device=DEVICE) for count in (37, 1, 1, 5, 1, 30, 1)
@@ -170,8 +170,8 @@ def test_a_chat_of_ten_turns_chooses_as_float32_would(twins: Twins, seed: int) -
         ids, mask = torch.cat([out.sequences, question], dim=1), torch.cat([mask, hidden], dim=1)
     after = twins.wrapped.compiled.stats()
     assert after.generate_calls["fast loop"] == before.generate_calls.get("fast loop", 0) + 10
-    # Whether blocks share a row's keys, as they do towards the end, or not: warmup has recorded both.
-    assert after.prefill_recordings == before.prefill_recordings
+    # Whether blocks share a row's keys, as they do towards the end, or not: warmup has captured both.
+    assert after.prefill_cuda_graphs == before.prefill_cuda_graphs
 
 
 # ---- generate
@@ -225,7 +225,7 @@ def test_sampled_beams_and_processors_run(twins: Twins, seed: int) -> None:
 
 
 def test_draws_follow_float32(twins: Twins, seed: int) -> None:
-    """The first token, chosen at the end of a prefill, and one behind it, chosen at the end of a recorded step."""
+    """The first token, chosen at the end of a prefill, and one behind it, chosen at the end of a captured step."""
     settings = {"do_sample": True, "temperature": 1.5, "top_k": 20, "max_new_tokens": 2, "num_return_sequences": 8}
     inputs, calls = prompts_on_device([21], seed), 100
     drawn = torch.cat([twins.wrapped.generate(**inputs, **settings) for _ in range(calls)])[:, -2:]

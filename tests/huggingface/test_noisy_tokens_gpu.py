@@ -1,4 +1,4 @@
-"""On a GPU, recorded and in bfloat16, each token is the one that HuggingFace's processors choose, but for near ties."""
+"""On a GPU, captured and in bfloat16, each token is the one that HuggingFace's processors choose, but for near ties."""
 
 from __future__ import annotations
 

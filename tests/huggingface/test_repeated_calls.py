@@ -1,6 +1,6 @@
-"""A call of ``generate`` runs in the same shapes each time, whatever is recorded by then; an engine pads what is not.
+"""A call of ``generate`` runs in the same shapes each time, whatever is captured by then; an engine pads what is not.
 
-cuBLAS has other kernels for other shapes, so in 16 bits these decide near ties. Recordings are stand-ins.
+cuBLAS has other kernels for other shapes, so in 16 bits these decide near ties. CudaGraphs are stand-ins.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 import compiled_llm
 from compiled_llm import WrapConfig
-from compiled_llm.compilation.graphs.table import RecordingTable
+from compiled_llm.compilation.graphs.table import CudaGraphTable
 from compiled_llm.compilation.inputs import Shape
 from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.prefill.prefill import Prefill
 from support.parity import alone, greedy, mixed_prompts
-from support.stand_in_recordings import StandInRecorder, let_a_cpu_record
+from support.stand_in_cuda_graphs import StandInGraphCapture, let_a_cpu_capture
 from support.tiny_models import tiny_qwen3
 
 OPTIONS: dict[str, Any] = {
@@ -31,13 +31,13 @@ CALLS = [[9], [5, 9, 30], [70, 3], [4] * 9]
 
 
 @pytest.fixture(autouse=True)
-def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    let_a_cpu_record(monkeypatch)
-    monkeypatch.setattr(StandInRecorder, "late", [])
-    monkeypatch.setattr(StandInRecorder, "slices", 3)
+def cuda_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    let_a_cpu_capture(monkeypatch)
+    monkeypatch.setattr(StandInGraphCapture, "late", [])
+    monkeypatch.setattr(StandInGraphCapture, "slices", 3)
     yield
-    while StandInRecorder.late:
-        StandInRecorder.late.pop().finish()
+    while StandInGraphCapture.late:
+        StandInGraphCapture.late.pop().finish()
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def wrapped(budget: int | None, monkeypatch: pytest.MonkeyPatch) -> Any:
     return compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1, eos_token_id=None), **OPTIONS)
 
 
-def replays_in(table: RecordingTable) -> int:
+def replays_in(table: CudaGraphTable) -> int:
     return sum(row.replays for row in table)
 
 
@@ -93,7 +93,7 @@ def test_a_call_runs_in_the_same_shapes_whatever_is_recorded(
             shapes = known.setdefault(number, [*ran])
             assert ran == shapes, lengths
             assert shapes[1:] == [model.compiled.device_model().decode.bucket_for(len(lengths))] * 7
-    table = model.compiled.recordings
+    table = model.compiled.cuda_graphs
     print(table)
     assert table.padded == 0
     assert table.misses >= 6, "no call has waited for these"
@@ -103,13 +103,13 @@ def test_a_call_runs_in_the_same_shapes_whatever_is_recorded(
 
 @pytest.mark.parametrize("budget", [2, 5, 7])
 def test_a_bounded_call_that_is_repeated_replays_all_its_steps(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recordings that others could run in make room for it, too."""
+    """CudaGraphs that others could run in make room for it, too."""
     model, inputs = wrapped(budget, monkeypatch), mixed_prompts([5, 9, 30], 128, seed=1)
     model.compiled.warmup([2])
     greedy(model, inputs, 12)
-    before = model.compiled.recordings
+    before = model.compiled.cuda_graphs
     greedy(model, inputs, 12)
-    after = model.compiled.recordings
+    after = model.compiled.cuda_graphs
     assert (after.captures, after.misses) == (before.captures, before.misses)
     assert replays_in(after) - replays_in(before) == 12
 
@@ -142,4 +142,4 @@ def test_an_engine_pads_what_is_missing(ran: list[Any], monkeypatch: pytest.Monk
         for _ in range(3):
             assert [output.token_ids for output in engine.generate([prompt] * 3, params)] == [expected] * 3
     assert [*dict.fromkeys(bucket for bucket in ran if isinstance(bucket, int))] == [16, 4], "in the largest first"
-    assert model.compiled.recordings.padded > 0
+    assert model.compiled.cuda_graphs.padded > 0

@@ -64,7 +64,7 @@ def test_a_call_gives_the_same_bits_whatever_is_recorded(model: PreTrainedModel,
                 ("tokens", "logits", "drawn", "ended"), found, known.setdefault(number, found), strict=True
             ):
                 assert torch.equal(new, old), f"{what} of prompts of {lengths} tokens differ in repeat {repeat}"
-    table, stats = model.compiled.recordings, model.compiled.stats()
+    table, stats = model.compiled.cuda_graphs, model.compiled.stats()
     print(table)
     assert (table.padded, table.failures) == (0, 0)
     assert table.captures > len(CALLS)
@@ -73,7 +73,7 @@ def test_a_call_gives_the_same_bits_whatever_is_recorded(model: PreTrainedModel,
 
 
 def test_the_first_call_gives_the_bits_of_later_ones(model: PreTrainedModel, seed: int) -> None:
-    """Its programs are compiled in it, and what is recorded with them changes nothing."""
+    """Its programs are compiled in it, and what is captured with them changes nothing."""
     first = called(model, [50, 9, 17], seed)
     for warm in ([], [4], [1, 2, 17]):
         if warm:

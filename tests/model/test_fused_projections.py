@@ -342,7 +342,7 @@ def test_recorded_graphs_read_fused_weights_and_follow_a_change(seed):
     for change in (lambda model: None, model_negated, model_negated):
         for which in (model, apart):
             change(which)
-        greedy(model, inputs, 4)  # what was moved is recorded once more
+        greedy(model, inputs, 4)  # what was moved is captured once more
         scores = [
             which.generate(
                 **inputs, max_new_tokens=2, do_sample=False, output_logits=True, return_dict_in_generate=True

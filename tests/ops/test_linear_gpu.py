@@ -93,13 +93,13 @@ def test_skinny_linear_leaves_what_does_not_fit_to_cublas(seed: int, monkeypatch
 @hopper
 @pytest.mark.parametrize(("n", "k"), [(1024, 3072), (4096, 4096), (6144, 1024)])
 def test_skinny_linear_replays_on_several_streams_at_once(n: int, k: int, seed: int) -> None:
-    """Recordings from one stream, replayed on others at the same time, with launches outside of them in between."""
+    """CudaGraphs from one stream, replayed on others at the same time, with launches outside of them in between."""
     given = [product_of(m, n, k, torch.bfloat16, seed + m) for m in (1, 2, 8, 16, 32, 64)]
     expected = [skinny_linear(rows, weight) for rows, weight in given]
-    recording, graphs, outputs = torch.cuda.Stream(), [], []
+    cuda_graph, graphs, outputs = torch.cuda.Stream(), [], []
     for rows, weight in given:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=recording):
+        with torch.cuda.graph(graph, stream=cuda_graph):
             outputs.append([skinny_linear(rows + 0, weight, overlap=True) for _ in range(20)])
         graphs.append(graph)
     streams = [torch.cuda.Stream() for _ in graphs]

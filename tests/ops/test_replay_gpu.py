@@ -52,7 +52,7 @@ pytestmark = [pytest.mark.gpu, needs_cuda]
 
 
 def capture(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Run once as it is, so that every kernel is loaded, then record."""
+    """Run once as it is, so that every kernel is loaded, then capture."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -147,17 +147,17 @@ def test_replays_see_the_table_that_was_captured(seed: int, workspace: Workspace
 
 @seeded
 def test_decode_replays_on_several_streams_at_once(seed: int) -> None:
-    """Recordings from one stream, replayed on others at the same time, with launches outside of them in between."""
+    """CudaGraphs from one stream, replayed on others at the same time, with launches outside of them in between."""
     given = []
     for lengths in ([5000], [700, 3000], [*[40] * 40, 6000, 1, 900]):
         rows = Rows([geometry_of(2)], lengths, max(lengths), 128, seed)
         (layer,) = rows.layers
         given.append((layer, rows.queries(layer, len(lengths)), rows.newest(layer), on_device(rows.table())))
     expected = [decode(*arguments) for arguments in given]
-    recording, graphs, results = torch.cuda.Stream(), [], []
+    cuda_graph, graphs, results = torch.cuda.Stream(), [], []
     for layer, query, newest, columns in given:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=recording):
+        with torch.cuda.graph(graph, stream=cuda_graph):
             results.append([decode(layer, query + 0, newest, columns) for _ in range(20)])
         graphs.append(graph)
     streams = [torch.cuda.Stream() for _ in graphs]

@@ -1,4 +1,4 @@
-"""Ways to change a wrapped model of which a recorded step knows nothing by itself."""
+"""Ways to change a wrapped model of which a captured step knows nothing by itself."""
 
 from __future__ import annotations
 

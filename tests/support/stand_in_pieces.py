@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from compiled_llm.compilation import programs
+from compiled_llm.compilation.graphs.cuda_graphs import CudaGraphs
 from compiled_llm.compilation.graphs.pieces import GraphInPieces
-from compiled_llm.compilation.graphs.recordings import Recordings
 from compiled_llm.compilation.graphs.rolling import Cost
-from support.stand_in_recordings import let_a_cpu_record
+from support.stand_in_cuda_graphs import let_a_cpu_capture
 
 
 class _Done(NamedTuple):
@@ -112,7 +112,7 @@ class CapturedPieces:
 
 
 class PieceRecorder:
-    """What stands in for a recorder."""
+    """What stands in for a capturer."""
 
     def take_new_pool(self) -> None:
         pass
@@ -133,16 +133,16 @@ class PieceRecorder:
         pass
 
 
-def let_a_cpu_record_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a CPU record as CUDA does in mode "pieces", programs as they are, not compiled: only operations are noted."""
-    let_a_cpu_record(monkeypatch)
-    own = Recordings.__init__
+def let_a_cpu_capture_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a CPU capture as CUDA does in mode "pieces", programs as they are: only operations are noted."""
+    let_a_cpu_capture(monkeypatch)
+    own = CudaGraphs.__init__
 
-    def init(self: Recordings, *args: Any) -> None:
+    def init(self: CudaGraphs, *args: Any) -> None:
         own(self, *args)
-        self._recorder = PieceRecorder()
+        self._capturer = PieceRecorder()
         self._compiled = False
 
-    monkeypatch.setattr(Recordings, "__init__", init)
+    monkeypatch.setattr(CudaGraphs, "__init__", init)
     monkeypatch.setattr(programs, "compiled", lambda function, config, backend: function)
     monkeypatch.setattr(programs.Programs, "outlines_layers", False)

@@ -60,7 +60,7 @@ class Counting:
 
     def stats(self) -> Any:
         waits = {"queue_seconds": None, "first_token_seconds": None, "inter_token_seconds": None, "pages": None}
-        counts = ("running", "waiting", "finished", "new_tokens", "prompt_tokens", "recordings", "cold_starts")
+        counts = ("running", "waiting", "finished", "new_tokens", "prompt_tokens", "cuda_graphs", "cold_starts")
         return SimpleNamespace(**dict.fromkeys(counts, 0), cached_tokens=0, **waits)
 
 

@@ -51,4 +51,4 @@ def _of_engine(stats: EngineStats | Stats) -> Iterator[tuple[str, str]]:
             yield name, f"p50 {1000 * wait.p50:.1f} ms, p99 {1000 * wait.p99:.1f} ms"
     if (pages := stats.pages) is not None:
         yield "pages", f"{pages.used} used, {pages.cached} cached, {pages.free} free, of {pages.total}"
-    yield "recordings", f"{stats.recordings}, after {stats.cold_starts} cold starts"
+    yield "CUDA graphs", f"{stats.cuda_graphs}, after {stats.cold_starts} cold starts"

@@ -195,7 +195,7 @@ def _check(served: Served, drain_seconds: float) -> None:
 
 def _check_profile(path: Path, mode: str) -> None:
     if mode == "eager":
-        raise ValueError(f"--profile {path}: --mode eager compiles and records nothing that one could name")
+        raise ValueError(f"--profile {path}: --mode eager compiles and captures nothing")
     if not os.access(path.parent, os.W_OK):
         raise ValueError(f"--profile {path}: {path.parent} is no folder that you can write to; make it first")
     if path.exists():

@@ -43,10 +43,10 @@ def cudagraph_skips() -> int:
     return int(counters["inductor"]["cudagraph_skips"])
 
 
-def cudagraph_recordings(device: torch.device) -> int:
-    """Return how many CUDA graphs the current thread's trees have recorded; call it on the thread that replays.
+def cudagraph_tree_graphs(device: torch.device) -> int:
+    """Return how many CUDA graphs the current thread's trees have captured; call it on the thread that replays.
 
-    Before torch 2.13 a thread has trees only if it imported the module or has adopted some: others have recorded none.
+    Before torch 2.13 a thread has trees only if it imported the module or has adopted some: others have captured none.
     """
     from torch._inductor.cudagraph_trees import local
 
@@ -82,5 +82,5 @@ class _Messages(logging.Handler):
         super().__init__(level)
         self.messages: list[str] = []
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+    def emit(self, capture: logging.LogRecord) -> None:
+        self.messages.append(capture.getMessage())

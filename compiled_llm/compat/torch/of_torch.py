@@ -25,10 +25,10 @@ from compiled_llm.compat.torch.cudagraph_trees import (
     cudagraph_messages as cudagraph_messages,
 )
 from compiled_llm.compat.torch.cudagraph_trees import (
-    cudagraph_recordings as cudagraph_recordings,
+    cudagraph_skips as cudagraph_skips,
 )
 from compiled_llm.compat.torch.cudagraph_trees import (
-    cudagraph_skips as cudagraph_skips,
+    cudagraph_tree_graphs as cudagraph_tree_graphs,
 )
 from compiled_llm.compat.torch.cudagraph_trees import (
     prepare_cudagraph_trees as prepare_cudagraph_trees,

@@ -23,7 +23,7 @@ _NUMBERS = ("tokens", "rows", "variant", "uses")
 
 
 class UsedStep(NamedTuple):
-    """A step that requests have used, with the fields of a ``RecordingRow``.
+    """A step that requests have used, with the fields of a ``CudaGraphRow``.
 
     Attributes:
         phase: prefill, decode, and so on.

@@ -40,7 +40,7 @@ class SharedOutputs:
     def _views(self, like: StepOutputs) -> StepOutputs:
         logits, tokens = like
         if not all(map(self._fits, self._buffers, like)) or not self._buffers:
-            with torch.inference_mode(False):  # what was recorded before goes on with its own
+            with torch.inference_mode(False):  # what was captured before goes on with its own
                 self._buffers = [
                     torch.zeros(
                         max(self._rows, len(output)), *output.shape[1:], dtype=output.dtype, device=output.device

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from compiled_llm.compilation.graphs.table import Phase, RecordingRow, RecordingTable, mib
+from compiled_llm.compilation.graphs.table import CudaGraphRow, CudaGraphTable, Phase, mib
 from compiled_llm.compilation.inputs import Shape
 
 logger = logging.getLogger("compiled_llm.graphs")
@@ -77,7 +77,7 @@ class _Leaving(NamedTuple):
         ended: tells whether all work launched by then has ended.
     """
 
-    recording: Replayable
+    cuda_graph: Replayable
     nbytes: int
     ended: Callable[[], bool]
 
@@ -89,23 +89,23 @@ class Entry(Generic[KeptT]):
     """A present or former CUDA graph, and its account.
 
     Attributes:
-        recording: None if it has been evicted or dropped.
+        cuda_graph: None if it has been evicted or dropped.
     """
 
     def __init__(self, key: Key, clock: Callable[[], float]) -> None:
         self.key = key
         self.phase: Phase
         self.phase, self.tokens, self.rows, self.variant = described(key)
-        self.recording: KeptT | None = None
+        self.cuda_graph: KeptT | None = None
         self.nbytes = self.captures = self.evictions = self.replays = self.failures = 0
         self.misses = self.padded = 0
         self.seconds = 0.0
         self.used = clock()
         self._clock = clock
 
-    def captured(self, recording: KeptT, cost: Cost) -> None:
+    def captured(self, cuda_graph: KeptT, cost: Cost) -> None:
         """Take a graph, again or for the first time."""
-        self.recording, self.nbytes, self.used = recording, cost.nbytes, self._clock()
+        self.cuda_graph, self.nbytes, self.used = cuda_graph, cost.nbytes, self._clock()
         self.captures += 1
         self.seconds += cost.seconds
 
@@ -113,13 +113,13 @@ class Entry(Generic[KeptT]):
         """Launch and count it."""
         self.replays += 1
         self.used = self._clock()
-        assert self.recording is not None
-        return self.recording.replay()
+        assert self.cuda_graph is not None
+        return self.cuda_graph.replay()
 
-    def row(self) -> RecordingRow:
+    def row(self) -> CudaGraphRow:
         """Return its row for the table."""
-        ready = self.recording is not None
-        return RecordingRow(
+        ready = self.cuda_graph is not None
+        return CudaGraphRow(
             phase=self.phase,
             tokens=self.tokens,
             rows=self.rows,
@@ -137,11 +137,11 @@ class Entry(Generic[KeptT]):
         )
 
 
-class RollingRecordings:
+class RollingCudaGraphs:
     """The CUDA graphs of a model, the least recently used of which make room for others.
 
     Attributes:
-        shared: device memory that graphs of one recorder share, by recorder.
+        shared: device memory that graphs of one pool share, by capturer.
         anchors: of each phase, those in which all others can run, the most important first; they go last.
         when_dropped: called with each dropped graph's key. They hold no reference to this object: the memory of
             graphs goes back with the last reference, not at the next garbage collection.
@@ -223,13 +223,13 @@ class RollingRecordings:
             self._evict(victim)
         self._release_evicted()
 
-    def add(self, key: Key, recording: Replayable, cost: Cost, owner: str) -> None:
+    def add(self, key: Key, cuda_graph: Replayable, cost: Cost, owner: str) -> None:
         """Keep a graph for which room was made, and evict the graphs that have to go for it.
 
         It shares memory with graphs of the same ``owner``. ValueError if it does not fit together with the graphs that
         the same step replays; it is dropped then.
         """
-        self._add(key, recording, cost, owner)
+        self._add(key, cuda_graph, cost, owner)
         while self._exceeds() and (victim := self._victim(key)) is not None:
             self._evict(victim)
         self._release_evicted()
@@ -237,16 +237,16 @@ class RollingRecordings:
             least = self.nbytes
             self._drop(self._ready[key])
             raise ValueError(
-                f"graph_memory: the recordings of one step take {mib(least)} ({least} bytes), and the limit is "
+                f"graph_memory: the CUDA graphs of one step take {mib(least)} ({least} bytes), and the limit is "
                 f"{mib(self.budget.nbytes or 0)}; give at least graph_memory={least}"
             )
 
-    def try_to_add(self, key: Key, recording: Replayable, cost: Cost, owner: str) -> bool:
+    def try_to_add(self, key: Key, cuda_graph: Replayable, cost: Cost, owner: str) -> bool:
         """Keep a graph if dispensable ones can make room for it; else drop it. Return whether it was kept.
 
         Arguments are those of ``add``.
         """
-        self._add(key, recording, cost, owner)
+        self._add(key, cuda_graph, cost, owner)
         fits = self.has_room_for(key)
         while fits and self._exceeds():
             self._evict(min(self._smaller(key), key=_used))
@@ -255,10 +255,10 @@ class RollingRecordings:
             self._entries[key].evictions += 1
         return fits
 
-    def _add(self, key: Key, recording: Replayable, cost: Cost, owner: str) -> None:
+    def _add(self, key: Key, cuda_graph: Replayable, cost: Cost, owner: str) -> None:
         self.shared[owner] += cost.shared
         entry = self._entry(key)
-        entry.captured(recording, cost)
+        entry.captured(cuda_graph, cost)
         self._ready[key] = entry
 
     def missed(self, key: Key, padded: bool = False) -> None:
@@ -314,14 +314,14 @@ class RollingRecordings:
     def release_ended(self) -> bool:
         """Release evicted graphs that have ended, while no capture runs; return whether none is left."""
         while self._leaving and self._leaving[0].ended():
-            self._leaving.pop(0).recording.release()
+            self._leaving.pop(0).cuda_graph.release()
         return not self._leaving
 
     def _release_evicted(self) -> None:
         if not self.release_ended():
             self._wait()
             while self._leaving:
-                self._leaving.pop(0).recording.release()
+                self._leaving.pop(0).cuda_graph.release()
 
     def _evict(self, entry: Entry[Any]) -> None:
         self._leaving.append(_Leaving(self._taken_out(entry), entry.nbytes, self._mark()))
@@ -338,24 +338,24 @@ class RollingRecordings:
         self._taken_out(entry).release()
 
     def _taken_out(self, entry: Entry[Any]) -> Replayable:
-        recording: Replayable | None = entry.recording
-        assert recording is not None
-        entry.recording = None
+        cuda_graph: Replayable | None = entry.cuda_graph
+        assert cuda_graph is not None
+        entry.cuda_graph = None
         del self._ready[entry.key]
         for dropped in self.when_dropped:
             dropped(entry.key)
-        return recording
+        return cuda_graph
 
     # ---- accounts
 
-    def table(self) -> RecordingTable:
+    def table(self) -> CudaGraphTable:
         """Return the table of all graphs; any thread may."""
         order = {"decode": 0, "prefill": 1, "choice": 2}
         rows = [entry.row() for entry in list(self._entries.values())]
         rows.sort(key=lambda row: (order[row.phase], row.rows, row.tokens, row.variant))
         shared = self.shared.total()
         nbytes = shared + self._leaving_nbytes + sum(row.nbytes for row in rows)
-        return RecordingTable(rows, nbytes, shared, self.budget.nbytes, self.budget.most)
+        return CudaGraphTable(rows, nbytes, shared, self.budget.nbytes, self.budget.most)
 
 
 def _used(entry: Entry[Any]) -> float:

@@ -11,7 +11,7 @@ Phase = Literal["decode", "prefill", "choice"]
 
 
 @dataclass(frozen=True)
-class RecordingRow:
+class CudaGraphRow:
     """One CUDA graph, at one moment.
 
     Attributes:
@@ -48,8 +48,8 @@ class RecordingRow:
 
 
 @dataclass(frozen=True)
-class RecordingTable:
-    """All recordings of a model, those that were evicted too; ``str`` shows them.
+class CudaGraphTable:
+    """All CUDA graphs of a model, those that were evicted too; ``str`` shows them.
 
     Attributes:
         rows: decode steps by size, then prefills, then choices.
@@ -59,13 +59,13 @@ class RecordingTable:
         most: how many may be ready; None for any number.
     """
 
-    rows: Sequence[RecordingRow] = ()
+    rows: Sequence[CudaGraphRow] = ()
     nbytes: int = 0
     shared_bytes: int = 0
     limit: int | None = None
     most: int | None = None
 
-    def __iter__(self) -> Iterator[RecordingRow]:
+    def __iter__(self) -> Iterator[CudaGraphRow]:
         return iter(self.rows)
 
     def __len__(self) -> int:
@@ -77,7 +77,7 @@ class RecordingTable:
 
     @property
     def ready(self) -> int:
-        """How many recordings can be replayed."""
+        """How many CUDA graphs can be replayed."""
         return sum(row.ready for row in self.rows)
 
     @property
@@ -138,7 +138,7 @@ _HEADINGS = (
 )
 
 
-def _cells(row: RecordingRow) -> tuple[str, ...]:
+def _cells(row: CudaGraphRow) -> tuple[str, ...]:
     counts = (row.captures, row.evictions, row.replays, row.misses)
     sizes = (row.tokens, row.rows, row.variant)
     ready, memory = ("yes", mib(row.nbytes)) if row.ready else ("no", "")

@@ -124,7 +124,7 @@ def prompt_logprobs(request: Request) -> PromptLogprobs | None:
 
 
 def prepare_logprobs(device_model: DeviceModel) -> None:
-    """Have the kernels compiled that compute them; no recording has these."""
+    """Have the kernels compiled that compute them; no CUDA graph has these."""
     device_model.thread.call(_score_nothing, device_model)
 
 

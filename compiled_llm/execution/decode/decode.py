@@ -27,8 +27,8 @@ from compiled_llm.kvcache.row import Row
 
 logger = logging.getLogger("compiled_llm.uploads")
 
-# Cudagraph trees run a new shape once as it is, record it on the second call and replay it from the third.
-_CALLS_TO_RECORD = 3
+# Cudagraph trees run a new shape once as it is, capture it on the second call and replay it from the third.
+_CALLS_TO_CAPTURE = 3
 
 # Inductor chooses the blocks of its kernels for the rows that it sees first, and keeps them for all numbers of rows. On
 # an H200, those chosen for 64 rows are up to 2 % faster than those for 2 from 64 rows on, and not slower with fewer.
@@ -54,26 +54,26 @@ class Decode:
         self._state = state
         self._readiness = readiness
         self._planned = PlannedTable(state, planner) if planner.decodes else None
-        self._recordings = readiness.recordings
+        self._cuda_graphs = readiness.cuda_graphs
         self.ready = readiness.ready
         self._launchable: set[int] = set()  # that were compiled when they were last missing
-        self._spare = 0  # the bucket that is recorded for others to run in, as long as nobody has wanted itself
+        self._spare = 0  # the bucket that is captured for others to run in, as long as nobody has wanted itself
         self._owner: weakref.ref[Seated] | None = None
         self._largest = self.bucket_for(state.config.max_batch_size)
-        state.recordings.anchors["decode"] = [self._largest]
+        state.cuda_graphs.anchors["decode"] = [self._largest]
 
     def bucket_for(self, rows: int) -> int:
         """Return the smallest bucket that holds ``rows``."""
         return bucket_for(rows, self._state.config.max_batch_size)
 
     @property
-    def records(self) -> bool:
-        """Whether steps are recorded beside others, so that nobody waits for more than compiling."""
-        return self._recordings.ours
+    def captures(self) -> bool:
+        """Whether steps are captured beside others, so that nobody waits for more than compiling."""
+        return self._cuda_graphs.ours
 
     @property
     def ready_buckets(self) -> list[int]:
-        """The buckets that are compiled, and on CUDA recorded."""
+        """The buckets that are compiled, and on CUDA captured."""
         return self._readiness.ready_buckets
 
     @property
@@ -90,10 +90,10 @@ class Decode:
         anchors: bool = True,
         exact: bool = False,
     ) -> int:
-        """Compile decode for the bucket and record its graph, if that has not happened yet or no longer holds.
+        """Compile decode for the bucket and capture its graph, if that has not happened yet or no longer holds.
 
-        A call that waits for no more than a recording does not wait: its step runs in the next larger bucket that is
-        ready, or if there is none or it has to be exact, is launched as it is; and it is recorded beside the steps that
+        A call that waits for no more than a CUDA graph does not wait: its step runs in the next larger bucket that is
+        ready, or if there is none or it has to be exact, is launched as it is; and it is captured beside the steps that
         follow.
 
         Args:
@@ -101,8 +101,8 @@ class Decode:
             waiting: how many rows a call has that waits for it.
             unchanged: the model cannot have changed since the last prefill or the last call without this.
             number: shown behind what is done, which of how many it is.
-            anchors: if all but one row are compiled for it, record the largest, too, in which any can run.
-            exact: run in no other bucket; if others have to make room for its recording, record it now.
+            anchors: if all but one row are compiled for it, capture the largest, too, in which any can run.
+            exact: run in no other bucket; if others have to make room for its CUDA graph, capture it now.
 
         Returns:
             The bucket to run.
@@ -120,30 +120,30 @@ class Decode:
             readiness.check_model()
         if bucket in self.ready and readiness.is_valid(bucket):
             return bucket
-        if waiting and self._recordings.ours and (serving := self._serving(bucket, exact)):
+        if waiting and self._cuda_graphs.ours and (serving := self._serving(bucket, exact)):
             return serving
         self.claim(None)
         first = self._is_first(bucket)
         self._prepare(bucket, waiting, number, first)
         if first and anchors:
-            self.record_anchors(only_with_room=exact)
+            self.capture_anchors(only_with_room=exact)
         return bucket if bucket in self.ready else self._largest  # which may have taken the only room
 
-    def record_anchors(self, only_with_room: bool = True) -> None:
-        """Record the largest bucket, so that nobody waits for a smaller one; ``only_with_room`` evicts no other."""
+    def capture_anchors(self, only_with_room: bool = True) -> None:
+        """Capture the largest bucket, so that nobody waits for a smaller one; ``only_with_room`` evicts no other."""
         buckets = self.ready_buckets
-        missing = self._recordings.ours and max(buckets, default=1) > 1 and self._largest not in buckets
-        if missing and not (only_with_room and self._state.recordings.full):
+        missing = self._cuda_graphs.ours and max(buckets, default=1) > 1 and self._largest not in buckets
+        if missing and not (only_with_room and self._state.cuda_graphs.full):
             self._prepare(self._largest, 0, "", False)
             self._spare = self._largest
 
     def _serving(self, bucket: int, exact: bool) -> int:
-        """Return the bucket that runs in place of one that is not recorded, itself if it can be launched; else 0."""
+        """Return the bucket that runs in place of one that is not captured, itself if it can be launched; else 0."""
         readiness = self._readiness
         self._launchable.discard(bucket)
         if bucket in self.ready or not readiness.can_launch(self._inputs(bucket)):
             return 0
-        if exact and self._recordings.needs_room_now(bucket):
+        if exact and self._cuda_graphs.needs_room_now(bucket):
             return 0
         self._launchable.add(bucket)
         larger = 0 if exact else self._larger(bucket)
@@ -154,49 +154,49 @@ class Decode:
         return next((other for other in self.ready_buckets if other > bucket), 0)
 
     def _run_missing(self, bucket: int, larger: int) -> int:
-        """Return what runs in place of a bucket: the larger one while it is recorded, or if there is none, itself."""
+        """Return what runs in place of a bucket: the larger one while it is captured, or if there is none, itself."""
         if not larger:
-            self._state.recordings.missed(bucket)
-            return bucket  # which has itself recorded
+            self._state.cuda_graphs.missed(bucket)
+            return bucket  # which has itself captured
         self.missed(bucket)
-        if self._recordings.can_begin:
-            self._recordings.want(bucket, functools.partial(self._begin_to_record, bucket))
+        if self._cuda_graphs.can_begin:
+            self._cuda_graphs.want(bucket, functools.partial(self._begin_capture, bucket))
         return larger
 
     def missed(self, bucket: int) -> None:
         """Count a step that runs in a larger bucket than the one that was wanted."""
-        self._state.recordings.missed(bucket, padded=True)
+        self._state.cuda_graphs.missed(bucket, padded=True)
 
-    def _begin_to_record(self, bucket: int) -> None:
-        """Begin to record a bucket that may never have run, over rows of padding."""
+    def _begin_capture(self, bucket: int) -> None:
+        """Begin to capture a bucket that may never have run, over rows of padding."""
         if self._planned is not None:
             self._planned.plan_padding(bucket)
-        self._record(bucket, bucket)
+        self._capture(bucket, bucket)
 
-    def _record(self, bucket: int, like: StepOutputs | int, beside: bool = True) -> None:
-        self._readiness.record(bucket, self._inputs(bucket), like, beside=beside)
+    def _capture(self, bucket: int, like: StepOutputs | int, beside: bool = True) -> None:
+        self._readiness.capture(bucket, self._inputs(bucket), like, beside=beside)
 
     def _prepare(self, bucket: int, waiting: int, number: str, first: bool) -> None:
-        """Compile a bucket, for all others if it is the ``first``, and record it."""
+        """Compile a bucket, for all others if it is the ``first``, and capture it."""
         readiness, what = self._readiness, f"decode bucket {bucket}"
-        waiting = 0 if self._recordings.lost(bucket) else waiting
+        waiting = 0 if self._cuda_graphs.lost(bucket) else waiting
         program = DECODE_ONE if bucket == 1 else DECODE_MANY
         shown = f"decode, {'1 row' if bucket == 1 else f'{bucket} rows'}{number}"
-        with readiness.preparing(what, waiting, program, shown), self._recordings.accounted(what):
+        with readiness.preparing(what, waiting, program, shown), self._cuda_graphs.accounted(what):
             if first and bucket < (rows := self.bucket_for(min(_ROWS_TO_COMPILE, self._largest))):
                 self._launch_padding(rows)
-            for _ in range(_CALLS_TO_RECORD - 1 if readiness.programs.recorded else 0):
+            for _ in range(_CALLS_TO_CAPTURE - 1 if readiness.programs.in_trees else 0):
                 self._launch_padding(bucket)
             outputs = self._launch_padding(bucket)
             readiness.programs.warn_if_nothing_matched(self._state.facts.model)
-            if self._recordings.ours:
-                self._record(bucket, outputs, beside=False)
+            if self._cuda_graphs.ours:
+                self._capture(bucket, outputs, beside=False)
         self.ready.add(bucket)
 
     def _is_first(self, bucket: int) -> bool:
         """Whether a bucket is compiled for all but one row, as on CUDA, where its size does not stay built in."""
         programs = self._readiness.programs
-        on_cuda = self._recordings.ours or (self._state.device.type == "cuda" and not programs.recorded)
+        on_cuda = self._cuda_graphs.ours or (self._state.device.type == "cuda" and not programs.in_trees)
         return on_cuda and bucket > 1 and not graph_count(programs.decode_many_function)
 
     def _launch_padding(self, bucket: int) -> StepOutputs:
@@ -265,12 +265,12 @@ class Decode:
         """
         self._readiness.events.used[wanted] += 1
         self._state.arena.flush()
-        if (recording := self._recordings.get(bucket)) is not None:
-            outputs: StepOutputs = recording.replay()
+        if (cuda_graph := self._cuda_graphs.get(bucket)) is not None:
+            outputs: StepOutputs = cuda_graph.replay()
             return outputs
         outputs = self._launch(bucket)
-        if self._recordings.ours:
-            self._recordings.want(bucket, functools.partial(self._record, bucket, outputs))
+        if self._cuda_graphs.ours:
+            self._cuda_graphs.want(bucket, functools.partial(self._capture, bucket, outputs))
         return outputs
 
     def _launch(self, bucket: int) -> StepOutputs:

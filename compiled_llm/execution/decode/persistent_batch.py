@@ -25,8 +25,8 @@ class PersistentBatch:
     Several persistent batches of one model take turns on the seats.
 
     Attributes:
-        exact: whether each step runs in the shape that follows from its rows alone, recorded or not, so that the same
-            rows give the same bits each time; if not, one whose recording is missing is padded to a larger one.
+        exact: whether each step runs in the shape that follows from its rows alone, captured or not, so that the same
+            rows give the same bits each time; if not, one whose CUDA graph is missing is padded to a larger one.
         bucket: how many rows the last decode step had, padding included; 0 if there was none.
         logits: ``[B, V]`` of the last step, if it was one launch; those of a decode step are overwritten by the next.
         deferred: the rows whose tokens are not chosen yet.
@@ -175,12 +175,12 @@ class PersistentBatch:
         """Return the smallest bucket for this many rows; if there were more, the smallest that is ready.
 
         Nobody waits for a smaller one to be prepared because rows have ended. Exact steps go on in one of at most half
-        the rows, ready or not: nobody waits for its recording. One row stays in the program of several.
+        the rows, ready or not: nobody waits for its CUDA graph. One row stays in the program of several.
         """
         smallest = self._decode.bucket_for(rows)
         if smallest >= self._wanted:
             return smallest
-        if self.exact and self._decode.records:
+        if self.exact and self._decode.captures:
             return max(smallest, 2) if 2 * smallest <= self._wanted else self._wanted
         return next((bucket for bucket in self._decode.ready_buckets if smallest <= bucket <= self._wanted), smallest)
 

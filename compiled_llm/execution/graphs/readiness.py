@@ -1,4 +1,4 @@
-"""What of a model is compiled and recorded, and whether that is still valid.
+"""What of a model is compiled and captured, and whether that is still valid.
 
 Nothing is run from here: prefill and decode ask, and run what is missing on rows of padding, never on somebody's
 tokens.
@@ -14,8 +14,8 @@ from functools import partial
 
 from compiled_llm.compat import compiling_stage
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
+from compiled_llm.compilation.graphs.cuda_graphs import CudaGraphs, Filled, Step, StepInputs
 from compiled_llm.compilation.graphs.outputs import StepOutputs
-from compiled_llm.compilation.graphs.recordings import Filled, Recordings, Step, StepInputs
 from compiled_llm.compilation.graphs.rolling import Key
 from compiled_llm.compilation.graphs.validity import Guards
 from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED, Arguments, PreparedCall, Programs
@@ -33,14 +33,14 @@ def _nothing() -> None:
 
 
 class Readiness:
-    """The programs and recordings of one model.
+    """The programs and CUDA graphs of one model.
 
     Attributes:
         weights: the model's; those that read one input lie side by side in memory.
         programs: the compiled functions.
-        recordings: CUDA graphs of steps.
+        cuda_graphs: those of steps.
         events: what happened.
-        ready: decode buckets and prefill programs that are compiled, and on CUDA recorded; always the same set.
+        ready: decode buckets and prefill programs that are compiled, and on CUDA captured; always the same set.
     """
 
     def __init__(
@@ -68,28 +68,28 @@ class Readiness:
         self.weights = weights
         self._artifacts = artifacts
         self.programs = programs or self._new_programs()
-        self.recordings = Recordings(state.facts.model, state.config, state.device, state.recordings)
+        self.cuda_graphs = CudaGraphs(state.facts.model, state.config, state.device, state.cuda_graphs)
         self.ready: set[Key | str] = set()
         # Without a compiler there is nothing to wait for on a CPU.
         waits = state.device.type == "cuda" or state.config.mode != "eager"
         self._progress = ProgressDisplay(state.config.progress and waits)
         self._released = False
-        # How often the model has been looked at, and the recordings that were found valid since the last time.
+        # How often the model has been looked at, and the CUDA graphs that were found valid since the last time.
         self._glance = 0
         self._valid: set[Key] = set()
-        state.recordings.when_dropped.append(self.ready.discard)
+        state.cuda_graphs.when_dropped.append(self.ready.discard)
 
     @property
     def ready_buckets(self) -> list[int]:
-        """The decode buckets that are compiled, and on CUDA recorded."""
+        """The decode buckets that are compiled, and on CUDA captured."""
         return sorted(bucket for bucket in tuple(self.ready) if isinstance(bucket, int))  # another thread may add one
 
     @property
-    def recorded(self) -> int:
+    def captured(self) -> int:
         """How many CUDA graphs steps are replayed from; cudagraph trees have one a bucket."""
-        if self.recordings.ours:
-            return len(self.recordings)
-        return len(self.ready_buckets) if self.recordings.replay else 0
+        if self.cuda_graphs.ours:
+            return len(self.cuda_graphs)
+        return len(self.ready_buckets) if self.cuda_graphs.replay else 0
 
     def paged(self) -> AbstractContextManager[None]:
         """Let this thread use paged attention for the duration."""
@@ -101,7 +101,7 @@ class Readiness:
     # ---- is it still valid?
 
     def check_model(self) -> None:
-        """Drop recordings of weights that are no longer there; compile again what was replaced or cannot be fused.
+        """Drop CUDA graphs of weights that are no longer there; compile again what was replaced or cannot be fused.
 
         Raises:
             RuntimeError: the model was put to sleep, and lies over other pages by now.
@@ -115,10 +115,10 @@ class Readiness:
         if not self.programs.code_valid():
             self.events.started_again()
             self._start_again()
-        if self.recordings.weights_valid():  # those that are multiplied as one, too
+        if self.cuda_graphs.weights_valid():  # those that are multiplied as one, too
             return
-        if self.recordings.watches:
-            self.ready -= self.recordings.forget()
+        if self.cuda_graphs.watches:
+            self.ready -= self.cuda_graphs.forget()
         if self.weights.intact():
             return
         self.programs.drop_tensors()  # weights that someone else holds cannot be laid out again
@@ -143,35 +143,35 @@ class Readiness:
 
     def was_valid(self, key: Key) -> bool:
         """Whether a step was ready and valid when the model was last looked at."""
-        return key in self._valid and (key in self.ready or key in self.recordings)
+        return key in self._valid and (key in self.ready or key in self.cuda_graphs)
 
     def is_valid(self, key: Key) -> bool:
-        """Whether a step may still be replayed, if it is recorded; if not, all recordings are forgotten.
+        """Whether a step may still be replayed, if it is captured; if not, all CUDA graphs are forgotten.
 
         ``check_model`` has been called.
         """
-        if key in self.recordings:
+        if key in self.cuda_graphs:
             with self.paged():
-                valid = self.recordings.guards_valid(key, self._glance)
+                valid = self.cuda_graphs.guards_valid(key, self._glance)
             if not valid:
                 wait_for(self._state.device)  # a replay that found this out late may be running
                 self._valid.clear()
-                self.ready -= self.recordings.forget()
+                self.ready -= self.cuda_graphs.forget()
                 self.programs.drop_tensors()
                 return False
         self._valid.add(key)
         return True
 
     def release(self) -> None:
-        """Drop all recordings, and let go of all tensors; what was compiled stays, for another one of these."""
+        """Drop all CUDA graphs, and let go of all tensors; what was compiled stays, for another one of these."""
         self._released = True
         self.ready.clear()
-        self.recordings.forget()
+        self.cuda_graphs.forget()
         self.programs.drop_tensors()
 
     def _start_again(self) -> None:
-        """Forget what was compiled and recorded; rows and pages stay."""
-        self.recordings.forget()  # first: while one is captured, its program has to stay
+        """Forget what was compiled and captured; rows and pages stay."""
+        self.cuda_graphs.forget()  # first: while one is captured, its program has to stay
         self.programs = self._new_programs()
         self.ready.clear()
 
@@ -187,11 +187,11 @@ class Readiness:
         return Arguments(state.facts.model, inputs, state.slots.tables, state.pages)
 
     def can_launch(self, inputs: StepInputs) -> bool:
-        """Whether a step can be launched, recorded or not, without compiling anything; the model has been looked at."""
+        """Whether a step can be launched, captured or not, without compiling anything; the model has been looked at."""
         with self.paged():
             return self.programs.compiled_for(self.arguments(inputs))
 
-    def record(
+    def capture(
         self,
         key: Key,
         inputs: StepInputs,
@@ -200,7 +200,7 @@ class Readiness:
         filled: Filled | None = None,
         beside: bool = False,
     ) -> None:
-        """Record a step that has run before, unless it may have run uncompiled: nothing would guard that.
+        """Capture a step that has run before, unless it may have run uncompiled: nothing would guard that.
 
         Args:
             key: its name from now on.
@@ -213,9 +213,9 @@ class Readiness:
         if self.programs.full(inputs):
             return
         if not beside:
-            self.recordings.finish()
+            self.cuda_graphs.finish()
             self.adopt()
-            if key in self.recordings:
+            if key in self.cuda_graphs:
                 return
         arguments = self.arguments(inputs)
         with self.paged():
@@ -223,19 +223,19 @@ class Readiness:
         guards = self.programs.guards(arguments, call)
         check = partial(_find_guards, guards, call, self.paged)
         step = Step(check, partial(_launch, call, self.paged, first), like, guards, filled)
-        (self.recordings.begin if beside else self.recordings.record)(key, step)
+        (self.cuda_graphs.begin if beside else self.cuda_graphs.capture)(key, step)
 
     def adopt(self) -> None:
-        """Have the recording that was begun beside the steps, if it is done."""
-        key = self.recordings.adopt()
+        """Have the CUDA graph that was begun beside the steps, if it is done."""
+        key = self.cuda_graphs.adopt()
         if isinstance(key, int):
             self.ready.add(key)
 
     def go_on(self) -> None:
         """Capture for a slice what steps have missed."""
-        if self.recordings.captures_beside:
+        if self.cuda_graphs.captures_beside:
             with deferred():
-                self.recordings.go_on()
+                self.cuda_graphs.go_on()
 
     @contextmanager
     def preparing(self, what: str, waiting: int, program: str, shown: str = "") -> Iterator[None]:
@@ -247,7 +247,7 @@ class Readiness:
             program: the one that it runs.
             shown: what to show in place of ``what``.
         """
-        self.recordings.finish()  # to time tilings, Inductor waits for the whole device, which no capture survives
+        self.cuda_graphs.finish()  # to time tilings, Inductor waits for the whole device, which no capture survives
         start, shown, stage = time.perf_counter(), shown or what, partial(compiling_stage, threading.get_ident())
         with self.events.prepared(), self._progress.task(f"{self._doing(program)} {shown}", stage) as update:
 
@@ -265,7 +265,7 @@ class Readiness:
         if config.mode == "eager":
             return "preparing kernels for"
         if self.programs.graph_counts().get(program):
-            return "recording" if config.records_on(kind) or config.uses_trees_on(kind) else "preparing"
+            return "cuda_graph" if config.captures_on(kind) or config.uses_trees_on(kind) else "preparing"
         has_kernels = kind == "cuda" and program in (PREFILL, PREFILL_EMBEDDED)
         return "preparing kernels for, and tracing" if has_kernels else "tracing"
 

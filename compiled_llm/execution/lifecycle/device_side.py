@@ -192,7 +192,7 @@ class DeviceSide:
 
     @deferred()
     def wake(self) -> None:
-        """Have weights, pages and recordings on the device again, those that were ready; nothing is compiled anew.
+        """Have weights, pages and CUDA graphs on the device again, those that were ready; nothing is compiled anew.
 
         If it fails or is interrupted, the model is asleep; its weights may be back already.
         """
@@ -277,20 +277,20 @@ def is_host(device: torch.device) -> bool:
 def prepare(
     device_model: DeviceModel,
     buckets: Sequence[int],
-    recorded: Iterable[Sequence[Shape]],
+    captured: Iterable[Sequence[Shape]],
     embedded: bool = False,
     report: Callable[[str], None] = lambda doing: None,
     anchors: bool = True,
 ) -> None:
-    """Compile, and on CUDA record, what is not ready yet.
+    """Compile, and on CUDA capture, what is not ready yet.
 
     Args:
         device_model: of the model.
         buckets: of decode steps.
-        recorded: shapes of prefills, those together that are shown as one.
+        captured: shapes of prefills, those together that are shown as one.
         embedded: prefill from embeddings, too.
         report: takes what is being prepared, in words.
-        anchors: a few recordings in which all others could run, too.
+        anchors: a few CUDA graphs in which all others could run, too.
     """
     thread, prefill, decode = device_model.thread, device_model.prefill, device_model.decode
     report("preparing prefill")
@@ -301,9 +301,9 @@ def prepare(
     for number, bucket in enumerate(buckets, start=1):
         report(f"preparing steps of {bucket} request{'s' * (bucket > 1)} ({number} of {len(buckets)})")
         thread.call(decode.make_ready, bucket, number=_number(bucket, missing), anchors=anchors)
-    for shapes in filter(None, recorded):
+    for shapes in filter(None, captured):
         report(f"preparing prefills of up to {max(shape.tokens for shape in shapes)} tokens")
-        thread.call(prefill.make_recorded, shapes, only_with_room=True)
+        thread.call(prefill.capture_shapes, shapes, only_with_room=True)
 
 
 def _number(bucket: int, missing: Sequence[int]) -> str:

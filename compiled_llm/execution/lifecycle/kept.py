@@ -21,11 +21,11 @@ class Kept:
         rows: how many rows there was room for.
         positions: how many positions the model had.
         pages: how many there were.
-        programs: the compiled functions; None if their recordings are part of them, and had to go with them.
+        programs: the compiled functions; None if their CUDA graphs are part of them, and had to go with them.
         weights: which of the model's lie side by side in memory.
         buckets: decode steps that were ready.
         embedded: whether prefill from embeddings was.
-        shapes: recorded prefills, smallest first.
+        shapes: captured prefills, smallest first.
         choices: for how many rows deferred choices were captured.
     """
 
@@ -49,11 +49,11 @@ class Kept:
             rows=device_model.config.max_batch_size,
             positions=device_model.max_positions,
             pages=device_model.pool.total,
-            programs=None if readiness.programs.recorded else readiness.programs,
+            programs=None if readiness.programs.in_trees else readiness.programs,
             weights=readiness.weights,
             buckets=tuple(readiness.ready_buckets),
             embedded=PREFILL_EMBEDDED in readiness.ready,
-            shapes=tuple(sorted(readiness.recordings.shapes())),
+            shapes=tuple(sorted(readiness.cuda_graphs.shapes())),
             choices=tuple(device_model.state.choice_graphs.buckets),
         )
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from compiled_llm.compat.forks import in_forked_processes
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.artifacts.made_for import made_for
-from compiled_llm.compilation.graphs.table import RecordingTable
+from compiled_llm.compilation.graphs.table import CudaGraphTable
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.lifecycle.device_side import DeviceSide, Holder
@@ -93,7 +93,7 @@ class Runtime:
         return f"<{type(self).__name__} mode={self.config.mode!r}: {state}>"
 
     def warmup(self, batch_sizes: Sizes = None, *, profile: ProfilePath | None = None, report: Report = quiet) -> None:
-        """Allocate pages, compile, and record what batches of these sizes use, or what a profile names.
+        """Allocate pages, compile, and capture what batches of these sizes use, or what a profile names.
 
         Args:
             batch_sizes: rows that calls will have, one number or several; 1 to ``max_batch_size`` if None. ``"auto"``
@@ -139,7 +139,7 @@ class Runtime:
         )
         if device_model is None:
             return calls
-        graphs, recordings = self.graphs, device_model.readiness.recordings
+        graphs, cuda_graphs = self.graphs, device_model.readiness.cuda_graphs
         return dataclasses.replace(
             calls,
             steps=counters.steps,
@@ -152,22 +152,22 @@ class Runtime:
             builds={} if self.artifacts is None else self.artifacts.builds(),
             recompiles=sum(max(0, count - 1) for count in graphs.values()),
             uncompiled=sum(self.uncompiled().values()),
-            cudagraph_skips=recordings.skips,
-            recordings=device_model.thread.call(recordings.decodes),
-            prefill_recordings=recordings.prefills,
+            cudagraph_skips=cuda_graphs.skips,
+            cuda_graphs=device_model.thread.call(cuda_graphs.decodes),
+            prefill_cuda_graphs=cuda_graphs.prefills,
             patterns=device_model.readiness.programs.pattern_matches(),
             buckets=device_model.readiness.ready_buckets,
             pages=device_model.pool.account(),
             most_pages=device_model.pool.most_used,
             page_size=self.config.page_size,
             memory=device_model.memory(),
-            recording_table=self.recordings.as_dicts(),
+            cuda_graph_table=self.cuda_graphs.as_dicts(),
         )
 
     @property
-    def recordings(self) -> RecordingTable:
-        """The CUDA graphs that we have recorded, with what they cost and how often they ran; empty in other modes."""
-        return RecordingTable() if self._device_model is None else self._device_model.state.recordings.table()
+    def cuda_graphs(self) -> CudaGraphTable:
+        """The CUDA graphs that we have captured, with what they cost and how often they ran; empty in other modes."""
+        return CudaGraphTable() if self._device_model is None else self._device_model.state.cuda_graphs.table()
 
     @property
     def asleep(self) -> bool:
@@ -271,15 +271,15 @@ class Runtime:
         return {} if self._device_model is None else self._device_model.readiness.programs.uncompiled()
 
     def cudagraph_reasons(self) -> list[str]:
-        """Return what Inductor said of decode steps that it did not record."""
-        return [] if self._device_model is None else self._device_model.readiness.recordings.reasons
+        """Return what Inductor said of decode steps that it did not capture."""
+        return [] if self._device_model is None else self._device_model.readiness.cuda_graphs.reasons
 
-    def rerecordings(self) -> tuple[int, list[str]]:
-        """Return how many CUDA graphs were recorded again, and the weights that have moved since the first time."""
+    def recaptures(self) -> tuple[int, list[str]]:
+        """Return how many CUDA graphs were captured again, and the weights that have moved since the first time."""
         if self._device_model is None:
             return 0, []
-        recordings = self._device_model.readiness.recordings
-        return self._device_model.thread.call(recordings.repeated), recordings.moved_weights()
+        cuda_graphs = self._device_model.readiness.cuda_graphs
+        return self._device_model.thread.call(cuda_graphs.repeated), cuda_graphs.moved_weights()
 
     def obstacle(self) -> Reason | None:
         """Return why no loop of ours can run the model now, or None."""

@@ -18,9 +18,9 @@ def used_steps(used: Mapping[Key | str, int]) -> dict[UsedStep, int]:
 
 
 def prepare_profile(device_model: DeviceModel, profile: Profile, report: Callable[[str], None]) -> None:
-    """Compile, and on CUDA record, what a profile names, the most used if there is no room for all.
+    """Compile, and on CUDA capture, what a profile names, the most used if there is no room for all.
 
-    What room there is then is for a few recordings in which all others can run.
+    What room there is then is for a few CUDA graphs in which all others can run.
 
     Raises:
         ValueError: it names a step that there is not; nothing has been prepared.
@@ -32,7 +32,7 @@ def prepare_profile(device_model: DeviceModel, profile: Profile, report: Callabl
     steps = [key for key in keys if not isinstance(key, Choice) and _fits(device_model, key)]
     _prepare_steps(device_model, steps, profile.embeddings > 0, report)
     for phase in (device_model.prefill, device_model.decode):  # what else is needed runs in these
-        device_model.thread.call(phase.record_anchors)
+        device_model.thread.call(phase.capture_anchors)
     if choices := sorted({key.rows for key in keys if isinstance(key, Choice)}):
         report("preparing choices of tokens under grammars")
         device_model.thread.call(device_model.prepare_deferred, choices)
@@ -42,21 +42,21 @@ def _prepare_steps(
     device_model: DeviceModel, steps: Sequence[int | Shape], embedded: bool, report: Callable[[str], None]
 ) -> None:
     """Prepare steps, the most used ones being first."""
-    nbytes, most = device_model.state.recordings.budget
+    nbytes, most = device_model.state.cuda_graphs.budget
     steps = steps[:most]
     if nbytes is None:
         buckets = sorted(step for step in steps if isinstance(step, int))
         shapes = sorted(step for step in steps if isinstance(step, Shape))
         prepare(device_model, buckets, [shapes], embedded, report, anchors=False)
         return
-    # The most used ones last: what has to make room is what was recorded first.
+    # The most used ones last: what has to make room is what was captured first.
     prepare(device_model, [], [], embedded, report, anchors=False)
     for number, step in enumerate(reversed(steps), start=1):
         report(f"preparing what requests use ({number} of {len(steps)})")
         if isinstance(step, int):
             prepare(device_model, [step], [], anchors=False)
         else:
-            device_model.thread.call(device_model.prefill.make_recorded, [step])
+            device_model.thread.call(device_model.prefill.capture_shapes, [step])
 
 
 def _steps_here(device_model: DeviceModel) -> dict[UsedStep, Key]:

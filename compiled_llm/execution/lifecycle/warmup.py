@@ -27,7 +27,7 @@ Report = Callable[[str], None]
 """Takes what is being prepared, in words."""
 
 _MOST_ON_CPU = 8
-"""Rows of the largest step that ``"auto"`` prepares on a CPU: nothing is recorded there, and each size takes long."""
+"""Rows of the largest step that ``"auto"`` prepares on a CPU: nothing is captured there, and each size takes long."""
 
 
 class Wanted(NamedTuple):
@@ -101,7 +101,7 @@ class Warmup:
         return [size for size in all_sizes if size <= _MOST_ON_CPU] if on_cpu else all_sizes
 
     def prepare(self, wanted: Wanted, report: Report) -> None:
-        """Compile, and on CUDA record, what is wanted; the device side has room for so many rows.
+        """Compile, and on CUDA capture, what is wanted; the device side has room for so many rows.
 
         Raises:
             ValueError: the profile names a step that there is not.
@@ -114,7 +114,7 @@ class Warmup:
         else:
             prefill = device_model.prefill
             buckets = sorted({device_model.decode.bucket_for(size) for size in wanted.sizes})
-            prefills = {tuple(prefill.recorded_shapes(size)) for size in wanted.sizes}
+            prefills = {tuple(prefill.captured_shapes(size)) for size in wanted.sizes}
             prepare(device_model, buckets, prefills, report=report)
         self._events.warmed_up()
 
@@ -154,7 +154,7 @@ class Warmup:
 
     def _check_mode(self) -> None:
         if self._config.mode == "eager":
-            raise ValueError("profile: mode='eager' compiles and records nothing that one could name; use another mode")
+            raise ValueError("profile: mode='eager' compiles and captures nothing; use another mode")
 
     def _made_for(self) -> MadeFor:
         return sizes_made_for(self._facts.model, self._facts.model_class, self._config, self._device_side.rows)

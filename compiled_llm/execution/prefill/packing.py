@@ -1,4 +1,4 @@
-"""The layout of packed tokens on their way through prefill: chunks of a bounded size, padding, recorded shapes.
+"""The layout of packed tokens on their way through prefill: chunks of a bounded size, padding, captured shapes.
 
 Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them after which a token is chosen.
 """

@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from compiled_llm.compilation.graphs.cuda_graphs import Filled
 from compiled_llm.compilation.graphs.outputs import StepOutputs
-from compiled_llm.compilation.graphs.recordings import Filled
 from compiled_llm.compilation.inputs import PrefillInputs, Shape
 from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED
 from compiled_llm.execution.batch import Extension
+from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
 from compiled_llm.execution.graphs.readiness import Readiness
-from compiled_llm.execution.graphs.recorded_shapes import RecordedShapes
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill.packing import (
     Packed,
@@ -44,24 +44,24 @@ _KEPT = 5
 class Prefill:
     """The prefills of one model."""
 
-    def __init__(self, state: DeviceState, readiness: Readiness, planner: Planner, shapes: RecordedShapes) -> None:
+    def __init__(self, state: DeviceState, readiness: Readiness, planner: Planner, shapes: CapturedShapes) -> None:
         """Remember what to run with; nothing is compiled yet.
 
         Args:
             state: the tensors that programs read.
-            readiness: what is compiled and recorded.
+            readiness: what is compiled and captured.
             planner: plans attention.
-            shapes: what recorded prefills are padded to.
+            shapes: what captured prefills are padded to.
         """
         self._state = state
         self._readiness = readiness
-        self._recordings = readiness.recordings
+        self._cuda_graphs = readiness.cuda_graphs
         self._planner = planner
         self._shapes = shapes
         self._page_size = state.config.page_size
-        state.recordings.when_dropped.append(planner.forget)
+        state.cuda_graphs.when_dropped.append(planner.forget)
         self._anchors = self._find_anchors()
-        state.recordings.anchors["prefill"] = [*self._anchors]
+        state.cuda_graphs.anchors["prefill"] = [*self._anchors]
 
     # ---- compiled
 
@@ -74,7 +74,7 @@ class Prefill:
             embedded: the one that reads embeddings in place of token ids.
             waiting: how many rows a call has that waits for it.
             unchanged: the model cannot have changed since it was last looked at; do not look again.
-            anchors: once it is compiled, record them, too.
+            anchors: once it is compiled, capture them, too.
         """
         readiness = self._readiness
         program = PREFILL_EMBEDDED if embedded else PREFILL
@@ -92,17 +92,17 @@ class Prefill:
             self._launch(self._laid_out(null, np.zeros(_KEPT, dtype=np.int64), slots, embeddings))
         readiness.ready.add(program)
         if anchors and not embedded:
-            self.record_anchors()
+            self.capture_anchors()
 
-    def record_anchors(self) -> None:
-        """Record, as far as there is room, a few shapes that any prefill can run in, so that nobody waits for its own.
+    def capture_anchors(self) -> None:
+        """Capture, as far as there is room, a few shapes that any prefill can run in, so that nobody waits for its own.
 
         What is captured later makes room before they do.
         """
-        self.make_recorded(sorted(self._anchors), only_with_room=True)
+        self.capture_shapes(sorted(self._anchors), only_with_room=True)
 
     def _find_anchors(self) -> list[Shape]:
-        variant, most = self._planner.variants[0], self._state.recordings.budget.most
+        variant, most = self._planner.variants[0], self._state.cuda_graphs.budget.most
         shapes = [shape._replace(variant=variant) for shape in self._shapes.anchors()]
         shapes = [shape for shape in shapes if self._planner.fits(shape)]
         # If there may be but a few, half of them are for decode steps, and for what is used most.
@@ -132,7 +132,7 @@ class Prefill:
             embeddings: ``[T, hidden]``, what the model reads in place of the tokens' ids.
             remember: whether the rows' slots keep the tokens that are chosen.
             unchanged: the model cannot have changed since it was last looked at; what was valid then still is.
-            exact: run in the shape that follows from the rows alone, recorded or not, and in no larger one.
+            exact: run in the shape that follows from the rows alone, captured or not, and in no larger one.
 
         Returns:
             ``[L, V]`` logits, and the tokens chosen from them: ``[L]`` int64 if ``keep`` is None, else none.
@@ -175,7 +175,7 @@ class Prefill:
         shape = self._shape_to_replay(chunk, wanted, slots, embeddings)
         if shape is not None:
             self._readiness.events.used[shape] += 1
-            beside = not (exact and self._recordings.needs_room_now(shape))
+            beside = not (exact and self._cuda_graphs.needs_room_now(shape))
             logits, tokens = self._run_shape(self._serving(shape, exact), chunk, keep, slots, unchanged, beside)
             return logits[:wanted].clone(), tokens[:chosen].clone()  # the next replay overwrites them
         # A symbolic size is at least 2.
@@ -213,79 +213,79 @@ class Prefill:
         with readiness.paged():
             return readiness.programs.prefill(readiness.arguments(inputs))
 
-    # ---- recorded
+    # ---- captured
 
     def all_shapes(self) -> list[Shape]:
-        """Return all shapes that prefills may be recorded in; of these some may not fit."""
-        if not self._recordings.ours:
+        """Return all shapes that prefills may be captured in; of these some may not fit."""
+        if not self._cuda_graphs.ours:
             return []
         return [shape._replace(variant=each) for shape in self._shapes.all() for each in self._planner.variants]
 
     def fits(self, shape: Shape) -> bool:
-        """Return whether prefills of a shape can be recorded."""
+        """Return whether prefills of a shape can be captured."""
         return self._planner.fits(shape)
 
-    def recorded_shapes(self, rows: int) -> list[Shape]:
-        """Return the shapes that prefills of ``rows`` rows are padded to and recorded in, smallest first."""
-        if not self._recordings.ours:
+    def captured_shapes(self, rows: int) -> list[Shape]:
+        """Return the shapes that prefills of ``rows`` rows are padded to and captured in, smallest first."""
+        if not self._cuda_graphs.ours:
             return []
         variants = self._planner.variants
         shapes = [shape._replace(variant=variant) for shape in self._shapes.of(rows) for variant in variants]
         return [shape for shape in shapes if self._planner.fits(shape)]
 
-    def make_recorded(self, shapes: Sequence[Shape], only_with_room: bool = False) -> None:
-        """Record prefills of these shapes, those that are not recorded yet.
+    def capture_shapes(self, shapes: Sequence[Shape], only_with_room: bool = False) -> None:
+        """Capture prefills of these shapes, those that are not captured yet.
 
         Args:
             shapes: what they are padded to.
             only_with_room: evict no others for them.
         """
-        new = [shape for shape in shapes if shape not in self._recordings]
-        if not (self._recordings.ours and new):
+        new = [shape for shape in shapes if shape not in self._cuda_graphs]
+        if not (self._cuda_graphs.ours and new):
             return
         self.make_ready(anchors=False)
         largest = max(shape.tokens for shape in new)
         none = np.zeros(0, dtype=np.int64)
         with self._readiness.preparing(f"prefill of up to {largest} tokens", 0, PREFILL):
             for shape in reversed(new):  # the largest first: what it leaves in the pool serves the others
-                if shape not in self._recordings and not (only_with_room and self._state.recordings.full):
-                    with self._recordings.accounted(f"prefill of {shape.tokens} tokens, {shape.rows} rows"):
+                if shape not in self._cuda_graphs and not (only_with_room and self._state.cuda_graphs.full):
+                    with self._cuda_graphs.accounted(f"prefill of {shape.tokens} tokens, {shape.rows} rows"):
                         self._run_shape(shape, [], none, none, beside=False)
 
     def _shape_to_replay(
         self, chunk: Sequence[Extension], wanted: int, slots: NDArray[np.int64], embeddings: Tensor | None
     ) -> Shape | None:
-        """Return the shape of a prefill whose logits are wanted where tokens are chosen, if it is one to record."""
-        if not self._recordings.ours or embeddings is not None or len(slots) != wanted:
+        """Return the shape of a prefill whose logits are wanted where tokens are chosen, if it is one to capture."""
+        if not self._cuda_graphs.ours or embeddings is not None or len(slots) != wanted:
             return None
-        if self._readiness.programs.full():  # a new recording would have no guards
+        if self._readiness.programs.full():  # a new CUDA graph would have no guards
             return None
         shape = self._shapes.smallest(token_count(chunk), len(chunk))
         if shape is None:
             return None
         shape = shape._replace(variant=self._planner.variant_for(chunk))
-        fits = shape in self._recordings or self._planner.fits(shape)
+        fits = shape in self._cuda_graphs or self._planner.fits(shape)
         return shape if fits else None  # larger ones fit even less
 
     def _serving(self, shape: Shape, exact: bool) -> Shape:
-        """Return the shape that a prefill runs in now, itself if it is recorded.
+        """Return the shape that a prefill runs in now, itself if it is captured.
 
-        If it is not, the next larger one that is recorded serves. If there is none, or it has to be exact, it is
-        launched in its shape. Either way it is recorded beside the steps that follow.
+        If it is not, the next larger one that is captured serves. If there is none, or it has to be exact, it is
+        launched in its shape. Either way it is captured beside the steps that follow.
         """
-        recordings = self._recordings
-        if shape in recordings:
+        cuda_graphs = self._cuda_graphs
+        if shape in cuda_graphs:
             return shape
         larger = None if exact else self._next_larger(shape)
-        self._state.recordings.missed(shape, padded=larger is not None)
+        self._state.cuda_graphs.missed(shape, padded=larger is not None)
         if larger is None:
             return shape
-        if recordings.can_begin:
-            recordings.want(shape, functools.partial(self._begin_to_record, shape))
+        if cuda_graphs.can_begin:
+            cuda_graphs.want(shape, functools.partial(self._begin_capture, shape))
         return larger
 
     def _next_larger(self, shape: Shape) -> Shape | None:
-        """Return the smallest recorded shape that holds all prefills of another, and does not take far longer.
+        """Return the smallest captured shape that holds all prefills of another, and does not take far longer.
 
         The simplest variant can run any batch.
         """
@@ -293,19 +293,19 @@ class Prefill:
         most = tokens + self._shapes.spare
         larger = [
             other
-            for other in self._recordings.shapes()
+            for other in self._cuda_graphs.shapes()
             if other.variant in (variant, self._planner.variants[0])
             and tokens <= other.tokens <= most
             and rows <= other.rows
         ]
         return min(larger, key=lambda other: (other.tokens, other.rows, other.variant != variant), default=None)
 
-    def _begin_to_record(self, shape: Shape) -> Callable[[], None]:
-        """Begin to record a shape that may never have run, over rows of padding; returns what goes on with that."""
+    def _begin_capture(self, shape: Shape) -> Callable[[], None]:
+        """Begin to capture a shape that may never have run, over rows of padding; returns what goes on with that."""
         none = np.zeros(0, dtype=np.int64)
         packed, table = self._padded(shape, [], none, none)
         self._planner.plan_prefill(table, shape)
-        return functools.partial(self._record, shape, *self._in_new_tensors(shape, packed), shape.rows, beside=True)
+        return functools.partial(self._capture, shape, *self._in_new_tensors(shape, packed), shape.rows, beside=True)
 
     def _run_shape(
         self,
@@ -316,12 +316,12 @@ class Prefill:
         unchanged: bool = False,
         beside: bool = True,
     ) -> StepOutputs:
-        """Run a prefill of at most ``shape``: replay it, or launch it and record it, beside what follows or now."""
+        """Run a prefill of at most ``shape``: replay it, or launch it and capture it, beside what follows or now."""
         state = self._state
         packed, table = self._padded(shape, chunk, keep, slots)
-        if (recording := self._recordings.get(shape)) is not None:
-            self._upload(packed, table, shape, self._recordings.filled(shape))
-            result: StepOutputs = recording.replay()
+        if (cuda_graph := self._cuda_graphs.get(shape)) is not None:
+            self._upload(packed, table, shape, self._cuda_graphs.filled(shape))
+            result: StepOutputs = cuda_graph.replay()
             # Checked while the device computes. All it reads is there, since the weights are; and if it is not what
             # the model does now, all it writes is written again.
             if (unchanged and self._readiness.was_valid(shape)) or self._readiness.is_valid(shape):
@@ -331,11 +331,11 @@ class Prefill:
         self._upload(packed, table, shape, filled)
         _unpack(inputs, filled)
         result = self._launch(inputs)
-        record = functools.partial(self._record, shape, inputs, filled, result, beside)
+        capture = functools.partial(self._capture, shape, inputs, filled, result, beside)
         if beside:
-            self._recordings.want(shape, record)
+            self._cuda_graphs.want(shape, capture)
         else:
-            record()
+            capture()
         return result
 
     def _padded(
@@ -347,17 +347,17 @@ class Prefill:
         return pack(padded(chunk, shape, self._page_size), keep, slots, self._page_size)
 
     def _in_new_tensors(self, shape: Shape, packed: Packed) -> tuple[PrefillInputs, Tensor]:
-        """Return what a recorded prefill reads, and the tensor from which that is filled."""
+        """Return what a captured prefill reads, and the tensor from which that is filled."""
         inputs = self._as_inputs(self._state.staging.to_device(packed), shape)
         (filled,) = self._state.staging.to_device([as_bytes(packed)])
         return inputs, filled
 
-    def _record(
+    def _capture(
         self, shape: Shape, inputs: PrefillInputs, filled: Tensor, like: StepOutputs | int, beside: bool
     ) -> None:
         own = 2 * filled.nbytes + sum(plan.nbytes for plan in inputs.plans.tensors)  # filled, and copied to inputs
         first = functools.partial(_unpack, inputs, filled)
-        self._readiness.record(shape, inputs, like, first, Filled(filled, own), beside)
+        self._readiness.capture(shape, inputs, like, first, Filled(filled, own), beside)
 
     def _upload(self, packed: Packed, table: HostTable, shape: Shape, filled: Tensor) -> None:
         """Put a prefill where its graph reads it, and plan it."""

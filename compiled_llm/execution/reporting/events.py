@@ -18,12 +18,12 @@ UploadCause = Literal["new_page", "call_moved_in", "rows_changed", "page_copied"
 """Why rows and their page table were written into the decode buffers."""
 
 ColdCause = Literal["warmup_not_called", "size_not_named", "prepared_and_lost", "never_prepared"]
-"""Why something had not been compiled or recorded before a call needed it."""
+"""Why something had not been compiled or captured before a call needed it."""
 
 
 @dataclass(frozen=True)
 class ColdStart:
-    """Something that was compiled or recorded while a call waited for it.
+    """Something that was compiled or captured while a call waited for it.
 
     Attributes:
         what: which program and bucket.
@@ -49,7 +49,7 @@ class Events:
         uploads: page tables written into the decode buffers, by cause.
         cold_starts: what calls had to wait for.
         generating: runs while our loops do, and nothing is compiled.
-        preparing: runs while something is compiled or recorded.
+        preparing: runs while something is compiled or captured.
     """
 
     used: Counter[Key | str] = field(default_factory=Counter)
@@ -66,7 +66,7 @@ class Events:
         self._warmed, self._lost = True, False
 
     def started_again(self) -> None:
-        """Note that everything compiled and recorded is gone."""
+        """Note that everything compiled and captured is gone."""
         self._lost = self._warmed
 
     def waited(self, what: str, rows: int, seconds: float, preparable: bool = True) -> None:
@@ -84,7 +84,7 @@ class Events:
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """Count the block's time as time for compiling and recording, and not for generating."""
+        """Count the block's time as time for compiling and capturing, and not for generating."""
         with self.generating.paused(), self.preparing.running():
             yield
 

@@ -47,7 +47,7 @@ class Stats:
         uploads: page tables written into the decode buffers; between them steps only replay.
         graphs: graphs compiled: at most 3 (prefill, decode at batch 1, decode at larger batches), and 1 more once
             ``inputs_embeds`` were given.
-        compile_seconds: how long tracing, compiling, building kernels and recording took, in ``warmup`` or in calls
+        compile_seconds: how long tracing, compiling, building kernels and capturing took, in ``warmup`` or in calls
             that waited for it.
         tracing_seconds: how much of that Dynamo took to trace graphs, which no artifacts spare.
         builds: with ``artifacts``, what had to be built nevertheless: ``graphs``, ``C++ kernels``, ``Triton kernels``
@@ -57,9 +57,9 @@ class Stats:
         recompiles: graphs compiled again although they existed.
         uncompiled: prefills and decode steps that ran uncompiled, because torch had compiled their program as often as
             it does.
-        cudagraph_skips: times Inductor did not record a CUDA graph although it was asked to.
-        recordings: CUDA graphs recorded of decode steps, one for each batch size that is ready.
-        prefill_recordings: CUDA graphs recorded of prefills, one for each number of tokens and rows they are padded to;
+        cudagraph_skips: times Inductor did not capture a CUDA graph although it was asked to.
+        cuda_graphs: those captured of decode steps, one for each batch size that is ready.
+        prefill_cuda_graphs: those captured of prefills, one for each number of tokens and rows they are padded to;
             0 except in mode ``"cuda-graphs"``.
         patterns: on CUDA, how often decode programs had what our passes look for, ``rotary`` and ``norm``; 0 for both
             if the model writes them in another way, which makes its steps slower. With ``backend="flashinfer"``
@@ -69,9 +69,9 @@ class Stats:
         most_pages: how many pages were used at one time, at most.
         page_size: tokens in a page.
         memory: bytes on the device: ``weights``, ``pages``, ``workspace`` (the backend's), ``buffers`` (page tables and
-            sampling settings) and ``graphs`` (what recording CUDA graphs took from the allocator).
-        recording_table: a dict for each CUDA graph that we have recorded, those that were evicted too: the fields of
-            ``RecordingRow``. ``model.compiled.recordings`` shows the same as a table.
+            sampling settings) and ``graphs`` (what capturing CUDA graphs took from the allocator).
+        cuda_graph_table: a dict for each CUDA graph that we have captured, those that were evicted too: the fields of
+            ``CudaGraphRow``. ``model.compiled.cuda_graphs`` shows the same as a table.
     """
 
     mode: Mode = "cuda-graphs"
@@ -91,15 +91,15 @@ class Stats:
     recompiles: int = 0
     uncompiled: int = 0
     cudagraph_skips: int = 0
-    recordings: int = 0
-    prefill_recordings: int = 0
+    cuda_graphs: int = 0
+    prefill_cuda_graphs: int = 0
     patterns: dict[str, int] = field(default_factory=dict)
     buckets: list[int] = field(default_factory=list)
     pages: PageAccount | None = None
     most_pages: int = 0
     page_size: int = 0
     memory: dict[str, int] = field(default_factory=dict)
-    recording_table: list[dict[str, object]] = field(default_factory=list)
+    cuda_graph_table: list[dict[str, object]] = field(default_factory=list)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -142,10 +142,10 @@ class Stats:
         if self.uncompiled:
             yield "uncompiled", f"{self.uncompiled} prefills and decode steps: torch compiles their programs no more"
         if self._on_cuda and self.mode != "compile":
-            recorded = f"{self.recordings} decode steps and {self.prefill_recordings} prefills recorded"
-            evicted = sum(cast(int, row["evictions"]) for row in self.recording_table)
+            captured = f"{self.cuda_graphs} decode steps and {self.prefill_cuda_graphs} prefills captured"
+            evicted = sum(cast(int, row["evictions"]) for row in self.cuda_graph_table)
             made_room = f", {evicted} made room for others" if evicted else ""
-            yield "CUDA graphs", f"{recorded}, {self.cudagraph_skips} skipped{made_room}"
+            yield "CUDA graphs", f"{captured}, {self.cudagraph_skips} skipped{made_room}"
         if self.patterns:
             yield "patterns", ", ".join(f"{count} {pattern}" for pattern, count in self.patterns.items())
 

@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_llm.compilation.graphs.recorder import Recorder
-from compiled_llm.compilation.graphs.rolling import Choice, Key, RollingRecordings
+from compiled_llm.compilation.graphs.capture import GraphCapture
+from compiled_llm.compilation.graphs.rolling import Choice, Key, RollingCudaGraphs
 from compiled_llm.compilation.sampling.sampling import SamplingTables, choose
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm.kvcache.memory import free
@@ -42,20 +42,20 @@ class ChoiceGraphs:
     One loop at a time keeps its logits there, from its first launch that defers a choice to the choice.
     """
 
-    def __init__(self, device: torch.device, records: bool, rolling: RollingRecordings) -> None:
+    def __init__(self, device: torch.device, captures: bool, rolling: RollingCudaGraphs) -> None:
         """Allocate and capture nothing yet.
 
         Args:
             device: where the model lives.
-            records: whether anything is to be captured there.
-            rolling: has all recordings of the model, others too; they may make these leave.
+            captures: whether anything is to be captured there.
+            rolling: has all CUDA graphs of the model, others too; they may make these leave.
         """
         self._rolling = rolling
         self._buckets: list[int] = []
         rolling.when_dropped.append(functools.partial(_forget, self._buckets))
         self._device = device
-        self._records = records
-        self._recorder: Recorder | None = None
+        self._captures = captures
+        self._capturer: GraphCapture | None = None
         self._tables: SamplingTables | None = None
         self._logits = torch.empty(0, 0, device=device)
         self._columns = torch.empty(0, dtype=torch.int64, device=device)
@@ -91,10 +91,10 @@ class ChoiceGraphs:
             dtype: of the model.
         """
         known = set(self.buckets) if tables is self._tables else set()
-        if not self._records or known.issuperset(buckets):
+        if not self._captures or known.issuperset(buckets):
             return
         self._forget()
-        buckets, self._recorder = sorted(known.union(buckets), reverse=True), Recorder(self._device)
+        buckets, self._capturer = sorted(known.union(buckets), reverse=True), GraphCapture(self._device)
         self._tables, most = tables, buckets[0]
         with torch.inference_mode(False):
             self._logits = torch.zeros(most, tables.counts.shape[1], dtype=dtype, device=self._device)
@@ -109,11 +109,11 @@ class ChoiceGraphs:
     def _capture(self, choice: Choice) -> None:
         """Capture a choice, unless a step would have to make room for it: choices can be launched as well."""
         if self._rolling.full:
-            logger.info("a choice for %d rows is not captured: the recordings may not take more", choice.rows)
+            logger.info("a choice for %d rows is not captured: the CUDA graphs may not take more", choice.rows)
             return
-        assert self._recorder is not None
+        assert self._capturer is not None
         launch = self._masked_launch if choice.masked else self._launch
-        captured = self._recorder.capture(functools.partial(launch, choice.rows))
+        captured = self._capturer.capture(functools.partial(launch, choice.rows))
         self._rolling.add(choice, captured, captured.cost, _OWNER)
         if not choice.masked:
             bisect.insort(self._buckets, choice.rows)
@@ -121,7 +121,7 @@ class ChoiceGraphs:
     def _forget(self) -> None:
         self._rolling.drop(self._rolling.of("choice"))
         self._rolling.shared[_OWNER] = 0
-        self._tables = self._recorder = self._user = None
+        self._tables = self._capturer = self._user = None
         self._held = _Held(0, [], [])
 
     def _masked_launch(self, bucket: int) -> Tensor:
@@ -206,9 +206,9 @@ class ChoiceGraphs:
             ``[B]``, until the next call.
         """
         held, self._held = self._held, _Held(0, [], [])
-        recording = self._rolling.get(Choice(bucket, masked))
-        assert recording is not None, "asked for before"
-        tokens: Tensor = recording.replay()
+        cuda_graph = self._rolling.get(Choice(bucket, masked))
+        assert cuda_graph is not None, "asked for before"
+        tokens: Tensor = cuda_graph.replay()
         self._held = held._replace(positions=[position + 1 for position in held.positions])
         return tokens
 

@@ -77,7 +77,7 @@ def mark_dynamic(column: Tensor) -> None:
 
 
 def buckets_up_to(max_rows: int) -> list[int]:
-    """Return the batch sizes that decode is recorded for: 1, 2, 4, 8, every 8 to 64, every 16, ``max_rows`` itself."""
+    """Return the batch sizes that decode is captured for: 1, 2, 4, 8, every 8 to 64, every 16, ``max_rows`` itself."""
     sizes = [size for size in (1, 2, 4, *range(8, 64, 8), *range(64, max_rows, 16)) if size < max_rows]
     return [*sizes, max_rows]
 

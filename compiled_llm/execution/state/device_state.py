@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_llm.compilation.graphs.rolling import Budget, RollingRecordings
+from compiled_llm.compilation.graphs.rolling import Budget, RollingCudaGraphs
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.choice_graphs import ChoiceGraphs
@@ -29,7 +29,7 @@ from compiled_llm_ops.backends import backend_named
 
 
 class DeviceState:
-    """Tensors that are allocated once, before anything is recorded, and the way into them.
+    """Tensors that are allocated once, before anything is captured, and the way into them.
 
     Attributes:
         facts: what is known of the model.
@@ -42,7 +42,7 @@ class DeviceState:
         arena: what the host changes here and there.
         slots: where running rows keep their state.
         decode_buffers: the seats that decode steps read and advance.
-        recordings: all CUDA graphs, within their budget.
+        cuda_graphs: all of them, within their budget.
         choice_graphs: what deferred choices read, if they are captured.
         prefill_indices: the page numbers of the prefill that runs.
         staging: copies from the host that do not wait.
@@ -65,7 +65,7 @@ class DeviceState:
         self.config = config
         self.device = model.device
         self.max_positions = max_positions
-        self.recordings = RollingRecordings(
+        self.cuda_graphs = RollingCudaGraphs(
             Budget(*config.graph_budget),
             functools.partial(wait_for, self.device),
             mark=functools.partial(ended_marker, self.device),
@@ -81,7 +81,7 @@ class DeviceState:
             self.arena = Arena(columns, self.device, self.staging)
             self.slots = Slots(self.arena, self.staging, logits_width(model))
             self.decode_buffers = DecodeBuffers(self.arena, self.slots)
-            self.choice_graphs = ChoiceGraphs(self.device, config.records_on(self.device.type), self.recordings)
+            self.choice_graphs = ChoiceGraphs(self.device, config.captures_on(self.device.type), self.cuda_graphs)
             self.prefill_indices = torch.zeros(prefill_pages, dtype=torch.int32, device=self.device)
         self.pool = PagePool(count, config.page_size)
 

@@ -46,7 +46,7 @@ class PrefillRoom(NamedTuple):
             config: the options of ``wrap``.
             device: where the model lives.
             longest: tokens that a row may have.
-            shapes: prefills that are recorded.
+            shapes: prefills that are captured.
         """
         size, rows = config.page_size, config.max_batch_size
         pages, compiled = rows * _pages(longest, size), compiled_length(layers, device, longest, size)

@@ -1,4 +1,4 @@
-"""Runs compiled calls on the thread that asks for them, if no recording belongs to a thread."""
+"""Runs compiled calls on the thread that asks for them, if no CUDA graph belongs to a thread."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A thread that calls compiled code for a model, if its callers' threads cannot.
 
-Cudagraph trees belong to the thread that recorded them, while users call from any thread; and torch modes that a
+Cudagraph trees belong to the thread that captured them, while users call from any thread; and torch modes that a
 caller has entered would be compiled in. Compiled calls, and nothing else, run here; loops, callbacks, streamers and
 stopping criteria stay in the caller's thread with its context variables, debugger and tracebacks. The thread's own grad
 mode and autocast state never change, so that a caller's ``no_grad``, ``inference_mode`` or ``autocast`` cannot

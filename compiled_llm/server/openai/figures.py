@@ -4,7 +4,7 @@ GAUGES = {
     "running": "Requests that run",
     "waiting": "Requests that wait",
     "connections": "Clients of the generator",
-    "recordings": "CUDA graphs that steps are replayed from",
+    "cuda_graphs": "CUDA graphs that steps are replayed from",
 }
 COUNTERS = {
     "finished": "Requests that have ended",
@@ -13,7 +13,7 @@ COUNTERS = {
     "prompt_tokens": "Tokens of prompts",
     "cached_tokens": "Tokens of prompts that the prefix cache had",
     "new_tokens": "Tokens of answers",
-    "cold_starts": "Steps that compiled or recorded something",
+    "cold_starts": "Steps that compiled or captured something",
 }
 WAITS = {
     "queue_seconds": "Until a request first runs, of recent requests",

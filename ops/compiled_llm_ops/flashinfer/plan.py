@@ -104,7 +104,7 @@ class FlashInferPlan:
         ]
         raise RuntimeError(
             f"plan_paged_attention: a captured graph of {self._rows} rows no longer fits its plan: "
-            f"{', '.join(changed)}; record the graph again before replaying it"
+            f"{', '.join(changed)}; capture the graph again before replaying it"
         )
 
     def _check_launch(self, args: PagedAttention, geometry: Geometry, tokens: int) -> None:

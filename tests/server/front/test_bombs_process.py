@@ -42,7 +42,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def recorded(folder: Path, notes: Path) -> Iterator[tuple[tuple[int, int], httpx.Client]]:
-    """A server whose loops are recorded from when it is ready, and somebody who asks it."""
+    """A server whose loops are captured from when it is ready, and somebody who asks it."""
     command = (sys.executable, loop_recorder.__file__)
     with (
         pytest.MonkeyPatch.context() as patch,

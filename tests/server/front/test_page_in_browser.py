@@ -78,7 +78,7 @@ def test_a_question_is_answered_as_it_comes_and_the_figures_are_there(tab: Brows
         assert tab.text(f"#{name}").endswith("s")
     assert tab.text("#hits").endswith("%")
     assert int(tab.text("#pages-free").replace(",", "")) > 0
-    assert tab.text("#recordings") == "0"
+    assert tab.text("#CUDA graphs") == "0"
     assert all(url.startswith((front.url, "data:")) for url in tab.requests)
     assert tab.complaints == []
 

@@ -36,7 +36,7 @@ class ModeEngine:
 
     def records(self, setup: Setup) -> bool:
         """Whether graphs of ours are recorded, which may be there or not."""
-        return WrapConfig(mode=self.mode).records_on(setup.device.type)
+        return WrapConfig(mode=self.mode).captures_on(setup.device.type)
 
     @contextmanager
     def opened(self, setup: Setup, max_graphs: int | None = None) -> Iterator[ModeSession]:
@@ -102,9 +102,9 @@ class ModeSession(StreamingSession):
 
         Of cudagraph trees it is known how many there are, and what recording them took from the allocator.
         """
-        if table := self._compiled.recordings:
+        if table := self._compiled.cuda_graphs:
             seconds = sum(row.capture_seconds for row in table)
             return GraphUse(name, recordings, table.ready, table.nbytes, table.captures, table.evictions, seconds)
         stats = self._compiled.stats()
-        count, nbytes = stats.recordings, stats.memory.get("graphs", 0)
+        count, nbytes = stats.cuda_graphs, stats.memory.get("graphs", 0)
         return GraphUse(name, recordings, count, nbytes, count, 0, None) if count else None

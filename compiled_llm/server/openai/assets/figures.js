@@ -37,7 +37,7 @@ function showFigures(figures) {
   }
   show("running", count(figures.compiled_llm_running));
   show("waiting", count(figures.compiled_llm_waiting));
-  show("recordings", count(figures.compiled_llm_recordings));
+  show("cuda_graphs", count(figures.compiled_llm_cuda_graphs));
   show("cold-starts", count(figures.compiled_llm_cold_starts_total));
   show("preemptions", count(figures.compiled_llm_preemptions_total));
   const prompts = figures.compiled_llm_prompt_tokens_total;

@@ -1,6 +1,6 @@
 """The CUDA graphs of one model, decode steps by padded batch size and prefills by shape, and whether they are valid.
 
-All of this runs in the model's executor, but for a capture between steps: that calls ``Step.launch`` in the recorder's
+All of this runs in the model's executor, but for a capture between steps: that calls ``Step.launch`` in the capturer's
 thread, in slices, and touches no state of this module. One is underway at a time. Code that drops CUDA graphs finishes
 it first.
 """
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.compat import cudagraph_messages, cudagraph_recordings, cudagraph_skips
+from compiled_llm.compat import cudagraph_messages, cudagraph_skips, cudagraph_tree_graphs
+from compiled_llm.compilation.graphs.capture import Captured, GraphCapture, abandon
 from compiled_llm.compilation.graphs.outputs import SharedOutputs, StepOutputs
-from compiled_llm.compilation.graphs.recorder import Captured, Recorder, abandon
-from compiled_llm.compilation.graphs.rolling import Cost, Entry, Key, RollingRecordings
+from compiled_llm.compilation.graphs.rolling import Cost, Entry, Key, RollingCudaGraphs
 from compiled_llm.compilation.graphs.validity import Guards, Weights
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs, Shape
 from compiled_llm.config import WrapConfig
@@ -82,7 +82,7 @@ class _Underway(NamedTuple):
     shared: int
 
 
-class Recordings:
+class CudaGraphs:
     """The CUDA graphs of a model's steps: ours, or those of cudagraph trees, which are only counted here.
 
     Attributes:
@@ -95,11 +95,11 @@ class Recordings:
     """
 
     def __init__(
-        self, model: PreTrainedModel, config: WrapConfig, device: torch.device, rolling: RollingRecordings
+        self, model: PreTrainedModel, config: WrapConfig, device: torch.device, rolling: RollingCudaGraphs
     ) -> None:
         """Only a weak reference to the model is kept. ``rolling`` holds all CUDA graphs of the model, others too."""
         self.rolling = rolling
-        self.ours = config.records_on(device.type)
+        self.ours = config.captures_on(device.type)
         self._in_trees = config.uses_trees_on(device.type)
         self.replay = self.ours or self._in_trees
         self.skips = 0
@@ -108,8 +108,8 @@ class Recordings:
         self.nbytes = 0
         self._model = weakref.ref(model)
         self._device = device
-        self._recorder = Recorder(device, in_pieces=config.leaves_attention_out) if self.ours else None
-        # A model whose recordings are bounded copies what they give, in launches of their own.
+        self._capturer = GraphCapture(device, in_pieces=config.leaves_attention_out) if self.ours else None
+        # A model whose CUDA graphs are bounded copies what they give, in launches of their own.
         self._outputs = SharedOutputs(max(2, config.max_batch_size)) if any(rolling.budget) else None
         self._underway: _Underway | None = None
         self._wanted: tuple[Key, Begin] | None = None  # to be captured next, and what begins that
@@ -119,7 +119,7 @@ class Recordings:
         self._known: dict[Key, _Known] = {}
         rolling.when_dropped.append(functools.partial(_forget, self._known))
         self._weights: Weights | None = None
-        self._before = cudagraph_recordings(device) if self._in_trees else 0
+        self._before = cudagraph_tree_graphs(device) if self._in_trees else 0
         self._expected = 0
         self._lost: set[Key] = set()
         self._moved: list[str] = []
@@ -142,7 +142,7 @@ class Recordings:
         """Return the CUDA graph of a step, if there is one."""
         return self.rolling.get(key)
 
-    def record(self, key: Key, step: Step) -> None:
+    def capture(self, key: Key, step: Step) -> None:
         """Capture a step that has run before, while no other capture runs; the least recently used graphs make room.
 
         Raises:
@@ -153,8 +153,8 @@ class Recordings:
         self.rolling.make_room(key)
         launch, known, shared = self._prepared(step)
         step.check()
-        assert self._recorder is not None
-        captured = self._recorder.capture(launch)
+        assert self._capturer is not None
+        captured = self._capturer.capture(launch)
         self._known[key] = known
         self._count(key)
         self.rolling.add(key, captured, self._cost(captured, known, shared), _OWNER)
@@ -166,7 +166,7 @@ class Recordings:
 
         ``begin`` calls ``self.begin`` with it, or returns a function that does so after the next step.
         """
-        if self._recorder is not None and key not in self._failed and self.rolling.has_room_for(key):
+        if self._capturer is not None and key not in self._failed and self.rolling.has_room_for(key):
             self._wanted = key, begin
 
     def needs_room_now(self, key: Key) -> bool:
@@ -176,8 +176,8 @@ class Recordings:
     def begin(self, key: Key, step: Step) -> None:
         """Begin to capture a step; ``go_on`` continues, and ``adopt`` adds the result."""
         launch, known, shared = self._prepared(step)
-        assert self._recorder is not None
-        self._underway = _Underway(key, self._recorder.begin(launch, step.check), known, shared)
+        assert self._capturer is not None
+        self._underway = _Underway(key, self._capturer.begin(launch, step.check), known, shared)
 
     @property
     def captures_beside(self) -> bool:
@@ -188,8 +188,8 @@ class Recordings:
     def go_on(self) -> None:
         """Capture missing graphs for a slice, once the evicted graphs that made room have ended."""
         if self._underway is not None:
-            assert self._recorder is not None
-            self._recorder.run_slice()
+            assert self._capturer is not None
+            self._capturer.run_slice()
         elif not self.rolling.release_ended():
             return
         elif self._half_begun is not None:
@@ -237,8 +237,8 @@ class Recordings:
     def finish(self) -> None:
         """Continue the capture underway to its end; any thread may."""
         if self._underway is not None:
-            assert self._recorder is not None
-            self._recorder.finish()
+            assert self._capturer is not None
+            self._capturer.finish()
 
     def _count(self, key: Key) -> None:
         self.prefills += isinstance(key, Shape)
@@ -254,7 +254,7 @@ class Recordings:
         """Return the launch to capture, its guards and input, and the growth of the shared outputs in bytes."""
         if self._weights is None:
             self._weights = Weights(self._require_model())
-            self._addresses["recorded"] = self._addresses_now()
+            self._addresses["captured"] = self._addresses_now()
         before, launch = self._shared_bytes(), step.launch
         if self._outputs is not None:
             launch = self._outputs.writing(launch, step.like)
@@ -265,7 +265,7 @@ class Recordings:
         logger.log(
             level,
             "compiled_llm: a step could not be captured as a CUDA graph, and runs kernel by kernel or in a larger one: "
-            "%s: %s; warmup() tries again, and the next ones are only counted (model.compiled.recordings)",
+            "%s: %s; warmup() tries again, and the next ones are only counted (model.compiled.cuda_graphs)",
             type(error).__name__,
             error,
         )
@@ -315,8 +315,8 @@ class Recordings:
         self._weights = None
         if self._outputs is not None:
             self._outputs.release()
-        if self._recorder is not None:
-            self._recorder.take_new_pool()
+        if self._capturer is not None:
+            self._capturer.take_new_pool()
         return dropped
 
     def lost(self, key: Key) -> bool:
@@ -337,12 +337,12 @@ class Recordings:
         self._expected += self.decodes() - decodes
         if self.replay:
             self._addresses[what] = self._addresses_now()
-        logger.debug("%s prepared, %d decode steps and %d prefills recorded", what, self.decodes(), self.prefills)
+        logger.debug("%s prepared, %d decode steps and %d prefills captured", what, self.decodes(), self.prefills)
 
     def decodes(self) -> int:
         """Return how many decode steps have been captured."""
         if self._in_trees:
-            return max(0, cudagraph_recordings(self._device) - self._before)
+            return max(0, cudagraph_tree_graphs(self._device) - self._before)
         return self._decodes
 
     def repeated(self) -> int:
@@ -351,11 +351,11 @@ class Recordings:
 
     def moved_weights(self) -> list[str]:
         """Return the parameters and buffers that have left the addresses that a graph reads."""
-        recorded = self._addresses.values()
+        captured = self._addresses.values()
         return self._moved + [
             name
             for name, address in self._addresses_now().items()
-            if name not in self._moved and any(then.get(name, address) != address for then in recorded)
+            if name not in self._moved and any(then.get(name, address) != address for then in captured)
         ]
 
     def _addresses_now(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The shapes that prefills are padded to and recorded in."""
+"""The shapes that prefills are padded to and captured in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from compiled_llm.compilation.inputs import Shape
 
 # From 64 tokens on the room left for padding stays under a quarter, and from 128 on all are multiples of 64: matmuls
 # compute tiles of 64 tokens.
-_RECORDED_TOKENS = (
+_CAPTURED_TOKENS = (
     *(16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048),
     *(2560, 3072, 3584, 4096),
 )
@@ -19,10 +19,10 @@ _RECORDED_TOKENS = (
 _DEVICE_BOUND = 2**38
 
 
-class RecordedShapes:
-    """The shapes that prefills are padded to and recorded in.
+class CapturedShapes:
+    """The shapes that prefills are padded to and captured in.
 
-    The device takes longer over many tokens than the host takes to launch them: those are not worth recording. Nor are
+    The device takes longer over many tokens than the host takes to launch them: those are not worth capturing. Nor are
     more tokens than the rows can have.
 
     Attributes:
@@ -39,7 +39,7 @@ class RecordedShapes:
             most_tokens: tokens of a chunk.
         """
         most = max(2, max_rows)  # a symbolic size is at least 2
-        worth = [tokens for tokens in _RECORDED_TOKENS if tokens * weights <= _DEVICE_BOUND]
+        worth = [tokens for tokens in _CAPTURED_TOKENS if tokens * weights <= _DEVICE_BOUND]
         self.spare = _DEVICE_BOUND // (4 * max(1, weights))  # what is packed counts as no weights
         self._by_rows: dict[int, list[Shape]] = {}
         for rows in sorted({2, min(8, most), most}):

@@ -1,4 +1,4 @@
-"""What is kept of recordings, on a CPU; see ``support.stand_in_recordings``."""
+"""What is kept of CUDA graphs, on a CPU; see ``support.stand_in_cuda_graphs``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import Engine, SamplingParams
-from compiled_llm.compilation.graphs.recordings import Recordings
-from compiled_llm.compilation.graphs.rolling import RollingRecordings
-from compiled_llm.execution.graphs.recorded_shapes import RecordedShapes
+from compiled_llm.compilation.graphs.cuda_graphs import CudaGraphs
+from compiled_llm.compilation.graphs.rolling import RollingCudaGraphs
+from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.state import prefill_room
 from compiled_llm.execution.state.choice_graphs import ChoiceGraphs
@@ -24,16 +24,16 @@ from compiled_llm.execution.state.prefill_room import COMPILED_ROWS, compiled_le
 from compiled_llm.model.sizes import weights_of_a_layer
 from support.model_changes import Changing, in_place, moved_data, new_parameter, other_attribute, swapped_module
 from support.parity import alone, assert_account_is_empty, greedy, mixed_prompts
-from support.stand_in_recordings import StandIn, StandInRecorder, let_a_cpu_record
+from support.stand_in_cuda_graphs import StandIn, StandInGraphCapture, let_a_cpu_capture
 from support.tiny_models import tiny_qwen3
 
 OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 8, "progress": False}
-SHAPES = RecordedShapes(max_rows=8, weights=1, longest=1024, most_tokens=8192)
+SHAPES = CapturedShapes(max_rows=8, weights=1, longest=1024, most_tokens=8192)
 
 
 @pytest.fixture(autouse=True)
-def recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    let_a_cpu_record(monkeypatch)
+def cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_a_cpu_capture(monkeypatch)
 
 
 def plain(**overrides: Any) -> PreTrainedModel:
@@ -49,7 +49,7 @@ def test_prefills_and_steps_are_recorded_once_and_give_huggingfaces_tokens(seed)
     stats = model.compiled.stats()
     assert stats.buckets == [1, 4, 8]
     shapes = {SHAPES.smallest(sum(lengths), len(lengths)) for lengths in batches} | set(SHAPES.anchors())
-    assert (stats.recordings, stats.prefill_recordings, stats.recompiles) == (3, len(shapes), 0)
+    assert (stats.cuda_graphs, stats.prefill_cuda_graphs, stats.recompiles) == (3, len(shapes), 0)
     assert_account_is_empty(model)
 
 
@@ -58,13 +58,13 @@ def test_after_warmup_nothing_is_recorded(seed):
     model = compiled_llm.wrap(plain(), **OPTIONS)
     model.compiled.warmup([2])
     before = model.compiled.stats()
-    assert before.recordings == 2, "the largest, too"
-    assert before.prefill_recordings == len({*SHAPES.of(2), *SHAPES.anchors()})
+    assert before.cuda_graphs == 2, "the largest, too"
+    assert before.prefill_cuda_graphs == len({*SHAPES.of(2), *SHAPES.anchors()})
     for lengths in ([5, 9], [40, 3], [1, 200]):
         greedy(model, mixed_prompts(lengths, 128, seed), 20)
     after = model.compiled.stats()
-    assert (after.recordings, after.prefill_recordings) == (before.recordings, before.prefill_recordings)
-    assert model.compiled.rerecordings() == (0, [])
+    assert (after.cuda_graphs, after.prefill_cuda_graphs) == (before.cuda_graphs, before.prefill_cuda_graphs)
+    assert model.compiled.recaptures() == (0, [])
     assert (after.graphs, after.recompiles) == (2, 0)
 
 
@@ -74,11 +74,11 @@ def test_prefills_whose_plans_do_not_fit_are_not_recorded(seed, monkeypatch):
     reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
     model.compiled.warmup([1])
     before = model.compiled.stats()
-    assert before.prefill_recordings == sum(shape.tokens <= 48 for shape in {*SHAPES.of(1), *SHAPES.anchors()}) > 0
+    assert before.prefill_cuda_graphs == sum(shape.tokens <= 48 for shape in {*SHAPES.of(1), *SHAPES.anchors()}) > 0
     for length in (5, 200):
         inputs = mixed_prompts([length], 128, seed)
         torch.testing.assert_close(greedy(model, inputs, 5), greedy(reference, inputs, 5))
-    assert model.compiled.stats().prefill_recordings == before.prefill_recordings
+    assert model.compiled.stats().prefill_cuda_graphs == before.prefill_cuda_graphs
 
 
 MOVED = {
@@ -115,7 +115,7 @@ def test_what_no_longer_holds_is_recorded_anew(change, during, seed):
     expected = greedy(reference, inputs, 12)
     assert not torch.equal(expected, before)
     torch.testing.assert_close(greedy(model, inputs, 12), expected)
-    anew, weights = model.compiled.rerecordings()
+    anew, weights = model.compiled.recaptures()
     assert (anew > 0) == (change is not in_place)
     assert weights == MOVED.get(change, [])
     assert_account_is_empty(model)
@@ -138,37 +138,37 @@ def test_what_a_replay_gave_before_its_guards_were_found_wrong_is_thrown_away(mo
 def count_looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     looks: Counter[str] = Counter()
     for name in ("weights_valid", "guards_valid"):
-        own = getattr(Recordings, name)
-        monkeypatch.setattr(Recordings, name, lambda *given, own=own, name=name: (looks.update([name]), own(*given))[1])
+        own = getattr(CudaGraphs, name)
+        monkeypatch.setattr(CudaGraphs, name, lambda *given, own=own, name=name: (looks.update([name]), own(*given))[1])
     return looks
 
 
 @pytest.mark.usefixtures("without_inductor")
-def test_bounded_recordings_make_room_and_are_recorded_again(seed):
+def test_bounded_cuda_graphs_make_room_and_are_captured_again(seed):
     reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS, max_graphs=4)
     model.compiled.warmup([1, 2])
-    assert model.compiled.recordings.ready == 4, "in preparing there is no room made for what may not be needed"
+    assert model.compiled.cuda_graphs.ready == 4, "in preparing there is no room made for what may not be needed"
     for lengths in ([5], [9, 4, 17], [40], [3, 3, 3, 20, 8], [5], [9, 4, 17]):
         inputs = mixed_prompts(lengths, 128, seed)
         torch.testing.assert_close(greedy(model, inputs, 24), greedy(reference, inputs, 24))
-        assert model.compiled.recordings.ready <= 4
-    table, stats = model.compiled.recordings, model.compiled.stats()
+        assert model.compiled.cuda_graphs.ready <= 4
+    table, stats = model.compiled.cuda_graphs, model.compiled.stats()
     assert table.evictions == table.captures - table.ready > 3
     assert (table.most, table.limit) == (4, None)
-    assert table.captures == stats.recordings + stats.prefill_recordings
-    assert [row["replays"] for row in stats.recording_table] == [row.replays for row in table]
+    assert table.captures == stats.cuda_graphs + stats.prefill_cuda_graphs
+    assert [row["replays"] for row in stats.cuda_graph_table] == [row.replays for row in table]
     assert sum(row.replays for row in table if row.phase == "decode") > 6 * 20
     assert stats.buckets == sorted(row.rows for row in table if row.phase == "decode" and row.ready)
-    assert (stats.recompiles, model.compiled.rerecordings()) == (0, (0, []))
+    assert (stats.recompiles, model.compiled.recaptures()) == (0, (0, []))
     assert_account_is_empty(model)
 
 
 @pytest.mark.usefixtures("without_inductor")
-def test_bounded_recordings_leave_their_outputs_in_one_buffer(seed):
+def test_bounded_cuda_graphs_leave_their_outputs_in_one_buffer(seed):
     model = compiled_llm.wrap(plain(), **OPTIONS, graph_memory="1GiB")
     model.compiled.warmup([1, 3])
-    rolling = model.compiled.device_model().state.recordings
-    outputs = [rolling.get(key).recording._outputs for key in rolling.of("decode", "prefill")]
+    rolling = model.compiled.device_model().state.cuda_graphs
+    outputs = [rolling.get(key).cuda_graph._outputs for key in rolling.of("decode", "prefill")]
     greedy(model, mixed_prompts([5, 9, 4], 128, seed), 3)
     with torch.no_grad():
         places = {tuple(output.data_ptr() for output in rolling.get(key).replay()) for key in rolling.of("decode")}
@@ -183,7 +183,7 @@ def test_memory_that_one_step_does_not_fit_into_says_the_least(seed):
     with pytest.raises(ValueError, match=r"give at least graph_memory=\d+"):
         greedy(model, inputs, 12)
     assert_account_is_empty(model)
-    assert model.compiled.recordings.ready == 0
+    assert model.compiled.cuda_graphs.ready == 0
 
 
 @pytest.mark.usefixtures("without_inductor")
@@ -234,12 +234,12 @@ def test_prefills_that_fill_a_shape_or_nearly_give_huggingfaces_tokens(seed):
         inputs = mixed_prompts(lengths, 128, seed)
         torch.testing.assert_close(greedy(model, inputs, 6), greedy(reference, inputs, 6))
         shapes.add(SHAPES.smallest(sum(lengths), len(lengths)))
-        assert model.compiled.stats().prefill_recordings == len(shapes)
+        assert model.compiled.stats().prefill_cuda_graphs == len(shapes)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 64])
 def test_recorded_prefills_are_padded_little_and_to_whole_tiles(rows):
-    shapes = RecordedShapes(64, weights=1, longest=40_960, most_tokens=8192)
+    shapes = CapturedShapes(64, weights=1, longest=40_960, most_tokens=8192)
     for tokens in range(64, 4097):
         shape = shapes.smallest(tokens, rows)
         assert shape is not None
@@ -252,7 +252,7 @@ def test_recorded_prefills_are_padded_little_and_to_whole_tiles(rows):
 def test_prefills_that_take_the_device_longer_than_the_host_are_not_recorded():
     def most(hidden: int, intermediate: int, queries: int) -> int:
         weights = hidden * (2 * queries + 2 * 1024 + 3 * intermediate)
-        return max(shape.tokens for shape in RecordedShapes(64, weights, longest=40_960, most_tokens=8192).all())
+        return max(shape.tokens for shape in CapturedShapes(64, weights, longest=40_960, most_tokens=8192).all())
 
     assert most(1024, 3072, 2048) == 4096  # Qwen3-0.6B: 9 ms there, 15 to 20 here
     assert most(4096, 12288, 4096) == 1280  # Qwen3-8B: 29 ms there, 19 here
@@ -267,7 +267,7 @@ def test_the_weights_of_a_layer_are_its_matrices():
 
 def test_all_shapes_fit_into_a_few_of_at_most_four_times_their_tokens():
     for most in (1, 8, 64):
-        shapes = RecordedShapes(most, weights=1, longest=40_960, most_tokens=8192)
+        shapes = CapturedShapes(most, weights=1, longest=40_960, most_tokens=8192)
         anchors = shapes.anchors()
         assert len(anchors) <= 5
         assert set(anchors) <= set(shapes.all())
@@ -279,7 +279,7 @@ def test_all_shapes_fit_into_a_few_of_at_most_four_times_their_tokens():
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 64])
 def test_shapes_have_room_for_the_rows_and_no_more_than_there_can_be(rows):
     for most in (rows, 64):
-        shapes = RecordedShapes(most, weights=1, longest=40_960, most_tokens=8192)
+        shapes = CapturedShapes(most, weights=1, longest=40_960, most_tokens=8192)
         assert all(rows <= shape.rows <= max(2, most) and shape.rows <= shape.tokens for shape in shapes.of(rows))
 
 
@@ -293,10 +293,10 @@ def test_a_prefill_whose_keys_are_split_is_recorded_apart(seed, monkeypatch):
         inputs = mixed_prompts([length], 128, seed)
         torch.testing.assert_close(greedy(model, inputs, 5), greedy(reference, inputs, 5))
     others = len(SHAPES.anchors())
-    assert model.compiled.stats().prefill_recordings == others + 3  # 32 tokens in both ways, 48 in one
+    assert model.compiled.stats().prefill_cuda_graphs == others + 3  # 32 tokens in both ways, 48 in one
     model.compiled.warmup([1])
-    assert model.compiled.stats().prefill_recordings == others + 2 * len(SHAPES.of(1))
-    assert model.compiled.rerecordings() == (0, [])
+    assert model.compiled.stats().prefill_cuda_graphs == others + 2 * len(SHAPES.of(1))
+    assert model.compiled.recaptures() == (0, [])
 
 
 def test_prefill_is_compiled_with_fewer_results_than_inductor_loops_from(monkeypatch):
@@ -323,7 +323,7 @@ def test_a_recording_that_fails_leaves_the_next_call_whole(monkeypatch, seed):
     reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
     inputs = mixed_prompts([5, 9], 128, seed)
     with monkeypatch.context() as patched:
-        patched.setattr(StandInRecorder, "capture", lambda *_: (_ for _ in ()).throw(RuntimeError("no capture")))
+        patched.setattr(StandInGraphCapture, "capture", lambda *_: (_ for _ in ()).throw(RuntimeError("no capture")))
         with pytest.raises(RuntimeError, match="no capture"):
             greedy(model, inputs, 12)
     assert_account_is_empty(model)
@@ -331,15 +331,15 @@ def test_a_recording_that_fails_leaves_the_next_call_whole(monkeypatch, seed):
     assert_account_is_empty(model)
 
 
-def test_recordings_go_when_nobody_refers_to_them_any_more():
+def test_cuda_graphs_go_when_nobody_refers_to_them_any_more():
     model = plain()
-    rolling = RollingRecordings()
-    recordings = Recordings(model, compiled_llm.WrapConfig(), model.device, rolling)
-    graphs = ChoiceGraphs(model.device, records=True, rolling=rolling)
+    rolling = RollingCudaGraphs()
+    cuda_graphs = CudaGraphs(model, compiled_llm.WrapConfig(), model.device, rolling)
+    graphs = ChoiceGraphs(model.device, captures=True, rolling=rolling)
     gone = weakref.ref(rolling)
     gc.disable()
     try:
-        del recordings, graphs, rolling
+        del cuda_graphs, graphs, rolling
         assert gone() is None, "their memory would stay until garbage is collected"
     finally:
         gc.enable()
@@ -347,7 +347,7 @@ def test_recordings_go_when_nobody_refers_to_them_any_more():
 
 @pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
-def test_an_engine_runs_on_two_recordings_and_after_sleep_has_those_again(seed):
+def test_an_engine_runs_on_two_cuda_graphs_and_after_sleep_has_those_again(seed):
     both = mixed_prompts([5, 20, 9, 33, 4], 128, seed).values()
     prompts = [ids[mask.bool()].tolist() for ids, mask in zip(*both, strict=True)]
     answers = []
@@ -357,13 +357,13 @@ def test_an_engine_runs_on_two_recordings_and_after_sleep_has_those_again(seed):
             engine.generate(prompts[3:4], compiled_llm.SamplingParams(temperature=0.0, max_tokens=3))
             outputs = engine.generate(prompts, compiled_llm.SamplingParams(temperature=0.0, max_tokens=12))
             answers.append([output.token_ids for output in outputs])
-            evictions = model.compiled.recordings.evictions
+            evictions = model.compiled.cuda_graphs.evictions
             engine.sleep()
-            assert (len(model.compiled.recordings), model.compiled.stats().recording_table) == (0, [])
+            assert (len(model.compiled.cuda_graphs), model.compiled.stats().cuda_graph_table) == (0, [])
             engine.wake()
             again = engine.generate(prompts, compiled_llm.SamplingParams(temperature=0.0, max_tokens=12))
             assert [output.token_ids for output in again] == answers[-1]
         assert (evictions > 0) == bool(options)
     assert answers[0] == answers[1]
-    assert model.compiled.recordings.ready == 2
+    assert model.compiled.cuda_graphs.ready == 2
     assert model.compiled.stats().recompiles == 0

@@ -1,4 +1,4 @@
-"""Recordings on a CPU, with a stand-in for CUDA graphs, which only a GPU has: a replay launches once more.
+"""CudaGraphs on a CPU, with a stand-in for CUDA graphs, which only a GPU has: a replay launches once more.
 
 A CUDA graph reads weights where they were; the stand-in raises an error where they no longer are.
 """
@@ -15,9 +15,9 @@ import torch
 from transformers import PreTrainedModel
 
 from compiled_llm import WrapConfig
-from compiled_llm.compilation.graphs.recorder import Captured
-from compiled_llm.compilation.graphs.recordings import Recordings, Step
-from compiled_llm.compilation.graphs.rolling import Cost, RollingRecordings
+from compiled_llm.compilation.graphs.capture import Captured
+from compiled_llm.compilation.graphs.cuda_graphs import CudaGraphs, Step
+from compiled_llm.compilation.graphs.rolling import Cost, RollingCudaGraphs
 from compiled_llm.compilation.graphs.validity import Guards, Weights
 
 
@@ -56,7 +56,7 @@ class Capture(NamedTuple):
         self.future.set_exception(RuntimeError("no capture"))
 
 
-class StandInRecorder:
+class StandInGraphCapture:
     """Captures that are made beside the steps take ``slices``, or until the test finishes what is ``late``."""
 
     slices: ClassVar[float] = 1
@@ -104,20 +104,20 @@ class _NoGuards(Guards):
         return True
 
 
-def let_a_cpu_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a CPU record as CUDA does."""
-    own, own_prepared = Recordings.__init__, Recordings._prepared
+def let_a_cpu_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a CPU capture as CUDA does."""
+    own, own_prepared = CudaGraphs.__init__, CudaGraphs._prepared
 
     def init(
-        self: Recordings, model: PreTrainedModel, config: WrapConfig, device: torch.device, rolling: RollingRecordings
+        self: CudaGraphs, model: PreTrainedModel, config: WrapConfig, device: torch.device, rolling: RollingCudaGraphs
     ) -> None:
         own(self, model, config, device, rolling)
         self.ours = self.replay = True
-        self._recorder = StandInRecorder(model)
+        self._capturer = StandInGraphCapture(model)
         self._compiled = config.mode != "eager"
 
-    def prepared(self: Recordings, step: Step) -> Any:
+    def prepared(self: CudaGraphs, step: Step) -> Any:
         return own_prepared(self, step if self._compiled else step._replace(guards=_NoGuards()))
 
-    monkeypatch.setattr(Recordings, "__init__", init)
-    monkeypatch.setattr(Recordings, "_prepared", prepared)
+    monkeypatch.setattr(CudaGraphs, "__init__", init)
+    monkeypatch.setattr(CudaGraphs, "_prepared", prepared)

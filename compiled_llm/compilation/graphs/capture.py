@@ -61,7 +61,7 @@ class Captured(Generic[Outputs]):
 
 
 class _Place(NamedTuple):
-    """The stream and thread of a recorder's captures.
+    """The stream and thread of a capturer's captures.
 
     Attributes:
         stream: only captures run on it: cuBLAS's workspace for it is allocated in a capture, from our pool, and
@@ -74,12 +74,12 @@ class _Place(NamedTuple):
 
 
 _idle: defaultdict[torch.device, list[_Place]] = defaultdict(list)
-"""Those of recorders whose graphs are all gone. A model that sleeps and wakes again and again would leave tens of MB
-each time, so the next recorder has them."""
+"""Those of captures whose graphs are all gone. A model that sleeps and wakes again and again would leave tens of MB
+each time, so the next capture has them."""
 
 
 def _new_place(device: torch.device) -> _Place:
-    thread = SlicedThread("compiled_llm recorder", functools.partial(_begin_thread, device))
+    thread = SlicedThread("compiled_llm capture", functools.partial(_begin_thread, device))
     return _Place(torch.cuda.Stream(device), thread)
 
 
@@ -98,7 +98,7 @@ def abandon(underway: Future[Captured[Outputs]]) -> None:
     underway.add_done_callback(release)
 
 
-class Recorder:
+class GraphCapture:
     """Captures the steps of one model; all of them share a memory pool."""
 
     def __init__(self, device: torch.device, *, in_pieces: bool = False) -> None:
@@ -136,7 +136,7 @@ class Recorder:
     ) -> Future[Captured[Outputs]]:
         """Begin to capture the launches of ``launch``, in the slices to come; it is called in our thread.
 
-        Meanwhile steps run and graphs are replayed; none of this recorder's is released, and no other begun.
+        Meanwhile steps run and graphs are replayed; none of these graphs is released, and no other begun.
 
         Args:
             launch: reads and writes tensors at fixed addresses only, without waiting.
