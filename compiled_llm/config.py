@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Literal, get_args
 
-Mode = Literal["eager", "compile", "reduce-overhead", "cuda-graphs", "pieces"]
-CUDA_GRAPH_MODES = ("cuda-graphs", "pieces")
+Mode = Literal["eager", "compile", "reduce-overhead", "cuda-graphs", "piecewise"]
+CUDA_GRAPH_MODES = ("cuda-graphs", "piecewise")
 """Those that capture steps as CUDA graphs of ours."""
-WAITING_MODES = ("eager", "pieces")
+WAITING_MODES = ("eager", "piecewise")
 """Those in which attention may wait for the device."""
 
 Backend = Literal["auto", "flashinfer", "reference"]
@@ -47,13 +47,13 @@ class WrapConfig:
     Attributes:
         mode: ``"eager"`` runs the ops without compiling, ``"compile"`` compiles with Inductor, ``"cuda-graphs"`` also
             captures whole steps as CUDA graphs and replays them, ``"reduce-overhead"`` leaves capturing to torch's
-            cudagraph trees, which cost the host more. ``"pieces"`` captures what lies between the attention of two
+            cudagraph trees, which cost the host more. ``"piecewise"`` captures what lies between the attention of two
             layers, and launches attention each time: for backends that cannot be captured. On a CPU all but
             ``"eager"`` are the same.
         backend: whose kernels attend over the pages. ``"auto"`` takes the fastest: on CUDA FlashInfer for prefill and
             our own kernel for decode, on a CPU plain PyTorch. ``"flashinfer"`` decodes with FlashInfer, too; on CUDA
             only. ``"reference"`` is plain PyTorch: what a CPU runs anyway, and on CUDA, with ``mode="eager"`` or
-            ``mode="pieces"``, the oracle for all others.
+            ``mode="piecewise"``, the oracle for all others.
         page_size: tokens in one page of the KV cache.
         max_batch_size: most rows that run at once; a call with more raises.
         kv_memory: what the pages may take. A float up to 1.0 is a fraction of the free memory, an int is bytes, a
@@ -67,7 +67,7 @@ class WrapConfig:
             only. Nothing is fused with ``mode="eager"``.
         workspace_bytes: FlashInfer's scratch memory, in bytes, on CUDA. By default what any prefill needs, and up to
             256 MiB for those that are captured; prefills that need more are launched kernel by kernel.
-        graph_memory: with ``mode="cuda-graphs"`` or ``"pieces"``, most device memory that CUDA graphs may take
+        graph_memory: with ``mode="cuda-graphs"`` or ``"piecewise"``, most device memory that CUDA graphs may take
             together: bytes as an int, or a string of a number and a unit (``"512MiB"``). The least recently used make
             room for others, and are captured again when they are needed. By default there is no limit.
         max_graphs: with these modes, most steps that are captured at one time, at least 2; otherwise as
@@ -99,7 +99,8 @@ class WrapConfig:
             ValueError: a value is impossible; the message names it and what is possible.
         """
         if self.mode not in get_args(Mode):
-            raise ValueError(f"mode={self.mode!r}: choose one of {', '.join(map(repr, get_args(Mode)))}")
+            renamed = "; 'pieces' is called 'piecewise'" if str(self.mode) == "pieces" else ""
+            raise ValueError(f"mode={self.mode!r}: choose one of {', '.join(map(repr, get_args(Mode)))}{renamed}")
         if self.backend not in get_args(Backend):
             raise ValueError(f"backend={self.backend!r}: choose one of {', '.join(map(repr, get_args(Backend)))}")
         for name in ("page_size", "max_batch_size", "prefill_tokens", "workspace_bytes"):
@@ -127,7 +128,7 @@ class WrapConfig:
             if getattr(self, name) is not None and self.mode not in CUDA_GRAPH_MODES:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} with mode={self.mode!r}: only mode='cuda-graphs' and "
-                    f"mode='pieces' capture graphs that can be bounded; leave {name} out, or use one of these"
+                    f"mode='piecewise' capture graphs that can be bounded; leave {name} out, or use one of these"
                 )
         parse_graph_memory(self.graph_memory)
         most = self.max_graphs
@@ -164,7 +165,7 @@ class WrapConfig:
     @property
     def leaves_attention_out(self) -> bool:
         """Whether captured steps launch attention between their pieces."""
-        return self.mode == "pieces"
+        return self.mode == "piecewise"
 
     def traces_layers_once_on(self, device: str) -> bool:
         """Return whether one layer is traced for all that are like it on a kind of device."""

@@ -121,7 +121,7 @@ def test_fewer_graphs_than_one_step_replays_are_refused(value):
 def test_only_recorded_graphs_can_be_bounded(mode, option):
     (name,) = option
     with pytest.raises(
-        ValueError, match=f"only mode='cuda-graphs' and mode='pieces' capture.*; leave {name} out"
+        ValueError, match=f"only mode='cuda-graphs' and mode='piecewise' capture.*; leave {name} out"
     ) as caught:
         WrapConfig(mode=mode, **option)
     assert str(caught.value).startswith(f"{name}={option[name]!r} with mode={mode!r}: ")
@@ -129,7 +129,7 @@ def test_only_recorded_graphs_can_be_bounded(mode, option):
 
 @pytest.mark.parametrize("value", ["", "Eager", "max-autotune", None, 1, ["eager"]])
 def test_an_impossible_mode_is_refused(value):
-    with pytest.raises(ValueError, match=r"choose one of 'eager', 'compile', .*'cuda-graphs', 'pieces'") as caught:
+    with pytest.raises(ValueError, match=r"choose one of 'eager', 'compile', .*'cuda-graphs', 'piecewise'") as caught:
         WrapConfig(mode=value)
     assert str(caught.value).startswith(f"mode={value!r}: ")
 
@@ -220,3 +220,8 @@ def test_memory_for_no_page_is_refused_with_the_numbers(memory, monkeypatch):
 
 def test_free_memory_of_this_machine_is_positive():
     assert kv_cache.free_bytes(CPU) > 0
+
+
+def test_the_old_name_of_a_mode_is_answered_by_the_new_one() -> None:
+    with pytest.raises(ValueError, match="'pieces' is called 'piecewise'"):
+        WrapConfig(mode="pieces")  # type: ignore[arg-type]

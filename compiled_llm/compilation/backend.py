@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from compiled_llm.compat import compile_with_inductor, note_examples
-from compiled_llm.compilation.piecewise import Examples, attentions_in, cut, join, without_symbols
+from compiled_llm.compilation.regions import Examples, attentions_in, cut, join, without_symbols
 from compiled_llm.compilation.tracing.layer_marks import fill
 
 Compiled = Callable[..., Any]
@@ -56,13 +56,13 @@ class Inductor:
         if not self._worth_cutting(module.graph):
             module.recompile()
             return self._compiled(module, inputs)
-        return self._compile_piecewise(module)
+        return self._compile_regions(module)
 
     def _worth_cutting(self, graph: fx.Graph) -> bool:
         layers = self.layers_in_region
         return layers == 1 or 0 < _FEWEST_REGIONS * layers <= attentions_in(graph)
 
-    def _compile_piecewise(self, module: fx.GraphModule) -> Compiled:
+    def _compile_regions(self, module: fx.GraphModule) -> Compiled:
         regions, examples = cut(module, self.layers_in_region), Examples(module)
         known: dict[str, Compiled] = {}
         functions = []

@@ -40,7 +40,7 @@ from compiled_llm.compilation.passes.attention import PreparedInAttention
 from compiled_llm.compilation.passes.norms import NormedSums
 from compiled_llm.compilation.passes.patterns import is_like_llama
 from compiled_llm.compilation.passes.products import FusedProducts
-from compiled_llm.compilation.piecewise import layers_in_equal_regions
+from compiled_llm.compilation.regions import layers_in_equal_regions
 from compiled_llm.compilation.sampling.sampling import SamplingTables
 from compiled_llm.compilation.steps import decode_step, prefill_step
 from compiled_llm.compilation.tracing.layer_state import KnownState

@@ -144,7 +144,7 @@ def _check_backend(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
     if not backend.capturable and config.mode not in WAITING_MODES:
         raise ValueError(
             f"wrap: backend={name!r} reads lengths back from a CUDA device, which mode={config.mode!r} never waits "
-            "for; wrap with mode='eager' or mode='pieces', or with backend='auto'"
+            "for; wrap with mode='eager' or mode='piecewise', or with backend='auto'"
         )
     if dtype not in backend.dtypes:
         raise ValueError(

@@ -147,7 +147,7 @@ def test_a_backend_is_handed_to_wrap(backend: Backend, monkeypatch: pytest.Monke
     assert contender.obstacle(replace(setup, device=torch.device("cuda"))) is None
 
 
-@pytest.mark.parametrize("mode", ["reduce-overhead", "cuda-graphs", "pieces"])
+@pytest.mark.parametrize("mode", ["reduce-overhead", "cuda-graphs", "piecewise"])
 def test_a_mode_that_a_cpu_does_not_have_is_named_as_what_it_is_there(mode: Mode) -> None:
     setup = new_setup([Workload(1, 8, 4)])
     assert "this mode is compiled-llm:compile there" in (Ours(mode).obstacle(setup) or "")

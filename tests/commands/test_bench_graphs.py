@@ -21,7 +21,7 @@ from compiled_llm.commands.bench.tables import tables_of
 from compiled_llm.commands.bench.timing import Percentiles
 from support.bench import CPU, PNG, invoke, new_report, new_setup
 from support.stand_in_cuda_graphs import let_a_cpu_capture
-from support.stand_in_pieces import let_a_cpu_capture_pieces
+from support.stand_in_piecewise import let_a_cpu_capture_pieces
 
 LENGTHS = [10, 20, 40, 70, 90]
 """Prompts of five graphs."""
@@ -49,7 +49,7 @@ def test_a_cpu_measures_its_modes_and_says_what_it_leaves_out(tmp_path: Path) ->
 
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize(
-    ("mode", "let_it_record"), [("cuda-graphs", let_a_cpu_capture), ("pieces", let_a_cpu_capture_pieces)]
+    ("mode", "let_it_record"), [("cuda-graphs", let_a_cpu_capture), ("piecewise", let_a_cpu_capture_pieces)]
 )
 def test_graphs_are_measured_in_each_state(
     mode: str, let_it_record: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

@@ -21,8 +21,8 @@ from compiled_llm.compat import Fakes
 from compiled_llm.compilation import backend as inductor
 from compiled_llm.compilation import programs as programs
 from compiled_llm.compilation.graphs.validity import Weights
-from compiled_llm.compilation.piecewise import Examples, cut, without_symbols
 from compiled_llm.compilation.programs import Arguments
+from compiled_llm.compilation.regions import Examples, cut, without_symbols
 from compiled_llm.compilation.tracing import layer_marks, outline
 from compiled_llm.compilation.tracing.layer_state import KnownState
 from compiled_llm.compilation.tracing.outline import Outline
@@ -51,7 +51,7 @@ def tracing(patch: pytest.MonkeyPatch) -> Graphs:
         def __init__(self, *args: Any, layers_in_region: int, **options: Any) -> None:
             super().__init__(*args, layers_in_region=1, **options)
 
-        def _compile_piecewise(self, module: fx.GraphModule) -> Callable[..., Any]:
+        def _compile_regions(self, module: fx.GraphModule) -> Callable[..., Any]:
             given.append(module)
             module.recompile()
             return module.forward

@@ -1,277 +1,139 @@
-"""Piecewise compilation: equal regions are compiled once, and nothing that differs is taken for the same."""
+"""A graph in pieces: what is left out runs each time, between the pieces that come before and after."""
 
 from __future__ import annotations
 
-import functools
-import gc
-import weakref
-from collections.abc import Callable, Iterator
-from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, fx
-from torch._inductor.utils import fresh_cache
+from torch import Tensor
+from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm.compat import storage_number
-from compiled_llm.compilation import backend as inductor
-from compiled_llm.compilation import programs as programs
-from compiled_llm.compilation.piecewise import Examples, Region, cut, join, without_symbols
-from compiled_llm_ops import paged_attention
-from support.families import FAMILIES, make
-from support.parity import FEW_PAGES, greedy, mixed_prompts, wrap_and_compare
-from support.tiny_models import tiny_qwen3
-from support.traced import Inputs, inputs_of, traced
+from compiled_llm.compilation.graphs.piecewise import GraphInPieces
+from compiled_llm_ops.attention import decode
+from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.stand_in_piecewise import CapturedPieces, Tape, captured, let_a_cpu_capture_pieces
+from support.tiny_models import WINDOWS, tiny_qwen3
+from support.two_layers import TwoLayers
 
-pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
-
-PREFILL_AND_DECODE = 2
+OPTIONS: dict[str, Any] = {
+    "page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 8, "progress": False, "mode": "piecewise",
+}  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def pieces_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs are cut at each attention where they are captured, which is on CUDA."""
-    in_pieces = functools.partial(inductor.Inductor, layers_in_region=1)
-    monkeypatch.setattr(programs, "Inductor", lambda *args, layers_in_region, **options: in_pieces(*args, **options))
+def test_a_replay_computes_what_a_launch_does_with_what_there_is_by_then(seed: int) -> None:
+    layers = TwoLayers(seed)
+    layers.step()
+    graph, outputs = captured(layers.step)
+    assert graph.pieces == 3
+    for hidden in layers.inputs(3):
+        for _ in range(3):
+            layers.begin(hidden)
+            expected = [layers.step() for _ in range(3)]
+            expected_pages = [pages.clone() for pages in layers.pages]
+            layers.begin(hidden)
+            for launched in expected:
+                graph.replay()
+                torch.testing.assert_close(outputs, launched)
+            torch.testing.assert_close(layers.pages, expected_pages)
+            assert layers.lengths.tolist() == [4, 6]
 
 
-@pytest.fixture
-def compiles(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
-    """What Inductor is given."""
-    given: list[fx.GraphModule] = []
+def test_attention_is_called_at_each_replay_and_not_by_the_capture(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    calls: list[list[int]] = []
+    monkeypatch.setattr(decode, "_append", lambda args: calls.append(args.lengths.tolist()))
+    layers = TwoLayers(seed)
+    graph, _ = captured(layers.step)
+    assert calls == []
+    graph.replay()
+    graph.replay()
+    assert calls == [[1, 3]] * 2 + [[2, 4]] * 2
 
-    def noted(module: fx.GraphModule, inputs: Any, options: Any) -> Callable[..., Any]:
-        given.append(module)
-        return module.forward
 
-    monkeypatch.setattr(inductor, "compile_with_inductor", noted)
-    return given
+def test_after_a_capture_nothing_is_left_out_even_if_it_failed(seed: int) -> None:
+    layers = TwoLayers(seed)
+
+    def failing() -> None:
+        layers.step()
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        captured(failing)
+    launched = layers.step()
+    assert bool(launched[0].isfinite().all())
+    graph, outputs = captured(layers.step)
+    layers.begin(torch.ones_like(layers.hidden))
+    expected = layers.step()
+    layers.begin(torch.ones_like(layers.hidden))
+    CapturedPieces(graph, outputs).replay()
+    torch.testing.assert_close(outputs, expected)
+
+
+def test_a_graph_without_anything_to_leave_out_is_one_piece() -> None:
+    numbers = torch.arange(4.0)
+    graph, doubled = captured(lambda: numbers * 2)
+    numbers += 1
+    graph.replay()
+    assert (graph.pieces, doubled.tolist()) == (1, [2.0, 4.0, 6.0, 8.0])
+
+
+class One(NamedTuple):
+    number: Tensor
+
+
+def test_each_piece_is_captured_with_the_same_options_and_reset() -> None:
+    begun: list[tuple[Any, ...]] = []
+    reset: list[Tape] = []
+
+    class Noted(Tape):
+        def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+            begun.append((args, kwargs))
+            super().capture_begin()
+
+        def reset(self) -> None:
+            reset.append(self)
+
+    graph = GraphInPieces(Noted)
+    graph.capture_begin("pool", capture_error_mode="thread_local")
+    graph.leave_out(lambda one: one.number * 2, One(torch.ones(2)), lambda one: torch.empty_like(one.number))
+    graph.capture_end()
+    assert begun == [(("pool",), {"capture_error_mode": "thread_local"})] * 2
+    graph.reset()
+    assert len(reset) == 2
 
 
 # ---- whole models
 
 
-@pytest.mark.parametrize(("layers", "fuse"), [(2, False), (5, True)])
-def test_a_model_takes_three_regions_however_many_layers_it_has(layers, fuse, compiles, seed, monkeypatch):
-    looked_at: list[Any] = []
-    run = Examples._run
-    monkeypatch.setattr(Examples, "_run", lambda self, *given: looked_at.append(given) or run(self, *given))
-    wrap_and_compare(tiny_qwen3(num_hidden_layers=layers, eos_token_id=None), seed, fuse_projections=fuse)
-    assert len(compiles) == 3 * PREFILL_AND_DECODE
-    assert len(looked_at) == 3 * PREFILL_AND_DECODE, "what a region computes is known from the first like it"
+def plain(**overrides: Any) -> PreTrainedModel:
+    return tiny_qwen3(eos_token_id=None, **overrides)
 
 
-def test_a_layer_that_computes_something_else_is_compiled_for_itself(compiles, seed):
-    model = tiny_qwen3(num_hidden_layers=6, eos_token_id=None)
-    model.model.layers[2].self_attn.scaling *= 3
-    model.model.layers[4].post_attention_layernorm.variance_epsilon = 0.5
-    wrap_and_compare(model, seed)
-    assert len(compiles) == 5 * PREFILL_AND_DECODE
+@pytest.mark.parametrize("layers", [{}, WINDOWS], ids=["full", "sliding"])
+def test_steps_in_pieces_give_huggingfaces_tokens(
+    layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    let_a_cpu_capture_pieces(monkeypatch)
+    reference, model = plain(**layers), compiled_llm.wrap(plain(**layers), **OPTIONS)
+    for lengths in [5], [9, 4, 17], [9, 4, 17], [3, 3, 3, 20, 8], [6]:
+        inputs = mixed_prompts(lengths, 128, seed)
+        torch.testing.assert_close(greedy(model, inputs, 24), greedy(reference, inputs, 24))
+    table = model.compiled.cuda_graphs
+    assert table.captures == table.ready == 3 + 2 + 5  # and those that any prefill can run in
+    assert all(row.replays > 0 for row in table if row.phase == "decode")
+    ready = model.compiled.device_model().state.cuda_graphs._ready.values()
+    pieces = {entry.cuda_graph.graph.pieces for entry in ready}
+    assert pieces == {3}, "two layers"
+    assert_account_is_empty(model)
 
 
-def test_windows_are_told_apart(compiles, seed):
-    layers = ["sliding_attention", "full_attention"] * 3
-    model = tiny_qwen3(
-        num_hidden_layers=6, eos_token_id=None, layer_types=layers, use_sliding_window=True, sliding_window=6
-    )
-    wrap_and_compare(model, seed)
-    assert len(compiles) == 4 * PREFILL_AND_DECODE, "two kinds of layers, the first and the last"
-
-
-@pytest.mark.parametrize("family", [pytest.param("Gemma3", marks=pytest.mark.whole), "GptOss", "Qwen3Moe"])
-def test_regions_of_other_families_fit_together(family, compiles, seed):
-    wrap_and_compare(make(family, FAMILIES[family], seed), seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["OPT", pytest.param("Phi", marks=pytest.mark.whole)])
-def test_compiled_regions_of_other_families_fit_together(family, seed):
-    """OPT hands a part of a fused product straight to attention: it crosses the cut with that product's strides.
-
-    Phi computes its MLP beside attention, of what is in front of the cut.
-    """
-    wrap_and_compare(make(family, FAMILIES[family], seed), seed, fuse_projections=True)
-
-
-def test_compiled_regions_fit_together_and_what_was_compiled_once_is_not_even_lowered_again(seed):
-    """A warm start: traced, but everything behind Dynamo comes out of caches."""
-    counts = torch._dynamo.utils.counters["aot_autograd"]
-    inputs = mixed_prompts([5, 19, 11], 128, seed)
-    expected = greedy(tiny_qwen3(num_hidden_layers=3, eos_token_id=None), inputs, 12)
-    with fresh_cache():
-        for start in ("cold", "warm"):
-            torch._dynamo.reset()
-            counts.clear()
-            model = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=3, eos_token_id=None), **FEW_PAGES)
-            torch.testing.assert_close(greedy(model, inputs, 12), expected)
-            assert counts["autograd_cache_bypass"] == 0
-            assert counts[f"autograd_cache_{'hit' if start == 'warm' else 'miss'}"] == 3 * PREFILL_AND_DECODE, counts
-
-
-def test_what_a_region_computes_is_told_from_an_earlier_one_like_it(seed):
-    def layers(to: Inputs, first: Tensor, second: Tensor, third: Tensor) -> tuple[Tensor, ...]:
-        query = attend(attend(attend(to.query, to) + 1, to, pages=first) + 1, to) + 1
-        sums = []  # pages have a symbol of their own in each layer, and so have these
-        for pages in (second, third):
-            query = attend(query, to) + 1
-            sums.append(pages.sum((1, 2, 3, 4)))
-        return attend(query, to), *(each + 1 for each in sums)
-
-    inputs, *others = inputs_of(), *(torch.randn(pages, 2, 2, 4, 16) for pages in (11, 12, 13))
-    for tensor in (inputs.pages, inputs.query, *others):
-        torch._dynamo.mark_dynamic(tensor, 0)
-    module, _ = traced(layers, inputs, *others)
-    told, run = Examples(module), Examples(module)
-    for _ in both_ways(module, told, run):
-        pass
-    assert len(run._known) == 7
-    assert len(told._known) == 4, "in front of all, three layers, two layers with sums, and the last"
-
-
-def test_parts_of_one_product_share_memory_in_what_is_told_too(seed):
-    def layers(to: Inputs) -> Tensor:
-        query = to.query
-        for _ in range(4):
-            whole = torch.cat([query, query + 1], dim=1)
-            first, second = whole.narrow(1, 0, 4), whole.narrow(1, 4, 4)
-            query = attend(first, to) + second
-        return query
-
-    module, _ = traced(layers, inputs_of())
-    told, run = Examples(module), Examples(module)
-    for region in both_ways(module, told, run):
-        layouts = [
-            [(storage_number(value), value.shape, value.stride(), value.storage_offset()) for value in each]
-            for each in ([examples._values[node] for node in region.outputs] for examples in (told, run))
-        ]
-        sharing = [[first[0] == second[0] for first, second in product(each, each)] for each in layouts]
-        assert sharing[0] == sharing[1]
-        assert [each[1:] for each in layouts[0]] == [each[1:] for each in layouts[1]]
-    assert (len(told._known), len(run._known)) == (3, 5)
-
-
-def test_what_lies_in_another_order_is_told_too(seed):
-    def layers(to: Inputs) -> Tensor:
-        query = to.query
-        for _ in range(4):
-            query = attend((query.transpose(0, 1) * 2).transpose(0, 1), to)
-        return query
-
-    module, _ = traced(layers, inputs_of())
-    told, run = Examples(module), Examples(module)
-    for _ in both_ways(module, told, run):
-        pass
-    assert (len(told._known), len(run._known)) == (3, 5)
-
-
-# ---- one graph
-
-
-def attend(query: Tensor, to: Inputs, scale: float = 0.25, pages: Tensor | None = None) -> Tensor:
-    pages = to.pages if pages is None else pages
-    table = to.indptr, to.indices, to.last_page_len
-    return paged_attention(query, pages, to.indptr, *table, to.plan, to.workspace, scale)
-
-
-def both_ways(module: fx.GraphModule, told: Examples, run: Examples) -> Iterator[Region]:
-    """Go through the regions with results told from an earlier region like it, and with those of each region itself."""
-    for number, region in enumerate(cut(module)):
-        description = region.describe(told.of(region))
-        assert region.describe(run.of(region)) == description
-        told.follow(region, description)
-        run.follow(region, f"{description} of its own {number}")
-        yield region
-
-
-def descriptions(function: Callable[..., Any], *inputs: Any) -> list[str]:
-    module, _ = traced(function, *inputs)
-    examples = Examples(module)
-    found = []
-    for region in cut(module):
-        description = region.describe(examples.of(region))
-        examples.follow(region, description)
-        found.append(without_symbols(description))
-    return found
-
-
-def run(region: Region, module: fx.GraphModule) -> Callable[..., Any]:
-    forward: Callable[..., Any] = fx.GraphModule(module, region.graph).forward
-    return forward
-
-
-def test_regions_run_one_after_the_other_compute_what_the_whole_does(seed):
-    def function(to: Inputs, count: Tensor) -> tuple[Tensor, Tensor]:
-        count.add_(1)  # an input that is written in front of a cut and read behind it
-        first = attend(to.query * count, to)
-        return attend(first + to.query, to) * count, first
-
-    inputs, count = inputs_of(), torch.ones(1)
-    module, given = traced(function, inputs, count)
-    regions = cut(module)
-    assert len(regions) == 3
-    joined = join(regions, [run(region, module) for region in regions], module.graph)
-    assert count == 2
-    found = joined(*given)
-    assert count == 3
-    torch.testing.assert_close(tuple(found), function(inputs, torch.full((1,), 2.0)))
-
-
-def test_what_no_later_piece_reads_is_freed(seed):
-    def function(to: Inputs) -> Tensor:
-        return attend(attend(to.query * 2, to) * 2, to) * 2
-
-    module, given = traced(function, inputs_of())
-    regions = cut(module)
-    alive: list[weakref.ref[Tensor]] = []
-    seen: list[int] = []
-
-    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            seen.append(sum(each() is not None for each in alive))
-            found = function(*args)
-            alive.extend(map(weakref.ref, found))
-            return found
-
-        return call
-
-    join(regions, [watched(run(region, module)) for region in regions], module.graph)(*given)
-    gc.collect()
-    assert [len(region.outputs) for region in regions] == [1, 1, 1]
-    assert seen == [0, 1, 1], "each reads what the one in front of it computed, and nothing older is left"
-
-
-def test_a_description_leaves_out_names_and_symbols_only(seed):
-    def layers(to: Inputs, others: Tensor) -> Tensor:
-        first = attend(to.query, to) + 1
-        return attend(attend(first, to, pages=others) + 1, to) + 1
-
-    inputs, others = inputs_of(), torch.randn(11, 2, 2, 4, 16)
-    for tensor in (inputs.pages, others):
-        torch._dynamo.mark_dynamic(tensor, 0)
-    _, *layers_like_each_other = descriptions(layers, inputs, others)
-    assert len(layers_like_each_other) == 3
-    assert len(set(layers_like_each_other)) == 1, "pages have a symbol of their own in each layer"
-
-
-@pytest.mark.parametrize(
-    "second",
-    [
-        lambda x, to: attend(x, to, 0.5) + 1,
-        lambda x, to: attend(x, to) + 2,
-        lambda x, to: attend(x, to) - 1,
-        lambda x, to: attend(x, to).add(1),
-        lambda x, to: attend(x, to, pages=to.pages[:, :, :, :2]) + 1,
-        lambda x, to: attend(x.transpose(0, 1).contiguous().transpose(0, 1), to) + 1,
-        lambda x, to: attend(x.double(), to, pages=to.pages.double()) + 1,
-        lambda x, to: attend(x, to) + x,
-    ],
-    ids=["argument", "number", "operation", "method", "shape", "stride", "dtype", "input"],
-)
-def test_a_description_tells_apart_what_differs(second, seed):
-    def layers(to: Inputs) -> Tensor:
-        return attend(second(attend(to.query, to) + 1, to), to) + 1
-
-    _, first, other, _ = descriptions(layers, inputs_of())
-    assert first != other
+def test_few_steps_in_pieces_make_room_for_each_other(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    let_a_cpu_capture_pieces(monkeypatch)
+    reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS, max_graphs=2)
+    for lengths in [5], [9, 4, 17], [40], [5]:
+        inputs = mixed_prompts(lengths, 128, seed)
+        torch.testing.assert_close(greedy(model, inputs, 12), greedy(reference, inputs, 12))
+    assert model.compiled.cuda_graphs.ready == 2
+    assert model.compiled.cuda_graphs.evictions >= 2
+    assert_account_is_empty(model)

@@ -9,7 +9,7 @@ import pytest
 from torch import fx
 
 from compiled_llm.compilation import backend
-from compiled_llm.compilation.piecewise import layers_in_equal_regions
+from compiled_llm.compilation.regions import layers_in_equal_regions
 from compiled_llm.model.layer_probe import Layer
 from support.parity import wrap_and_compare
 from support.tiny_models import tiny_qwen3

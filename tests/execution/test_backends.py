@@ -77,7 +77,7 @@ def test_a_backend_is_found_by_its_name() -> None:
         backend_named("triton")
 
 
-@pytest.mark.parametrize("mode", ["compile", "reduce-overhead", "cuda-graphs", "pieces"])
+@pytest.mark.parametrize("mode", ["compile", "reduce-overhead", "cuda-graphs", "piecewise"])
 @pytest.mark.parametrize(("backend", "is_searched"), [("auto", True), ("flashinfer", False)])
 def test_graphs_are_searched_for_what_decode_attention_prepares_only_if_they_have_it(
     mode: Any, backend: Any, is_searched: bool
@@ -127,14 +127,14 @@ def test_flashinfer_on_a_cpu_is_refused_with_the_way_out() -> None:
 
 @pytest.mark.parametrize("mode", ["compile", "reduce-overhead", "cuda-graphs"])
 def test_the_reference_on_cuda_runs_only_where_attention_may_wait(mode: Any) -> None:
-    message = r"reads lengths back from a CUDA device.*wrap with mode='eager' or mode='pieces'"
+    message = r"reads lengths back from a CUDA device.*wrap with mode='eager' or mode='piecewise'"
     with pytest.raises(ValueError, match=message):
         check_placement(placed("cuda:0"), WrapConfig(backend="reference", mode=mode))
 
 
 def test_the_reference_on_cuda_needs_nothing_installed_and_takes_any_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(backend_named("flashinfer")), "problems", lambda self, builds: ["nvcc was not found"])
-    for mode in ("eager", "pieces"):
+    for mode in ("eager", "piecewise"):
         check_placement(placed("cuda:0", torch.float32), WrapConfig(backend="reference", mode=cast(Any, mode)))
     with pytest.raises(RuntimeError, match="nvcc was not found"):
         check_placement(placed("cuda:0"), WrapConfig(backend="flashinfer"))
@@ -213,7 +213,7 @@ def test_decode_steps_of_a_bucket_have_one_fixed_partition(monkeypatch: pytest.M
     )
 
 
-@pytest.mark.parametrize(("mode", "planned"), [("cuda-graphs", (64, 0)), ("pieces", (-1, -1))])
+@pytest.mark.parametrize(("mode", "planned"), [("cuda-graphs", (64, 0)), ("piecewise", (-1, -1))])
 def test_what_is_not_captured_is_planned_for_its_own_batch(
     mode: Any, planned: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,8 +25,8 @@ WINDOWED = {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window"
         ("flashinfer", "compile"),
         ("flashinfer", "reduce-overhead"),
         ("flashinfer", "cuda-graphs"),
-        ("flashinfer", "pieces"),
-        ("reference", "pieces"),
+        ("flashinfer", "piecewise"),
+        ("reference", "piecewise"),
         ("reference", "eager"),
     ],
 )
@@ -38,7 +38,7 @@ def test_logits_are_as_exact_as_huggingfaces_on_each_backend(backend: str, mode:
     stats = twins.wrapped.compiled.stats()
     assert (stats.graph_breaks, stats.recompiles, stats.cudagraph_skips) == (0, 0, 0)
     # With graphs of ours, the largest one too, in which all can run.
-    assert stats.cuda_graphs == {"reduce-overhead": 2, "cuda-graphs": 3, "pieces": 3}.get(mode, 0)
+    assert stats.cuda_graphs == {"reduce-overhead": 2, "cuda-graphs": 3, "piecewise": 3}.get(mode, 0)
     assert_account_is_empty(twins.wrapped)
     compiled_llm.unwrap(twins.wrapped)
 

@@ -231,7 +231,7 @@ def prompts(model: PreTrainedModel, lengths: list[int], seed: int) -> list[list[
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"max_graphs": 3}, {"mode": "pieces"}], ids=["unbounded", "3 graphs", "pieces"]
+    "options", [{}, {"max_graphs": 3}, {"mode": "piecewise"}], ids=["unbounded", "3 graphs", "piecewise"]
 )
 def test_steps_that_miss_their_recording_are_as_exact_as_huggingface(options: dict[str, Any], seed: int) -> None:
     twins = twins_of(small_qwen3(seed), **options, progress=False)
@@ -246,7 +246,7 @@ def test_steps_that_miss_their_recording_are_as_exact_as_huggingface(options: di
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"max_graphs": 4}, {"mode": "pieces"}], ids=["unbounded", "4 graphs", "pieces"]
+    "options", [{}, {"max_graphs": 4}, {"mode": "piecewise"}], ids=["unbounded", "4 graphs", "piecewise"]
 )
 def test_an_engine_gives_the_same_answers_while_cuda_graphs_come_and_go(options: dict[str, Any], seed: int) -> None:
     answers = []

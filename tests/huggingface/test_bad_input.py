@@ -264,7 +264,7 @@ def test_inductors_default_cache_that_somebody_else_made_is_refused(tmp_path, mo
         (
             {"mode": "max-autotune"},
             ValueError,
-            r"mode='max-autotune'.*'eager', 'compile', 'reduce-overhead', 'cuda-graphs', 'pieces'",
+            r"mode='max-autotune'.*'eager', 'compile', 'reduce-overhead', 'cuda-graphs', 'piecewise'",
         ),
         ({"mode": None}, ValueError, r"mode=None.*'eager'"),
         ({"page_size": 0}, ValueError, r"page_size=0.*positive"),

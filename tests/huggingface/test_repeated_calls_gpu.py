@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gpu, needs_cuda]
 WAYS: dict[str, dict[str, Any]] = {
     "auto": {},
     "flashinfer": {"backend": "flashinfer"},
-    "pieces": {"mode": "pieces"},
+    "piecewise": {"mode": "piecewise"},
     "2 graphs": {"max_graphs": 2},
     "6 graphs": {"max_graphs": 6},
 }

@@ -29,7 +29,7 @@ class ServerMode(str, Enum):
     compile = "compile"
     reduce_overhead = "reduce-overhead"
     cuda_graphs = "cuda-graphs"
-    pieces = "pieces"
+    piecewise = "piecewise"
 
 
 ModelName = Annotated[

@@ -22,7 +22,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import torch
 
 from compiled_llm.compat import captured_into, generator_of_its_own
-from compiled_llm.compilation.graphs.pieces import GraphInPieces
+from compiled_llm.compilation.graphs.piecewise import GraphInPieces
 from compiled_llm.compilation.graphs.rolling import Cost
 from compiled_llm.compilation.graphs.slices import SlicedThread
 from compiled_llm.kvcache.memory import wait_for

@@ -18,7 +18,7 @@ ALL: list[Contender] = [
     Ours("compile"),
     Ours("reduce-overhead"),
     Ours("cuda-graphs"),
-    Ours("pieces"),
+    Ours("piecewise"),
     Ours("cuda-graphs", "flashinfer"),
     VLLM(),
     SGLang(),

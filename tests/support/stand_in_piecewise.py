@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from compiled_llm.compilation import programs
 from compiled_llm.compilation.graphs.cuda_graphs import CudaGraphs
-from compiled_llm.compilation.graphs.pieces import GraphInPieces
+from compiled_llm.compilation.graphs.piecewise import GraphInPieces
 from compiled_llm.compilation.graphs.rolling import Cost
 from support.stand_in_cuda_graphs import let_a_cpu_capture
 
@@ -134,7 +134,7 @@ class PieceRecorder:
 
 
 def let_a_cpu_capture_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a CPU capture as CUDA does in mode "pieces", programs as they are: only operations are noted."""
+    """Let a CPU capture as CUDA does in mode "piecewise", programs as they are: only operations are noted."""
     let_a_cpu_capture(monkeypatch)
     own = CudaGraphs.__init__
 

@@ -10,7 +10,7 @@ import torch
 
 import compiled_llm
 from compiled_llm.compilation.graphs.capture import GraphCapture
-from compiled_llm.compilation.graphs.pieces import GraphInPieces, unowned
+from compiled_llm.compilation.graphs.piecewise import GraphInPieces, unowned
 from compiled_llm.compilation.graphs.table import mib
 from support.gpu import needs_cuda
 from support.parity import assert_account_is_empty, greedy
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu, needs_cuda]
 @pytest.mark.parametrize("backend", ["auto", "flashinfer", "reference"])
 @pytest.mark.parametrize("overrides", [{}, WINDOWED], ids=["full", "sliding and full"])
 def test_steps_in_pieces_are_as_exact_as_huggingface(backend: Any, overrides: dict[str, Any], seed: int) -> None:
-    twins = twins_of(small_qwen3(seed, **overrides), mode="pieces", backend=backend, progress=False)
+    twins = twins_of(small_qwen3(seed, **overrides), mode="piecewise", backend=backend, progress=False)
     layers = twins.wrapped.config.num_hidden_layers
     for lengths in ([1, 15, 16, 17, 33, 64, 100, 250], [100], [7, 7, 7], [1, 15, 16, 17, 33, 64, 100, 250], [100]):
         assert_parity(parity(twins, lengths, 60, seed))
@@ -39,7 +39,7 @@ def test_steps_in_pieces_are_as_exact_as_huggingface(backend: Any, overrides: di
 
 
 def test_few_cuda_graphs_in_pieces_are_evicted_and_captured_again(seed: int) -> None:
-    twins = twins_of(small_qwen3(seed), mode="pieces", max_graphs=4, progress=False)
+    twins = twins_of(small_qwen3(seed), mode="piecewise", max_graphs=4, progress=False)
     for lengths in ([5], [5, 18, 40], [300, 2], [7, 7, 7, 7, 7], [5, 18, 40]):
         assert_parity(parity(twins, lengths, 30, seed))
     table = twins.wrapped.compiled.cuda_graphs
@@ -54,7 +54,7 @@ def test_few_cuda_graphs_in_pieces_are_evicted_and_captured_again(seed: int) -> 
 def test_pieces_share_the_pool_as_one_graph_would(seed: int) -> None:
     """What attention reads and returns is not kept from the pool until the next replay."""
     taken: dict[str, int] = {}
-    modes: tuple[Any, ...] = ("cuda-graphs", "pieces")
+    modes: tuple[Any, ...] = ("cuda-graphs", "piecewise")
     for mode in modes:
         model = compiled_llm.wrap(small_qwen3(seed, num_hidden_layers=12), **OPTIONS, mode=mode, progress=False)
         model.compiled.warmup([1])
@@ -68,7 +68,7 @@ def test_pieces_share_the_pool_as_one_graph_would(seed: int) -> None:
         gc.collect()
         torch.cuda.empty_cache()
     print({mode: mib(nbytes) for mode, nbytes in taken.items()})
-    assert taken["pieces"] <= 1.5 * taken["cuda-graphs"] + 4 * 2**20
+    assert taken["piecewise"] <= 1.5 * taken["cuda-graphs"] + 4 * 2**20
 
 
 def assert_near(actual: Any, expected: Any) -> None:
