@@ -129,7 +129,7 @@ def test_a_generator_that_is_started_again_is_found(model_folder: Path, engine: 
         time.sleep(0.01)
     loop = Loop(path)
     ready = ready_of(engine._model, engine, "tiny", engine._tokenizer, str(model_folder))
-    begins = threading.Timer(0.5, loop.generator.open, (engine, ready))
+    begins = threading.Timer(0.2, loop.generator.open, (engine, ready))
     begins.start()
     assert partner.refresh() is False, "it waits until it is ready"
     assert client.submit([5, 6], params).result(60).token_ids == first.token_ids

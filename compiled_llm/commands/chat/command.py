@@ -9,12 +9,13 @@ import typer
 
 from compiled_llm.commands.chat.chat import COMMANDS, Chat
 from compiled_llm.commands.chat.conversation import Conversation
-from compiled_llm.commands.chat.partner import Partner, RunningOptions, generator, own_model
+from compiled_llm.commands.chat.partner import Partner, generator, own_model
 from compiled_llm.commands.chat.terminal import Terminal
 from compiled_llm.commands.early_checks import check_driver, check_package
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.loading.source import DEMO, locate
 from compiled_llm.commands.options.choices import Device, Dtype
+from compiled_llm.commands.options.running import RunningOptions
 from compiled_llm.commands.options.sampling import SamplingFlags, check_range
 from compiled_llm.commands.options.shared import (
     MODEL,
@@ -79,7 +80,7 @@ def chat(
     with readable_errors():
         flags = SamplingFlags(sample, temperature, top_k, top_p, min_p, repetition_penalty, seed)
         check_range("max_new_tokens", max_new_tokens)
-        options = RunningOptions(mode, backend, dtype.value, device.value, quiet)
+        options = RunningOptions(mode=mode, backend=backend, dtype=dtype.value, device=device.value, quiet=quiet)
         _check(context, model, uds, options)
         params = flags.params(max_new_tokens, stop or [])
         terminal = Terminal(quiet, COMMANDS)

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from compiled_llm.commands.chat.conversation import check_template
 from compiled_llm.commands.connecting import wait_until_ready
 from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import Source
+from compiled_llm.commands.options.running import RunningOptions
 from compiled_llm.commands.preparation import Preparation
-from compiled_llm.config import WrapConfig
 from compiled_llm.execution.reporting.progress import ProgressDisplay
 
 if TYPE_CHECKING:  # Client needs the extra `server`
@@ -66,25 +66,6 @@ class Generator(Partner):
                 self.tokenizer = self._client.tokenizer
             self.name, self.max_tokens, self._ready = ready.model, ready.max_tokens, ready
         return before is not None and ready != before
-
-
-class RunningOptions(NamedTuple):
-    """How a model is run in this process: the options of the command."""
-
-    mode: str
-    backend: str
-    dtype: str
-    device: str
-    quiet: bool
-
-    def wrap_options(self, device: str) -> dict[str, Any]:
-        """Return the options of ``wrap`` on a kind of device; those of ``compiled-llm generate``, to share its code."""
-        rows = {"max_batch_size": 1} if device == "cuda" else {}
-        return {"mode": self.mode, "backend": self.backend, "progress": not self.quiet, **rows}
-
-    def wrap_config(self, device: str) -> WrapConfig:
-        """Return the options of ``wrap`` on a kind of device, checked."""
-        return WrapConfig.from_options(self.wrap_options(device))
 
 
 @contextmanager

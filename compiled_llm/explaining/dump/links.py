@@ -104,11 +104,8 @@ def lines_of_kernels(code: str) -> dict[str, int]:
 
 
 def _first_lines(code: str, pattern: re.Pattern[str]) -> dict[str, int]:
-    matches: Iterable[tuple[int, re.Match[str] | None]] = (
-        (number, pattern.search(line)) for number, line in enumerate(code.splitlines(), 1)
-    )
     lines: dict[str, int] = {}
-    for number, match in matches:
-        if match:
+    for number, line in enumerate(code.split("\n"), 1):
+        if match := pattern.search(line):
             lines.setdefault(match["name"], number)
     return lines

@@ -1,0 +1,40 @@
+"""The options of a model that runs in the command's own process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compiled_llm.config import WrapConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningOptions:
+    """How a model is run.
+
+    Attributes:
+        artifacts: what was compiled before, if it is to be taken from there.
+        quiet: show neither progress nor figures.
+    """
+
+    mode: str
+    backend: str
+    dtype: str
+    device: str
+    quiet: bool
+    artifacts: Path | None = None
+
+    def wrap_options(self, device: str) -> dict[str, Any]:
+        """Return the options of ``wrap`` on a kind of device.
+
+        On a CPU room for rows costs nothing before it is used, and with the default the code is what ``wrap(model)``
+        compiles: each finds the other's in the cache. On CUDA pages for one row leave others most of the memory.
+        """
+        rows = {"max_batch_size": 1} if device == "cuda" else {}
+        artifacts = {} if self.artifacts is None else {"artifacts": self.artifacts}
+        return {"mode": self.mode, "backend": self.backend, "progress": not self.quiet, **rows, **artifacts}
+
+    def wrap_config(self, device: str) -> WrapConfig:
+        """Return the options of ``wrap`` on a kind of device, checked."""
+        return WrapConfig.from_options(self.wrap_options(device))
