@@ -1,1 +1,1 @@
-"""What a user runs: `compiled-llm generate`, `chat`, `explain`, `compile`, `serve`, `client`, `doctor` and `bench`."""
+"""The commands: `compiled-llm generate`, `chat`, `explain`, `compile`, `serve`, `client`, `doctor` and `bench`."""

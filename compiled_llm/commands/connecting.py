@@ -1,4 +1,4 @@
-"""What commands show while a generator is not ready."""
+"""Shows what a generator does while it is not ready."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be told before torch is imported, which takes seconds."""
+"""Checks that need no torch, whose import takes seconds."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def complaint(error: Exception) -> str:
         Exception: the error itself, if it is none to be told: not raised by this package, it is a bug, and keeps its
             traceback.
     """
-    if isinstance(error, BrokenPipeError) or not _raised_here(error):  # whoever read us has gone: click ends quietly
+    if isinstance(error, BrokenPipeError) or not _raised_here(error):  # our reader has gone: click ends quietly
         raise error
     return printable(as_typed(" ".join(str(error).split())))
 

@@ -1,4 +1,4 @@
-"""What to say of a command that does not exist."""
+"""Answers a command that does not exist with those that do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from typer.core import TyperGroup
 
 _INSTEAD = {"run": "generate", "benchmark": "bench"}
-"""What others call what we have."""
+"""Names that other programs give to our commands."""
 
 
 class KnownCommands(TyperGroup):

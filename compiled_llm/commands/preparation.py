@@ -1,4 +1,4 @@
-"""What `compiled-llm generate` has compiled, how long that took, and whether it is kept: its last line."""
+"""The last line of `compiled-llm generate`: what it has compiled, in how long, and whether that is kept."""
 
 from __future__ import annotations
 

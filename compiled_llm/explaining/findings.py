@@ -1,4 +1,4 @@
-"""What was found, one capture a line at fault."""
+"""Findings, one for each line at fault."""
 
 from __future__ import annotations
 

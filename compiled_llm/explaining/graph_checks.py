@@ -1,4 +1,4 @@
-"""What a compiled graph may contain and a CUDA graph may not."""
+"""Looks for nodes that a compiled graph may contain and a CUDA graph may not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has happened so far on a wrapped model."""
+"""The history of a wrapped model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def timings_of(runtime: Runtime, wanted: bool | Sequence[int], prompts: Prompts 
 
     Args:
         runtime: of the model.
-        wanted: batch sizes; where True those that are ready because somebody has wanted them.
+        wanted: batch sizes; where True those that are ready because calls have used them.
         prompts: what rows begin with; meaningless tokens if None.
     """
     sizes = (runtime.device_model().decode.wanted_buckets or [1]) if wanted is True else list(wanted or ())

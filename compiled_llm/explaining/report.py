@@ -37,7 +37,7 @@ _LONGEST = 3
 
 
 class Report:
-    """What ``explain`` found.
+    """The findings of ``explain``.
 
     Attributes:
         data: all of it as dicts, lists, strings and numbers: ``model``, ``name``, ``parameters``, ``dtype``,

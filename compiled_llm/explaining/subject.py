@@ -1,4 +1,4 @@
-"""What a report is about: the model, the versions and the machine, and when it was looked at."""
+"""The subject of a report: the model, the versions and the machine, and when it was looked at."""
 
 from __future__ import annotations
 

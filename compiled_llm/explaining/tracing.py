@@ -54,7 +54,7 @@ _MAX_ROWS = 4
 
 @dataclass
 class Trace:
-    """What became of one program.
+    """The trace of one program.
 
     Attributes:
         name: which one.

@@ -1,4 +1,4 @@
-"""What `/stats` shows: the last answer, and the engine that has written it."""
+"""The table of `/stats`: the last answer, and the engine that has written it."""
 
 from __future__ import annotations
 

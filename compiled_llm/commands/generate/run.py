@@ -1,4 +1,4 @@
-"""What `compiled-llm generate` does: load and wrap a model, write its answer to one prompt.
+"""Loads and wraps a model, and writes its answer to one prompt.
 
 Torch and transformers are imported inside, so that --help is quick.
 """

@@ -1,4 +1,4 @@
-"""Whether HuggingFace's hub has a model, asked once: transformers asks many times before it gives up."""
+"""Asks HuggingFace's hub once whether it has a model: transformers asks many times before it gives up."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def load(
     source = fetched(locate(model, progress) if isinstance(model, str) else model, progress)
     shows_bars = progress and not source.is_local  # of a download from the hub, HuggingFace's bars tell most
     display = ProgressDisplay(progress, animated=not shows_bars)
-    # Not left out: transformers would ask whoever sits at the terminal, or whatever is piped in.
+    # Not left out: transformers would ask at the terminal, or read the answer from a pipe.
     options: dict[str, Any] = {"trust_remote_code": False}
     if source.gguf_file is not None:
         options["gguf_file"] = source.gguf_file

@@ -1,4 +1,4 @@
-"""What options take that several commands have: `--device`, `--dtype`, and lists of integers."""
+"""Values of options that several commands have: `--device`, `--dtype`, and lists of integers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Dtype(str, Enum):
-    """What `--dtype` takes."""
+    """Values of `--dtype`."""
 
     auto = "auto"
     float32 = "float32"
@@ -15,7 +15,7 @@ class Dtype(str, Enum):
 
 
 class Device(str, Enum):
-    """What `--device` takes."""
+    """Values of `--device`."""
 
     auto = "auto"
     cpu = "cpu"

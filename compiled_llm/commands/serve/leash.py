@@ -9,7 +9,7 @@ import threading
 
 
 def end_with_parent() -> None:
-    """Have this process told to end (SIGTERM) once whoever holds the other end of its standard input has gone."""
+    """Have this process told to end (SIGTERM) once the process at the other end of its standard input has gone."""
     threading.Thread(target=_wait, name="compiled_llm leash", daemon=True).start()
 
 

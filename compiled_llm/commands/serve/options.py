@@ -159,4 +159,4 @@ KvMemory = Annotated[
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.", rich_help_panel=_SERVING)]
-Leashed = Annotated[bool, typer.Option(hidden=True, help="End with whoever holds stdin open.")]
+Leashed = Annotated[bool, typer.Option(hidden=True, help="End with the process that holds stdin open.")]

@@ -31,7 +31,7 @@ def new_folder(path: Path) -> Path:
     """Return the folder; make it if it does not exist.
 
     Raises:
-        ValueError: there is something in it already, it is a file, or somebody else's.
+        ValueError: there is something in it already, it is a file, or it belongs to another user.
     """
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise ValueError(f"dump={str(path)!r}: there is something already; name a new or an empty folder")

@@ -17,7 +17,7 @@ _NODE = re.compile(r"^\s+(?P<name>\w+)(?:: .*?)? = ")
 
 @dataclass
 class Link:
-    """What one line of source became, in one module.
+    """A line of source in one module, with the nodes and kernels that it became.
 
     Attributes:
         module: the path of the module that ran it; empty around the model.

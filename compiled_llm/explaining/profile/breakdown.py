@@ -91,7 +91,7 @@ class Breakdown:
         return nbytes / (us * 1e-6) / self.read_bandwidth
 
     def figures(self) -> dict[str, float | None]:
-        """What is computed from the times."""
+        """Shares and rates that follow from the times."""
         return {"gaps_us": self.gaps_us, "launches": self.launches, "of_bandwidth": self.of_bandwidth}
 
 

@@ -12,7 +12,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True)
 class StepBytes:
-    """What a decode step has to read.
+    """The bytes that a decode step has to read.
 
     Attributes:
         weights: every weight once, but of an embedding of its own one line a row; None for experts, of which each
