@@ -255,6 +255,18 @@ TABLES: dict[str, tuple[Callable[[Entry], str], dict[str, Read]]] = {
             "tokens a piece": _number("figures/tokens_a_piece"),
         },
     ),
+    "serve": (
+        lambda entry: f"Prompts of {entry['prompts']} tokens, answers of {entry['answers']}",
+        CONTENDER
+        | {
+            "load": _text("load"),
+            "first token, ms": _halves("first_s"),
+            "between tokens, ms": _halves("between_s"),
+            "end to end, ms": _halves("end_s"),
+            "tokens/s": _times("figures/tokens_per_s"),
+            "tokens a piece": _number("figures/tokens_a_piece"),
+        },
+    ),
     "graph_times": (
         _prompts_title,
         CONTENDER

@@ -62,10 +62,7 @@ LONG_FOR_A_REASON = {
 """Files of over 600 lines. A class is not cut in two to stay below: the reason says why the file is one thing."""
 
 STILL: dict[str, list[str]] = {
-    "compiled_llm": [
-        "compiled_llm/commands/bench has over 14 modules",
-        "compiled_llm/commands/bench/serving has over 14 modules",
-    ],
+    "compiled_llm": [],
     "tests": [
         "tests/engine has over 30 modules",
         "tests/huggingface has over 30 modules",

@@ -22,8 +22,12 @@ import torch
 
 import compiled_llm
 from compiled_llm import Engine, SamplingParams, StructuredOutputsParams
-from compiled_llm.commands.bench import machine, models
-from compiled_llm.commands.bench.serving.model_folder import made_up_tokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
+from common import checkout
+from shapes import SHAPES, build, made_up_tokenizer
+
+from compiled_llm.commands.bench import machine
 
 ITEM = {"name": {"type": "string"}, "count": {"type": "integer"}, "kind": {"enum": ["red", "green", "blue"]}}
 BOUNDED = {**ITEM, "name": {"type": "string", "minLength": 3, "maxLength": 60}}
@@ -54,8 +58,8 @@ def kinds(vocabulary: int) -> dict[str, dict[str, Any]]:
 def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     """Tokens/s of each round, by kind."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    vocabulary = int(models.SHAPES[options.model]["vocab_size"])
-    plain = models.build(options.model, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    vocabulary = int(SHAPES[options.model]["vocab_size"])
+    plain = build(options.model, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
     plain.generation_config.eos_token_id = vocabulary - 1
     model = compiled_llm.wrap(plain, mode=options.mode, max_batch_size=options.rows)
     measured = kinds(vocabulary)
@@ -87,7 +91,7 @@ def tokens_per_second(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--model", choices=models.SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--model", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--mode", default="cuda-graphs" if torch.cuda.is_available() else "eager")
     parser.add_argument("--rows", type=int, default=64, help="requests at once")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
@@ -102,8 +106,7 @@ def main() -> None:
     for kind, rates in found.items():
         print(f"| {kind} | {statistics.median(rates):,.0f} | {100 * (1 - statistics.median(rates) / base):.1f}% |")
     if options.json is not None:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        described = {"machine": machine.describe(device, options.commit), "command": sys.argv}
+        described = {"machine": {**machine.describe(), "commit": options.commit or checkout()}, "command": sys.argv}
         options.json.write_text(json.dumps({**described, "tokens_per_second": found}, indent=1) + "\n")
 
 

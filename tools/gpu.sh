@@ -4,7 +4,7 @@
 # usage: tools/gpu.sh [checks] [tests] [bench] [parity]       the first three without arguments
 #   checks    imports, versions, the ops' tests
 #   tests     all other GPU tests
-#   bench     `compiled-llm bench`; BENCH holds its arguments, with semicolons between several runs; COMMIT is
+#   bench     scripts of tools/bench; BENCH holds names and arguments, with semicolons between several; COMMIT is
 #             recorded where there is no git
 #   parity    logits of full-size models against float32; SIZES holds which (default: qwen3-0.6b)
 #
@@ -126,8 +126,8 @@ bench() {
   for run in "${runs[@]}"; do
     read -ra arguments <<<"$run"
     number=$((number + 1))
-    say "compiled-llm bench ${arguments[*]}"
-    "$python" -m compiled_llm bench "${arguments[@]}" --verbose \
+    say "tools/bench: ${arguments[*]}"
+    "$python" "tools/bench/${arguments[0]}.py" "${arguments[@]:1}" \
       ${COMMIT:+--commit "$COMMIT"} \
       --json "$out/bench-$number.json" | tee "$out/bench-$number.md" || status=$?
   done

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from compiled_llm.commands.bench import models
+sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
+from shapes import SHAPES, build
 
 STEPS = 220
 BATCHES = ([1, 15, 16, 17, 33, 64, 100, 250], [100])
@@ -22,7 +23,7 @@ BATCHES = ([1, 15, 16, 17, 33, 64, 100, 250], [100])
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("model", choices=models.SHAPES)
+    parser.add_argument("model", choices=SHAPES)
     parser.add_argument("--seed", type=int, default=0, help="of weights and tokens")
     options = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -31,7 +32,7 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     tests.DEVICE = "cuda" if cuda else "cpu"
     device = torch.device(tests.DEVICE)
-    twins = tests.twins_of(models.build(options.model, device, torch.bfloat16, options.seed))
+    twins = tests.twins_of(build(options.model, torch.bfloat16, device, options.seed))
     print("| prompt | batch | RMS error, ours | HuggingFace's | ratio | flips | steps judged |", flush=True)
     print("|---|---|---|---|---|---|---|")
     for lengths in BATCHES:

@@ -64,7 +64,7 @@ def test_a_server_its_fronts_and_its_clients(model_folder: Path, foreign: Foreig
     [
         ("explain", "MODEL", "--timings", "1"),
         ("compile", "MODEL", "-o", "FOLDER", "--mode", "compile"),
-        ("bench", "startup", "--model", "MODEL", "--contenders", "compiled-llm:eager", "--prompt", "8", "--runs", "0"),
+        ("bench", "latency", "--model", "MODEL", "--contenders", "compiled-llm:eager", "--new", "4", "--runs", "1"),
     ],
 )
 def test_other_commands(model_folder: Path, foreign: ForeignFolder, tmp_path: Path, arguments: tuple[str, ...]) -> None:

@@ -13,6 +13,7 @@ import matplotlib
 import pytest
 
 from compiled_llm.commands.bench import chart
+from compiled_llm.commands.bench.report import Report
 from support.pages import CHECKOUT, DOCS, figures
 
 PAGE = CHECKOUT / "BENCHMARKS.md"
@@ -134,16 +135,16 @@ SPEED = CHECKOUT / "results" / "d414b6d-latency-qwen3-0.6b.json"
 def test_a_page_says_what_its_chart_shows(page: str) -> None:
     alternative = re.search(r"^!\[(.+)\]\(docs/speed\.svg\)$", (CHECKOUT / page).read_text(), re.MULTILINE)
     assert alternative is not None
-    speeds = chart.read(SPEED)
+    speeds = chart.speeds_of(Report.load(SPEED))
     for contender in speeds.contenders:
-        rates = ", ".join(f"{speeds.rates[batch][contender]:,.0f}" for batch in sorted(speeds.rates))
+        rates = ", ".join(f"{speeds.rates[batch][contender]:,.0f}" for batch in speeds.rates)
         assert f" {chart.NAMES[contender]}: {rates}." in alternative[1]
 
 
 def test_the_chart_is_drawn_from_its_run(tmp_path: Path) -> None:
-    """`compiled-llm bench chart` gives the same bytes, as long as matplotlib is the same."""
+    """`compiled-llm bench show --plot` gives the same bytes, as long as matplotlib is the same."""
     drawn = (CHECKOUT / "docs" / "speed.svg").read_text()
     if f"Matplotlib v{matplotlib.__version__}," not in drawn:
         pytest.skip("drawn by another matplotlib")
-    chart.draw(chart.read(SPEED), tmp_path / "speed.svg")
+    chart.draw(chart.speeds_of(Report.load(SPEED)), tmp_path / "speed.svg")
     assert (tmp_path / "speed.svg").read_text() == drawn

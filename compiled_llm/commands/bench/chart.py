@@ -1,24 +1,23 @@
-"""The README's chart: tokens a second of each contender as bars, one panel for each batch size.
+"""A chart of ``bench latency``: tokens a second of each contender as bars, one panel for each workload.
 
-It reads what ``compiled-llm bench latency --json`` writes, and needs of it only ``model``, ``machine`` and, of each
-entry of ``latency``, what was asked and ``figures.end_to_end_tokens_per_s.median``. So it also draws the published
-files in ``results/``, which do not have the times of each run.
+It reads only the figures of a result, so it also draws the published runs in ``results/``: this is the README's chart.
+Nothing but this file imports matplotlib.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
+import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from compiled_llm.commands.bench.plot_style import COLOURS, style
+from compiled_llm.commands.bench.report import Report, Result
 
 KINDS = ("svg", "png", "pdf")
+PANELS_IN_A_ROW = 4
 NAMES = {
     "hf-eager": "HuggingFace",
     "hf-static": "HuggingFace, compiled",
@@ -26,61 +25,61 @@ NAMES = {
     "sglang": "SGLang",
     "compiled-llm:cuda-graphs": "compiled_llm",
 }
-"""What the chart calls contenders, from top to bottom; others follow under their own names."""
+"""Names in the chart, from top to bottom; other contenders follow under their own."""
+COLOURS = {
+    "hf-eager": "#8c8c8c",
+    "hf-static": "#4c4c4c",
+    "compiled-llm:eager": "#9ecae1",
+    "compiled-llm:compile": "#4292c6",
+    "compiled-llm:reduce-overhead": "#2171b5",
+    "compiled-llm:cuda-graphs": "#08306b",
+    "compiled-llm:pieces": "#c51b8a",
+    "compiled-llm:cuda-graphs:flashinfer": "#756bb1",
+    "vllm": "#e6550d",
+    "sglang": "#31a354",
+}
 
 
-@dataclass(frozen=True)
-class Speeds:
-    """What the chart shows.
-
-    Attributes:
-        title: the model and the machine.
-        asked: the workload, the day and the commit.
-        rates: tokens/s by batch size and contender.
-    """
+class Speeds(NamedTuple):
+    """The chart's texts, and tokens/s by panel, which its workload names, and contender, from top to bottom."""
 
     title: str
     asked: str
-    rates: dict[int, dict[str, float]]
-
-    @property
-    def contenders(self) -> list[str]:
-        """Everyone who was measured, from top to bottom."""
-        measured = dict.fromkeys(name for rates in self.rates.values() for name in rates)
-        return [*(name for name in NAMES if name in measured), *(name for name in measured if name not in NAMES)]
+    rates: dict[str, dict[str, float]]
+    contenders: list[str]
 
 
-def read(path: Path) -> Speeds:
-    """Read the first greedy workload of a JSON file, at every batch size.
+def speeds_of(report: Report) -> Speeds:
+    """Return the rates of a report; greedy ones, if both were measured.
 
     Raises:
-        ValueError: the file is something else, or has no such result.
+        ValueError: it has none.
     """
-    try:
-        found = json.loads(path.read_text())
-        model, machine = found["model"], found["machine"]
-        greedy = [entry for entry in found["latency"] if not entry["sampled"]]
-        first = greedy[0]
-        rates: dict[int, dict[str, float]] = {}
-        for entry in greedy:
-            if (entry["prompt"], entry["new"]) == (first["prompt"], first["new"]):
-                rate = entry["figures"]["end_to_end_tokens_per_s"]["median"]
-                rates.setdefault(entry["batch"], {})[entry["contender"]] = rate
-        return Speeds(_title(model, machine), _asked(first, machine), rates)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} has no greedy result of compiled-llm bench latency: {error!r}") from error
-
-
-def _title(model: dict[str, Any], machine: dict[str, Any]) -> str:
-    where = (machine.get("gpu") or machine["cpu"])["name"]
-    return f"{model['name']} ({model['weights']} weights, {model['dtype']}) on {where}: tokens per second, end to end"
-
-
-def _asked(entry: dict[str, Any], machine: dict[str, Any]) -> str:
-    commit = f"commit {machine['commit'][:7]}" if machine["commit"] else "commit not known"
-    return (
-        f"prompts of {entry['prompt']} tokens, {entry['new']} new tokens, greedy; {machine['date'][:10]}, {commit}; "
-        "each panel has its own scale"
+    found: list[Result] = report.results.get("latency", [])
+    found = [result for result in found if not result["sampled"]] or found
+    if not found:
+        raise ValueError("a chart needs results of `bench latency`: leave --plot out")
+    found = sorted(found, key=lambda result: (result["prompt"], result["new"], result["batch"]))
+    lengths = dict.fromkeys((result["prompt"], result["new"]) for result in found)
+    rates: dict[str, dict[str, float]] = {}
+    for result in found:
+        panel = f"batch {result['batch']}" + (f", {result['prompt']} + {result['new']}" if len(lengths) > 1 else "")
+        rates.setdefault(panel, {})[result["contender"]] = result["figures"]["end_to_end_tokens_per_s"]["median"]
+    measured = dict.fromkeys(result["contender"] for result in found)
+    names = [*(name for name in NAMES if name in measured), *(name for name in measured if name not in NAMES)]
+    model, machine, first = report.model, report.machine, found[0]
+    where, commit = (machine["gpu"] or machine["cpu"])["name"], machine["commit"]
+    tokens = (
+        f"prompts of {first['prompt']} tokens, {first['new']} new tokens"
+        if len(lengths) == 1
+        else "prompt + new tokens"
+    )
+    asked = f"{tokens}, {'sampled' if first['sampled'] else 'greedy'}; {machine['date'][:10]}"
+    return Speeds(
+        f"{model['name']} ({model['weights']} weights, {model['dtype']}) on {where}: tokens per second, end to end",
+        asked + (f", commit {commit[:7]}" if commit else "") + "; each panel has its own scale",
+        rates,
+        names,
     )
 
 
@@ -93,15 +92,21 @@ def draw(speeds: Speeds, path: Path) -> None:
     kind = path.suffix.removeprefix(".").lower()
     if kind not in KINDS:
         raise ValueError(f"{path}: the name of a picture ends with .{', .'.join(KINDS)}")
-    with style({"font.size": 10, "svg.hashsalt": "compiled_llm"}):  # with a salt, SVGs can be repeated
-        contenders = speeds.contenders
-        figure = Figure(figsize=(10, 1.2 + 0.32 * len(contenders)), layout="constrained")
-        panels = figure.subplots(1, len(speeds.rates), squeeze=False, sharey=True)[0]
-        for panel, (batch, rates) in zip(panels, sorted(speeds.rates.items()), strict=True):
-            panel.set_title(f"batch {batch}", fontsize=10, loc="left")
-            _bars(panel, contenders, rates)
+    with mpl.rc_context():
+        mpl.rcdefaults()  # not those of a matplotlibrc in the current folder
+        mpl.rcParams.update({"font.size": 10, "svg.hashsalt": "compiled_llm"})  # with a salt, SVGs can be repeated
+        columns = min(PANELS_IN_A_ROW, len(speeds.rates))
+        rows = -(-len(speeds.rates) // columns)
+        figure = Figure(figsize=(10, 1.2 + 0.32 * len(speeds.contenders) * rows), layout="constrained")
+        panels = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
+        for panel, (title, rates) in zip(panels, speeds.rates.items(), strict=False):
+            panel.set_title(title, fontsize=10, loc="left")
+            _bars(panel, speeds.contenders, rates)
+        for empty in panels[len(speeds.rates) :]:
+            empty.set_axis_off()
         figure.suptitle(speeds.title, fontsize=11, x=0.01, ha="left")
         figure.supxlabel(speeds.asked, fontsize=8, color="#666666", x=0.01, ha="left")
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150, format=kind, metadata={"Date": None} if kind == "svg" else None)
 
 

@@ -3,85 +3,70 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 
-from compiled_llm.commands.bench.contender import Contender, Session, Setup
-from compiled_llm.commands.bench.experiment import Save, failure, run_each
-from compiled_llm.commands.bench.report import Report
-from compiled_llm.commands.bench.results import Latency
+from compiled_llm.commands.bench.contenders import Contender, Session, Setup
+from compiled_llm.commands.bench.report import Report, Result, failure
+from compiled_llm.commands.bench.timing import Spread, Timing
 from compiled_llm.commands.bench.workload import Workload
 from compiled_llm.explaining.profile.step_bytes import step_bytes
 
+Save = Callable[[], object]
+
 
 def measure(contenders: Iterable[Contender], setup: Setup, runs: int, report: Report, save: Save) -> None:
-    """Measure one contender after the other, into the report.
+    """Measure one contender after the other; one that fails does not take the others with it.
 
-    Args:
-        contenders: who takes part.
-        setup: model, device and workloads.
-        runs: timed runs of each workload.
-        report: gets results, obstacles and failures.
-        save: called after each result.
+    Results, obstacles and failures go into the report; ``save`` is called after each result.
     """
-    ceilings = _ceilings(setup, report.read_bandwidth)
-
-    def measure_one(contender: Contender) -> None:
-        _measure_one(contender, setup, runs, ceilings, report, save)
-
-    run_each(contenders, setup, report, save, measure_one)
-
-
-def _measure_one(
-    contender: Contender,
-    setup: Setup,
-    runs: int,
-    ceilings: dict[Workload, float | None],
-    report: Report,
-    save: Save,
-) -> None:
-    setup.log(f"{contender.name}: loading")
-    with contender.opened(setup) as session:
-        for workload in setup.workloads:
-            try:
-                result = _result(contender.name, session, workload, runs, ceilings[workload], setup)
-            except Exception as error:
-                report.failures.append(failure(f"{contender.name}, {workload}", error))
-                setup.drop_model()  # its state is in doubt
-                break
-            report.latency.append(result)
-            report.machine["versions"].update(session.versions)
-            save()
-        if memory := session.memory():
-            report.memory[contender.name] = memory
+    ceilings = {workload: ceiling(setup, workload, report.read_bandwidth) for workload in setup.workloads}
+    for contender in contenders:
+        if reason := contender.obstacle(setup):
+            report.unavailable[contender.name] = reason
+            continue
+        doing = contender.name
+        try:
+            setup.log(f"{contender.name}: loading")
+            with contender.opened(setup) as session:
+                for workload in setup.workloads:
+                    doing = f"{contender.name}, {workload}"
+                    report.add("latency", _result(contender.name, session, workload, runs, ceilings[workload], setup))
+                    report.machine["versions"].update(session.versions)
+                    save()
+                if memory := session.memory():
+                    report.memory[contender.name] = dict(memory)
+        except Exception as error:
+            report.failures.append(failure(doing, error))
+            setup.drop_model()  # its state is in doubt
 
 
-def _result(name: str, session: Session, workload: Workload, runs: int, ceiling: float | None, setup: Setup) -> Latency:
-    setup.log(f"{name}, {workload}: compiling and warming up")
+def ceiling(setup: Setup, workload: Workload, bandwidth: float | None) -> float | None:
+    """Return the decode rate that the read bandwidth allows, in tokens/s; None if that is not known."""
+    nbytes = step_bytes(setup.model(), workload.context).total(workload.batch)
+    return None if nbytes is None or bandwidth is None else workload.batch * bandwidth / nbytes
+
+
+def _result(name: str, session: Session, work: Workload, runs: int, ceiling: float | None, setup: Setup) -> Result:
+    setup.log(f"{name}, {work}: compiling and warming up")
     start = time.perf_counter()
-    session.prepare(workload)
+    session.prepare(work)
     ready = time.perf_counter() - start
     timings = []
     for number in range(runs):
-        setup.log(f"{name}, {workload}: run {number + 1} of {runs}")
-        timings.append(session.run(workload))
-    return Latency(
-        name,
-        workload.batch,
-        workload.prompt,
-        workload.new,
-        workload.sampled,
-        [timing.first for timing in timings],
-        [timing.total for timing in timings],
-        ready,
-        ceiling,
-    )
+        setup.log(f"{name}, {work}: run {number + 1} of {runs}")
+        timings.append(session.run(work))
+    measured = {"first_s": [timing.first for timing in timings], "total_s": [timing.total for timing in timings]}
+    figures = _figures(work, timings, ceiling)
+    return {"contender": name, **asdict(work), **measured, "ready_s": ready, "ceiling": ceiling, "figures": figures}
 
 
-def _ceilings(setup: Setup, bandwidth: float | None) -> dict[Workload, float | None]:
-    """Return the decode rates that the read bandwidth allows."""
-    ceilings: dict[Workload, float | None] = {}
-    for workload in setup.workloads:
-        nbytes = step_bytes(setup.model(), workload.context).total(workload.batch)
-        known = nbytes is not None and bandwidth is not None
-        ceilings[workload] = workload.batch * bandwidth / nbytes if known else None  # type: ignore[operator]
-    return ceilings
+def _figures(work: Workload, timings: list[Timing], ceiling: float | None) -> Result:
+    decode = Spread.of_rates(work.batch * (work.new - 1) / (timing.total - timing.first) for timing in timings)
+    return {
+        "context": work.context,
+        "first_s": Spread.of_times(timing.first for timing in timings)._asdict(),
+        "decode_tokens_per_s": decode._asdict(),
+        "end_to_end_tokens_per_s": Spread.of_rates(work.batch * work.new / one.total for one in timings)._asdict(),
+        "of_ceiling": None if ceiling is None else decode.median / ceiling,
+    }

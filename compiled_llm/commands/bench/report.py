@@ -1,28 +1,15 @@
-"""What a run of the bench found: a header that says where and how, and results; to JSON and back."""
+"""The JSON that a run of the bench writes: where and how it was measured, and lists of results."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compiled_llm.commands.bench.graph_results import GraphTimes, GraphUse
-from compiled_llm.commands.bench.results import (
-    Latency,
-    ManyStreams,
-    Offline,
-    OneStream,
-    Online,
-    Roofline,
-    Startup,
-    Task,
-)
-from compiled_llm.commands.bench.timing import Percentiles
-from compiled_llm.explaining.profile.breakdown import Kernel, Kind
-
 SCHEMA = 1
+Result = dict[str, Any]
+"""One contender under one workload: what was asked, every time that was measured, and ``figures`` made of these."""
 
 
 @dataclass
@@ -30,113 +17,55 @@ class Report:
     """One run of the bench.
 
     Attributes:
-        command: the command line.
-        machine: versions, GPU, clocks, CPU, commit; see ``machine.py``.
-        model: its name, weights and dtype.
+        machine: versions, GPU, CPU, commit; see ``machine.py``.
         read_bandwidth: bytes/s, measured in this run; None if nothing needed it.
-        latency: results of ``bench latency``.
-        startup: results of ``bench startup``.
-        roofline: results of ``bench roofline``.
-        beams_and_drafts: results of ``bench beams-and-drafts``.
-        offline: results of ``bench offline``.
-        online: results of ``bench online``, and of ``bench serve``.
-        one_stream: results of ``bench serve``, for requests one after the other.
-        many_streams: and for many at once.
-        graph_times: results of ``bench graphs``.
-        graph_use: and what graphs they took.
         memory: bytes on the device by contender.
-        unavailable: why contenders could not take part.
-        failures: what went wrong with those that did.
+        unavailable: why contenders could not take part; ``failures``: why others did not get to their end.
+        results: by their kind, such as ``latency``. Of published ones, only the figures may be left.
     """
 
     command: str
     machine: dict[str, Any]
     model: dict[str, Any]
     read_bandwidth: float | None = None
-    latency: list[Latency] = field(default_factory=list)
-    startup: list[Startup] = field(default_factory=list)
-    roofline: list[Roofline] = field(default_factory=list)
-    beams_and_drafts: list[Task] = field(default_factory=list)
-    offline: list[Offline] = field(default_factory=list)
-    online: list[Online] = field(default_factory=list)
-    one_stream: list[OneStream] = field(default_factory=list)
-    many_streams: list[ManyStreams] = field(default_factory=list)
-    graph_times: list[GraphTimes] = field(default_factory=list)
-    graph_use: list[GraphUse] = field(default_factory=list)
-    memory: dict[str, dict[str, int]] = field(default_factory=dict)
+    memory: dict[str, dict[str, float]] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    results: dict[str, list[Result]] = field(default_factory=dict)
 
-    @property
-    def empty(self) -> bool:
-        """Whether nothing was measured."""
-        return not any(getattr(self, kind) for kind in KINDS)
+    def add(self, kind: str, result: Result) -> None:
+        """Note a result."""
+        self.results.setdefault(kind, []).append(result)
 
-    def save(self, path: Path) -> None:
-        """Write JSON."""
-        results = {kind: _with_figures(getattr(self, kind)) for kind in KINDS}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"schema": SCHEMA, **asdict(self), **results}, indent=1) + "\n")
+    def save(self, path: Path | None) -> None:
+        """Write JSON, if there is a path."""
+        if path is not None:
+            found = asdict(self)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"schema": SCHEMA, **found, **found.pop("results")}, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Report:
-        """Read what ``save`` wrote.
+        """Read what ``save`` wrote, or a file of ``results/``.
 
         Raises:
             ValueError: it is something else.
         """
         try:
             found = json.loads(path.read_text())
-            if found.pop("schema") != SCHEMA:
-                raise ValueError(f"schema {SCHEMA} is needed")
-            for kind, result in KINDS.items():
-                found[kind] = [result(**fields) for fields in _without_figures(found.get(kind, []))]
-            return cls(**found)
+            machine = {"versions": {}, "commit": None, "date": "", "gpu": None, **found["machine"]}
+            mebibytes = found.get("memory_mib", {})  # of published runs
+            memory = {name: {kind: mib * 2**20 for kind, mib in kinds.items()} for name, kinds in mebibytes.items()}
+            known = {name: found[name] for name in ("memory", "unavailable", "failures") if name in found}
+            lists = {
+                name: value for name, value in found.items() if value and isinstance(value, list) and name not in known
+            }
+            known = {"memory": memory, "read_bandwidth": found.get("read_bandwidth"), **known}
+            return cls(found.get("command", ""), machine, found["model"], results=lists, **known)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is no result of compiled-llm bench: {error}") from error
+            raise ValueError(f"{path} is no result of compiled-llm bench: {error!r}") from error
 
 
-def _roofline(**fields: Any) -> Roofline:
-    kinds = [Kind(**kind) for kind in fields["kinds"]]
-    kernels = [Kernel(**kernel) for kernel in fields["kernels"]]
-    return Roofline(**{**fields, "kinds": kinds, "kernels": kernels})
-
-
-def _online(**fields: Any) -> Online:
-    times = {name: Percentiles(**fields[name]) for name in ("first_s", "between_s", "end_s")}
-    return Online(**{**fields, **times})
-
-
-def _one_stream(**fields: Any) -> OneStream:
-    return OneStream(**{**fields, "between_s": Percentiles(**fields["between_s"])})
-
-
-def _many_streams(**fields: Any) -> ManyStreams:
-    return ManyStreams(**{**fields, "first_s": Percentiles(**fields["first_s"])})
-
-
-def _graph_times(**fields: Any) -> GraphTimes:
-    return GraphTimes(**{**fields, "between_s": Percentiles(**fields["between_s"])})
-
-
-KINDS: dict[str, Callable[..., Any]] = {
-    "latency": Latency,
-    "startup": Startup,
-    "roofline": _roofline,
-    "beams_and_drafts": Task,
-    "offline": Offline,
-    "online": _online,
-    "one_stream": _one_stream,
-    "many_streams": _many_streams,
-    "graph_times": _graph_times,
-    "graph_use": GraphUse,
-}
-"""The lists of results, and what builds a result from its fields."""
-
-
-def _with_figures(results: Iterable[Any]) -> list[dict[str, Any]]:
-    return [{**asdict(result), "figures": result.figures()} for result in results]
-
-
-def _without_figures(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in result.items() if name != "figures"} for result in results]
+def failure(doing: str, error: BaseException) -> str:
+    """Return one line that says what failed and why."""
+    return f"{doing}: {type(error).__name__}: {' '.join(str(error).split())[:1000]}"

@@ -1,4 +1,4 @@
-"""What is timed, and how: these definitions hold for every contender."""
+"""The times that are measured, and how they are summed up: these definitions hold for every contender."""
 
 from __future__ import annotations
 
@@ -6,47 +6,31 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
-
-Now = Callable[[], float]
+from typing import Any, NamedTuple
 
 RUNS_OF_A_PERCENTILE = 100
 """With fewer runs, the 99th percentile would be the worst one."""
 
 
-@dataclass(frozen=True)
-class Timing:
-    """One call, in seconds.
-
-    Attributes:
-        first: from the call to the first token of every row on the host.
-        total: from the call to its end.
-    """
+class Timing(NamedTuple):
+    """One call, in seconds: to the first token of every row on the host, and to its end."""
 
     first: float
     total: float
 
-    def __post_init__(self) -> None:
-        """Refuse what has no decode rate.
+    def checked(self) -> Timing:
+        """Return it.
 
         Raises:
             ValueError: decode took no time.
         """
         if not 0 < self.first < self.total:
-            raise ValueError(
-                f"first token after {self.first:.6f} s of {self.total:.6f} s: decode cannot be told apart; "
-                "measure more new tokens"
-            )
+            raise ValueError(f"first token after {self.first:.6f} s of {self.total:.6f} s: measure more new tokens")
+        return self
 
 
-@dataclass(frozen=True)
-class Spread:
-    """The best and the median of some runs.
-
-    Attributes:
-        p99: the 99th percentile of times, if there were runs enough to have one.
-    """
+class Spread(NamedTuple):
+    """The best and the median of some runs; of times also the 99th percentile, if there were runs enough."""
 
     best: float
     median: float
@@ -67,15 +51,8 @@ class Spread:
         return cls(max(values), statistics.median(values), len(values))
 
 
-@dataclass(frozen=True)
-class Percentiles:
-    """The middle and the end of a distribution of times, in seconds.
-
-    Attributes:
-        p50: half of them are at most this.
-        p99: 99 of 100 are at most this.
-        most: the longest.
-    """
+class Percentiles(NamedTuple):
+    """The middle and the end of a distribution of times, in seconds; ``most`` is the longest."""
 
     p50: float
     p99: float
@@ -89,26 +66,18 @@ class Percentiles:
 
 
 class TokenClock:
-    """A streamer that keeps when each token came; `generate` puts the prompt first.
+    """A streamer that keeps the times of tokens, by ``time.perf_counter``; ``generate`` puts the prompt first."""
 
-    Attributes:
-        now: the time in seconds.
-        times: of each token.
-        leaves_model_alone: so that steps are not checked for changes after it.
-    """
+    leaves_model_alone = True  # so that steps are not checked for changes after it
 
-    leaves_model_alone = True
-
-    def __init__(self, now: Now = time.perf_counter) -> None:
-        """Start without tokens."""
-        self.now = now
+    def __init__(self) -> None:
         self.times: list[float] = []
         self._has_prompt = False
 
     def put(self, value: Any) -> None:
         """Note the time; the prompt is not a token."""
         if self._has_prompt:
-            self.times.append(self.now())
+            self.times.append(time.perf_counter())
         self._has_prompt = True
 
     def end(self) -> None:
@@ -116,22 +85,17 @@ class TokenClock:
 
 
 def timed(generate: Callable[[], object], clock: TokenClock, new: int, synchronize: Callable[[], object]) -> Timing:
-    """Time one call, with the device idle before and after.
-
-    Args:
-        generate: makes the call, with ``clock`` as its streamer.
-        clock: a fresh one.
-        new: how many tokens each row must get.
-        synchronize: waits for the device.
+    """Time one call of ``new`` tokens, which has the fresh ``clock`` as its streamer, the device idle before and after.
 
     Raises:
         RuntimeError: another number of tokens came.
+        ValueError: decode took no time.
     """
     synchronize()
-    start = clock.now()
+    start = time.perf_counter()
     generate()
     synchronize()
-    total = clock.now() - start
+    total = time.perf_counter() - start
     if len(clock.times) != new:
         raise RuntimeError(f"{len(clock.times)} tokens came instead of {new}")
-    return Timing(clock.times[0] - start, total)
+    return Timing(clock.times[0] - start, total).checked()

@@ -45,6 +45,7 @@ OPTIONAL = (
     Package("ray.serve", "ray", "ray", "runs replicas of a server"),
     Package("depyf", "depyf", "debug", "shows the code that Dynamo and Inductor wrote"),
     Package("matplotlib", "matplotlib", "bench", "draws what bench has measured"),
+    Package("httpx", "httpx", "bench", "asks servers for `bench serve`"),
 )
 
 

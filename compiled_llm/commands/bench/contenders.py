@@ -1,0 +1,203 @@
+"""Contenders of this process: HuggingFace's ``generate`` as it is, and this package in each mode.
+
+``tools/bench`` has further ones, of the same shape: HuggingFace's static cache, vLLM and SGLang.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+import compiled_llm
+from compiled_llm.commands.bench.timing import Timing, TokenClock, timed
+from compiled_llm.commands.bench.workload import SAMPLING, Workload
+from compiled_llm.commands.loading.load import load
+from compiled_llm.config import Backend, Mode, WrapConfig
+
+_WARM_TOKENS = 16
+
+
+def loaded(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Return a model that `compiled-llm generate` takes."""
+    return load(name, dtype, device, progress=False)[0]
+
+
+@dataclass
+class Setup:
+    """What all contenders of a run share: the model's name, and all that will be asked of it.
+
+    Attributes:
+        log: takes one line about what is being done.
+        load: makes the model.
+    """
+
+    name: str
+    device: torch.device
+    dtype: torch.dtype
+    workloads: Sequence[Workload]
+    log: Callable[[str], object] = lambda line: None
+    load: Callable[[str, torch.dtype, torch.device], PreTrainedModel] = loaded
+    _model: PreTrainedModel | None = None
+
+    def model(self) -> PreTrainedModel:
+        """Return the model, loaded at the first call; contenders in this process share it.
+
+        Raises:
+            ValueError: a workload is longer than the model allows.
+        """
+        if self._model is None:
+            self.log(f"{self.name}: loading the model")
+            self._model = model = self.load(self.name, self.dtype, self.device).eval()
+            model.config.eos_token_id = None
+            model.generation_config = GenerationConfig(pad_token_id=0)  # no row ends by itself
+            longest = max(work.prompt + work.new for work in self.workloads)
+            most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+            if most is not None and longest > most:
+                raise ValueError(
+                    f"{self.name} has {most} positions; {longest} tokens of prompt and output are too many"
+                )
+        return self._model
+
+    def drop_model(self) -> None:
+        """Give the model's memory back, for another process or because its state is in doubt."""
+        self._model = None
+        self.free_memory()
+
+    def free_memory(self) -> None:
+        """Give back what nothing refers to."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class Session:
+    """A model of this process, wrapped or not, and how ``generate`` is called on it.
+
+    Attributes:
+        versions: of packages that this process does not have.
+    """
+
+    def __init__(self, setup: Setup, model: PreTrainedModel, **options: Any) -> None:
+        """Take the model, and further ``options`` of ``generate``."""
+        self.setup, self.options = setup, options
+        self.model: Any = model
+        self.versions: dict[str, str] = {}
+        self.vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
+        self._numbers = itertools.count()
+        if setup.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(setup.device)
+
+    def prepare(self, workload: Workload) -> None:
+        """Run until nothing is compiled or captured any more."""
+        if hasattr(self.model, "compiled"):
+            self.model.compiled.warmup([workload.batch])
+        else:
+            workload = replace(workload, new=min(_WARM_TOKENS, workload.new))
+        self.run(workload)
+
+    def run(self, workload: Workload, clock: TokenClock | None = None) -> Timing:
+        """Run the workload once, with new prompts."""
+        clock = clock or TokenClock()
+        prompts = workload.prompts(self.vocabulary, next(self._numbers))
+        ids = torch.tensor(prompts, device=self.setup.device)
+        return timed(lambda: self._generate(ids, workload, clock), clock, workload.new, self.setup.synchronize)
+
+    def memory(self) -> dict[str, int]:
+        """Return bytes on the device by what they are for, and the most that was allocated at once."""
+        found = dict(self.model.compiled.stats().memory) if hasattr(self.model, "compiled") else {}
+        if self.setup.device.type == "cuda":
+            found["peak"] = torch.cuda.max_memory_allocated(self.setup.device)
+        return found
+
+    def _generate(self, ids: torch.Tensor, workload: Workload, streamer: TokenClock) -> None:
+        sampling = {"do_sample": True, **SAMPLING} if workload.sampled else {"do_sample": False}
+        options = {"max_new_tokens": workload.new, "streamer": streamer, **sampling, **self.options}
+        out = self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+        wanted = (workload.batch, workload.prompt + workload.new)
+        if tuple(out.shape) != wanted:
+            raise RuntimeError(f"{tuple(out.shape)} tokens came back instead of {wanted}")
+
+
+class Contender:
+    """HuggingFace as it is: nothing compiled, a cache that grows, the attention that it chooses."""
+
+    name = "hf-eager"
+
+    def obstacle(self, setup: Setup) -> str | None:
+        """Return why it cannot take part here, or None."""
+        return None
+
+    def opened(self, setup: Setup) -> AbstractContextManager[Session]:
+        """Load the model for the block."""
+        return nullcontext(Session(setup, setup.model()))
+
+
+class Ours(Contender):
+    """The wrapped model; ``mode`` and so on are those of ``wrap``."""
+
+    def __init__(self, mode: Mode, backend: Backend = "auto", artifacts: str | None = None) -> None:
+        self.mode: Mode = mode
+        self.backend: Backend = backend
+        self.artifacts = artifacts
+        self.name = f"compiled-llm:{mode}" + ("" if backend == "auto" else f":{backend}")
+
+    def obstacle(self, setup: Setup) -> str | None:
+        """Return why the mode or the backend cannot run there; what a model lacks, ``wrap`` says."""
+        cuda = setup.device.type == "cuda"
+        if self.backend == "flashinfer" and not cuda:
+            return f"backend {self.backend} runs on CUDA only"
+        captures = self.mode not in ("eager", "compile") and not cuda
+        return "a CPU has no CUDA graphs: this mode is compiled-llm:compile there" if captures else None
+
+    @contextmanager
+    def opened(self, setup: Setup) -> Iterator[Session]:
+        """Wrap the model, with pages for the largest workload."""
+        rows = max(work.batch for work in setup.workloads)
+        with wrapped(setup, rows, mode=self.mode, backend=self.backend, artifacts=self.artifacts) as model:
+            yield Session(setup, model)
+
+
+@contextmanager
+def wrapped(setup: Setup, rows: int, **options: Any) -> Iterator[PreTrainedModel]:
+    """Wrap the model for the block, with pages for the largest workload and a page to spare in each row."""
+    page, model = WrapConfig.page_size, setup.model()
+    tokens = max(work.batch * (-(-(work.prompt + work.new) // page) + 1) * page for work in setup.workloads)
+    compiled_llm.wrap(model, max_batch_size=rows, kv_memory=f"{tokens} tokens", progress=False, **options)
+    try:
+        yield model
+    finally:
+        compiled_llm.unwrap(model)
+        setup.free_memory()
+
+
+ALL: list[Contender] = [Contender(), *map(Ours, get_args(Mode)), Ours("cuda-graphs", "flashinfer")]
+"""In the order in which they run; the first that runs is what the others are compared with."""
+
+
+def choose(names: str, device_type: str, known: Sequence[Contender] = ALL) -> list[Contender]:
+    """Return contenders by their comma-separated names, in the order of ``known``.
+
+    ``ours`` is the mode that ``wrap`` has by default on the device, ``all`` is every one.
+
+    Raises:
+        ValueError: there is no such contender.
+    """
+    ours = "compiled-llm:compile" if device_type == "cpu" else f"compiled-llm:{WrapConfig.mode}"
+    there = [contender.name for contender in known]
+    listed = [name.strip() for name in names.split(",") if name.strip()]
+    wanted = there if names == "all" else [ours if name == "ours" else name for name in listed]
+    if unknown := [name for name in wanted if name not in there]:
+        raise ValueError(f"--contenders: no {', '.join(unknown)}; there are {', '.join(there)}, ours and all")
+    return [contender for contender in known if contender.name in wanted]

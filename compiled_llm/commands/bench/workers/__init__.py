@@ -1,1 +1,0 @@
-"""Programs that run in processes of their own and answer `compiled_llm.commands.bench.peer.Peer`."""

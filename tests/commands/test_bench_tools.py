@@ -1,0 +1,230 @@
+"""The scripts of `tools/bench` run: each on a tiny model on the CPU, and vLLM's and SGLang's part on stand-ins."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from compiled_llm.commands.bench.report import Report
+from support.pages import CHECKOUT
+
+TOOLS = CHECKOUT / "tools" / "bench"
+pytestmark = pytest.mark.skipif(not TOOLS.is_dir(), reason="no checkout")
+
+ENGINE = """
+import json
+import time
+__version__ = "0.0.1"
+
+def note(*what):
+    with open({log!r}, "a") as log:
+        print(json.dumps(what), file=log)
+
+class Out:
+    def __init__(self, tokens):
+        self.token_ids, self.outputs, self.num_cached_tokens = [1] * tokens, [self], 0
+
+class SamplingParams:
+    def __init__(self, **settings):
+        self.settings = settings
+
+class LLM:
+    def __init__(self, **settings):
+        print("an engine that logs to stdout")
+        note("load", settings, json.load(open(settings["model"] + "/config.json")))
+
+    def generate(self, prompts, parameters, use_tqdm):
+        note("run", [prompt["prompt_token_ids"] for prompt in prompts], [one.settings for one in parameters])
+        time.sleep(0.001 * parameters[0].settings["max_tokens"])
+        return [Out(one.settings["max_tokens"] - {missing}) for one in parameters]
+
+class Engine:
+    def __init__(self, **settings):
+        note("load", settings, json.load(open(settings["model_path"] + "/config.json")))
+
+    def generate(self, input_ids, sampling_params):
+        note("run", input_ids, sampling_params)
+        time.sleep(0.001 * sampling_params[0]["max_new_tokens"])
+        return [{{"output_ids": [1] * one["max_new_tokens"]}} for one in sampling_params]
+
+    def shutdown(self):
+        note("shutdown")
+"""
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a script in this process, on the tiny shape; returns its report and what it printed."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+
+    def run(name: str, *arguments: str, code: int = 0) -> tuple[Report, str]:
+        app, path = typer.Typer(), tmp_path / "results.json"
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+        app.command()(importlib.import_module(name).main)
+        common = ["--model", "tiny", "--device", "cpu", "--json", str(path), "--commit", "none"]
+        done = CliRunner().invoke(app, [*common, *arguments])
+        assert done.exit_code == code, done.output
+        return Report.load(path), done.output
+
+    return run
+
+
+def fake_engine(folder: Path, name: str, missing: int = 0) -> tuple[str, Path]:
+    """A Python in which only the engine's package is, here a stand-in; and what that has noted."""
+    log = folder / "calls.log"
+    (folder / f"{name}.py").write_text(ENGINE.format(log=str(log), missing=missing))
+    return f"env PYTHONPATH={folder} {sys.executable} -S", log
+
+
+def test_latency(tool: Any) -> None:
+    quick = ("--batches", "1,2", "--prompts", "8", "--new", "4", "--runs", "2")
+    report, printed = tool("latency", *quick, "--contenders", "hf-eager,hf-static,compiled-llm:eager,sglang")
+    assert [(one["contender"], one["batch"]) for one in report.results["latency"]] == [
+        (name, batch) for name in ("hf-eager", "compiled-llm:eager") for batch in (1, 2)
+    ]
+    assert set(report.unavailable) == {"hf-static", "sglang"}
+    assert report.command.startswith("python tools/bench/latency.py --batches 1,2")
+    assert report.machine["commit"] == "none", "what is given wins over what git says"
+    assert "**Prompts of 8 tokens, 4 new tokens, greedy**" in printed
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_other_engines_are_asked_for_the_same_work(tool: Any, tmp_path: Path, name: str) -> None:
+    python, log = fake_engine(tmp_path, name)
+    quick = ("--batches", "2", "--prompts", "8", "--new", "64", "--runs", "2", "--decoding", "both")
+    report, _ = tool("latency", *quick, f"--{name}", python, "--contenders", name)
+    calls = [json.loads(line) for line in log.read_text().splitlines()]
+    load, runs = calls[0], [call for call in calls if call[0] == "run"]
+    assert load[1]["load_format"] == "dummy"
+    assert load[1]["dtype"] == "float32"
+    shapes = importlib.import_module("shapes")
+    assert {key: load[2][key] for key in shapes.SHAPES["tiny"]} == shapes.SHAPES["tiny"]
+    prompts = [json.dumps(call[1]) for call in runs]
+    assert len(set(prompts)) == len(prompts) == 2 * 2 * (2 + 2), "no cache of prefixes may hit"
+    length = "max_tokens" if name == "vllm" else "max_new_tokens"
+    assert [[one[length] for one in call[2]] for call in runs] == [[1, 1], [64, 64]] * 8
+    assert [call[2][0]["temperature"] for call in runs] == [0.0] * 8 + [0.8] * 8
+    assert all(one["ignore_eos"] for call in runs for one in call[2])
+    assert (["shutdown"] in calls) == (name == "sglang")
+    assert report.machine["versions"][name] == "0.0.1"
+    assert len(report.results["latency"]) == 2
+
+
+def test_an_engine_that_comes_short_or_dies_says_why(tool: Any, tmp_path: Path) -> None:
+    quick = ("--batches", "2", "--prompts", "8", "--new", "5", "--contenders", "vllm", "--vllm")
+    python, _ = fake_engine(tmp_path, "vllm", missing=1)
+    assert "tokens came instead of" in tool("latency", *quick, python, code=1)[1]
+    dies = tmp_path / "dies.py"
+    dies.write_text("import sys; sys.exit('loading\\nValueError: no CUDA for you\\nleft in peace')")
+    printed = tool("latency", *quick, f"{sys.executable} {dies}", code=1)[1]
+    assert "the worker ended with exit code 1: ValueError: no CUDA for you" in printed
+
+
+def test_roofline_sees_exactly_the_steps_that_it_says(tool: Any) -> None:
+    quick = ("--prompts", "8", "--new", "12", "--runs", "2", "--contenders", "hf-eager,compiled-llm:eager")
+    report, printed = tool("roofline", *quick)
+    theirs, ours = report.results["roofline"]
+    assert ours["steps"] == 6
+    assert (theirs["host_us"] is None, ours["host_us"] is None) == (True, False)
+    assert {"attention", "matrix products"} <= {kind["name"] for kind in ours["kinds"]}
+    calls = {kernel["name"]: kernel["launches"] for kernel in [*ours["kernels"], *theirs["kernels"]]}
+    assert calls["compiled_llm::decode_attention"] == 2, "one of each layer"
+    assert calls["aten::_scaled_dot_product_flash_attention_for_cpu"] == 2
+    assert "| one decode step |" in printed
+
+
+def test_offline(tool: Any, tmp_path: Path) -> None:
+    python, _ = fake_engine(tmp_path, "vllm")
+    quick = ("--requests", "3", "--prompts", "4-8", "--answers", "3-5", "--decoding", "greedy", "--runs", "2")
+    report, _ = tool("offline", *quick, "--contenders", "compiled-llm:engine:eager,vllm", "--vllm", python)
+    ours, theirs = report.results["offline"]
+    assert (ours["contender"], theirs["contender"]) == ("compiled-llm:engine:eager", "vllm")
+    assert ours["new_tokens"] == theirs["new_tokens"]
+    assert ours["counts"]["steps"] > 0
+    assert ours["counts"]["cached tokens"] == 0
+
+
+def test_the_requests_are_those_of_nano_vllms_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    offline = importlib.import_module("offline")
+    lengths = offline.Lengths(100, 1024)
+    asked = offline.drawn(256, lengths, lengths, 151936, 0)
+    assert sum(len(one.prompt) for one in asked) == 142827, "as many as nano-vllm says"
+    assert sum(one.new for one in asked) == 133966
+
+
+def test_online(tool: Any) -> None:
+    quick = ("--rates", "4", "--seconds", "1", "--prompts", "4-8", "--answers", "3-5", "--system-prompt", "20")
+    report, _ = tool("online", *quick, "--contenders", "compiled-llm:engine:eager")
+    (result,) = report.results["serve"]
+    assert result["load"] == "4 requests/s"
+    assert result["prompts"] == "20 shared and 4 to 8"
+    assert 0 < result["first_s"]["p50"] < result["end_s"]["p50"]
+
+
+def test_graphs(tool: Any) -> None:
+    quick = (
+        "--prompts",
+        "4,8",
+        "--new",
+        "8",
+        "--requests",
+        "2",
+        "--seconds",
+        "0",
+        "--contenders",
+        "compiled-llm:eager",
+    )
+    report, _ = tool("graphs", *quick)
+    found = [(one["recordings"], one["prompt"], len(one["running_s"])) for one in report.results["graph_times"]]
+    assert found == [("prepared", 4, 1), ("prepared", 8, 1)]
+
+
+def test_beams_and_drafts(tool: Any) -> None:
+    quick = ("--prompt", "8", "--new", "4", "--turns", "2", "--rows", "2", "--runs", "1")
+    report, _ = tool("beams_and_drafts", *quick, "--contenders", "hf-eager,compiled-llm:eager")
+    tasks = [one["task"].split(",")[0] for one in report.results["beams_and_drafts"]]
+    assert tasks == ["beam search", "drafts of 5", "prompt lookup", "chat of 2 turns", "scoring"] * 2
+
+
+@pytest.mark.slow
+def test_serve(tool: Any) -> None:
+    alone = ("--prompts", "6", "--new", "4", "--requests", "2")
+    more = ("--streams", "2", "--stream-tokens", "4", "--rates", "4", "--seconds", "1", "--mode", "eager")
+    report, _ = tool("serve", *alone, *more, "--contenders", "compiled-llm:engine,compiled-llm:serve")
+    ways = ("engine", "socket", "socket-busy-poll", "http")
+    found = [(one["contender"], one["load"]) for one in report.results["serve"]]
+    loads = ("one after the other", "2 at once", "4 requests/s")
+    assert found[:3] == [("compiled-llm:engine", load) for load in loads]
+    assert found[3:] == [(f"compiled-llm:{way}", load) for load in loads for way in ways[1:]]
+
+
+@pytest.mark.slow
+def test_startup_of_this_environment(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    startup = importlib.import_module("startup")
+    monkeypatch.delitem(startup.CACHES, "PYTHONPYCACHEPREFIX")  # without byte code it would take twice as long
+    report, _ = tool("startup", "--prompt", "8", "--new", "4", "--runs", "0", "--contenders", "compiled-llm:eager")
+    (result,) = report.results["startup"]
+    assert (result["contender"], result["cache"]) == ("compiled-llm:eager", "cold")
+    stages = [result["stages"][stage][0] for stage in startup.STAGES]
+    assert stages == sorted(stages)
+
+
+@pytest.mark.whole
+def test_starts_with_artifacts_are_timed(tool: Any) -> None:
+    report, _ = tool("startup", "--prompt", "8", "--new", "4", "--runs", "1", "--contenders", "compiled-llm:compile")
+    assert [one["cache"] for one in report.results["startup"]] == ["cold", "warm", "artifacts"]
+
+
+def test_the_speed_of_scripts_help(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, str(TOOLS / "tables.py"), "--help"], cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,98 @@
+"""Kinds of kernels are told apart, and bytes that a step has to read are counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from compiled_llm.explaining.profile.breakdown import Kernel, Kind, kernels_of, kinds_of, moved_by_decode
+from compiled_llm.explaining.profile.kernels import KINDS, KernelProfiler, Launch, busy_us, kind_of
+from compiled_llm.explaining.profile.step_bytes import StepBytes, step_bytes
+from support.tiny_models import tiny_llama, tiny_qwen3
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("_decode_paged_attention", "attention"),
+        ("void flashinfer::BatchDecodeWithPagedKVCacheKernel<...>", "attention"),
+        ("void flashinfer::BatchPrefillWithPagedKVCacheKernel<...>", "attention"),
+        ("void flashinfer::PersistentVariableLengthMergeStatesKernel<...>", "attention, merge of splits"),
+        ("void flashinfer::AppendPagedKVCacheKernel<128u, ...>", "page append"),
+        ("nvjet_tst_64x8_64x16_2x1_v_bz_splitK_TNT", "matrix products"),
+        ("triton_red_fused_mm_3", "matrix products"),
+        ("void gemv2T_kernel_val<int, int, __nv_bfloat16, ...>", "matrix products"),
+        ("triton_red_fused_argmax_9", "sampling"),
+        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", "norms, rotary, elementwise"),
+        ("Memcpy DtoH (Device -> Pinned)", "memory copies"),
+        ("aten::addmm", "matrix products"),
+    ],
+)
+def test_kernels_are_told_apart(name: str, kind: str) -> None:
+    assert kind_of([name]) == kind
+
+
+def test_operators_inside_attention_are_attention() -> None:
+    assert kind_of(["aten::bmm", "compiled_llm::paged_attention"]) == "attention"
+    assert kind_of(["aten::index_put_", "compiled_llm::append_paged_kv"]) == "page append"
+    assert kind_of(["aten::mm", "aten::linear"]) == "matrix products"
+
+
+def test_overlapping_kernels_are_busy_once() -> None:
+    spans = [(0.0, 10.0), (5.0, 8.0), (9.0, 12.0), (20.0, 21.0)]
+    assert busy_us(Launch("k", "attention", end - start, start, end) for start, end in reversed(spans)) == 13.0
+
+
+def test_kinds_are_averages_over_the_steps_and_carry_their_bytes() -> None:
+    launches = [
+        Launch("a", "attention", 3.0, 0, 3),
+        Launch("a", "attention", 5.0, 4, 9),
+        Launch("m", KINDS[5][0], 2, 9, 11),
+    ]
+    nbytes = StepBytes(weights=1000, kv_per_row=10, kv_written=1)
+    attention, products = kinds_of(launches, 2, moved_by_decode(nbytes, batch=3))
+    assert attention == Kind("attention", 4.0, 1.0, 30)
+    assert products == Kind("matrix products", 1.0, 0.5, 1000)
+    assert kernels_of(launches, 2) == [Kernel("a", 4.0, 1.0), Kernel("m", 1.0, 0.5)]
+
+
+def profile_nothing() -> None:
+    with KernelProfiler(torch.device("cpu")) as profiler:
+        profiler.start()
+        profiler.stop()
+
+
+def test_profiler_that_saw_nothing_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="saw nothing"):
+        profile_nothing()
+
+
+def test_bytes_of_a_step_are_weights_once_and_each_rows_keys_and_values() -> None:
+    model = tiny_qwen3()  # 2 layers, 2 kv heads of 16, vocabulary 128, hidden 64, not tied
+    everything = sum(parameter.nbytes for parameter in model.parameters())
+    nbytes = step_bytes(model, context=10)
+    assert nbytes.weights == everything - 128 * 64 * 4
+    assert nbytes.kv_written == 2 * 2 * 2 * 16 * 4
+    assert nbytes.kv_per_row == 10 * nbytes.kv_written
+    assert nbytes.total(3) == nbytes.weights + 3 * nbytes.kv_per_row
+
+
+def test_tied_embedding_is_read_whole() -> None:
+    model = tiny_llama(tie_word_embeddings=True)
+    assert step_bytes(model, 10).weights == sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_windows_bound_what_is_read() -> None:
+    model = tiny_qwen3(use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    kinds = model.config.layer_types
+    token = 2 * 2 * 16 * 4
+    assert sorted(kinds) == ["full_attention", "sliding_attention"]
+    assert step_bytes(model, 10).kv_per_row == (10 + 4) * token
+
+
+def test_ceiling_of_experts_is_not_known() -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=2))
+    assert step_bytes(model, 10).total(1) is None

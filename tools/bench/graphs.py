@@ -1,0 +1,178 @@
+"""How long requests wait whose CUDA graphs are captured, are captured for them, or had to make room for others.
+
+python tools/bench/graphs.py --model qwen3-0.6b --requests 20 --seconds 6
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from common import Bench, Commit, Contenders, DeviceName, Json, Model, bench, integers
+from engines import OurSession, params_of
+from shapes import vocabulary_of
+
+from compiled_llm.commands.bench import contenders as ours
+from compiled_llm.commands.bench.contenders import Contender, Ours, wrapped
+from compiled_llm.commands.bench.load import Asked, Lengths, Load
+from compiled_llm.commands.bench.timing import Percentiles
+from compiled_llm.commands.bench.workload import Workload
+from compiled_llm.config import WrapConfig
+from compiled_llm.engine.engine import Engine
+
+ROWS = 2
+
+
+class Asking:
+    """Asks the engine in one mode, one request after the other, and notes how long they wait."""
+
+    def __init__(
+        self, run: Bench, contender: Ours, prompts: Sequence[int], new: int, requests: int, limit: float
+    ) -> None:
+        self.run, self.contender = run, contender
+        self.prompts, self.new, self.requests, self.limit = prompts, new, requests, limit
+        self._vocabulary, self._numbers = vocabulary_of(run.setup.name), itertools.count()
+
+    @contextmanager
+    def engine(self, **options: Any) -> Iterator[None]:
+        limits: dict[str, Any] = {"max_rows": ROWS, "prefix_cache": False, "watch_model": False}  # as a server's
+        with (
+            wrapped(self.run.setup, ROWS, mode=self.contender.mode, **options) as model,
+            Engine(model, **limits) as engine,
+        ):
+            self._session = OurSession(self.run.setup, engine)
+            self._compiled: Any = model.compiled
+            yield
+
+    def measure(self, state: str, requests: int, warm: bool = True, beside: bool = True) -> None:
+        """Ask, and note results; `beside`: once more while another request runs."""
+        if warm:
+            for prompt in self.in_turn():
+                self._session.stream([self.request(prompt)._replace(new=2)], 1)
+        alone: dict[int, list[list[float]]] = defaultdict(list)
+        for prompt in self.rounds(requests):
+            (answer,) = self._session.stream([self.request(prompt)], 1)
+            alone[prompt].append([when - answer.begun for when in answer.times])
+        running = self.running(requests) if beside else {}
+        for prompt in sorted(alone):
+            between, waits = Percentiles.of(gaps(alone[prompt])), running.get(prompt, [])
+            first = [times[0] for times in alone[prompt]]
+            figures = {
+                "first_s": Percentiles.of(first)._asdict(),
+                "running_s": Percentiles.of(waits)._asdict() if waits else None,
+            }
+            result = {"contender": self.contender.name, "recordings": state, "prompt": prompt, "new": self.new}
+            result |= {"first_s": first, "between_s": between._asdict(), "running_s": waits, "figures": figures}
+            self.run.add("graph_times", result)
+        if graphs := self._compiled.cuda_graphs:
+            seconds = sum(row.capture_seconds for row in graphs)
+            use = {
+                "contender": self.contender.name,
+                "recordings": state,
+                "ready": graphs.ready,
+                "nbytes": graphs.nbytes,
+            }
+            use |= {
+                "captures": graphs.captures,
+                "evictions": graphs.evictions,
+                "capture_s": seconds,
+                "figures": {"mib": graphs.nbytes / 2**20, "seconds_a_capture": seconds / max(1, graphs.captures)},
+            }
+            self.run.add("graph_use", use)
+
+    def in_turn(self) -> list[int]:
+        """The lengths, neighbours far apart: they may share a graph, which is to be gone when it is needed."""
+        ascending = sorted(set(self.prompts))
+        return [*ascending[::2], *ascending[1::2]]
+
+    def rounds(self, requests: int) -> Iterator[int]:
+        """Prompt lengths, for as many rounds as there is time for, at least one."""
+        end = time.perf_counter() + self.limit
+        for number in range(requests):
+            if number and time.perf_counter() > end:
+                return
+            yield from self.in_turn()
+
+    def request(self, prompt: int) -> Asked:
+        """One that there has not been."""
+        lengths = Lengths(prompt, prompt), Lengths(self.new, self.new)
+        (asked,) = Load(*lengths, requests=1, vocabulary=self._vocabulary).drawn(next(self._numbers))
+        return asked
+
+    def warmup(self, *, only: int | None = None) -> None:
+        """Compile, and capture all graphs that there may be, or those of one request."""
+        if only is None:
+            self._session.engine.warmup(range(1, ROWS + 1))
+        else:
+            self._session.all([self.request(only)], 0.0)
+
+    def running(self, requests: int) -> dict[int, list[float]]:
+        """The longest waits of a request in the midst of its answer while others come, by their lengths."""
+        waits: dict[int, list[float]] = defaultdict(list)
+        shortest, part = min(self.prompts), self.new // 4
+        for prompt in self.rounds(requests):
+            pair = self.request(shortest), self.request(prompt)._replace(new=part)
+            waits[prompt].append(max(gaps([asyncio.run(self._beside(*pair, part))[part - 1 :]])))
+        return waits
+
+    async def _beside(self, first: Asked, other: Asked, tokens: int) -> list[float]:
+        times, others = [], []
+        async for _ in self._session.engine.submit(first.prompt, params_of(first, 0.0)):
+            times.append(time.perf_counter())
+            if len(times) == tokens:
+                others.append(asyncio.ensure_future(self._alone(other)))
+        await asyncio.gather(*others)
+        return times
+
+    async def _alone(self, request: Asked) -> None:
+        async for _ in self._session.engine.submit(request.prompt, params_of(request, 0.0)):
+            pass
+
+
+def gaps(answers: Iterable[Sequence[float]]) -> list[float]:
+    return [later - earlier for times in answers for earlier, later in itertools.pairwise(times)]
+
+
+def main(
+    model: Model = "qwen3-0.6b",
+    prompts: Annotated[str, typer.Option(help="Prompt lengths, in tokens.")] = "10,50,100,150,200,250,300,350,400",
+    new: Annotated[int, typer.Option(min=8, help="Tokens of each answer.")] = 64,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each length, at most.")] = 20,
+    seconds: Annotated[float, typer.Option(min=0.0, help="After so many, no more rounds are begun.")] = 10.0,
+    few: Annotated[int, typer.Option(min=2, help="Graphs that there may be where others take their place.")] = 4,
+    contenders: Contenders = "ours",
+    device: DeviceName = "auto",
+    json: Json = None,
+    commit: Commit = None,
+) -> None:
+    """Measure how long requests wait whose CUDA graphs are captured, are missing, or had to make room for others."""
+    lengths = integers(prompts)
+    longer = 2 * max(lengths) + 1  # shares no graph with the others
+    with bench(model, device, [Workload(ROWS, longer, new)], json, commit) as run:
+
+        def measure(contender: Contender) -> None:
+            assert isinstance(contender, Ours), "compiled-llm:MODE"
+            asking = Asking(run, contender, lengths, new, requests, seconds)
+            captures = WrapConfig(mode=contender.mode).captures_on(run.setup.device.type)
+            with asking.engine():
+                if captures:
+                    asking.warmup(only=longer)
+                    asking.measure("on demand", 1, warm=False, beside=False)
+                asking.warmup()
+                asking.measure("prepared", requests)
+            if captures:
+                with asking.engine(max_graphs=few):
+                    asking.warmup()
+                    asking.measure("evicted", requests)
+
+        run.each(ours.choose(contenders, run.setup.device.type), measure)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,48 @@
+"""`compiled-llm bench latency` with further contenders: hf-static, vllm and sglang.
+
+python tools/bench/latency.py --model qwen3-0.6b --batches 1,8,32,64 --json latency.json
+python tools/bench/latency.py --batches 1 --prompts 128,1024 --runs 100 --new 2      # first tokens
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Annotated
+
+import typer
+from common import Commit, Contenders, DeviceName, Json, Model, Sglang, Vllm, bench, integers
+from peers import HFStatic, Peer
+
+from compiled_llm.commands.bench import contenders as ours
+from compiled_llm.commands.bench import latency
+from compiled_llm.commands.bench.commands import Decoding
+from compiled_llm.commands.bench.workload import Workload
+
+
+def main(
+    model: Model = "qwen3-0.6b",
+    batches: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1,8,32,64",
+    prompts: Annotated[str, typer.Option(help="Prompt lengths, in tokens.")] = "128",
+    new: Annotated[str, typer.Option(help="Output lengths, in tokens.")] = "256",
+    decoding: Decoding = Decoding.greedy,
+    contenders: Contenders = "hf-eager,hf-static,compiled-llm:cuda-graphs,vllm",
+    runs: Annotated[int, typer.Option(min=1, help="Timed runs; from 100 on with the 99th percentile.")] = 5,
+    device: DeviceName = "auto",
+    vllm: Vllm = "",
+    sglang: Sglang = "",
+    json: Json = None,
+    commit: Commit = None,
+) -> None:
+    """Measure the time to first token, decode and end to end, of all contenders side by side."""
+    ways = {"greedy": [False], "sampled": [True], "both": [False, True]}[decoding.value]
+    combinations = itertools.product(ways, integers(new), integers(prompts), integers(batches))
+    asked = [Workload(batch, prompt, length, sampled) for sampled, length, prompt, batch in combinations]
+    first, *rest = ours.ALL
+    known = [first, HFStatic(), *rest, Peer("vllm", vllm), Peer("sglang", sglang)]
+    with bench(model, device, asked, json, commit, bandwidth=True) as run:
+        chosen = ours.choose(contenders, run.setup.device.type, known)
+        latency.measure(chosen, run.setup, runs, run.report, run.save)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,106 @@
+"""The models of published runs: random weights in known shapes, in this process, or in a folder for others to load."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import string
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as tokenizer_models
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
+
+from compiled_llm.commands.bench.contenders import loaded
+from compiled_llm.commands.loading.load import fetched
+from compiled_llm.commands.loading.source import locate
+
+ROPE_THETA = 1e6
+END = "<end>"
+
+
+def _qwen3(width: int, inner: int, layers: int, heads: int, tied: bool, **other: int) -> dict[str, Any]:
+    return {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 40960,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        **other,
+    }
+
+
+SHAPES = {
+    "tiny": _qwen3(64, 128, 2, 4, True, num_key_value_heads=2, head_dim=16, vocab_size=512),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, True),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32, False),
+}
+"""Qwen3's; `tiny` runs anywhere, and says nothing about speed."""
+
+
+def build(name: str, dtype: torch.dtype, device: torch.device, seed: int = 0) -> PreTrainedModel:
+    """Random weights, if the name is a key of `SHAPES`, or else a model as `compiled-llm generate` takes it."""
+    if name not in SHAPES:
+        return loaded(name, dtype, device)
+    rope = {"rope_type": "default", "rope_theta": ROPE_THETA}
+    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    torch.manual_seed(seed)
+    with device:
+        config = Qwen3Config(**SHAPES[name], rope_parameters=rope, **ids)
+        return cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, dtype=dtype).eval())
+
+
+def vocabulary_of(name: str) -> int:
+    """How many token ids the model has, without building it."""
+    if name in SHAPES:
+        return int(SHAPES[name]["vocab_size"])
+    source = fetched(locate(name, progress=False), progress=False)
+    file = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
+    config = AutoConfig.from_pretrained(source.location, trust_remote_code=False, **file)
+    return int(config.get_text_config(decoder=True).vocab_size)
+
+
+def write_config(name: str, dtype: torch.dtype, folder: Path) -> None:
+    """The `config.json` of random weights, from which other engines make up their own."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "rope_theta": ROPE_THETA,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **SHAPES[name],
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def write_model(name: str, dtype: torch.dtype, device: torch.device, folder: Path) -> str:
+    """Where servers find the model: random weights are written to the folder, with a tokenizer that is made up."""
+    if name not in SHAPES:
+        return name
+    build(name, dtype, device).save_pretrained(folder)
+    made_up_tokenizer(int(SHAPES[name]["vocab_size"])).save_pretrained(folder)
+    return str(folder)
+
+
+def made_up_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer, as Qwen's: bytes, then words that are in no language, and the end token last."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = itertools.chain.from_iterable(itertools.product(string.ascii_lowercase, repeat=n) for n in (1, 2, 3, 4))
+    words = ("Ġ" + "".join(word) for word in letters)
+    tokens = [*alphabet, *itertools.islice(words, vocabulary - len(alphabet) - 1), END]
+    tokenizer = Tokenizer(tokenizer_models.BPE({token: number for number, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END, special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)

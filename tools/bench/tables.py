@@ -1,0 +1,140 @@
+"""Tables of all that these scripts measure; those of published runs, earlier kinds too, are made by `docs/figures.py`.
+
+python tools/bench/tables.py startup.json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from compiled_llm.commands.bench.report import Report, Result
+from compiled_llm.commands.bench.tables import (
+    TABLES,
+    Columns,
+    Table,
+    groups,
+    number,
+    pair,
+    percentiles,
+    ratio,
+    show,
+    table,
+)
+
+
+def startup(results: Sequence[Result]) -> Iterator[Table]:
+    def stage(name: str) -> Callable[[Result], str]:
+        return lambda result: pair(result["figures"][name])
+
+    columns: Columns = {
+        "contender": lambda result: result["contender"],
+        "caches": lambda result: result["cache"],
+        "runs": lambda result: str(next(iter(result["figures"].values()))["runs"]),
+        **{f"{name}, s": stage(name) for name in results[0]["figures"]},
+    }
+    note = "Seconds from the start of the process, best / median. Cold: empty folders for everything compiled."
+    yield table("Start-up", results, columns, note, leading=2)
+
+
+def roofline(results: Sequence[Result]) -> Iterator[Table]:
+    columns: Columns = {
+        "kernels": lambda row: row["name"],
+        "launches": lambda row: "" if row.get("launches") is None else f"{row['launches']:,.1f}",
+        "us": lambda row: f"{row['us']:,.1f}",
+        "of the step": lambda row: f"{row['of_the_step']:.1%}",
+        "MB": lambda row: "" if row.get("nbytes") is None else f"{row['nbytes'] / 1e6:,.1f}",
+        "of the read bandwidth": lambda row: "" if row.get("of_bandwidth") is None else f"{row['of_bandwidth']:.1%}",
+    }
+    for result in results:
+        step, figures = result["step_us"], result["figures"]
+        whole = {**figures, "name": "one decode step", "us": step, "of_the_step": 1.0, "nbytes": result["nbytes"]}
+        gaps = {"name": "gaps: no kernel runs", "us": figures["gaps_us"], "of_the_step": figures["gaps_of_the_step"]}
+        title = f"A decode step of {result['contender']}, batch {result['batch']}"
+        note = f"Times by kind from {result['steps']} profiled steps; the step from runs without the profiler."
+        if result["host_us"] is not None:
+            note += f" Launching a step takes the host {result['host_us']:,.0f} us."
+        yield table(title, [*result["kinds"], gaps, whole], columns, note)
+
+
+def beams_and_drafts(results: Sequence[Result]) -> Iterator[Table]:
+    columns: Columns = {
+        "task": lambda result: result["task"],
+        "contender": lambda result: result["contender"],
+        "tokens/s": lambda result: pair(result["figures"]["tokens_per_s"]),
+    }
+    yield table(
+        "Beams, drafts, a chat and scoring", sorted(results, key=lambda one: str(one["task"])), columns, leading=2
+    )
+
+
+def offline(results: Sequence[Result]) -> Iterator[Table]:
+    def count(name: str) -> Callable[[Result], str]:
+        return lambda result: f"{result['counts'][name]:,.0f}" if name in result["counts"] else ""
+
+    for group in groups(results, "workload"):
+        base = group[0]["figures"]["tokens_per_s"]
+        columns: Columns = {
+            "contender": lambda result: result["contender"],
+            "tokens/s": lambda result: pair(result["figures"]["tokens_per_s"]),
+            f"x {group[0]['contender']}": lambda result, base=base: ratio(  # type: ignore[misc]
+                result["figures"]["tokens_per_s"], base
+            ),
+            "prompt tokens/s": lambda result: pair(result["figures"]["prompt_tokens_per_s"]),
+            "seconds": lambda result: pair(result["figures"]["seconds"]),
+            "device busy": lambda result: "" if result.get("busy") is None else f"{result['busy']:.1%}",
+            **{name: count(name) for name in ("steps", "preemptions", "cached tokens")},
+            "warm-up, s": lambda result: number(result["ready_s"]),
+        }
+        yield table(group[0]["workload"], group, columns, "Best / median over the whole, prompts included.")
+
+
+def graph_times(results: Sequence[Result]) -> Iterator[Table]:
+    columns: Columns = {
+        "contender": lambda result: result["contender"],
+        "graphs": lambda result: result["recordings"],
+        "prompt": lambda result: str(result["prompt"]),
+        "first token, ms": lambda result: percentiles(result["figures"]["first_s"]),
+        "between tokens, ms": lambda result: percentiles(result["between_s"]),
+        "running meanwhile, ms": lambda result: percentiles(result["figures"]["running_s"] or {"p50": 0.0, "p99": 0.0}),
+    }
+    note = "Running meanwhile: the longest wait of a request in the midst of its answer while such a prompt comes."
+    yield table("When a CUDA graph is missing", results, columns, note, leading=2)
+
+
+def graph_use(results: Sequence[Result]) -> Iterator[Table]:
+    columns: Columns = {
+        "contender": lambda result: result["contender"],
+        "graphs": lambda result: result["recordings"],
+        "ready": lambda result: str(result["ready"]),
+        "MiB": lambda result: number(result["nbytes"] / 2**20),
+        "captures": lambda result: str(result["captures"]),
+        "evictions": lambda result: str(result["evictions"]),
+        "ms a capture": lambda result: number(1e3 * (result["capture_s"] or 0.0) / max(1, result["captures"])),
+    }
+    yield table("CUDA graphs", results, columns, "After all requests, those of warming up included.", leading=2)
+
+
+TABLES.update(
+    {
+        "startup": startup,
+        "roofline": roofline,
+        "beams_and_drafts": beams_and_drafts,
+        "offline": offline,
+        "graph_times": graph_times,
+        "graph_use": graph_use,
+    }
+)
+
+
+def main(results: Annotated[list[Path], typer.Argument(help="Of these scripts' --json, or in results/.")]) -> None:
+    """Print the tables of results."""
+    for path in results:
+        show(Report.load(path))
+
+
+if __name__ == "__main__":
+    typer.run(main)
