@@ -73,9 +73,9 @@ def test_latency_on_this_machine(model_folder: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_measured_is_exit_code_1(model_folder: Path) -> None:
-    done = invoke("latency", "--model", str(model_folder), "--contenders", "compiled-llm:pieces", "--device", "cpu")
+    done = invoke("latency", "--model", str(model_folder), "--contenders", "compiled-llm:piecewise", "--device", "cpu")
     assert done.exit_code == 1
-    assert "Not available: compiled-llm:pieces: a CPU has no CUDA graphs" in done.stdout
+    assert "Not available: compiled-llm:piecewise: a CPU has no CUDA graphs" in done.stdout
 
 
 class Scripted(Contender):

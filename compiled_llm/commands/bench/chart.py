@@ -33,7 +33,7 @@ COLOURS = {
     "compiled-llm:compile": "#4292c6",
     "compiled-llm:reduce-overhead": "#2171b5",
     "compiled-llm:cuda-graphs": "#08306b",
-    "compiled-llm:pieces": "#c51b8a",
+    "compiled-llm:piecewise": "#c51b8a",
     "compiled-llm:cuda-graphs:flashinfer": "#756bb1",
     "vllm": "#e6550d",
     "sglang": "#31a354",
