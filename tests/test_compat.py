@@ -36,8 +36,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import compiled_llm
 import compiled_llm_ops
 from compiled_llm import compat
-from compiled_llm.compat import forks
-from compiled_llm.compat.torch import stages
+from compiled_llm.compat.torch import modes, stages
 
 pytestmark = pytest.mark.core
 
@@ -265,7 +264,7 @@ def test_a_module_says_whether_it_was_compiled_in_place():
 
 
 def test_a_process_that_was_not_forked_has_not_lost_cuda():
-    assert forks.cuda_is_lost() is False
+    assert modes.cuda_is_lost() is False
 
 
 def test_modes_that_a_graph_would_bake_in_are_noticed():

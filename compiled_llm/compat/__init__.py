@@ -72,7 +72,8 @@ Changed for the whole process:
 | --- | --- | --- |
 | the two methods of ``TritonKernel`` above | the first graph that is compiled | Inductor's kernels always wait first |
 | ``CachingAutotuner.bench`` | the first graph that is compiled | Inductor times kernels in graphs |
-| what a forked process begins with (``os.register_at_fork``) | the import | threads survive a fork |
+| what a forked process begins with (``os.register_at_fork``), where our locks are free (``RLock._at_fork_reinit``) | \
+the import | threads survive a fork |
 | ``VecISA._avx_py_load`` | the first graph that is compiled | torch's probes leave out the current folder |
 | ``TORCHINDUCTOR_CACHE_DIR``, ``TRITON_CACHE_DIR`` and on a CPU ``PATH``, while a graph is taken from artifacts | \
 each such graph | Inductor takes its cache as an option, and looks there without a compiler |

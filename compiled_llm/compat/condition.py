@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from operator import attrgetter
 
+from compiled_llm.compat.forks import lock
+
 
 class Condition(threading.Condition):
     """Like that of ``threading``, whose ``with`` takes its lock in a method written in Python.
@@ -16,7 +18,7 @@ class Condition(threading.Condition):
     """
 
     def __init__(self) -> None:
-        self._own = threading.RLock()
+        self._own = lock()
         super().__init__(self._own)
 
     # Both are looked up before the lock is taken.

@@ -61,7 +61,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import output_capturing
 
-from compiled_llm.compat.forks import in_forked_processes
+from compiled_llm.compat.forks import lock
 
 WRITTEN_BY_GENERATE = frozenset({"rope_deltas"})
 _SPECIAL_TOKENS = ("_bos_token_tensor", "_eos_token_tensor", "_pad_token_tensor", "_decoder_start_token_tensor")
@@ -161,13 +161,7 @@ def _new_view(base: type[PretrainedConfig]) -> type[PretrainedConfig]:
 _views: dict[type[PretrainedConfig], type[PretrainedConfig]] = {}
 _readers: Counter[int] = Counter()
 """How many threads read something else of a config, by its id."""
-_readers_lock = threading.Lock()
-
-
-@in_forked_processes
-def _free_readers_lock() -> None:
-    global _readers_lock
-    _readers_lock = threading.Lock()
+_readers_lock = lock()
 
 
 class attention_read:  # noqa: N801

@@ -93,13 +93,6 @@ class Answer:
         failed = None if self.text is None else self.text.error
         return self.request.error or failed
 
-    def give_up(self, error: BaseException) -> None:
-        """End it with an error, unless it has ended: nobody will bring more of it."""
-        if not self.done:
-            self.request.finish_reason, self.request.error = "error", error
-        if self.text is not None and not self.text.ended:
-            self.text.fail(error)
-
     def completion(self) -> Completion:
         """Return what it came to."""
         tokens, reason, error = self.tokens_behind(0), self.finish_reason or "cancelled", self.error

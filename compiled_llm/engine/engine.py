@@ -105,7 +105,7 @@ class Engine:
 
     def __repr__(self) -> str:
         """How much it has to do."""
-        stats = self.stats()
+        stats = self._driver.stats()
         state = "closed" if self.closed else "asleep" if self.asleep else f"{stats.running} requests running"
         return f"<{type(self).__name__}: {state}, {stats.waiting} waiting>"
 
@@ -204,17 +204,23 @@ class Engine:
             self._runtime.counters.took_request(Reason("processors", names))
         form = TextFormat.of(params, self._decoding)
         driver = self._driver
-        return RequestHandle(requests, driver.cancel, form, driver.handles.output, driver.turns.check_elsewhere)
+        return RequestHandle(
+            requests,
+            driver.cancel,
+            form,
+            driver.handles.output,
+            driver.turns.check_elsewhere,
+            self._runtime.home.check,
+        )
 
     def _check_open(self) -> None:
         self._check_usable()
         self._driver.check.check_awake()
 
     def _check_usable(self) -> None:
+        self._runtime.home.check()
         if self._driver.closed:
             raise RuntimeError("the engine is closed; make another one")
-        if not self._driver.open:
-            raise RuntimeError("the engine belongs to the process that made it; make one in this process")
 
     # ---- around them
 
@@ -247,6 +253,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return what has happened so far."""
+        self._runtime.home.check()
         return self._driver.stats()
 
     def describe(self) -> EngineDescription:
@@ -279,6 +286,7 @@ class Engine:
         Args:
             weights_stay: the block does not change the model, and the prefix cache may stay.
         """
+        self._runtime.home.check()
         self._driver.turns.check_elsewhere()
         with self._driver.joined.left(), self._driver.paused():
             try:
@@ -373,7 +381,7 @@ class Engine:
 
         The last engine of a model that is asleep brings its weights back; the next call takes the other memory again.
         """
-        if self._driver.open:
+        if not (self._driver.closed or self._runtime.home.left):
             self._driver.close()
             self._grammars.close()
             let_rise(self._runtime)
@@ -395,4 +403,5 @@ def _wrapped(model: object) -> Runtime:
         raise TypeError(
             f"Engine: the {type(model).__name__} is not wrapped; write compiled_llm.Engine(compiled_llm.wrap(model))"
         )
+    runtime.home.check()
     return runtime

@@ -302,11 +302,6 @@ class DeviceModel:
         """Whether this is the device side of ``model``."""
         return self._facts.reference() is model
 
-    def forget_other_threads(self) -> bool:
-        """Forget what threads had that a forked process does not have; whether they were in the midst of something."""
-        taking = self.pool.forget_other_threads()
-        return self.thread.forget_other_threads() or taking
-
     def release(self) -> None:
         """Give device memory back, whoever holds this still; nobody has rows here, and nothing runs afterwards."""
         self.settle()

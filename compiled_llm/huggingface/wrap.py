@@ -56,6 +56,7 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
     """
     config = WrapConfig.from_options(options)
     if isinstance(model, WrappedModel):
+        model.compiled.home.check()
         if differing := model.compiled.config.differing(options):
             raise ValueError(
                 f"wrap: the model is wrapped already, with {differing}; "
@@ -87,6 +88,7 @@ def unwrap(model: ModelT) -> ModelT:
     group of them after the other.
     """
     if isinstance(model, WrappedModel):
+        model.compiled.home.check()
         if isinstance(kept_manager(model), EngineManager):
             forget_kept_manager(model)
         if model.compiled.asleep:

@@ -59,7 +59,7 @@ class WrappedModel:
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """HuggingFace's ``generate``, checked first."""
         model = cast(PreTrainedModel, self)
-        self.compiled.check_process()
+        self.compiled.home.check()
         if kwargs.get("cache_implementation") != "paged":  # generate_batch, which calls eval()
             check_ready(model)
         with self.compiled.calls.begun():
@@ -87,6 +87,7 @@ class WrappedModel:
         workload_hints: Any = None,
     ) -> Any:
         """Return a manager for ``generate_batch``, over the engine if that can serve the configs."""
+        self.compiled.home.check()
         model, original = cast(PreTrainedModel, self), super().init_continuous_batching  # type: ignore[misc]
         forget_restored_forward(model)
         return manager_for(

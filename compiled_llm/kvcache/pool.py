@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
+
+from compiled_llm.compat.forks import lock
 
 logger = logging.getLogger("compiled_llm.pages")
 
@@ -64,7 +65,7 @@ class PagePool:
         self._cached = 0  # pages that the tree owns and no row
         self.changes = 0
         # Re-entrant: the garbage collector may give back a dropped row's pages in the middle of any call.
-        self.lock = threading.RLock()
+        self.lock = lock()
 
     @property
     def available(self) -> int:
@@ -79,14 +80,6 @@ class PagePool:
 
     def _used(self) -> int:
         return self.total - len(self._free) - self._cached
-
-    def forget_other_threads(self) -> bool:
-        """Replace the lock if a thread held it that this forked process does not have; return whether one did."""
-        if self.lock.acquire(blocking=False):
-            self.lock.release()
-            return False
-        self.lock = threading.RLock()
-        return True
 
     def pages_for(self, tokens: int) -> int:
         """Return how many pages ``tokens`` of one row take."""

@@ -50,10 +50,6 @@ class AttentionSwitch:
         with self._weights.read(), attention_read((), None):
             yield
 
-    def forget_other_threads(self) -> None:
-        """Forget threads of the parent that a forked process does not have."""
-        self._weights.forget_other_threads()
-
     def moving_weights(self, caller: int | None) -> AbstractContextManager[None]:
         """Wait until no thread but ``caller`` is inside ``original``, and let none enter it for the duration."""
         return self._weights.move(caller)

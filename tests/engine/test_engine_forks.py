@@ -1,9 +1,12 @@
-"""In a forked process an engine does not exist: it refuses and ends there, and goes on in the process that has it."""
+"""In a forked process an engine does not exist: whoever uses it is told so, and it goes on where it was made."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +15,10 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
-from compiled_llm.model import checks
+from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.forking import forked
+from support.forking import PATIENCE, forked, told_elsewhere
+from support.in_threads import start
 from support.parity import assert_account_is_empty
 from support.tiny_models import tiny_qwen3
 
@@ -25,13 +29,16 @@ pytestmark = [
 
 PROMPT = list(range(3, 23))
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
-OTHER_PROCESS = "belongs to the process that made it; make one in this process"
+
+
+def wrapped() -> PreTrainedModel:
+    options: dict[str, Any] = {"page_size": 4, "kv_memory": "500 tokens", "max_batch_size": 4, "progress": False}
+    return compiled_llm.wrap(tiny_qwen3(eos_token_id=None, num_hidden_layers=1), mode="eager", **options)
 
 
 @pytest.fixture
 def model() -> PreTrainedModel:
-    options: dict[str, Any] = {"page_size": 4, "kv_memory": "500 tokens", "max_batch_size": 4, "progress": False}
-    return compiled_llm.wrap(tiny_qwen3(eos_token_id=None, num_hidden_layers=1), mode="eager", **options)
+    return wrapped()
 
 
 @pytest.fixture
@@ -47,19 +54,39 @@ def alone(model: PreTrainedModel, new: int) -> list[int]:
     return out[0, len(PROMPT) :].tolist()
 
 
-def check_child(model: PreTrainedModel, engine: Engine, handle: Any, expected: list[int]) -> None:
-    with pytest.raises(RuntimeError, match="in the process that this one was forked from"):
-        handle.result(timeout=5)
-    for call in (lambda: engine.submit(PROMPT), lambda: engine.generate(PROMPT), engine.warmup, engine.describe):
-        with pytest.raises(RuntimeError, match=OTHER_PROCESS):
-            call()
-    with pytest.raises(RuntimeError, match=OTHER_PROCESS), engine.paused():
-        pass
+async def read(handle: RequestHandle) -> None:
+    await handle
+
+
+def uses(engine: Engine, handle: RequestHandle) -> dict[str, Callable[[], Any]]:
+    return {
+        "submit": lambda: engine.submit(PROMPT),
+        "generate": lambda: engine.generate(PROMPT),
+        "warmup": engine.warmup,
+        "describe": engine.describe,
+        "stats": engine.stats,
+        "paused": lambda: engine.paused().__enter__(),
+        "reset_prefix_cache": engine.reset_prefix_cache,
+        "update_weights": lambda: engine.update_weights("folder"),
+        "sleep": engine.sleep,
+        "wake": engine.wake,
+        "result": lambda: handle.result(timeout=5),
+        "iter": lambda: list(handle),
+        "tokens": lambda: list(handle.tokens()),
+        "text": handle.text,
+        "await": lambda: asyncio.run(read(handle)),
+        "when_changed": lambda: handle.when_changed(gc.collect),
+    }
+
+
+def check_child(engine: Engine, handle: RequestHandle, expected: list[int]) -> None:
+    told_elsewhere(uses(engine, handle))
+    assert repr(engine)
     handle.cancel()
-    engine.stats()
     engine.close()
-    assert alone(model, 200) == expected  # nothing holds pages here
-    with Engine(model) as own:
+    del engine, handle
+    gc.collect()
+    with Engine(wrapped()) as own:
         assert own.submit(PROMPT, LONG).result(timeout=20).token_ids == expected
 
 
@@ -67,27 +94,30 @@ def test_an_engine_belongs_to_its_process(model, engine):
     expected = alone(model, 200)
     handle = engine.submit(PROMPT, LONG)
     next(iter(handle))
-    forked(lambda: check_child(model, engine, handle, expected))  # while its thread runs a step, mostly
+    forked(lambda: check_child(engine, handle, expected))  # while its thread runs a step, mostly
     assert handle.result(timeout=60).token_ids == expected
     handle = engine.submit(PROMPT, LONG)
     next(iter(handle))
     with engine.paused(weights_stay=True):
-        forked(lambda: check_child(model, engine, handle, expected))  # while requests have pages
+        forked(lambda: check_child(engine, handle, expected))  # while requests have pages
     assert handle.result(timeout=60).token_ids == expected
 
 
-def test_a_forked_process_cannot_use_cuda(model, monkeypatch):
-    """As if the model were there, and CUDA had been used."""
-    expected = alone(model, 5)
+def test_while_another_thread_holds_the_engines_locks(model, engine):
+    expected = alone(model, 200)
+    handle = engine.submit(PROMPT, LONG)
+    held, go_on, driver = threading.Event(), threading.Event(), engine._driver
 
-    def is_refused() -> None:
-        for call in (lambda: alone(model, 5), lambda: model(torch.tensor([PROMPT])), lambda: Engine(model).submit([5])):
-            with pytest.raises(RuntimeError, match="start processes by multiprocessing"):
-                call()
+    def hold() -> None:
+        with driver._inbox.changed, driver.handles.output._work.changed, handle.listeners._changed, handle._reading:
+            held.set()
+            go_on.wait()
 
-    with monkeypatch.context() as patch:
-        patch.setattr(model.compiled.device_model(), "device", torch.device("cuda"))
-        patch.setattr(type(model), "device", torch.device("cuda"))
-        patch.setattr(checks, "cuda_is_lost", lambda: True)
-        forked(is_refused)
-    assert alone(model, 5) == expected
+    running = start(hold)
+    assert held.wait(PATIENCE)
+    try:
+        forked(lambda: check_child(engine, handle, expected))
+    finally:
+        go_on.set()
+        running.result(PATIENCE)
+    assert handle.result(timeout=60).token_ids == expected

@@ -1,25 +1,29 @@
-"""In a forked process a wrapped model works on, whatever other threads were doing with it: they do not exist there."""
+"""A forked process is told that a wrapped model works elsewhere, waits for no other thread, and may wrap its own."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.utils.data import DataLoader
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
 from compiled_llm.compat import huggingface
 from compiled_llm.execution.threads import calling_thread, device_thread
 from compiled_llm.execution.threads.interrupts import deferred
-from support.forking import PATIENCE, forked
+from compiled_llm.model import checks
+from support.forking import ELSEWHERE, PATIENCE, forked, told_elsewhere
 from support.in_threads import in_thread, start
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
@@ -30,10 +34,14 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def model() -> PreTrainedModel:
+def wrapped() -> PreTrainedModel:
     options: dict[str, Any] = {"page_size": 4, "kv_memory": "400 tokens", "max_batch_size": 4, "progress": False}
     return compiled_llm.wrap(tiny_qwen3(eos_token_id=None, num_hidden_layers=1), mode="eager", **options)
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return wrapped()
 
 
 class Held(BaseStreamer):
@@ -56,7 +64,7 @@ def another_thread(work: Callable[[Held], Any]) -> Iterator[None]:
     """Have another thread in the midst of something for the block."""
     held = Held()
     running = start(lambda: work(held))
-    held.reached.wait()
+    assert held.reached.wait(PATIENCE)
     try:
         yield
     finally:
@@ -64,94 +72,168 @@ def another_thread(work: Callable[[Held], Any]) -> Iterator[None]:
         running.result(timeout=PATIENCE)
 
 
-def assert_works(model: PreTrainedModel, inputs: dict[str, Tensor], expected: Tensor) -> None:
-    for _ in range(2):
-        assert torch.equal(greedy(model, inputs, 6), expected)
+def uses(model: PreTrainedModel) -> dict[str, Callable[[], Any]]:
+    ids = torch.tensor([[3, 4, 5]])
+    return {
+        "generate": lambda: greedy(model, mixed_prompts([5], 128, 0), 3),
+        "forward": lambda: model(ids),
+        "generate_batch": lambda: model.generate_batch([[3, 4]], GenerationConfig(max_new_tokens=2)),
+        "warmup": lambda: model.compiled.warmup(1),
+        "save_profile": lambda: model.compiled.save_profile("profile"),
+        "stats": lambda: model.compiled.stats(),
+        "explain": lambda: model.compiled.explain(),
+        "compiled_llm.explain": lambda: compiled_llm.explain(model),
+        "new_cache": lambda: model.compiled.new_cache(),
+        "Engine": lambda: compiled_llm.Engine(model),
+        "wrap": lambda: compiled_llm.wrap(model),
+        "unwrap": lambda: compiled_llm.unwrap(model),
+    }
+
+
+def assert_elsewhere(model: PreTrainedModel) -> None:
+    told_elsewhere(uses(model))
+    assert "eager" in repr(model.compiled)
+
+
+def assert_own_works() -> None:
+    own, inputs = wrapped(), mixed_prompts([5, 9], 128, 0)
+    expected = greedy(own, inputs, 6)
     with torch.device("cpu"):
-        assert torch.equal(greedy(model, inputs, 6), expected)
-    assert in_thread(lambda: torch.equal(greedy(model, inputs, 6), expected))
-    assert model.compiled.stats().generate_calls["fast loop"] >= 4
-    assert_account_is_empty(model)
+        assert torch.equal(greedy(own, inputs, 6), expected)
+    assert in_thread(lambda: torch.equal(greedy(own, inputs, 6), expected))
+    assert own.compiled.stats().generate_calls["fast loop"] == 3
+    assert_account_is_empty(own)
+
+
+def end() -> None:
+    """Do what the end of the interpreter does."""
+    gc.collect()
+    calling_thread._let_calls_end()
+    device_thread._finish_running_calls()
+
+
+def check_child(model: PreTrainedModel) -> None:
+    assert_elsewhere(model)
+    assert_own_works()
+    forked(lambda: assert_elsewhere(model))
+    forked(assert_own_works)
+    end()
 
 
 @pytest.mark.core
-def test_a_call_after_one_inside_a_mode_of_torchs(model, seed):
+def test_a_forked_process_is_told_and_wraps_its_own(model, seed):
     inputs = mixed_prompts([5, 9], 128, seed)
     with torch.device("cpu"):
         expected = greedy(model, inputs, 6)
-    forked(lambda: assert_works(model, inputs, expected))
-    forked(lambda: forked(lambda: assert_works(model, inputs, expected)))
-    assert_works(model, inputs, expected)
+    forked(lambda: check_child(model))
+    assert torch.equal(greedy(model, inputs, 6), expected)
 
 
 @pytest.mark.core
-def test_a_call_while_another_thread_generates(model, seed):
+def test_while_another_thread_generates(model, seed):
     inputs, single = mixed_prompts([5, 9], 128, seed), mixed_prompts([7], 128, seed)
     expected = greedy(model, inputs, 6)
     with another_thread(lambda held: greedy(model, single, 60, streamer=held)):
-        forked(lambda: assert_works(model, inputs, expected))
+        forked(lambda: check_child(model))
         assert torch.equal(greedy(model, inputs, 6), expected)
     assert_account_is_empty(model)
 
 
-def test_a_call_while_another_thread_is_inside_a_step(model, seed):
+def test_while_another_thread_holds_every_lock_inside_a_step(model, seed):
     inputs = mixed_prompts([5, 9], 128, seed)
     expected = greedy(model, inputs, 6)
-    device_model = model.compiled.device_model()
+    runtime, device_model = model.compiled, model.compiled.device_model()
+    kept = [model.generate(**inputs, max_new_tokens=3, return_dict_in_generate=True)]
+    locks = [
+        device_model.pool.lock,
+        runtime.loop_lock.taken(),
+        runtime.loop_lock._condition._own,
+        runtime.calls._changed._own,
+        runtime.device_side._allocation,
+        runtime.counters._lock,
+        runtime.events.generating._lock,
+        runtime.facts.attention.original(),
+        huggingface._readers_lock,
+    ]
 
     def step(held: Held) -> None:
-        with model.compiled.facts.attention.original(), device_model.pool.lock:
+        with ExitStack() as stack:
+            for lock in locks:
+                stack.enter_context(lock)
             held.put(torch.zeros(1))
 
+    def check() -> None:
+        kept.clear()  # its pages go back
+        check_child(model)
+
     with another_thread(lambda held: device_model.thread.call(step, held)):
-        forked(lambda: assert_works(model, inputs, expected))
-        forked(calling_thread._let_calls_end)
-        forked(device_thread._finish_running_calls)
-    assert_works(model, inputs, expected)
+        forked(check)
+    kept.clear()
+    assert torch.equal(greedy(model, inputs, 6), expected)
 
 
-def test_a_call_while_another_thread_holds_a_short_lock(model, seed):
-    inputs = mixed_prompts([5, 9], 128, seed)
-    expected = greedy(model, inputs, 6)
-    runtime = model.compiled
-    for lock in (runtime.device_side._allocation, runtime.counters._lock, huggingface._readers_lock):
+class Forks(BaseStreamer):
+    """Forks at a token; ``leaves`` ends the process there."""
 
-        def hold(held: Held, lock: Any = lock) -> None:
-            with lock:
-                held.put(torch.zeros(1))
+    def __init__(self, leaves: bool) -> None:
+        self.child: int | None = None
+        self.leaves = leaves
 
-        with another_thread(hold):
-            forked(lambda: assert_works(model, inputs, expected))
+    def put(self, value: Tensor) -> None:
+        if value.dim() == 1 and self.child is None:
+            self.child = os.fork()
+            if self.child == 0:
+                signal.alarm(PATIENCE)
+                if self.leaves:
+                    sys.exit(3)
+
+    def end(self) -> None:
+        pass
 
 
-def test_a_callback_may_fork(model, seed):
-    inputs = mixed_prompts([5, 9], 128, seed)
-    expected, single = greedy(model, inputs, 6), mixed_prompts([7], 128, seed)
-    alone = greedy(model, single, 9)
-
-    class Forks(BaseStreamer):
-        child: int | None = None
-
-        def put(self, value: Tensor) -> None:
-            if value.dim() == 1 and self.child is None:
-                self.child = os.fork()
-                if self.child == 0:
-                    signal.alarm(PATIENCE)
-
-        def end(self) -> None:
-            pass
-
-    forks = Forks()
-    text = greedy(model, single, 9, streamer=forks)
-    if forks.child == 0:
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python's, of threads that a fork loses
+def test_a_callback_may_fork(model, seed, leaves):
+    single = mixed_prompts([7], 128, seed)
+    expected = greedy(model, single, 9)
+    with another_thread(lambda held: greedy(model, mixed_prompts([5], 128, seed), 60, streamer=held)):
+        forks, raised, text = Forks(leaves), None, torch.empty(0)
         try:
-            assert torch.equal(text, alone)
-            assert_works(model, inputs, expected)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(forks.child or 0, 0)[1] == 0
-    assert torch.equal(text, alone)
+            text = greedy(model, single, 9, streamer=forks)
+        except BaseException as error:
+            raised = error
+        if forks.child == 0:
+            told = isinstance(raised, SystemExit) if leaves else ELSEWHERE in str(raised)
+            os._exit(0 if told else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(forks.child or 0, 0)[1]) == 0
+        assert torch.equal(text, expected)
+
+
+def with_garbage(entries: list[int]) -> list[int]:
+    gc.collect()
+    return entries
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_workers_of_a_data_loader_begin_and_end(model, seed):
+    with another_thread(lambda held: greedy(model, mixed_prompts([7], 128, seed), 60, streamer=held)):
+        loader = DataLoader(
+            range(4),  # type: ignore[arg-type]
+            batch_size=2,
+            num_workers=2,
+            collate_fn=with_garbage,
+            multiprocessing_context="fork",
+            timeout=PATIENCE,
+        )
+        assert list(loader) == [[0, 1], [2, 3]]
+    assert_account_is_empty(model)
+
+
+def test_a_forked_process_that_has_lost_cuda_cannot_wrap(model, monkeypatch):
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    monkeypatch.setattr(checks, "cuda_is_lost", lambda: True)
+    with pytest.raises(RuntimeError, match="start processes by multiprocessing"):
+        checks.check_placement(model, model.compiled.config)
 
 
 def test_ctrl_c_is_as_it_was_if_another_thread_forks_while_it_is_deferred():

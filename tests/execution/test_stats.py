@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from typing import Any
 
 import pytest
@@ -117,29 +115,6 @@ def test_a_stopwatch_counts_what_overlaps_once_and_leaves_pauses_out(monkeypatch
     with watch.paused():
         now = 30.0
     assert watch.seconds == 5.0
-
-
-def test_a_stopwatch_stands_still_in_a_forked_process():
-    watch = Stopwatch()
-    entered, leave = threading.Event(), threading.Event()
-
-    def run() -> None:
-        with watch.running():
-            entered.set()
-            leave.wait(30)
-
-    other = threading.Thread(target=run)
-    other.start()
-    entered.wait(30)
-    watch.forget_other_threads()
-    seconds = watch.seconds
-    time.sleep(0.01)
-    assert watch.seconds == seconds
-    leave.set()
-    other.join()
-    with watch.running():
-        time.sleep(0.001)
-    assert watch.seconds > seconds
 
 
 ON_CUDA: dict[str, Any] = {

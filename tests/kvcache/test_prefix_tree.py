@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -306,7 +304,7 @@ def test_running_batches_are_not_disturbed(tree, pool):
     assert pool.changes == changes
 
 
-# ---- threads and forked processes
+# ---- threads
 
 
 def test_threads_use_one_tree():
@@ -334,28 +332,3 @@ def test_threads_use_one_tree():
         sys.setswitchinterval(interval)
     assert pool.account() == (24, 0, 24 - len(tree), len(tree))
     assert pool.available == 24
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python's, of threads that a fork loses
-def test_a_forked_process_goes_on_with_the_tree(tree, pool):
-    store(tree, pool, text(1, 2))
-    held, go_on = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with pool.lock:
-            held.set()
-            go_on.wait()
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    held.wait()
-    child = os.fork()
-    if child == 0:
-        works = pool.forget_other_threads() and len(tree.match(text(1, 2, 3))) == 2
-        tree.clear()
-        os._exit(0 if works and pool.account().used == 2 else 1)
-    go_on.set()
-    holder.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert pool.account() == (10, 0, 8, 2)

@@ -6,11 +6,14 @@ import os
 import signal
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 PATIENCE = 20
 """Seconds after which a forked process counts as deadlocked."""
+
+ELSEWHERE = "the model was wrapped in the process that this one was forked from, and works only there"
+"""What a forked process is told that uses the model."""
 
 
 def forked(function: Callable[[], Any]) -> None:
@@ -30,3 +33,17 @@ def forked(function: Callable[[], Any]) -> None:
     status = os.waitpid(child, 0)[1]
     assert not os.WIFSIGNALED(status), "it hangs"
     assert os.WEXITSTATUS(status) == 0
+
+
+def told_elsewhere(uses: Mapping[str, Callable[[], Any]]) -> None:
+    """Check that each use of a model in this forked process is refused in that sentence, before anything has begun."""
+    errors = {name: _error_of(use) for name, use in uses.items()}
+    assert {name: error for name, error in errors.items() if ELSEWHERE not in str(error) or error.__context__} == {}
+
+
+def _error_of(use: Callable[[], Any]) -> RuntimeError:
+    try:
+        use()
+    except RuntimeError as error:
+        return error
+    return RuntimeError("none")

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from compiled_llm.compat.forks import lock
 from compiled_llm.compat.torch.autotuning import time_kernels_in_graphs
 from compiled_llm.env import replaced
 
@@ -251,7 +252,7 @@ def inductor_cache_at(folder: Path, variables: Mapping[str, str] = _NO_VARIABLES
         yield
 
 
-_one_cache = threading.RLock()
+_one_cache = lock()
 
 
 @contextmanager

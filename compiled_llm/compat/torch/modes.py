@@ -48,3 +48,8 @@ def _function_modes() -> list[str]:
 def hooks_on_all_modules() -> bool:
     """Return whether forward hooks are on all modules of the process."""
     return bool(modules._global_forward_hooks or modules._global_forward_pre_hooks)
+
+
+def cuda_is_lost() -> bool:
+    """Whether this process was forked from one that had used CUDA: it can never use it."""
+    return torch.cuda._is_in_bad_fork()

@@ -84,7 +84,7 @@ class SlicedThread:
         """Let it work until its job is done; any thread may."""
         if threading.current_thread() is self._thread:  # garbage that was collected there
             return
-        while not self.idle:
+        while not self.idle and self._thread.is_alive():  # in a forked process it is not
             self.run_slice(float("inf"), None)
             with self._changed:
                 self._changed.wait_for(self._rests)

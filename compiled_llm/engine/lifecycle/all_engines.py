@@ -15,7 +15,7 @@ _PATIENCE = 0.5
 
 def drivers_of(runtime: Runtime) -> list[Driver]:
     """Return all engines of a model; always in the same order, so that two threads do not wait for each other."""
-    return sorted((found for found in list(runtime.engines) if isinstance(found, Driver) and found.open), key=id)
+    return sorted((found for found in list(runtime.engines) if isinstance(found, Driver) and not found.closed), key=id)
 
 
 @contextmanager

@@ -81,11 +81,6 @@ class Inbox:
             self._called = False
             return not self.closed
 
-    def forget_other_threads(self) -> None:
-        """Take no more messages in a forked process, where another thread may have had the lock."""
-        self.changed, self.closed = Condition(), True
-        self._messages.clear()
-
     def close(self) -> None:
         """Take no more messages."""
         with self.changed:

@@ -110,11 +110,6 @@ class Driver:
         return self.placed.loop
 
     @property
-    def open(self) -> bool:
-        """Whether it takes requests, in this process."""
-        return not self.closed and self.turns.in_this_process
-
-    @property
     def waiting(self) -> int:
         """How many requests have not begun to run, or run no more."""
         return len(self.handles) - (0 if self.loop is None else len(self.loop.scheduler.running))
@@ -159,7 +154,7 @@ class Driver:
         Yields whether that is so: False if another thread has had the loop for ``patience`` seconds.
 
         Raises:
-            RuntimeError: this thread runs it, or it belongs to another process.
+            RuntimeError: this thread runs it.
         """
         if not self.turns.pause(patience):
             yield False
@@ -383,17 +378,6 @@ class Driver:
             if not self.turns.elsewhere and self.loop is not None and self.loop.idle:
                 self.placed.drop()
                 self.check.forget()
-
-    def forget_other_threads(self) -> bool:
-        """End in a forked process, which has none of its threads; whether requests had pages."""
-        had_pages = self.loop is not None and bool(self.loop.scheduler.running)
-        self._inbox.forget_other_threads()
-        self._changed = self._inbox.changed
-        self._serving.forget()
-        self.turns.forget_other_threads(self._changed)
-        self.handles.forget_other_threads()
-        self.placed.forget()
-        return had_pages
 
     def give_back(self, pages: int, pool: PagePool) -> None:
         """Let requests that run wait again until so many pages are available; the caller holds the loop lock."""

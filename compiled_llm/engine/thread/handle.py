@@ -37,6 +37,7 @@ class RequestHandle(PendingAnswers[Answer]):
         form: TextFormat | None = None,
         output: OutputThread | None = None,
         check: Callable[[], None] = lambda: None,
+        check_process: Callable[[], None] = lambda: None,
     ) -> None:
         """Wait for requests.
 
@@ -46,11 +47,13 @@ class RequestHandle(PendingAnswers[Answer]):
             form: how their tokens become text; None without a tokenizer.
             output: makes the text; needed with ``form``.
             check: raises an error in a thread that must not wait, because the engine does not run meanwhile.
+            check_process: raises an error in a process that does not have the engine.
         """
-        super().__init__([Answer(request, form) for request in requests], Listeners(check))
+        super().__init__([Answer(request, form) for request in requests], Listeners(check, check_process))
         self.requests = requests
         self.has_text = form is not None and bool(form.stop)
         self._cancel = cancel
+        self._check_process = check_process
         self._output = output
         self._reading = threading.Lock()
 
@@ -106,6 +109,7 @@ class RequestHandle(PendingAnswers[Answer]):
             ValueError: there are several answers, or the engine has no tokenizer.
         """
         answer = self._only() if index is None else self.answers[index]
+        self._check_process()
         with self._reading:
             text, self.has_text = answer.begin_text(), True
         if self._output is not None:
@@ -140,14 +144,3 @@ class RequestHandle(PendingAnswers[Answer]):
     def _end_with(self, answer: Answer, text: AnswerText) -> None:
         if text.ended and not answer.request.done:
             self._cancel([answer.request], "stop" if text.error is None else "error", text.error)
-
-    def forget_other_threads(self) -> None:
-        """End in a forked process, which does not have the threads that run the engine."""
-        self.listeners.forget_other_threads()
-        self._reading = threading.Lock()
-        error = RuntimeError(
-            "the request runs in the process that this one was forked from; wait for it there, or submit it "
-            "to an engine that is made here"
-        )
-        for answer in self.answers:
-            answer.give_up(error)

@@ -44,9 +44,6 @@ class Told(Protocol):
     def lose_text(self, error: RequestError) -> None:
         """End what has not ended, because its text cannot be made."""
 
-    def forget_other_threads(self) -> None:
-        """End in a forked process."""
-
 
 class OutputThread:
     """Makes the text of requests that somebody reads as text, or that stop strings end.
@@ -99,11 +96,6 @@ class OutputThread:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def forget_other_threads(self) -> None:
-        """End in a forked process, which does not have the thread."""
-        self._thread = None
-        self._work.forget_other_threads()
-
 
 class _Work:
     """Requests whose tokens have not been read. It knows of no engine, so that one may be forgotten.
@@ -149,12 +141,6 @@ class _Work:
         with self.changed:
             self._closed = True
             self.changed.notify_all()
-
-    def forget_other_threads(self) -> None:
-        self.changed, self._closed = Condition(), True
-        for handle in (*self._handles, *self._taken):
-            handle.forget_other_threads()
-        self._handles, self._taken = {}, []
 
 
 def _serve(work: _Work, inbox: Inbox) -> None:

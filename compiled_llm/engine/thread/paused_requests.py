@@ -62,7 +62,3 @@ class Held:
             late, self._early, self._late = self._late, None, []
             if late and not self._inbox.closed:
                 self.arrive(late)
-
-    def forget_other_threads(self) -> None:
-        """Keep nobody in a forked process."""
-        self._early, self._late = None, []

@@ -58,11 +58,3 @@ class Handles(dict[Request, RequestHandle]):
             if ended:  # nobody waits here for a token
                 with self._inbox.changed:
                     self._inbox.changed.notify_all()
-
-    def forget_other_threads(self) -> None:
-        """End all requests in a forked process."""
-        self.output.forget_other_threads()
-        self.held.forget_other_threads()
-        for handle in set(self.values()):
-            handle.forget_other_threads()
-        self.clear()

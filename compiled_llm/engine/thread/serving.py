@@ -52,10 +52,6 @@ class ServingThread:
         if not (self.thread is None or self.here):
             self.thread.join()
 
-    def forget(self) -> None:
-        """Have no thread, in a forked process."""
-        self.thread = None
-
 
 def _serve(reference: weakref.ref[Served], inbox: Inbox) -> None:
     while reference() is not None and not inbox.closed:

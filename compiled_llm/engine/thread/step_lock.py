@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -29,15 +28,9 @@ class Turns:
             changed: the lock of the engine's state, notified when something has changed.
         """
         self._changed = changed
-        self._process = os.getpid()
         self._runner: threading.Thread | None = None
         self.pausing = 0
         self.resting = False
-
-    @property
-    def in_this_process(self) -> bool:
-        """Whether this process made the engine; in one that was forked its threads do not exist."""
-        return os.getpid() == self._process
 
     @property
     def here(self) -> bool:
@@ -53,12 +46,6 @@ class Turns:
     def _free(self) -> bool:
         """Whether no thread has the loop; one that has ended has it no more, whatever it has left open."""
         return self._runner is None or not self._runner.is_alive()
-
-    def forget_other_threads(self, changed: threading.Condition) -> None:
-        """Know in a forked process that no other thread runs the loop, or ever will; ``changed`` is the lock now."""
-        self._changed, self.pausing = changed, 0
-        if not self.here:
-            self._runner = None
 
     def begin(self, done: Callable[[], bool]) -> bool:
         """Wait until no other thread runs the loop, or until ``done``; whether this one does now.
@@ -84,7 +71,7 @@ class Turns:
             patience: seconds after which this thread gives up, if another one still has the loop.
 
         Raises:
-            RuntimeError: this thread runs it, or it belongs to another process.
+            RuntimeError: this thread runs it.
         """
         with self._changed:
             self.check_elsewhere()
@@ -117,9 +104,7 @@ class Turns:
         """Check that this thread may wait for the loop.
 
         Raises:
-            RuntimeError: it runs it, or has paused it; or the loop belongs to another process.
+            RuntimeError: it runs it, or has paused it.
         """
-        if not self.in_this_process:
-            raise RuntimeError("the engine belongs to the process that made it; make one in this process")
         if self.here:
             raise RuntimeError("the engine is paused, or running, in this thread; call this from outside of it")

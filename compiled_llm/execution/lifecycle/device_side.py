@@ -147,11 +147,6 @@ class DeviceSide:
             artifacts=self._artifacts,
         )
 
-    def forget_other_threads(self) -> bool:
-        """Forget what threads had that a forked process does not have; whether they were in the midst of something."""
-        self._allocation = threading.Lock()
-        return self.present is not None and self.present.forget_other_threads()
-
     def separate_weights(self) -> None:
         """Give each fused weight its own memory again, on the device."""
         self.rise()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from numbers import Integral
 from typing import Any, Protocol
 
-from compiled_llm.compat.forks import in_forked_processes
+from compiled_llm.compat.forks import HomeProcess, in_forked_processes
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.artifacts.made_for import made_for
 from compiled_llm.compilation.graphs.table import CudaGraphTable
@@ -23,7 +23,6 @@ from compiled_llm.execution.runner import Runner
 from compiled_llm.execution.threads.calls import Calls
 from compiled_llm.execution.threads.loop_lock import LoopLock
 from compiled_llm.kvcache.pool import PagePool
-from compiled_llm.model.checks import check_process
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.modules import InnerModules
 from compiled_llm_ops.backends import backend_named
@@ -35,10 +34,6 @@ class Engine(Holder, Protocol):
     def give_back(self, pages: int, pool: PagePool) -> None:
         """Let requests that run wait again until so many pages are available; the caller holds the loop lock."""
 
-    def forget_other_threads(self) -> bool:
-        """End in a forked process, which has none of its threads; whether requests had pages."""
-        ...
-
     def close(self) -> None:
         """End all requests; it serves no more."""
 
@@ -49,6 +44,7 @@ class Runtime:
     Attributes:
         facts: what is known of the model.
         config: the options given to ``wrap``.
+        home: the process that wrapped the model; whatever uses it checks that first.
         modules: those inside the model.
         loop_lock: lets one decoding loop run at a time.
         calls: of ``generate`` in progress.
@@ -69,6 +65,7 @@ class Runtime:
         """
         self.facts = facts
         self.config = config
+        self.home = HomeProcess()
         self.counters = Counters()
         self.events = Events()
         self.modules = InnerModules(walked=facts.attention.find_configs)
@@ -79,7 +76,6 @@ class Runtime:
         self.artifacts = _artifacts_for(facts, config)
         self.device_side = DeviceSide(facts, config, self.modules, self.events, self.engines, self.artifacts)
         self.warming = Warmup(facts, config, self.device_side, self.events, self.artifacts)
-        self._forked = False
         _runtimes.add(self)
 
     def __repr__(self) -> str:
@@ -107,6 +103,7 @@ class Runtime:
             ValueError: a batch size is not between 1 and ``max_batch_size``; or the profile cannot be used: it is
                 damaged, of another model or other options, or names sizes that there are not.
         """
+        self.home.check()
         wanted = self.warming.wanted("batch_sizes", batch_sizes, profile, self.config.max_batch_size)
         self.check_sizes("batch_sizes", wanted.sizes)
         self.warming.prepare(wanted, report)
@@ -125,10 +122,12 @@ class Runtime:
             ValueError: ``mode="eager"`` prepares nothing.
             OSError: the file cannot be written.
         """
+        self.home.check()
         self.warming.save(path)
 
     def stats(self) -> Stats:
         """Return what has happened so far."""
+        self.home.check()
         counters, device_model = self.counters, self._device_model
         calls = Stats(
             mode=self.config.mode,
@@ -212,8 +211,9 @@ class Runtime:
         And if its config says that it has more positions than before, or more rows are to have room.
 
         Raises:
-            RuntimeError: it is asleep.
+            RuntimeError: it is asleep; or this process was forked from the one that has the model.
         """
+        self.home.check()
         return self.device_side.current()
 
     def is_current(self, device_model: DeviceModel) -> bool:
@@ -229,34 +229,6 @@ class Runtime:
         if pool.available < pages <= pool.total:
             for engine in list(self.engines):
                 engine.give_back(pages, pool)
-
-    def forget_other_threads(self) -> bool:
-        """Begin anew in a process that was forked while other threads used the model; whether they did.
-
-        Their rows would keep their pages for ever, and a step of theirs may have been half done.
-        """
-        self._forked = True
-        cut = self.loop_lock.forget_other_threads()
-        self.calls.forget_other_threads()
-        for engine in list(self.engines):
-            cut = engine.forget_other_threads() or cut
-        cut = self.device_side.forget_other_threads() or cut
-        self.facts.attention.forget_other_threads()
-        self.counters.forget_other_threads()
-        self.events.forget_other_threads()
-        if (left := self._device_model) is not None and (cut or left.device.type == "cuda"):
-            _left_behind.append(left)
-            self.device_side.present = None
-        return cut
-
-    def check_process(self) -> None:
-        """Check that this process can use the device: one that was forked may not.
-
-        Raises:
-            RuntimeError: it cannot.
-        """
-        if self._forked:
-            check_process(self.facts.model)
 
     def separate_weights(self) -> None:
         """Give each fused weight its own memory again."""
@@ -306,13 +278,12 @@ def _no_engine() -> None:
 
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 _left_behind: list[object] = []
-"""What a forked process uses no more; CUDA memory of the process before it must not be given back here."""
+"""What a forked process cannot use; CUDA memory of the process before it must not be given back here."""
 
 
 @in_forked_processes
-def _forget_other_threads() -> None:
-    for runtime in list(_runtimes):
-        runtime.forget_other_threads()
+def _leave_behind() -> None:
+    _left_behind.extend((runtime, *runtime.engines) for runtime in list(_runtimes))
 
 
 def runtime_of(model: object) -> Runtime | None:

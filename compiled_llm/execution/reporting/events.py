@@ -88,11 +88,6 @@ class Events:
         with self.generating.paused(), self.preparing.running():
             yield
 
-    def forget_other_threads(self) -> None:
-        """Forget what threads were doing that a forked process does not have."""
-        self.generating.forget_other_threads()
-        self.preparing.forget_other_threads()
-
     def _cause(self, preparable: bool) -> ColdCause:
         if not preparable:
             return "never_prepared"

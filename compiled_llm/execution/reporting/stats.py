@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Literal, cast
 
 from rich.table import Table
 
+from compiled_llm.compat.forks import lock
 from compiled_llm.config import Mode
 from compiled_llm.execution.reporting.plain_text import plain_text
 from compiled_llm.execution.reporting.slow_paths import Reason
@@ -182,17 +182,13 @@ class Counters:
 
     def __init__(self) -> None:
         """Start at zero."""
-        self._lock = threading.Lock()
+        self._lock = lock()
         self.generate_calls: Counter[str] = Counter()
         self.forward_calls: Counter[str] = Counter()
         self.slow_generates: Counter[Reason] = Counter()
         self.slow_forwards: Counter[Reason] = Counter()
         self.steps = 0
         self.tokens = 0
-
-    def forget_other_threads(self) -> None:
-        """Free the lock of a thread that a forked process does not have."""
-        self._lock = threading.Lock()
 
     def took(self, path: Path, reason: Reason | None = None) -> None:
         """Count one call of ``generate``; a reason for not taking the fast loop is logged the first time."""

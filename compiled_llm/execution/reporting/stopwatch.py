@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from compiled_llm.compat.forks import lock
 
 
 class Stopwatch:
@@ -13,7 +14,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         """Start at zero, standing."""
-        self._lock = threading.Lock()
+        self._lock = lock()
         self._running = self._paused = 0
         self._seconds = self._since = 0.0
 
@@ -41,16 +42,11 @@ class Stopwatch:
         finally:
             self._change(paused=-1)
 
-    def forget_other_threads(self) -> None:
-        """Stand still in a forked process, which has none of the threads that were in the midst of something."""
-        self._lock = threading.Lock()
-        self._running = self._paused = 0
-
     def _change(self, running: int = 0, paused: int = 0) -> None:
         with self._lock:
             now = time.perf_counter()
             if self._running and not self._paused:
                 self._seconds += now - self._since
             self._since = now
-            # A thread that forked in the midst of something ends it in both processes.
-            self._running, self._paused = max(0, self._running + running), max(0, self._paused + paused)
+            self._running += running
+            self._paused += paused

@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from compiled_llm.compat import inside_torch_modes
-from compiled_llm.compat.forks import in_forked_processes
+from compiled_llm.compat.forks import HomeProcess, lock
 from compiled_llm.execution.threads.device_thread import DeviceThread
 from compiled_llm.execution.threads.interrupts import allowed, deferred
 
@@ -27,9 +27,9 @@ class CallingThread:
         """Start idle."""
         self._device = device
         self._on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-        self._lock = threading.RLock()
+        self._home = HomeProcess()
+        self._lock = lock()
         self._caller: int | None = None
-        self._cut = False
         self._aside: DeviceThread | None = None
         self._stream: torch.cuda.Stream | None = None
         _executors.add(self)
@@ -45,6 +45,7 @@ class CallingThread:
         Modes that the caller has entered (``with torch.device(...)`` is one) cannot be left for the duration, and
         would be compiled into the graphs; such a call runs on another thread.
         """
+        self._home.check()
         with deferred(), self._lock:
             if self._caller == threading.get_ident():
                 with allowed():
@@ -68,14 +69,6 @@ class CallingThread:
         if self._stream is not None and stream != self._stream:
             stream.wait_stream(self._stream)
         self._stream = stream
-
-    def forget_other_threads(self) -> bool:
-        """Forget the call of a thread that this process does not have; whether one was running."""
-        if self._caller == threading.get_ident():
-            return self._cut
-        self._cut = self._cut or self._caller is not None
-        self._lock, self._caller = threading.RLock(), None
-        return self._cut
 
     def rest(self) -> None:
         """Wait for the running call, and let other threads begin none."""
@@ -113,12 +106,6 @@ def _outside() -> Iterator[None]:
 
 
 _executors: weakref.WeakSet[CallingThread] = weakref.WeakSet()
-
-
-@in_forked_processes
-def _forget_other_threads() -> None:
-    for executor in list(_executors):
-        executor.forget_other_threads()
 
 
 @atexit.register

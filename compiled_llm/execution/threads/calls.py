@@ -22,13 +22,8 @@ class Calls:
 
     def __init__(self) -> None:
         """Begin without calls."""
-        self.forget_other_threads()
-
-    def forget_other_threads(self) -> None:
-        """Forget the calls of threads that a forked process does not have."""
-        here = {call: thread for call, thread in getattr(self, "_running", {}).items() if thread == _this_thread()}
         self._changed = Condition()
-        self._running: dict[object, int] = here  # and the thread of each
+        self._running: dict[object, int] = {}  # and the thread of each
         self._moves = self._waiting = self._barring = 0
         self._let_in = -math.inf  # those that have waited since before that, on ``time.monotonic``'s clock, may begin
 

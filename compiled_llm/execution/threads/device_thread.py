@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from compiled_llm.compat import adopt_cudagraph_trees
-from compiled_llm.compat.forks import in_forked_processes
+from compiled_llm.compat.forks import HomeProcess, in_forked_processes
 from compiled_llm.execution.threads.interrupts import allowed, deferred, guarded_by
 
 _PATIENCE = 0.2
@@ -97,7 +97,6 @@ class _Worker:
 
     def __init__(self, device: torch.device, has_trees: bool) -> None:
         self.current: _Job | None = None
-        self.lost = False  # whether the thread belongs to the process that this one was forked from
         self._jobs: deque[_Job] = deque()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._guard = threading.Lock()
@@ -162,33 +161,19 @@ class DeviceThread:
                 that imports them keeps them from all others.
         """
         self._device = device
-        self._has_trees = has_trees
-        self._cut = False
-        self._take_worker()
-        _device_threads.add(self)
-
-    def _take_worker(self) -> None:
-        idle = _idle[self._device, self._has_trees]
+        self._home = HomeProcess()
+        idle = _idle[device, has_trees]
         try:
             self._worker = idle.pop()
         except IndexError:
-            self._worker = _Worker(self._device, self._has_trees)
-        self._given_back = weakref.finalize(self, idle.append, self._worker)
-        self._given_back.atexit = False
+            self._worker = _Worker(device, has_trees)
+        weakref.finalize(self, idle.append, self._worker).atexit = False
 
     @property
     def caller(self) -> int | None:
         """Identity of the thread that waits for the running call."""
         job = self._worker.current
         return None if job is None else job.caller
-
-    def forget_other_threads(self) -> bool:
-        """Forget the thread, which this process does not have; whether a call was running on it."""
-        if not self._worker.lost:
-            self._cut = self._cut or self._worker.current is not None
-            self._worker.lost = True
-            self._given_back.detach()
-        return self._cut
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``function`` on the thread, on the caller's CUDA stream, and return its result.
@@ -198,8 +183,7 @@ class DeviceThread:
         """
         if threading.current_thread() is self._worker.thread:
             return function(*args, **kwargs)
-        if self._worker.lost:
-            self._take_worker()
+        self._home.check()
         if _exiting.is_set():
             threading.Event().wait()  # for ever: only a daemon thread gets here, and the interpreter is about to go
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
@@ -232,15 +216,12 @@ class DeviceThread:
 _idle: defaultdict[tuple[torch.device, bool], list[_Worker]] = defaultdict(list)
 _workers: list[_Worker] = []
 _exiting = threading.Event()
-_device_threads: weakref.WeakSet[DeviceThread] = weakref.WeakSet()
 
 
 @in_forked_processes
-def _forget_other_threads() -> None:
+def _forget_workers() -> None:
     _idle.clear()
     _workers.clear()
-    for thread in list(_device_threads):
-        thread.forget_other_threads()
 
 
 @atexit.register

@@ -26,10 +26,6 @@ class Executor(Protocol):
     def caller(self) -> int | None:
         """Identity of the thread whose call is running."""
 
-    def forget_other_threads(self) -> bool:
-        """Forget what threads had that a forked process does not have; whether a call of theirs was running."""
-        ...
-
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``function`` and return its result; its exceptions, and Ctrl-C, reach the caller."""
         ...

@@ -146,7 +146,7 @@ _OF_PYTHON_OR_OURS = (signal.default_int_handler, _on_interrupt)
 
 
 @in_forked_processes
-def _forget_other_threads() -> None:
+def _begin_anew() -> None:
     """Begin anew if it was not the main thread that forked: it is now."""
     if _State.thread == threading.get_ident():
         return

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from compiled_llm.compat.condition import Condition
+from compiled_llm.compat.forks import HomeProcess
 from compiled_llm.execution.threads.interrupts import check
 
 _PATIENCE = 0.02
@@ -34,6 +35,7 @@ class LoopLock:
 
     def __init__(self) -> None:
         """Start free."""
+        self._home = HomeProcess()
         self._condition = Condition()
         self._holder: object | None = None
         self._waiters: list[_Waiter] = []
@@ -134,15 +136,6 @@ class LoopLock:
                 if mine in self._loops:  # False if only a traceback has kept this open
                     self._holder = mine
 
-    def forget_other_threads(self) -> bool:
-        """Forget the loops of threads that this process does not have; whether there were any."""
-        own = {loop: thread for loop, thread in self._loops.items() if thread == threading.get_ident()}
-        cut = len(own) < len(self._loops)
-        self._condition, self._waiters, self._claims, self._loops = Condition(), [], {}, own
-        if self._holder not in own:
-            self._holder = None
-        return cut
-
     def _wait_until(
         self, ready: Callable[[], bool], takes_pages: bool = False, gone: Callable[[], bool] = lambda: False
     ) -> None:
@@ -152,7 +145,8 @@ class LoopLock:
             self._moved = waiter.since
         self._waiters.append(waiter)
         try:
-            while not (gone() or (self._holder is None and self._may_go(waiter))):
+            # In a forked process, to which a callback has returned, the others do not exist.
+            while not (gone() or self._home.left or (self._holder is None and self._may_go(waiter))):
                 self._condition.wait(timeout=0.2)
                 check()
         finally:

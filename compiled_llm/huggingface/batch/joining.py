@@ -25,7 +25,7 @@ def engine_to_join(call: Call) -> Driver | None:
     that begins from a cache or returns one, lets the user's code look at each token, or follows a processor's grammar.
     """
     driver = call.runtime.engine()
-    if not isinstance(driver, Driver) or not driver.open or not (driver.handles or call.runtime.loop_lock.busy):
+    if not isinstance(driver, Driver) or driver.closed or not (driver.handles or call.runtime.loop_lock.busy):
         return None
     if driver.turns.here or not _fits(call):  # inside ``engine.paused()``; or it will be refused
         return None

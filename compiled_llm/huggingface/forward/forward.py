@@ -39,7 +39,7 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
     if torch.compiler.is_compiling() or dynamo_watches():  # the user's own torch.compile or torch.export
         return original(self, *args, **kwargs)
     arguments, runtime = by_name(original, args, kwargs), self.compiled
-    runtime.check_process()
+    runtime.home.check()
     runtime.device_side.check_weights()
     if current_call.get() is not None:
         runtime.calls.moved()
@@ -113,6 +113,7 @@ def _run_over(cache: PagedCache, original: Any, self: Any, arguments: Mapping[st
 
 def run_own_forward(forward: Callable[[], Any], runtime: CompiledModel, own: str) -> Any:
     """Run a user's forward, named ``own``, and count it unless it calls ours, which counts itself."""
+    runtime.home.check()
     paths: list[str] = []
     token = _counted.set(paths)
     try:

@@ -33,12 +33,6 @@ class WeightsLock:
                 self._readers += Counter()  # without those that are done
                 self._changed.notify_all()
 
-    def forget_other_threads(self) -> None:
-        """Forget readers and movers in threads that a forked process does not have."""
-        thread = threading.get_ident()
-        self._changed, self._moving = Condition(), False
-        self._readers = +Counter({thread: self._readers[thread]})
-
     @contextmanager
     def move(self, caller: int | None) -> Iterator[None]:
         """Let no thread read the weights for the block; ``caller``, the waiting thread, reads on afterwards."""
