@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import gc
 import random
 import signal
 import sys
@@ -28,6 +29,7 @@ import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.request import RequestError
 from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.kvcache.row import Row
 from compiled_llm.requests.outputs import Completion
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.in_threads import start
@@ -360,6 +362,9 @@ class Schedule:
             stats = engine.stats()
             assert (stats.running, stats.waiting) == (0, 0)
             engine.close()
+        gc.collect()  # the traceback of a Ctrl-C may hold a cache in a circle
+        if self._model.compiled.stats().pages.used:
+            _print_who_keeps_pages()
         assert_account_is_empty(self._model)
 
     def _let_end(self, engine: Engine) -> None:
@@ -374,6 +379,14 @@ class Schedule:
         while (left := _ours() - before) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not left
+
+
+def _print_who_keeps_pages() -> None:
+    for row in (found for found in gc.get_objects() if isinstance(found, Row) and found.pages):
+        print(f"{row} is kept by")
+        for keeper in gc.get_referrers(row):
+            keepers = [str(outer)[:150] for outer in gc.get_referrers(keeper)[:6]]
+            print(f"    {type(keeper).__name__}: {str(keeper)[:200]}, which {keepers} keep")
 
 
 def _ours() -> set[threading.Thread]:
