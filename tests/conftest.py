@@ -20,7 +20,7 @@ from transformers import Qwen3ForCausalLM as Qwen3
 
 from compiled_llm.compilation import backend as inductor
 from compiled_llm.execution.runner import Runner
-from support.interpreting import INTERPRETED, patch_the_language_once, take_scalars_as_numbers
+from support.ops.interpreting import INTERPRETED, patch_the_language_once, take_scalars_as_numbers
 from support.tiny_models import tiny_llama, tiny_qwen3
 
 

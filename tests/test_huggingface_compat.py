@@ -35,10 +35,10 @@ from compiled_llm.compat import response_templates
 from compiled_llm.compat import tokenizers as tokenizer_parts
 from compiled_llm.huggingface.wrapped_model import WrappedModel
 from compiled_llm.server.openai.parsing.answer_parts import REASONING
-from support import vision
-from support.families import CLASSES, FAMILIES, make
+from support.engine.text_tokenizers import byte_fallback, byte_level, word_pieces
+from support.huggingface import vision
+from support.huggingface.families import CLASSES, FAMILIES, make
 from support.in_threads import in_thread
-from support.text_tokenizers import byte_fallback, byte_level, word_pieces
 from support.tiny_models import tiny_llama
 
 pytestmark = pytest.mark.core

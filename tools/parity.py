@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of weights and tokens")
     options = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-    from support import twins as tests
+    from support.execution import twins as tests
 
     cuda = torch.cuda.is_available()
     tests.DEVICE = "cuda" if cuda else "cpu"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from support.characters import character_tokenizer
-from support.foreign_folder import STANDARD, ForeignFolder, imported
+from support.commands.foreign_folder import STANDARD, ForeignFolder, imported
 from support.tiny_models import tiny_qwen3
 
 TEMPLATE = (

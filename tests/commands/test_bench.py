@@ -30,7 +30,7 @@ from compiled_llm.commands.bench.report import Report
 from compiled_llm.commands.bench.timing import Spread, Timing, TokenClock, timed
 from compiled_llm.commands.bench.workload import Workload
 from compiled_llm.server.own_process import own_command
-from support.pages import CHECKOUT
+from support.docs.pages import CHECKOUT
 
 PNG = b"\x89PNG"
 MACHINE = {"date": "today", "commit": "abc", "versions": {}, "cpu": {"name": "a CPU"}, "gpu": None}

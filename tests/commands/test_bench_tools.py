@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from compiled_llm.commands.bench.report import Report
-from support.pages import CHECKOUT
+from support.docs.pages import CHECKOUT
 
 TOOLS = CHECKOUT / "tools" / "bench"
 pytestmark = pytest.mark.skipif(not TOOLS.is_dir(), reason="no checkout")

@@ -25,10 +25,10 @@ from compiled_llm.commands.chat.partner import Generator
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.engine_process.facts import ready_of
-from support import talking_partner
 from support.characters import character_tokenizer
-from support.generators import COMMAND, Loop, generating, until
-from support.terminal import CTRL_C, CTRL_D, UP, Terminal, terminal
+from support.commands import talking_partner
+from support.commands.terminal import CTRL_C, CTRL_D, UP, Terminal, terminal
+from support.server.generators import COMMAND, Loop, generating, until
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
 

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 import compiled_llm
 from compiled_llm.commands.app import app
-from support.foreign_folder import OURS, STANDARD, ForeignFolder, imported
-from support.stand_in_cuda_graphs import let_a_cpu_capture
+from support.commands.foreign_folder import OURS, STANDARD, ForeignFolder, imported
+from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.tiny_models import tiny_qwen3
 
 COMMAND = str(Path(sys.executable).with_name("compiled-llm"))

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from compiled_llm.commands.app import app
-from support.artifact_folders import compiled, made_up
+from support.compilation.artifact_folders import compiled, made_up
 
 WIDE = {"COLUMNS": "300", "NO_COLOR": "1"}
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from support.foreign_folder import ForeignFolder
-from support.fronts import serving
-from support.generators import COMMAND, PATIENCE, until
+from support.commands.foreign_folder import ForeignFolder
+from support.server.fronts import serving
+from support.server.generators import COMMAND, PATIENCE, until
 
 EAGER = ("--mode", "eager")
 SERVED = (*EAGER, "--warmup", "1", "--kv-memory", "20000 tokens", "--api-server-count", "2")

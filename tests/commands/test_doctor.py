@@ -29,7 +29,7 @@ from compiled_llm.commands.doctor.checks import examine
 from compiled_llm.commands.doctor.finding import Finding, essence
 from compiled_llm.commands.doctor.machine import cpu
 from compiled_llm_ops.flashinfer.install import missing_for_cuda
-from support.foreign_folder import ForeignFolder
+from support.commands.foreign_folder import ForeignFolder
 
 COMMAND = str(Path(sys.executable).with_name("compiled-llm"))
 MIB, GIB = 2**20, 2**30

@@ -22,10 +22,10 @@ import compiled_llm
 from compiled_llm.compilation.artifacts.artifacts import NotInArtifactsError
 from compiled_llm.compilation.artifacts.made_for import sizes_made_for
 from compiled_llm.compilation.artifacts.profile import Profile, UsedStep
-from support import start_with_artifacts
-from support.artifact_folders import compiled
 from support.characters import character_tokenizer
-from support.start_with_artifacts import answers
+from support.compilation import start_with_artifacts
+from support.compilation.artifact_folders import compiled
+from support.compilation.start_with_artifacts import answers
 from support.tiny_models import tiny_qwen3
 
 pytestmark = pytest.mark.slow

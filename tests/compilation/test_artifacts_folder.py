@@ -14,7 +14,7 @@ import pytest
 from compiled_llm.compilation.artifacts import checked_folder
 from compiled_llm.compilation.artifacts.manifest import NAME, Manifest
 from compiled_llm.compilation.artifacts.writing import PLACE, check_new, seal, unfinished
-from support.artifact_folders import FILES, HERE, ROWS, made_up, read
+from support.compilation.artifact_folders import FILES, HERE, ROWS, made_up, read
 
 pytestmark = pytest.mark.core
 

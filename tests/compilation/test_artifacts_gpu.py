@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from support import start_with_artifacts
-from support.artifact_folders import compiled
 from support.characters import character_tokenizer
+from support.compilation import start_with_artifacts
+from support.compilation.artifact_folders import compiled
 from support.tiny_models import tiny_qwen3
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -91,7 +91,7 @@ def without_artifacts(model_folder: Path, tmp_path_factory: pytest.TempPathFacto
     program = (
         "import sys, json, torch, compiled_llm\n"
         "from transformers import AutoModelForCausalLM\n"
-        "from support.start_with_artifacts import answers\n"
+        "from support.compilation.start_with_artifacts import answers\n"
         "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16).to('cuda')\n"
         "print(json.dumps(answers(compiled_llm.wrap(model, progress=False))))\n"
     )

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm.compat import own_copy
 from compiled_llm.compilation.bounded import Bounded
-from support.pairs import OPTIONS
+from support.huggingface.pairs import OPTIONS
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 

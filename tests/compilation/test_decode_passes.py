@@ -22,10 +22,10 @@ from compiled_llm.compilation.passes.products import OuterProducts
 from compiled_llm.config import WrapConfig
 from compiled_llm_ops import decode_attention, decode_attention_lse
 from compiled_llm_ops.contracts import DecodeAttention
-from support.families import FAMILIES, make
+from support.compilation.traced import traced
+from support.huggingface.families import FAMILIES, make
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_llama, tiny_qwen3
-from support.traced import traced
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 

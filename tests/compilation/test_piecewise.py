@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm.compilation.graphs.piecewise import GraphInPieces
 from compiled_llm_ops.attention import decode
+from support.execution.stand_in_piecewise import CapturedPieces, Tape, captured, let_a_cpu_capture_pieces
+from support.execution.two_layers import TwoLayers
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
-from support.stand_in_piecewise import CapturedPieces, Tape, captured, let_a_cpu_capture_pieces
 from support.tiny_models import WINDOWS, tiny_qwen3
-from support.two_layers import TwoLayers
 
 OPTIONS: dict[str, Any] = {
     "page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 8, "progress": False, "mode": "piecewise",

@@ -20,10 +20,10 @@ from compiled_llm.compilation import backend as inductor
 from compiled_llm.compilation import programs as programs
 from compiled_llm.compilation.regions import Examples, Region, cut, join, without_symbols
 from compiled_llm_ops import paged_attention
-from support.families import FAMILIES, make
+from support.compilation.traced import Inputs, inputs_of, traced
+from support.huggingface.families import FAMILIES, make
 from support.parity import FEW_PAGES, greedy, mixed_prompts, wrap_and_compare
 from support.tiny_models import tiny_qwen3
-from support.traced import Inputs, inputs_of, traced
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 

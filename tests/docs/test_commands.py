@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from compiled_llm.commands.app import app
-from support.pages import PAGES, rendered, short
+from support.docs.pages import PAGES, rendered, short
 
 
 @cache

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 import compiled_llm_ops
+from support.docs.pages import CHECKOUT
 from support.imports import sources
-from support.pages import CHECKOUT
 from support.tiny_models import tiny_qwen3
 
 FOLDER = CHECKOUT / "docs" / "design"

@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compiled_llm
 from support.characters import character_tokenizer
-from support.fronts import fronting
-from support.generators import generating, operating
-from support.pages import DOCS, HUB_ID, PAGES, beginning_of, blocks_of, run, short
+from support.docs.pages import DOCS, HUB_ID, PAGES, beginning_of, blocks_of, run, short
+from support.server.fronts import fronting
+from support.server.generators import generating, operating
 from support.tiny_gguf import write_gguf
 from support.tiny_models import tiny_llama, tiny_qwen3
 

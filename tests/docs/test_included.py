@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from support.pages import CHECKOUT, DOCS, included
+from support.docs.pages import CHECKOUT, DOCS, included
 
 
 def shown(page: str) -> tuple[str, dict[str, str]]:

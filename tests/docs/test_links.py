@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.pages import CHECKOUT, DOCS, PAGES, included, short
+from support.docs.pages import CHECKOUT, DOCS, PAGES, included, short
 
 
 def anchors_of(page: Path) -> set[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import re
 
+from support.docs.pages import DOCS
 from support.imports import sources
-from support.pages import DOCS
 
 
 def messages_on_the_page() -> list[list[str]]:

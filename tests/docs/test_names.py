@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.pages import CHECKOUT, short
+from support.docs.pages import CHECKOUT, short
 
 PAGES = sorted(
     page

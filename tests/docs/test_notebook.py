@@ -9,8 +9,8 @@ import torch
 
 import compiled_llm
 from support.characters import character_tokenizer
-from support.notebook import NOTEBOOK, code, executed, figures_left_out, kept
-from support.pages import notebooks
+from support.docs.notebook import NOTEBOOK, code, executed, figures_left_out, kept
+from support.docs.pages import notebooks
 from support.tiny_models import tiny_llama
 
 

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 import compiled_llm
 from compiled_llm.commands.app import app
+from support.docs.pages import CHECKOUT, HUB_ID, PAGES, blocks_of, run
 from support.imports import sources
-from support.pages import CHECKOUT, HUB_ID, PAGES, blocks_of, run
 
 README = CHECKOUT / "README.md"
 SHOWN = re.findall(r"^```text\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
@@ -38,7 +38,7 @@ def test_readmes_command_prints_what_it_shows(demo_model_dir: Path) -> None:
     command, served = re.findall(r"^compiled-llm (.+)$", README.read_text(), re.MULTILINE)
     done = CliRunner().invoke(app, [*shlex.split(command), "--mode", "eager", "--device", "cpu"])
     assert (done.exit_code, done.stdout) == (0, SHOWN[1])
-    assert served == "serve demo"  # tests/server/front/test_acceptance.py does so
+    assert served == "serve demo"  # tests/server/api_server/openai/test_acceptance.py does so
 
 
 def test_nobody_is_told_to_install_what_no_index_has() -> None:

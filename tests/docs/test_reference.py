@@ -13,10 +13,10 @@ import compiled_llm
 import compiled_llm_ops
 from compiled_llm.config import WrapConfig
 from compiled_llm.env import Env
-from support import models_page, vision
-from support.families import FAMILIES, REFUSED
+from support.docs.pages import CHECKOUT, DOCS, hooks, rendered
+from support.huggingface import models_page, vision
+from support.huggingface.families import FAMILIES, REFUSED
 from support.imports import sources
-from support.pages import CHECKOUT, DOCS, hooks, rendered
 from support.tiny_models import tiny_qwen3
 
 
@@ -69,7 +69,7 @@ def test_api_pages_name_everything_public() -> None:
 def test_the_models_page_has_each_family_that_is_tested_and_what_was_compared() -> None:
     written = models_page.BETWEEN.search(models_page.PAGE.read_text())
     assert written is not None
-    assert written[0] == models_page.tables(), "run `python tests/support/models_page.py`"
+    assert written[0] == models_page.tables(), "run `python tests/support/huggingface/models_page.py`"
     assert models_page.TESTED.keys() == FAMILIES.keys()
     assert models_page.WITH_IMAGES.keys() == vision.FAMILIES.keys()
     assert models_page.REFUSED.keys() >= REFUSED.keys()

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from support.pages import DOCS, rendered
+from support.docs.pages import DOCS, rendered
 
 # The first release after the newest that passed, by how many of its numbers count.
 NEXT = {"torch": 2, "transformers": 1, "flashinfer-python": 2}

@@ -22,7 +22,7 @@ from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.request import RequestError
 from compiled_llm.engine.thread.output_processor import OutputThread
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.failing_calls import fail_once
+from support.execution.failing_calls import fail_once
 from support.in_threads import start
 from support.parity import alone, assert_account_is_empty
 from support.tiny_models import tiny_qwen3

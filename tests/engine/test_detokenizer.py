@@ -17,7 +17,7 @@ from compiled_llm.engine.steps.request import Request
 from compiled_llm.requests.answer_text import AnswerText, TextFormat
 from compiled_llm.requests.detokenizer import Decoding
 from compiled_llm.requests.stop_strings import StopReader, StopStrings
-from support.text_tokenizers import SAMPLES, byte_fallback, byte_level, slow, word_pieces
+from support.engine.text_tokenizers import SAMPLES, byte_fallback, byte_level, slow, word_pieces
 
 KINDS = [byte_level, byte_fallback, word_pieces, slow]
 END = 10**9

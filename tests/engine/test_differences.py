@@ -21,9 +21,9 @@ from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.stop_strings import StopReader
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from compiled_llm_ops import sample_tokens
-from support.pages import DOCS
-from support.sampling_cases import arguments
-from support.text_tokenizers import byte_fallback
+from support.docs.pages import DOCS
+from support.engine.text_tokenizers import byte_fallback
+from support.ops.sampling_cases import arguments
 from support.tiny_models import tiny_qwen3
 
 

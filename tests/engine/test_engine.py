@@ -19,8 +19,8 @@ from compiled_llm.engine.engine import Engine, QueueFullError
 from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.failing_calls import fail_once
-from support.families import FAMILIES, make
+from support.execution.failing_calls import fail_once
+from support.huggingface.families import FAMILIES, make
 from support.parity import alone, assert_account_is_empty, mixed_prompts
 from support.tiny_models import tiny_qwen3
 

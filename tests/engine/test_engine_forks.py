@@ -17,7 +17,7 @@ import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.forking import PATIENCE, forked, told_elsewhere
+from support.execution.forking import PATIENCE, forked, told_elsewhere
 from support.in_threads import start
 from support.parity import assert_account_is_empty
 from support.tiny_models import tiny_qwen3

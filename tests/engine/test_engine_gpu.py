@@ -17,8 +17,8 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
+from support.execution.twins import BEYOND_NOISE, DEVICE, OPTIONS, SMALL, in_float32, rms, small_qwen3
 from support.parity import assert_account_is_empty
-from support.twins import BEYOND_NOISE, DEVICE, OPTIONS, SMALL, in_float32, rms, small_qwen3
 
 pytestmark = pytest.mark.gpu
 

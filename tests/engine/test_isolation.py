@@ -20,7 +20,7 @@ from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.engine.thread import starvation
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.failing_calls import fail_once
+from support.execution.failing_calls import fail_once
 from support.parity import alone, assert_account_is_empty
 from support.tiny_models import tiny_qwen3
 

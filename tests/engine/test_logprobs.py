@@ -38,8 +38,8 @@ from compiled_llm.requests.token_stream import Token
 from compiled_llm_ops import sample_tokens
 from compiled_llm_ops.contracts import SampleTokens
 from engine.test_engine import GREEDY, some_prompts, tiny, wrapped
+from support.ops.sampling_cases import BRANCHES, EDITED, FILTERED, arguments, distribution, warped
 from support.parity import assert_account_is_empty
-from support.sampling_cases import BRANCHES, EDITED, FILTERED, arguments, distribution, warped
 
 ROUNDING = 5e-5
 """How far sums of float32 in other orders move single ones of the likeliest tokens; chosen ones stay within 1e-5."""

@@ -14,8 +14,8 @@ import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 from engine.test_engine_gpu import check_greedy, some_requests
+from support.execution.twins import DEVICE, OPTIONS, in_float32, small_qwen3
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
-from support.twins import DEVICE, OPTIONS, in_float32, small_qwen3
 
 pytestmark = pytest.mark.gpu
 

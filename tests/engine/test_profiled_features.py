@@ -17,7 +17,7 @@ from compiled_llm.engine.grammars.compiling import Grammars
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
-from support.text_tokenizers import byte_level
+from support.engine.text_tokenizers import byte_level
 from support.tiny_models import tiny_qwen3
 
 pytestmark = pytest.mark.usefixtures("one_thread", "without_inductor")

@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.execution.runner import Runner
-from support.thread_search import Expected, Schedule
+from support.engine.thread_search import Expected, Schedule
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -25,7 +25,7 @@ from compiled_llm.engine.steps.token_budget import Pace
 from compiled_llm.kvcache.pool import OutOfPagesError, PagePool
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
-from support.naive_device import BAD, NaiveDevice, PlantedError, PoisonedPool, answer, seen_in
+from support.engine.naive_device import BAD, NaiveDevice, PlantedError, PoisonedPool, answer, seen_in
 
 pytestmark = pytest.mark.core
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import compiled_llm
+from support.engine.soak import Soak
 from support.in_threads import start
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
-from support.soak import Soak
 from support.tiny_models import tiny_qwen3
 
 FEW, MANY = 120, 6000

@@ -21,9 +21,9 @@ from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.request import RequestError
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.forking import ELSEWHERE, forked
+from support.engine.text_tokenizers import byte_level
+from support.execution.forking import ELSEWHERE, forked
 from support.parity import assert_account_is_empty
-from support.text_tokenizers import byte_level
 from support.tiny_models import tiny_qwen3
 
 pytestmark = pytest.mark.usefixtures("one_thread")

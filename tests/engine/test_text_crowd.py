@@ -15,8 +15,8 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
+from support.engine.text_tokenizers import byte_level
 from support.parity import assert_account_is_empty
-from support.text_tokenizers import byte_level
 from support.tiny_models import tiny_qwen3
 
 PROMPT = list(range(3, 23))

@@ -9,8 +9,8 @@ import torch
 
 import compiled_llm
 from compiled_llm_ops.protocol import Plan
+from support.execution.twins import assert_parity, parity, prompts_on_device, small_qwen3, twins_of
 from support.parity import assert_account_is_empty, greedy
-from support.twins import assert_parity, parity, prompts_on_device, small_qwen3, twins_of
 
 pytestmark = pytest.mark.gpu
 

@@ -16,7 +16,7 @@ from compiled_llm.execution.batch import Batch, Extension, Step
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.kvcache.row import Row
-from support.alone import Alone
+from support.execution.alone import Alone
 from support.tiny_models import tiny_qwen3
 
 pytestmark = pytest.mark.core

@@ -1,6 +1,6 @@
 """CudaGraphs that are made beside the steps, on a CPU: rows come and go, captures are late or fail, tokens stay right.
 
-See ``support.stand_in_cuda_graphs``. The programs are not compiled but where that matters.
+See ``support.execution.stand_in_cuda_graphs``. The programs are not compiled but where that matters.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.execution.runner import Runner
 from compiled_llm.kvcache.row import Row
+from support.execution.model_changes import other_attribute
+from support.execution.stand_in_cuda_graphs import StandIn, StandInGraphCapture, let_a_cpu_capture
 from support.in_threads import in_thread
-from support.model_changes import other_attribute
 from support.parity import alone, assert_account_is_empty, greedy, mixed_prompts
-from support.stand_in_cuda_graphs import StandIn, StandInGraphCapture, let_a_cpu_capture
 from support.tiny_models import tiny_qwen3
 
 OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 8, "progress": False}
@@ -471,7 +471,7 @@ class InAThread(StandInGraphCapture):
 
 @pytest.mark.usefixtures("without_inductor")
 def test_an_engine_goes_on_while_another_thread_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("support.stand_in_cuda_graphs.StandInGraphCapture", InAThread)
+    monkeypatch.setattr("support.execution.stand_in_cuda_graphs.StandInGraphCapture", InAThread)
     reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS, max_graphs=4)
     lengths = [3, 50, 9, 20, 1, 15] * 2
     expected = {length: alone(reference, prompt_of(length), 14) for length in set(lengths)}
@@ -494,7 +494,7 @@ def test_nothing_is_compiled_again_when_pytorch_gets_another_number_of_threads_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The thread that captures lives as long as the process, and each thread has its own number."""
-    monkeypatch.setattr("support.stand_in_cuda_graphs.StandInGraphCapture", InAThread)
+    monkeypatch.setattr("support.execution.stand_in_cuda_graphs.StandInGraphCapture", InAThread)
     in_thread(InAThread.thread.finish, 20)
     InAThread.thread.submit(lambda: torch.set_num_threads(3))
     in_thread(InAThread.thread.finish, 20)

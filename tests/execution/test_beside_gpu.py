@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.compilation.graphs.capture import Captured, GraphCapture
+from support.execution.twins import DEVICE, OPTIONS, assert_parity, parity, small_qwen3, twins_of
 from support.gpu import needs_cuda
 from support.parity import assert_account_is_empty
-from support.twins import DEVICE, OPTIONS, assert_parity, parity, small_qwen3, twins_of
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 

@@ -1,4 +1,4 @@
-"""What is kept of CUDA graphs, on a CPU; see ``support.stand_in_cuda_graphs``."""
+"""What is kept of CUDA graphs, on a CPU; see ``support.execution.stand_in_cuda_graphs``."""
 
 from __future__ import annotations
 
@@ -22,9 +22,16 @@ from compiled_llm.execution.state import prefill_room
 from compiled_llm.execution.state.choice_graphs import ChoiceGraphs
 from compiled_llm.execution.state.prefill_room import COMPILED_ROWS, compiled_length, typical_tokens
 from compiled_llm.model.sizes import weights_of_a_layer
-from support.model_changes import Changing, in_place, moved_data, new_parameter, other_attribute, swapped_module
+from support.execution.model_changes import (
+    Changing,
+    in_place,
+    moved_data,
+    new_parameter,
+    other_attribute,
+    swapped_module,
+)
+from support.execution.stand_in_cuda_graphs import StandIn, StandInGraphCapture, let_a_cpu_capture
 from support.parity import alone, assert_account_is_empty, greedy, mixed_prompts
-from support.stand_in_cuda_graphs import StandIn, StandInGraphCapture, let_a_cpu_capture
 from support.tiny_models import tiny_qwen3
 
 OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 8, "progress": False}

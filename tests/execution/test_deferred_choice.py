@@ -24,8 +24,8 @@ from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.state import choice_graphs, device_state
 from compiled_llm.execution.state.choice_graphs import ChoiceGraphs
 from compiled_llm.kvcache.row import Row
-from support.alone import Alone
-from support.sampling_cases import EVERYTHING, SINGLE_EDITS
+from support.execution.alone import Alone
+from support.ops.sampling_cases import EVERYTHING, SINGLE_EDITS
 from support.tiny_models import tiny_qwen3
 
 pytestmark = pytest.mark.core

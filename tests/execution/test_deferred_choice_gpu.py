@@ -25,8 +25,8 @@ from compiled_llm.execution.decode.deferred_choice import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.kvcache.row import Row
+from support.execution.twins import OPTIONS, SMALL, small_qwen3
 from support.gpu import needs_cuda
-from support.twins import OPTIONS, SMALL, small_qwen3
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from compiled_llm.config import Mode
-from support.first_uses import NEW_TOKENS, POOL, USES
+from support.execution.first_uses import NEW_TOKENS, POOL, USES
 
 DEFAULT = "cuda-graphs"
 
@@ -19,7 +19,7 @@ DEFAULT = "cuda-graphs"
 def first_use(mode: str, use: str, device: str) -> list[list[int]]:
     """Greedy tokens of a first use in a thread of a fresh process."""
     done = subprocess.run(
-        [sys.executable, "-m", "support.first_uses", mode, use, device],
+        [sys.executable, "-m", "support.execution.first_uses", mode, use, device],
         cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,

@@ -23,7 +23,7 @@ from compiled_llm.compat import huggingface
 from compiled_llm.execution.threads import calling_thread, device_thread
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.model import checks
-from support.forking import ELSEWHERE, PATIENCE, forked, told_elsewhere
+from support.execution.forking import ELSEWHERE, PATIENCE, forked, told_elsewhere
 from support.in_threads import in_thread, start
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3

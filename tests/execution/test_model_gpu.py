@@ -29,10 +29,15 @@ from transformers.generation.streamers import BaseStreamer
 import compiled_llm
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.kvcache.pool import PagePool
-from support.model_changes import Changing, in_place, moved_data, new_parameter, other_attribute, swapped_module
-from support.parity import assert_account_is_empty, greedy
-from support.sampling_cases import EVERYTHING
-from support.twins import (
+from support.execution.model_changes import (
+    Changing,
+    in_place,
+    moved_data,
+    new_parameter,
+    other_attribute,
+    swapped_module,
+)
+from support.execution.twins import (
     BEYOND_NOISE,
     DEVICE,
     OPTIONS,
@@ -50,6 +55,8 @@ from support.twins import (
     small_qwen3,
     twins_of,
 )
+from support.ops.sampling_cases import EVERYTHING
+from support.parity import assert_account_is_empty, greedy
 
 pytestmark = pytest.mark.gpu
 
@@ -181,7 +188,7 @@ BESIDE_A_USERS_OWN_GRAPHS = """
 import torch
 import compiled_llm
 from support.parity import greedy
-from support.twins import OPTIONS, prompts_on_device, small_qwen3
+from support.execution.twins import OPTIONS, prompts_on_device, small_qwen3
 
 model = compiled_llm.wrap(small_qwen3(0), **OPTIONS)
 inputs = prompts_on_device([5, 9, 30], 0)

@@ -12,10 +12,19 @@ import compiled_llm
 from compiled_llm.compilation.graphs.capture import GraphCapture
 from compiled_llm.compilation.graphs.piecewise import GraphInPieces, unowned
 from compiled_llm.compilation.graphs.table import mib
+from support.execution.twins import (
+    DEVICE,
+    OPTIONS,
+    WINDOWED,
+    assert_parity,
+    parity,
+    prompts_on_device,
+    small_qwen3,
+    twins_of,
+)
+from support.execution.two_layers import TwoLayers
 from support.gpu import needs_cuda
 from support.parity import assert_account_is_empty, greedy
-from support.twins import DEVICE, OPTIONS, WINDOWED, assert_parity, parity, prompts_on_device, small_qwen3, twins_of
-from support.two_layers import TwoLayers
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 

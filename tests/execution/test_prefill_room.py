@@ -12,8 +12,8 @@ import compiled_llm
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.state.prefill_room import PrefillRoom
 from compiled_llm.kvcache.table import HostTable
+from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
-from support.stand_in_cuda_graphs import let_a_cpu_capture
 from support.tiny_models import tiny_qwen3
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -18,8 +18,7 @@ from transformers import PreTrainedModel, Qwen3Config
 import compiled_llm
 from compiled_llm.execution.state.slots import Slots
 from compiled_llm.kvcache.row import Row
-from support.parity import assert_account_is_empty
-from support.twins import (
+from support.execution.twins import (
     DEVICE,
     OPTIONS,
     ROWS,
@@ -32,6 +31,7 @@ from support.twins import (
     small_qwen3,
     twins_of,
 )
+from support.parity import assert_account_is_empty
 
 pytestmark = pytest.mark.gpu
 

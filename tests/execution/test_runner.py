@@ -18,7 +18,7 @@ from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.execution.runner import Runner
 from compiled_llm.kvcache.row import Row
-from support.alone import Alone
+from support.execution.alone import Alone
 from support.parity import assert_account_is_empty
 from support.tiny_models import tiny_llama, tiny_qwen3
 

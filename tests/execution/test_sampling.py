@@ -25,8 +25,7 @@ from compiled_llm_ops import MOST_BIASES, sample_tokens
 from compiled_llm_ops.contracts import OF_TILES, OF_TOKENS
 from compiled_llm_ops.race import exponentials, philox
 from compiled_llm_ops.sampling import smallest_kept
-from support.parity import assert_account_is_empty, greedy, mixed_prompts
-from support.sampling_cases import (
+from support.ops.sampling_cases import (
     BRANCHES,
     EDITED,
     EVERYTHING,
@@ -42,6 +41,7 @@ from support.sampling_cases import (
     unusual_logits,
     warped,
 )
+from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
 pytestmark = pytest.mark.core

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.model.weights.weights_lock import WeightsLock
+from support.execution.inside_steps import Calling, calling
 from support.in_threads import PATIENCE, in_thread, start
-from support.inside_steps import Calling, calling
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 

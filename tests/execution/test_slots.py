@@ -19,10 +19,10 @@ from compiled_llm.execution.state.slots import Slots
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import Row
-from support.alone import Alone
-from support.failing_calls import fail_once
+from support.execution.alone import Alone
+from support.execution.failing_calls import fail_once
+from support.ops.sampling_cases import EVERYTHING, tables_of
 from support.parity import assert_account_is_empty
-from support.sampling_cases import EVERYTHING, tables_of
 from support.tiny_models import tiny_qwen3
 
 pytestmark = pytest.mark.core

@@ -24,8 +24,8 @@ import compiled_llm
 from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.threads.device_thread import DeviceThread
 from compiled_llm.execution.threads.loop_lock import LoopLock
+from support.execution.inside_steps import calling
 from support.in_threads import PATIENCE, in_thread, start
-from support.inside_steps import calling
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import TINY, tiny_qwen3
 

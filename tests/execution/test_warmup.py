@@ -1,6 +1,6 @@
 """Warm-up: by a profile exactly what was used is prepared, most used first within a budget; what is wrong is refused.
 
-CudaGraphs are those of ``support.stand_in_cuda_graphs``, on a CPU.
+CudaGraphs are those of ``support.execution.stand_in_cuda_graphs``, on a CPU.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from compiled_llm.compilation.graphs.rolling import Budget, Choice, Cost, Key, R
 from compiled_llm.compilation.inputs import Shape
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.lifecycle.used_steps import prepare_profile
+from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.parity import greedy, mixed_prompts
-from support.stand_in_cuda_graphs import let_a_cpu_capture
 from support.tiny_models import tiny_qwen3
 
 OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 8, "progress": False}

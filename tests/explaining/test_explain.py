@@ -32,9 +32,9 @@ from compiled_llm.explaining import timings
 from compiled_llm.explaining.profile.step_bytes import step_bytes
 from compiled_llm.explaining.report import Report
 from support import planted_faults as planted
+from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.parity import greedy, mixed_prompts
 from support.planted_faults import plant
-from support.stand_in_cuda_graphs import let_a_cpu_capture
 from support.tiny_models import tiny_qwen3
 
 pytestmark = pytest.mark.usefixtures("one_thread")

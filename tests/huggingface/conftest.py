@@ -4,7 +4,7 @@ import pytest
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from support.pairs import pair
+from support.huggingface.pairs import pair
 from support.parity import mixed_prompts
 
 

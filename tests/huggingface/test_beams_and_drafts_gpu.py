@@ -24,8 +24,17 @@ from transformers import (
 
 import compiled_llm
 from compiled_llm.huggingface import processed_loop
+from support.execution.twins import (
+    BEYOND_NOISE,
+    DEVICE,
+    Twins,
+    hf_logits,
+    prompts_on_device,
+    rms,
+    small_qwen3,
+    twins_of,
+)
 from support.parity import assert_account_is_empty, greedy
-from support.twins import BEYOND_NOISE, DEVICE, Twins, hf_logits, prompts_on_device, rms, small_qwen3, twins_of
 
 pytestmark = pytest.mark.gpu
 

@@ -23,7 +23,7 @@ from compiled_llm.huggingface.batch import batch_settings
 from compiled_llm.huggingface.batch.batch_answers import Answers
 from compiled_llm.huggingface.batch.continuous_batching import EngineManager
 from compiled_llm.requests.listeners import tell
-from support.failing_calls import fail_once
+from support.execution.failing_calls import fail_once
 from support.parity import assert_account_is_empty
 from support.tiny_models import tiny_qwen3
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import compiled_llm
-from support.families import make
+from support.huggingface.families import make
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 
 OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "4000 tokens", "progress": False}

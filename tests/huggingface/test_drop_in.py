@@ -27,7 +27,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
-from support.pairs import OPTIONS, pair
+from support.huggingface.pairs import OPTIONS, pair
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import compiled_llm
-from support.families import FAMILIES, REFUSED, make
+from support.huggingface.families import FAMILIES, REFUSED, make
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 
 OTHERS = [name for name in FAMILIES if name != "Gemma2"]

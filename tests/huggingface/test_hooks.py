@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 import compiled_llm
-from support.pairs import OPTIONS
+from support.huggingface.pairs import OPTIONS
 from support.parity import greedy
 from support.tiny_models import tiny_qwen3
 

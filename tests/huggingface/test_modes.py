@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 import compiled_llm_ops
-from support.pairs import OPTIONS, pair
+from support.huggingface.pairs import OPTIONS, pair
 from support.parity import greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 

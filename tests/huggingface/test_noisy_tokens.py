@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 import compiled_llm
-from support.followed import ENDS, NEW_TOKENS, SETTINGS, assert_chosen_by_huggingfaces_processors, judged
+from support.huggingface.followed import ENDS, NEW_TOKENS, SETTINGS, assert_chosen_by_huggingfaces_processors, judged
 from support.parity import greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 

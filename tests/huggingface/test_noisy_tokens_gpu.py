@@ -12,10 +12,10 @@ import torch
 from transformers import PreTrainedModel
 
 import compiled_llm
-from support.followed import ENDS, NEW_TOKENS, SETTINGS, assert_chosen_by_huggingfaces_processors, judged
+from support.execution.twins import DEVICE, in_float32, on_device
+from support.huggingface.followed import ENDS, NEW_TOKENS, SETTINGS, assert_chosen_by_huggingfaces_processors, judged
 from support.parity import greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
-from support.twins import DEVICE, in_float32, on_device
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from transformers import Qwen3ForCausalLM as Qwen3
 
 import compiled_llm
-from support.overriding import BIAS, embed_prompt, prefer_tokens, shift_ids, skip_positions
-from support.pairs import OPTIONS
+from support.huggingface.overriding import BIAS, embed_prompt, prefer_tokens, shift_ids, skip_positions
+from support.huggingface.pairs import OPTIONS
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compiled_llm.execution.reporting.slow_paths import WORDINGS, Reason, SlowPath
 from compiled_llm.huggingface import wrap
-from support.generate_features import BETWEEN, FEATURES, PAGE, Feature, line, pair, paths_of, reasons
+from support.huggingface.generate_features import BETWEEN, FEATURES, PAGE, Feature, line, pair, paths_of, reasons
 from support.parity import assert_account_is_empty
 
 CASES = {f"{title}: {feature.name}": feature for title, features in FEATURES.items() for feature in features}
@@ -61,7 +61,7 @@ def test_a_feature_takes_the_path_on_the_page_with_huggingfaces_result(name: str
         if wrapped.compiled.stats().pages is not None:
             assert_account_is_empty(wrapped)
     assert all(paths == taken[0] for paths in taken)
-    assert line(feature, taken[0]) in written(), "run `python tests/support/generate_features.py`"
+    assert line(feature, taken[0]) in written(), "run `python tests/support/huggingface/generate_features.py`"
     stats = wrapped.compiled.stats()
     slow = taken[0] & {"processed loop", "original"} and taken[0] != {"refused"}
     assert bool(stats.slow_paths) >= bool(slow), "a slower path is counted with its reason"
@@ -87,7 +87,7 @@ def test_features_have_names_of_their_own() -> None:
 def test_the_page_lists_each_reason_once() -> None:
     between = BETWEEN.search(PAGE.read_text())
     assert between is not None
-    assert between[0].endswith(reasons()), "run `python tests/support/generate_features.py`"
+    assert between[0].endswith(reasons()), "run `python tests/support/huggingface/generate_features.py`"
 
 
 def test_each_reason_has_a_sentence_and_advice_and_is_given_by_some_code() -> None:

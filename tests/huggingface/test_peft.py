@@ -17,8 +17,7 @@ from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotsw
 from torch import Tensor
 
 from compiled_llm import CompileError, Engine, SamplingParams, UnsupportedModelError
-from support.parity import assert_account_is_empty
-from support.peft_kinds import (
+from support.huggingface.peft_kinds import (
     BETWEEN,
     KINDS,
     OPTIONS,
@@ -33,6 +32,7 @@ from support.peft_kinds import (
     run,
     wrapped_first,
 )
+from support.parity import assert_account_is_empty
 
 LORA = Kind(PeftType.LORA)
 REFUSED_ADAPTED = {"POLY", "WAVEFT", "LORA with `alora_invocation_tokens`"}
@@ -194,7 +194,7 @@ def test_an_engine_forgets_pages_of_other_scales(change: str) -> None:
 
 
 def test_the_table_has_a_line_for_each_kind_that_can_be_tried() -> None:
-    """`python tests/support/peft_kinds.py` writes it."""
+    """`python tests/support/huggingface/peft_kinds.py` writes it."""
     between = BETWEEN.search(PAGE.read_text())
     assert between is not None
     listed = [line.split(" | ")[0][2:].partition(", ")[0] for line in between[0].splitlines()[2:]]

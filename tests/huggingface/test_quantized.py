@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import compiled_llm
-from support.pages import DOCS
-from support.pairs import OPTIONS
+from support.docs.pages import DOCS
+from support.huggingface.pairs import OPTIONS
+from support.huggingface.quantised_kinds import MODES, WAYS, Way
 from support.parity import greedy, mixed_prompts
-from support.quantised_kinds import MODES, WAYS, Way
 from support.tiny_models import tiny_llama
 
 PAGE = DOCS / "reference" / "compatibility.md"

@@ -20,8 +20,8 @@ from compiled_llm.compilation.graphs.table import CudaGraphTable
 from compiled_llm.compilation.inputs import Shape
 from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.prefill.prefill import Prefill
+from support.execution.stand_in_cuda_graphs import StandInGraphCapture, let_a_cpu_capture
 from support.parity import alone, greedy, mixed_prompts
-from support.stand_in_cuda_graphs import StandInGraphCapture, let_a_cpu_capture
 from support.tiny_models import tiny_qwen3
 
 OPTIONS: dict[str, Any] = {

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import compiled_llm
+from support.execution.twins import OPTIONS, prompts_on_device, small_qwen3
 from support.gpu import needs_cuda
 from support.parity import assert_account_is_empty
-from support.twins import OPTIONS, prompts_on_device, small_qwen3
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 

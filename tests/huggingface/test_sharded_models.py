@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.sharded import RANKS
+from support.huggingface.sharded import RANKS
 from support.tiny_models import tiny_qwen3
 
 
@@ -16,7 +16,7 @@ def said_by_ranks(kind: str, folder: Path) -> list[str]:
     tiny_qwen3(eos_token_id=None).save_pretrained(folder)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     done = subprocess.run(
-        [*torchrun, "-m", "support.sharded", str(folder), kind],
+        [*torchrun, "-m", "support.huggingface.sharded", str(folder), kind],
         cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,

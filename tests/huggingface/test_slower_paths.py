@@ -13,7 +13,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
-from support.pairs import OPTIONS, pair
+from support.huggingface.pairs import OPTIONS, pair
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_llama, tiny_qwen3
 

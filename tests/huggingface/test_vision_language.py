@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import compiled_llm
+from support.huggingface.vision import FAMILIES, IMAGE, SEEING, START, make, types_of_text, with_images
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
-from support.vision import FAMILIES, IMAGE, SEEING, START, make, types_of_text, with_images
 
 OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "2000 tokens", "max_batch_size": 8, "progress": False}
 pytestmark = pytest.mark.core

@@ -25,7 +25,7 @@ from compiled_llm_ops.flashinfer import splitting, versions, workspace
 from compiled_llm_ops.flashinfer.append import append
 from compiled_llm_ops.flashinfer.planner import PLAN_FIELDS
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE
-from support.mocked_flashinfer import DATA, GEOMETRY, HOST, PREFILL, Mocked, flashinfer, make_plan, mocked, tensors
+from support.ops.mocked_flashinfer import DATA, GEOMETRY, HOST, PREFILL, Mocked, flashinfer, make_plan, mocked, tensors
 
 __all__ = ["mocked"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from compiled_llm_ops.flashinfer import install
-from support.mocked_flashinfer import flashinfer
+from support.ops.mocked_flashinfer import flashinfer
 
 
 def test_nvcc_and_ninja_are_looked_for_where_flashinfer_looks() -> None:

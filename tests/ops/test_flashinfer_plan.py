@@ -23,7 +23,7 @@ from compiled_llm_ops.flashinfer import backend, splitting, versions, workspace
 from compiled_llm_ops.flashinfer.append import readable
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE
 from compiled_llm_ops.protocol import Captured, owner_of
-from support.mocked_flashinfer import DATA, GEOMETRY, HOST, NUMBERS, Mocked, make_plan, mocked, tensors
+from support.ops.mocked_flashinfer import DATA, GEOMETRY, HOST, NUMBERS, Mocked, make_plan, mocked, tensors
 
 __all__ = ["mocked"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import compiled_llm_ops
 from compiled_llm_ops import append_paged_kv, paged_attention, paged_attention_lse
-from support.op_cases import CASES, UNREAD, Batch
+from support.ops.op_cases import CASES, UNREAD, Batch
 
 pytestmark = pytest.mark.core
 

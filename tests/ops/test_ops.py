@@ -28,7 +28,7 @@ from compiled_llm_ops import (
     paged_attention_lse,
     sample_tokens,
 )
-from support.op_cases import (
+from support.ops.op_cases import (
     MIXES,
     UNREAD,
     Batch,

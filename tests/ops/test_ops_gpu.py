@@ -20,9 +20,9 @@ from compiled_llm_ops import (
 )
 from compiled_llm_ops.flashinfer.append import append
 from compiled_llm_ops.flashinfer.workspace import Workspace
-from support import gpu_rows
 from support.gpu import by_dtype, needs_cuda, seeded
-from support.gpu_rows import (
+from support.ops import gpu_rows
+from support.ops.gpu_rows import (
     MIXED,
     PAGE_SIZE,
     UNWRITTEN,

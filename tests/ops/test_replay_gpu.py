@@ -26,7 +26,7 @@ from compiled_llm_ops import (
 from compiled_llm_ops.flashinfer import splitting
 from compiled_llm_ops.flashinfer.workspace import STAGING_BUFFERS, Workspace
 from support.gpu import by_dtype, close, needs_cuda, seeded
-from support.gpu_rows import (
+from support.ops.gpu_rows import (
     MIXED,
     PAGE_SIZE,
     UNWRITTEN,

@@ -12,7 +12,7 @@ from torch import Tensor
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling, choose
 from compiled_llm_ops import build_sampling, sample_tokens
 from support.gpu import needs_cuda, seeded
-from support.sampling_cases import (
+from support.ops.sampling_cases import (
     BRANCHES,
     EDITED,
     FILTERED,

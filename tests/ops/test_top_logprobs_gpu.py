@@ -7,7 +7,7 @@ import torch
 
 from compiled_llm_ops import top_logprobs
 from support.gpu import needs_cuda
-from support.logprob_cases import check_packed, logits_of
+from support.ops.logprob_cases import check_packed, logits_of
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 

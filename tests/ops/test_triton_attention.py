@@ -28,8 +28,8 @@ from compiled_llm_ops.contracts import DecodeAttention
 from compiled_llm_ops.kernels import attention_tiling
 from compiled_llm_ops.kernels.attention_tiling import MOST_ROWS, MOST_SHARES, AttentionTiling
 from compiled_llm_ops.kernels.attention_tiling import choose_attention_tiling as choose
-from support.interpreting import INTERPRETED, check_interpreted, interpreted, needs_triton, not_interpreted
-from support.op_cases import UNREAD, planned_table
+from support.ops.interpreting import INTERPRETED, check_interpreted, interpreted, needs_triton, not_interpreted
+from support.ops.op_cases import UNREAD, planned_table
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
 
@@ -397,7 +397,7 @@ class Share(NamedTuple):
 
 def dealt(blocks: Sequence[int], tiling: AttentionTiling, more: int = 0) -> list[Share]:
     """What each program of a kv head finds, and so many programs past them."""
-    from support.share_kernel import share_kernel
+    from support.ops.share_kernel import share_kernel
 
     found = torch.full((tiling.programs + more, 5), -1, dtype=torch.int32)
     padded = 1 if tiling.row_tile == 1 else MOST_ROWS

@@ -16,7 +16,7 @@ import torch
 
 from compiled_llm_ops import normed_linear
 from compiled_llm_ops.kernels.linear_tiling import LinearTiling
-from support.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
+from support.ops.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
 

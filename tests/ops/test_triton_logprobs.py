@@ -13,8 +13,8 @@ from torch import Tensor
 
 from compiled_llm_ops import top_logprobs
 from compiled_llm_ops.contracts import TopLogprobs
-from support.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
-from support.logprob_cases import check_packed, logits_of
+from support.ops.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
+from support.ops.logprob_cases import check_packed, logits_of
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
 

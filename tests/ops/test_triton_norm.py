@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import compiled_llm_ops
-from support.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
+from support.ops.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
 

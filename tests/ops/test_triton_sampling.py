@@ -19,8 +19,8 @@ from compiled_llm.compilation.sampling.masks import mask_of
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm_ops import build_sampling, sample_tokens
 from compiled_llm_ops.contracts import SampleTokens
-from support.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
-from support.sampling_cases import (
+from support.ops.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
+from support.ops.sampling_cases import (
     BRANCHES,
     EDITED,
     EVERYTHING,

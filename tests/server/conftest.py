@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
-from support.fronts import chat_tokenizer
-from support.generators import Loop, generating
+from support.engine.text_tokenizers import byte_level
 from support.parity import assert_account_is_empty
-from support.text_tokenizers import byte_level
+from support.server.fronts import chat_tokenizer
+from support.server.generators import Loop, generating
 from support.tiny_models import tiny_qwen3
 
 

@@ -18,7 +18,7 @@ from compiled_llm.client.transport.session import Session
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.generators import PATIENCE, Loop, until
+from support.server.generators import PATIENCE, Loop, until
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 

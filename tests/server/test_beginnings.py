@@ -15,7 +15,7 @@ from compiled_llm.protocol.messages import Cancel, Ended, Step, Submit
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from compiled_llm.server.engine_process import stream
-from support.generators import PATIENCE, Bytes, Loop, until
+from support.server.generators import PATIENCE, Bytes, Loop, until
 
 SLOW = {"bad_words": ["fox"], "max_tokens": 3}
 

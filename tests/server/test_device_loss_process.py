@@ -13,9 +13,9 @@ import pytest
 from compiled_llm.client import Client, GeneratorError
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.engine_process.process import DEVICE_LOST
-from support.fronts import serving
-from support.generators import PATIENCE, generator_process, until
-from support.planted_device_loss import SCRIPT
+from support.server.fronts import serving
+from support.server.generators import PATIENCE, generator_process, until
+from support.server.planted_device_loss import SCRIPT
 
 OPTIONS = ("--mode", "eager", "--warmup", "1", "--kv-memory", "20000 tokens")
 TEXT = "/v1/completions"

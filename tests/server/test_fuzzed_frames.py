@@ -15,7 +15,7 @@ from compiled_llm.protocol.frames import frame_of
 from compiled_llm.protocol.messages import AskStats, Cancel, Hello, Problem, Stats, Step, Submit
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.engine_process import connection as server_connection
-from support.generators import PATIENCE, Bytes, Loop, until
+from support.server.generators import PATIENCE, Bytes, Loop, until
 
 PROMPT = [3, 4, 5]
 LONG = SamplingParams(max_tokens=900, ignore_eos=True, temperature=0.0)

@@ -23,9 +23,9 @@ from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from compiled_llm.server.engine_process import connection, stream
 from compiled_llm.server.engine_process.facts import ready_of
-from support.failing_calls import fail_once
-from support.generators import PATIENCE, Bytes, Loop, generating, until
-from support.text_tokenizers import byte_level
+from support.engine.text_tokenizers import byte_level
+from support.execution.failing_calls import fail_once
+from support.server.generators import PATIENCE, Bytes, Loop, generating, until
 from support.tiny_models import tiny_qwen3
 
 PROMPT = list(range(3, 13))

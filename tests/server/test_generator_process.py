@@ -17,7 +17,7 @@ from compiled_llm.client import Client, GeneratorError, GeneratorLostError
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.characters import character_tokenizer
-from support.generators import COMMAND, PATIENCE, generator_process, until
+from support.server.generators import COMMAND, PATIENCE, generator_process, until
 from support.tiny_models import tiny_qwen3
 
 OPTIONS = ("--mode", "eager", "--warmup", "1", "--kv-memory", "20000 tokens")

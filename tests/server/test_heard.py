@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from compiled_llm.client import AsyncClient, Client
-from support.generators import until
-from support.scripted import scripted, tool_tokenizer
+from support.server.generators import until
+from support.server.scripted import scripted, tool_tokenizer
 
 
 def test_a_heartbeat_is_heard_without_a_request(tmp_path: Path) -> None:

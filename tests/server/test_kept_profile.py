@@ -17,7 +17,7 @@ from compiled_llm.compilation.artifacts.profile import Profile, UsedStep
 from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.engine_process.kept_profile import KeptProfile
-from support.generators import PATIENCE, generator_process
+from support.server.generators import PATIENCE, generator_process
 
 OPTIONS = ("--mode", "compile", "--warmup", "1", "--max-rows", "8", "--kv-memory", "20000 tokens")
 

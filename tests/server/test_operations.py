@@ -29,9 +29,9 @@ from compiled_llm.server.engine_process import process
 from compiled_llm.server.engine_process.facts import ready_of
 from compiled_llm.server.engine_process.operations import Operations
 from support.characters import character_tokenizer
-from support.fronts import fronting, serving
-from support.generators import PATIENCE, Loop, generating, generator_process, operating, until
-from support.text_tokenizers import byte_level
+from support.engine.text_tokenizers import byte_level
+from support.server.fronts import fronting, serving
+from support.server.generators import PATIENCE, Loop, generating, generator_process, operating, until
 from support.tiny_models import tiny_qwen3
 
 PROMPT = list(range(3, 13))

@@ -18,8 +18,8 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.engine_process.facts import ready_of
 from support.characters import character_tokenizer
-from support.generators import PATIENCE, Loop, generating
-from support.text_tokenizers import byte_level
+from support.engine.text_tokenizers import byte_level
+from support.server.generators import PATIENCE, Loop, generating
 
 PROMPT = [3, 4, 5]
 SHORT = SamplingParams(max_tokens=5, ignore_eos=True, temperature=0.0)

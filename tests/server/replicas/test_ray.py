@@ -22,8 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from compiled_llm.client import Client
 from compiled_llm.server import ray_app
-from support.fronts import chat_tokenizer
-from support.generators import PATIENCE, until
+from support.server.fronts import chat_tokenizer
+from support.server.generators import PATIENCE, until
 from support.tiny_models import tiny_qwen3
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")

@@ -22,7 +22,7 @@ from compiled_llm.server.replicas import replica_client
 from compiled_llm.server.replicas.relay import Relay
 from compiled_llm.server.replicas.replica_client import ReplicaClient
 from compiled_llm.server.replicas.replica_line import ReplicaLine
-from support.generators import PATIENCE, Loop
+from support.server.generators import PATIENCE, Loop
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)

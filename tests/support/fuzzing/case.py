@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 import compiled_llm
-from support.families import make
 from support.fuzzing.data import Data, Step
 from support.fuzzing.models import CAPPED
 from support.fuzzing.side import OPTIONS, Side
+from support.huggingface.families import make
 
 
 @dataclass(frozen=True, repr=False)
@@ -21,8 +21,8 @@ class Case(Data):
     """Plain data: printed, it is the code that makes it.
 
     Attributes:
-        family: one of ``support.families``, or Qwen3 or Llama.
-        config: what its config differs in from ``support.families.TINY``.
+        family: one of ``support.huggingface.families``, or Qwen3 or Llama.
+        config: what its config differs in from ``support.huggingface.families.TINY``.
         options: those of ``wrap`` beside ``OPTIONS``.
         steps: what is done, to the wrapped model and to its twin.
         seed: of the weights.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from support.families import FAMILIES
+from support.huggingface.families import FAMILIES
 
 NAMES = ("Qwen3", "Llama", *FAMILIES)
 PLAIN_HEADS = frozenset(
@@ -23,7 +23,7 @@ def random_family(random: Random) -> str:
 
 
 def random_config(random: Random, family: str) -> dict[str, Any]:
-    """Settings over ``support.families.TINY``."""
+    """Settings over ``support.huggingface.families.TINY``."""
     config = {**FAMILIES.get(family, {}), **_heads(random, family)}
     layers = random.choice((1, 2, 2, 3))
     config["n_layer" if "n_layer" in config else "num_hidden_layers"] = layers

@@ -1,0 +1,342 @@
+"""Grammars are compiled while others run; what cannot be compiled is refused, or ends its request alone."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+import compiled_llm
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.grammars import compilers, compiling
+from compiled_llm.engine.grammars.compilers import CompilersHere
+from compiled_llm.engine.steps.constraint import Constraint
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource
+from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+from support.engine.text_tokenizers import byte_level, slow
+from support.parity import assert_account_is_empty
+from support.tiny_models import tiny_qwen3
+
+pytest.importorskip("xgrammar")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PATIENCE = 60.0
+PLAIN = SamplingParams(temperature=0, max_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    plain = tiny_qwen3(eos_token_id=1, num_hidden_layers=1, vocab_size=380)
+    return compiled_llm.wrap(plain, mode="eager", page_size=4, kv_memory="2000 tokens", progress=False)
+
+
+@pytest.fixture
+def engine(model: PreTrainedModel) -> Iterator[Engine]:
+    with Engine(model, tokenizer=byte_level()) as engine:
+        yield engine
+    assert_account_is_empty(model)
+
+
+class Compiler:
+    """Compiles as ever, but slowly what says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.compiled: list[str] = []
+        self.go_on, self.begun = threading.Event(), threading.Event()
+        self._as_ever: Callable[..., Any] = GrammarSource.compiled
+        monkeypatch.setattr(GrammarSource, "compiled", lambda source, compiler: self.compile(source, compiler))
+
+    def compile(self, source: GrammarSource, compiler: Any) -> Any:
+        self.compiled.append(source.text)
+        if source.text.startswith("slow"):
+            self.begun.set()
+            assert self.go_on.wait(PATIENCE)
+        return self._as_ever(source, compiler)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    compiler = Compiler(monkeypatch)
+    yield compiler
+    compiler.go_on.set()
+
+
+def matching(regex: str, **others: Any) -> SamplingParams:
+    return SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex), max_tokens=20, seed=1, **others)
+
+
+def made_of(engine: Engine) -> dict[Any, Any]:
+    """The compilers that an engine has, by what they are for."""
+    assert isinstance(engine._grammars._compilers, CompilersHere)
+    return engine._grammars._compilers._compilers._made
+
+
+def test_others_go_on_while_a_grammar_is_compiled(engine: Engine, compiler: Compiler) -> None:
+    waiting = engine.submit([5, 6], matching("slow[ab]", n=2))
+    assert compiler.begun.wait(PATIENCE)
+    assert engine.submit([5], PLAIN).result(PATIENCE).finish_reason is not None
+    assert engine.submit([5], matching("fast")).result(PATIENCE).text == "fast"
+    assert engine.stats().waiting == 2
+    compiler.go_on.set()
+    assert {answer.text for answer in waiting.result(PATIENCE).outputs} <= {"slowa", "slowb"}
+
+
+def test_new_weights_wait_for_requests_that_wait_for_their_grammar(
+    engine: Engine, compiler: Compiler, tmp_path: Path
+) -> None:
+    engine._model.save_pretrained(tmp_path)  # the same ones
+    early = engine.submit([5, 6], matching("slow[ab]", n=2))
+    assert compiler.begun.wait(PATIENCE)
+    updating = threading.Thread(target=engine.update_weights, args=(tmp_path,))
+    updating.start()
+    while engine._driver.handles.held._early is None:
+        pass
+    late = engine.submit([5], matching("slow[ab]"))  # compiled at the same moment, and kept
+    compiler.go_on.set()
+    updating.join(PATIENCE)
+    assert all(request.done for request in early.requests)
+    assert {answer.text for answer in early.result(PATIENCE).outputs} <= {"slowa", "slowb"}
+    assert late.result(PATIENCE).text in ("slowa", "slowb")
+
+
+def test_equal_forms_are_compiled_once(engine: Engine, compiler: Compiler) -> None:
+    handles = [engine.submit([5, n], matching("slow[ab]")) for n in range(3)]
+    assert compiler.begun.wait(PATIENCE)
+    compiler.go_on.set()
+    assert all(handle.result(PATIENCE).finish_reason == "stop" for handle in handles)
+    engine.generate([5], matching("slow[ab]"))
+    assert compiler.compiled == ["slow[ab]"]
+
+
+def test_grammars_that_are_kept_are_bounded(
+    engine: Engine, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "KEPT", 1)
+    for regex in ("a", "b", "b", "a"):
+        assert engine.generate([5], matching(regex))[0].text == regex
+    assert compiler.compiled == ["a", "b", "a"]
+
+
+def test_compilers_are_bounded_and_go_with_their_engine(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    endless = PreTrainedTokenizerFast(tokenizer_object=byte_level().backend_tokenizer)
+    with Engine(model, tokenizer=endless) as engine:
+        for stop in range(200, 206):
+            assert engine.generate([5], matching("a", stop_token_ids=[stop]))[0].token_ids[-1] == stop
+        assert len(made_of(engine)) == compilers.MOST_VOCABULARIES
+    assert not made_of(engine)
+    assert not engine._grammars._kept
+
+
+def test_a_request_that_waits_for_its_grammar_can_be_cancelled(engine: Engine, compiler: Compiler) -> None:
+    handle = engine.submit([5, 6], matching("slow"))
+    assert compiler.begun.wait(PATIENCE)
+    handle.cancel()
+    assert handle.result(PATIENCE).finish_reason == "cancelled"
+    compiler.go_on.set()
+    assert engine.generate([5], matching("slow"))[0].text == "slow"
+    assert handle.result().token_ids == []
+
+
+def test_deadlines_hold_while_a_grammar_is_compiled(engine: Engine, compiler: Compiler) -> None:
+    late = engine.submit([5, 6], matching("slow"), timeout=0.05)
+    assert late.result(PATIENCE).finish_reason == "timeout"
+    assert late.result().seconds < 5
+
+
+def test_a_grammar_that_takes_too_long_ends_its_requests_alone(model: PreTrainedModel, compiler: Compiler) -> None:
+    with Engine(model, tokenizer=byte_level(), grammar_timeout=0.1) as engine:
+        outputs = engine.generate([[5], [6]], [matching("slow"), PLAIN])
+        assert re.search(r"not compiled within grammar_timeout=0.1 s", str(outputs[0].error))
+        assert outputs[1].error is None
+        each = [matching(f"slow{n}") for n in range(12)]  # more than threads: another one takes each one's place
+        assert {output.finish_reason for output in engine.generate([[5]] * 12, each)} == {"error"}
+        engine._grammars._timeout = PATIENCE
+        assert engine.generate([5], matching("fast"))[0].text == "fast"
+        compiler.go_on.set()
+        assert engine.generate([5], matching("slow3"))[0].text == "slow3"
+        assert compiler.compiled.count("slow3") == 1
+
+
+def test_what_waits_ends_with_its_engine(model: PreTrainedModel, compiler: Compiler) -> None:
+    engine = Engine(model, tokenizer=byte_level())
+    handle = engine.submit([5, 6], matching("slow"))
+    assert compiler.begun.wait(PATIENCE)
+    engine.close()
+    assert handle.result(PATIENCE).finish_reason == "cancelled"
+    compiler.go_on.set()
+
+
+def test_what_waits_goes_on_after_sleep(model: PreTrainedModel, compiler: Compiler) -> None:
+    with Engine(model, tokenizer=byte_level()) as engine:
+        handle = engine.submit([5, 6], matching("slow"))
+        assert compiler.begun.wait(PATIENCE)
+        engine.sleep()
+        compiler.go_on.set()
+        time.sleep(0.1)
+        engine.wake()
+        assert handle.result(PATIENCE).text == "slow"
+
+
+def test_an_engine_that_nobody_holds_goes(model: PreTrainedModel, compiler: Compiler) -> None:
+    engine = Engine(model, tokenizer=byte_level())
+    reference = weakref.ref(engine._driver)
+    engine.submit([5, 6], matching("slow"))
+    assert compiler.begun.wait(PATIENCE)
+    del engine
+    deadline = time.monotonic() + PATIENCE
+    while reference() is not None and time.monotonic() < deadline:
+        gc.collect()
+    assert reference() is None
+
+
+def test_warmup_learns_the_tokens(engine: Engine) -> None:
+    engine.warmup([1], structured=True)
+    assert list(made_of(engine)) == [(380, frozenset({1}), False)]
+    assert engine.generate([5], matching("ab"))[0].text == "ab"
+
+
+# ---- what is impossible
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({}, "nothing given; give one of json, regex, choice"),
+    ({"regex": "a", "choice": ["b"]}, "regex, choice given; give one of"),
+    ({"regex": 5}, "regex=5 must be a string"),
+    ({"grammar": ""}, "grammar='' must be a string"),
+    ({"choice": []}, "choice=[] must be texts, one at least"),
+    ({"choice": "yes"}, "choice='yes' must be texts"),
+    ({"json": 5}, "json=5 must be a JSON schema"),
+    ({"json": '{"type": '}, "is no JSON: Expecting value: line 1 column 10 (char 9)"),
+    ({"json": {"type": {1, 2}}}, "is no JSON: "),
+    ({"json": {"properties": {"a": {"multipleOf": 2}}}}, "has multipleOf at #/properties/a, which grammars do not"),
+    ({"json": {"items": [{"uniqueItems": True}]}}, "has uniqueItems at #/items/0"),
+    ({"json": {"allOf": [{}, {}]}}, "has allOf of several at #"),
+    ({"json": {"anyOf": [{"type": "string", "format": "zip"}]}}, "has format 'zip' at #/anyOf/0"),
+    ({"json": {"$defs": {"x": {"pattern": "a", "minLength": 1}}}}, "has pattern or format beside minLength"),
+    ({"json": {"pattern": 'a"b'}}, "has a pattern with a quote or a backslash"),
+    ({"json_object": False}, "json_object=False must be True, or None"),
+    ({"structural_tag": "{"}, "structural_tag='{' is no JSON"),
+    ({"structural_tag": 5}, "structural_tag=5 must be a structural tag"),
+    ({"json_object": True, "whitespace_pattern": " "}, "whitespace_pattern=' ' is not followed"),
+    ({"json_object": True, "disable_any_whitespace": 1}, "disable_any_whitespace=1 must be True or False"),
+    ({"json_object": True, "max_whitespace_cnt": 0}, "max_whitespace_cnt=0 must be 1 or more, or None"),
+    ({"json_object": True, "max_whitespace_cnt": True}, "max_whitespace_cnt=True must be 1 or more, or None"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), WRONG, ids=lambda value: str(value)[:40])
+def test_impossible_forms_name_field_and_value(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        StructuredOutputsParams(**values)
+    assert str(caught.value).startswith("StructuredOutputsParams: ")
+
+
+def test_what_schemas_have_that_names_and_values_only_look_like() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"not": {"enum": [{"multipleOf": 1}]}, "if": {"type": "string", "pattern": '^[^"\\\\]{2}$'}},
+        "uniqueItems": False,
+    }
+    assert StructuredOutputsParams(json=schema).json
+
+
+AT_SUBMIT = [
+    ({"regex": "a(b"}, r"regex='a\(b': there is no grammar of it: .* at position 4: The parenthesis is not closed"),
+    ({"grammar": 'root ::= "a'}, "grammar='root .*: there is no grammar of it: EBNF lexer error at line 1, column 12"),
+    ({"grammar": "root ::= y"}, 'line 1, column 10: Rule "y" is not defined'),
+    ({"grammar": "start: y"}, "Lark error at line 1, column 8: unknown name 'y'"),
+    ({"json": {"type": "objectt"}}, 'there is no grammar of it: Unsupported type "objectt"'),
+    ({"json": {"$ref": "#/a"}}, "Cannot find field a in #/a"),
+    ({"structural_tag": {"type": "x"}}, "Structural tag's type must be a string"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), AT_SUBMIT, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_compiled_is_refused_with_its_place(
+    engine: Engine, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^structured_outputs: .*{message}"):
+        engine.submit([5], SamplingParams(structured_outputs=StructuredOutputsParams(**values)))
+    assert engine.generate([5], PLAIN)[0].error is None
+
+
+def test_what_turns_out_late_ends_its_request_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GrammarSource, "check", lambda source: None)  # as of a text that is too long to read at once
+    bad, good = engine.generate([[5], [6]], [matching("a(b"), matching("ab")])
+    assert "no grammar could be compiled: Regex parsing error at position 4" in str(bad.error)
+    assert good.text == "ab"
+
+
+def test_a_grammar_that_cannot_begin_ends_its_request_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(constraint: Constraint, grammar: Any) -> None:
+        raise RuntimeError("no room")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(Constraint, "begin", begin)
+        bad, good = engine.generate([[5], [6]], [matching("ab"), PLAIN])
+    assert "no grammar could be compiled: no room" in str(bad.error)
+    assert good.error is None
+    assert engine.generate([5], matching("ab"))[0].text == "ab"
+
+
+def test_a_request_that_has_ended_while_its_engine_sleeps_stays_as_it_is(
+    model: PreTrainedModel, compiler: Compiler
+) -> None:
+    with Engine(model, tokenizer=byte_level(), grammar_timeout=0.3) as engine:
+        handle = engine.submit([5, 6], matching("slow"))
+        assert compiler.begun.wait(PATIENCE)
+        engine.sleep()
+        handle.cancel()
+        engine._driver.cancel(handle.requests, "error", RuntimeError("too late"))
+        assert handle.result(PATIENCE).finish_reason == "cancelled"
+        engine.wake()
+
+
+def test_a_tokenizer_of_another_kind_ends_its_request_alone(model: PreTrainedModel) -> None:
+    with Engine(model, tokenizer=slow()) as engine:
+        bad, good = engine.generate([[5], [6]], [matching("a"), PLAIN])
+    assert "no grammar could be compiled: Unsupported tokenizer type" in str(bad.error)
+    assert good.error is None
+
+
+def test_forms_need_a_tokenizer_and_an_end(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(model) as engine:
+        with pytest.raises(ValueError, match="a form needs a tokenizer; give"):
+            engine.submit([5], matching("a"))
+        with pytest.raises(ValueError, match="a form needs a tokenizer"):
+            engine.warmup(structured=True)
+    with Engine(model, tokenizer=byte_level()) as engine:
+        monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+        assert engine.generate([5], matching("ab"))[0].finish_reason == "stop"  # the tokenizer knows one
+    endless = PreTrainedTokenizerFast(tokenizer_object=byte_level().backend_tokenizer)
+    with Engine(model, tokenizer=endless) as engine:
+        assert engine.generate([5], matching("ab", stop_token_ids=[7]))[0].token_ids[-1] == 7
+        with pytest.raises(ValueError, match="structured_outputs: no token ends an answer; set eos_token_id"):
+            engine.submit([5], matching("ab"))
+
+
+def test_xgrammar_may_be_missing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "xgrammar" else find(name))
+    with pytest.raises(RuntimeError, match=re.escape("needs xgrammar to be compiled: pip install '.[structured]'")):
+        engine.submit([5], matching("a"))
+    assert engine.generate([5], PLAIN)[0].error is None
+
+
+@pytest.mark.parametrize("seconds", [0, -1, None, "x"])
+def test_the_timeout_is_checked(model: PreTrainedModel, seconds: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"grammar_timeout={seconds!r}: give seconds above 0")):
+        Engine(model, grammar_timeout=seconds)

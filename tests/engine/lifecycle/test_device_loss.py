@@ -1,0 +1,115 @@
+"""After some errors of CUDA nothing runs in a process any more: everybody hears of it, and nobody waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import compiled_llm
+from compiled_llm.engine.device_loss import DeviceLostError, device_lost
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.requests.sampling_params import SamplingParams
+from support.execution.failing_calls import fail_once
+from support.tiny_models import tiny_qwen3
+
+ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported elsewhere"
+LONG = SamplingParams(max_tokens=900, ignore_eos=True)
+PATIENCE = 60
+
+
+@pytest.fixture
+def engine(one_thread: None) -> Iterator[Engine]:
+    model: PreTrainedModel = tiny_qwen3(eos_token_id=None, num_hidden_layers=1)
+    with Engine(compiled_llm.wrap(model, mode="eager", kv_memory="4000 tokens", progress=False), max_rows=2) as engine:
+        engine.generate([3, 4], SamplingParams(max_tokens=2))
+        yield engine
+    assert engine.closed
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (torch.AcceleratorError(ILLEGAL), "an illegal memory access was encountered"),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered\n..."), "device-side assert triggered"),
+        (torch.AcceleratorError("CUDA error: out of memory\n..."), "CUDA error: out of memory"),
+        (torch.AcceleratorError("CUDA error: something new\n..."), "CUDA error: something new"),
+        (RuntimeError("Triton Error [CUDA]: misaligned address"), "misaligned address"),
+        (
+            RuntimeError("CUDA Error: unspecified launch failure (719) /x.cu: 7"),
+            "unspecified launch failure",
+        ),
+        (torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing"), None),
+        (torch.AcceleratorError("CUDA error: invalid configuration argument"), None),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB"), None),
+        (RuntimeError("misaligned address"), None),
+        (MemoryError(), None),
+    ],
+    ids=str,
+)
+def test_what_ends_a_process_is_told_from_what_ends_a_request(error: Exception, what: str | None) -> None:
+    lost = device_lost(error)
+    assert (lost is None) == (what is None)
+    if lost is not None:
+        assert str(lost) == (
+            f"the device has failed ({what}), and nothing more runs on it in this process; start the process again"
+        )
+        assert lost.__cause__ is error
+
+
+def test_what_has_led_to_an_error_counts() -> None:
+    wrapped = RuntimeError("a step has failed")
+    wrapped.__cause__ = torch.AcceleratorError(ILLEGAL)
+    assert device_lost(wrapped) is not None
+
+
+def test_all_requests_end_and_no_more_are_taken(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    handles = [engine.submit([3, 4, number], LONG) for number in range(5)]  # two of them run
+    next(iter(handles[0]))
+    with engine.paused():
+        fail_once(monkeypatch, engine._driver.loop, "step", torch.AcceleratorError(ILLEGAL), after=1)
+    for handle in handles:
+        with pytest.raises(DeviceLostError, match="an illegal memory access was encountered"):
+            handle.result(PATIENCE)
+    for call in (engine.submit, engine.generate):
+        with pytest.raises(DeviceLostError, match="start the process again"):
+            call([3, 4], LONG)
+    assert isinstance(engine.lost, DeviceLostError)
+    assert (engine.stats().running, engine.stats().waiting) == (0, 0)
+    assert engine.stats().new_tokens >= 1
+
+
+def test_a_loop_that_cannot_begin_anew_hangs_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = engine.submit([3, 4], LONG)
+    next(iter(handle))
+    with engine.paused():
+        loop = engine._driver.loop
+        fail_once(monkeypatch, loop, "step", RuntimeError("planted"), after=1)
+        monkeypatch.setattr(Loop, "restart", lambda _: {}["missing"])
+    with pytest.raises(DeviceLostError, match=r"the device has failed \(KeyError after RuntimeError\)"):
+        handle.result(PATIENCE)
+
+
+def test_a_device_that_cannot_be_prepared_any_more_is_lost(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine.paused():
+        engine._driver.placed.drop()
+        handle = engine.submit([3, 4], LONG)
+        monkeypatch.setattr(engine._driver.check, "_submitted", None)
+        fail_once(monkeypatch, engine._runtime, "device_model", torch.AcceleratorError(ILLEGAL), after=1)
+    with pytest.raises(DeviceLostError):
+        handle.result(PATIENCE)
+    assert engine.lost is not None
+
+
+def test_memory_that_others_may_give_back_ends_what_runs_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = engine.submit([3, 4], LONG)
+    next(iter(handle))
+    with engine.paused():
+        fail_once(monkeypatch, engine._driver.loop, "step", torch.OutOfMemoryError("CUDA out of memory"), after=1)
+    with pytest.raises(torch.OutOfMemoryError):
+        handle.result(PATIENCE)
+    assert engine.lost is None
+    assert len(engine.generate([3, 4], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3

@@ -1,0 +1,516 @@
+"""An engine that sleeps holds no device memory but the weights, and goes on after it as if nothing had been."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import compiled_llm
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.execution.lifecycle import device_side
+from compiled_llm.requests.sampling_params import SamplingParams
+from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
+from support.parity import assert_account_is_empty
+from support.tiny_models import tiny_qwen3
+
+PROMPTS = [[5, 6, 7, 8] * 9, [5, 6, 7, 8] * 5 + [9, 10], [3, 4]]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.3, seed=3, n=2, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=4, max_tokens=24, ignore_eos=True),
+]
+
+
+def wrapped(**options: Any) -> PreTrainedModel:
+    options = {"mode": "eager", "max_batch_size": 8, "page_size": 16, "progress": False, **options}
+    return compiled_llm.wrap(tiny_qwen3(eos_token_id=None), kv_memory="2000 tokens", **options)
+
+
+@pytest.fixture
+def model(one_thread) -> PreTrainedModel:
+    return wrapped()
+
+
+@pytest.fixture
+def engine(model: PreTrainedModel) -> Iterator[Engine]:
+    with Engine(model, max_rows=8) as engine:
+        yield engine
+
+
+def answers(engine: Engine) -> list[list[list[int]]]:
+    return [[answer.token_ids for answer in output.outputs] for output in engine.generate(PROMPTS, PARAMS)]
+
+
+def begun(engine: Engine) -> list[RequestHandle]:
+    """Requests in the midst of their answers."""
+    handles = [engine.submit(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+    reached = threading.Event()
+    handles[1].when_changed(lambda: len(handles[1].requests[1].tokens) >= 3 and reached.set())
+    assert reached.wait(60)
+    return handles
+
+
+def results(handles: list[RequestHandle]) -> list[list[list[int]]]:
+    return [[answer.token_ids for answer in handle.result(timeout=60).outputs] for handle in handles]
+
+
+def huggingfaces(model: PreTrainedModel, prompt: list[int], **settings: Any) -> list[int]:
+    ids = torch.tensor([prompt])
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False, **settings}
+    return model.generate(ids, **settings)[0].tolist()
+
+
+def device_objects(model: PreTrainedModel) -> dict[str, weakref.ref[Any]]:
+    device_model = model.compiled.device_model()
+    state, planner = device_model.state, device_model._planner
+    named = {
+        "device model": device_model,
+        "pages": state.pages[0],
+        "arena": state.arena,
+        "slots": state.slots.tables.counts,
+        "workspace": planner._workspace.buffer,
+        "cuda_graphs": device_model.readiness.cuda_graphs,
+    }
+    return {name: weakref.ref(found) for name, found in named.items()}
+
+
+def alive(objects: dict[str, weakref.ref[Any]]) -> list[str]:
+    return [name for name, reference in objects.items() if reference() is not None]
+
+
+# ---- requests
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_requests_that_are_parked_get_the_tokens_that_they_would_have_got(monkeypatch, model, engine, late):
+    monkeypatch.setattr(Loop, "asynchronous", late)
+    expected = answers(engine)
+    for _ in range(2):
+        handles = begun(engine)
+        assert engine.sleep() > 0
+        so_far = [list(request.tokens) for handle in handles for request in handle.requests]
+        assert all(len(tokens) < 24 for tokens in so_far)
+        stats = engine.stats()
+        assert (stats.running, stats.waiting, stats.pages) == (0, 4, None)
+        assert "asleep, 4 waiting" in repr(engine)
+        engine.wake()
+        assert results(handles) == expected
+    stats = engine.stats()
+    assert (stats.finished, stats.new_tokens, stats.preemptions) == (12, 12 * 24, 0)
+    assert answers(engine) == expected
+    engine.close()
+    assert_account_is_empty(model)
+
+
+def test_callers_who_wait_for_answers_wait_through_it(engine):
+    expected, got = answers(engine), []
+    before = engine.stats().new_tokens
+    caller = threading.Thread(target=lambda: got.append(answers(engine)))
+    caller.start()
+    while engine.stats().new_tokens == before:
+        time.sleep(0.001)
+    engine.sleep()
+    assert caller.is_alive()
+    engine.wake()
+    caller.join(60)
+    assert got == [expected]
+
+
+def test_requests_that_are_ended_keep_their_tokens(engine):
+    expected = answers(engine)
+    handles = begun(engine)
+    engine.sleep(requests="end")
+    outputs = [handle.result(timeout=60) for handle in handles]
+    assert {answer.finish_reason for output in outputs for answer in output.outputs} == {"cancelled"}
+    for output, full in zip(outputs, expected, strict=True):
+        for answer, whole in zip(output.outputs, full, strict=True):
+            assert answer.token_ids == whole[: len(answer.token_ids)]
+    assert engine.stats().waiting == 0
+    engine.wake()
+    assert answers(engine) == expected
+
+
+def test_a_parked_request_can_be_cancelled(engine):
+    handles = begun(engine)
+    engine.sleep()
+    handles[0].cancel()
+    assert handles[0].result(timeout=10).finish_reason == "cancelled"
+    engine.wake()
+    assert results(handles[1:])
+
+
+def test_a_request_whose_deadline_has_passed_ends_when_the_engine_wakes(engine):
+    engine.generate([5], PARAMS[0])
+    with engine.paused():
+        handle = engine.submit(PROMPTS[0], PARAMS[0], timeout=0.01)
+    engine.sleep()
+    engine.wake()
+    assert handle.result(timeout=60).finish_reason in ("timeout", "length")
+
+
+def test_all_engines_of_a_model_sleep_and_wake_together(model, engine):
+    expected = answers(engine)
+    with Engine(model, max_rows=4) as other:
+        handles = begun(other)
+        engine.sleep()
+        assert other.asleep
+        with pytest.raises(RuntimeError, match=r"asleep.* wake\(\)"):
+            other.submit([5])
+        other.wake()
+        assert not engine.asleep
+        assert results(handles) == expected
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.whole)])
+def test_nothing_of_the_device_side_is_left(one_thread, mode):
+    model = wrapped(mode=mode)
+    with Engine(model, max_rows=8) as engine:
+        expected = answers(engine)
+        memory, objects = engine.describe().memory, device_objects(model)
+        graphs, buckets = model.compiled.graphs, model.compiled.stats().buckets
+        handles = begun(engine)
+        given_back = engine.sleep()
+        assert alive(objects) == []
+        assert given_back == sum(memory.values()) - memory["weights"]
+        assert "asleep" in repr(model.compiled)
+        assert model.compiled.stats().memory == {}
+        engine.wake()
+        assert results(handles) == answers(engine) == expected
+        assert (model.compiled.graphs, model.compiled.stats().recompiles) == (graphs, 0)
+        assert set(buckets) <= set(model.compiled.stats().buckets)
+        assert engine.describe().memory == memory
+
+
+def test_what_was_recorded_is_recorded_again(monkeypatch, one_thread):
+    let_a_cpu_capture(monkeypatch)
+    model = wrapped()
+    with Engine(model, max_rows=8) as engine:
+        engine.warmup([1, 5])
+        expected = answers(engine)
+        before, objects = model.compiled.stats(), device_objects(model)
+        engine.sleep()
+        assert alive(objects) == []
+        engine.wake()
+        awake = model.compiled.stats()
+        assert (awake.cuda_graphs, awake.prefill_cuda_graphs) == (before.cuda_graphs, before.prefill_cuda_graphs)
+        assert before.cuda_graphs > 1 < before.prefill_cuda_graphs
+        assert engine.stats().cuda_graphs == awake.cuda_graphs + awake.prefill_cuda_graphs
+        assert awake.buckets == before.buckets
+        assert answers(engine) == expected
+        assert model.compiled.stats().cuda_graphs == before.cuda_graphs
+        assert model.compiled.recaptures() == (0, [])
+
+
+def test_pages_go_even_if_a_call_of_generate_waits_in_the_engine(model, engine):
+    """Its cache, empty as it is, stays in HuggingFace's frames."""
+    expected, got = huggingfaces(model, PROMPTS[0]), []
+    handles = begun(engine)
+    with engine.paused():
+        caller = threading.Thread(target=lambda: got.append(huggingfaces(model, PROMPTS[0])))
+        caller.start()
+        while len(engine._driver.handles) < 5 and caller.is_alive():
+            pass
+    pages = device_objects(model)["pages"]
+    engine.sleep()
+    assert got or pages() is None
+    engine.wake()
+    caller.join(60)
+    assert got == [expected]
+    assert results(handles)
+
+
+def test_caches_that_others_hold_are_named(model, engine):
+    expected = answers(engine)
+    with torch.no_grad():
+        held = model(torch.tensor([PROMPTS[0]])).past_key_values
+    handles = begun(engine)
+    with pytest.raises(RuntimeError, match=r"caches hold 3 pages .*drop them or close\(\) them"):
+        engine.sleep()
+    assert not engine.asleep
+    assert results(handles) == expected
+    empty = model.compiled.new_cache()
+    held.close()
+    engine.sleep()
+    engine.wake()
+    for stale in (held, empty):
+        with torch.no_grad(), pytest.raises(ValueError, match="PagedCache belongs to another model, or to this one"):
+            model(torch.tensor([[5]]), past_key_values=stale)
+    with pytest.raises(RuntimeError, match=r"given back by sleep\(\)"):
+        stale.runner.admit([5], 1) and stale.runner.step()
+
+
+# ---- asleep
+
+
+def test_what_needs_pages_is_refused_and_the_model_runs_as_huggingfaces(model, engine):
+    expected = huggingfaces(model, PROMPTS[0])
+    engine.sleep()
+    refused = [
+        lambda: engine.submit([5]),
+        lambda: engine.generate([5]),
+        engine.warmup,
+        engine.describe,
+        model.compiled.warmup,
+        model.compiled.new_cache,
+        lambda: model.generate_batch([[5]], max_new_tokens=2),
+    ]
+    for call in refused:
+        with pytest.raises(RuntimeError, match=r"is asleep, and has no pages; call (its )?wake\(\)"):
+            call()
+    assert huggingfaces(model, PROMPTS[0]) == expected
+    with torch.no_grad():
+        assert model(torch.tensor([PROMPTS[0]])).logits.shape == (1, 36, 128)
+    assert model.compiled.stats().slow_paths == {"asleep": 1, "forward: asleep": 1}
+    engine.reset_prefix_cache()
+    assert engine.stats().pages is None
+    engine.wake()
+    assert huggingfaces(model, PROMPTS[0]) == expected
+    assert [output.generated_tokens for output in model.generate_batch([PROMPTS[0]], max_new_tokens=6).values()] == [
+        expected[len(PROMPTS[0]) :]
+    ]
+
+
+def test_a_manager_that_is_kept_serves_again(model, engine):
+    def batch() -> list[list[int]]:
+        outputs = model.generate_batch(PROMPTS, max_new_tokens=6, do_sample=False, persistent_manager=True)
+        return [outputs[name].generated_tokens for name in sorted(outputs)]
+
+    expected = batch()
+    assert all(map(len, expected))
+    pages = device_objects(model)["pages"]
+    engine.sleep()
+    assert pages() is None
+    with pytest.raises(RuntimeError, match="generate_batch: the model is asleep"):
+        batch()
+    engine.wake()
+    assert batch() == expected
+    model.destroy_cached_continuous_batching_manager()
+
+
+def test_twice_does_nothing_more(engine):
+    expected = answers(engine)
+    engine.wake()
+    assert engine.sleep() > 0
+    assert engine.sleep() == 0
+    engine.wake()
+    engine.wake()
+    assert answers(engine) == expected
+
+
+def test_an_engine_that_has_done_nothing_yet_sleeps_and_wakes(engine):
+    assert engine.sleep() == 0
+    assert engine.asleep
+    engine.wake()
+    assert answers(engine)
+
+
+def test_impossible_moments_and_arguments(model, engine):
+    with pytest.raises(ValueError, match="requests='drop': give 'park' or 'end'"):
+        engine.sleep(requests="drop")  # type: ignore[arg-type]
+    for call in (engine.sleep, engine.wake):
+        with engine.paused(), pytest.raises(RuntimeError, match="paused, or running, in this thread"):
+            call()
+    errors: list[BaseException] = []
+
+    def stop(ids: object, scores: object) -> bool:
+        with pytest.raises(RuntimeError, match="a call of generate is in progress in this thread") as raised:
+            engine.sleep()
+        errors.append(raised.value)
+        return False
+
+    model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, do_sample=False, stopping_criteria=[stop])
+    assert len(errors) == 2
+    engine.close()
+    for call in (engine.sleep, engine.wake):
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            call()
+
+
+def test_a_call_of_generate_in_progress_ends_first(model, engine):
+    expected, got = huggingfaces(model, [5, 6]), []
+    inside, go = threading.Event(), threading.Event()
+
+    def stop(ids: object, scores: object) -> bool:
+        inside.set()
+        return not go.wait(30)
+
+    caller = threading.Thread(target=lambda: got.append(huggingfaces(model, [5, 6], stopping_criteria=[stop])))
+    caller.start()
+    assert inside.wait(30)
+    sleeper = threading.Thread(target=engine.sleep)
+    sleeper.start()
+    sleeper.join(0.1)
+    assert not engine.asleep
+    go.set()
+    for thread in (caller, sleeper):
+        thread.join(60)
+    assert engine.asleep
+    assert got == [expected]
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("place", ["_current", "prepare"])
+def test_what_fails_to_wake_is_asleep_and_can_be_woken_again(monkeypatch, engine, place, kind):
+    expected = answers(engine)
+    handles = begun(engine)
+    engine.sleep()
+    with monkeypatch.context() as patch:
+
+        def fail(*_: Any) -> None:
+            raise kind("planted")
+
+        patch.setattr(device_side if place == "prepare" else device_side.DeviceSide, place, fail)
+        with pytest.raises(kind, match="planted"):
+            engine.wake()
+    assert engine.asleep
+    engine.wake()
+    assert results(handles) == expected
+
+
+def test_close_asleep(model, engine):
+    expected = huggingfaces(model, PROMPTS[0])
+    handles = begun(engine)
+    engine.sleep()
+    with Engine(model):
+        engine.close()
+        assert model.compiled.asleep  # the other one may wake it
+    assert {handle.result(timeout=10).finish_reason for handle in handles if len(handle.requests) == 1} == {"cancelled"}
+    assert not model.compiled.asleep
+    assert huggingfaces(model, PROMPTS[0]) == expected
+    assert model.compiled.stats().slow_paths == {}
+
+
+def test_an_engine_that_is_forgotten_asleep_keeps_nothing_alive(one_thread):
+    model = wrapped()
+    engine = Engine(model)
+    begun(engine)
+    engine.sleep()
+    driver = weakref.ref(engine._driver)
+    del engine
+    for _ in range(50):
+        gc.collect()
+        if driver() is None:
+            break
+        time.sleep(0.1)  # its thread has to notice
+    assert driver() is None
+    assert Engine(model).asleep
+    Engine(model).wake()
+    assert answers(Engine(model))
+
+
+def test_unwrap_asleep(model, engine):
+    expected = huggingfaces(model, PROMPTS[0])
+    handles = begun(engine)
+    engine.sleep()
+    compiled_llm.unwrap(model)
+    assert handles[0].result(timeout=10).finish_reason == "cancelled"
+    assert huggingfaces(model, PROMPTS[0]) == expected
+
+
+def test_a_model_that_has_changed_asleep_is_compiled_as_it_is(model, engine):
+    answers(engine)
+    engine.sleep()
+    other = tiny_qwen3(seed=1, eos_token_id=None)
+    with torch.no_grad():
+        model.load_state_dict(other.state_dict())
+    model.double()
+    engine.wake()
+    assert huggingfaces(model, PROMPTS[0]) == huggingfaces(other.double(), PROMPTS[0])
+
+
+# ---- weights
+
+
+@pytest.fixture
+def weights_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU too, to other memory."""
+    monkeypatch.setattr(device_side, "is_host", lambda device: False)
+
+
+def places(model: PreTrainedModel) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.whole)])
+def test_weights_go_and_come_back_as_they_were(weights_move, one_thread, mode):
+    model = compiled_llm.wrap(
+        tiny_qwen3(tie_word_embeddings=True, eos_token_id=None),
+        mode=mode,
+        kv_memory="2000 tokens",
+        fuse_projections=True,
+        progress=False,
+    )
+    parameters = dict(model.named_parameters())
+    parameters["model.norm.weight"].requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    with Engine(model, max_rows=8) as engine:
+        expected, before, graphs = answers(engine), places(model), model.compiled.graphs
+        groups = model.compiled.device_model().readiness.weights.groups
+        assert bool(groups) == (mode != "eager")
+        handles = begun(engine)
+        engine.sleep(weights=True)
+        away = places(model)
+        assert not set(before.values()) & set(away.values())
+        for call in (lambda: huggingfaces(model, [5]), lambda: model(torch.tensor([[5]]))):
+            with pytest.raises(RuntimeError, match=r"its weights are in host memory; call wake\(\)"):
+                call()
+        engine.wake()
+        assert dict(model.named_parameters()) == parameters
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert not parameters["model.norm.weight"].requires_grad
+        assert results(handles) == answers(engine) == expected
+        weights = model.compiled.device_model().readiness.weights
+        assert weights.intact()
+        assert weights.groups == groups
+        assert (model.compiled.graphs, model.compiled.stats().recompiles) == (graphs, 0)
+        loss = model(torch.tensor([PROMPTS[0]]), labels=torch.tensor([PROMPTS[0]])).loss
+        loss.backward()
+        optimizer.step()
+        assert answers(engine) == expected
+
+
+def test_weights_may_follow_and_are_back_after_close_or_unwrap(weights_move, model):
+    expected = huggingfaces(model, PROMPTS[0])
+    for end in ("close", "unwrap"):
+        engine = Engine(model)
+        engine.sleep()
+        before = places(model)
+        engine.sleep(weights=True)
+        assert places(model) != before
+        with pytest.raises(RuntimeError, match="host memory"):
+            huggingfaces(model, PROMPTS[0])
+        engine.close() if end == "close" else compiled_llm.unwrap(model)
+        assert huggingfaces(model, PROMPTS[0]) == expected
+
+
+def test_weights_that_cannot_move_are_named_and_nothing_has_changed(weights_move, model, engine):
+    class Packed(torch.nn.Parameter):
+        pass
+
+    expected = answers(engine)
+    model.model.norm.weight.__class__ = Packed
+    with pytest.raises(ValueError, match=r"weights=True: model\.norm\.weight is a Packed, .* leave weights=True out"):
+        engine.sleep(weights=True)
+    assert not engine.asleep
+    model.model.norm.weight.__class__ = torch.nn.Parameter
+    assert answers(engine) == expected
+
+
+def test_on_a_cpu_weights_stay_where_they_are(model, engine):
+    answers(engine)
+    before = places(model)
+    engine.sleep(weights=True)
+    assert places(model) == before

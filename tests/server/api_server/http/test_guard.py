@@ -1,0 +1,256 @@
+"""Who may use a server: by which name, from which page, with which key."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from compiled_llm.server import guard
+from compiled_llm.server.guard import Guard
+from compiled_llm.server.openai.metrics import FrontMetrics
+from compiled_llm.server.settings import FrontSettings, keys_in, readers_of
+from support.server.fronts import RunningFront, fronting
+from support.server.generators import Loop
+
+KEYS = ("a-key-of-sixteen-or-more", "another-key-of-sixteen")
+BODY = {"prompt": "a", "max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def guarded(generator: Loop) -> Iterator[RunningFront]:
+    options = {"api_keys": KEYS, "allowed_hosts": ("llm.example",), "cors_origins": ("https://page.example",)}
+    with fronting(generator.generator._path, **options) as front:
+        yield front
+
+
+def ask(front: RunningFront, **headers: str) -> httpx.Response:
+    return front.http.post("/v1/completions", json=BODY, headers=headers)
+
+
+@pytest.mark.parametrize("key", ["", "Bearer", f"Bearer {KEYS[0]}x", f"Basic {KEYS[0]}", KEYS[0], "Bearer \u00fc"])
+def test_without_a_key_nothing_is_answered(guarded: RunningFront, key: str) -> None:
+    response = guarded.http.post("/v1/completions", json=BODY, headers={b"authorization": key.encode()} if key else {})
+    assert response.status_code == 401
+    assert response.json()["error"]["code"] == "invalid_api_key"
+    assert not any(known in response.text for known in KEYS)
+    assert guarded.http.get("/metrics").status_code == 401
+    assert guarded.http.get("/openapi.json").status_code == 401
+    assert guarded.http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_with_a_key_it_is(guarded: RunningFront, key: str) -> None:
+    assert ask(guarded, authorization=f"Bearer {key}").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:1234", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:80", 200),
+        ("llm.example:8000", 200),
+        ("evil.example", 403),
+        ("localhost.evil.example", 403),
+        ("127.0.0.1@evil.example", 403),
+        ("127.0.0.1.nip.io", 403),
+        ("localhost.", 403),
+        ("[::ffff:127.0.0.1]", 403),
+        ("[::1]evil.example", 403),
+        ("0.0.0.0", 403),
+        ("2130706433", 403),
+        ("localhost:80:80", 403),
+        ("localhost:" + "80" * 200, 403),
+        ("evil.example, localhost", 403),
+        ("[", 403),
+        ("", 403),
+    ],
+)
+def test_only_names_of_this_machine_are_served(guarded: RunningFront, host: str, status: int) -> None:
+    assert ask(guarded, authorization=f"Bearer {KEYS[0]}", host=host).status_code == status
+
+
+def test_two_hosts_are_refused(front: RunningFront) -> None:
+    with socket.create_connection(("127.0.0.1", front.port)) as peer:
+        peer.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\nConnection: close\r\n\r\n")
+        received = peer.recv(2**16)
+    assert received.startswith(b"HTTP/1.1 400 ")
+
+
+def test_pages_of_others_are_not_served(guarded: RunningFront, front: RunningFront) -> None:
+    refused = ask(front, origin="https://evil.example")
+    assert refused.status_code == 403
+    assert refused.json()["error"]["message"].startswith("Origin: pages of other servers are not served")
+    port = front.port
+    others = (
+        "null",
+        "",
+        "file://",
+        "http://localhost:1",
+        f"http://localhost.evil.example:{port}",
+        f"http://a@localhost:{port}",
+    )
+    for origin in others:
+        assert ask(front, origin=origin, host=f"localhost:{port}").status_code == 403, origin
+    assert ask(front, origin=front.url).status_code == 200
+    allowed = ask(guarded, origin="https://page.example", authorization=f"Bearer {KEYS[0]}")
+    assert allowed.headers["access-control-allow-origin"] == "https://page.example"
+    preflight = {"origin": "https://page.example", "access-control-request-method": "POST"}
+    assert guarded.http.options("/v1/completions", headers=preflight).status_code == 200
+    preflight["origin"] = "https://evil.example"
+    assert guarded.http.options("/v1/completions", headers=preflight).status_code == 400
+
+
+def test_names_of_ipv6_are_served(generator: Loop) -> None:
+    with fronting(generator.generator._path, host="::1") as front:
+        answer = httpx.post(f"http://[::1]:{front.port}/v1/completions", json=BODY)
+        assert answer.status_code == 200
+        page = httpx.post(
+            f"http://[::1]:{front.port}/v1/completions", json=BODY, headers={"origin": f"http://[::1]:{front.port}"}
+        )
+        assert page.status_code == 200
+
+
+def test_all_keys_are_compared_each_time(guarded: RunningFront, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the time would say how many of them begin like the one that is given, or which one it is."""
+    compared: list[tuple[bytes, bytes]] = []
+    compare = hmac.compare_digest
+    monkeypatch.setattr(guard.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or compare(a, b))
+    for key in (*(f"Bearer {known}" for known in KEYS), "Bearer wrong", "Bearer"):
+        compared.clear()
+        ask(guarded, authorization=key)
+        assert len(compared) == len(KEYS)
+        assert {len(side) for pair in compared for side in pair} == {32}  # digests: of one length
+
+
+def test_cached_prompts_are_not_shared_by_keys_or_users(generator: Loop) -> None:
+    def cached(front: RunningFront, key: str, user: str) -> int:
+        body = {"prompt": "the quick brown fox jumps over the lazy dog " * 3, "max_tokens": 1, "user": user}
+        answer = front.http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}).json()
+        found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return found
+
+    with fronting(generator.generator._path, api_keys=KEYS, salts_caches=True) as front:
+        assert cached(front, KEYS[0], "me") == 0
+        assert cached(front, KEYS[0], "me") > 0
+        assert cached(front, KEYS[0], "you") == 0
+        assert cached(front, KEYS[1], "me") == 0
+
+
+def test_a_request_has_an_id_and_its_prompt_is_not_in_the_log(
+    front: RunningFront, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "compiled_llm.server"):
+        first, second = (
+            front.http.post("/v1/completions?secret=1", json={**BODY, "prompt": "secret"}) for _ in range(2)
+        )
+        ids = [response.headers["x-request-id"] for response in (first, second)]
+        assert ids[0] != ids[1]
+        while not all(number in caplog.text for number in ids):  # a line is written once its answer has been sent
+            time.sleep(0.001)
+    assert "secret" not in caplog.text
+
+
+def test_an_error_of_ours_shows_no_trace(
+    front: RunningFront, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_: object) -> None:
+        raise KeyError("/home/me/secret")
+
+    monkeypatch.setattr(front.front, "model_for", broken)
+    response = ask(front)
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "an error of the server; its log has it under the request's id"
+    assert "home" not in response.text
+    assert f"{response.headers['x-request-id']} has failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"host": "0.0.0.0"}, "--host 0.0.0.0: other machines could use the model; give --api-key-file"),
+        ({"port": 70000}, "--port 70000: must be from 0 to 65535"),
+        ({"allowed_hosts": ("http://a",)}, "--allowed-host http://a: give a name or an address alone"),
+        ({"allowed_hosts": ("a", "b:80")}, "--allowed-host b:80: give a name or an address alone"),
+        ({"cors_origins": ("page.example",)}, "--cors-origin page.example: give it as browsers do"),
+        ({"cors_origins": ("https://page.example/",)}, "--cors-origin https://page.example/: give it as browsers do"),
+        ({"ssl_certfile": Path("x")}, "--ssl-certfile and --ssl-keyfile: give both, or neither"),
+    ],
+)
+def test_settings_that_are_not_safe_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FrontSettings(names=("tiny",), **options)  # type: ignore[arg-type]
+
+
+def answer_of_guard(client: tuple[str, int] | None, **options: Any) -> tuple[int, dict[str, str]]:
+    """What a guard before an empty application sends to a client."""
+    sent: list[Message] = []
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response("it is served")(scope, receive, send)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"localhost"), (b"x-request-id", b"named"), (b"authorization", f"Bearer {KEYS[0]}".encode())]
+    scope = {"type": "http", "method": "GET", "path": "/version", "headers": headers, "client": client}
+    guard = Guard(application, FrontSettings(names=("tiny",), **options), FrontMetrics())
+    asyncio.run(guard(scope, None, send))  # type: ignore[arg-type]
+    return sent[0]["status"], {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+
+
+@pytest.mark.parametrize(
+    ("client", "status"),
+    [(("127.0.0.1", 1), 200), (("::1", 1), 200), (None, 200), (("192.0.2.7", 1), 403), (("elsewhere", 1), 403)],
+)
+def test_whoever_listens_for_a_front_only_this_machine_is_served_without_a_key(
+    client: tuple[str, int] | None, status: int
+) -> None:
+    assert answer_of_guard(client)[0] == status
+    assert answer_of_guard(client, api_keys=KEYS)[0] == 200
+
+
+def test_the_names_of_a_proxy_are_kept_and_those_of_clients_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "compiled_llm.server"):
+        assert answer_of_guard(None)[1]["x-request-id"].startswith("req-")
+        assert "named" not in caplog.text
+        assert "x-request-id" not in answer_of_guard(None, behind_proxy=True)[1]  # the proxy sends it
+        assert "named GET" in caplog.text
+
+
+def test_a_file_of_keys_that_others_may_read_is_warned_of(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    assert readers_of(file) is None
+    file.write_text(KEYS[0])
+    for mode, whom in ((0o600, None), (0o400, None), (0o640, "its group"), (0o644, "all users"), (0o444, "all users")):
+        file.chmod(mode)
+        warning = readers_of(file)
+        assert (warning is None) == (whom is None), oct(mode)
+        assert whom is None or f"{whom} of this machine may read the keys" in (warning or "")
+
+
+def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("\n".join(("", f" {KEYS[0]} ", KEYS[1], "")))
+    assert keys_in(file) == KEYS
+    for content, message in (
+        (b"\n", "the file has no key"),
+        (b"short", "a key of 5 characters"),
+        (b"\xff", "cannot be read: 'utf-8' codec"),
+        (None, "cannot be read: No such file or directory"),
+    ):
+        file.unlink() if content is None else file.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            keys_in(file)

@@ -1,0 +1,223 @@
+"""Clients that send half a request, or take nothing of an answer, are left in time; nobody else waits for them."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from compiled_llm.engine.engine import Engine
+from support.server.fronts import RunningFront, fronting
+from support.server.generators import PATIENCE, Loop
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+BODY = {"prompt": "a", "max_tokens": 1}
+WORDY = {"prompt": "a", "max_tokens": 300, "n": 16, "ignore_eos": True, "logprobs": 20}
+"""An answer of megabytes."""
+
+
+@pytest.fixture(scope="module")
+def hasty(generator: Loop) -> Iterator[RunningFront]:
+    with fronting(generator.generator._path, client_seconds=0.2) as front:
+        # Else the kernel would take megabytes for a client that takes nothing.
+        front._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**12)
+        yield front
+
+
+def connected(front: RunningFront) -> socket.socket:
+    peer = socket.socket()
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
+    peer.settimeout(PATIENCE)
+    peer.connect(("127.0.0.1", front.port))
+    return peer
+
+
+def rest(peer: socket.socket) -> bytes:
+    """What comes until the connection is closed."""
+    received = b""
+    while data := peer.recv(2**16):
+        received += data
+    return received
+
+
+def send_until_closed(peer: socket.socket, data: bytes) -> None:
+    with suppress(OSError):
+        while True:
+            peer.sendall(data)
+            time.sleep(0.01)
+
+
+def send_several(peer: socket.socket, data: bytes, times: int) -> None:
+    for _ in range(times):
+        peer.sendall(data)
+        time.sleep(0.01)
+
+
+def clients(front: RunningFront) -> list[object]:
+    return [getattr(protocol, "client", None) for protocol in tuple(front.server.server_state.connections)]
+
+
+def is_answered(front: RunningFront) -> bool:
+    return front.http.post("/v1/completions", json=BODY).status_code == 200
+
+
+@pytest.mark.parametrize("sent", [HEAD, b"P"])
+def test_half_a_head_is_waited_for_until_its_time_is_over(hasty: RunningFront, sent: bytes) -> None:
+    with connected(hasty) as peer:
+        peer.sendall(sent)
+        assert is_answered(hasty)
+        received = rest(peer)
+    assert received.startswith(b"HTTP/1.1 400 ")
+    assert received.endswith(b"The head of the request has not come in time.")
+
+
+def test_a_head_that_comes_byte_by_byte_is_not_waited_for_longer(hasty: RunningFront) -> None:
+    with connected(hasty) as peer:
+        peer.sendall(HEAD)
+        send_until_closed(peer, b"X-A: b\r\n")
+
+
+@pytest.mark.parametrize("trickle", [b"\r\n", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "])
+def test_the_next_head_has_its_time_as_well(hasty: RunningFront, trickle: bytes) -> None:
+    with connected(hasty) as peer:
+        peer.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert peer.recv(2**16).startswith(b"HTTP/1.1 200 ")
+        peer.sendall(trickle)
+        rest(peer)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 120_000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X-A: b\r\n" * 17_000 + b"\r\n",
+        b"GET /health?" + b"x" * 70_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ],
+)
+def test_a_head_that_is_too_long_is_refused_though_it_comes_at_once(front: RunningFront, head: bytes) -> None:
+    with connected(front) as peer:
+        received = b"HTTP/1.1 400 The head of the request is too long."
+        with suppress(OSError):  # if the rest was on its way when it was closed, the kernel says no more
+            peer.sendall(head)
+            received = rest(peer)
+    assert received.startswith(b"HTTP/1.1 400 ")
+    assert received.endswith(b"The head of the request is too long.")
+    assert received.count(b"HTTP/1.1") == 1
+    assert is_answered(front)
+
+
+def test_a_long_head_is_answered_and_trailers_are_counted(front: RunningFront) -> None:
+    with connected(front) as peer:
+        peer.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 60_000 + b"\r\n\r\n")
+        assert peer.recv(2**16).startswith(b"HTTP/1.1 200 ")
+        peer.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n")
+        send_until_closed(peer, b"X: " + b"x" * 9_000 + b"\r\n")
+    assert is_answered(front)
+
+
+@pytest.mark.parametrize("begun", [b"2\r\n{}\r\n0\r\nX: ", b"2;x="])
+def test_a_trailer_without_end_is_left(front: RunningFront, begun: bytes) -> None:
+    with connected(front) as peer:
+        peer.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + begun)
+        with pytest.raises(OSError, match=r"\w"):  # long before its time is over
+            send_several(peer, b"x" * 9_000, 500)
+    assert is_answered(front)
+
+
+def test_whoever_says_nothing_is_left(hasty: RunningFront) -> None:
+    with connected(hasty) as peer:
+        assert rest(peer) == b""
+    assert is_answered(hasty)
+
+
+def test_half_a_body_is_refused_and_its_rest_is_not_waited_for(hasty: RunningFront) -> None:
+    with connected(hasty) as peer:
+        peer.sendall(HEAD + b"Content-Length: 1000\r\n\r\n{")
+        received = b""
+        while b'"code"' not in received:
+            received += peer.recv(2**16)
+            assert received
+        assert received.startswith(b"HTTP/1.1 408 ")
+        assert b"the body has not come within 0.2 s" in received
+        send_until_closed(peer, b" ")
+    assert is_answered(hasty)
+
+
+def test_a_request_that_comes_in_pieces_is_answered(hasty: RunningFront) -> None:
+    body = json.dumps(BODY).encode()
+    with connected(hasty) as peer:
+        for piece in (HEAD[:20], HEAD[20:], b"Content-Length: %d\r\n\r\n" % len(body), body[:5], body[5:]):
+            peer.sendall(piece)
+            time.sleep(0.03)
+        assert peer.recv(2**16).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_head_may_wait_for_the_answer_before_it(hasty: RunningFront, engine: Engine) -> None:
+    long = json.dumps({"prompt": "a", "max_tokens": 900, "ignore_eos": True, "n": 4}).encode()
+    with connected(hasty) as peer:
+        peer.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(long) + long + b"GET /hea")
+        received = b""
+        while b"}}}" not in received:
+            received += peer.recv(2**16)
+            assert received, "its answer takes longer than a head may"
+        assert received.startswith(b"HTTP/1.1 200 ")
+        peer.sendall(b"lth HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"HTTP/1.1 200 " in peer.recv(2**16)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_whoever_takes_nothing_of_an_answer_is_cut_off(hasty: RunningFront, engine: Engine, stream: bool) -> None:
+    body = json.dumps({**WORDY, "stream": stream}).encode()
+    with connected(hasty) as peer:
+        peer.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        while not hasty.server.server_state.tasks:
+            time.sleep(0.001)
+        while hasty.server.server_state.tasks or peer.getsockname() in clients(hasty):
+            time.sleep(0.01)
+        assert is_answered(hasty)
+        received = rest(peer)
+    assert received.startswith(b"HTTP/1.1 200 ")
+    assert len(received) < 2**20, "and the answer has more"
+    assert b"[DONE]" not in received
+    while engine.stats().running:
+        time.sleep(0.001)
+
+
+def test_a_stream_that_is_not_read_ends_at_a_limit_and_nobody_else_waits(generator: Loop, engine: Engine) -> None:
+    before = engine.stats()
+    body = json.dumps({**WORDY, "stream": True, "max_tokens": 900}).encode()
+    with fronting(generator.generator._path, most_unsent=100) as front:
+        front._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**12)
+        with connected(front) as peer:
+            peer.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            others = 0
+            while engine.stats().finished < before.finished + 16 + others:
+                assert is_answered(front)
+                others += 1
+            assert engine.stats().new_tokens < before.new_tokens + 16 * 900
+            received = b""
+            while not received.endswith(b"0\r\n\r\n"):
+                received += peer.recv(2**16)
+        last = received.rstrip(b"0\r\n").rpartition(b"data: ")[2]
+        assert json.loads(last)["error"]["message"] == "the client has not read, and more than 100 tokens wait for it"
+        with front.http.stream("POST", "/v1/completions", json={**WORDY, "stream": True}) as quick:
+            assert list(quick.iter_lines())[-2] == "data: [DONE]"
+
+
+def test_there_are_so_many_connections_and_the_next_is_told(generator: Loop) -> None:
+    with fronting(generator.generator._path, most_connections=2) as front:
+        with connected(front) as first, connected(front):
+            with connected(front) as third:
+                received = rest(third)
+            assert received.startswith(b"HTTP/1.1 503 ")
+            assert b"Retry-After: " in received
+            assert json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_many_connections"
+            first.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert first.recv(2**16).startswith(b"HTTP/1.1 200 ")
+        while len(front.server.server_state.connections):
+            time.sleep(0.001)
+        assert is_answered(front)

@@ -1,0 +1,164 @@
+"""Clients that leave, queues that are full, generators that die: everybody hears of it, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.steps.loop import Loop as EngineLoop
+from compiled_llm.engine.steps.plan import Chunk
+from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.steps.scheduler import Scheduler
+from compiled_llm.server.engine_process.facts import ready_of
+from support.server.fronts import RunningFront, chat_tokenizer, fronting
+from support.server.generators import Loop
+from support.server.scripted import Script
+
+TEXT = "/v1/completions"
+LONG = {"prompt": "a", "max_tokens": 900, "ignore_eos": True}
+
+
+def until_idle(engine: Engine) -> None:
+    while engine.stats().running or engine.stats().waiting:
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_has_its_request_cancelled(front: RunningFront, engine: Engine, stream: bool) -> None:
+    before = engine.stats()
+    body = json.dumps({**LONG, "stream": stream, "n": 2}).encode()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with socket.create_connection(("127.0.0.1", front.port)) as peer:
+        peer.sendall(f"{head}\r\n\r\n".encode() + body)
+        while engine.stats().new_tokens < before.new_tokens + 4:
+            time.sleep(0.002)
+    until_idle(engine)
+    assert engine.stats().new_tokens < before.new_tokens + 1500
+    assert engine.stats().finished == before.finished + 2
+
+
+def test_a_loop_over_a_stream_that_is_left_ends_the_request(client: openai.OpenAI, engine: Engine) -> None:
+    before = engine.stats().new_tokens
+    stream = client.completions.create(
+        model="tiny", prompt="a", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    until_idle(engine)
+    assert engine.stats().new_tokens < before + 800
+
+
+@pytest.fixture
+def mortal(model: Any, path: Path) -> Iterator[tuple[Loop, Engine]]:
+    """A generator that a test may end, which runs one request and has one wait."""
+    chat_tokenizer().save_pretrained(path.parent / "tokenizer")
+    with Engine(model, tokenizer=chat_tokenizer(), max_rows=1, max_queue=1) as engine:
+        yield opened(engine, path), engine
+
+
+def opened(engine: Engine, path: Path) -> Loop:
+    loop = Loop(path)
+    ready = ready_of(engine._model, engine, "tiny", chat_tokenizer(), str(path.parent / "tokenizer"))
+    loop.generator.open(engine, ready)
+    return loop
+
+
+def test_a_full_queue_and_a_generator_that_is_replaced(mortal: tuple[Loop, Engine], path: Path) -> None:
+    loop, engine = mortal
+    with fronting(path) as front:
+        with front.http.stream("POST", TEXT, json={**LONG, "stream": True}) as running, ThreadPoolExecutor() as pool:
+            events = (line for line in running.iter_lines() if line)
+            assert next(events).startswith('data: {"id":"cmpl-')
+            waiting = pool.submit(front.http.post, TEXT, json=LONG)
+            while not engine.stats().waiting:
+                time.sleep(0.002)
+            busy = front.http.post(TEXT, json=LONG)
+            assert (busy.status_code, busy.headers["retry-after"]) == (429, "1")
+            assert busy.json()["error"]["code"] == "queue_full"
+            loop.close()  # at once, as if it were killed
+            *_, last = events
+            assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
+            lost = waiting.result()
+            assert lost.status_code == 503
+            assert lost.headers["retry-after"] == "5"
+        while front.http.get("/ready").status_code == 200:  # the connection ends after its requests
+            time.sleep(0.002)
+        assert front.http.get("/health").status_code == 200
+        again = opened(engine, path)
+        while front.http.get("/ready").status_code == 503:
+            time.sleep(0.002)
+        assert front.http.post(TEXT, json={"prompt": "a"}).status_code == 200
+        again.close()
+
+
+def test_time_and_salts_are_the_settings(engine: Engine, generator: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted: list[dict[str, Any]] = []
+    submit = engine.submit
+    monkeypatch.setattr(
+        engine, "submit", lambda *args, **options: submitted.append(options) or submit(*args, **options)
+    )
+    with fronting(generator.generator._path, request_seconds=0.05, salts_caches=True) as front:
+        cut = front.http.post(TEXT, json=LONG).json()
+        assert cut["choices"][0]["finish_reason"] == "length"
+        assert cut["usage"]["completion_tokens"] < 900
+        for user in ("me", "you", "me"):
+            assert front.http.post(TEXT, json={"prompt": "a", "user": user}).status_code == 200
+        front.http.post(TEXT, json={"prompt": "a", "user": "me"}, headers={"authorization": "Bearer other"})
+    assert all(options["timeout"] == 0.05 for options in submitted)
+    _, mine, yours, again, other = (options["cache_salt"] for options in submitted)
+    assert mine == again
+    assert len({mine, yours, other}) == 3
+    assert "me" not in mine.split()
+
+
+def test_a_stream_ends_with_its_text_and_not_with_its_last_token(speaking: tuple[Script, RunningFront]) -> None:
+    script, front = speaking
+    script.text, script.at_once, script.reason = "one two " * 3000, 1000, "stop"  # tokens come faster than their text
+    with front.http.stream("POST", TEXT, json={"prompt": "a", "stream": True}) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    choices = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    assert "".join(choice["text"] for choice in choices) == script.text
+    assert choices[-1]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"n": 2}, {"echo": True, "logprobs": 0, "max_tokens": 0}])
+def test_a_prefill_whose_client_has_left_ends_at_its_next_chunk(
+    front: RunningFront, engine: Engine, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(Scheduler, "_chunk", _chunk_of_four)
+    step, steps = EngineLoop.step, 0
+    body = json.dumps({"prompt": [[5 + 7 * place % 90 for place in range(300)]], "max_tokens": 3, **more}).encode()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with socket.create_connection(("127.0.0.1", front.port)) as peer:
+
+        def leaving(loop: EngineLoop, unchanged: bool = False) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps == 3:
+                peer.close()
+                while not engine._driver._inbox:
+                    time.sleep(0.002)
+            return step(loop, unchanged)
+
+        monkeypatch.setattr(EngineLoop, "step", leaving)
+        peer.sendall(f"{head}\r\n\r\n".encode() + body)
+        while steps < 3:
+            time.sleep(0.002)
+        until_idle(engine)
+    assert steps <= 4  # of seventy-five
+    engine.reset_prefix_cache()
+
+
+def _chunk_of_four(scheduler: Scheduler, request: Request, room: int) -> Chunk:
+    start = request.running_row.length
+    ids = request.known[start : start + 4]
+    return Chunk(request, ids, start + len(ids) == len(request.known), request.unscored(start))

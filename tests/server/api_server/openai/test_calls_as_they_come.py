@@ -1,0 +1,278 @@
+"""Arguments of calls come as the model writes them, and however an answer is cut into pieces, it says the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from compiled_llm.compat.response_templates import known_response_template
+from compiled_llm.server.openai.parsing.call_text import JsonCall
+from compiled_llm.server.openai.parsing.response_template import ResponseTemplate
+from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
+from support.server.answer_reading import Told, read_in_pieces
+from support.server.scripted import RESPONSES, tool_tokenizer
+
+TYPES = {"days": "integer", "share": "number", "now": "boolean", "where": "object", "all": "array", "text": "string"}
+PROPERTIES = {**{name: {"type": kind} for name, kind in TYPES.items()}, "maybe": {"type": ["string", "null"]}}
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": PROPERTIES}}},
+    {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}}}},
+]
+
+
+def with_calls(calls: dict[str, Any]) -> dict[str, Any]:
+    return {**RESPONSES, "fields": {**RESPONSES["fields"], "tool_calls": {"repeats": True, **calls}}}  # type: ignore[dict-item]
+
+
+def function(name: str, arguments: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+NAMED = with_calls(
+    {
+        "open_pattern": r"<call:(?P<name>\w+)>",
+        "close_pattern": r"</call>\s*",  # which is certain only once something else follows
+        "content": "json",
+        "transform": function("{name}", "{content}"),
+    }
+)
+MEMBERS = with_calls(
+    {
+        "open": ["[CALL]", "[CALL"],
+        "close": "[END]",
+        "content": "json",
+        "transform": function("{content.tool}", "{content.with}"),
+    }
+)
+SPECS = {
+    "hermes": RESPONSES,
+    "qwen3": known_response_template("qwen3") or {},
+    "qwen3_5": known_response_template("qwen3_5") or {},
+    "gemma4": known_response_template("gemma4") or {},
+    "named": NAMED,
+    "members": MEMBERS,
+}
+OBJECTS = {
+    "hermes": '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>',
+    "qwen3": '<tool_call>{{"parameters": {1} , "name":"{0}", "x": [1, "]"]}}</tool_call>',
+    "named": "<call:{}> {}\n</call>",
+    "members": '[CALL]{{"tool": "{}", "with":\n{}}}[END]',
+}
+"""How calls are written whose arguments are JSON."""
+
+texts = st.text(st.sampled_from('ab\n "\\{}[]<,:é漢'), max_size=12)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | texts,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(texts, inner, max_size=2),
+    max_leaves=4,
+)
+arguments = st.builds(
+    json.dumps,
+    st.dictionaries(texts, values, max_size=3),
+    ensure_ascii=st.booleans(),
+    indent=st.sampled_from([None, 1]),
+)
+objects = st.tuples(st.sampled_from(["look", "time"]), arguments)
+cuts = st.lists(st.integers(0, 400), max_size=12)
+
+
+def split(text: str, cuts: Sequence[int]) -> list[str]:
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    return [text[begin:end] for begin, end in pairwise(places)]
+
+
+def read(spec: dict[str, Any], pieces: Sequence[str], cut: bool = False) -> Told:
+    return read_in_pieces(ResponseTemplate(tool_tokenizer(), spec).reader("", TOOLS), pieces, cut)
+
+
+@pytest.mark.parametrize("style", OBJECTS)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(calls=st.lists(objects, max_size=3), cuts=cuts, before=st.sampled_from(["", "Well: ", "<think>Hm.</think>"]))
+def test_json_is_told_as_it_was_written(style: str, calls: list[tuple[str, str]], cuts: list[int], before: str) -> None:
+    text = before + "\n".join(OBJECTS[style].format(*call) for call in calls)
+    told = read(SPECS[style], split(text, cuts))
+    assert told.calls == [(*call, True) for call in calls]
+    assert (told.content, told.reasoning) == (("Well:", "") if "Well" in before else ("", "Hm." if before else ""))
+
+
+xml_values = st.sampled_from(["3", "3.0", "three", "-1.5", "true", "null", '{"a": [1]}', "[2]", "{", 'say "hi"', ""])
+xml_texts = st.text(st.sampled_from('ab\n "\\<>/é漢'), max_size=20).map(str.strip)
+xml_arguments = st.dictionaries(st.sampled_from([*PROPERTIES, "other", 'a "b"']), xml_values | xml_texts, max_size=4)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(calls=st.lists(st.tuples(st.sampled_from(["look", "time", "none"]), xml_arguments), max_size=3), cuts=cuts)
+def test_tags_become_the_json_that_huggingface_reads(calls: list[tuple[str, dict[str, str]]], cuts: list[int]) -> None:
+    tags = [
+        (name, "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items()))
+        for name, given in calls
+    ]
+    text = "\n".join(f"<tool_call>\n<function={name}>\n{given}</function>\n</tool_call>" for name, given in tags)
+    parser = tool_tokenizer().get_response_parser(SPECS["qwen3_5"], prefix="", tools=TOOLS)
+    parser.feed(text)
+    functions = [call["function"] for call in parser.finalize()[0].get("tool_calls", [])]
+    expected = [(call["name"], json.dumps(call["arguments"], ensure_ascii=False), True) for call in functions]
+    assert read(SPECS["qwen3_5"], split(text, cuts)) == Told("", "", expected)
+
+
+FRAGMENTS = """
+<think>|</think>|<tool_call>|</tool_call>|{"name": "look", "arguments": {"text": "a|"|}|}}|{|[|]|{"name": "time"}
+|"arguments": |, |: |\\|null| |hello|<|</tool|<function=look>|</function>|<parameter=text>|<parameter=days>|</parameter>
+|3|[CALL|[CALL]|[END]|<call:look>|</call>|{"tool": "look", "with": {|</s>|</think|~im_end~>
+|<~tool_call>call:look{days:3}|<tool_call~>|<~"~>"""
+fragments = st.sampled_from([*(fragment.replace("~", "|") for fragment in FRAGMENTS.split("|")), "\n"])
+
+
+@pytest.mark.parametrize("style", SPECS)
+@settings(max_examples=250, deadline=None, derandomize=True)
+@given(parts=st.lists(fragments, max_size=20), cuts=cuts)
+@example(parts=["<tool_call>", '{"name": "look", "arguments": {"text": "a', '"', "</tool"], cuts=[])
+def test_whatever_is_written_says_the_same_in_pieces(style: str, parts: list[str], cuts: list[int]) -> None:
+    text = "".join(parts)
+    whole = read(SPECS[style], [text])
+    assert read(SPECS[style], split(text, cuts)) == whole
+    assert read(SPECS[style], list(text)) == whole
+
+
+def told_after_each(spec: dict[str, Any], text: str) -> list[str]:
+    reader = ResponseTemplate(tool_tokenizer(), spec).reader("", TOOLS)
+    told, all_told = "", []
+    for character in text:
+        told += "".join(piece.arguments for piece in reader.read(character, over=False).pieces)
+        all_told.append(told)
+    return all_told
+
+
+@pytest.mark.parametrize("style", OBJECTS)
+def test_each_character_of_arguments_is_told_at_once(style: str) -> None:
+    given = '{"text": "a b\\n {c}", "where": {"a": 1}}'
+    text = OBJECTS[style].format("look", given)
+    begin = text.index(given)
+    told = told_after_each(SPECS[style], text)
+    late = text.index('"name"') if style == "qwen3" else 0  # arguments before the name wait for it
+    for place in range(max(begin, late + 12), len(text)):
+        assert told[place] == given[: place + 1 - begin]
+
+
+def test_each_character_of_a_tag_is_told_at_once() -> None:
+    text = '<tool_call>\n<function=look>\n<parameter=text>\nsay "hi"\nnow\n</parameter>\n'
+    text += "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+    texts = [text[:end] for end in range(1, len(text) + 1)]
+    told = dict(zip(texts, told_after_each(SPECS["qwen3_5"], text), strict=True))
+    begin = text[: text.index("say")]
+    assert told[begin] == '{"text": "'
+    assert told[begin + 'say "h'] == '{"text": "say \\"h'
+    assert told[begin + 'say "hi"\n'] == '{"text": "say \\"hi\\"'  # it may end here
+    assert told[begin + 'say "hi"\nn'] == '{"text": "say \\"hi\\"\\nn'
+    assert told[text[: text.index("<parameter=days")]] == '{"text": "say \\"hi\\"\\nnow"'
+    assert told[text[: text.index("3") + 1]].endswith(', "days": ')  # a number is told whole
+    assert told[text[: text.index("</function")]].endswith(', "days": 3')
+
+
+HERMES, QWENS = "<tool_call>\n", "<tool_call><function=look>\n"
+CUT = [
+    ("hermes", HERMES + '{"name": "look", "arguments": {"text": "a', [("look", '{"text": "a', False)], ""),
+    ("hermes", HERMES + '{"name": "look", "arguments": {}', [("look", "{}", False)], ""),
+    ("hermes", HERMES + '{"name": "look", "argu', [], HERMES + '{"name": "look", "argu'),
+    ("hermes", HERMES + '{"name": "look"}', [("look", "{}", False)], ""),
+    ("hermes", HERMES + '{"name": "look", "arguments": {b}}</tool_call> c', [("look", "{b}", True)], "c"),
+    ("hermes", HERMES + '{"name": "", "arguments": {', [], HERMES + '{"name": "", "arguments": {'),
+    ("hermes", HERMES + '{"name": "look", "arguments": "{}"}</tool_call>', [("look", "{}", True)], ""),
+    ("hermes", HERMES + "{no}</tool_call> c", [], HERMES + "{no}</tool_call> c"),
+    ("named", "<call:look>[1]</call>", [("look", "[1]", True)], ""),
+    ("named", "<call:look>no</call>", [], "<call:look>no</call>"),
+    ("named", "<call:look>{}</call>\n<call:time>no</call> a", [("look", "{}", True)], "<call:time>no</call> a"),
+    ("qwen3_5", QWENS, [("look", "", False)], ""),
+    ("qwen3_5", QWENS + "<parameter=text>\na b </par", [("look", '{"text": "a b', False)], ""),
+    ("qwen3_5", QWENS + "<parameter=days>\n3", [("look", '{"days": ', False)], ""),
+    ("qwen3_5", QWENS + "</function></tool_call>", [("look", "{}", True)], ""),
+    ("qwen3_5", QWENS + "<parameter=days>3</function></tool_call>", [("look", '{"days": 3}', True)], ""),
+    ("gemma4", "<|tool_call>call:look{days:3}<tool_call|>", [("look", '{"days": 3}', True)], ""),
+    ("gemma4", "<|tool_call>call:look{days:", [], "<|tool_call>call:look{days:"),
+]
+
+
+@pytest.mark.parametrize(("style", "text", "calls", "content"), CUT)
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_what_is_cut_or_wrong(style: str, text: str, calls: Any, content: str, size: int) -> None:
+    pieces = [text[begin : begin + size] for begin in range(0, len(text), size)]
+    told = read(SPECS[style], pieces)
+    assert (told.calls, told.content) == (calls, content)
+
+
+NO_ROOM = [
+    *[(style, text, calls) for style, text, calls, content in CUT if not content],
+    ("hermes", HERMES, []),
+    ("hermes", HERMES + '{"na', []),
+    ("hermes", HERMES + '{"name": "lo', []),
+    ("hermes", HERMES + '{"name": "look"', [("look", "", False)]),
+    ("hermes", HERMES + '{"name": "look", "arguments":', [("look", "", False)]),
+    ("hermes", HERMES + '{"name": "", "arguments": {', []),
+    ("qwen3", '<tool_call>{"parameters": {"a": 1}, "na', []),
+    ("named", "<call:look>", [("look", "", False)]),
+    ("named", "<call:look>[", [("look", "", False)]),
+    ("members", '[CALL]{"tool": "look", "with"', [("look", "", False)]),
+    ("qwen3_5", "<tool_call><function=lo", []),
+    ("gemma4", "<|tool_call>call:look{days:", []),
+]
+
+
+@pytest.mark.parametrize(("style", "text", "calls"), NO_ROOM)
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize("before", ["", "<think>Hm.</think>Well: "])
+def test_a_call_that_there_was_no_room_for_is_no_content(
+    style: str, text: str, calls: Any, size: int, before: str
+) -> None:
+    before = before if style in ("hermes", "named", "members") else ""
+    text = before + text
+    told = read(SPECS[style], [text[begin : begin + size] for begin in range(0, len(text), size)], cut=True)
+    if "c" in told.content[-1:]:  # what stands behind a call that has ended
+        return
+    assert (told.calls, told.content) == (calls, "Well:" if before else "")
+
+
+@pytest.mark.parametrize("style", SPECS)
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(parts=st.lists(fragments, max_size=20), cuts=cuts)
+def test_wherever_it_is_cut_it_says_the_same_in_pieces(style: str, parts: list[str], cuts: list[int]) -> None:
+    text = "".join(parts)
+    whole = read(SPECS[style], [text], cut=True)
+    assert read(SPECS[style], split(text, cuts), cut=True) == whole
+    assert read(SPECS[style], [text]).content.startswith(whole.content)
+
+
+@pytest.mark.parametrize("style", OBJECTS)
+def test_a_call_that_the_prompt_has_begun(style: str) -> None:
+    other, text = OBJECTS[style].format("time", "{}"), OBJECTS[style].format("look", '{"text": "a"}')
+    for end in range(text.index("{") - (style == "named"), text.rindex("}")):
+        prompt = f"<|im_start|>assistant\n{other}\n{text[:end]}"
+        told = read_in_pieces(ResponseTemplate(tool_tokenizer(), SPECS[style]).reader(prompt, TOOLS), list(text[end:]))
+        assert told == Told("", "", [("look", '{"text": "a"}', True)]), text[:end]
+
+
+LONG = 2**14
+
+
+@pytest.mark.parametrize("text", [" ", "\n", '<tool_call>\n{"', "<tool_call>\n{"])
+def test_what_may_become_something_is_not_read_again_for_each_piece(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blanks may begin a call, and a name in a call may end: both are looked at again, but not for each token."""
+    looked: list[int] = []
+    reader = Vocabulary(tool_tokenizer()).response_template
+    assert reader is not None
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    reading = reader.reader("<|im_start|>assistant\n", [tool])
+    feed, begin = reading._parser.feed, JsonCall._begin_member
+    monkeypatch.setattr(reading._parser, "feed", lambda piece: (looked.append(len(reading._untold)), feed(piece))[1])
+    monkeypatch.setattr(JsonCall, "_begin_member", lambda call: (looked.append(len(call._rest)), begin(call))[1])
+    reading.read(text, over=False)
+    for _ in range(LONG // 4):
+        reading.read(4 * (text[-1] if text.isspace() else "a" if text[-1] == '"' else " "), over=False)
+    assert sum(looked) < 100 * LONG
+    said = reading.read("", over=True)
+    assert not said.calls

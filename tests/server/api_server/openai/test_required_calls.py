@@ -1,0 +1,183 @@
+"""Answers are held to the calls that a request requires, and to its JSON behind the thinking that a prompt begins."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from transformers import PreTrainedModel
+
+from compiled_llm.engine.engine import Engine
+from compiled_llm.server.engine_process.facts import ready_of
+from support.server.accepting import takes
+from support.server.fronts import RunningFront, chat_tokenizer, fronting
+from support.server.generators import Loop
+from support.server.scripted import Script, scripted, tool_tokenizer
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+TIME = {"type": "function", "function": {"name": "time"}}
+STRICT = {"type": "function", "function": {"name": "weather", "parameters": CITY, "strict": True}}
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER, TIME]}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+JSON = {"type": "json_schema", "json_schema": {"schema": {"enum": ["one", "two"]}}}
+OBJECT = {"type": "json_object"}
+THINKS = {"chat_template_kwargs": {"think": True}}
+
+ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+BERN = ROME.replace("Rome", "Bern")
+BLANKS = [ROME.replace('{"city"', "{" + " " * count + '"city"') for count in (32, 33)]
+NOW = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+
+
+ANY_BLANKS = {"structured_outputs": {"max_whitespace_cnt": None}}
+
+
+CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"tool_choice": "required"}, [ROME, NOW, f"{NOW}\n{ROME}"], ["hi", "", BERN, f"{ROME}{NOW}", f"hi {ROME}"]),
+    ({"tool_choice": "required", "parallel_tool_calls": False}, [ROME, NOW], [f"{NOW}\n{ROME}"]),
+    ({"tool_choice": NAMED}, [ROME, BLANKS[0]], [NOW, "hi", f"{ROME}\n{ROME}", BLANKS[1]]),
+    ({"tool_choice": NAMED, **ANY_BLANKS}, [ROME, *BLANKS], [NOW]),
+    ({"tool_choice": "required", **THINKS}, [f"Hm, {BERN}</think>\n\n{ROME}"], [ROME, "</think>hi"]),
+    ({"response_format": JSON}, ['"one"', ROME, f"{NOW}\n{ROME}"], ["one", BERN, '"three"']),
+    ({"response_format": JSON, "tools": None, **THINKS}, ['Hm.</think>"one"'], ['"one"']),
+    ({"response_format": OBJECT, **THINKS}, [f"</think>{{{' ' * 32}}}"], [f"</think>{{{' ' * 33}}}"]),
+    ({"tools": [STRICT]}, ["hi", ROME, f"Well:\n{ROME}", f"{ROME}\n{ROME}"], [f"hi {BERN}", "<tool_call>"]),
+]
+
+
+@pytest.mark.parametrize(("given", "right", "wrong"), CASES)
+def test_what_is_required_is_a_grammar(
+    speaking: tuple[Script, RunningFront], given: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    script, front = speaking
+    assert front.http.post("/v1/chat/completions", json={**BODY, **given}).status_code == 200
+    form = json.loads(script.asked[-1].params["structured_outputs"]["structural_tag"])["format"]
+    assert [text for text in right if not takes(form, text)] == []
+    assert [text for text in wrong if takes(form, text)] == []
+
+
+def test_what_is_free_has_no_grammar(speaking: tuple[Script, RunningFront]) -> None:
+    script, front = speaking
+    for given in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}, THINKS):
+        assert front.http.post("/v1/chat/completions", json={**BODY, **given}).status_code == 200
+        assert "structured_outputs" not in script.asked[-1].params
+
+
+@pytest.fixture(scope="module")
+def calling(model: PreTrainedModel) -> Iterator[RunningFront]:
+    """A front of a model that writes whatever it may."""
+    tokenizer = tool_tokenizer()
+    with Engine(model, tokenizer=tokenizer) as engine, tempfile.TemporaryDirectory(prefix="uds-") as folder:
+        tokenizer.save_pretrained(Path(folder) / "tokenizer")
+        loop = Loop(Path(folder) / "socket")
+        loop.generator.open(engine, ready_of(model, engine, "tiny", tokenizer, str(Path(folder) / "tokenizer")))
+        with fronting(loop.generator._path) as front:
+            yield front
+        loop.close()
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_model_calls_what_it_has_to(calling: RunningFront, choice: Any) -> None:
+    body = {**BODY, "tool_choice": choice, "max_tokens": 300, "seed": 3, "parallel_tool_calls": False}
+    choice = calling.http.post("/v1/chat/completions", json=body).json()["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    arguments = json.loads(call["function"]["arguments"])
+    if call["function"]["name"] == "weather":
+        assert arguments["city"] in ("Rome", "Paris")
+
+
+def test_a_named_function_is_called_once_however_often_the_model_would(calling: RunningFront) -> None:
+    """As instructor asks, and refuses several calls."""
+    with openai.OpenAI(base_url=f"{calling.url}/v1", api_key="none", max_retries=0) as client:
+        for seed in (4, 8, 17):
+            asked: dict[str, Any] = {"tool_choice": NAMED, "max_tokens": 400, "seed": seed, **BODY}
+            answer = client.chat.completions.create(model="tiny", **asked)
+            (call,) = answer.choices[0].message.tool_calls or []
+            assert answer.choices[0].finish_reason == "tool_calls"
+            assert json.loads(call.function.arguments)["city"] in ("Rome", "Paris")  # type: ignore[union-attr]
+            chunks = client.chat.completions.create(model="tiny", stream=True, **asked)
+            parts = [part for chunk in chunks for choice in chunk.choices for part in choice.delta.tool_calls or []]
+            assert {part.index for part in parts} == {0}
+            assert (
+                "".join((part.function and part.function.arguments) or "" for part in parts) == call.function.arguments
+            )  # type: ignore[union-attr]
+
+
+# ---- bad requests
+
+
+def test_tools_that_are_at_odds_are_refused_by_name(speaking: tuple[Script, RunningFront]) -> None:
+    _, front = speaking
+    call = {"id": "1", "type": "function", "function": {"name": "time", "arguments": "now"}}
+    deep = {"name": "time", "arguments": "[" * 50_000}
+    for given, param, said in [
+        ({"tools": [TIME, TIME]}, "tools", "two have the name 'time'"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "there is no such tool"),
+        ({"tool_choice": {"type": "function", "function": {"name": "place"}}}, "tool_choice", "no such tool"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", ""),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
+        ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools[0]", ""),
+        ({"tools": [TIME] * 129}, "tools", "128"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "description": "\ud800"}}]}, "tools", "UTF-16"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [call]}]},
+            "messages[0].tool_calls[0].function.arguments",
+            "is no JSON object",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{**call, "function": deep}]}]},
+            "messages[0].tool_calls[0].function.arguments",
+            "is no JSON object",
+        ),
+        ({"messages": [{"role": "user", "content": "hi", "tool_calls": [call]}]}, "messages[0].tool_calls", ""),
+        ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages[0].content", "is missing"),
+        ({"tool_choice": "required", "tools": [big("weather")]}, "tools", "more than 65,536 characters"),
+    ]:
+        response = front.http.post(
+            "/v1/chat/completions",
+            content=json.dumps({**BODY, **given}),
+            headers={"Content-Type": "application/json"},
+        )
+        error = response.json()["error"]
+        assert (response.status_code, error["type"]) == (400, "invalid_request_error")
+        assert (error["param"] or "").startswith(param), error
+        assert said in error["message"]
+
+
+def big(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": "漢" * 11_000}}
+
+
+def test_a_model_without_templates_for_tools(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = tool_tokenizer()
+    tokenizer.response_template = None
+    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
+        path = Path(folder) / "socket"
+        with scripted(path, tokenizer) as script, fronting(path) as front:
+            script.text = f"<think>Hm.</think>\n{ROME}\n"
+            for _ in range(2):
+                choice = front.http.post("/v1/chat/completions", json=BODY).json()["choices"][0]
+                assert (choice["message"]["content"], choice["finish_reason"]) == (script.text, "stop")
+            assert caplog.text.count("calls of tools come as plain text") == 1
+            for given, param in (
+                ({"tool_choice": "required"}, "tool_choice"),
+                ({"response_format": JSON}, "response_format"),
+                ({"tools": [STRICT]}, "tools"),
+            ):
+                error = front.http.post("/v1/chat/completions", json={**BODY, **given}).json()["error"]
+                assert (error["param"], error["code"]) == (param, "unsupported_value")
+                assert "calls of this model cannot be held to a form" in error["message"]
+    tokenizer.chat_template = chat_tokenizer().chat_template
+    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
+        path = Path(folder) / "socket"
+        with scripted(path, tokenizer), fronting(path) as front:
+            error = front.http.post("/v1/chat/completions", json=BODY).json()["error"]
+            assert error["message"] == "tools: is not served: the model's chat template does not write them"

@@ -1,0 +1,160 @@
+"""With `--stream-interval N` there are fewer events, and all of them together say what they say with one a token."""
+
+from __future__ import annotations
+
+import json
+import operator
+import threading
+from collections.abc import Iterator
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compiled_llm.server.settings import FrontSettings
+from support.server.fronts import RunningFront, fronting
+from support.server.generators import Loop
+from support.server.scripted import Script, scripted, tool_tokenizer
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the quick fox"}], "max_tokens": 30}
+SETTINGS: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 7, "stop": ["a", "e"]}, {"seed": 7, "n": 3}]
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module", params=[1, 4])
+def interval(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(scope="module")
+def spaced(generator: Loop, interval: int) -> Iterator[RunningFront]:
+    with fronting(generator.generator._path, stream_interval=interval) as front:
+        yield front
+
+
+@pytest.fixture
+def calling(interval: int, path: Path) -> Iterator[tuple[Script, RunningFront]]:
+    """An API server of an engine process that says what a test has written, token by token."""
+    with scripted(path, tool_tokenizer()) as script, fronting(path, stream_interval=interval) as front:
+        script.at_once = 1
+        yield script, front
+
+
+def whole(front: RunningFront, endpoint: str, body: dict[str, Any]) -> Any:
+    response = front.http.post(f"/v1/{endpoint}", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events(front: RunningFront, endpoint: str, body: dict[str, Any]) -> Iterator[Any]:
+    with front.http.stream("POST", f"/v1/{endpoint}", json={**body, "stream": True}) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line[6:])
+
+
+def joined(places: list[Any]) -> Any:
+    """Texts and lists of several deltas, one after another; None if there are none."""
+    found = [place for place in places if place is not None]
+    return reduce(operator.add, found) if found else None
+
+
+def near(entries: Any) -> Any:
+    """The same, with numbers that may differ a little: the second request finds its prompt in the cache."""
+    if isinstance(entries, dict):
+        return {name: near(value) for name, value in entries.items()}
+    if isinstance(entries, list):
+        return [near(value) for value in entries]
+    return pytest.approx(entries, abs=1e-3) if isinstance(entries, float) else entries
+
+
+def told_by_chats(chunks: list[Any], index: int) -> dict[str, Any]:
+    choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+    return {
+        "text": joined([choice["delta"].get("content") for choice in choices]),
+        "logprobs": joined([choice["logprobs"] and choice["logprobs"]["content"] for choice in choices]),
+        "token_ids": joined([choice.get("token_ids") for choice in choices]),
+        "reasons": [choice["finish_reason"] for choice in choices if choice["finish_reason"]],
+    }
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_chunks_of_a_chat_come_to_its_answer(spaced: RunningFront, interval: int, settings: dict[str, Any]) -> None:
+    body = {**CHAT, **settings, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    answer = whole(spaced, "chat/completions", body)
+    chunks = list(events(spaced, "chat/completions", {**body, "stream_options": {"include_usage": True}}))
+    assert chunks[-1]["usage"]["completion_tokens"] == answer["usage"]["completion_tokens"]
+    for choice in answer["choices"]:
+        tokens = choice["token_ids"]
+        assert told_by_chats(chunks, choice["index"]) == {
+            "text": choice["message"]["content"],
+            "logprobs": near(choice["logprobs"]["content"]),
+            "token_ids": tokens,
+            "reasons": [choice["finish_reason"]],
+        }
+        told = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"] and c.get("token_ids")]
+        assert len(told) <= 2 + len(tokens) / interval
+        assert all(len(c["token_ids"]) >= interval for c in told[1:-1])
+
+
+@pytest.mark.parametrize("settings", [*SETTINGS, {"seed": 3, "echo": True}], ids=str)
+def test_chunks_of_a_completion_come_to_its_answer(
+    spaced: RunningFront, interval: int, settings: dict[str, Any]
+) -> None:
+    body = {"prompt": "the fox", "max_tokens": 30, "logprobs": 1, **settings}
+    answer = whole(spaced, "completions", body)
+    chunks = list(events(spaced, "completions", body))
+    for choice in answer["choices"]:
+        told = [found for chunk in chunks for found in chunk["choices"] if found["index"] == choice["index"]]
+        assert joined([found["text"] for found in told]) == choice["text"]
+        for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+            assert joined([found["logprobs"] and found["logprobs"][name] for found in told]) == near(
+                choice["logprobs"][name]
+            )
+        assert [found["finish_reason"] for found in told if found["finish_reason"]] == [choice["finish_reason"]]
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0}, {"seed": 7, "stop": ["a", "e"]}], ids=str)
+def test_events_of_a_response_come_to_its_answer(spaced: RunningFront, settings: dict[str, Any]) -> None:
+    wanted = {"top_logprobs": 2, "include": ["message.output_text.logprobs"]}
+    body = {"input": "the quick fox", "max_output_tokens": 30, **wanted, **settings}
+    (text,) = whole(spaced, "responses", body)["output"][0]["content"]
+    told = list(events(spaced, "responses", body))
+    deltas = [event for event in told if event["type"] == "response.output_text.delta"]
+    assert joined([event["delta"] for event in deltas]) == text["text"]
+    assert joined([event["logprobs"] for event in deltas]) == near(text["logprobs"])
+    assert told[-1]["response"]["output"][0]["content"] == near([text])
+
+
+def test_deltas_of_a_call_come_to_its_arguments(calling: tuple[Script, RunningFront]) -> None:
+    script, front = calling
+    script.text = f"Well: {CALL}"
+    body = {**CHAT, "tools": [WEATHER]}
+    (call,) = whole(front, "chat/completions", body)["choices"][0]["message"]["tool_calls"]
+    deltas = [chunk["choices"][0]["delta"] for chunk in events(front, "chat/completions", body)]
+    pieces = [piece["function"] for delta in deltas for piece in delta.get("tool_calls") or ()]
+    assert pieces[0]["name"] == call["function"]["name"] == "weather"
+    assert joined([piece["arguments"] for piece in pieces]) == call["function"]["arguments"] == '{"city": "Rome"}'
+    assert joined([delta.get("content") for delta in deltas]) == "Well:"
+
+
+def test_the_first_token_and_the_last_wait_for_no_other(calling: tuple[Script, RunningFront], interval: int) -> None:
+    script, front = calling
+    script.text, script.allowed = "the quick brown fox jumps", threading.Semaphore()  # of one token
+    count = len(script.tokens(script.text))
+    assert count > 5
+    told: list[int] = []
+    for chunk in events(front, "completions", {"prompt": "x", "return_token_ids": True}):
+        told.append(len(chunk["choices"][0]["token_ids"]))
+        if told == [1]:
+            script.allowed.release(count - 1)
+    assert sum(told) == count
+    assert min(told[1:-1], default=interval) >= interval
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1025])
+def test_an_interval_that_is_none_is_refused(wrong: int) -> None:
+    with pytest.raises(ValueError, match=rf"^--stream-interval {wrong}: must be from 1 to 1024 tokens$"):
+        FrontSettings(names=("tiny",), stream_interval=wrong)

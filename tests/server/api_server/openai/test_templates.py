@@ -1,0 +1,48 @@
+"""Whatever a model's chat template raises is told its client as what it is: a chat that it does not take."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.server.fronts import RunningFront, fronting
+from support.server.scripted import scripted, tool_tokenizer
+
+RAISES = {
+    "zero": "1 / 0",
+    "type": "'a' + 1",
+    "key": "'{b}'.format(a=1)",
+    "value": "'a'.index('b')",
+    "undefined": "messages[0].nothing.more",
+    "too many": "range(10 ** 9)",
+    "no end": "again(1)",
+    "its own": "raise_exception('roles must alternate')",
+    "no time": "strftime_now(7)",
+}
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[RunningFront]:
+    tokenizer = tool_tokenizer()
+    cases = "".join(f"{{% if how == '{how}' %}}{{{{ {raises} }}}}{{% endif %}}" for how, raises in RAISES.items())
+    again = "{% macro again(x) %}{{ again(x) }}{% endmacro %}"
+    tokenizer.chat_template = again + cases + str(tokenizer.chat_template)
+    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
+        path = Path(folder) / "socket"
+        with scripted(path, tokenizer), fronting(path) as front:
+            yield front
+
+
+@pytest.mark.parametrize("how", RAISES)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_what_a_template_raises_is_a_bad_request(front: RunningFront, how: str, path: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"how": how}}
+    response = front.http.post(path, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", "messages")
+    assert error["message"].startswith("messages: the model's chat template does not take them: ")
+    assert "roles must alternate" in error["message"] or how != "its own"
+    assert front.http.post(path, json={**body, "chat_template_kwargs": {}}).status_code == 200

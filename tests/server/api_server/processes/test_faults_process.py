@@ -1,0 +1,235 @@
+"""Real processes are killed under load, twenty times: everybody hears of it, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from compiled_llm.client import Client, GeneratorError
+from compiled_llm.requests.sampling_params import SamplingParams
+from support.server.fronts import is_refused, serving
+from support.server.generators import PATIENCE, until
+from support.server.processes import children, files_of, threads_of
+
+OPTIONS = ("--mode", "eager", "--warmup", "1,8", "--kv-memory", "20000 tokens")
+TEXT = "/v1/completions"
+ROUNDS, AT_ONCE = 20, 12
+# The command, with more restarts an hour than it has.
+MANY_RESTARTS = """
+from compiled_llm.__main__ import main
+from compiled_llm.server.engine_process.starter import GeneratorProcess
+GeneratorProcess.__init__.__defaults__ = (1000,)
+main()
+"""
+
+pytestmark = pytest.mark.whole
+
+
+def ready(url: str) -> bool:
+    return get(url, "/ready").status_code == 200
+
+
+def get(url: str, path: str) -> httpx.Response:
+    return httpx.get(url + path, verify=False)  # without certificates, which take long to load
+
+
+def generator_of(front: int) -> int:
+    (generator,) = children(front)
+    return generator
+
+
+def figures(url: str) -> dict[str, float]:
+    """What /metrics says, without comments."""
+    lines = (line.rpartition(" ") for line in get(url, "/metrics").text.splitlines() if line[0] != "#")
+    return {name: float(value) for name, _, value in lines}
+
+
+def assert_nothing_is_left(url: str) -> None:
+    until(lambda: figures(url).get("compiled_llm_running") == figures(url).get("compiled_llm_waiting") == 0.0)
+    assert figures(url)['compiled_llm_pages{state="used"}'] == 0.0
+    until(lambda: figures(url)["compiled_llm_http_open"] == 1.0)  # this one
+
+
+def ask(http: httpx.Client, draw: random.Random) -> str:
+    """Ask for an answer, and return how that went; anything but an answer or a sentence with 503 is an error."""
+    body = {"prompt": "fox", "max_tokens": draw.choice([3, 60, 900]), "ignore_eos": True, "n": draw.randint(1, 2)}
+    if draw.random() < 0.5:
+        answer = http.post(TEXT, json=body)
+        assert answer.status_code in (200, 503), answer.text
+        assert "choices" in answer.json() or answer.json()["error"]["message"]
+        return str(answer.status_code)
+    with http.stream("POST", TEXT, json={**body, "stream": True}) as response:
+        *_, last = [line for line in response.iter_lines() if line]
+    if response.status_code == 200:
+        return "whole" if last == "data: [DONE]" else json.loads(last.removeprefix("data: "))["error"]["code"]
+    assert response.status_code == 503
+    return "503"
+
+
+def ask_the_socket(client: Client, stop: threading.Event) -> set[str]:
+    """Ask by the socket until told to stop, by one client through all generators; return what was said."""
+    said = set()
+    while not stop.is_set():
+        try:
+            said.add(client.generate([[3, 4]], SamplingParams(max_tokens=40, ignore_eos=True))[0].finish_reason or "")
+        except GeneratorError as error:
+            said.add(type(error).__name__)
+    return said
+
+
+def calling(url: str) -> httpx.Client:
+    """One for all: to make another takes longer than an answer does."""
+    return httpx.Client(base_url=url, timeout=PATIENCE, verify=False)
+
+
+@contextmanager
+def asking(url: str, path: Path) -> Iterator[Callable[[int], list[Future[str]]]]:
+    """Somebody who asks by the socket all the time, and a function that has many ask by HTTP."""
+    stop = threading.Event()
+    with ThreadPoolExecutor(AT_ONCE + 1) as pool, Client(path) as client, calling(url) as http:
+        by_socket = pool.submit(ask_the_socket, client, stop)
+        yield lambda seed: [pool.submit(ask, http, random.Random(seed + number)) for number in range(AT_ONCE)]
+        stop.set()
+        assert by_socket.result(PATIENCE) >= {"length", "GeneratorLostError"}
+
+
+def test_a_generator_that_is_killed_twenty_times(model_folder: Path, path: Path, seed: int) -> None:
+    draw, said, before = random.Random(seed), set(), ([""], 0)
+    command = (sys.executable, "-c", MANY_RESTARTS)
+    with serving(model_folder, "--uds", str(path), *OPTIONS, command=command) as (process, url):
+        until(lambda: ready(url))
+        with asking(url, path) as ask_many:
+            for number in range(ROUNDS):
+                answers = ask_many(1000 * number + seed)
+                time.sleep(draw.uniform(0, 0.8))
+                os.kill(generator_of(process.pid), signal.SIGKILL)
+                said |= {answer.result(PATIENCE) for answer in answers}
+                until(lambda: children(process.pid))
+                if number == 1:
+                    until(lambda: ready(url))
+                    before = files_of(process.pid), threads_of(process.pid)
+                if draw.random() < 0.8:  # else the next one is killed while it loads
+                    until(lambda: ready(url))
+            until(lambda: ready(url))
+        assert {"generator_lost", "whole", "200", "503"} <= said
+        assert httpx.post(url + TEXT, json={"prompt": "a", "max_tokens": 3}).status_code == 200
+        assert_nothing_is_left(url)
+        until(lambda: len(files_of(process.pid)) <= len(before[0]) + 2)  # connections that clients keep for a while
+        assert threads_of(process.pid) <= before[1] + 2
+        assert len(children(process.pid)) == 1
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+    assert not path.exists()
+
+
+def test_a_front_that_is_killed_under_load_leaves_nobody(model_folder: Path, path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(3):
+        with (
+            serving(model_folder, "--uds", str(path), *OPTIONS) as (process, url),
+            ThreadPoolExecutor(AT_ONCE) as pool,
+            calling(url) as http,
+        ):
+            until(lambda url=url: ready(url))
+            generator = generator_of(process.pid)
+            answers = [pool.submit(ask, http, random.Random(number)) for number in range(AT_ONCE)]
+            time.sleep(draw.uniform(0, 0.3))
+            process.kill()
+            for answer in answers:
+                assert answer.exception(PATIENCE) is None or isinstance(answer.exception(), httpx.TransportError)
+            until(lambda generator=generator: not Path(f"/proc/{generator}").exists())
+            assert not path.exists()
+
+
+CLIENT = """
+import sys, httpx
+body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True, "n": 2}
+with httpx.stream("POST", sys.argv[1], json=body) as response:
+    for line in response.iter_lines():
+        print("began", flush=True)
+        sys.stdin.read()
+"""
+
+
+def test_clients_that_are_killed_leave_nothing(model_folder: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    with serving(model_folder, *OPTIONS) as (process, url):
+        until(lambda: ready(url))
+        generator, before, now = generator_of(process.pid), [], []
+        for _ in range(6):
+            killed = [
+                subprocess.Popen(
+                    [sys.executable, "-c", CLIENT, url + TEXT], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                )
+                for _ in range(4)
+            ]
+            for each in killed:
+                assert each.stdout is not None
+                assert each.stdout.readline() == b"began\n"
+            time.sleep(draw.uniform(0, 0.1))
+            for each in killed:
+                each.kill()
+                each.communicate()
+            assert_nothing_is_left(url)
+            now = [(len(files_of(pid)), threads_of(pid)) for pid in (process.pid, generator)]
+            before = before or now
+        for (files, threads), (files_then, threads_then) in zip(now, before, strict=True):
+            assert (files <= files_then + 1, threads <= threads_then + 1) == (True, True)
+
+
+def test_a_reader_of_http_that_stops_keeps_nobody_waiting(model_folder: Path) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True, "logprobs": 5, "n": 8})
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with serving(model_folder, *OPTIONS) as (_, url):
+        until(lambda: ready(url))
+        with socket.socket() as peer:
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            peer.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+            peer.sendall(f"{head}\r\n\r\n{body}".encode())
+            until(lambda: figures(url)["compiled_llm_new_tokens_total"] > 100)
+            for _ in range(3):
+                beside = httpx.post(url + TEXT, json={"prompt": "a", "max_tokens": 30}, timeout=PATIENCE)
+                assert beside.status_code == 200
+            until(lambda: figures(url)["compiled_llm_running"] == 0.0)  # it has all tokens; nobody waits for the reader
+            received = bytearray()
+            while b"[DONE]" not in received:
+                data = peer.recv(2**16)
+                assert data
+                received += data
+        assert received.count(b'"finish_reason":"length"') == 8
+        assert_nothing_is_left(url)
+
+
+def test_a_drain_that_takes_too_long_ends_what_is_left(model_folder: Path) -> None:
+    with serving(model_folder, *OPTIONS, "--drain-seconds", "1") as (process, url):
+        until(lambda: ready(url))
+        generator = generator_of(process.pid)
+        with httpx.stream("POST", url + TEXT, json={"prompt": "a", "max_tokens": 9, "stream": True}) as short:
+            events = (line for line in short.iter_lines() if line)
+            next(events)
+            endless = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 8}
+            with ThreadPoolExecutor() as pool:
+                lasting = pool.submit(httpx.post, url + TEXT, json=endless, timeout=PATIENCE)
+                until(lambda: figures(url)["compiled_llm_running"] >= 8)
+                process.send_signal(signal.SIGTERM)
+                began = time.monotonic()
+                assert list(events)[-1] == "data: [DONE]"
+                until(lambda: is_refused(url))
+                assert process.wait(PATIENCE) == 0
+                assert time.monotonic() - began < 20
+                assert lasting.exception(PATIENCE) is not None or "error" in lasting.result().text
+        until(lambda: not Path(f"/proc/{generator}").exists())

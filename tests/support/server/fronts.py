@@ -1,0 +1,94 @@
+"""Fronts to talk to over HTTP: in a thread of this process, or as the command starts them."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import httpx
+from transformers import PreTrainedTokenizerBase
+
+from compiled_llm.server.http_server import HttpServer
+from compiled_llm.server.serving import listen
+from compiled_llm.server.settings import FrontSettings
+from support.engine.text_tokenizers import byte_level
+from support.server.generators import COMMAND, PATIENCE
+
+TEMPLATE = (
+    "{% for message in messages %}{% if loop.index0 % 2 and message.role == 'system' %}"
+    "{{ raise_exception('system comes first') }}{% endif %}"
+    "{{ message.role }}: {{ message.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def chat_tokenizer() -> PreTrainedTokenizerBase:
+    tokenizer = deepcopy(byte_level())
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+class RunningFront:
+    """A front in a thread."""
+
+    def __init__(self, settings: FrontSettings, path: Path) -> None:
+        self.server = HttpServer(settings, path)
+        self.front = self.server.front
+        self._socket = listen(settings)
+        self.port: int = self._socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
+        self._thread = threading.Thread(target=self.server.run, args=([self._socket],), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self._thread.join(PATIENCE)
+        self._socket.close()
+        self.http.close()
+
+
+@contextmanager
+def fronting(socket: Path, wait: bool = True, **options: Any) -> Iterator[RunningFront]:
+    """A front in a thread of this process."""
+    running = RunningFront(FrontSettings(**{"names": ("tiny", "other"), "port": 0, **options}), socket)
+    try:
+        while wait and not running.front.link.is_ready:
+            assert running._thread.is_alive()
+        yield running
+    finally:
+        running.close()
+
+
+@contextmanager
+def serving(
+    folder: Path | str, *options: str, command: Sequence[str] = (COMMAND,)
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """``compiled-llm serve`` over HTTP, and its address; it is killed in the end, and its generator with it."""
+    arguments = [*command, "serve", str(folder), "--port", "0", *options]
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            line = ""
+            while " at http" not in line:
+                line = process.stderr.readline()
+                assert line or process.poll() is None
+            threading.Thread(target=process.stderr.read, daemon=True).start()  # else it waits for a reader
+            yield process, line.split()[-1].removesuffix("/v1")
+        finally:
+            process.kill()
+
+
+def is_refused(url: str) -> bool:
+    """Whether nobody listens there any more."""
+    try:
+        httpx.get(f"{url}/health", verify=False)
+    except httpx.ConnectError:
+        return True
+    except httpx.TransportError:  # it was being accepted
+        return False
+    return False
