@@ -25,7 +25,7 @@ FLOORS = [
     {"compiled_llm"},  # `import compiled_llm` itself, which the rooms below must not need
     {"demo_model"},
     {"server"},
-    {"client"},  # a front of the server is one, too
+    {"client"},  # an API server of the server is one, too
     {"huggingface"},
     {"explaining", "engine"},
     {"execution"},

@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace, replicas: int, tokens: int, **router: Any
         arguments.model,
         replicas=replicas,
         replica_options={**actors, **router},
-        front_options={"ray_actor_options": {"num_cpus": 0}},
+        api_server_options={"ray_actor_options": {"num_cpus": 0}},
         device=arguments.device,
         mode=arguments.mode,
         kv_memory=f"{tokens} tokens",

@@ -1,4 +1,4 @@
-"""One answer of a generator, as far as it has come."""
+"""One answer of an engine process, as far as it has come."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from compiled_llm.client.errors import GeneratorError, refusal
+from compiled_llm.client.errors import EngineProcessError, refusal
 from compiled_llm.protocol.messages import Entry, Update
 from compiled_llm.requests.outputs import Completion, Logprob
 from compiled_llm.requests.users_code import described, raise_interrupt
@@ -156,7 +156,7 @@ def entries_of(entries: Sequence[Entry]) -> dict[int, Logprob]:
     return {token: Logprob(logprob, rank) for token, logprob, rank in entries}
 
 
-def _tokenizer_failure(error: BaseException) -> GeneratorError:
-    failure = GeneratorError(f"the tokenizer cannot decode the answer: {described(error)}")
+def _tokenizer_failure(error: BaseException) -> EngineProcessError:
+    failure = EngineProcessError(f"the tokenizer cannot decode the answer: {described(error)}")
     failure.__cause__ = error
     return failure

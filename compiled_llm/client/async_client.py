@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from compiled_llm.client.base import RETURNS_WITHIN, BaseClient
-from compiled_llm.client.errors import GeneratorError, GeneratorLostError
+from compiled_llm.client.errors import EngineDeadError, EngineProcessError
 from compiled_llm.client.gathering import Gathering
 from compiled_llm.client.plain import Prompt
 from compiled_llm.client.tokenizer import Given
@@ -22,11 +22,11 @@ from compiled_llm.requests.sampling_params import SamplingParams
 
 
 class AsyncClient(BaseClient):
-    """Talks to a generator as ``Client`` does; whatever waits is awaited. ``submit`` and ``stream`` are the same.
+    """Talks to an engine process as ``Client`` does; whatever waits is awaited. ``submit`` and ``stream`` are the same.
 
     The event loop that connects it reads what comes, so that no thread has to be woken for that; as long as it runs,
-    others may use the client, too. ``submit`` and ``stream`` do not wait to connect again if the generator was lost:
-    ``await client.wait_until_ready()`` does, and so do ``generate`` and ``stats``.
+    others may use the client, too. ``submit`` and ``stream`` do not wait to connect again if the engine process was
+    lost: ``await client.wait_until_ready()`` does, and so do ``generate`` and ``stats``.
 
     Examples:
         >>> async with AsyncClient("/run/llm.sock", tokenizer=True) as client:  # doctest: +SKIP
@@ -38,7 +38,7 @@ class AsyncClient(BaseClient):
         """Connect to nobody yet; ``connect`` does, or ``async with``.
 
         Args:
-            path: of the generator's socket.
+            path: of the engine process's socket.
             tokenizer: as of ``Client``; it is loaded beside the event loop.
             busy_poll: seconds, such as 0.01, for which the event loop does not sleep after each message, sent or
                 received. Where a sleeping process is now and then woken late, tokens come more evenly, and the loop
@@ -54,14 +54,14 @@ class AsyncClient(BaseClient):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def connect(self, wait: bool = True) -> None:
-        """Connect to the generator.
+        """Connect to the engine process.
 
         Args:
             wait: wait until it is ready, however long it has to load and compile.
 
         Raises:
-            GeneratorLostError: there is no generator, or it ends before it is ready.
-            GeneratorError: it does not want to talk to this client.
+            EngineDeadError: there is no engine process, or it ends before it is ready.
+            EngineProcessError: it does not want to talk to this client.
         """
         self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._connect)
@@ -81,15 +81,15 @@ class AsyncClient(BaseClient):
         await asyncio.to_thread(self._load_tokenizer)
         return ready
 
-    async def wait_until_lost(self) -> GeneratorLostError:
-        """Wait until the generator has gone, or the client was closed, and return why."""
+    async def wait_until_lost(self) -> EngineDeadError:
+        """Wait until the engine process has gone, or the client was closed, and return why."""
         session = self._session
         await _until(session.listeners, lambda: session.lost is not None)
         assert session.lost is not None
         return session.lost
 
-    def give_up(self, error: GeneratorError) -> None:
-        """End all requests with an error, in the event loop; a generator that goes on later ends them, too."""
+    def give_up(self, error: EngineProcessError) -> None:
+        """End all requests with an error, in the event loop; an engine process that goes on later ends them, too."""
         self._session.give_up(error)
 
     async def stats(self, timeout: float | None = 60) -> Stats:
@@ -113,7 +113,7 @@ class AsyncClient(BaseClient):
             return gathering.outputs()
 
     async def _rejoin(self) -> None:
-        """Wait for the next generator, if the last one was lost."""
+        """Wait for the next engine process, if the last one was lost."""
         if self._link_to_use().broken:
             await self.wait_until_ready()
 
@@ -127,7 +127,7 @@ class AsyncClient(BaseClient):
         return self._link
 
     async def __aenter__(self) -> AsyncClient:
-        """Connect, and wait until the generator is ready; the client is closed at the end of the block."""
+        """Connect, and wait until the engine process is ready; the client is closed at the end of the block."""
         try:
             await self.connect()
         except BaseException:

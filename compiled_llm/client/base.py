@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # what makes text imports torch
 
 
 RETURNS_WITHIN = 5.0
-"""Seconds in which a generator that was lost may begin to listen again, for who waits for it."""
+"""Seconds in which an engine process that was lost may begin to listen again, for who waits for it."""
 
 
 class BaseClient:
@@ -36,7 +36,7 @@ class BaseClient:
         """Connect to nobody yet.
 
         Args:
-            path: of the generator's socket.
+            path: of the engine process's socket.
             tokenizer: as the user gave it.
         """
         self._path = Path(path).expanduser()
@@ -49,21 +49,21 @@ class BaseClient:
         """Connect.
 
         Raises:
-            GeneratorLostError: there is no generator.
-            GeneratorError: it does not want to talk to this client.
+            EngineDeadError: there is no engine process.
+            EngineProcessError: it does not want to talk to this client.
         """
         self._link.connect(self._dial)
         self._finalizer = weakref.finalize(self, self._link.close)
 
     def _reconnect(self, seconds: float = 0.0) -> None:
-        """Connect again if the generator was lost.
+        """Connect again if the engine process was lost.
 
         Args:
             seconds: in which the next one may begin to listen.
 
         Raises:
-            GeneratorLostError: there is none.
-            GeneratorError: it does not want to talk to this client.
+            EngineDeadError: there is none.
+            EngineProcessError: it does not want to talk to this client.
         """
         with self._linking:
             if (lost := self._link).broken:
@@ -77,7 +77,7 @@ class BaseClient:
         self.close()
         self._link = link
         self._finalizer = weakref.finalize(self, link.close)
-        if self._tokenizer_given is True:  # the next generator may have another model
+        if self._tokenizer_given is True:  # the next engine process may have another model
             for name in ("_tokenizer", "_decoding"):
                 self.__dict__.pop(name, None)
 
@@ -97,12 +97,12 @@ class BaseClient:
 
     @property
     def doing(self) -> str:
-        """What the generator does: what it loads or compiles before it takes requests, then ``"ready"``."""
+        """What the engine process does: what it loads or compiles before it takes requests, then ``"ready"``."""
         return self._session.doing
 
     @property
     def heard(self) -> int:
-        """How often something has come of the generator, whose heartbeat comes every few seconds."""
+        """How often something has come of the engine process, whose heartbeat comes every few seconds."""
         return self._session.heard
 
     def submit(
@@ -114,7 +114,7 @@ class BaseClient:
         timeout: float | None = None,
         cache_salt: str | None = None,
     ) -> RemoteHandle:
-        """Begin to answer a prompt, and return at once; whether the generator takes it, the handle tells.
+        """Begin to answer a prompt, and return at once; whether the engine process takes it, the handle tells.
 
         Args:
             prompt: token ids, text or chat messages.
@@ -125,7 +125,7 @@ class BaseClient:
 
         Raises:
             ValueError: the prompt or its settings cannot be sent.
-            GeneratorError: the generator is not ready, or is gone.
+            EngineProcessError: the engine process is not ready, or is gone.
         """
         params, link = params or SamplingParams(), self._link_to_use()
         session = link.session
@@ -154,7 +154,7 @@ class BaseClient:
 
         Raises:
             ValueError: as of ``submit``; or there is no tokenizer, or there are several answers.
-            GeneratorError: as of ``submit``.
+            EngineProcessError: as of ``submit``.
         """
         return TextOfPrompt(self.submit(prompt, params, **options))
 
@@ -190,10 +190,10 @@ class BaseClient:
         return TextFormat.of(params, self._decoding)
 
     def _ask_stats(self) -> tuple[Session, int]:
-        """Ask how the generator is doing, and return whom, and the number of the question.
+        """Ask how the engine process is doing, and return whom, and the number of the question.
 
         Raises:
-            GeneratorError: it is not ready, or is gone.
+            EngineProcessError: it is not ready, or is gone.
         """
         link = self._link
         link.session.check_ready()

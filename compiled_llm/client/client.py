@@ -17,10 +17,10 @@ from compiled_llm.requests.sampling_params import SamplingParams
 
 
 class Client(BaseClient):
-    """Talks to a generator (``compiled-llm serve``) over its Unix socket, as one talks to an ``Engine``.
+    """Talks to an engine process (``compiled-llm serve``) over its Unix socket, as one talks to an ``Engine``.
 
     Any thread may use it, and what ``submit`` returns works in any event loop. Closing it ends its requests. If the
-    generator is lost, requests under way raise ``GeneratorLostError``, and the next one connects again.
+    engine process is lost, requests under way raise ``EngineDeadError``, and the next one connects again.
 
     Examples:
         >>> client = Client("/run/llm.sock", tokenizer=True)  # doctest: +SKIP
@@ -28,18 +28,18 @@ class Client(BaseClient):
     """
 
     def __init__(self, path: str | Path, *, tokenizer: Given = None, wait: bool = True) -> None:
-        """Connect to a generator.
+        """Connect to an engine process.
 
         Args:
             path: of its socket.
             tokenizer: for prompts of text and messages, and for the text of answers: HuggingFace's, or anything with
-                its ``decode``; a folder to load it from; or ``True`` for the one that the generator names. None for
-                token ids alone, without which neither torch nor transformers is imported.
-            wait: wait until the generator is ready, however long it has to load and compile.
+                its ``decode``; a folder to load it from; or ``True`` for the one that the engine process names. None
+                for token ids alone, without which neither torch nor transformers is imported.
+            wait: wait until the engine process is ready, however long it has to load and compile.
 
         Raises:
-            GeneratorLostError: there is no generator, or it ends before it is ready.
-            GeneratorError: it does not want to talk to this client.
+            EngineDeadError: there is no engine process, or it ends before it is ready.
+            EngineProcessError: it does not want to talk to this client.
         """
         super().__init__(path, tokenizer)
         self._connect()
@@ -47,14 +47,14 @@ class Client(BaseClient):
             self._until_ready(None)
 
     def wait_until_ready(self, timeout: float | None = None) -> Ready:
-        """Wait until the generator takes requests, and return what it says of its model.
+        """Wait until the engine process takes requests, and return what it says of its model.
 
         Args:
             timeout: seconds to wait at most; None for as long as it takes.
 
         Raises:
             TimeoutError: it is not ready by then.
-            GeneratorLostError: it has ended, or nobody has taken its place within 5 seconds.
+            EngineDeadError: it has ended, or nobody has taken its place within 5 seconds.
         """
         self._reconnect(RETURNS_WITHIN if timeout is None else min(timeout, RETURNS_WITHIN))
         return self._until_ready(timeout)
@@ -66,13 +66,13 @@ class Client(BaseClient):
         return session.check_ready()
 
     def stats(self, timeout: float | None = 60) -> Stats:
-        """Ask how the generator is doing.
+        """Ask how the engine process is doing.
 
         Args:
             timeout: seconds to wait for the answer.
 
         Raises:
-            GeneratorError: it is not ready, or is gone.
+            EngineProcessError: it is not ready, or is gone.
             TimeoutError: it has not answered by then.
         """
         self._rejoin()
@@ -100,8 +100,8 @@ class Client(BaseClient):
 
         Raises:
             ValueError: a prompt or its settings are impossible; the others are ended.
-            GeneratorBusyError: there are more than may wait; those that were taken are ended.
-            GeneratorError: the generator takes no requests, or is gone.
+            EngineBusyError: there are more than may wait; those that were taken are ended.
+            EngineProcessError: the engine process takes no requests, or is gone.
         """
         self._rejoin()
         with Gathering(self._submit_all(prompts, params)) as gathering:
@@ -113,7 +113,7 @@ class Client(BaseClient):
         return self._link
 
     def _rejoin(self) -> None:
-        """Wait for the next generator, if the last one was lost."""
+        """Wait for the next engine process, if the last one was lost."""
         if self._link.broken:
             self.wait_until_ready()
 

@@ -22,14 +22,14 @@ Cancelling = Callable[[int | None], None]
 
 
 class RemoteHandle(PendingAnswers[RemoteAnswer]):
-    """A prompt that was sent to a generator: iterate over its tokens or its ``text``, wait for its ``result``.
+    """A prompt that was sent to an engine process: iterate over its tokens or its ``text``, wait for its ``result``.
 
     It is used as what ``Engine.submit`` returns, by any thread, and in any event loop by ``async for`` and ``await``.
 
     Attributes:
         prompt: its token ids.
         has_text: whether somebody reads it as text.
-        refused: why the generator has ended the whole request, or never began it.
+        refused: why the engine process has ended the whole request, or never began it.
         prompt_logprobs: of the prompt's tokens, as far as they have come; None before that, or if they are not wanted.
     """
 

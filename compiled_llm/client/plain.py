@@ -53,8 +53,8 @@ def _plain(name: str, value: Any) -> Any:
         raise ValueError(f"SamplingParams: {name}: a number that is too large: 64 bits are sent") from None
     except TypeError:
         raise ValueError(
-            f"SamplingParams: {name}: only plain data can be sent to a generator, and functions cannot; use an engine "
-            "in this process"
+            f"SamplingParams: {name}: only plain data can be sent to an engine process, and functions cannot; use an "
+            "engine in this process"
         ) from None
     return plain
 
@@ -69,7 +69,7 @@ def _number(value: Any) -> Any:
 
 
 def token_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
-    """Return a prompt's tokens; whether the model has them is the generator's to say.
+    """Return a prompt's tokens; whether the model has them is the engine process's to say.
 
     Args:
         prompt: as the user gave it.

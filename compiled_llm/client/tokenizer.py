@@ -8,7 +8,7 @@ from typing import Any, Literal
 from compiled_llm.protocol.messages import Ready
 
 Given = str | Path | Literal[True] | Any | None
-"""A tokenizer, the folder or the name of one, ``True`` for the one that the generator names, or None."""
+"""A tokenizer, the folder or the name of one, ``True`` for the one that the engine process names, or None."""
 
 
 def tokenizer_of(given: Given, ready: Ready) -> Any:
@@ -16,14 +16,14 @@ def tokenizer_of(given: Given, ready: Ready) -> Any:
 
     Args:
         given: as the user gave it.
-        ready: what the generator has said of its model.
+        ready: what the engine process has said of its model.
 
     Raises:
-        ValueError: the generator names none.
+        ValueError: the engine process names none.
     """
     if given is True:
         if ready.tokenizer is None:
-            raise ValueError("tokenizer=True: the generator has no tokenizer; give one, or use token ids")
+            raise ValueError("tokenizer=True: the engine process has no tokenizer; give one, or use token ids")
         return _loaded(ready.tokenizer, ready.gguf_file)
     return _loaded(str(given), None) if isinstance(given, (str, Path)) else given
 

@@ -15,8 +15,8 @@ from compiled_llm.commands.doctor.command import doctor
 from compiled_llm.commands.explain import explain
 from compiled_llm.commands.generate.command import generate
 from compiled_llm.commands.known_commands import KnownCommands
+from compiled_llm.commands.serve.api_server import api_server
 from compiled_llm.commands.serve.command import serve
-from compiled_llm.commands.serve.front import front
 
 app = typer.Typer(
     cls=KnownCommands,
@@ -45,7 +45,7 @@ def options(
 app.command(context_settings={"allow_extra_args": True})(generate)
 app.command()(chat)
 app.command()(serve)
-app.command(hidden=True)(front)
+app.command(hidden=True)(api_server)
 app.command(name="compile")(compile_ahead)
 app.command(context_settings={"allow_extra_args": True})(client)
 app.command()(explain)

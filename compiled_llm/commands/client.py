@@ -1,4 +1,4 @@
-"""`compiled-llm client`: one prompt to a generator, and its answer as it comes."""
+"""`compiled-llm client`: one prompt to an engine process, and its answer as it comes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 def client(
     context: typer.Context,
-    path: Annotated[Path, typer.Argument(help="The generator's Unix socket.", show_default=False)],
+    path: Annotated[Path, typer.Argument(help="The engine process's Unix socket.", show_default=False)],
     prompt: Prompt = None,
     file: PromptFile = None,
     chat: ChatTemplate = False,
@@ -65,7 +65,7 @@ def client(
     stop: StopBefore = None,
     quiet: Quiet = False,
 ) -> None:
-    """Send a prompt to a generator (`compiled-llm serve`), and write its answer to stdout as it comes."""
+    """Send a prompt to an engine process (`compiled-llm serve`), and write its answer to stdout as it comes."""
     with readable_errors():
         check_package("msgspec", "server")
         check_quoted(prompt, context.args)
@@ -78,9 +78,9 @@ def client(
         text = read_prompt(prompt, file)
         from compiled_llm.client import Client
 
-        with Client(path, tokenizer=None if ids else True, wait=False) as generator:
-            wait_until_ready(generator, quiet)
-            handle = generator.submit(_prompt(text, chat, system, ids), params)
+        with Client(path, tokenizer=None if ids else True, wait=False) as client:
+            wait_until_ready(client, quiet)
+            handle = client.submit(_prompt(text, chat, system, ids), params)
             _write(_pieces(handle, ids))
             if not quiet:
                 Console(stderr=True, highlight=False).print(_figures(handle.result()), style="dim", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Shows what a generator does while it is not ready."""
+"""Shows what an engine process does while it is not ready."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _LOOK = 0.2
 
 
 def wait_until_ready(client: Client, quiet: bool) -> Ready:
-    """Wait until a generator is ready, and return what it says; if it is, nothing is shown.
+    """Wait until an engine process is ready, and return what it says; if it is, nothing is shown.
 
     Args:
-        client: of the generator; if that has gone, its successor is looked for.
+        client: of the engine process; if that has gone, its successor is looked for.
         quiet: show nothing.
 
     Raises:
-        GeneratorLostError: there is no generator.
-        GeneratorError: it does not want to talk to this client.
+        EngineDeadError: there is no engine process.
+        EngineProcessError: it does not want to talk to this client.
     """
     with suppress(TimeoutError):
         return client.wait_until_ready(_LOOK)
@@ -36,4 +36,4 @@ def wait_until_ready(client: Client, quiet: bool) -> Ready:
 
 
 def _doing(client: Client) -> str:
-    return f"the generator is not ready: {client.doing}"
+    return f"the engine process is not ready: {client.doing}"

@@ -27,7 +27,7 @@ def check_package(module: str, extra: str) -> None:
 
 
 def check_server_packages(http: bool) -> None:
-    """Check that what a generator imports is installed, and with ``http`` what serves HTTP.
+    """Check that what an engine process imports is installed, and with ``http`` what serves HTTP.
 
     Raises:
         RuntimeError: it is not.

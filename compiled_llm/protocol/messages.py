@@ -1,4 +1,4 @@
-"""The messages of the protocol. A client speaks first, with ``Hello``, and the generator answers with ``Welcome``.
+"""The messages of the protocol. A client speaks first, with ``Hello``, and the engine process answers with ``Welcome``.
 
 Each connection numbers its requests by itself. Messages that are sent in every step are arrays, the others maps; fields
 that a reader does not know are passed over. The garbage collector does not look at those of every step (``gc=False``):
@@ -15,7 +15,7 @@ VERSION = 2
 """Of the protocol. It is counted up whenever one side would misunderstand the other."""
 
 Kind = Literal["invalid", "full", "unavailable", "failed"]
-"""Why a request is refused or has failed: impossible, too many wait, the generator takes none now, or an error."""
+"""Why a request is refused or has failed: impossible, too many wait, the engine process takes none now, or an error."""
 
 Entry = tuple[int, float, int]
 """A token, its log-probability and its rank."""
@@ -63,11 +63,11 @@ class AskStats(Struct, tag="ask stats", frozen=True):
 
 FromClient = Hello | Submit | Cancel | AskStats
 
-# ---- from the generator
+# ---- from the engine process
 
 
 class Welcome(Struct, tag="welcome", frozen=True):
-    """The answer to ``Hello``: versions of the protocol and of the package, and the generator's process."""
+    """The answer to ``Hello``: versions of the protocol and of the package, and the engine process's id."""
 
     version: int
     package: str
@@ -75,13 +75,13 @@ class Welcome(Struct, tag="welcome", frozen=True):
 
 
 class Preparing(Struct, tag="preparing", frozen=True):
-    """What the generator does before it takes requests, in words; comes again with each change."""
+    """What the engine process does before it takes requests, in words; comes again with each change."""
 
     doing: str
 
 
 class Ready(Struct, tag="ready", frozen=True):
-    """The generator takes requests.
+    """The engine process takes requests.
 
     Attributes:
         model: its name.
@@ -186,7 +186,7 @@ class Pages(Struct, frozen=True):
 
 
 class Stats(Struct, tag="stats", frozen=True, kw_only=True):
-    """How the generator is doing; fields as of ``EngineStats``.
+    """How the engine process is doing; fields as of ``EngineStats``.
 
     Attributes:
         number: that of the question.
@@ -227,4 +227,4 @@ class Problem(Struct, tag="problem", frozen=True):
     message: str
 
 
-FromGenerator = Welcome | Preparing | Ready | Step | PromptScores | Refused | Stats | Leaving | Beat | Problem
+FromEngine = Welcome | Preparing | Ready | Step | PromptScores | Refused | Stats | Leaving | Beat | Problem

@@ -1,4 +1,4 @@
-"""The generator: an engine in a process of its own, with clients; the front, which answers HTTP; replicas on Ray."""
+"""The engine process, which clients ask over a socket; API servers, which answer HTTP; replicas on Ray."""
 
 from compiled_llm.server.replicas.ray_app import ray_app
 

@@ -14,25 +14,25 @@ from compiled_llm.server.guard import Guard
 from compiled_llm.server.http.api_error import ANSWERED, respond
 from compiled_llm.server.openai import metrics, page, status, tokenize
 from compiled_llm.server.openai.chat import endpoint as chat
-from compiled_llm.server.openai.common.api_server import Front
-from compiled_llm.server.openai.common.engine_link import GeneratorLink
+from compiled_llm.server.openai.common.api_server import ApiServer
+from compiled_llm.server.openai.common.engine_link import EngineLink
 from compiled_llm.server.openai.completions import endpoint as completions
 from compiled_llm.server.openai.responses import endpoint as responses
-from compiled_llm.server.settings import FrontSettings
+from compiled_llm.server.settings import ApiServerSettings
 
 
-def application(settings: FrontSettings, link: GeneratorLink) -> FastAPI:
-    """Return what serves a generator's model by OpenAI's API.
+def application(settings: ApiServerSettings, link: EngineLink) -> FastAPI:
+    """Return what serves an engine process's model by OpenAI's API.
 
     Args:
-        settings: of the front.
-        link: to the generator.
+        settings: of the API server.
+        link: to the engine process.
     """
     app = FastAPI(
         title="compiled_llm", version=version("compiled-llm"), lifespan=_lifespan, docs_url=None, redoc_url=None
     )
-    app.state.front = Front(settings, link)
-    app.state.metrics = metrics.FrontMetrics(settings.figures)
+    app.state.api_server = ApiServer(settings, link)
+    app.state.metrics = metrics.ApiServerMetrics(settings.figures)
     for room in (chat, completions, responses, tokenize, status, metrics):
         app.include_router(room.router)
     if settings.page:
@@ -53,8 +53,8 @@ def application(settings: FrontSettings, link: GeneratorLink) -> FastAPI:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Stay connected to the generator while the server runs."""
-    linking = asyncio.create_task(app.state.front.link.run())
+    """Stay connected to the engine process while the server runs."""
+    linking = asyncio.create_task(app.state.api_server.link.run())
     try:
         yield
     finally:

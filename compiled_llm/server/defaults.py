@@ -3,10 +3,10 @@
 MAX_ROWS = 256
 """That run at once."""
 MAX_QUEUE = 2048
-"""That wait behind a front, before others are refused."""
+"""That wait behind an API server, before others are refused."""
 MOST_UNSENT = 2**16
-"""Tokens that wait for a client that does not read: of a generator's client, or of a request to a front."""
+"""Tokens that wait for a client that does not read: of an engine process's client, or of a request to an API server."""
 MAX_CONNECTIONS = 4096
-"""Of clients of a front, at a time."""
+"""Of clients of an API server, at a time."""
 CLIENT_SECONDS = 30.0
-"""In which a front's client has to send a head, and then a body, and to take something of its answer."""
+"""In which an API server's client has to send a head, and then a body, and to take something of its answer."""

@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from compiled_llm.server.http.api_error import ApiError, unexpected
 from compiled_llm.server.openai.common.api_server import new_id
-from compiled_llm.server.openai.metrics import FrontMetrics
-from compiled_llm.server.settings import FrontSettings
+from compiled_llm.server.openai.metrics import ApiServerMetrics
+from compiled_llm.server.settings import ApiServerSettings
 
 logger = logging.getLogger("compiled_llm.server")
 
@@ -36,7 +36,7 @@ _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
 class Guard:
     """Lets requests through that may come in; others are answered here."""
 
-    def __init__(self, app: ASGIApp, settings: FrontSettings, metrics: FrontMetrics) -> None:
+    def __init__(self, app: ASGIApp, settings: ApiServerSettings, metrics: ApiServerMetrics) -> None:
         """Stand before an application.
 
         Args:
@@ -152,7 +152,7 @@ class Guard:
 class _Entry:
     """One request in the log and in the metrics; its id goes out with the response."""
 
-    def __init__(self, scope: Scope, send: Send, metrics: FrontMetrics, behind_proxy: bool) -> None:
+    def __init__(self, scope: Scope, send: Send, metrics: ApiServerMetrics, behind_proxy: bool) -> None:
         named = _first_of_each(scope).get(_ID) if behind_proxy else None
         self.id = named or new_id("req")
         self._tells = named is None

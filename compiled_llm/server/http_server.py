@@ -1,4 +1,4 @@
-"""The server of one front: uvicorn's, which reads and writes HTTP, and ends as ours do."""
+"""The server of one API server: uvicorn's, which reads and writes HTTP, and ends as ours do."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import uvicorn
 from compiled_llm.client import AsyncClient
 from compiled_llm.server.app import application
 from compiled_llm.server.http.http_protocol import LimitedHttpTools
-from compiled_llm.server.openai.common.api_server import Front
-from compiled_llm.server.openai.common.engine_link import GeneratorLink
-from compiled_llm.server.settings import FrontSettings
+from compiled_llm.server.openai.common.api_server import ApiServer
+from compiled_llm.server.openai.common.engine_link import EngineLink
+from compiled_llm.server.settings import ApiServerSettings
 
 logger = logging.getLogger("compiled_llm.server")
 
@@ -25,28 +25,28 @@ _KEEP_ALIVE_SECONDS = 30
 
 
 class HttpServer(uvicorn.Server):
-    """Serves a front.
+    """Serves an API server.
 
     Attributes:
-        front: what it answers with.
+        API server: what it answers with.
         why: it has ended though nobody has told it to; None if somebody has.
     """
 
     def __init__(
-        self, settings: FrontSettings, path: Path, changed: Callable[[bool], object] = lambda has_model: None
+        self, settings: ApiServerSettings, path: Path, changed: Callable[[bool], object] = lambda has_model: None
     ) -> None:
         """Serve nobody yet.
 
         Args:
-            settings: of the front.
-            path: of the generator's socket.
-            changed: is told when there is a generator to answer requests (True), and when there is none (False).
+            settings: of the API server.
+            path: of the engine process's socket.
+            changed: is told when there is an engine process to answer requests (True), and when there is none (False).
         """
         escapes = settings.escapes_special_tokens
-        link = GeneratorLink(lambda tokenizer: AsyncClient(path, tokenizer=tokenizer), changed, self._fail, escapes)
+        link = EngineLink(lambda tokenizer: AsyncClient(path, tokenizer=tokenizer), changed, self._fail, escapes)
         app = application(settings, link)
         self.why: str | None = None
-        self.front: Front = app.state.front
+        self.api_server: ApiServer = app.state.api_server
         protocol: Any = partial(
             LimitedHttpTools, client_seconds=settings.client_seconds, most_connections=settings.most_connections
         )

@@ -1,4 +1,4 @@
-"""Serves HTTP until it is told to end, with a generator in a process of its own."""
+"""Serves HTTP until it is told to end, with an engine process in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import replace
 from types import FrameType
 from typing import Protocol
 
-from compiled_llm.server.engine_process.starter import GeneratorProcess
-from compiled_llm.server.settings import FrontSettings
+from compiled_llm.server.engine_process.starter import EngineProcess
+from compiled_llm.server.settings import ApiServerSettings
 
 logger = logging.getLogger("compiled_llm.server")
 
@@ -21,15 +21,15 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _QUEUE = 2048
 """Connections that wait to be accepted, at most."""
 _OTHER_FILES = 100
-"""Open files of a front that are no connections."""
+"""Open files of an API server that are no connections."""
 
 
 class Serving(Protocol):
-    """What answers HTTP: a front in this process, or several in their own."""
+    """What answers HTTP: an API server in this process, or several in their own."""
 
     @property
     def was_ready(self) -> bool:
-        """Whether it could ask the generator, once."""
+        """Whether it could ask the engine process, once."""
         ...
 
     @property
@@ -46,7 +46,7 @@ class Serving(Protocol):
         ...
 
 
-def listen(settings: FrontSettings) -> socket.socket:
+def listen(settings: ApiServerSettings) -> socket.socket:
     """Return a socket that listens where the server is to.
 
     Raises:
@@ -64,7 +64,7 @@ def listen(settings: FrontSettings) -> socket.socket:
         ) from error
 
 
-def with_room(settings: FrontSettings) -> FrontSettings:
+def with_room(settings: ApiServerSettings) -> ApiServerSettings:
     """Raise the process's limit of open files, often 1,024, to what connections need; have fewer if it ends before.
 
     Processes that this one starts have the same limit.
@@ -81,20 +81,20 @@ def with_room(settings: FrontSettings) -> FrontSettings:
     return settings
 
 
-async def serve(serving: Serving, generator: GeneratorProcess) -> str | None:
+async def serve(serving: Serving, engine_process: EngineProcess) -> str | None:
     """Serve until SIGTERM or Ctrl-C; requests may end then, the second signal ends them.
 
     Args:
         serving: answers HTTP.
-        generator: to be run beside it.
+        engine_process: to be run beside it.
 
     Returns:
         Why it has ended, if nobody has told it to.
     """
     for number in SIGNALS:
-        signal.signal(number, _passed_over)  # the generator still runs when the last answer has gone out
+        signal.signal(number, _passed_over)  # the engine process still runs when the last answer has gone out
     answering = asyncio.create_task(serving.run())
-    running = asyncio.create_task(generator.run(lambda: serving.was_ready))
+    running = asyncio.create_task(engine_process.run(lambda: serving.was_ready))
     try:
         await asyncio.wait([answering, running], return_when=asyncio.FIRST_COMPLETED)
         serving.end()
@@ -102,16 +102,16 @@ async def serve(serving: Serving, generator: GeneratorProcess) -> str | None:
         return running.result() if running.done() else why
     finally:
         running.cancel()
-        await _stop(generator, at_once=serving.at_once)
+        await _stop(engine_process, at_once=serving.at_once)
 
 
-async def _stop(generator: GeneratorProcess, at_once: bool) -> None:
-    """End a generator; a signal that comes while it takes long ends it by force."""
+async def _stop(engine_process: EngineProcess, at_once: bool) -> None:
+    """End an engine process; a signal that comes while it takes long ends it by force."""
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
-        loop.add_signal_handler(number, generator.kill)
+        loop.add_signal_handler(number, engine_process.kill)
     try:
-        await generator.stop(at_once)
+        await engine_process.stop(at_once)
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)

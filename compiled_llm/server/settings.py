@@ -1,4 +1,4 @@
-"""What a front is told when it starts."""
+"""What an API server is told when it starts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _ALL_ADDRESSES = ("", "0.0.0.0", "::")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrontSettings:
-    """Where a front listens, whom it serves, and how much one may ask for.
+class ApiServerSettings:
+    """Where an API server listens, whom it serves, and how much one may ask for.
 
     Attributes:
         names: that requests call the model by; the first one is in answers.
@@ -42,11 +42,11 @@ class FrontSettings:
             cache.
         escapes_special_tokens: whether special tokens in the texts of requests are text, as the tokenizer sees them.
         page: whether there is a page to chat on.
-        figures: a folder in which the fronts of a server count together; None for a front alone.
+        figures: a folder in which the API servers of a server count together; None for an API server alone.
         created: when the server has begun, in seconds since 1970.
 
     Raises:
-        ValueError: others could reach the front without a key, or a value is impossible.
+        ValueError: others could reach the API server without a key, or a value is impossible.
     """
 
     names: tuple[str, ...]
@@ -95,7 +95,7 @@ class FrontSettings:
 
     @property
     def is_local(self) -> bool:
-        """Whether only programs of this machine reach the front."""
+        """Whether only programs of this machine reach the API server."""
         return self.host in LOOPBACK
 
     @property

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from compiled_llm.client import AsyncClient, Client, GeneratorError, GeneratorLostError
+from compiled_llm.client import AsyncClient, Client, EngineDeadError, EngineProcessError
 from compiled_llm.client.plain import plain_params, token_ids
 from compiled_llm.protocol.frames import Frames, frame_of
 from compiled_llm.protocol.messages import (
@@ -139,7 +139,7 @@ def test_forms_are_sent_as_what_they_are_kept_as() -> None:
 
 
 def test_functions_cannot_be_sent() -> None:
-    with pytest.raises(ValueError, match="logits_processors: only plain data can be sent to a generator"):
+    with pytest.raises(ValueError, match="logits_processors: only plain data can be sent to an engine process"):
         plain_params(SamplingParams(logits_processors=[lambda tokens, logits: logits]))
 
 
@@ -177,8 +177,8 @@ def test_a_folder_is_a_tokenizer(path: Path, tmp_path: Path) -> None:
     assert received[1].prompt == expected
 
 
-def test_a_generator_without_a_tokenizer_says_so(path: Path) -> None:
-    said = "the generator has no tokenizer; give one, or use token ids"
+def test_an_engine_process_without_a_tokenizer_says_so(path: Path) -> None:
+    said = "the engine process has no tokenizer; give one, or use token ids"
     with answering(path, WELCOME, READY), Client(path, tokenizer=True) as client, pytest.raises(ValueError, match=said):
         client.submit("Hi!")
 
@@ -194,12 +194,12 @@ def test_text_without_a_tokenizer_is_refused(path: Path) -> None:
 @pytest.mark.parametrize(
     ("answers", "kind", "said"),
     [
-        ([], GeneratorLostError, "has gone: its process has ended"),
-        ([b"HTTP/1.1 400 Bad Request\r\n\r\n"], GeneratorLostError, "broke: a frame that says it has"),
-        ([Welcome(9, "later", 1), Problem("x")], GeneratorError, "speaks another protocol than this client"),
-        ([Preparing("x"), Problem("x")], GeneratorError, "speaks another protocol than this client"),
-        ([Problem("too many clients")], GeneratorError, "refuses the connection: too many clients"),
-        ([WELCOME, Preparing("loading"), Problem("out of memory")], GeneratorLostError, "connection: out of memory"),
+        ([], EngineDeadError, "has gone: its process has ended"),
+        ([b"HTTP/1.1 400 Bad Request\r\n\r\n"], EngineDeadError, "broke: a frame that says it has"),
+        ([Welcome(9, "later", 1), Problem("x")], EngineProcessError, "speaks another protocol than this client"),
+        ([Preparing("x"), Problem("x")], EngineProcessError, "speaks another protocol than this client"),
+        ([Problem("too many clients")], EngineProcessError, "refuses the connection: too many clients"),
+        ([WELCOME, Preparing("loading"), Problem("out of memory")], EngineDeadError, "connection: out of memory"),
     ],
 )
 def test_whom_it_cannot_talk_to_is_said(path: Path, answers: list[Any], kind: type[Exception], said: str) -> None:
@@ -213,7 +213,7 @@ def test_an_event_loop_hears_of_it_too(path: Path, told: list[Any]) -> None:
         async with AsyncClient(path):
             pass
 
-    with answering(path, *told), pytest.raises(GeneratorLostError):
+    with answering(path, *told), pytest.raises(EngineDeadError):
         asyncio.run(main())
 
 
@@ -221,10 +221,10 @@ def test_nobody_waits_longer_than_asked(path: Path) -> None:
     async def main() -> None:
         client = AsyncClient(path)
         client.close()  # nothing to close yet
-        with pytest.raises(GeneratorError, match="not ready"):
+        with pytest.raises(EngineProcessError, match="not ready"):
             client.submit([1])
         await client.connect(wait=False)
-        with pytest.raises(TimeoutError, match=r"the generator is not ready after 0\.01 s: loading"):
+        with pytest.raises(TimeoutError, match=r"the engine process is not ready after 0\.01 s: loading"):
             await client.wait_until_ready(0.01)
         client.close()
 
@@ -232,7 +232,7 @@ def test_nobody_waits_longer_than_asked(path: Path) -> None:
         asyncio.run(main())
     path.unlink()
     with answering(path, WELCOME, READY), Client(path) as client:
-        with pytest.raises(TimeoutError, match=r"the generator has not answered for 0\.01 s"):
+        with pytest.raises(TimeoutError, match=r"the engine process has not answered for 0\.01 s"):
             client.stats(0.01)
         client.close()
 
@@ -243,12 +243,12 @@ def test_a_question_that_is_refused_waits_no_longer(path: Path, kind: type[Clien
         client = kind(path)
         if isinstance(client, AsyncClient):
             await client.connect()
-        with pytest.raises(GeneratorError, match="not ready \\(asleep\\)"):
+        with pytest.raises(EngineProcessError, match="not ready \\(asleep\\)"):
             await answer if isinstance(answer := client.stats(60), Awaitable) else answer
         assert client._session._questions == {}
         client.close()
 
-    refused = Refused(1, "unavailable", "the generator is not ready (asleep)")
+    refused = Refused(1, "unavailable", "the engine process is not ready (asleep)")
     with answering(path, WELCOME, READY, refused, last_after=AskStats):
         asyncio.run(ask())
 
@@ -294,10 +294,10 @@ def test_an_impossible_time_to_poll_is_refused(path: Path, busy_poll: float) -> 
 
 
 def test_where_nobody_listens_is_said(path: Path) -> None:
-    with pytest.raises(GeneratorLostError, match="there is no such socket; start a generator with"):
+    with pytest.raises(EngineDeadError, match="there is no such socket; start an engine process with"):
         Client(path)
     path.write_text("")
-    with pytest.raises(GeneratorLostError, match="its generator has gone"):
+    with pytest.raises(EngineDeadError, match="its engine process has gone"):
         Client(path)
 
 
@@ -308,12 +308,12 @@ def test_a_client_that_is_closed_says_so(path: Path) -> None:
         client.close()
         client.close()
         for call in (lambda: client.submit([1]), client.stats, handle.result, client.wait_until_ready):
-            with pytest.raises(GeneratorLostError, match="the client is closed; make another one"):
+            with pytest.raises(EngineDeadError, match="the client is closed; make another one"):
                 call()
 
 
 def damaged(draw: random.Random) -> bytes:
-    """What a generator sends of two requests, with some bytes changed, or cut."""
+    """What an engine process sends of two requests, with some bytes changed, or cut."""
     sent: list[Any] = [
         Step([Update(1, 0, [5, 6]), Update(2, 1, [7], [[(7, -0.5, 1)]])]),
         PromptScores(1, [[(3, -1.0, 1)]]),
@@ -328,13 +328,13 @@ def damaged(draw: random.Random) -> bytes:
     return bytes(whole[: draw.randint(0, len(whole))])
 
 
-def test_what_a_generator_sends_amiss_ends_requests_and_hangs_nobody(path: Path, seed: int) -> None:
+def test_what_an_engine_process_sends_amiss_ends_requests_and_hangs_nobody(path: Path, seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(60):
         with answering(path, WELCOME, READY, damaged(draw), last_after=Submit), Client(path) as client:
-            with suppress(GeneratorError):
+            with suppress(EngineProcessError):
                 for handle in [client.submit([1, 2], SamplingParams(n=number, logprobs=0)) for number in (1, 2)]:
-                    with suppress(GeneratorError):
+                    with suppress(EngineProcessError):
                         handle.result(60)
             while client._session.lost is None:
                 time.sleep(0.001)

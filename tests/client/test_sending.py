@@ -1,4 +1,4 @@
-"""Whoever sends to a generator never waits for it, even if it reads nothing."""
+"""Whoever sends to an engine process never waits for it, even if it reads nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from compiled_llm.client import AsyncClient, GeneratorError
+from compiled_llm.client import AsyncClient, EngineProcessError
 from compiled_llm.client.transport import connection
 from compiled_llm.protocol.frames import Frames, frame_of
 from compiled_llm.protocol.messages import VERSION, Cancel, FromClient, Ready, Refused, Submit, Welcome
@@ -24,7 +24,7 @@ PATIENCE = 60.0
 
 
 class Deaf:
-    """A generator that reads only once it is told to; then it refuses what it was asked."""
+    """An engine process that reads only once it is told to; then it refuses what it was asked."""
 
     def __init__(self, path: Path) -> None:
         self.heard: list[Any] = []
@@ -58,7 +58,7 @@ def prompts(count: int) -> list[list[int]]:
     return [[2**20 + number] * (10 + 5000 * (number % 3)) for number in range(count)]
 
 
-def test_an_event_loop_goes_on_while_a_generator_reads_nothing(path: Path) -> None:
+def test_an_event_loop_goes_on_while_an_engine_process_reads_nothing(path: Path) -> None:
     deaf, asked = Deaf(path), prompts(60)  # more than the socket takes
 
     async def run() -> None:
@@ -81,19 +81,23 @@ def test_an_event_loop_goes_on_while_a_generator_reads_nothing(path: Path) -> No
 async def _failure(handle: Any) -> str:
     try:
         await handle
-    except GeneratorError as error:
+    except EngineProcessError as error:
         return str(error)
     return "none"
 
 
-def test_a_generator_that_reads_nothing_for_long_is_asked_no_more(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_process_that_reads_nothing_for_long_is_asked_no_more(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     deaf = Deaf(path)
 
     async def run() -> None:
         async with AsyncClient(path) as client:
             handles = [client.submit(prompt) for prompt in prompts(60)]
             monkeypatch.setattr(connection, "_PATIENCE", 0)
-            with pytest.raises(GeneratorError, match="the generator has read nothing for 0 s: its process is stopped"):
+            with pytest.raises(
+                EngineProcessError, match="the engine process has read nothing for 0 s: its process is stopped"
+            ):
                 client.submit([3])
             handles[0].cancel()  # what is small is taken
             deaf.listens.set()

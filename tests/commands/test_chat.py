@@ -21,14 +21,14 @@ from compiled_llm.client import Client
 from compiled_llm.commands.app import app
 from compiled_llm.commands.chat.chat import Chat
 from compiled_llm.commands.chat.conversation import Conversation
-from compiled_llm.commands.chat.partner import Generator
+from compiled_llm.commands.chat.partner import ClientPartner
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.engine_process.facts import ready_of
 from support.characters import character_tokenizer
 from support.commands import talking_partner
 from support.commands.terminal import CTRL_C, CTRL_D, UP, Terminal, terminal
-from support.server.generators import COMMAND, Loop, generating, until
+from support.server.engine_processes import COMMAND, Loop, engine_in_thread, until
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
 
@@ -52,8 +52,8 @@ def path() -> Iterator[Path]:
 
 @pytest.fixture
 def socket(model_folder: Path, engine: Engine, path: Path) -> Iterator[Path]:
-    """A generator of the model."""
-    with generating(engine, path, tokenizer=model_folder):
+    """An engine process of the model."""
+    with engine_in_thread(engine, path, tokenizer=model_folder):
         yield path
 
 
@@ -104,8 +104,8 @@ def test_what_cannot_be_answered_is_said_and_the_chat_goes_on(model_folder: Path
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["demo", "--uds", "x"], "MODEL and --uds were both given: the generator at x has its model"),
-        (["--uds", "x", "--mode", "eager"], "--mode: the generator of --uds runs its model in its own way"),
+        (["demo", "--uds", "x"], "MODEL and --uds were both given: the engine process at x has its model"),
+        (["--uds", "x", "--mode", "eager"], "--mode: the engine process of --uds runs its model in its own way"),
         (["--temperature", "0"], "--temperature 0.0: must be above 0; --greedy takes the most likely token"),
         (["--max-tokens", "0"], "--max-new-tokens 0: must be at least 1"),
         (["--mode", "fast"], "--mode fast: choose one of"),
@@ -119,17 +119,17 @@ def test_options_that_are_impossible_are_refused_at_once(arguments: list[str], s
     assert done.stderr.startswith(f"error: {said}")
 
 
-def test_a_generator_that_is_started_again_is_found(model_folder: Path, engine: Engine, path: Path) -> None:
+def test_an_engine_process_that_is_started_again_is_found(model_folder: Path, engine: Engine, path: Path) -> None:
     params = SamplingParams(max_tokens=3, temperature=0.0)
-    with generating(engine, path, tokenizer=model_folder):
+    with engine_in_thread(engine, path, tokenizer=model_folder):
         client = Client(path, tokenizer=True, wait=False)
-        partner = Generator(client, quiet=True)
+        partner = ClientPartner(client, quiet=True)
         first = client.submit([5, 6], params).result(60)
     while not client._link.broken:  # until the client has heard of it
         time.sleep(0.01)
     loop = Loop(path)
     ready = ready_of(engine._model, engine, "tiny", engine._tokenizer, str(model_folder))
-    begins = threading.Timer(0.2, loop.generator.open, (engine, ready))
+    begins = threading.Timer(0.2, loop.server.open, (engine, ready))
     begins.start()
     assert partner.refresh() is False, "it waits until it is ready"
     assert client.submit([5, 6], params).result(60).token_ids == first.token_ids
@@ -156,7 +156,7 @@ class Questions:
         return self._questions.pop(0) if self._questions else None
 
 
-def test_a_generator_that_comes_back_with_another_model_is_asked_in_its_own_words(
+def test_an_engine_process_that_comes_back_with_another_model_is_asked_in_its_own_words(
     model_folder: Path, engine: Engine, path: Path, tmp_path: Path
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
@@ -164,16 +164,16 @@ def test_a_generator_that_comes_back_with_another_model_is_asked_in_its_own_word
     AutoModelForCausalLM.from_pretrained(model_folder).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     first, second = Loop(path), None
-    first.generator.open(engine, ready_of(engine._model, engine, "tiny", engine._tokenizer, str(model_folder)))
+    first.server.open(engine, ready_of(engine._model, engine, "tiny", engine._tokenizer, str(model_folder)))
     client = Client(path, tokenizer=True, wait=False)
-    partner = Generator(client, quiet=True)
+    partner = ClientPartner(client, quiet=True)
 
     def replaced() -> None:
         nonlocal second
         first.close()
         until(lambda: client._link.broken)  # the client has heard of it
         second = Loop(path)
-        second.generator.open(engine, ready_of(engine._model, engine, "other", engine._tokenizer, str(tmp_path)))
+        second.server.open(engine, ready_of(engine._model, engine, "other", engine._tokenizer, str(tmp_path)))
 
     terminal: Any = Questions("Hi", replaced, "Again")
     params = SamplingParams(max_tokens=8, temperature=0.0)
@@ -183,14 +183,14 @@ def test_a_generator_that_comes_back_with_another_model_is_asked_in_its_own_word
     second.close()
     said = huggingfaces(model_folder, "<user: Hi>", 8)
     again = huggingfaces(tmp_path, f"[user: Hi>[assistant: {said}>[user: Again>", 8)
-    assert "the generator has another model now: other" in terminal.heard
+    assert "the engine process has another model now: other" in terminal.heard
     assert "".join(terminal.answers) == f"{said}\n{again}\n"
 
 
-def test_a_socket_without_a_generator_is_named(tmp_path: Path) -> None:
+def test_a_socket_without_an_engine_process_is_named(tmp_path: Path) -> None:
     done = chatted("--uds", str(tmp_path / "none"), "--quiet")
     assert done.exit_code == 1
-    assert "there is no such socket; start a generator with `compiled-llm serve MODEL --uds PATH`" in done.stderr
+    assert "there is no such socket; start an engine process with `compiled-llm serve MODEL --uds PATH`" in done.stderr
 
 
 def test_a_tokenizer_that_writes_no_chats_is_refused() -> None:

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from support.commands.foreign_folder import ForeignFolder
-from support.server.fronts import serving
-from support.server.generators import COMMAND, PATIENCE, until
+from support.server.engine_processes import COMMAND, PATIENCE, until
+from support.server.running_servers import serving
 
 EAGER = ("--mode", "eager")
 SERVED = (*EAGER, "--warmup", "1", "--kv-memory", "20000 tokens", "--api-server-count", "2")
@@ -47,7 +47,7 @@ def run(*command: str, cwd: Path, text: str = "") -> subprocess.CompletedProcess
     return subprocess.run(command, cwd=cwd, input=text, capture_output=True, text=True, timeout=PATIENCE * 5)
 
 
-def test_a_server_its_fronts_and_its_clients(model_folder: Path, foreign: ForeignFolder, path: Path) -> None:
+def test_a_server_its_api_servers_and_its_clients(model_folder: Path, foreign: ForeignFolder, path: Path) -> None:
     command = ("env", "-C", str(foreign.path), COMMAND)
     with serving(model_folder, "--uds", str(path), *SERVED, command=command) as (_, url):
         until(lambda: httpx.get(f"{url}/ready").status_code == 200)

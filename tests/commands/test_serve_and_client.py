@@ -98,7 +98,7 @@ def test_a_process_is_started_again_three_times_an_hour(monkeypatch: pytest.Monk
         *(("cpu", 128, True, 1), ("auto", 128, False, 1)),
     ],
 )
-def test_how_many_fronts_there_are_follows_from_the_machine(
+def test_how_many_api_servers_there_are_follows_from_the_machine(
     device: str, cores: int, driver: bool, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve_http.os, "sched_getaffinity", lambda pid: range(cores))
@@ -114,14 +114,14 @@ def test_a_model_that_is_nowhere_makes_no_socket(path: Path) -> None:
 def test_a_path_that_is_taken_is_refused_before_the_model_is_loaded(path: Path) -> None:
     with listen(path):
         code, line = failed("serve", "demo", "--uds", str(path))
-    said = f"error: --uds {path}: a generator listens there already; stop it, or give another path"
+    said = f"error: --uds {path}: an engine process listens there already; stop it, or give another path"
     assert (code, line) == (1, said)
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["Hi"], 1, "there is no such socket; start a generator with"),
+        (["Hi"], 1, "there is no such socket; start an engine process with"),
         (["Hi", "there"], 2, "PROMPT is one argument: quote it, as in 'Hi there'"),
         ([""], 2, "the prompt is empty"),
         (["Hi", "--system", "Be brief"], 2, "--system is a part of the chat template: give --chat as well"),

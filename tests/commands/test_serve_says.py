@@ -11,7 +11,7 @@ import pytest
 
 from compiled_llm.commands.loading.source import Source
 from compiled_llm.commands.serve import http as serve_http
-from compiled_llm.commands.serve.http import HttpFlags, run_with_front, show_log
+from compiled_llm.commands.serve.http import HttpFlags, run_with_api_server, show_log
 from compiled_llm.server import serving
 
 
@@ -37,7 +37,7 @@ def test_a_file_of_keys_that_others_may_read_is_told_of_at_the_start(
     keys.chmod(mode)
     lines: list[str] = []
     flags = HttpFlags(port=0, api_key_file=keys)
-    run_with_front(flags, Source("tiny", "tiny"), None, ["serve", "tiny"], 1.0, lines.append)
+    run_with_api_server(flags, Source("tiny", "tiny"), None, ["serve", "tiny"], 1.0, lines.append)
     assert lines[0].startswith("serving tiny at http://127.0.0.1:")
     told = [line for line in lines if "may read the keys" in line]
     assert len(told) == bool(mode & (stat.S_IRGRP | stat.S_IROTH))

@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import compiled_llm
 from support.characters import character_tokenizer
 from support.docs.pages import DOCS, HUB_ID, PAGES, beginning_of, blocks_of, run, short
-from support.server.fronts import fronting
-from support.server.generators import generating, operating
+from support.server.engine_processes import engine_in_thread, operating
+from support.server.running_servers import running_server
 from support.tiny_gguf import write_gguf
 from support.tiny_models import tiny_llama, tiny_qwen3
 
@@ -85,11 +85,11 @@ def served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     path = Path("llm.sock")
     with (
         engine,
-        generating(engine, path, tokenizer=folder) as loop,
+        engine_in_thread(engine, path, tokenizer=folder) as loop,
         operating(engine, loop, Path("operations.sock"), folder),
-        fronting(path, names=("demo", "Qwen/Qwen3-0.6B")) as front,
+        running_server(path, names=("demo", "Qwen/Qwen3-0.6B")) as api_server,
     ):
-        there, client = {"http://localhost:8000/v1": f"{front.url}/v1"}, openai.OpenAI
+        there, client = {"http://localhost:8000/v1": f"{api_server.url}/v1"}, openai.OpenAI
         monkeypatch.setattr(openai, "OpenAI", lambda base_url, **options: client(base_url=there[base_url], **options))
         yield
 

@@ -12,8 +12,8 @@ import compiled_llm
 from compiled_llm.engine.engine import Engine
 from support.engine.text_tokenizers import byte_level
 from support.parity import assert_account_is_empty
-from support.server.fronts import chat_tokenizer
-from support.server.generators import Loop, generating
+from support.server.engine_processes import Loop, engine_in_thread
+from support.server.running_servers import chat_tokenizer
 from support.tiny_models import tiny_qwen3
 
 
@@ -53,6 +53,6 @@ def engine(model: PreTrainedModel) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def generator(engine: Engine, path: Path) -> Iterator[Loop]:
-    with generating(engine, path) as loop:
+def engine_process(engine: Engine, path: Path) -> Iterator[Loop]:
+    with engine_in_thread(engine, path) as loop:
         yield loop

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from compiled_llm.client import AsyncClient, GeneratorLostError
+from compiled_llm.client import AsyncClient, EngineDeadError
 from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.client.transport.session import Session
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.server.generators import PATIENCE, Loop, until
+from support.server.engine_processes import PATIENCE, Loop, until
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
@@ -32,7 +32,7 @@ def in_a_loop(path: Path, use: Callable[[AsyncClient], Awaitable[None]]) -> None
     asyncio.run(running())
 
 
-def test_what_comes_is_taken_in_the_event_loop(generator: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_is_taken_in_the_event_loop(engine_process: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     threads, own = set(), Session.take
 
     def take(session: Session, messages: object) -> None:
@@ -46,39 +46,39 @@ def test_what_comes_is_taken_in_the_event_loop(generator: Loop, monkeypatch: pyt
         assert len(output.outputs[0].token_ids) == PARAMS.max_tokens
         client.close()
 
-    in_a_loop(generator.generator._path, use)
+    in_a_loop(engine_process.server._path, use)
     assert threads == {threading.main_thread()}
 
 
-def test_a_client_that_closes_reads_no_more_and_its_requests_end(generator: Loop) -> None:
+def test_a_client_that_closes_reads_no_more_and_its_requests_end(engine_process: Loop) -> None:
     async def use(client: AsyncClient) -> None:
         connection: Any = client._link._line
         descriptor = connection._socket.fileno()
         handle = client.submit([1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True))
         client.close()
-        assert isinstance(await client.wait_until_lost(), GeneratorLostError)
-        with pytest.raises(GeneratorLostError):
+        assert isinstance(await client.wait_until_lost(), EngineDeadError)
+        with pytest.raises(EngineDeadError):
             await handle
         assert connection._socket.fileno() == -1
         assert not asyncio.get_running_loop().remove_reader(descriptor)  # the next socket may have its number
 
-    in_a_loop(generator.generator._path, use)
+    in_a_loop(engine_process.server._path, use)
 
 
-def test_connections_follow_one_another(generator: Loop) -> None:
+def test_connections_follow_one_another(engine_process: Loop) -> None:
     async def use(client: AsyncClient) -> None:
         for _ in range(3):
             await client.submit([1, 2, 3], PARAMS)
             client.close()
             await client.wait_until_lost()
-            client = AsyncClient(generator.generator._path)
+            client = AsyncClient(engine_process.server._path)
             await client.connect()
         client.close()
 
-    in_a_loop(generator.generator._path, use)
+    in_a_loop(engine_process.server._path, use)
 
 
-def test_a_thread_whose_event_loop_reads_the_answer_must_not_wait_for_it(generator: Loop) -> None:
+def test_a_thread_whose_event_loop_reads_the_answer_must_not_wait_for_it(engine_process: Loop) -> None:
     async def use(client: AsyncClient) -> None:
         handle = client.submit([1, 2, 3], PARAMS)
         for waiting in (handle.result, lambda: list(handle)):
@@ -88,10 +88,10 @@ def test_a_thread_whose_event_loop_reads_the_answer_must_not_wait_for_it(generat
         assert elsewhere.token_ids == (await handle).token_ids == handle.result().token_ids
         client.close()
 
-    in_a_loop(generator.generator._path, use)
+    in_a_loop(engine_process.server._path, use)
 
 
-def test_other_event_loops_use_it_while_its_own_runs_and_connect_again_after_it(generator: Loop) -> None:
+def test_other_event_loops_use_it_while_its_own_runs_and_connect_again_after_it(engine_process: Loop) -> None:
     async def use(client: AsyncClient) -> None:
         async def tokens() -> list[int]:
             return [token async for token in client.submit([1, 2, 3], PARAMS)]
@@ -100,7 +100,7 @@ def test_other_event_loops_use_it_while_its_own_runs_and_connect_again_after_it(
         clients.append(client)
 
     async def use_again(client: AsyncClient) -> None:
-        with pytest.raises(GeneratorLostError, match="the event loop that has read the connection is closed"):
+        with pytest.raises(EngineDeadError, match="the event loop that has read the connection is closed"):
             client.submit([1, 2, 3], PARAMS)
         (output,) = await client.generate([1, 2, 3], PARAMS)
         assert len(output.token_ids) == PARAMS.max_tokens
@@ -108,12 +108,12 @@ def test_other_event_loops_use_it_while_its_own_runs_and_connect_again_after_it(
         client.close()
 
     clients: list[AsyncClient] = []
-    in_a_loop(generator.generator._path, use)
+    in_a_loop(engine_process.server._path, use)
     asyncio.run(asyncio.wait_for(use_again(clients[0]), PATIENCE))
 
 
 def test_who_waits_for_an_answer_is_told_when_the_event_loop_that_reads_it_ends(
-    generator: Loop, engine: Engine
+    engine_process: Loop, engine: Engine
 ) -> None:
     async def use(client: AsyncClient) -> None:
         handle = client.submit([1, 2, 3], SamplingParams(max_tokens=900, ignore_eos=True))
@@ -127,19 +127,19 @@ def test_who_waits_for_an_answer_is_told_when_the_event_loop_that_reads_it_ends(
     waiting: list[Future[RequestOutput]] = []
     sockets: list[socket.socket] = []
     with ThreadPoolExecutor() as others:
-        in_a_loop(generator.generator._path, use)  # which nobody closes
-        with pytest.raises(GeneratorLostError, match="the event loop that has read the connection is closed"):
+        in_a_loop(engine_process.server._path, use)  # which nobody closes
+        with pytest.raises(EngineDeadError, match="the event loop that has read the connection is closed"):
             waiting[0].result(PATIENCE)
-    with pytest.raises(GeneratorLostError, match="the event loop that has read the connection is closed"):
+    with pytest.raises(EngineDeadError, match="the event loop that has read the connection is closed"):
         handles[0].result()
     assert sockets[0].fileno() == -1
     until(lambda: engine.stats().running == 0)
 
 
-def test_a_loop_that_is_closed_with_tasks_left_is_noticed_by_the_next_request(generator: Loop) -> None:
-    loop, client = asyncio.new_event_loop(), AsyncClient(generator.generator._path)
+def test_a_loop_that_is_closed_with_tasks_left_is_noticed_by_the_next_request(engine_process: Loop) -> None:
+    loop, client = asyncio.new_event_loop(), AsyncClient(engine_process.server._path)
     loop.run_until_complete(client.connect())
     loop.close()
-    with pytest.raises(GeneratorLostError, match="the event loop that has read the connection is closed"):
+    with pytest.raises(EngineDeadError, match="the event loop that has read the connection is closed"):
         client.submit([1, 2, 3], PARAMS)
     client.close()

@@ -15,7 +15,7 @@ from compiled_llm.protocol.messages import Cancel, Ended, Step, Submit
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from compiled_llm.server.engine_process import stream
-from support.server.generators import PATIENCE, Bytes, Loop, until
+from support.server.engine_processes import PATIENCE, Bytes, Loop, until
 
 SLOW = {"bad_words": ["fox"], "max_tokens": 3}
 
@@ -43,7 +43,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     slow.free.set()
 
 
-def test_others_are_answered_while_a_request_begins(generator: Loop, path: Path, slow: Slow) -> None:
+def test_others_are_answered_while_a_request_begins(engine_process: Loop, path: Path, slow: Slow) -> None:
     with Client(path) as client, Client(path) as other:
         handles = [client.submit([3, 4], SamplingParams(**SLOW)) for _ in range(2)]  # type: ignore[arg-type]
         until(lambda: len(slow.threads) == 2)
@@ -52,12 +52,12 @@ def test_others_are_answered_while_a_request_begins(generator: Loop, path: Path,
                 len(each.generate([5, 6], SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].token_ids) == 2
             )
         assert client.stats().running == 0
-        assert generator._thread.ident not in slow.threads
+        assert engine_process._thread.ident not in slow.threads
         slow.free.set()
         assert [handle.result().outputs[0].finish_reason for handle in handles] == ["length", "length"]
 
 
-def test_what_was_cancelled_before_it_has_begun_ends(generator: Loop, path: Path, slow: Slow) -> None:
+def test_what_was_cancelled_before_it_has_begun_ends(engine_process: Loop, path: Path, slow: Slow) -> None:
     with Bytes(path) as peer:
         peer.greet()
         peer.send(
@@ -66,8 +66,8 @@ def test_what_was_cancelled_before_it_has_begun_ends(generator: Loop, path: Path
         until(lambda: slow.threads)
         assert isinstance(peer.receive(), Step)  # of the second
         peer.send(Cancel(1))
-        until(lambda: generator.generator._connections)
-        (connection,) = generator.generator._connections
+        until(lambda: engine_process.server._connections)
+        (connection,) = engine_process.server._connections
         until(lambda: connection._beginnings._cancelled == {1: [1, None]})
         slow.free.set()
         reasons: dict[int, Ended | None] = {}
@@ -79,19 +79,19 @@ def test_what_was_cancelled_before_it_has_begun_ends(generator: Loop, path: Path
 
 
 def test_a_client_that_leaves_before_its_request_has_begun_leaves_nothing(
-    engine: Engine, generator: Loop, path: Path, slow: Slow
+    engine: Engine, engine_process: Loop, path: Path, slow: Slow
 ) -> None:
     with Bytes(path) as peer:
         peer.greet()
         peer.send(Submit(1, [3, 4], {**SLOW, "max_tokens": 900}))
         until(lambda: slow.threads)
-    until(lambda: not generator.generator._connections)
+    until(lambda: not engine_process.server._connections)
     slow.free.set()
     until(lambda: engine.stats().finished == 1)
     assert engine.stats().running == engine.stats().waiting == 0
 
 
-def test_a_number_that_is_taken_and_what_is_refused(generator: Loop, path: Path, slow: Slow) -> None:
+def test_a_number_that_is_taken_and_what_is_refused(engine_process: Loop, path: Path, slow: Slow) -> None:
     with Bytes(path) as peer:
         peer.greet()
         peer.send(Submit(1, [3], SLOW), Submit(1, [3], {"max_tokens": 1}))

@@ -1,4 +1,4 @@
-"""Real processes whose device fails: requests end with the cause, the process with a code, and the front goes on."""
+"""Real processes whose device fails: requests end with the cause, the engine process with a code, the rest goes on."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
-from compiled_llm.client import Client, GeneratorError
+from compiled_llm.client import Client, EngineProcessError
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.engine_process.process import DEVICE_LOST
-from support.server.fronts import serving
-from support.server.generators import PATIENCE, generator_process, until
+from support.server.engine_processes import PATIENCE, started_engine_process, until
 from support.server.planted_device_loss import SCRIPT
+from support.server.running_servers import serving
 
 OPTIONS = ("--mode", "eager", "--warmup", "1", "--kv-memory", "20000 tokens")
 TEXT = "/v1/completions"
@@ -25,24 +25,24 @@ SAID = "the device has failed (an illegal memory access was encountered)"
 pytestmark = pytest.mark.whole
 
 
-def test_a_generator_ends_with_a_code_of_its_own(model_folder: Path, path: Path, tmp_path: Path) -> None:
+def test_an_engine_process_ends_with_a_code_of_its_own(model_folder: Path, path: Path, tmp_path: Path) -> None:
     command = (sys.executable, SCRIPT, str(tmp_path / "now"))
-    with generator_process(model_folder, path, *OPTIONS, command=command) as process, Client(path) as client:
+    with started_engine_process(model_folder, path, *OPTIONS, command=command) as process, Client(path) as client:
         handles = [client.submit([3, 4, number], SamplingParams(max_tokens=900)) for number in range(3)]
         for handle in handles:
             next(iter(handle))
         (tmp_path / "now").touch()
         for handle in handles:
-            with pytest.raises(GeneratorError) as raised:
+            with pytest.raises(EngineProcessError) as raised:
                 handle.result(PATIENCE)
             assert str(raised.value).startswith(SAID)
         assert process.wait(PATIENCE) == DEVICE_LOST
         assert process.stderr is not None
-        assert f"the generator ends with exit code {DEVICE_LOST}: {SAID}" in process.stderr.read()
+        assert f"the engine process ends with exit code {DEVICE_LOST}: {SAID}" in process.stderr.read()
     assert not path.exists()
 
 
-def test_a_front_starts_it_anew_three_times_an_hour(model_folder: Path, tmp_path: Path) -> None:
+def test_an_api_server_starts_it_anew_three_times_an_hour(model_folder: Path, tmp_path: Path) -> None:
     now = tmp_path / "now"
 
     def fail(url: str) -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from compiled_llm.client import Client, GeneratorError
+from compiled_llm.client import Client, EngineProcessError
 from compiled_llm.client.transport import connection as client_connection
 from compiled_llm.protocol import messages
 from compiled_llm.protocol.frames import frame_of
 from compiled_llm.protocol.messages import AskStats, Cancel, Hello, Problem, Stats, Step, Submit
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.engine_process import connection as server_connection
-from support.server.generators import PATIENCE, Bytes, Loop, until
+from support.server.engine_processes import PATIENCE, Bytes, Loop, until
 
 PROMPT = [3, 4, 5]
 LONG = SamplingParams(max_tokens=900, ignore_eos=True, temperature=0.0)
@@ -23,7 +23,7 @@ SHORT = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.0)
 
 
 @pytest.fixture
-def beside(generator: Loop, path: Path) -> Iterator[None]:
+def beside(engine_process: Loop, path: Path) -> Iterator[None]:
     """Somebody else, whose request runs through all of it."""
     with Client(path) as client:
         expected = client.generate([PROMPT], SHORT)[0].token_ids
@@ -45,7 +45,7 @@ HELLO = bytes(frame_of(Hello()))
     ("sent", "said"),
     [
         (b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n", "only clients of compiled_llm are understood here"),
-        (bytes(frame_of(Hello(version=7))), "the client speaks version 7 of the protocol, and this generator 2"),
+        (bytes(frame_of(Hello(version=7))), "the client speaks version 7 of the protocol, and this engine process 2"),
         (bytes(frame_of(Submit(1, PROMPT))), "the first message is no hello"),
         (HELLO[:7], "a frame that was cut after 7 bytes"),
         (HELLO[:2], "a frame that was cut after 2 bytes"),
@@ -79,12 +79,12 @@ def test_requests_of_a_connection_that_is_closed_end(beside: None, path: Path) -
 
 
 def test_what_was_answered_comes_before_the_sentence_that_closes_the_connection(
-    beside: None, generator: Loop, path: Path
+    beside: None, engine_process: Loop, path: Path
 ) -> None:
     with Bytes(path) as peer:
         peer.greet()
         peer.send(b"".join(map(frame_of, map(AskStats, range(900)))), b"\x00\x00\x00\x01\xc1")
-        (talks,) = (other for other in generator.generator._connections if not other.streams)
+        (talks,) = (other for other in engine_process.server._connections if not other.streams)
         until(lambda: isinstance([None, *talks._messages][-1], Problem))  # the socket is full
         for number in range(900):
             answer = peer.receive()
@@ -137,5 +137,5 @@ def test_nobody_has_for_ever_to_say_hello(beside: None, path: Path, monkeypatch:
 def test_a_client_of_another_version_hears_of_it(beside: None, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(client_connection, "Hello", lambda client: Hello(version=messages.VERSION + 1, client=client))
-        with pytest.raises(GeneratorError, match="install the same compiled-llm for both"):
+        with pytest.raises(EngineProcessError, match="install the same compiled-llm for both"):
             Client(path)

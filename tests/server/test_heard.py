@@ -1,4 +1,4 @@
-"""Programs can tell a generator that hangs from one that is busy: clients of both kinds count its heartbeat."""
+"""Programs can tell an engine process that hangs from one that is busy: clients of both kinds count its heartbeat."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from compiled_llm.client import AsyncClient, Client
-from support.server.generators import until
+from support.server.engine_processes import until
 from support.server.scripted import scripted, tool_tokenizer
 
 
@@ -27,11 +27,11 @@ def test_a_heartbeat_is_heard_without_a_request(tmp_path: Path) -> None:
         asyncio.run(asyncio.wait_for(listening(), 30))
 
 
-def test_who_waits_with_a_timeout_does_not_wait_for_a_silent_generator(tmp_path: Path) -> None:
+def test_who_waits_with_a_timeout_does_not_wait_for_a_silent_engine_process(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     with scripted(path, tool_tokenizer()) as script, Client(path) as client:
         handle = client.submit([1, 2, 3])  # the script answers no question about figures
         assert len(handle.result(timeout=30).outputs) == 1
         assert script.asked
-        with pytest.raises(TimeoutError, match=r"the generator has not answered for 0\.01 s"):
+        with pytest.raises(TimeoutError, match=r"the engine process has not answered for 0\.01 s"):
             client.stats(timeout=0.01)

@@ -1,4 +1,4 @@
-"""A generator keeps the profile of what its requests use, and the next one begins with it."""
+"""An engine process keeps the profile of what its requests use, and the next one begins with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compiled_llm.compilation.artifacts.profile import Profile, UsedStep
 from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.engine_process.kept_profile import KeptProfile
-from support.server.generators import PATIENCE, generator_process
+from support.server.engine_processes import PATIENCE, started_engine_process
 
 OPTIONS = ("--mode", "compile", "--warmup", "1", "--max-rows", "8", "--kv-memory", "20000 tokens")
 
@@ -76,8 +76,8 @@ def test_it_is_saved_again_and_again() -> None:
 
 @contextmanager
 def ended(folder: Path, path: Path, profile: Path) -> Iterator[Client]:
-    """A generator with a profile, which is told to end."""
-    with generator_process(folder, path, *OPTIONS, "--profile", str(profile)) as process:
+    """An engine process with a profile, which is told to end."""
+    with started_engine_process(folder, path, *OPTIONS, "--profile", str(profile)) as process:
         with Client(path) as client:
             yield client
         process.send_signal(signal.SIGTERM)
@@ -86,7 +86,7 @@ def ended(folder: Path, path: Path, profile: Path) -> Iterator[Client]:
 
 
 @pytest.mark.slow
-def test_the_next_generator_prepares_what_requests_of_the_last_one_have_used(
+def test_the_next_engine_process_prepares_what_requests_of_the_last_one_have_used(
     model_folder: Path, path: Path, tmp_path: Path
 ) -> None:
     profile, prompts = tmp_path / "profile", [[3, 4, 5]]

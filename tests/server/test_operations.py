@@ -21,7 +21,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 import compiled_llm
-from compiled_llm.client import Client, GeneratorError
+from compiled_llm.client import Client, EngineProcessError
 from compiled_llm.engine.engine import Engine
 from compiled_llm.protocol.messages import Ready
 from compiled_llm.requests.sampling_params import SamplingParams
@@ -30,8 +30,8 @@ from compiled_llm.server.engine_process.facts import ready_of
 from compiled_llm.server.engine_process.operations import Operations
 from support.characters import character_tokenizer
 from support.engine.text_tokenizers import byte_level
-from support.server.fronts import fronting, serving
-from support.server.generators import PATIENCE, Loop, generating, generator_process, operating, until
+from support.server.engine_processes import PATIENCE, Loop, engine_in_thread, operating, started_engine_process, until
+from support.server.running_servers import running_server, serving
 from support.tiny_models import tiny_qwen3
 
 PROMPT = list(range(3, 13))
@@ -59,7 +59,7 @@ def asking(path: Path) -> Iterator[httpx.Client]:
 
 
 class Served(NamedTuple):
-    """A generator with operations, in this process."""
+    """An engine process with operations, in this process."""
 
     engine: Engine
     loop: Loop
@@ -79,7 +79,7 @@ def engine(one_thread: None) -> Iterator[Engine]:
 def served(engine: Engine, folder: Path) -> Iterator[Served]:
     path, operations, tokenizer = folder / "socket", folder / "operations", folder / "tokenizer"
     engine._tokenizer.save_pretrained(tokenizer)
-    with generating(engine, path, tokenizer=tokenizer) as loop:
+    with engine_in_thread(engine, path, tokenizer=tokenizer) as loop:
         with operating(engine, loop, operations, tokenizer):
             yield Served(engine, loop, path, operations)
         assert not operations.exists()
@@ -112,29 +112,29 @@ def tokens(client: Client, params: SamplingParams = SHORT) -> list[int]:
 def test_only_its_user_may_open_the_socket(served: Served) -> None:
     assert stat.S_IMODE(served.operations_path.stat().st_mode) == 0o600
     with pytest.raises(RuntimeError, match=r"^operations_uds=.* listens there already"):
-        Operations(served.loop.generator, served.operations_path)
+        Operations(served.loop.server, served.operations_path)
 
 
-def test_who_hears_that_the_generator_is_ready_can_ask_at_once(
+def test_who_hears_that_the_engine_process_is_ready_can_ask_at_once(
     engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, path = Loop(folder / "socket"), folder / "operations"
-    operations, own, answers = Operations(loop.generator, path), loop.generator.open, []
+    operations, own, answers = Operations(loop.server, path), loop.server.open, []
 
     def open_after(engine: Engine, ready: Ready) -> None:
-        monkeypatch.setattr(loop.generator, "open", own)
+        monkeypatch.setattr(loop.server, "open", own)
         answers.append(post(http, "/reset_prefix_cache"))
         sleeping.start()
         own(engine, ready)
 
-    monkeypatch.setattr(loop.generator, "open", open_after)
+    monkeypatch.setattr(loop.server, "open", open_after)
     monkeypatch.setattr(gc, "freeze", lambda: None)
     try:
         operations.start()
         with asking(path) as http, Client(folder / "socket", wait=False) as client:
             sleeping = threading.Thread(target=post, args=(http, "/sleep"))
             ready = ready_of(engine._model, engine, "tiny")
-            process._Life(loop.generator, lambda report: (engine, ready), 0.0, operations, None)._prepared(loop._loop)
+            process._Life(loop.server, lambda report: (engine, ready), 0.0, operations, None)._prepared(loop._loop)
             sleeping.join(PATIENCE)
             assert [answer.keys() for answer in answers] == [{"seconds"}]
             until(lambda: client.doing == "asleep")
@@ -178,7 +178,7 @@ def test_asleep_clients_hear_it_and_awake_requests_go_on(served: Served, http: h
         assert http.get("/status").json()["asleep"] is True
         while client.doing != "asleep":
             pass
-        with pytest.raises(GeneratorError, match=r"the generator is not ready \(asleep\)"):
+        with pytest.raises(EngineProcessError, match=r"the engine process is not ready \(asleep\)"):
             client.submit(PROMPT, SHORT)
         with Client(served.path, wait=False) as other, pytest.raises(TimeoutError, match="asleep"):
             other.wait_until_ready(0.05)
@@ -264,14 +264,14 @@ def test_of_two_updates_the_second_is_refused(
     post(http, "/update_weights", body)
 
 
-def test_before_the_generator_is_ready_it_says_so(path: Path, folder: Path) -> None:
+def test_before_the_engine_process_is_ready_it_says_so(path: Path, folder: Path) -> None:
     loop = Loop(path)
-    operations = Operations(loop.generator, folder / "operations")
+    operations = Operations(loop.server, folder / "operations")
     operations.start()
     with asking(folder / "operations") as http:
         assert http.get("/status").json() == {"doing": "starting", "asleep": False, "weights": None}
         response = http.post("/sleep")
-        assert (response.status_code, response.json()) == (503, {"error": "the generator is not ready (starting)"})
+        assert (response.status_code, response.json()) == (503, {"error": "the engine process is not ready (starting)"})
     operations.close()
     loop.close()
 
@@ -282,7 +282,7 @@ def test_what_requests_have_used_is_saved_before_the_model_sleeps(
     """Its process may end asleep, and cannot save it then."""
     done: list[str] = []
     monkeypatch.setattr(engine, "sleep", lambda **_: done.append("sleep") or 0)  # type: ignore[func-returns-value]
-    with generating(engine, path) as loop:
+    with engine_in_thread(engine, path) as loop:
         profile: Any = SimpleNamespace(save=lambda: done.append("save"))
         with operating(engine, loop, folder / "operations", folder, profile), asking(folder / "operations") as http:
             post(http, "/sleep")
@@ -290,23 +290,23 @@ def test_what_requests_have_used_is_saved_before_the_model_sleeps(
 
 
 def test_the_port_of_the_api_knows_none_of_it(served: Served, http: httpx.Client) -> None:
-    with fronting(served.path) as front:
+    with running_server(served.path) as api_server:
         for path in ("/sleep", "/wake", "/reset_prefix_cache", "/update_weights", "/status"):
-            assert front.http.post(path, json={}).status_code == 404
-            assert front.http.get(path).status_code == 404
+            assert api_server.http.post(path, json={}).status_code == 404
+            assert api_server.http.get(path).status_code == 404
         question = {"prompt": "a", "max_tokens": 2}
-        assert front.http.get("/ready").status_code == 200
+        assert api_server.http.get("/ready").status_code == 200
         post(http, "/sleep")
-        while front.http.get("/ready").json() != {"ready": False, "doing": "asleep"}:
+        while api_server.http.get("/ready").json() != {"ready": False, "doing": "asleep"}:
             pass
-        response = front.http.post("/v1/completions", json=question)
+        response = api_server.http.post("/v1/completions", json=question)
         assert (response.status_code, response.headers["retry-after"]) == (503, "5")
         assert response.json()["error"]["message"] == "the model is not ready: asleep"
-        assert front.http.get("/metrics").status_code == 200
+        assert api_server.http.get("/metrics").status_code == 200
         post(http, "/wake")
-        while front.http.get("/ready").status_code == 503:
+        while api_server.http.get("/ready").status_code == 503:
             pass
-        assert front.http.post("/v1/completions", json=question).status_code == 200
+        assert api_server.http.post("/v1/completions", json=question).status_code == 200
 
 
 # ---- real processes
@@ -321,14 +321,16 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.whole
-def test_a_generator_by_itself(model_folder: Path, weights: Path, path: Path, folder: Path) -> None:
+def test_an_engine_process_by_itself(model_folder: Path, weights: Path, path: Path, folder: Path) -> None:
     """By curl, as the documentation has it."""
 
     def curl(route: str, *options: str) -> Any:
         command = ["curl", "-s", "--unix-socket", str(folder / "operations"), f"localhost/{route}", *options]
         return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
 
-    with generator_process(model_folder, path, "--operations-uds", str(folder / "operations"), *OPTIONS) as process:
+    with started_engine_process(
+        model_folder, path, "--operations-uds", str(folder / "operations"), *OPTIONS
+    ) as process:
         with Client(path) as client:
             assert tokens(client) == huggingfaces(plain(0), 8)
             assert curl("sleep", "-X", "POST")["asleep"] is True
@@ -342,7 +344,9 @@ def test_a_generator_by_itself(model_folder: Path, weights: Path, path: Path, fo
 
 
 @pytest.mark.whole
-def test_with_a_front_and_a_generator_that_is_started_again(model_folder: Path, weights: Path, folder: Path) -> None:
+def test_with_an_api_server_and_an_engine_process_that_is_started_again(
+    model_folder: Path, weights: Path, folder: Path
+) -> None:
     operations = folder / "operations"
     question = {"prompt": "abc", "max_tokens": 8, "temperature": 0, "logprobs": 0}
     prompt = AutoTokenizer.from_pretrained(model_folder)("abc").input_ids
@@ -351,22 +355,22 @@ def test_with_a_front_and_a_generator_that_is_started_again(model_folder: Path, 
     ]
     with (
         serving(model_folder, "--operations-uds", str(operations), *OPTIONS) as (_, url),
-        httpx.Client(base_url=url, timeout=PATIENCE) as front,
+        httpx.Client(base_url=url, timeout=PATIENCE) as api_server,
     ):
 
         def text() -> str:
-            while front.get("/ready").status_code != 200:
+            while api_server.get("/ready").status_code != 200:
                 pass
-            return front.post("/v1/completions", json=question).json()["choices"][0]["text"]
+            return api_server.post("/v1/completions", json=question).json()["choices"][0]["text"]
 
         assert text() == texts[0]
         with asking(operations) as http:
             post(http, "/update_weights", {"folder": str(weights)})
             assert text() == texts[1]
-            assert front.post("/update_weights", json={"folder": str(weights)}).status_code == 404
+            assert api_server.post("/update_weights", json={"folder": str(weights)}).status_code == 404
         found = subprocess.run(["pgrep", "-f", f"operations-uds={operations}"], capture_output=True, text=True)
         os.kill(int(found.stdout), signal.SIGKILL)
-        while front.get("/ready").status_code == 200:
+        while api_server.get("/ready").status_code == 200:
             pass
         assert text() == texts[0]  # those that it was started with
         with asking(operations) as http:
@@ -391,7 +395,7 @@ def test_real_weights(folder: Path, tmp_path: Path) -> None:
     operations, path = folder / "operations", folder / "socket"
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     with (
-        generator_process("demo", path, "--operations-uds", str(operations), *OPTIONS),
+        started_engine_process("demo", path, "--operations-uds", str(operations), *OPTIONS),
         asking(operations) as http,
         Client(path) as client,
     ):

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 
 from compiled_llm.server.engine_process.transport import Outlet
-from support.server.generators import PATIENCE
+from support.server.engine_processes import PATIENCE
 
 LARGE = 2**20
 """More than a socket takes at once."""

@@ -1,4 +1,4 @@
-"""A client whose generator is lost says so to whoever waits, and connects again for whoever asks next."""
+"""A client whose engine process is lost says so to whoever waits, and connects again for whoever asks next."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from compiled_llm.client import AsyncClient, Client, GeneratorError, GeneratorLostError
+from compiled_llm.client import AsyncClient, Client, EngineDeadError, EngineProcessError
 from compiled_llm.client import async_client as async_client_file
 from compiled_llm.client import client as client_file
 from compiled_llm.client.base import BaseClient
@@ -19,7 +19,7 @@ from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.engine_process.facts import ready_of
 from support.characters import character_tokenizer
 from support.engine.text_tokenizers import byte_level
-from support.server.generators import PATIENCE, Loop, generating
+from support.server.engine_processes import PATIENCE, Loop, engine_in_thread
 
 PROMPT = [3, 4, 5]
 SHORT = SamplingParams(max_tokens=5, ignore_eos=True, temperature=0.0)
@@ -33,8 +33,8 @@ def _short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def vanish(loop: Loop) -> None:
-    """End a generator as a kill does: without a word."""
-    for connection in tuple(loop.generator._connections):
+    """End an engine process as a kill does: without a word."""
+    for connection in tuple(loop.server._connections):
         loop.call(connection._writer.transport.abort)
     loop.close()
 
@@ -45,29 +45,29 @@ def until_lost(client: BaseClient) -> None:
 
 
 def test_requests_under_way_end_and_the_next_one_connects_again(engine: Engine, path: Path) -> None:
-    with generating(engine, path) as first, Client(path) as client:
+    with engine_in_thread(engine, path) as first, Client(path) as client:
         expected = client.generate([PROMPT], SHORT)[0].token_ids
         handle = client.submit(PROMPT, LONG)
         next(iter(handle))
         vanish(first)
-        with pytest.raises(GeneratorLostError, match="has gone: its process has ended"):
+        with pytest.raises(EngineDeadError, match="has gone: its process has ended"):
             handle.result(PATIENCE)
         for call in (lambda: client.submit(PROMPT), lambda: client.generate(PROMPT), client.stats):
-            with pytest.raises(GeneratorLostError, match="there is no such socket; start a generator with"):
+            with pytest.raises(EngineDeadError, match="there is no such socket; start an engine process with"):
                 call()
-        with generating(engine, path):
+        with engine_in_thread(engine, path):
             assert client.submit(PROMPT, SHORT).result(PATIENCE).token_ids == expected
             running = client.submit(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True))
-            handle.cancel()  # of the first generator, where a request had the same number
+            handle.cancel()  # of the first engine process, where a request had the same number
             assert running.result(PATIENCE).finish_reason == "length"
             assert client.stats().connections == 1
 
 
-def test_who_waits_finds_a_generator_that_comes_back(
+def test_who_waits_finds_an_engine_process_that_comes_back(
     engine: Engine, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_file, "RETURNS_WITHIN", PATIENCE)
-    with generating(engine, path) as first, Client(path) as client:
+    with engine_in_thread(engine, path) as first, Client(path) as client:
         expected = client.generate([PROMPT], SHORT)[0].token_ids
         vanish(first)
         until_lost(client)
@@ -75,22 +75,22 @@ def test_who_waits_finds_a_generator_that_comes_back(
             answers = [pool.submit(client.generate, [PROMPT], SHORT) for _ in range(8)]
             time.sleep(0.05)
             loop = Loop(path)
-            loop.generator.report("loading")
+            loop.server.report("loading")
             time.sleep(0.05)
-            loop.generator.open(engine, ready_of(engine._model, engine, "tiny"))
+            loop.server.open(engine, ready_of(engine._model, engine, "tiny"))
             assert [answer.result(PATIENCE)[0].token_ids for answer in answers] == [expected] * 8
         assert client.stats().connections == 1
         loop.close()
 
 
-def test_a_generator_that_is_not_ready_again_says_so(engine: Engine, path: Path) -> None:
-    with generating(engine, path) as first, Client(path) as client:
+def test_an_engine_process_that_is_not_ready_again_says_so(engine: Engine, path: Path) -> None:
+    with engine_in_thread(engine, path) as first, Client(path) as client:
         vanish(first)
         until_lost(client)
         loop = Loop(path)
-        with pytest.raises(GeneratorError, match=r"the generator is not ready \(starting\)"):
+        with pytest.raises(EngineProcessError, match=r"the engine process is not ready \(starting\)"):
             client.submit(PROMPT)
-        with pytest.raises(TimeoutError, match="the generator is not ready after"):
+        with pytest.raises(TimeoutError, match="the engine process is not ready after"):
             client.wait_until_ready(0.01)
         loop.close()
 
@@ -102,31 +102,31 @@ def test_in_an_event_loop_whoever_awaits_connects_again(engine: Engine, path: Pa
             handle = client.submit(PROMPT, LONG)
             await handle.__aiter__().__anext__()
             vanish(first)
-            with pytest.raises(GeneratorLostError, match="has gone: its process has ended"):
+            with pytest.raises(EngineDeadError, match="has gone: its process has ended"):
                 await handle
-            with pytest.raises(GeneratorLostError, match="has gone"):
+            with pytest.raises(EngineDeadError, match="has gone"):
                 client.submit(PROMPT)
             for call in (client.stats, client.wait_until_ready, lambda: client.generate([PROMPT])):
-                with pytest.raises(GeneratorLostError, match="there is no such socket"):
+                with pytest.raises(EngineDeadError, match="there is no such socket"):
                     await call()
-            with generating(engine, path):
+            with engine_in_thread(engine, path):
                 assert (await client.generate([PROMPT], SHORT))[0].token_ids == expected
                 assert (await client.submit(PROMPT, SHORT)).token_ids == expected
 
-    with generating(engine, path) as first:
+    with engine_in_thread(engine, path) as first:
         asyncio.run(main(first))
 
 
-def test_text_is_that_of_the_next_generators_tokenizer(engine: Engine, path: Path) -> None:
+def test_text_is_that_of_the_next_engine_processes_tokenizer(engine: Engine, path: Path) -> None:
     folders = [path.parent / "first", path.parent / "second"]
     tokenizers: list[Any] = [character_tokenizer(), byte_level()]
     for folder, tokenizer in zip(folders, tokenizers, strict=True):
         tokenizer.save_pretrained(folder)
-    with generating(engine, path, folders[0]) as first, Client(path, tokenizer=True) as client:
+    with engine_in_thread(engine, path, folders[0]) as first, Client(path, tokenizer=True) as client:
         texts = [client.generate([PROMPT], SHORT)[0]]
         vanish(first)
         until_lost(client)
-        with generating(engine, path, folders[1]):
+        with engine_in_thread(engine, path, folders[1]):
             texts.append(client.generate([PROMPT], SHORT)[0])
     assert texts[0].token_ids == texts[1].token_ids
     assert texts[1].text == tokenizers[1].decode(texts[1].token_ids)
@@ -135,17 +135,17 @@ def test_text_is_that_of_the_next_generators_tokenizer(engine: Engine, path: Pat
 
 def test_a_client_that_was_closed_stays_so(engine: Engine, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_file, "RETURNS_WITHIN", PATIENCE)
-    with generating(engine, path) as first:
+    with engine_in_thread(engine, path) as first:
         client = Client(path)
         vanish(first)
         until_lost(client)
         waiting = ThreadPoolExecutor().submit(client.wait_until_ready)
         time.sleep(0.02)
         client.close()
-    with generating(engine, path) as loop:
-        with pytest.raises(GeneratorLostError, match="the client is closed"):
+    with engine_in_thread(engine, path) as loop:
+        with pytest.raises(EngineDeadError, match="the client is closed"):
             waiting.result(PATIENCE)
-        with pytest.raises(GeneratorLostError):
+        with pytest.raises(EngineDeadError):
             client.submit(PROMPT)
-        while loop.generator._connections:
+        while loop.server._connections:
             time.sleep(0.001)

@@ -44,7 +44,9 @@ def test_one_that_was_left_behind_is_replaced(path: Path) -> None:
 
 def test_a_live_one_is_refused_and_lives_on(path: Path) -> None:
     with listen(path) as first:
-        with pytest.raises(RuntimeError, match="a generator listens there already; stop it, or give another path"):
+        with pytest.raises(
+            RuntimeError, match="an engine process listens there already; stop it, or give another path"
+        ):
             listen(path)
         assert connects(path)
         first.close()

@@ -1,4 +1,4 @@
-"""A client's connection to a generator, with what is known of that generator; another one follows if it is lost."""
+"""A client's connection to an engine process, with what it knows of it; if it is lost, another one follows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from compiled_llm.client.errors import GeneratorLostError
+from compiled_llm.client.errors import EngineDeadError
 from compiled_llm.client.transport.connection import Line
 from compiled_llm.client.transport.session import Session
 
@@ -19,7 +19,7 @@ class Link:
     """One connection, from the first word to the end.
 
     Attributes:
-        session: what is known of the generator, and the requests that it has.
+        session: what is known of the engine process, and the requests that it has.
         closed: whether this side has ended it.
     """
 
@@ -33,7 +33,7 @@ class Link:
     def broken(self) -> bool:
         """Whether the other side has ended it, and another one may follow.
 
-        Why a generator has never been ready is told first.
+        Why an engine process has never been ready is told first.
         """
         session = self.session
         return session.lost is not None and not self.closed and (session.told or session.ready is not None)
@@ -46,8 +46,8 @@ class Link:
             seconds: in which somebody may begin to listen.
 
         Raises:
-            GeneratorLostError: there is no generator.
-            GeneratorError: it does not want to talk to this client.
+            EngineDeadError: there is no engine process.
+            EngineProcessError: it does not want to talk to this client.
         """
         self._line = _connected(dial, seconds)
         self._line.start(self.session.take, self.session.lose)
@@ -73,7 +73,7 @@ class Link:
     def close(self) -> None:
         """End the connection, and with it its requests."""
         self.closed = True
-        self.session.lost = self.session.lost or GeneratorLostError("the client is closed; make another one")
+        self.session.lost = self.session.lost or EngineDeadError("the client is closed; make another one")
         if self._line is not None:
             self._line.close()
 
@@ -83,7 +83,7 @@ def _connected(dial: Callable[[], Line], seconds: float) -> Line:
     while True:
         try:
             return dial()
-        except GeneratorLostError:
+        except EngineDeadError:
             if time.monotonic() >= deadline:
                 raise
             time.sleep(_PAUSE)

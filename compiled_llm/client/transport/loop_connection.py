@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from compiled_llm.client.errors import GeneratorLostError
+from compiled_llm.client.errors import EngineDeadError
 from compiled_llm.client.transport.connection import Connection, Handle, Lose, loss_of
 from compiled_llm.requests.listeners import running_loop
 
@@ -26,8 +26,8 @@ class LoopConnection(Connection):
             busy_poll: seconds for which the loop does not sleep after each message, sent or received.
 
         Raises:
-            GeneratorLostError: there is no generator.
-            GeneratorError: it does not want to talk to this client.
+            EngineDeadError: there is no engine process.
+            EngineProcessError: it does not want to talk to this client.
         """
         self._loop = loop
         self._busy_poll = busy_poll
@@ -47,11 +47,11 @@ class LoopConnection(Connection):
 
     def _begin(self, handle: Handle, lost: Lose) -> None:
         handle(self._early)
-        ended: asyncio.Future[GeneratorLostError] = self._loop.create_future()
+        ended: asyncio.Future[EngineDeadError] = self._loop.create_future()
         self._loop.add_reader(self._socket, self._take, handle, ended)
         self._ending = self._loop.create_task(self._end(ended, lost))
 
-    def _take(self, handle: Handle, ended: asyncio.Future[GeneratorLostError]) -> None:
+    def _take(self, handle: Handle, ended: asyncio.Future[EngineDeadError]) -> None:
         self._stay_awake()
         try:
             handle(self.receive(socket.MSG_DONTWAIT))
@@ -83,7 +83,7 @@ class LoopConnection(Connection):
         if self._is_awake:
             self._loop.call_soon(self._poll)
 
-    async def _end(self, ended: asyncio.Future[GeneratorLostError], lost: Lose) -> None:
+    async def _end(self, ended: asyncio.Future[EngineDeadError], lost: Lose) -> None:
         """Close the socket once the connection has ended, or when the event loop does: it cancels its tasks first."""
         error = loop_closed()
         try:
@@ -109,9 +109,9 @@ class LoopConnection(Connection):
             self._socket.close()
 
 
-def loop_closed() -> GeneratorLostError:
-    """Return why nothing more comes, though the generator may be there."""
-    return GeneratorLostError("the event loop that has read the connection is closed")
+def loop_closed() -> EngineDeadError:
+    """Return why nothing more comes, though the engine process may be there."""
+    return EngineDeadError("the event loop that has read the connection is closed")
 
 
 def check_may_wait(loop: asyncio.AbstractEventLoop) -> None:

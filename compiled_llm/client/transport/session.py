@@ -1,4 +1,4 @@
-"""What a client knows of its generator: whether it is ready, and the requests and questions under way."""
+"""What a client knows of its engine process: whether it is ready, and the requests and questions under way."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import itertools
 import threading
 from collections.abc import Iterable
 
-from compiled_llm.client.errors import GeneratorError, GeneratorLostError, refusal
+from compiled_llm.client.errors import EngineDeadError, EngineProcessError, refusal
 from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.protocol.messages import (
-    FromGenerator,
+    FromEngine,
     Leaving,
     Preparing,
     Problem,
@@ -23,12 +23,12 @@ from compiled_llm.requests.listeners import Listeners, tell
 
 
 class Session:
-    """Brings what a generator says to whoever waits for it.
+    """Brings what an engine process says to whoever waits for it.
 
     Attributes:
-        listeners: told when the generator is ready, has answered a question, or is gone.
+        listeners: told when the engine process is ready, has answered a question, or is gone.
         heard: how often something has come of it; its heartbeat comes every few seconds.
-        doing: what the generator does before it is ready, in words.
+        doing: what the engine process does before it is ready, in words.
         ready: what it has said when it was; None while it is not.
         lost: why nothing more comes; None while something may.
         told: whether somebody has heard of that.
@@ -40,9 +40,9 @@ class Session:
         self.heard = 0
         self.doing = "starting"
         self.ready: Ready | None = None
-        self.lost: GeneratorLostError | None = None
+        self.lost: EngineDeadError | None = None
         self.told = False
-        self._said: str | None = None  # why the generator ends
+        self._said: str | None = None  # why the engine process ends
         self._numbers = itertools.count(1)
         self._changing = threading.Lock()
         self._handles: dict[int, RemoteHandle] = {}
@@ -59,32 +59,32 @@ class Session:
         return number
 
     def check(self) -> None:
-        """Check that the generator is there.
+        """Check that the engine process is there.
 
         Raises:
-            GeneratorLostError: it is not.
+            EngineDeadError: it is not.
         """
         if self.lost is not None:
             self.told = True
             raise self.lost
 
     def check_ready(self) -> Ready:
-        """Return what the generator has said of its model.
+        """Return what the engine process has said of its model.
 
         Raises:
-            GeneratorLostError: it is gone.
-            GeneratorError: it takes no requests yet.
+            EngineDeadError: it is gone.
+            EngineProcessError: it takes no requests yet.
         """
         self.check()
         if self.ready is None:
-            raise GeneratorError(f"the generator is not ready ({self.doing}); wait_until_ready() waits for it")
+            raise EngineProcessError(f"the engine process is not ready ({self.doing}); wait_until_ready() waits for it")
         return self.ready
 
     def expect(self, number: int, handle: RemoteHandle) -> None:
         """Let a handle take what comes for a request, which is about to be sent.
 
         Raises:
-            GeneratorLostError: nothing will come.
+            EngineDeadError: nothing will come.
         """
         with self._changing:
             self.check()
@@ -98,12 +98,12 @@ class Session:
     # ---- what is waited for
 
     def is_decided(self) -> bool:
-        """Whether the generator takes requests, or never will."""
+        """Whether the engine process takes requests, or never will."""
         return self.ready is not None or self.lost is not None
 
     def not_ready_after(self, timeout: float | None) -> TimeoutError:
         """Return what is raised if it is not decided in time."""
-        return TimeoutError(f"the generator is not ready after {timeout} s: {self.doing}")
+        return TimeoutError(f"the engine process is not ready after {timeout} s: {self.doing}")
 
     def has_answered(self, number: int) -> bool:
         """Whether a question has its answer, or never will have."""
@@ -111,13 +111,13 @@ class Session:
 
     def no_answer_after(self, timeout: float | None) -> TimeoutError:
         """Return what is raised if there is no answer in time."""
-        return TimeoutError(f"the generator has not answered for {timeout} s")
+        return TimeoutError(f"the engine process has not answered for {timeout} s")
 
     def stats(self, number: int) -> Stats:
         """Return the answer to a question.
 
         Raises:
-            GeneratorError: the generator takes no questions now, or is gone.
+            EngineProcessError: the engine process takes no questions now, or is gone.
         """
         answer = self._questions[number]
         if isinstance(answer, Stats):
@@ -128,7 +128,7 @@ class Session:
 
     # ---- in the thread that reads the connection
 
-    def take(self, messages: Iterable[FromGenerator]) -> None:
+    def take(self, messages: Iterable[FromEngine]) -> None:
         """Take messages, then wake whoever waits for what they say."""
         self.heard += 1
         changed: dict[RemoteHandle, None] = {}
@@ -139,7 +139,7 @@ class Session:
                 handle.read_text()
         tell([self.listeners, *(handle.listeners for handle in changed)])
 
-    def _taken(self, message: FromGenerator) -> Iterable[RemoteHandle]:
+    def _taken(self, message: FromEngine) -> Iterable[RemoteHandle]:
         """Take one message, and return the requests that it says something of."""
         match message:
             case Step():
@@ -174,22 +174,22 @@ class Session:
                 handle.finish(summary)
         return changed
 
-    def lose(self, error: GeneratorLostError) -> None:
+    def lose(self, error: EngineDeadError) -> None:
         """End all requests: nothing more comes."""
         if self._said is not None:
-            error = GeneratorLostError(f"the generator has ended the connection: {self._said}")
+            error = EngineDeadError(f"the engine process has ended the connection: {self._said}")
         with self._changing:
             self.lost = self.lost or error
         self._fail_all(self.lost)
 
-    def give_up(self, error: GeneratorError) -> None:
-        """End all requests and questions: nothing comes now. The generator ends the requests once it reads again."""
+    def give_up(self, error: EngineProcessError) -> None:
+        """End all requests and questions: nothing comes now. The engine process ends them when it reads again."""
         for handle in tuple(self._handles.values()):
             handle.cancel()
         self._questions = {number: answer or error for number, answer in self._questions.items()}
         self._fail_all(error)
 
-    def _fail_all(self, error: GeneratorError) -> None:
+    def _fail_all(self, error: EngineProcessError) -> None:
         with self._changing:
             handles = list(self._handles.values())
             self._handles.clear()

@@ -110,7 +110,7 @@ class Chat:
 
     def _answer(self, question: str) -> bool:
         if self._partner.refresh():
-            self._terminal.say(f"the generator has another model now: {self._partner.name}")
+            self._terminal.say(f"the engine process has another model now: {self._partner.name}")
         check_template(self._partner.tokenizer)
         self._conversation.tokenizer = self._partner.tokenizer
         prompt = self._conversation.prompt(question)

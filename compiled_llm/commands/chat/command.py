@@ -9,7 +9,7 @@ import typer
 
 from compiled_llm.commands.chat.chat import COMMANDS, Chat
 from compiled_llm.commands.chat.conversation import Conversation
-from compiled_llm.commands.chat.partner import Partner, generator, own_model
+from compiled_llm.commands.chat.partner import Partner, engine_process_partner, own_model
 from compiled_llm.commands.chat.terminal import Terminal
 from compiled_llm.commands.early_checks import check_driver, check_package
 from compiled_llm.commands.errors import readable_errors
@@ -54,7 +54,7 @@ def chat(
         Path | None,
         typer.Option(
             metavar="PATH",
-            help="Chat with the generator of this Unix socket (`compiled-llm serve`), in place of a MODEL.",
+            help="Chat with the engine process of this Unix socket (`compiled-llm serve`), in place of a MODEL.",
             rich_help_panel=MODEL,
         ),
     ] = None,
@@ -95,10 +95,10 @@ def _check(context: typer.Context, model: str | None, uds: Path | None, options:
         return
     check_package("msgspec", "server")
     if model is not None:
-        raise ValueError(f"MODEL and --uds were both given: the generator at {uds} has its model")
+        raise ValueError(f"MODEL and --uds were both given: the engine process at {uds} has its model")
     for name in _OF_OWN_MODEL:
         if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
-            raise ValueError(f"--{name}: the generator of --uds runs its model in its own way; leave it out")
+            raise ValueError(f"--{name}: the engine process of --uds runs its model in its own way; leave it out")
 
 
 def _chat(
@@ -111,7 +111,7 @@ def _chat(
 ) -> bool:
     """Chat, and return whether a question could not be answered."""
     if uds is not None:
-        with generator(uds, options.quiet) as partner:
+        with engine_process_partner(uds, options.quiet) as partner:
             return _run(partner, system, params, terminal)
     with own_model(locate(model, progress=not options.quiet), options) as (partner, compiled):
         terminal.say(compiled)

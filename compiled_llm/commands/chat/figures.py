@@ -19,7 +19,7 @@ def figures_of(stats: EngineStats | Stats, last: RequestOutput | None) -> str:
     """Return figures as a table.
 
     Args:
-        stats: of the engine, or of the generator with all of its clients.
+        stats: of the engine, or of the engine process with all of its clients.
         last: the last answer; None before the first.
     """
     table = Table(box=None, show_header=False, pad_edge=False)

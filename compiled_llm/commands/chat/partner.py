@@ -1,4 +1,4 @@
-"""The side that answers: a model in this process, or a generator in another."""
+"""The side that answers: a model in this process, or an engine process in another."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Partner:
         return False
 
 
-class Generator(Partner):
-    """A generator in another process; if it has gone, the next question looks for its successor."""
+class ClientPartner(Partner):
+    """An engine process in another process; if it has gone, the next question looks for its successor."""
 
     def __init__(self, client: Client, quiet: bool) -> None:
         """Wait until it is ready.
 
         Raises:
-            GeneratorError: there is none, or it does not want to talk to this client.
+            EngineProcessError: there is none, or it does not want to talk to this client.
             ValueError: it has no tokenizer.
         """
         self.engine = self._client = client
@@ -69,12 +69,12 @@ class Generator(Partner):
 
 
 @contextmanager
-def generator(path: Path, quiet: bool) -> Iterator[Partner]:
-    """Connect to a generator for the block; raises as ``Generator``."""
+def engine_process_partner(path: Path, quiet: bool) -> Iterator[Partner]:
+    """Connect to an engine process for the block; raises as ``ClientPartner``."""
     from compiled_llm.client import Client
 
     with Client(path, tokenizer=True, wait=False) as client:
-        yield Generator(client, quiet)
+        yield ClientPartner(client, quiet)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`compiled-llm serve`: a generator. What imports torch is imported inside, while clients are told so."""
+"""`compiled-llm serve`: an engine process. What imports torch is imported inside, while clients are told so."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compiled_llm.commands.importing import IMPORTING, importing
 from compiled_llm.commands.loading.source import Source, locate
 from compiled_llm.commands.options.choices import Device, Dtype, integers
 from compiled_llm.commands.options.shared import Artifacts, Backend, ModelPlace, OnDevice, RunningMode, WeightsDtype
-from compiled_llm.commands.serve.http import HttpFlags, run_with_front, usual_count
+from compiled_llm.commands.serve.http import HttpFlags, run_with_api_server, usual_count
 from compiled_llm.commands.serve.leash import end_with_parent
 from compiled_llm.commands.serve.options import (
     AllowedHost,
@@ -55,13 +55,13 @@ if TYPE_CHECKING:
     from compiled_llm.engine.grammars.worker_process import WorkerProcess
     from compiled_llm.huggingface.handle import CompiledModel
     from compiled_llm.protocol.messages import Ready
-    from compiled_llm.server.engine_process.engine_server import Generator
+    from compiled_llm.server.engine_process.engine_server import EngineServer
     from compiled_llm.server.engine_process.kept_profile import KeptProfile
     from compiled_llm.server.engine_process.operations import Operations
 
 
 class Served(NamedTuple):
-    """What a generator serves, and how: the options of the command."""
+    """What an engine process serves, and how: the options of the command."""
 
     model: str
     mode: str
@@ -104,7 +104,7 @@ class Served(NamedTuple):
         engine.warmup(self.warmup or "auto", report=report)
 
     def arguments(self) -> list[str]:
-        """Return the command that serves it to a front's clients, of whom a few thousand may wait."""
+        """Return the command that serves it to an API server's clients, of whom a few thousand may wait."""
         options = self._asdict() | {
             "max_queue": MAX_QUEUE if self.max_queue is None else self.max_queue,
             "warmup": ",".join(map(str, self.warmup)) or None,
@@ -163,8 +163,8 @@ def serve(
             *(ssl_certfile, ssl_keyfile, request_seconds, salt_caches, escape_special_tokens, page),
             *(max_connections, client_seconds, stream_interval, api_server_count),
         )
-        with_front = uds is None or http.given
-        check_server_packages(http=with_front or operations_uds is not None)
+        with_api_server = uds is None or http.given
+        check_server_packages(http=with_api_server or operations_uds is not None)
         check_driver(device.value)
         sizes = integers("--warmup", warmup)
         served = Served(
@@ -175,8 +175,8 @@ def serve(
         _check(served, drain_seconds)
         source = locate(model, progress=not quiet)
         path = _absolute(uds)
-        if with_front:
-            _run_front(http, served, source, path, drain_seconds)
+        if with_api_server:
+            _run_api_server(http, served, source, path, drain_seconds)
         elif path is not None:
             _run(served, source, path, drain_seconds, leashed)
 
@@ -202,23 +202,23 @@ def _check_profile(path: Path, mode: str) -> None:
         Profile.read(path)  # which tells before the model is loaded that it is damaged
 
 
-def _run_front(http: HttpFlags, served: Served, source: Source, uds: Path | None, drain_seconds: float) -> None:
+def _run_api_server(http: HttpFlags, served: Served, source: Source, uds: Path | None, drain_seconds: float) -> None:
     if http.api_server_count is None:
         http = http._replace(api_server_count=usual_count(served.device))
-    run_with_front(http, source, uds, served.arguments(), drain_seconds, None if served.quiet else _say)
+    run_with_api_server(http, source, uds, served.arguments(), drain_seconds, None if served.quiet else _say)
 
 
 def _run(served: Served, source: Source, uds: Path, drain_seconds: float, leashed: bool) -> None:
     if leashed:
         end_with_parent()
-    from compiled_llm.server.engine_process.engine_server import Generator
+    from compiled_llm.server.engine_process.engine_server import EngineServer
     from compiled_llm.server.engine_process.kept_profile import KeptProfile
     from compiled_llm.server.engine_process.process import run
 
-    generator = Generator(uds)
+    server = EngineServer(uds)
     kept = None if served.profile is None else KeptProfile(served.profile)
-    operations = _operations(generator, served.operations_uds, kept)
-    say = _silent if served.quiet or leashed else _say  # a front says it, once it is true of HTTP
+    operations = _operations(server, served.operations_uds, kept)
+    say = _silent if served.quiet or leashed else _say  # an API server says it, once it is true of HTTP
     say(f"listening at {uds}")
 
     def prepare(report: Callable[[str], None]) -> tuple[Engine, Ready]:
@@ -226,16 +226,16 @@ def _run(served: Served, source: Source, uds: Path, drain_seconds: float, leashe
         say("ready")
         return engine, ready
 
-    run(generator, prepare, drain_seconds, operations, kept)
+    run(server, prepare, drain_seconds, operations, kept)
 
 
-def _operations(generator: Generator, uds: Path | None, kept: KeptProfile | None) -> Operations | None:
+def _operations(server: EngineServer, uds: Path | None, kept: KeptProfile | None) -> Operations | None:
     """Listen for operations, if that is asked for."""
     if uds is None:
         return None
     from compiled_llm.server.engine_process.operations import Operations  # imports what serves HTTP
 
-    return Operations(generator, uds, kept)
+    return Operations(server, uds, kept)
 
 
 def _prepared(

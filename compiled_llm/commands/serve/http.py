@@ -1,4 +1,4 @@
-"""`compiled-llm serve` over HTTP: a front in this process or several in theirs, and a generator in one of its own."""
+"""`compiled-llm serve` over HTTP: an API server in this process, or several in their own, and an engine process."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from compiled_llm.commands.loading.source import Source
 from compiled_llm.commands.printable import printable
 from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS
 
-if TYPE_CHECKING:  # imports FastAPI, which a generator does not need
+if TYPE_CHECKING:  # imports FastAPI, which an engine process does not need
     from compiled_llm.server.engine_process.socket_folder import SocketFolder
     from compiled_llm.server.serving import Serving
-    from compiled_llm.server.settings import FrontSettings
+    from compiled_llm.server.settings import ApiServerSettings
 
 logger = logging.getLogger("compiled_llm.server")
 
 _MOST_FRONTS = 64
 _DRAIN_SECONDS = "1"
-"""Of the generator, which is told to end when all answers have."""
+"""Of the engine process, which is told to end when all answers have."""
 
 
 class HttpFlags(NamedTuple):
@@ -55,20 +55,20 @@ class HttpFlags(NamedTuple):
         """Whether it says anything."""
         return self != HttpFlags()
 
-    def settings(self, source: Source, drain_seconds: float) -> FrontSettings:
-        """Return the settings of the front.
+    def settings(self, source: Source, drain_seconds: float) -> ApiServerSettings:
+        """Return the settings of the API server.
 
         Raises:
             ValueError: they contradict each other, or a file is not what it should be.
         """
-        from compiled_llm.server.settings import FrontSettings, check_certificate, keys_in
+        from compiled_llm.server.settings import ApiServerSettings, check_certificate, keys_in
 
         count = self.api_server_count
         if count is not None and not 1 <= count <= _MOST_FRONTS:
             raise ValueError(f"--api-server-count {count}: must be from 1 to {_MOST_FRONTS}")
         if self.ssl_certfile is not None and self.ssl_keyfile is not None:
             check_certificate(self.ssl_certfile, self.ssl_keyfile)
-        return FrontSettings(
+        return ApiServerSettings(
             names=tuple(self.served_model_name) or (source.public_name,),
             host=self.host or "127.0.0.1",
             port=8000 if self.port is None else self.port,
@@ -89,10 +89,10 @@ class HttpFlags(NamedTuple):
 
 
 def usual_count(device: str) -> int:
-    """Return how many fronts a server has unless it is told: one where the model is slower than a front.
+    """Return how many API servers a server has unless it is told: one where the model is slower than an API server.
 
-    On a CPU the model needs all cores, and is; one front writes some 40,000 tokens a second, fewer than a small model
-    makes on a GPU. More than four were not needed by any, and each takes 150 MB.
+    On a CPU the model needs all cores, and is; one API server writes some 40,000 tokens a second, fewer than a small
+    model makes on a GPU. More than four were not needed by any, and each takes 150 MB.
     """
     cores = len(os.sched_getaffinity(0))
     if device == "cpu" or cores < 4 or not has_driver():
@@ -100,7 +100,7 @@ def usual_count(device: str) -> int:
     return min(max(cores // 4, 2), 4)
 
 
-def run_with_front(
+def run_with_api_server(
     flags: HttpFlags,
     source: Source,
     uds: Path | None,
@@ -108,21 +108,21 @@ def run_with_front(
     drain_seconds: float,
     say: Callable[[str], None] | None,
 ) -> None:
-    """Run a generator and its fronts until SIGTERM or Ctrl-C.
+    """Run an engine process and its API servers until SIGTERM or Ctrl-C.
 
     Args:
         flags: what the command says of HTTP.
         source: the model.
-        uds: where the generator listens; None for a folder that is gone afterwards.
-        arguments: of ``compiled-llm`` for the generator, but for its socket.
+        uds: where the engine process listens; None for a folder that is gone afterwards.
+        arguments: of ``compiled-llm`` for the engine process, but for its socket.
         drain_seconds: how long requests may go on.
         say: tells the user something; None for nothing, and no log.
 
     Raises:
         ValueError: the flags are impossible.
-        RuntimeError: the server cannot listen, or the generator has ended.
+        RuntimeError: the server cannot listen, or the engine process has ended.
     """
-    from compiled_llm.server.engine_process.starter import GeneratorProcess
+    from compiled_llm.server.engine_process.starter import EngineProcess
     from compiled_llm.server.serving import listen, serve
 
     settings = flags.settings(source, drain_seconds)
@@ -133,29 +133,29 @@ def run_with_front(
             _introduce(settings, listening.getsockname()[1], uds, say)
             _warn(flags, say)
         serving = _serving(settings, flags.api_server_count or 1, listening, path, folder.figures, say is not None)
-        generator = GeneratorProcess([*arguments, "--uds", str(path), "--leashed", "--drain-seconds", _DRAIN_SECONDS])
-        if (why := asyncio.run(serve(serving, generator))) is not None:
+        engine_process = EngineProcess([*arguments, "--uds", str(path), "--leashed", "--drain-seconds", _DRAIN_SECONDS])
+        if (why := asyncio.run(serve(serving, engine_process))) is not None:
             raise RuntimeError(f"serve: {why}")
 
 
 def _serving(
-    settings: FrontSettings, count: int, listening: socket.socket, path: Path, figures: Path, logs: bool
+    settings: ApiServerSettings, count: int, listening: socket.socket, path: Path, figures: Path, logs: bool
 ) -> Serving:
-    """Return what answers HTTP: a front in this process, or several, which have the connections between them."""
+    """Return what answers HTTP: an API server in this process, or several, which have the connections between them."""
     from compiled_llm.server.serving import with_room
 
     if count == 1:
-        from compiled_llm.server.processes.one_worker import FrontHere
+        from compiled_llm.server.processes.one_worker import ApiServerHere
 
-        return FrontHere(with_room(settings), path, listening)
+        return ApiServerHere(with_room(settings), path, listening)
     from compiled_llm.server.processes.handover import Start
-    from compiled_llm.server.processes.workers import Fronts
+    from compiled_llm.server.processes.workers import ApiServers
 
     share = replace(settings, most_connections=math.ceil(settings.most_connections / count), figures=figures)
-    return Fronts(Start(with_room(share), path, logs), listening, count)
+    return ApiServers(Start(with_room(share), path, logs), listening, count)
 
 
-def _introduce(settings: FrontSettings, port: int, uds: Path | None, say: Callable[[str], None]) -> None:
+def _introduce(settings: ApiServerSettings, port: int, uds: Path | None, say: Callable[[str], None]) -> None:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     say(f"serving {settings.names[0]} at {settings.scheme}://{host}:{port}/v1")
     if settings.page:

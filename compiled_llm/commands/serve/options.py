@@ -97,13 +97,13 @@ ApiServerCount = Annotated[
     int | None,
     typer.Option(
         metavar="N",
-        help="Read and write HTTP in so many processes, fronts of the one that runs the model. Unless given, a "
+        help="Read and write HTTP in so many processes, all for one engine process. Unless given, a "
         "quarter as many as cores, 2 to 4; 1 without a GPU, or with fewer than 4 cores.",
         rich_help_panel=_HTTP,
     ),
 ]
 
-# ---- the generator
+# ---- the engine process
 
 Uds = Annotated[
     Path | None,

@@ -44,7 +44,7 @@ _MOST_WAITING = 1000
 
 
 class Desk(Protocol):
-    """What connections need of their generator."""
+    """What connections need of their engine process."""
 
     def greeting(self) -> list[Struct]:
         """Return what a client is told first."""
@@ -77,7 +77,7 @@ class Connection:
         """Begin with somebody who has not said hello.
 
         Args:
-            desk: the generator's.
+            desk: the engine process's.
             reader: of the socket.
             writer: of the socket.
             most_unsent: tokens that wait for a client that does not read, before its requests end.
@@ -268,7 +268,7 @@ def _checked(hello: FromClient) -> Hello:
         raise FrameError("the first message is no hello")
     if hello.version != VERSION:
         raise FrameError(
-            f"the client speaks version {hello.version} of the protocol, and this generator {VERSION}; install the "
-            "same compiled-llm for both"
+            f"the client speaks version {hello.version} of the protocol, and this engine process {VERSION}; install "
+            "the same compiled-llm for both"
         )
     return hello

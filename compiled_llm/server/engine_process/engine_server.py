@@ -27,14 +27,14 @@ if TYPE_CHECKING:  # import torch
 logger = logging.getLogger("compiled_llm.server")
 
 _LOOKING = 0.02
-"""Seconds between two looks whether requests have ended, when the generator is about to."""
+"""Seconds between two looks whether requests have ended, when the engine process is about to."""
 LAST_WORDS = 2.0
 """Seconds that clients have to take what is sent at the end."""
 _BEAT_SECONDS = 5.0
 """Between two times that clients are told that this process runs."""
 
 
-class Generator:
+class EngineServer:
     """Takes requests from clients, gives them to an engine, and sends what comes of them: a frame a step and client.
 
     It runs in an event loop; ``report``, ``open`` and ``wake`` may be called from any thread.
@@ -54,7 +54,7 @@ class Generator:
 
         Raises:
             ValueError: there can be no socket that is safe.
-            RuntimeError: another generator listens there.
+            RuntimeError: another engine process listens there.
         """
         self.doing = "starting"
         self.leaving: str | None = None
@@ -78,7 +78,7 @@ class Generator:
     # ---- from any thread
 
     def report(self, doing: str) -> None:
-        """Tell clients what is done before the generator is ready, or ready again."""
+        """Tell clients what is done before the engine process is ready, or ready again."""
         self._call(self._tell_preparing, doing)
 
     def open(self, engine: Engine, ready: Ready) -> None:
@@ -100,7 +100,7 @@ class Generator:
                 connection.beat()
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
-        assert self._loop is not None, "the generator has not started"
+        assert self._loop is not None, "the engine process has not started"
         with suppress(RuntimeError):  # the loop is closed: there are no clients any more
             self._loop.call_soon_threadsafe(function, *arguments)
 
@@ -140,7 +140,9 @@ class Generator:
     def begin(self, submit: Submit) -> Stream | Refused:
         """Begin a request."""
         if self._engine is None or self._ready is None or self.leaving is not None:
-            return Refused(submit.request, "unavailable", self.leaving or f"the generator is not ready ({self.doing})")
+            return Refused(
+                submit.request, "unavailable", self.leaving or f"the engine process is not ready ({self.doing})"
+            )
         from compiled_llm.server.engine_process.stream import Stream, begun  # with torch, which is there by now
 
         stream = begun(self._engine, submit)
@@ -151,7 +153,7 @@ class Generator:
     def stats(self, number: int) -> Struct:
         """Answer how the engine is doing."""
         if self._engine is None:
-            return Refused(number, "unavailable", f"the generator is not ready ({self.doing})")
+            return Refused(number, "unavailable", f"the engine process is not ready ({self.doing})")
         from compiled_llm.server.engine_process.facts import stats_of
 
         return stats_of(self._engine, number, len(self._connections))
@@ -168,7 +170,7 @@ class Generator:
         if self._server is not None:
             self._server.close()
         self._listening.close()
-        with suppress(OSError, RuntimeError):  # if its folder is gone or locked; the next generator replaces it
+        with suppress(OSError, RuntimeError):  # if its folder is gone or locked; the next engine process replaces it
             remove(self._path)
 
     async def drain(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""What a generator says of its model and its engine."""
+"""What an engine process says of its model and its engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A generator's profile: what its requests use, kept in a file for the next one."""
+"""An engine process's profile: what its requests use, kept in a file for the next one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What whoever runs a generator asks of it: to sleep, to wake, to take new weights. HTTP over a socket of its own.
+"""The operator's requests over a socket of their own, as HTTP: sleep, wake, take new weights.
 
-It is never the socket of clients, nor the port of a front, so who may send requests may not do this.
+It is never the socket of clients, nor the port of an API server, so who may send requests may not do this.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from compiled_llm.protocol.messages import Ready
-from compiled_llm.server.engine_process.engine_server import Generator
+from compiled_llm.server.engine_process.engine_server import EngineServer
 from compiled_llm.server.engine_process.socket_file import listen, remove
 
 if TYPE_CHECKING:  # imports torch
@@ -59,13 +59,13 @@ class Update(Struct, forbid_unknown_fields=True):
 
 
 class Operations:
-    """Listens, and does what it is told, in threads of its own; clients of the generator are told that it sleeps."""
+    """Serves the operator in threads of its own, and tells clients of the engine process that it sleeps."""
 
-    def __init__(self, generator: Generator, path: Path, profile: KeptProfile | None = None) -> None:
+    def __init__(self, server: EngineServer, path: Path, profile: KeptProfile | None = None) -> None:
         """Listen; who connects is answered once it runs.
 
         Args:
-            generator: whose model it is about.
+            server: whose model it is about.
             path: of the socket.
             profile: saved before the model sleeps, for it cannot be then, and the process may end asleep.
 
@@ -73,7 +73,7 @@ class Operations:
             ValueError: there can be no socket that is safe.
             RuntimeError: somebody listens there.
         """
-        self._generator = generator
+        self._server = server
         self._path = path
         self._profile = profile
         self._listening = listen(path, of="operations_")
@@ -93,29 +93,29 @@ class Operations:
         # h11: unlike httptools, it takes no head without an end.
         options: dict[str, Any] = {"http": "h11", "lifespan": "off", "ws": "none", "log_config": None}
         options |= {"access_log": False, "timeout_graceful_shutdown": int(_PATIENCE)}
-        self._server = uvicorn.Server(uvicorn.Config(app, **options))
+        self._http = uvicorn.Server(uvicorn.Config(app, **options))
         self._thread = threading.Thread(
-            target=self._server.run, args=([self._listening],), name="compiled_llm operations", daemon=True
+            target=self._http.run, args=([self._listening],), name="compiled_llm operations", daemon=True
         )
 
-    # ---- of its generator
+    # ---- of its engine process
 
     def start(self) -> None:
         """Begin to answer."""
         self._thread.start()
 
     def open(self, engine: Engine, ready: Ready) -> None:
-        """Do what is asked from now on, and have the generator take requests: who hears of that may ask at once."""
+        """Serve the operator from now on, and let the engine process take requests."""
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()  # of weights that are read; this process is ours
         with self._resting:  # whoever sends the model to sleep says so after this
             self._engine, self._ready = engine, ready
-            self._generator.open(engine, ready)
+            self._server.open(engine, ready)
 
     def close(self) -> None:
         """Answer nobody any more; the socket is gone."""
-        self._server.should_exit = True
+        self._http.should_exit = True
         if self._thread.is_alive():
             self._thread.join(_PATIENCE)
         self._listening.close()
@@ -136,7 +136,7 @@ class Operations:
     ) -> Answer:
         body = msgspec.json.decode(await _body(request) or b"{}", type=kind)
         if self._engine is None:
-            raise HTTPException(503, f"the generator is not ready ({self._generator.doing})")
+            raise HTTPException(503, f"the engine process is not ready ({self._server.doing})")
         began = time.monotonic()
         done = await asyncio.to_thread(answer, self._engine, body)
         seconds = round(time.monotonic() - began, 3)
@@ -145,21 +145,21 @@ class Operations:
 
     async def _status(self, request: Request) -> Response:
         asleep = self._engine is not None and self._engine.asleep
-        return JSONResponse({"doing": self._generator.doing, "asleep": asleep, "weights": self._weights})
+        return JSONResponse({"doing": self._server.doing, "asleep": asleep, "weights": self._weights})
 
     def _sleep(self, engine: Engine, body: Sleep) -> Answer:
         with self._resting:
             if self._profile is not None:
                 self._profile.save()
             nbytes = engine.sleep(requests=body.requests, weights=body.weights)
-            self._generator.report("asleep")
+            self._server.report("asleep")
         return {"asleep": True, "bytes": nbytes}
 
     def _wake(self, engine: Engine, body: Nothing) -> Answer:
         assert self._ready is not None, "it is told with the engine"
         with self._resting:
             engine.wake()
-            self._generator.open(engine, self._ready)
+            self._server.open(engine, self._ready)
         return {"asleep": False}
 
     def _reset_prefix_cache(self, engine: Engine, body: Nothing) -> Answer:
@@ -168,7 +168,9 @@ class Operations:
 
     def _update_weights(self, engine: Engine, body: Update) -> Answer:
         if not Path(body.folder).is_absolute():
-            raise ValueError(f"folder={body.folder!r}: give an absolute path; the generator runs in another folder")
+            raise ValueError(
+                f"folder={body.folder!r}: give an absolute path; the engine process runs in another folder"
+            )
         if not self._updating.acquire(blocking=False):
             raise RuntimeError("update_weights: another update is in progress; wait until it has ended")
         try:

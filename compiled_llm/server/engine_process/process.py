@@ -1,4 +1,4 @@
-"""The life of a generator's process: it answers clients, prepares its engine meanwhile, and ends when it is told to."""
+"""The life of an engine process: it answers clients, prepares its engine meanwhile, and ends when it is told to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from compiled_llm.protocol.messages import Ready
-from compiled_llm.server.engine_process.engine_server import LAST_WORDS, Generator
+from compiled_llm.server.engine_process.engine_server import LAST_WORDS, EngineServer
 
 if TYPE_CHECKING:  # imports torch
     from compiled_llm.engine.engine import Engine
@@ -31,7 +31,7 @@ Prepare = Callable[[Report], "tuple[Engine, Ready]"]
 
 
 def run(
-    generator: Generator,
+    server: EngineServer,
     prepare: Prepare,
     drain_seconds: float = 30.0,
     operations: Operations | None = None,
@@ -42,7 +42,7 @@ def run(
     If the engine's device is lost, requests end with the reason, and the process with the exit code ``DEVICE_LOST``.
 
     Args:
-        generator: listens already.
+        server: listens already.
         prepare: returns the engine, and what clients are told of it.
         drain_seconds: how long requests may go on after the first signal.
         operations: what else is asked of it, at a socket of their own.
@@ -51,19 +51,19 @@ def run(
     Raises:
         Exception: what kept the engine from being ready.
     """
-    asyncio.run(_Life(generator, prepare, drain_seconds, operations, profile).run())
+    asyncio.run(_Life(server, prepare, drain_seconds, operations, profile).run())
 
 
 class _Life:
     def __init__(
         self,
-        generator: Generator,
+        server: EngineServer,
         prepare: Prepare,
         drain_seconds: float,
         operations: Operations | None,
         profile: KeptProfile | None,
     ) -> None:
-        self._generator = generator
+        self._server = server
         self._operations = operations
         self._profile = profile
         self._prepare = prepare
@@ -77,8 +77,8 @@ class _Life:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._told_to_end, number)
-        self._generator.when_lost = self._ending.set
-        await self._generator.start()
+        self._server.when_lost = self._ending.set
+        await self._server.start()
         if self._operations is not None:
             self._operations.start()
         threading.Thread(target=self._prepared, args=(loop,), name="compiled_llm preparation", daemon=True).start()
@@ -91,18 +91,18 @@ class _Life:
     def _prepared(self, loop: asyncio.AbstractEventLoop) -> None:
         """Prepare the engine, in a thread of its own."""
         try:
-            self._engine, ready = self._prepare(self._generator.report)
+            self._engine, ready = self._prepare(self._server.report)
         except BaseException as error:
             self._failure = error
             loop.call_soon_threadsafe(self._ending.set)
         else:
             gc.collect()
             gc.freeze()  # what was imported and compiled stays; to look through it would stop everybody for a while
-            (self._operations or self._generator).open(self._engine, ready)
+            (self._operations or self._server).open(self._engine, ready)
 
     def _told_to_end(self, number: int) -> None:
         if self._signal is not None or (self._engine is None and self._failure is None):
-            self._generator.leave("the generator was told to end at once")
+            self._server.leave("the engine process was told to end at once")
             os._exit(128 + number)
         self._signal = number
         self._ending.set()
@@ -111,10 +111,10 @@ class _Life:
         if self._engine is not None and self._engine.lost is not None:
             await self._end_lost(str(self._engine.lost))
         if self._failure is not None:
-            self._generator.leave(f"the generator could not be made ready: {self._failure}")
+            self._server.leave(f"the engine process could not be made ready: {self._failure}")
         else:
-            self._generator.leave("the generator was told to end")
-        await self._generator.drain(self._drain_seconds)
+            self._server.leave("the engine process was told to end")
+        await self._server.drain(self._drain_seconds)
         if self._operations is not None:
             await asyncio.to_thread(self._operations.close)
         if self._profile is not None:
@@ -126,7 +126,7 @@ class _Life:
 
     async def _end_lost(self, reason: str) -> None:
         """End the process; what is freed at its usual end would only fail, or wait for the device."""
-        self._generator.leave(reason)
-        await self._generator.drain(LAST_WORDS)
-        logger.error("compiled_llm: the generator ends with exit code %d: %s", DEVICE_LOST, reason)
+        self._server.leave(reason)
+        await self._server.drain(LAST_WORDS)
+        logger.error("compiled_llm: the engine process ends with exit code %d: %s", DEVICE_LOST, reason)
         os._exit(DEVICE_LOST)

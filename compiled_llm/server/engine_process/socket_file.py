@@ -40,7 +40,7 @@ def listen(path: Path, of: str = "") -> socket.socket:
     with _alone_in(path.parent):
         if not _remove_stale(path, of):
             raise RuntimeError(
-                f"{of}uds={str(path)!r}: a generator listens there already; stop it, or give another path"
+                f"{of}uds={str(path)!r}: an engine process listens there already; stop it, or give another path"
             )
         return _bound(path)
 
@@ -63,7 +63,7 @@ def _check_folder(folder: Path, of: str) -> None:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Keep other generators from changing sockets of a folder for the block."""
+    """Keep other engine processes from changing sockets of a folder for the block."""
     handle, deadline = os.open(folder, os.O_RDONLY | os.O_DIRECTORY), time.monotonic() + _PATIENCE
     try:
         while not _locked(handle):
@@ -103,7 +103,7 @@ def _remove_stale(path: Path, of: str = "") -> bool:
 
 def _somebody_listens(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # a generator whose queue is full does not answer
+        probe.setblocking(False)  # an engine process whose queue is full does not answer
         return probe.connect_ex(str(path)) != errno.ECONNREFUSED
 
 

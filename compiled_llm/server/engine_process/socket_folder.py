@@ -1,4 +1,4 @@
-"""A folder for a generator's socket; one that a killed process has left is removed by the next to begin."""
+"""A folder for an engine process's socket; one that a killed process has left is removed by the next to begin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generator's process, which the front starts, starts again, and ends."""
+"""Starts the engine process for the API server, starts it again, and ends it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LAST_WORDS = 2.0
 """Seconds that it has if nobody wants to wait."""
 
 
-class GeneratorProcess:
-    """Runs a generator; one that dies is replaced, unless it has never been ready, or too many have died lately.
+class EngineProcess:
+    """Runs an engine process; one that dies is replaced, unless it has never been ready, or too many have died lately.
 
-    Its standard input is a pipe that only this process holds: however this one ends, the generator reads its end.
+    Its standard input is a pipe that only this process holds: however this one ends, the engine process reads its end.
     """
 
     def __init__(self, arguments: Sequence[str], most_restarts: int = 3) -> None:
@@ -48,15 +48,15 @@ class GeneratorProcess:
             self._process = await asyncio.create_subprocess_exec(
                 *self._arguments,
                 stdin=asyncio.subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is for the front, which ends it once answers have ended
+                start_new_session=True,  # Ctrl-C is for the API server, which ends it once answers have ended
             )
             code = await self._process.wait()
             if not was_ready():
-                return f"the generator has ended before it was ready (exit code {code})"
+                return f"the engine process has ended before it was ready (exit code {code})"
             if not self._restarts.may():
-                return f"the generator has ended again, after {self._most_restarts} restarts within an hour"
+                return f"the engine process has ended again, after {self._most_restarts} restarts within an hour"
             why = "its device has failed" if code == DEVICE_LOST else f"exit code {code}"
-            logger.error("compiled_llm: the generator has ended (%s), and is started again", why)
+            logger.error("compiled_llm: the engine process has ended (%s), and is started again", why)
 
     async def stop(self, at_once: bool = False) -> None:
         """End it; by force if it takes long, or soon if it is to end ``at_once``."""

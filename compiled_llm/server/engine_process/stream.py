@@ -45,7 +45,9 @@ def begun(engine: Engine, submit: Submit) -> Stream | Refused:
 def _submitted(engine: Engine, submit: Submit) -> RequestHandle:
     params = _params(submit.params)
     if params.n > MOST_ANSWERS:
-        raise ValueError(f"SamplingParams: n={params.n}: a generator gives at most {MOST_ANSWERS} answers to a prompt")
+        raise ValueError(
+            f"SamplingParams: n={params.n}: an engine process gives at most {MOST_ANSWERS} answers to a prompt"
+        )
     return engine.submit(
         submit.prompt, params, priority=submit.priority, timeout=submit.timeout, cache_salt=submit.cache_salt
     )
@@ -54,7 +56,7 @@ def _submitted(engine: Engine, submit: Submit) -> RequestHandle:
 def _params(plain: dict[str, Any]) -> SamplingParams:
     """Return settings that were sent as plain data."""
     if "logits_processors" in plain:
-        raise ValueError("SamplingParams: logits_processors: functions cannot be sent to a generator")
+        raise ValueError("SamplingParams: logits_processors: functions cannot be sent to an engine process")
     form = plain.get("structured_outputs")
     if isinstance(form, dict):
         plain = {**plain, "structured_outputs": StructuredOutputsParams(**form)}
@@ -165,4 +167,4 @@ def _sentence(error: BaseException) -> str:
 
 
 def _fault(error: BaseException) -> str:
-    return f"the request has failed of {type(error).__name__}; the generator's log says more"
+    return f"the request has failed of {type(error).__name__}; the engine process's log says more"

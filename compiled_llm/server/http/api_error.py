@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from compiled_llm.client.errors import GeneratorBusyError, GeneratorError, GeneratorLostError
+from compiled_llm.client.errors import EngineBusyError, EngineDeadError, EngineProcessError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _PARAMETER = re.compile(r"^(?:SamplingParams: )?([\w.]+)[=:]")
@@ -76,11 +76,11 @@ def of_exception(error: BaseException) -> ApiError:
     """Return what a client is told of an exception; of one that nobody expected nothing but that it was."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, GeneratorBusyError):
+    if isinstance(error, EngineBusyError):
         return ApiError(429, _plain(error), code="queue_full", headers={"Retry-After": _BUSY_SECONDS})
-    if isinstance(error, GeneratorLostError):
-        return unavailable("the process that runs the model has ended, and is started again", "generator_lost")
-    if isinstance(error, GeneratorError):
+    if isinstance(error, EngineDeadError):
+        return unavailable("the process that runs the model has ended, and is started again", "engine_dead")
+    if isinstance(error, EngineProcessError):
         return unavailable(_plain(error))
     if isinstance(error, UnicodeEncodeError):
         return invalid("half a character of UTF-16 is no text")
@@ -142,7 +142,7 @@ def _path(location: Sequence[int | str], body: Any) -> str | None:
     return path.removeprefix(".") or None
 
 
-ANSWERED = (RequestValidationError, HTTPException, ApiError, GeneratorError, ValueError, RecursionError)
+ANSWERED = (RequestValidationError, HTTPException, ApiError, EngineProcessError, ValueError, RecursionError)
 """What an endpoint raises, and ``respond`` tells its client."""
 
 

@@ -1,9 +1,9 @@
-"""A generator's figures as Prometheus knows them: fields of its ``Stats``, and what they say."""
+"""An engine process's figures as Prometheus knows them: fields of its ``Stats``, and what they say."""
 
 GAUGES = {
     "running": "Requests that run",
     "waiting": "Requests that wait",
-    "connections": "Clients of the generator",
+    "connections": "Clients of the engine process",
     "cuda_graphs": "CUDA graphs that steps are replayed from",
 }
 COUNTERS = {

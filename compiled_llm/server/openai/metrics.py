@@ -1,4 +1,4 @@
-"""``/metrics``: what the front counts, and how the generator is doing, for Prometheus."""
+"""``/metrics``: what the API server counts, and how the engine process is doing, for Prometheus."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from compiled_llm.client import GeneratorError
+from compiled_llm.client import EngineProcessError
 from compiled_llm.protocol.messages import Stats
-from compiled_llm.server.openai.common.api_server import front_of
+from compiled_llm.server.openai.common.api_server import api_server_of
 from compiled_llm.server.openai.figures import COUNTERS, GAUGES, PAGES, QUANTILES, STATES, WAITS
 
 router = APIRouter()
@@ -23,8 +23,8 @@ router = APIRouter()
 _PATIENCE = 5.0
 
 
-class FrontMetrics:
-    """What the front counts.
+class ApiServerMetrics:
+    """What the API server counts.
 
     Attributes:
         registry: of these metrics.
@@ -34,7 +34,7 @@ class FrontMetrics:
         """Begin at zero.
 
         Args:
-            shared: a folder in which several fronts count together; prometheus_client has to know of it when it is
+            shared: a folder in which several API servers count together; prometheus_client has to know of it when it is
                 imported (``PROMETHEUS_MULTIPROC_DIR``).
         """
         self.registry = CollectorRegistry()
@@ -59,7 +59,7 @@ class FrontMetrics:
         self._seconds.labels(path).observe(seconds)
 
     def text(self) -> bytes:
-        """Return what all fronts have counted, as Prometheus reads it."""
+        """Return what all API servers have counted, as Prometheus reads it."""
         if self._shared is None:
             return generate_latest(self.registry)
         registry = CollectorRegistry()
@@ -67,8 +67,8 @@ class FrontMetrics:
         return generate_latest(registry)
 
 
-class _Generator(Collector):
-    """The generator's figures, as they were a moment ago."""
+class _EngineCollector(Collector):
+    """The engine process's figures, as they were a moment ago."""
 
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
@@ -99,20 +99,20 @@ class _Generator(Collector):
 
 @router.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
-    """Return figures for Prometheus; those of the generator only if it answers."""
+    """Return figures for Prometheus; those of the engine process only if it answers."""
     text: bytes = request.app.state.metrics.text()
     if (stats := await _stats(request)) is not None:
         registry = CollectorRegistry()
-        registry.register(_Generator(stats))
+        registry.register(_EngineCollector(stats))
         text += generate_latest(registry)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 async def _stats(request: Request) -> Stats | None:
-    link = front_of(request).link
+    link = api_server_of(request).link
     if not link.is_ready:
         return None
     try:
         return await link.model.client.stats(_PATIENCE)
-    except (GeneratorError, TimeoutError):
+    except (EngineProcessError, TimeoutError):
         return None

@@ -10,14 +10,14 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from compiled_llm.server.http.api_error import ApiError
-from compiled_llm.server.openai.common.api_server import Front, front_of
+from compiled_llm.server.openai.common.api_server import ApiServer, api_server_of
 from compiled_llm.server.openai.common.openapi_responses import ERRORS
 
 router = APIRouter()
 
 
 class Health(BaseModel):
-    """The front answers."""
+    """The API server answers."""
 
     status: Literal["ok"] = "ok"
 
@@ -55,15 +55,15 @@ class ModelList(BaseModel):
 @router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health() -> Health:
-    """Say that the front is alive; /ready says whether the model is."""
+    """Say that the API server is alive; /ready says whether the model is."""
     return Health()
 
 
 @router.get("/ready", response_model=Readiness, responses={503: {"model": Readiness}})
 async def ready(request: Request) -> JSONResponse:
     """Say whether requests are answered; with status 503, what is done before."""
-    front = front_of(request)
-    found = Readiness(ready=front.is_ready, doing=front.doing)
+    api_server = api_server_of(request)
+    found = Readiness(ready=api_server.is_ready, doing=api_server.doing)
     return JSONResponse(found.model_dump(), 200 if found.ready else 503)
 
 
@@ -76,19 +76,19 @@ async def its_version() -> Version:
 @router.get("/v1/models", responses=ERRORS)
 async def models(request: Request) -> ModelList:
     """Return the names that requests can call the model by."""
-    front = front_of(request)
-    return ModelList(data=[_card(name, front) for name in front.settings.names])
+    api_server = api_server_of(request)
+    return ModelList(data=[_card(name, api_server) for name in api_server.settings.names])
 
 
 @router.get("/v1/models/{name:path}", responses=ERRORS)
 async def model(name: str, request: Request) -> ModelCard:
     """Return one of the names."""
-    front = front_of(request)
-    if name not in front.settings.names:
+    api_server = api_server_of(request)
+    if name not in api_server.settings.names:
         raise ApiError(404, f"model: there is no {name!r} here", "model", "model_not_found")
-    return _card(name, front)
+    return _card(name, api_server)
 
 
-def _card(name: str, front: Front) -> ModelCard:
-    longest = front.link.model.ready.max_tokens if front.link.is_ready else None
-    return ModelCard(id=name, created=front.settings.created, max_model_len=longest)
+def _card(name: str, api_server: ApiServer) -> ModelCard:
+    longest = api_server.link.model.ready.max_tokens if api_server.link.is_ready else None
+    return ModelCard(id=name, created=api_server.settings.created, max_model_len=longest)

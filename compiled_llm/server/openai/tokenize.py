@@ -13,7 +13,7 @@ from compiled_llm.server.http.body_route import BodyRoute
 from compiled_llm.server.http.worker_thread import written
 from compiled_llm.server.openai.chat.message import Message, plain_messages
 from compiled_llm.server.openai.chat.prompt import chat_prompt, end_of_chat
-from compiled_llm.server.openai.common.api_server import front_of
+from compiled_llm.server.openai.common.api_server import api_server_of
 from compiled_llm.server.openai.common.openapi_responses import ERRORS
 from compiled_llm.server.openai.fields.fields import Body, Entries
 from compiled_llm.server.openai.fields.tools import Offer, Tools
@@ -64,7 +64,7 @@ class DetokenizeResponse(BaseModel):
 @router.post("/tokenize", response_model=TokenizeResponse, responses=ERRORS)
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Return the tokens that a request with this prompt, or these messages, has."""
-    model = front_of(request).model_for(body.model)
+    model = api_server_of(request).model_for(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt: give a text here, or messages", "prompt")
 
@@ -87,7 +87,7 @@ def _tokens(body: TokenizeRequest, vocabulary: Vocabulary) -> list[int]:
 @router.post("/detokenize", response_model=DetokenizeResponse, responses=ERRORS)
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """Return the text of tokens."""
-    model = front_of(request).model_for(body.model)
+    model = api_server_of(request).model_for(body.model)
     tokens, vocabulary = body.tokens, model.ready.vocabulary
     if wrong := [token for token in (min(tokens, default=0), max(tokens, default=0)) if not 0 <= token < vocabulary]:
         raise invalid(f"tokens: {wrong[0]} is no token of the model; they are from 0 to {vocabulary - 1}", "tokens")

@@ -1,4 +1,4 @@
-"""What the server's process and those of its fronts tell each other: words of one byte, some with a connection."""
+"""What the server's process and those of its API servers tell each other: words of one byte, some with a connection."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from compiled_llm.server.settings import FrontSettings
+from compiled_llm.server.settings import ApiServerSettings
 
 TAKE = b"t"
-"""To a front, with a connection: answer this client."""
+"""To an API server, with a connection: answer this client."""
 READY, NOT_READY = b"r", b"n"
-"""From a front: whether it can ask the generator; to a front: whether all can."""
+"""From an API server: whether it can ask the engine process; to an API server: whether all can."""
 BEGUN = b"b"
-"""From a front: it takes connections."""
+"""From an API server: it takes connections."""
 LEFT = b"l"
-"""From a front: a connection has ended."""
+"""From an API server: a connection has ended."""
 
 CANNOT_SERVE = 78
-"""The exit code of a front that cannot serve, and whose successor could not either (``EX_CONFIG``)."""
+"""The exit code of an API server that cannot serve, and whose successor could not either (``EX_CONFIG``)."""
 
 Heard = Callable[[bytes, "socket.socket | None"], object]
 """Takes a word, and the connection that has come with it."""
@@ -34,15 +34,15 @@ _AT_ONCE = 64
 
 
 class Start(NamedTuple):
-    """What a front is told before all else.
+    """What an API server is told before all else.
 
     Attributes:
-        settings: of the front.
-        path: of the generator's socket.
+        settings: of the API server.
+        path: of the engine process's socket.
         logs: whether it writes a log.
     """
 
-    settings: FrontSettings
+    settings: ApiServerSettings
     path: Path
     logs: bool
 

@@ -1,4 +1,4 @@
-"""The one front of a server, in the process that was started."""
+"""The one API server of a server, in the process that was started."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import socket
 from pathlib import Path
 
 from compiled_llm.server.http_server import HttpServer
-from compiled_llm.server.settings import FrontSettings
+from compiled_llm.server.settings import ApiServerSettings
 
 logger = logging.getLogger("compiled_llm.server")
 
 
-class FrontHere:
+class ApiServerHere:
     """Answers HTTP in this process."""
 
-    def __init__(self, settings: FrontSettings, path: Path, listening: socket.socket) -> None:
+    def __init__(self, settings: ApiServerSettings, path: Path, listening: socket.socket) -> None:
         """Serve nobody yet.
 
         Args:
-            settings: of the front.
-            path: of the generator's socket.
+            settings: of the API server.
+            path: of the engine process's socket.
             listening: where clients connect.
         """
         self._server = HttpServer(settings, path, self._changed)
@@ -29,8 +29,8 @@ class FrontHere:
 
     @property
     def was_ready(self) -> bool:
-        """Whether it could ask the generator, once."""
-        return self._server.front.link.was_ready
+        """Whether it could ask the engine process, once."""
+        return self._server.api_server.link.was_ready
 
     @property
     def at_once(self) -> bool:

@@ -1,4 +1,4 @@
-"""A front in a process of its own: it answers the connections that the server's process gives it."""
+"""An API server in a process of its own: it answers the connections that the server's process gives it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from compiled_llm.server.serving import SIGNALS
 logger = logging.getLogger("compiled_llm.server")
 
 
-class GivenFront(HttpServer):
+class GivenApiServer(HttpServer):
     """Listens nowhere, and ends with the process that it has its connections from."""
 
     def __init__(self, start: Start, end: socket.socket) -> None:
@@ -31,7 +31,7 @@ class GivenFront(HttpServer):
             end: of the channel to the server's process.
         """
         super().__init__(start.settings, start.path, self._changed)
-        self.front.all_ready = False
+        self.api_server.all_ready = False
         self._end_of_channel = end
         self._channel: Channel | None = None
         self._taking: set[asyncio.Task[None]] = set()
@@ -43,14 +43,14 @@ class GivenFront(HttpServer):
         self._channel.say(BEGUN)
 
     def _changed(self, has_model: bool) -> None:
-        if has_model and not self.front.link.was_ready:
+        if has_model and not self.api_server.link.was_ready:
             freeze()
         if self._channel is not None:
             self._channel.say(READY if has_model else NOT_READY)
 
     def _heard(self, word: bytes, connection: socket.socket | None) -> None:
         if connection is None:
-            self.front.all_ready = word == READY
+            self.api_server.all_ready = word == READY
         elif self.should_exit:
             self._drop(connection)
         else:
@@ -82,11 +82,11 @@ class GivenFront(HttpServer):
             self._channel.say(LEFT)
 
     def _left_alone(self) -> None:
-        """End at once: nobody would tell it to any more, and the generator has lost its process, too."""
+        """End at once: nobody would tell it to any more, and the engine process has lost its process, too."""
         self.should_exit = self.force_exit = True
 
 
-def run_given_front(start: Start, end: socket.socket) -> None:
+def run_given_api_server(start: Start, end: socket.socket) -> None:
     """Serve until SIGTERM or Ctrl-C, or until the other end of the channel has gone; the second signal ends requests.
 
     Args:
@@ -94,9 +94,9 @@ def run_given_front(start: Start, end: socket.socket) -> None:
         end: of the channel.
 
     Raises:
-        SystemExit: it cannot serve, and another front could not either (exit code ``CANNOT_SERVE``).
+        SystemExit: it cannot serve, and another API server could not either (exit code ``CANNOT_SERVE``).
     """
-    server = GivenFront(start, end)
+    server = GivenApiServer(start, end)
     for number in SIGNALS:
         signal.signal(number, _passed_over)  # uvicorn raises it again at the end
     with suppress(asyncio.CancelledError):

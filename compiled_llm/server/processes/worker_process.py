@@ -1,4 +1,4 @@
-"""A front in a process of its own, as the one that has started it sees it."""
+"""An API server in a process of its own, as the one that has started it sees it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from compiled_llm.server.own_process import own_command
 from compiled_llm.server.processes.handover import BEGUN, LEFT, NOT_READY, READY, Channel, Start, send_start
 
 
-class FrontProcess:
+class ApiServerProcess:
     """Answers the connections that it is given; it ends when its channel does.
 
     Attributes:
         begun: whether it has ever taken connections.
         takes: whether it takes connections now.
-        ready: whether it can ask the generator now.
+        ready: whether it can ask the engine process now.
         counts: whether the server is only ready if it is: clients may reach it.
         connections: how many it has.
     """
@@ -52,7 +52,7 @@ class FrontProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
-                *own_command("front"),
+                *own_command("api-server"),
                 stdin=theirs.fileno(),
                 start_new_session=True,  # Ctrl-C is for the server, which tells it
                 env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self._start.settings.figures)},
@@ -91,7 +91,7 @@ class FrontProcess:
         return given
 
     def tell(self, all_ready: bool) -> None:
-        """Tell it whether all fronts are ready."""
+        """Tell it whether all API servers are ready."""
         if self._channel is not None and self._told_ready != all_ready:
             self._told_ready = all_ready
             self._channel.say(READY if all_ready else NOT_READY)

@@ -1,4 +1,4 @@
-"""Several fronts, each in a process of its own, behind one port: more than one core can read and write HTTP."""
+"""Several API servers, each in a process of its own, behind one port: more than one core can read and write HTTP."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import socket
 from prometheus_client.multiprocess import mark_process_dead
 
 from compiled_llm.server.processes.handover import CANNOT_SERVE, Start
-from compiled_llm.server.processes.worker_process import FrontProcess
+from compiled_llm.server.processes.worker_process import ApiServerProcess
 from compiled_llm.server.restarts import Restarts
 from compiled_llm.server.serving import SIGNALS
 
@@ -21,17 +21,17 @@ _AT_ONCE = 64
 _PAUSE = 0.05
 """Seconds until connections are accepted again, if nobody could take one."""
 _PATIENCE = 5.0
-"""Seconds that fronts have to end beyond what their requests have, before they are killed."""
+"""Seconds that API servers have to end beyond what their requests have, before they are killed."""
 _LAST_WORDS = 2.0
 """Seconds that they have if nobody wants to wait."""
 
 
-class Fronts:
-    """Accepts connections, and gives each to the front that has fewest; a front that dies is replaced.
+class ApiServers:
+    """Accepts connections, and gives each to the API server that has fewest; an API server that dies is replaced.
 
-    Had each front accepted for itself, one that wakes up would take all that wait (a shared socket), or chance would
-    decide (``SO_REUSEPORT``), and connections that wait for a front would die with it. Nor would the port be free
-    before the last of them has ended.
+    Had each API server accepted for itself, one that wakes up would take all that wait (a shared socket), or chance
+    would decide (``SO_REUSEPORT``), and connections that wait for an API server would die with it. Nor would the port
+    be free before the last of them has ended.
 
     Attributes:
         was_ready: whether all have been ready at a time, once.
@@ -58,7 +58,7 @@ class Fronts:
         self._listening = listening
         self._most_restarts = most_restarts
         self._restarts = Restarts(most_restarts)
-        self._fronts: list[FrontProcess | None] = [None] * count
+        self._api_servers: list[ApiServerProcess | None] = [None] * count
         self._all_ready = self._has_begun = False
         self._ending = asyncio.Event()
         self._why: str | None = None
@@ -73,7 +73,7 @@ class Fronts:
         self._listening.setblocking(False)
         for number in SIGNALS:
             loop.add_signal_handler(number, self._told_to_end)
-        running = [asyncio.create_task(self._keep(place)) for place in range(len(self._fronts))]
+        running = [asyncio.create_task(self._keep(place)) for place in range(len(self._api_servers))]
         try:
             await self._ending.wait()
             await self._let_end(running)
@@ -97,11 +97,11 @@ class Fronts:
         self.end()
 
     def _signal(self, number: int) -> None:
-        for front in self._alive():
-            front.signal(number)
+        for api_server in self._alive():
+            api_server.signal(number)
 
-    def _alive(self) -> list[FrontProcess]:
-        return [front for front in self._fronts if front is not None]
+    def _alive(self) -> list[ApiServerProcess]:
+        return [api_server for api_server in self._api_servers if api_server is not None]
 
     async def _let_end(self, running: list[asyncio.Task[None]]) -> None:
         """Wait for all of them, as long as requests may go on; then kill those that are left."""
@@ -121,26 +121,26 @@ class Fronts:
         """Keep one running."""
         first = True
         while not self._ending.is_set():
-            front = FrontProcess(self._start, self._changed, counts=first)
-            self._fronts[place], first = front, False
+            api_server = ApiServerProcess(self._start, self._changed, counts=first)
+            self._api_servers[place], first = api_server, False
             try:
-                code = await front.run()
+                code = await api_server.run()
             except OSError as error:
-                self._give_up(f"a front cannot be started: {error.strerror or error}")
+                self._give_up(f"an API server cannot be started: {error.strerror or error}")
                 return
-            mark_process_dead(front.pid, str(self._start.settings.figures))
+            mark_process_dead(api_server.pid, str(self._start.settings.figures))
             if not self._ending.is_set():
-                self._see_to_end_of(front, code)
+                self._see_to_end_of(api_server, code)
 
-    def _see_to_end_of(self, front: FrontProcess, code: int) -> None:
+    def _see_to_end_of(self, api_server: ApiServerProcess, code: int) -> None:
         if code == CANNOT_SERVE:
-            self._give_up("a front cannot serve; it has said why")
+            self._give_up("an API server cannot serve; it has said why")
         elif not self._has_begun:
-            self._give_up(f"a front has ended before it took connections (exit code {code})")
+            self._give_up(f"an API server has ended before it took connections (exit code {code})")
         elif not self._restarts.may():
-            self._give_up(f"a front has ended again, after {self._most_restarts} restarts within an hour")
+            self._give_up(f"an API server has ended again, after {self._most_restarts} restarts within an hour")
         else:
-            logger.error("compiled_llm: a front has ended (exit code %d), and is started again", code)
+            logger.error("compiled_llm: an API server has ended (exit code %d), and is started again", code)
 
     def _give_up(self, why: str) -> None:
         self._why = self._why or why
@@ -150,15 +150,15 @@ class Fronts:
         """See whether all are ready, and whether there is somebody to take connections."""
         if self._ending.is_set():
             return
-        self._has_begun |= any(front.begun for front in self._alive())
-        counted = [front for front in self._alive() if front.counts]
-        all_ready = bool(counted) and all(front.ready for front in counted)
+        self._has_begun |= any(api_server.begun for api_server in self._alive())
+        counted = [api_server for api_server in self._alive() if api_server.counts]
+        all_ready = bool(counted) and all(api_server.ready for api_server in counted)
         if all_ready and not self._all_ready:
             logger.info("compiled_llm: ready")
         self._all_ready = all_ready
         self.was_ready |= all_ready
-        for front in self._alive():
-            front.tell(all_ready)
+        for api_server in self._alive():
+            api_server.tell(all_ready)
         self._accept_if_taken()
 
     # ---- connections
@@ -167,7 +167,7 @@ class Fronts:
         """Accept connections if there is somebody to take them; else they wait."""
         if self._ending.is_set():
             return
-        if any(front.takes for front in self._alive()):
+        if any(api_server.takes for api_server in self._alive()):
             asyncio.get_running_loop().add_reader(self._listening, self._accept)
         else:
             self._accept_no_more()
@@ -186,7 +186,7 @@ class Fronts:
                 return
             with connection:
                 if not self._given(connection):
-                    self._pause("no front takes a connection, and it is closed")
+                    self._pause("no API server takes a connection, and it is closed")
                     return
 
     def _pause(self, why: str) -> None:
@@ -195,8 +195,9 @@ class Fronts:
         asyncio.get_running_loop().call_later(_PAUSE, self._accept_if_taken)
 
     def _given(self, connection: socket.socket) -> bool:
-        """Give a connection to the front that has fewest; to one that is not ready only if none is."""
-        fronts = sorted(
-            (front for front in self._alive() if front.takes), key=lambda front: (not front.ready, front.connections)
+        """Give a connection to the API server that has fewest; to one that is not ready only if none is."""
+        api_servers = sorted(
+            (api_server for api_server in self._alive() if api_server.takes),
+            key=lambda api_server: (not api_server.ready, api_server.connections),
         )
-        return any(front.give(connection) for front in fronts)
+        return any(api_server.give(connection) for api_server in api_servers)

@@ -1,1 +1,1 @@
-"""Replicas on Ray Serve: several generators behind fronts, and who answers what. Only ``ray_*`` files import Ray."""
+"""Replicas on Ray Serve: several engine processes behind API servers. Only ``ray_*`` files import Ray."""

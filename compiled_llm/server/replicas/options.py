@@ -1,4 +1,4 @@
-"""What a user says of replicas: options of ``compiled-llm serve``, parted between generators and fronts."""
+"""What a user says of replicas: options of ``compiled-llm serve``, parted between engine processes and API servers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_QUEUE, MAX_ROWS
-from compiled_llm.server.settings import FrontSettings, keys_in
+from compiled_llm.server.settings import ApiServerSettings, keys_in
 
 OF_GENERATORS = frozenset(
     {"artifacts", "backend", "device", "dtype", "kv_memory", "max_queue", "max_rows", "max_step_ms", "mode", "quiet"}
@@ -60,14 +60,14 @@ class Options(NamedTuple):
             if name in OF_RAY:
                 raise ValueError(
                     f"ray_app: {name}: is for one server; Ray is told where to listen by serve.start(...), and how "
-                    "many fronts there are by front_options"
+                    "many API servers there are by api_server_options"
                 )
             if name not in OF_GENERATORS | OF_FRONTS:
                 known = ", ".join(sorted(OF_GENERATORS | OF_FRONTS))
                 raise ValueError(f"ray_app: {name}: there is no such option; there are {known}")
 
     def arguments(self) -> list[str]:
-        """Return the command of a replica's generator, but for its socket."""
+        """Return the command of a replica's engine process, but for its socket."""
         given = {"max_queue": MAX_QUEUE, "drain_seconds": 1}
         given |= {name: value for name, value in self.given.items() if name in OF_GENERATORS}
         return ["serve", self.model, *(flag for name, value in given.items() for flag in _flags(name, value))]
@@ -77,14 +77,14 @@ class Options(NamedTuple):
         """How many requests a replica has at most: those that run and those that wait; others are refused."""
         return int(self.given.get("max_rows") or MAX_ROWS) + int(self.given.get("max_queue") or MAX_QUEUE)
 
-    def settings(self) -> FrontSettings:
-        """Return the settings of fronts.
+    def settings(self) -> ApiServerSettings:
+        """Return the settings of API servers.
 
         Raises:
             ValueError: the keys are not what they should be.
         """
         key_file = self.given.get("api_key_file")
-        return FrontSettings(
+        return ApiServerSettings(
             names=_texts(self.given.get("served_model_name")) or (Path(self.model).name,),
             api_keys=() if key_file is None else keys_in(Path(key_file)),
             allowed_hosts=_texts(self.given.get("allowed_host")),

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from ray.serve import Application
 
-    from compiled_llm.server.settings import FrontSettings
+    from compiled_llm.server.settings import ApiServerSettings
 
-GENERATOR = "generator"
+REPLICA = "generator"
 _MOST_OF_A_FRONT = 2**16
-"""Requests that Ray gives a front at once: replicas say how many they take, and answer others with 429."""
+"""Requests that Ray gives an API server at once: replicas say how many they take, and answer others with 429."""
 _ROUTER = "compiled_llm.server.replicas.ray_router.LeadingPagesRouter"
 
 
@@ -24,7 +24,7 @@ def ray_app(
     model: str,
     *,
     replicas: int = 1,
-    fronts: int = 1,
+    api_servers: int = 1,
     num_gpus: float | None = None,
     most_longer: int = 32,
     least_share: float = 0.25,
@@ -32,18 +32,18 @@ def ray_app(
     most_leading: int = 1024,
     most_pages: int = 100_000,
     replica_options: Mapping[str, Any] | None = None,
-    front_options: Mapping[str, Any] | None = None,
+    api_server_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Application:
     """Return an application for ``ray.serve.run``: OpenAI's API over several replicas of a model.
 
-    Fronts, which answer HTTP, make tokens of prompts. A prompt goes to the replica that has its leading pages in its
-    prefix cache, unless that has many more requests than another.
+    API servers, which answer HTTP, make tokens of prompts. A prompt goes to the replica that has its leading pages in
+    its prefix cache, unless that has many more requests than another.
 
     Args:
         model: ``demo``, a folder, a GGUF file or a hub id, under which each machine of the cluster has it.
-        replicas: generators, each with an engine of its own.
-        fronts: processes that answer HTTP; each remembers for itself who has which pages.
+        replicas: engine processes, each with an engine of its own.
+        API servers: processes that answer HTTP; each remembers for itself who has which pages.
         num_gpus: of a replica; 1 unless given, 0 with ``device="cpu"``.
         most_longer: by how many requests the queue of a prompt's replica may be longer than the shortest one, before
             another replica answers.
@@ -51,10 +51,10 @@ def ray_app(
             prompts begin with would bring them all to one replica.
         page_size: tokens of the pages that are compared.
         most_leading: pages of a prompt that are compared.
-        most_pages: that a front remembers.
+        most_pages: that an API server remembers.
         replica_options: further options of the replicas' ``serve.deployment``: ``autoscaling_config``,
             ``ray_actor_options``, ...
-        front_options: those of the fronts'.
+        api_server_options: those of the API servers'.
         **options: of ``compiled-llm serve``, with underscores: ``mode``, ``max_rows``, ``served_model_name``,
             ``api_key_file``, ``allowed_host``, ...; not where to listen, which Ray is told.
 
@@ -78,13 +78,13 @@ def ray_app(
         "num_replicas": replicas,
         "ray_actor_options": {"num_cpus": 1, "num_gpus": gpus},
         "max_ongoing_requests": told.most_requests,
-        "logging_config": {"enable_access_log": False},  # fronts have one
+        "logging_config": {"enable_access_log": False},  # API servers have one
         "request_router_config": {"request_router_class": _ROUTER, "request_router_kwargs": routing._asdict()},
     }
-    front = {"num_replicas": fronts, "max_ongoing_requests": _MOST_OF_A_FRONT}
-    generators = serve.deployment(Replica, name=GENERATOR, **_with(replica, replica_options)).bind(told.arguments())
+    api_server = {"num_replicas": api_servers, "max_ongoing_requests": _MOST_OF_A_FRONT}
+    engine_processes = serve.deployment(Replica, name=REPLICA, **_with(replica, replica_options)).bind(told.arguments())
     ingress = serve.ingress(_application(settings))()
-    return serve.deployment(ingress, name="front", **_with(front, front_options)).bind(generators)
+    return serve.deployment(ingress, name="api-server", **_with(api_server, api_server_options)).bind(engine_processes)
 
 
 def _with(options: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -105,19 +105,19 @@ def _serve() -> Any:
     return serve
 
 
-def _application(settings: FrontSettings) -> Callable[[], FastAPI]:
-    """Return what makes the application of a front, in the front's process."""
+def _application(settings: ApiServerSettings) -> Callable[[], FastAPI]:
+    """Return what makes the application of an API server, in the API server's process."""
 
     def build() -> FastAPI:
         from ray import serve
 
         from compiled_llm.server.app import application
-        from compiled_llm.server.openai.common.engine_link import GeneratorLink
+        from compiled_llm.server.openai.common.engine_link import EngineLink
         from compiled_llm.server.replicas.ray_replicas import ServeReplicas
         from compiled_llm.server.replicas.replica_client import ReplicaClient
 
-        replicas = ServeReplicas(serve.get_deployment_handle(GENERATOR))
+        replicas = ServeReplicas(serve.get_deployment_handle(REPLICA))
         escapes = settings.escapes_special_tokens
-        return application(settings, GeneratorLink(lambda given: ReplicaClient(replicas, given), escapes=escapes))
+        return application(settings, EngineLink(lambda given: ReplicaClient(replicas, given), escapes=escapes))
 
     return build

@@ -9,7 +9,7 @@ from compiled_llm.server.openai.figures import COUNTERS, GAUGES, PAGES, QUANTILE
 
 
 class ReplicaFigures:
-    """Those of a replica's generator, by the names that ``/metrics`` of one server has; Ray puts ``ray_`` before them.
+    """The figures of a replica's engine process, by the names of ``/metrics``; Ray puts ``ray_`` before them.
 
     Ray adds the tags ``application``, ``deployment`` and ``replica``.
     """
@@ -23,7 +23,7 @@ class ReplicaFigures:
         self._counted = dict.fromkeys(COUNTERS, 0)
 
     def tell(self, stats: Stats) -> None:
-        """Tell of the generator as it is now."""
+        """Tell of the engine process as it is now."""
         for name, gauge in self._gauges.items():
             gauge.set(getattr(stats, name))
         for name, counter in self._counters.items():

@@ -1,4 +1,4 @@
-"""A replica on Ray Serve: a generator in a process of its own, and the actor that passes requests on to it.
+"""A replica on Ray Serve: an engine process in a process of its own, and the actor that passes requests on to it.
 
 The engine has an interpreter for itself: what Ray does for each piece of an answer would keep its steps waiting.
 """
@@ -11,18 +11,18 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from compiled_llm.client.errors import GeneratorLostError
+from compiled_llm.client.errors import EngineDeadError
 from compiled_llm.client.transport.connection import Connection
 from compiled_llm.protocol.messages import Ready, Submit
 from compiled_llm.server.engine_process.socket_folder import SocketFolder
-from compiled_llm.server.engine_process.starter import GeneratorProcess
+from compiled_llm.server.engine_process.starter import EngineProcess
 from compiled_llm.server.replicas.ray_figures import ReplicaFigures
 from compiled_llm.server.replicas.relay import Relay
 
 logger = logging.getLogger("compiled_llm.server")
 
 _LOOKING = 0.1
-"""Seconds between two looks whether the generator listens."""
+"""Seconds between two looks whether the engine process listens."""
 _COUNTING = 5.0
 """Seconds between two looks at its figures; Ray hands them on every ten."""
 
@@ -31,18 +31,18 @@ class Replica:
     """What Ray Serve runs several of."""
 
     async def __init__(self, arguments: Sequence[str]) -> None:  # type: ignore[misc]  # Ray awaits it
-        """Start a generator, and wait until it is ready.
+        """Start an engine process, and wait until it is ready.
 
         Args:
             arguments: of ``compiled-llm``, but for its socket.
 
         Raises:
-            RuntimeError: the generator has ended; its log is in Ray's, of this replica.
+            RuntimeError: the engine process has ended; its log is in Ray's, of this replica.
         """
         self._ends = False
         self._folder = SocketFolder()
         path = self._folder.socket
-        self._process = GeneratorProcess([*arguments, "--uds", str(path), "--leashed"])
+        self._process = EngineProcess([*arguments, "--uds", str(path), "--leashed"])
         self._running = asyncio.create_task(self._process.run(lambda: False))  # Ray starts another replica
         relay = asyncio.create_task(self._connected(path))
         await asyncio.wait([relay, self._running], return_when=asyncio.FIRST_COMPLETED)
@@ -57,14 +57,14 @@ class Replica:
         while True:
             try:
                 relay = Relay(await asyncio.to_thread(Connection, path), self._leave)
-            except GeneratorLostError:
+            except EngineDeadError:
                 await asyncio.sleep(_LOOKING)
             else:
                 await relay.ready
                 return relay
 
-    def _leave(self, error: GeneratorLostError) -> None:
-        """End the actor with its generator: it would refuse all that comes, and be chosen for its short queue."""
+    def _leave(self, error: EngineDeadError) -> None:
+        """End the actor with its engine process: it would refuse all that comes, and be chosen for its short queue."""
         if not self._ends:
             logger.error("compiled_llm: the replica ends: %s", error)
             self._folder.remove()
@@ -76,7 +76,7 @@ class Replica:
             await asyncio.sleep(_COUNTING)
 
     async def ready(self) -> Ready:
-        """Return what the generator says of its model."""
+        """Return what the engine process says of its model."""
         return self._ready
 
     async def answer(self, submit: Submit) -> AsyncIterator[bytes]:
@@ -85,7 +85,7 @@ class Replica:
             yield frames
 
     async def __del__(self) -> None:
-        """End the generator; Ray calls this once requests have ended."""
+        """End the engine process; Ray calls this once requests have ended."""
         self._ends = True
         self._running.cancel()
         self._counting.cancel()

@@ -1,4 +1,4 @@
-"""Replicas as a front reaches them: by a handle of Ray Serve, whose errors become ours."""
+"""Replicas as an API server reaches them: by a handle of Ray Serve, whose errors become ours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from compiled_llm.client.errors import GeneratorBusyError, GeneratorLostError
+from compiled_llm.client.errors import EngineBusyError, EngineDeadError
 from compiled_llm.protocol.messages import Ready, Submit
 
 
@@ -47,6 +47,6 @@ def _our_errors() -> Iterator[None]:
     try:
         yield
     except BackPressureError:
-        raise GeneratorBusyError("all replicas have as many requests as they take; try again later") from None
+        raise EngineBusyError("all replicas have as many requests as they take; try again later") from None
     except (RayActorError, DeploymentUnavailableError) as error:
-        raise GeneratorLostError("the replica that answered has ended; Ray starts another") from error
+        raise EngineDeadError("the replica that answered has ended; Ray starts another") from error

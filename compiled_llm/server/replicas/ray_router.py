@@ -1,7 +1,7 @@
 """Which replica a request goes to, for Ray Serve: its ``request_router_config`` names the class.
 
 Its interface is public, and alpha: what is used of it stands here. Ray makes a router for each process that sends
-requests, so each front remembers for itself who has answered what.
+requests, so each API server remembers for itself who has answered what.
 """
 
 from __future__ import annotations

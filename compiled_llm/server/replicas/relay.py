@@ -1,4 +1,4 @@
-"""What a replica passes on: requests of several fronts to its generator, and to each what comes of it."""
+"""What a replica passes on: requests of several API servers to its engine process, and to each what comes of it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from compiled_llm.client.errors import GeneratorLostError
+from compiled_llm.client.errors import EngineDeadError
 from compiled_llm.client.transport.connection import Line
 from compiled_llm.protocol.frames import frame_of
 from compiled_llm.protocol.messages import (
     AskStats,
     Cancel,
-    FromGenerator,
+    FromEngine,
     PromptScores,
     Ready,
     Refused,
@@ -28,30 +28,30 @@ from compiled_llm.protocol.messages import (
 )
 
 News = Update | Summary | PromptScores | Refused
-"""What a generator says of one request; nothing comes after a summary or a refusal."""
+"""What an engine process says of one request; nothing comes after a summary or a refusal."""
 
 _PAUSE = 0.005
 """Seconds between two messages of a request, since one costs Ray up to a millisecond: what comes meanwhile is one."""
 
 
 class _Request(NamedTuple):
-    number: int  # that its front has given it
+    number: int  # that its API server has given it
     news: asyncio.Queue[News]
 
 
 class Relay:
-    """Passes requests on under numbers of its own, since those of two fronts may be equal.
+    """Passes requests on under numbers of its own, since those of two API servers may be equal.
 
     Attributes:
-        ready: what the generator says once it takes requests.
+        ready: what the engine process says once it takes requests.
     """
 
-    def __init__(self, line: Line, lost: Callable[[GeneratorLostError], None]) -> None:
-        """Listen to a generator from now on; made in the event loop that uses it.
+    def __init__(self, line: Line, lost: Callable[[EngineDeadError], None]) -> None:
+        """Listen to an engine process from now on; made in the event loop that uses it.
 
         Args:
-            line: to the generator, to which nobody has listened yet.
-            lost: called in the event loop when the generator has gone.
+            line: to the engine process, to which nobody has listened yet.
+            lost: called in the event loop when the engine process has gone.
         """
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
@@ -80,7 +80,7 @@ class Relay:
                 self._line.send(Cancel(number))
 
     async def stats(self) -> Stats:
-        """Return how the generator is doing; it may never say, if it ends."""
+        """Return how the engine process is doing; it may never say, if it ends."""
         number = next(self._numbers)
         answer: asyncio.Future[Stats] = self._loop.create_future()
         self._asked[number] = answer
@@ -92,10 +92,10 @@ class Relay:
 
     # ---- in the thread that reads the line
 
-    def _take(self, messages: Iterable[FromGenerator]) -> None:
+    def _take(self, messages: Iterable[FromEngine]) -> None:
         self._call(self._sort, list(messages))
 
-    def _lose(self, error: GeneratorLostError) -> None:
+    def _lose(self, error: EngineDeadError) -> None:
         self._call(self._end, error)
 
     def _call(self, function: Callable[..., object], argument: object) -> None:
@@ -104,7 +104,7 @@ class Relay:
 
     # ---- in the event loop again
 
-    def _sort(self, messages: Iterable[FromGenerator]) -> None:
+    def _sort(self, messages: Iterable[FromEngine]) -> None:
         for message in messages:
             match message:
                 case Step(updates, summaries):
@@ -123,7 +123,7 @@ class Relay:
         if (request := self._requests.get(news.request)) is not None:  # none, if its client has left
             request.news.put_nowait(replace(news, request=request.number))
 
-    def _end(self, error: GeneratorLostError) -> None:
+    def _end(self, error: EngineDeadError) -> None:
         for number in self._requests:
             self._pass_on(Refused(number, "unavailable", "the process that runs the model has ended"))
         self._lost(error)

@@ -1,10 +1,10 @@
-"""A front's client of replicas: as of one generator, over another line."""
+"""An API server's client of replicas: as of one engine process, over another line."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from compiled_llm.client import AsyncClient, GeneratorError
+from compiled_llm.client import AsyncClient, EngineProcessError
 from compiled_llm.client.transport.connection import Line
 from compiled_llm.protocol.messages import Stats
 from compiled_llm.server.replicas.replica_line import ReplicaLine, Replicas
@@ -31,6 +31,6 @@ class ReplicaClient(AsyncClient):
         """There are none of all replicas together.
 
         Raises:
-            GeneratorError: always.
+            EngineProcessError: always.
         """
-        raise GeneratorError("replicas are counted one by one; each has its figures in Ray's metrics")
+        raise EngineProcessError("replicas are counted one by one; each has its figures in Ray's metrics")

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from compiled_llm.client.errors import GeneratorBusyError, GeneratorError, GeneratorLostError
+from compiled_llm.client.errors import EngineBusyError, EngineDeadError, EngineProcessError
 from compiled_llm.client.transport.loop_connection import check_may_wait, loop_closed
 from compiled_llm.protocol.frames import Frames
-from compiled_llm.protocol.messages import Cancel, FromGenerator, Preparing, Ready, Refused, Submit
+from compiled_llm.protocol.messages import Cancel, FromEngine, Preparing, Ready, Refused, Submit
 
 logger = logging.getLogger("compiled_llm.server")
 
@@ -27,13 +27,13 @@ PATIENCE = 10.0
 
 
 class Replicas(Protocol):
-    """Several generators behind a router."""
+    """Several engine processes behind a router."""
 
     async def ready(self) -> Ready:
         """Return what one of them says of its model.
 
         Raises:
-            GeneratorError: the one that was asked has ended.
+            EngineProcessError: the one that was asked has ended.
         """
         ...
 
@@ -41,8 +41,8 @@ class Replicas(Protocol):
         """Yield what comes of a request, in frames of the protocol; whoever leaves the loop ends it.
 
         Raises:
-            GeneratorLostError: the one that has answered has ended.
-            GeneratorBusyError: all have as many requests as they take.
+            EngineDeadError: the one that has answered has ended.
+            EngineBusyError: all have as many requests as they take.
         """
         ...
 
@@ -63,9 +63,7 @@ class ReplicaLine:
         self._patience = patience
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by the numbers of requests; 0 looks who is there
 
-    def start(
-        self, handle: Callable[[Iterable[FromGenerator]], None], lost: Callable[[GeneratorLostError], None]
-    ) -> None:
+    def start(self, handle: Callable[[Iterable[FromEngine]], None], lost: Callable[[EngineDeadError], None]) -> None:
         """Look whether replicas are there, and have what they say handled in the event loop."""
         self._handle, self._lost = handle, lost
         self._call(self._begin, 0, self._look)
@@ -75,7 +73,7 @@ class ReplicaLine:
         match message:
             case Submit():
                 self._call(self._begin, message.request, self._answer, message)
-            case Cancel(request, None):  # fronts never end one of several answers
+            case Cancel(request, None):  # API servers never end one of several answers
                 self._call(self._cancel, request)
 
     def check_may_wait(self) -> None:
@@ -108,13 +106,13 @@ class ReplicaLine:
             task.cancel()
 
     async def _answer(self, submit: Submit) -> None:
-        frames: Frames[FromGenerator] = Frames(FromGenerator)
+        frames: Frames[FromEngine] = Frames(FromEngine)
         try:
             async for data in self._replicas.answer(submit):
                 self._handle(frames.feed(data))
-        except GeneratorBusyError as error:
+        except EngineBusyError as error:
             self._handle([Refused(submit.request, "full", str(error))])
-        except GeneratorError as error:
+        except EngineProcessError as error:
             self._handle([Refused(submit.request, "unavailable", str(error))])
         except Exception:
             logger.exception("compiled_llm: a request to a replica has failed")
@@ -129,9 +127,9 @@ class ReplicaLine:
             raise
         except Exception as error:  # whatever it was, whoever waits has to hear of it
             logger.exception("compiled_llm: replicas cannot be asked")
-            self._lost(GeneratorLostError(f"replicas cannot be asked: {type(error).__name__}"))
+            self._lost(EngineDeadError(f"replicas cannot be asked: {type(error).__name__}"))
         else:
-            self._lost(GeneratorLostError(f"no replica has answered for {self._patience:g} s"))
+            self._lost(EngineDeadError(f"no replica has answered for {self._patience:g} s"))
 
     async def _look_on(self) -> None:
         """Say what replicas say, until none is there any more."""
@@ -147,6 +145,6 @@ class ReplicaLine:
 
     async def _asked(self) -> Ready:
         while True:
-            with suppress(GeneratorError):
+            with suppress(EngineProcessError):
                 return await self._replicas.ready()
             await asyncio.sleep(_AGAIN)

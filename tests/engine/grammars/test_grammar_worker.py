@@ -30,7 +30,7 @@ from compiled_llm.requests.structured_outputs.grammar_source import GrammarSourc
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from support.engine.text_tokenizers import byte_level
 from support.parity import assert_account_is_empty
-from support.server.generators import until
+from support.server.engine_processes import until
 from support.tiny_models import tiny_qwen3
 
 xgr = pytest.importorskip("xgrammar")

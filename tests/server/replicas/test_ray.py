@@ -1,4 +1,5 @@
-"""Two replicas on Ray Serve, on this machine: the API, who answers what, and what happens if a generator is killed.
+"""Two replicas on Ray Serve, on this machine: the API, who answers what, and what happens if an engine process is
+killed.
 
 Run with Ray installed: ``tox -e ray``.
 """
@@ -22,8 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from compiled_llm.client import Client
 from compiled_llm.server import ray_app
-from support.server.fronts import chat_tokenizer
-from support.server.generators import PATIENCE, until
+from support.server.engine_processes import PATIENCE, until
+from support.server.running_servers import chat_tokenizer
 from support.tiny_models import tiny_qwen3
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
@@ -58,7 +59,7 @@ def port() -> Iterator[int]:
     yield port
     serve.shutdown()
     ray.shutdown()
-    assert not generators()
+    assert not engine_processes()
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def start(folder: Path, port: int, tmp_path_factory: pytest.TempPathFactory) -> 
             str(folder),
             replicas=2,
             replica_options=replica_options,
-            front_options=CPUS,
+            api_server_options=CPUS,
             device="cpu",
             mode="eager",
             kv_memory="8000 tokens",
@@ -100,13 +101,13 @@ def client(start: Callable[..., httpx.Client]) -> httpx.Client:
 
 
 def sockets() -> list[str]:
-    """Of the generators."""
+    """Of the engine processes."""
     command = ["ps", "-ewwo", "args"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     return [line.partition("--uds ")[2].split()[0] for line in lines if "--leashed" in line and "/model0/tiny" in line]
 
 
-def generators() -> list[int]:
+def engine_processes() -> list[int]:
     lines = subprocess.run(["ps", "-ewwo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
     return [int(line.split()[0]) for line in lines if "--leashed" in line and "/model0/tiny" in line]
 
@@ -168,7 +169,7 @@ def test_a_prompt_comes_to_the_replica_that_has_its_pages_unless_its_salt_is_ano
 
 
 def figures(name: str) -> dict[tuple[str, ...], float]:
-    """In Ray's metrics, by who has it, a replica of ours or of fronts, and what else it is told apart by."""
+    """In Ray's metrics, by who has it, a replica of ours or of API servers, and what else it is told apart by."""
     node = ray.nodes()[0]
     text = httpx.get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", timeout=PATIENCE).text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
@@ -185,12 +186,12 @@ def test_each_replica_has_its_figures_in_rays_metrics(client: httpx.Client) -> N
     for _ in range(4):
         assert complete(client, [11] * 96 + [12] * 8).status_code == 200
     counted = ("prompt_tokens", "cached_tokens", "new_tokens", "steps")
-    generators = []
+    engine_processes = []
     for path in sockets():
         with Client(path) as talks:
             stats = talks.stats()
-            generators.append([getattr(stats, name) for name in counted])
-    assert sum(cached for _, cached, *_ in generators) >= 3 * 96
+            engine_processes.append([getattr(stats, name) for name in counted])
+    assert sum(cached for _, cached, *_ in engine_processes) >= 3 * 96
 
     def told() -> dict[tuple[str, ...], list[float]]:
         """By replicas; those that have ended stay for a while."""
@@ -200,9 +201,9 @@ def test_each_replica_has_its_figures_in_rays_metrics(client: httpx.Client) -> N
     def newly_routed(why: str) -> float:
         return sum(count for labels, count in (Counter(figures("routed_total")) - routed).items() if labels[-1] == why)
 
-    until(lambda: all(entry in told().values() for entry in generators))
+    until(lambda: all(entry in told().values() for entry in engine_processes))
     until(lambda: newly_routed("queue") >= 1 and newly_routed("pages") >= 3)
-    replica = next(replica for replica, entry in told().items() if entry == max(generators))
+    replica = next(replica for replica, entry in told().items() if entry == max(engine_processes))
     assert {(*replica, state) for state in ("used", "free", "cached")} <= figures("pages").keys()
     assert {(*replica, "0.5"), (*replica, "0.99")} <= figures("first_token_seconds").keys()
 
@@ -236,12 +237,12 @@ def test_a_client_that_leaves_has_its_request_ended(client: httpx.Client) -> Non
 
 def test_replicas_may_be_as_many_as_ray_sees_fit() -> None:
     scaled = {"autoscaling_config": {"min_replicas": 1, "max_replicas": 2}, "ray_actor_options": {"num_cpus": 2}}
-    assert ray_app("demo", replica_options=scaled, front_options=scaled) is not None
+    assert ray_app("demo", replica_options=scaled, api_server_options=scaled) is not None
 
 
-def test_if_a_generator_is_killed_its_requests_end_and_another_comes(client: httpx.Client) -> None:
+def test_if_an_engine_process_is_killed_its_requests_end_and_another_comes(client: httpx.Client) -> None:
     body = {"prompt": [5, 6, 7], "max_tokens": 3000, "ignore_eos": True, "stream": True}
-    victims, last = generators(), ""
+    victims, last = engine_processes(), ""
     assert len(victims) == 2
     with client.stream("POST", "/v1/completions", json=body) as response:
         for line in response.iter_lines():
@@ -252,13 +253,13 @@ def test_if_a_generator_is_killed_its_requests_end_and_another_comes(client: htt
     statuses = {complete(client, "a").status_code for _ in range(5)}
     assert statuses <= {200, 503}
     until(lambda: complete(client, "a").status_code == 200)
-    until(lambda: len(generators()) == 2)
+    until(lambda: len(engine_processes()) == 2)
 
 
-def test_a_replica_that_is_killed_takes_its_generator_along(client: httpx.Client) -> None:
-    until(lambda: len(generators()) == 2)
-    victim = generators()[0]
+def test_a_replica_that_is_killed_takes_its_engine_process_along(client: httpx.Client) -> None:
+    until(lambda: len(engine_processes()) == 2)
+    victim = engine_processes()[0]
     listed = subprocess.run(["ps", "-o", "ppid=", str(victim)], capture_output=True, text=True, check=True).stdout
     os.kill(int(listed), signal.SIGKILL)
-    until(lambda: victim not in generators())
+    until(lambda: victim not in engine_processes())
     until(lambda: complete(client, "a").status_code == 200)

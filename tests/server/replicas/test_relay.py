@@ -1,4 +1,4 @@
-"""From a front through a replica to a generator and back: the line, the relay, and what happens if one ends."""
+"""From an API server through a replica to an engine process and back, and what happens if one of them ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from compiled_llm import SamplingParams
-from compiled_llm.client import GeneratorBusyError, GeneratorError, GeneratorLostError
+from compiled_llm.client import EngineBusyError, EngineDeadError, EngineProcessError
 from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.client.transport.connection import Connection
 from compiled_llm.engine.engine import Engine
@@ -22,7 +22,7 @@ from compiled_llm.server.replicas import replica_client
 from compiled_llm.server.replicas.relay import Relay
 from compiled_llm.server.replicas.replica_client import ReplicaClient
 from compiled_llm.server.replicas.replica_line import ReplicaLine
-from support.server.generators import PATIENCE, Loop
+from support.server.engine_processes import PATIENCE, Loop
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -62,7 +62,7 @@ def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def play(path: Path, game: Callable[[OneReplica, ReplicaClient], Coroutine[Any, Any, None]]) -> list[Exception]:
-    """Play with a client of one replica; why its generator has gone, if it has."""
+    """Play with a client of one replica; why its engine process has gone, if it has."""
     lost: list[Exception] = []
 
     async def playing() -> None:
@@ -81,7 +81,7 @@ def play(path: Path, game: Callable[[OneReplica, ReplicaClient], Coroutine[Any, 
     return lost
 
 
-def test_who_waits_is_told_when_the_event_loop_ends(generator: Loop, path: Path) -> None:
+def test_who_waits_is_told_when_the_event_loop_ends(engine_process: Loop, path: Path) -> None:
     waiting: list[RemoteHandle] = []
 
     async def playing() -> None:
@@ -95,7 +95,7 @@ def test_who_waits_is_told_when_the_event_loop_ends(generator: Loop, path: Path)
 
     client_of: list[ReplicaClient] = []
     asyncio.run(asyncio.wait_for(playing(), PATIENCE))
-    with pytest.raises(GeneratorLostError, match="the event loop that has read the connection is closed"):
+    with pytest.raises(EngineDeadError, match="the event loop that has read the connection is closed"):
         waiting[0].result(PATIENCE)
     client_of[0].close()
 
@@ -105,7 +105,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_answers_are_those_of_the_engine(generator: Loop, path: Path, engine: Engine) -> None:
+def test_answers_are_those_of_the_engine(engine_process: Loop, path: Path, engine: Engine) -> None:
     prompts, scored = [[5, 6, 7], [8, 9], [10]], SamplingParams(temperature=0, max_tokens=5, logprobs=2, n=2)
     expected = engine.generate(prompts, GREEDY)  # type: ignore[arg-type]
     wanted = engine.submit([5, 6, 7], scored).result()
@@ -124,14 +124,14 @@ def test_answers_are_those_of_the_engine(generator: Loop, path: Path, engine: En
         assert len(output.prompt_logprobs) == 600
         with pytest.raises(ValueError, match="tokens"):
             await client.submit([5] * 100_000, GREEDY)
-        with pytest.raises(GeneratorError, match="one by one"):
+        with pytest.raises(EngineProcessError, match="one by one"):
             await client.stats()
         assert replica.open == 0
 
     play(path, game)
 
 
-def test_two_fronts_may_give_their_requests_the_same_numbers(generator: Loop, path: Path) -> None:
+def test_two_api_servers_may_give_their_requests_the_same_numbers(engine_process: Loop, path: Path) -> None:
     async def game(replica: OneReplica, client: ReplicaClient) -> None:
         other = ReplicaClient(replica)
         await other.connect()
@@ -143,7 +143,7 @@ def test_two_fronts_may_give_their_requests_the_same_numbers(generator: Loop, pa
     play(path, game)
 
 
-def test_a_replica_says_how_its_generator_is_doing(generator: Loop, path: Path) -> None:
+def test_a_replica_says_how_its_engine_process_is_doing(engine_process: Loop, path: Path) -> None:
     async def game(replica: OneReplica, client: ReplicaClient) -> None:
         before = await replica.relay.stats()
         await client.submit([5, 6, 7], GREEDY)
@@ -151,13 +151,13 @@ def test_a_replica_says_how_its_generator_is_doing(generator: Loop, path: Path) 
         assert first.prompt_tokens - before.prompt_tokens == second.prompt_tokens - before.prompt_tokens == 3
         assert first.new_tokens - before.new_tokens == 6
         assert not replica.relay._asked
-        with pytest.raises(GeneratorError, match="Ray's metrics"):
+        with pytest.raises(EngineProcessError, match="Ray's metrics"):
             await client.stats()
 
     play(path, game)
 
 
-def test_an_answer_that_nobody_waits_for_any_more_holds_up_no_others(generator: Loop, path: Path) -> None:
+def test_an_answer_that_nobody_waits_for_any_more_holds_up_no_others(engine_process: Loop, path: Path) -> None:
     async def game(replica: OneReplica, client: ReplicaClient) -> None:
         relay, known = replica.relay, await replica.relay.stats()
         leaving, staying = asyncio.create_task(relay.stats()), asyncio.create_task(relay.stats())
@@ -170,7 +170,7 @@ def test_an_answer_that_nobody_waits_for_any_more_holds_up_no_others(generator: 
     play(path, game)
 
 
-def test_a_client_that_leaves_ends_its_request_alone(generator: Loop, path: Path, engine: Engine) -> None:
+def test_a_client_that_leaves_ends_its_request_alone(engine_process: Loop, path: Path, engine: Engine) -> None:
     async def game(replica: OneReplica, client: ReplicaClient) -> None:
         stays, leaves = client.submit([5, 6], LONG), client.submit([7, 8], LONG)
         await until(lambda: any(answer.tokens for answer in leaves.answers))
@@ -183,7 +183,7 @@ def test_a_client_that_leaves_ends_its_request_alone(generator: Loop, path: Path
     play(path, game)
 
 
-def test_a_front_that_ends_takes_its_requests_along(generator: Loop, path: Path, engine: Engine) -> None:
+def test_an_api_server_that_ends_takes_its_requests_along(engine_process: Loop, path: Path, engine: Engine) -> None:
     async def game(replica: OneReplica, client: ReplicaClient) -> None:
         handle = client.submit([5, 6], LONG)
         await until(lambda: any(answer.tokens for answer in handle.answers))
@@ -196,13 +196,13 @@ def test_a_front_that_ends_takes_its_requests_along(generator: Loop, path: Path,
 @pytest.mark.parametrize(
     ("gone", "kind"),
     [
-        (GeneratorLostError("the replica has ended"), GeneratorError),
-        (GeneratorBusyError("too many"), GeneratorBusyError),
-        (KeyError("/a/path"), GeneratorError),
+        (EngineDeadError("the replica has ended"), EngineProcessError),
+        (EngineBusyError("too many"), EngineBusyError),
+        (KeyError("/a/path"), EngineProcessError),
     ],
 )
 def test_a_replica_that_fails_ends_what_it_had_with_an_error(
-    generator: Loop, path: Path, gone: Exception, kind: type[Exception], caplog: pytest.LogCaptureFixture
+    engine_process: Loop, path: Path, gone: Exception, kind: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def game(replica: OneReplica, client: ReplicaClient) -> None:
         handle = client.submit([5, 6], LONG)
@@ -219,21 +219,21 @@ def test_a_replica_that_fails_ends_what_it_had_with_an_error(
     assert ("has failed" in caplog.text) == isinstance(gone, KeyError)
 
 
-def test_if_no_replica_answers_for_long_there_is_none(generator: Loop, path: Path) -> None:
+def test_if_no_replica_answers_for_long_there_is_none(engine_process: Loop, path: Path) -> None:
     async def game(replica: OneReplica, client: ReplicaClient) -> None:
         began = time.monotonic()
-        replica.gone = GeneratorLostError("the replica has ended")
+        replica.gone = EngineDeadError("the replica has ended")
         error = await client.wait_until_lost()
         assert str(error) == "no replica has answered for 0.3 s"
         assert time.monotonic() - began < 5
-        with pytest.raises(GeneratorLostError):
+        with pytest.raises(EngineDeadError):
             client.submit([5], GREEDY)
 
     play(path, game)
 
 
 def test_if_replicas_cannot_be_asked_whoever_waits_hears_of_it(
-    generator: Loop, path: Path, caplog: pytest.LogCaptureFixture
+    engine_process: Loop, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def game(replica: OneReplica, client: ReplicaClient) -> None:
         async def unknown() -> Ready:
@@ -247,13 +247,13 @@ def test_if_replicas_cannot_be_asked_whoever_waits_hears_of_it(
     assert "replicas cannot be asked" in caplog.text
 
 
-def test_a_replica_whose_generator_has_gone_says_so_once(generator: Loop, path: Path) -> None:
+def test_a_replica_whose_engine_process_has_gone_says_so_once(engine_process: Loop, path: Path) -> None:
     async def game(replica: OneReplica, client: ReplicaClient) -> None:
         handle = client.submit([5, 6], LONG)
         await until(lambda: any(answer.tokens for answer in handle.answers))
-        generator.call(lambda: [connection.close() for connection in generator.generator._connections])
-        with pytest.raises(GeneratorError, match="the process that runs the model has ended"):
+        engine_process.call(lambda: [connection.close() for connection in engine_process.server._connections])
+        with pytest.raises(EngineProcessError, match="the process that runs the model has ended"):
             await handle
 
     (error,) = play(path, game)
-    assert isinstance(error, GeneratorLostError)
+    assert isinstance(error, EngineDeadError)

@@ -1,4 +1,4 @@
-"""What ``ray_app`` takes: the options of ``compiled-llm serve``, for generators or for fronts."""
+"""What ``ray_app`` takes: the options of ``compiled-llm serve``, for engine processes or for API servers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_every_option_of_the_command_is_one_or_is_rays_to_have() -> None:
     assert parameters["max_rows"].default == MAX_ROWS
 
 
-def test_generators_get_theirs_as_the_command_takes_them() -> None:
+def test_engine_processes_get_theirs_as_the_command_takes_them() -> None:
     options = Options("demo", {"mode": "eager", "warmup": [1, 8], "quiet": True, "kv_memory": None, "max_rows": 8})
     assert options.arguments() == [
         *("serve", "demo", f"--max-queue={MAX_QUEUE}", "--drain-seconds=1"),
@@ -31,7 +31,7 @@ def test_generators_get_theirs_as_the_command_takes_them() -> None:
     assert options.most_requests == 8 + MAX_QUEUE
 
 
-def test_fronts_get_theirs(tmp_path: Path) -> None:
+def test_api_servers_get_theirs(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("a" * 20)
     given = {"api_key_file": keys, "allowed_host": "llm.example", "served_model_name": ["a", "b"], "salt_caches": True}

@@ -1,6 +1,6 @@
 """``python planted_device_loss.py FILE serve ...`` is the command, whose steps fail as on CUDA once the file exists.
 
-A front that is started so starts its generators so.
+An API server that is started so starts its engine processes so.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ def plant_in_steps(file: str) -> None:
     DeviceModel.run = fails  # type: ignore[method-assign]
 
 
-def plant_in_generators(file: str) -> None:
-    """Have a front start generators by this script."""
-    from compiled_llm.server.engine_process.starter import GeneratorProcess
+def plant_in_engine_processes(file: str) -> None:
+    """Have an API server start engine processes by this script."""
+    from compiled_llm.server.engine_process.starter import EngineProcess
 
-    begin: Any = GeneratorProcess.__init__
+    begin: Any = EngineProcess.__init__
 
     def begin_planted(self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
         python, _, _, *arguments = self._arguments
         self._arguments = (python, SCRIPT, file, *arguments)
 
-    GeneratorProcess.__init__ = begin_planted  # type: ignore[method-assign]
+    EngineProcess.__init__ = begin_planted  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
@@ -55,5 +55,5 @@ if __name__ == "__main__":
     if "--leashed" in sys.argv or "--port" not in sys.argv:
         plant_in_steps(planted)
     else:
-        plant_in_generators(planted)
+        plant_in_engine_processes(planted)
     main()

@@ -1,4 +1,4 @@
-"""A generator that says what a test has written, and a tokenizer whose templates have tools and thinking."""
+"""An engine process that says what a test has written, and a tokenizer whose templates have tools and thinking."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from compiled_llm.protocol.messages import (
     Welcome,
 )
 from support.engine.text_tokenizers import byte_level
-from support.server.generators import PATIENCE
+from support.server.engine_processes import PATIENCE
 
 TEMPLATE = """
 {%- if tools %}<|im_start|>system
@@ -112,7 +112,7 @@ class Script:
 
 @contextmanager
 def scripted(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[Script]:
-    """A generator at a path; it names a folder beside it as its tokenizer's."""
+    """An engine process at a path; it names a folder beside it as its tokenizer's."""
     folder = path.parent / "tokenizer"
     tokenizer.save_pretrained(folder)
     ready = Ready("tiny", len(tokenizer), [1], 4000, 8, str(folder))

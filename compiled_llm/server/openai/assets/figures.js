@@ -60,7 +60,7 @@ function showPages(figures) {
 function showSpeed(tokens) {
   const now = { tokens, time: performance.now() };
   if (before) {
-    const speed = Math.max(0, (1000 * (now.tokens - before.tokens)) / (now.time - before.time)); // a new generator begins at 0
+    const speed = Math.max(0, (1000 * (now.tokens - before.tokens)) / (now.time - before.time)); // a new engine process begins at 0
     show("speed", speed.toLocaleString("en", { maximumFractionDigits: speed < 10 ? 1 : 0 }));
     speeds.push(speed);
     if (speeds.length > KEPT) speeds.shift();

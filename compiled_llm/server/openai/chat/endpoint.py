@@ -31,7 +31,7 @@ from compiled_llm.server.openai.chat.response import (
 )
 from compiled_llm.server.openai.common.answering import answered
 from compiled_llm.server.openai.common.answers import Answers, Choice, News
-from compiled_llm.server.openai.common.api_server import front_of, new_id
+from compiled_llm.server.openai.common.api_server import api_server_of, new_id
 from compiled_llm.server.openai.common.engine_link import Model
 from compiled_llm.server.openai.common.events import TextEvent, event
 from compiled_llm.server.openai.common.openapi_responses import ANSWERS
@@ -46,9 +46,9 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=ANSWERS)
 async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
     """Answer a chat: the next message of the assistant."""
-    front = front_of(request)
-    model = front.model_for(body.model)
-    front.check_answers(1, body.answers)
+    api_server = api_server_of(request)
+    model = api_server.model_for(body.model)
+    api_server.check_answers(1, body.answers)
 
     def prepared() -> tuple[list[int], SamplingParams, Form | None, list[Reading]]:
         params = body.sampling()
@@ -60,8 +60,8 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
 
     tokens, params, form, readings = await beside(prepared, len(await request.body()))
     salts = body.user, body.cache_salt
-    answers = await front.submit(request, [tokens], params, "messages", *salts, form=form, priority=body.priority)
-    told = _Told(body, model, front.settings.names[0], answers, readings)
+    answers = await api_server.submit(request, [tokens], params, "messages", *salts, form=form, priority=body.priority)
+    told = _Told(body, model, api_server.settings.names[0], answers, readings)
     return await answered(told, answers, bool(body.stream))
 
 

@@ -31,7 +31,7 @@ async def answered(told: Told, answers: Answers, stream: bool, end: bytes = DONE
 
     Args:
         told: writes them.
-        answers: what the generator says.
+        answers: what the engine process says.
         stream: whether to send events as they come, once there is a token.
         end: the last event.
 

@@ -33,7 +33,7 @@ _LOOKING = 0.5
 
 
 class Answers:
-    """What was asked of the generator for one HTTP request; whoever leaves gives its pages back.
+    """What was asked of the engine process for one HTTP request; whoever leaves gives its pages back.
 
     Attributes:
         handles: one for each prompt.

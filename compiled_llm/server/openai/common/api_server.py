@@ -1,4 +1,4 @@
-"""What endpoints share: the generator, the settings, and how a request becomes answers."""
+"""What endpoints share: the engine process, the settings, and how a request becomes answers."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.http.api_error import ApiError, invalid
 from compiled_llm.server.http.worker_thread import beside
 from compiled_llm.server.openai.common.answers import CHARACTERS, Answers
-from compiled_llm.server.openai.common.engine_link import GeneratorLink, Model
+from compiled_llm.server.openai.common.engine_link import EngineLink, Model
 from compiled_llm.server.openai.fields.structured_outputs import Form
-from compiled_llm.server.settings import FrontSettings
+from compiled_llm.server.settings import ApiServerSettings
 
 _MOST_ENTRIES = 2**18
 """Log-probabilities of prompts that a request can ask for; each takes hundreds of bytes."""
 
 
-class Front:
+class ApiServer:
     """What requests are answered with.
 
     Attributes:
-        settings: of the front.
-        link: to the generator.
-        all_ready: whether the server's other fronts, if there are any, can be asked, too.
+        settings: of the API server.
+        link: to the engine process.
+        all_ready: whether the server's other API servers, if there are any, can be asked, too.
     """
 
-    def __init__(self, settings: FrontSettings, link: GeneratorLink) -> None:
-        """Know of no generator yet.
+    def __init__(self, settings: ApiServerSettings, link: EngineLink) -> None:
+        """Know of no engine process yet.
 
         Args:
-            settings: of the front.
-            link: to the generator.
+            settings: of the API server.
+            link: to the engine process.
         """
         self.settings = settings
         self.link = link
@@ -47,11 +47,11 @@ class Front:
     @property
     def doing(self) -> str:
         """What is done before requests are answered, or ``"ready"``."""
-        return "waiting for the other fronts" if self.link.is_ready and not self.all_ready else self.link.doing
+        return "waiting for the other API servers" if self.link.is_ready and not self.all_ready else self.link.doing
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are answered, whichever front of the server they reach."""
+        """Whether requests are answered, whichever API server of the server they reach."""
         return self.link.is_ready and self.all_ready
 
     def model_for(self, name: str | None) -> Model:
@@ -89,7 +89,7 @@ class Front:
         Raises:
             ApiError: they are too many or too long.
             ValueError: they are impossible.
-            GeneratorError: the generator is gone.
+            EngineProcessError: the engine process is gone.
         """
         model, salt = self.link.model, self._salt(request, *salts)
         self.check_answers(len(prompts), params.n)
@@ -171,9 +171,9 @@ def check_length(prompt: Sequence[int], params: SamplingParams, param: str, read
         )
 
 
-def front_of(request: Request) -> Front:
-    """Return the front that has a request."""
-    return cast(Front, request.app.state.front)
+def api_server_of(request: Request) -> ApiServer:
+    """Return the API server that has a request."""
+    return cast(ApiServer, request.app.state.api_server)
 
 
 def new_id(prefix: str) -> str:

@@ -1,4 +1,4 @@
-"""The front's connection to its generator, which is made again whenever it is lost."""
+"""The API server's connection to its engine process, which is made again whenever it is lost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from compiled_llm.client import AsyncClient, GeneratorError
+from compiled_llm.client import AsyncClient, EngineProcessError
 from compiled_llm.protocol.messages import Ready
 from compiled_llm.server.http.api_error import unavailable
 from compiled_llm.server.openai.tokenizer.token_bytes import TokenBytes
@@ -19,7 +19,7 @@ logger = logging.getLogger("compiled_llm.server")
 _PAUSE = 0.1
 """Seconds between two tries to connect; meanwhile requests are refused."""
 _SILENT_SECONDS = 30.0
-"""After which a generator that says nothing hangs; its heartbeat comes every five."""
+"""After which an engine process that says nothing hangs; its heartbeat comes every five."""
 _LOOKS = 6
 """How often it is looked at in that time. The time alone would count those in which this process itself stood still."""
 
@@ -28,7 +28,7 @@ _HANGS = "the process that runs the model has said nothing for {:g} s: it is sto
 
 
 class Model(NamedTuple):
-    """What answers requests: a generator that is ready, and its tokenizer."""
+    """What answers requests: an engine process that is ready, and its tokenizer."""
 
     client: AsyncClient
     ready: Ready
@@ -36,10 +36,10 @@ class Model(NamedTuple):
     token_bytes: TokenBytes
 
 
-class GeneratorLink:
-    """Connects to a generator, waits until it is ready, and begins again when it has gone.
+class EngineLink:
+    """Connects to an engine process, waits until it is ready, and begins again when it has gone.
 
-    A generator whose process hangs is connected, and not ready. It is left alone: it may go on.
+    An engine process whose process hangs is connected, and not ready. It is left alone: it may go on.
 
     Attributes:
         was_ready: whether it has been, once.
@@ -52,7 +52,7 @@ class GeneratorLink:
         failed: Callable[[str], object] | None = None,
         escapes: bool = False,
     ) -> None:
-        """Know of no generator yet.
+        """Know of no engine process yet.
 
         Args:
             client: makes one that has not connected, with a tokenizer or None.
@@ -71,7 +71,7 @@ class GeneratorLink:
 
     @property
     def doing(self) -> str:
-        """What the generator does: ``"ready"``, or what comes before."""
+        """What the engine process does: ``"ready"``, or what comes before."""
         if self._has_failed:
             return "failed; the log says why"
         if self._hangs:
@@ -116,8 +116,8 @@ class GeneratorLink:
         while True:
             try:
                 await self._serve_once()
-            except (GeneratorError, OSError) as error:
-                logger.debug("compiled_llm: no generator: %s", error)
+            except (EngineProcessError, OSError) as error:
+                logger.debug("compiled_llm: no engine process: %s", error)
             self._forget()
             await asyncio.sleep(_PAUSE)
 
@@ -131,7 +131,7 @@ class GeneratorLink:
         raise await client.wait_until_lost()
 
     async def _named_vocabulary(self) -> Vocabulary:
-        """Load the tokenizer that the generator names, which it does once it is ready."""
+        """Load the tokenizer that the engine process names, which it does once it is ready."""
         ready = await (await self._connected()).wait_until_ready()
         try:
             return await asyncio.to_thread(load_vocabulary, ready, self._escapes)
@@ -161,7 +161,7 @@ class GeneratorLink:
     # ---- a process that hangs
 
     async def _watch(self) -> None:
-        """Look again and again whether the generator's process says anything."""
+        """Look again and again whether the engine process says anything."""
         heard, silent = None, 0
         while True:
             await asyncio.sleep(_SILENT_SECONDS / _LOOKS)
@@ -174,7 +174,7 @@ class GeneratorLink:
     def _turn(self, client: AsyncClient, hangs: bool) -> None:
         """Take note that the process hangs, of which its requests are told, or that it goes on."""
         self._hangs = hangs
-        logger.warning("compiled_llm: %s", _HANGS.format(_SILENT_SECONDS) if hangs else "the generator goes on")
+        logger.warning("compiled_llm: %s", _HANGS.format(_SILENT_SECONDS) if hangs else "the engine process goes on")
         if hangs:
-            client.give_up(GeneratorError(_HANGS.format(_SILENT_SECONDS)))
+            client.give_up(EngineProcessError(_HANGS.format(_SILENT_SECONDS)))
         self._tell()

@@ -17,7 +17,7 @@ from compiled_llm.server.http.worker_thread import beside
 from compiled_llm.server.openai.chat.logprobs import entries_of, prompt_logprobs
 from compiled_llm.server.openai.common.answering import answered
 from compiled_llm.server.openai.common.answers import Answers, Choice, News
-from compiled_llm.server.openai.common.api_server import check_length, front_of, new_id
+from compiled_llm.server.openai.common.api_server import api_server_of, check_length, new_id
 from compiled_llm.server.openai.common.engine_link import Model
 from compiled_llm.server.openai.common.events import TextEvent, event
 from compiled_llm.server.openai.common.openapi_responses import ANSWERS
@@ -35,9 +35,9 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/completions", response_model=TextCompletion, responses=ANSWERS)
 async def create_completion(body: CompletionRequest, request: Request) -> Any:
     """Continue a text, or several."""
-    front = front_of(request)
-    model = front.model_for(body.model)
-    front.check_answers(len(body.prompts()), body.answers)
+    api_server = api_server_of(request)
+    model = api_server.model_for(body.model)
+    api_server.check_answers(len(body.prompts()), body.answers)
 
     def prepared() -> tuple[list[list[int]], SamplingParams, Form | None]:
         form = body.form
@@ -46,8 +46,8 @@ async def create_completion(body: CompletionRequest, request: Request) -> Any:
 
     prompts, params, form = await beside(prepared, len(await request.body()))
     salts = body.user, body.cache_salt
-    answers = await front.submit(request, prompts, params, "prompt", *salts, form=form, priority=body.priority)
-    told = _Told(body, model, front.settings.names[0], answers)
+    answers = await api_server.submit(request, prompts, params, "prompt", *salts, form=form, priority=body.priority)
+    told = _Told(body, model, api_server.settings.names[0], answers)
     return await answered(told, answers, bool(body.stream))
 
 

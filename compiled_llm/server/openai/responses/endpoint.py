@@ -20,7 +20,7 @@ from compiled_llm.server.openai.chat.reading import Reading
 from compiled_llm.server.openai.chat.response import TokenLogprob
 from compiled_llm.server.openai.common.answering import answered
 from compiled_llm.server.openai.common.answers import Answers, Choice, News
-from compiled_llm.server.openai.common.api_server import front_of, new_id
+from compiled_llm.server.openai.common.api_server import api_server_of, new_id
 from compiled_llm.server.openai.common.engine_link import Model
 from compiled_llm.server.openai.common.events import named_event
 from compiled_llm.server.openai.common.openapi_responses import ANSWERS
@@ -38,8 +38,8 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/responses", response_model=ResponseBody, responses=ANSWERS)
 async def create_response(body: ResponsesRequest, request: Request) -> Any:
     """Answer a text, or a chat."""
-    front = front_of(request)
-    model = front.model_for(body.model)
+    api_server = api_server_of(request)
+    model = api_server.model_for(body.model)
 
     def prepared() -> tuple[list[int], SamplingParams, Form | None, Reading]:
         params = body.sampling()
@@ -53,8 +53,8 @@ async def create_response(body: ResponsesRequest, request: Request) -> Any:
 
     tokens, params, form, reading = await beside(prepared, len(await request.body()))
     salts = body.user, body.cache_salt
-    answers = await front.submit(request, [tokens], params, "input", *salts, form=form, priority=body.priority)
-    told = _Told(body, model, front.settings.names[0], answers, reading)
+    answers = await api_server.submit(request, [tokens], params, "input", *salts, form=form, priority=body.priority)
+    told = _Told(body, model, api_server.settings.names[0], answers, reading)
     return await answered(told, answers, bool(body.stream), end=b"")
 
 

@@ -1,4 +1,4 @@
-"""The front's tokenizer: prompts of texts and messages, text and bytes of tokens."""
+"""The API server's tokenizer: prompts of texts and messages, text and bytes of tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TokenizerError(RuntimeError):
 
 
 def load_vocabulary(ready: Ready, escapes: bool = False) -> Vocabulary:
-    """Return a vocabulary of the tokenizer that a generator names.
+    """Return a vocabulary of the tokenizer that an engine process names.
 
     Args:
         ready: what it has said of its model.

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from support.server.fronts import RunningFront
-from support.server.generators import PATIENCE
+from support.server.engine_processes import PATIENCE
+from support.server.running_servers import RunningServer
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HI = [{"role": "user", "content": "hi"}]
@@ -89,33 +89,33 @@ WRONG: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "param"), WRONG, ids=lambda value: str(value)[:60])
-def test_what_is_impossible_is_refused_by_name(front: RunningFront, path: str, body: Any, param: str) -> None:
-    response = front.http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+def test_what_is_impossible_is_refused_by_name(api_server: RunningServer, path: str, body: Any, param: str) -> None:
+    response = api_server.http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
     assert response.status_code == 400, response.text
     found = response.json()["error"]
     assert found["message"]
     assert (found["param"] or "").startswith(param)
     assert not re.search(r"Traceback|\.py\b|/(tmp|root|home|usr)/", response.text)
-    assert_answers(front)
+    assert_answers(api_server)
 
 
-def assert_answers(front: RunningFront) -> None:
-    assert front.http.post(TEXT, json={"prompt": "a", "max_tokens": 1}).status_code == 200
+def assert_answers(api_server: RunningServer) -> None:
+    assert api_server.http.post(TEXT, json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
 @pytest.mark.parametrize("body", [{"prompt": "a", "max_tokens": 10**9}, {"prompt": "a", "logit_bias": {"99999": 1}}])
-def test_a_stream_that_is_impossible_has_the_status_of_an_error(front: RunningFront, body: Any) -> None:
-    assert front.http.post(TEXT, json={**body, "stream": True}).status_code == 400
+def test_a_stream_that_is_impossible_has_the_status_of_an_error(api_server: RunningServer, body: Any) -> None:
+    assert api_server.http.post(TEXT, json={**body, "stream": True}).status_code == 400
 
 
-def test_a_model_that_is_not_here(front: RunningFront) -> None:
-    response = front.http.post(TEXT, json={"prompt": "a", "model": "gpt-9"})
+def test_a_model_that_is_not_here(api_server: RunningServer) -> None:
+    response = api_server.http.post(TEXT, json={"prompt": "a", "model": "gpt-9"})
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_paths_that_do_not_exist(front: RunningFront) -> None:
-    assert front.http.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
-    assert front.http.get(TEXT).status_code == 405
+def test_paths_that_do_not_exist(api_server: RunningServer) -> None:
+    assert api_server.http.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
+    assert api_server.http.get(TEXT).status_code == 405
 
 
 @pytest.mark.parametrize(
@@ -123,35 +123,35 @@ def test_paths_that_do_not_exist(front: RunningFront) -> None:
     [(b"", 400), (b"{", 400), (b"\xff\xfe", 400), (b"[" * 20_000, 400), (b'{"prompt": "' + b"a" * 2**17 + b'"}', 413)],
     ids=["empty", "half", "no utf-8", "deep", "long"],
 )
-def test_bodies_that_are_no_json_or_too_long(front: RunningFront, content: bytes, status: int) -> None:
+def test_bodies_that_are_no_json_or_too_long(api_server: RunningServer, content: bytes, status: int) -> None:
     headers = {"content-type": "application/json"}
-    response = front.http.post(TEXT, content=content, headers=headers)
+    response = api_server.http.post(TEXT, content=content, headers=headers)
     assert (response.status_code, response.json()["error"]["param"]) == (status, None)
 
     def pieces() -> Any:
         yield content
 
-    assert front.http.post(TEXT, content=pieces(), headers=headers).status_code == status
-    assert_answers(front)
+    assert api_server.http.post(TEXT, content=pieces(), headers=headers).status_code == status
+    assert_answers(api_server)
 
 
 @pytest.mark.parametrize("levels", [700, 950, 10_000])
 @pytest.mark.parametrize("field", ["chat_template_kwargs", "metadata"])
-def test_a_body_of_many_levels_is_no_error_of_the_server(front: RunningFront, field: str, levels: int) -> None:
+def test_a_body_of_many_levels_is_no_error_of_the_server(api_server: RunningServer, field: str, levels: int) -> None:
     nested = '{"a":' * levels + "1" + "}" * levels
     content = f'{{"messages": {json.dumps(HI)}, "max_tokens": 1, "{field}": {nested}}}'
-    response = front.http.post(CHAT, content=content, headers={"content-type": "application/json"})
+    response = api_server.http.post(CHAT, content=content, headers={"content-type": "application/json"})
     assert response.status_code in (200, 400), response.text  # how many are too many differs between Pythons
-    assert_answers(front)
+    assert_answers(api_server)
 
 
-def test_other_kinds_of_bodies(front: RunningFront) -> None:
+def test_other_kinds_of_bodies(api_server: RunningServer) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
-        response = front.http.post(TEXT, content=b'{"prompt": "a"}', headers={"content-type": kind})
+        response = api_server.http.post(TEXT, content=b'{"prompt": "a"}', headers={"content-type": kind})
         assert response.status_code == 415
         assert response.json()["error"]["message"] == "Content-Type: the body has to be application/json"
     headers = {"content-type": "application/json; charset=utf-8"}
-    assert front.http.post(TEXT, content=b'{"prompt": "a"}', headers=headers).status_code == 200
+    assert api_server.http.post(TEXT, content=b'{"prompt": "a"}', headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -163,37 +163,37 @@ def test_other_kinds_of_bodies(front: RunningFront) -> None:
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
     ],
 )
-def test_half_requests(front: RunningFront, sent: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", front.port)) as peer:
+def test_half_requests(api_server: RunningServer, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", api_server.port)) as peer:
         peer.sendall(sent)
-    assert_answers(front)
+    assert_answers(api_server)
 
 
 @pytest.mark.parametrize("lines", [b"X-A: " + b"a" * 2**16, b"X-A: b\r\n" * 2**14])
-def test_a_head_that_does_not_end(front: RunningFront, lines: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", front.port), timeout=PATIENCE) as peer:
+def test_a_head_that_does_not_end(api_server: RunningServer, lines: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", api_server.port), timeout=PATIENCE) as peer:
         peer.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + lines)
         with suppress(ConnectionResetError):  # if the rest was never read
             assert peer.recv(2**16).startswith(b"HTTP/1.1 400")
             assert peer.recv(2**16) == b"", "closed"
-    assert_answers(front)
+    assert_answers(api_server)
 
 
-def test_a_long_body_has_no_long_head(front: RunningFront) -> None:
+def test_a_long_body_has_no_long_head(api_server: RunningServer) -> None:
     content = b'{"prompt": "a"' + b" " * (3 * 2**15) + b"}"
-    assert front.http.post(TEXT, content=content, headers={"content-type": "application/json"}).status_code in (
+    assert api_server.http.post(TEXT, content=content, headers={"content-type": "application/json"}).status_code in (
         200,
         413,
     )
-    assert_answers(front)
+    assert_answers(api_server)
 
 
 def test_a_form_without_xgrammar_is_refused_with_the_command(
-    front: RunningFront, monkeypatch: pytest.MonkeyPatch
+    api_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "xgrammar" else find(name))
-    response = front.http.post(CHAT, json={"messages": HI, "response_format": {"type": "json_object"}})
+    response = api_server.http.post(CHAT, json={"messages": HI, "response_format": {"type": "json_object"}})
     assert response.status_code == 400
     assert "pip install '.[structured]'" in response.json()["error"]["message"]
-    assert front.http.post(CHAT, json={"messages": HI, "max_tokens": 2}).status_code == 200
+    assert api_server.http.post(CHAT, json={"messages": HI, "max_tokens": 2}).status_code == 200

@@ -15,9 +15,9 @@ import pytest
 
 from support.server import loop_recorder
 from support.server.bombs import BOMBS, Bomb
-from support.server.fronts import chat_tokenizer, serving
-from support.server.generators import PATIENCE, until
+from support.server.engine_processes import PATIENCE, until
 from support.server.processes import children, forget_peak, memory_of
+from support.server.running_servers import chat_tokenizer, serving
 from support.tiny_models import tiny_qwen3
 
 OPTIONS = ("--mode", "eager", "--warmup", "1,8", "--kv-memory", "30000 tokens")
@@ -56,8 +56,8 @@ def recorded(folder: Path, notes: Path) -> Iterator[tuple[tuple[int, int], httpx
                 assert http.post(TEXT, json={"prompt": "a", "max_tokens": 4}).status_code == 200
             for file in notes.iterdir():
                 file.unlink()  # it has imported much
-            (generator,) = children(process.pid)
-            yield (process.pid, generator), http
+            (engine_process,) = children(process.pid)
+            yield (process.pid, engine_process), http
 
 
 def throw(http: httpx.Client, processes: tuple[int, int], bomb: Bomb) -> None:

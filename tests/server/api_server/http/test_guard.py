@@ -18,28 +18,28 @@ from starlette.types import Message, Receive, Scope, Send
 
 from compiled_llm.server import guard
 from compiled_llm.server.guard import Guard
-from compiled_llm.server.openai.metrics import FrontMetrics
-from compiled_llm.server.settings import FrontSettings, keys_in, readers_of
-from support.server.fronts import RunningFront, fronting
-from support.server.generators import Loop
+from compiled_llm.server.openai.metrics import ApiServerMetrics
+from compiled_llm.server.settings import ApiServerSettings, keys_in, readers_of
+from support.server.engine_processes import Loop
+from support.server.running_servers import RunningServer, running_server
 
 KEYS = ("a-key-of-sixteen-or-more", "another-key-of-sixteen")
 BODY = {"prompt": "a", "max_tokens": 1}
 
 
 @pytest.fixture(scope="module")
-def guarded(generator: Loop) -> Iterator[RunningFront]:
+def guarded(engine_process: Loop) -> Iterator[RunningServer]:
     options = {"api_keys": KEYS, "allowed_hosts": ("llm.example",), "cors_origins": ("https://page.example",)}
-    with fronting(generator.generator._path, **options) as front:
-        yield front
+    with running_server(engine_process.server._path, **options) as api_server:
+        yield api_server
 
 
-def ask(front: RunningFront, **headers: str) -> httpx.Response:
-    return front.http.post("/v1/completions", json=BODY, headers=headers)
+def ask(api_server: RunningServer, **headers: str) -> httpx.Response:
+    return api_server.http.post("/v1/completions", json=BODY, headers=headers)
 
 
 @pytest.mark.parametrize("key", ["", "Bearer", f"Bearer {KEYS[0]}x", f"Basic {KEYS[0]}", KEYS[0], "Bearer \u00fc"])
-def test_without_a_key_nothing_is_answered(guarded: RunningFront, key: str) -> None:
+def test_without_a_key_nothing_is_answered(guarded: RunningServer, key: str) -> None:
     response = guarded.http.post("/v1/completions", json=BODY, headers={b"authorization": key.encode()} if key else {})
     assert response.status_code == 401
     assert response.json()["error"]["code"] == "invalid_api_key"
@@ -50,7 +50,7 @@ def test_without_a_key_nothing_is_answered(guarded: RunningFront, key: str) -> N
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_with_a_key_it_is(guarded: RunningFront, key: str) -> None:
+def test_with_a_key_it_is(guarded: RunningServer, key: str) -> None:
     assert ask(guarded, authorization=f"Bearer {key}").status_code == 200
 
 
@@ -78,22 +78,22 @@ def test_with_a_key_it_is(guarded: RunningFront, key: str) -> None:
         ("", 403),
     ],
 )
-def test_only_names_of_this_machine_are_served(guarded: RunningFront, host: str, status: int) -> None:
+def test_only_names_of_this_machine_are_served(guarded: RunningServer, host: str, status: int) -> None:
     assert ask(guarded, authorization=f"Bearer {KEYS[0]}", host=host).status_code == status
 
 
-def test_two_hosts_are_refused(front: RunningFront) -> None:
-    with socket.create_connection(("127.0.0.1", front.port)) as peer:
+def test_two_hosts_are_refused(api_server: RunningServer) -> None:
+    with socket.create_connection(("127.0.0.1", api_server.port)) as peer:
         peer.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\nConnection: close\r\n\r\n")
         received = peer.recv(2**16)
     assert received.startswith(b"HTTP/1.1 400 ")
 
 
-def test_pages_of_others_are_not_served(guarded: RunningFront, front: RunningFront) -> None:
-    refused = ask(front, origin="https://evil.example")
+def test_pages_of_others_are_not_served(guarded: RunningServer, api_server: RunningServer) -> None:
+    refused = ask(api_server, origin="https://evil.example")
     assert refused.status_code == 403
     assert refused.json()["error"]["message"].startswith("Origin: pages of other servers are not served")
-    port = front.port
+    port = api_server.port
     others = (
         "null",
         "",
@@ -103,8 +103,8 @@ def test_pages_of_others_are_not_served(guarded: RunningFront, front: RunningFro
         f"http://a@localhost:{port}",
     )
     for origin in others:
-        assert ask(front, origin=origin, host=f"localhost:{port}").status_code == 403, origin
-    assert ask(front, origin=front.url).status_code == 200
+        assert ask(api_server, origin=origin, host=f"localhost:{port}").status_code == 403, origin
+    assert ask(api_server, origin=api_server.url).status_code == 200
     allowed = ask(guarded, origin="https://page.example", authorization=f"Bearer {KEYS[0]}")
     assert allowed.headers["access-control-allow-origin"] == "https://page.example"
     preflight = {"origin": "https://page.example", "access-control-request-method": "POST"}
@@ -113,17 +113,19 @@ def test_pages_of_others_are_not_served(guarded: RunningFront, front: RunningFro
     assert guarded.http.options("/v1/completions", headers=preflight).status_code == 400
 
 
-def test_names_of_ipv6_are_served(generator: Loop) -> None:
-    with fronting(generator.generator._path, host="::1") as front:
-        answer = httpx.post(f"http://[::1]:{front.port}/v1/completions", json=BODY)
+def test_names_of_ipv6_are_served(engine_process: Loop) -> None:
+    with running_server(engine_process.server._path, host="::1") as api_server:
+        answer = httpx.post(f"http://[::1]:{api_server.port}/v1/completions", json=BODY)
         assert answer.status_code == 200
         page = httpx.post(
-            f"http://[::1]:{front.port}/v1/completions", json=BODY, headers={"origin": f"http://[::1]:{front.port}"}
+            f"http://[::1]:{api_server.port}/v1/completions",
+            json=BODY,
+            headers={"origin": f"http://[::1]:{api_server.port}"},
         )
         assert page.status_code == 200
 
 
-def test_all_keys_are_compared_each_time(guarded: RunningFront, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_keys_are_compared_each_time(guarded: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the time would say how many of them begin like the one that is given, or which one it is."""
     compared: list[tuple[bytes, bytes]] = []
     compare = hmac.compare_digest
@@ -135,26 +137,26 @@ def test_all_keys_are_compared_each_time(guarded: RunningFront, monkeypatch: pyt
         assert {len(side) for pair in compared for side in pair} == {32}  # digests: of one length
 
 
-def test_cached_prompts_are_not_shared_by_keys_or_users(generator: Loop) -> None:
-    def cached(front: RunningFront, key: str, user: str) -> int:
+def test_cached_prompts_are_not_shared_by_keys_or_users(engine_process: Loop) -> None:
+    def cached(api_server: RunningServer, key: str, user: str) -> int:
         body = {"prompt": "the quick brown fox jumps over the lazy dog " * 3, "max_tokens": 1, "user": user}
-        answer = front.http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}).json()
+        answer = api_server.http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}).json()
         found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         return found
 
-    with fronting(generator.generator._path, api_keys=KEYS, salts_caches=True) as front:
-        assert cached(front, KEYS[0], "me") == 0
-        assert cached(front, KEYS[0], "me") > 0
-        assert cached(front, KEYS[0], "you") == 0
-        assert cached(front, KEYS[1], "me") == 0
+    with running_server(engine_process.server._path, api_keys=KEYS, salts_caches=True) as api_server:
+        assert cached(api_server, KEYS[0], "me") == 0
+        assert cached(api_server, KEYS[0], "me") > 0
+        assert cached(api_server, KEYS[0], "you") == 0
+        assert cached(api_server, KEYS[1], "me") == 0
 
 
 def test_a_request_has_an_id_and_its_prompt_is_not_in_the_log(
-    front: RunningFront, caplog: pytest.LogCaptureFixture
+    api_server: RunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", "compiled_llm.server"):
         first, second = (
-            front.http.post("/v1/completions?secret=1", json={**BODY, "prompt": "secret"}) for _ in range(2)
+            api_server.http.post("/v1/completions?secret=1", json={**BODY, "prompt": "secret"}) for _ in range(2)
         )
         ids = [response.headers["x-request-id"] for response in (first, second)]
         assert ids[0] != ids[1]
@@ -164,13 +166,13 @@ def test_a_request_has_an_id_and_its_prompt_is_not_in_the_log(
 
 
 def test_an_error_of_ours_shows_no_trace(
-    front: RunningFront, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    api_server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(_: object) -> None:
         raise KeyError("/home/me/secret")
 
-    monkeypatch.setattr(front.front, "model_for", broken)
-    response = ask(front)
+    monkeypatch.setattr(api_server.api_server, "model_for", broken)
+    response = ask(api_server)
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "an error of the server; its log has it under the request's id"
     assert "home" not in response.text
@@ -191,7 +193,7 @@ def test_an_error_of_ours_shows_no_trace(
 )
 def test_settings_that_are_not_safe_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        FrontSettings(names=("tiny",), **options)  # type: ignore[arg-type]
+        ApiServerSettings(names=("tiny",), **options)  # type: ignore[arg-type]
 
 
 def answer_of_guard(client: tuple[str, int] | None, **options: Any) -> tuple[int, dict[str, str]]:
@@ -206,7 +208,7 @@ def answer_of_guard(client: tuple[str, int] | None, **options: Any) -> tuple[int
 
     headers = [(b"host", b"localhost"), (b"x-request-id", b"named"), (b"authorization", f"Bearer {KEYS[0]}".encode())]
     scope = {"type": "http", "method": "GET", "path": "/version", "headers": headers, "client": client}
-    guard = Guard(application, FrontSettings(names=("tiny",), **options), FrontMetrics())
+    guard = Guard(application, ApiServerSettings(names=("tiny",), **options), ApiServerMetrics())
     asyncio.run(guard(scope, None, send))  # type: ignore[arg-type]
     return sent[0]["status"], {name.decode(): value.decode() for name, value in sent[0]["headers"]}
 
@@ -215,7 +217,7 @@ def answer_of_guard(client: tuple[str, int] | None, **options: Any) -> tuple[int
     ("client", "status"),
     [(("127.0.0.1", 1), 200), (("::1", 1), 200), (None, 200), (("192.0.2.7", 1), 403), (("elsewhere", 1), 403)],
 )
-def test_whoever_listens_for_a_front_only_this_machine_is_served_without_a_key(
+def test_whoever_listens_for_an_api_server_only_this_machine_is_served_without_a_key(
     client: tuple[str, int] | None, status: int
 ) -> None:
     assert answer_of_guard(client)[0] == status

@@ -11,8 +11,8 @@ from contextlib import suppress
 import pytest
 
 from compiled_llm.engine.engine import Engine
-from support.server.fronts import RunningFront, fronting
-from support.server.generators import PATIENCE, Loop
+from support.server.engine_processes import PATIENCE, Loop
+from support.server.running_servers import RunningServer, running_server
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BODY = {"prompt": "a", "max_tokens": 1}
@@ -21,18 +21,18 @@ WORDY = {"prompt": "a", "max_tokens": 300, "n": 16, "ignore_eos": True, "logprob
 
 
 @pytest.fixture(scope="module")
-def hasty(generator: Loop) -> Iterator[RunningFront]:
-    with fronting(generator.generator._path, client_seconds=0.2) as front:
+def hasty(engine_process: Loop) -> Iterator[RunningServer]:
+    with running_server(engine_process.server._path, client_seconds=0.2) as api_server:
         # Else the kernel would take megabytes for a client that takes nothing.
-        front._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**12)
-        yield front
+        api_server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**12)
+        yield api_server
 
 
-def connected(front: RunningFront) -> socket.socket:
+def connected(api_server: RunningServer) -> socket.socket:
     peer = socket.socket()
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
     peer.settimeout(PATIENCE)
-    peer.connect(("127.0.0.1", front.port))
+    peer.connect(("127.0.0.1", api_server.port))
     return peer
 
 
@@ -57,16 +57,16 @@ def send_several(peer: socket.socket, data: bytes, times: int) -> None:
         time.sleep(0.01)
 
 
-def clients(front: RunningFront) -> list[object]:
-    return [getattr(protocol, "client", None) for protocol in tuple(front.server.server_state.connections)]
+def clients(api_server: RunningServer) -> list[object]:
+    return [getattr(protocol, "client", None) for protocol in tuple(api_server.server.server_state.connections)]
 
 
-def is_answered(front: RunningFront) -> bool:
-    return front.http.post("/v1/completions", json=BODY).status_code == 200
+def is_answered(api_server: RunningServer) -> bool:
+    return api_server.http.post("/v1/completions", json=BODY).status_code == 200
 
 
 @pytest.mark.parametrize("sent", [HEAD, b"P"])
-def test_half_a_head_is_waited_for_until_its_time_is_over(hasty: RunningFront, sent: bytes) -> None:
+def test_half_a_head_is_waited_for_until_its_time_is_over(hasty: RunningServer, sent: bytes) -> None:
     with connected(hasty) as peer:
         peer.sendall(sent)
         assert is_answered(hasty)
@@ -75,14 +75,14 @@ def test_half_a_head_is_waited_for_until_its_time_is_over(hasty: RunningFront, s
     assert received.endswith(b"The head of the request has not come in time.")
 
 
-def test_a_head_that_comes_byte_by_byte_is_not_waited_for_longer(hasty: RunningFront) -> None:
+def test_a_head_that_comes_byte_by_byte_is_not_waited_for_longer(hasty: RunningServer) -> None:
     with connected(hasty) as peer:
         peer.sendall(HEAD)
         send_until_closed(peer, b"X-A: b\r\n")
 
 
 @pytest.mark.parametrize("trickle", [b"\r\n", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "])
-def test_the_next_head_has_its_time_as_well(hasty: RunningFront, trickle: bytes) -> None:
+def test_the_next_head_has_its_time_as_well(hasty: RunningServer, trickle: bytes) -> None:
     with connected(hasty) as peer:
         peer.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert peer.recv(2**16).startswith(b"HTTP/1.1 200 ")
@@ -98,8 +98,8 @@ def test_the_next_head_has_its_time_as_well(hasty: RunningFront, trickle: bytes)
         b"GET /health?" + b"x" * 70_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
 )
-def test_a_head_that_is_too_long_is_refused_though_it_comes_at_once(front: RunningFront, head: bytes) -> None:
-    with connected(front) as peer:
+def test_a_head_that_is_too_long_is_refused_though_it_comes_at_once(api_server: RunningServer, head: bytes) -> None:
+    with connected(api_server) as peer:
         received = b"HTTP/1.1 400 The head of the request is too long."
         with suppress(OSError):  # if the rest was on its way when it was closed, the kernel says no more
             peer.sendall(head)
@@ -107,34 +107,34 @@ def test_a_head_that_is_too_long_is_refused_though_it_comes_at_once(front: Runni
     assert received.startswith(b"HTTP/1.1 400 ")
     assert received.endswith(b"The head of the request is too long.")
     assert received.count(b"HTTP/1.1") == 1
-    assert is_answered(front)
+    assert is_answered(api_server)
 
 
-def test_a_long_head_is_answered_and_trailers_are_counted(front: RunningFront) -> None:
-    with connected(front) as peer:
+def test_a_long_head_is_answered_and_trailers_are_counted(api_server: RunningServer) -> None:
+    with connected(api_server) as peer:
         peer.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 60_000 + b"\r\n\r\n")
         assert peer.recv(2**16).startswith(b"HTTP/1.1 200 ")
         peer.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n")
         send_until_closed(peer, b"X: " + b"x" * 9_000 + b"\r\n")
-    assert is_answered(front)
+    assert is_answered(api_server)
 
 
 @pytest.mark.parametrize("begun", [b"2\r\n{}\r\n0\r\nX: ", b"2;x="])
-def test_a_trailer_without_end_is_left(front: RunningFront, begun: bytes) -> None:
-    with connected(front) as peer:
+def test_a_trailer_without_end_is_left(api_server: RunningServer, begun: bytes) -> None:
+    with connected(api_server) as peer:
         peer.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + begun)
         with pytest.raises(OSError, match=r"\w"):  # long before its time is over
             send_several(peer, b"x" * 9_000, 500)
-    assert is_answered(front)
+    assert is_answered(api_server)
 
 
-def test_whoever_says_nothing_is_left(hasty: RunningFront) -> None:
+def test_whoever_says_nothing_is_left(hasty: RunningServer) -> None:
     with connected(hasty) as peer:
         assert rest(peer) == b""
     assert is_answered(hasty)
 
 
-def test_half_a_body_is_refused_and_its_rest_is_not_waited_for(hasty: RunningFront) -> None:
+def test_half_a_body_is_refused_and_its_rest_is_not_waited_for(hasty: RunningServer) -> None:
     with connected(hasty) as peer:
         peer.sendall(HEAD + b"Content-Length: 1000\r\n\r\n{")
         received = b""
@@ -147,7 +147,7 @@ def test_half_a_body_is_refused_and_its_rest_is_not_waited_for(hasty: RunningFro
     assert is_answered(hasty)
 
 
-def test_a_request_that_comes_in_pieces_is_answered(hasty: RunningFront) -> None:
+def test_a_request_that_comes_in_pieces_is_answered(hasty: RunningServer) -> None:
     body = json.dumps(BODY).encode()
     with connected(hasty) as peer:
         for piece in (HEAD[:20], HEAD[20:], b"Content-Length: %d\r\n\r\n" % len(body), body[:5], body[5:]):
@@ -156,7 +156,7 @@ def test_a_request_that_comes_in_pieces_is_answered(hasty: RunningFront) -> None
         assert peer.recv(2**16).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_head_may_wait_for_the_answer_before_it(hasty: RunningFront, engine: Engine) -> None:
+def test_a_head_may_wait_for_the_answer_before_it(hasty: RunningServer, engine: Engine) -> None:
     long = json.dumps({"prompt": "a", "max_tokens": 900, "ignore_eos": True, "n": 4}).encode()
     with connected(hasty) as peer:
         peer.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(long) + long + b"GET /hea")
@@ -170,7 +170,7 @@ def test_a_head_may_wait_for_the_answer_before_it(hasty: RunningFront, engine: E
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_whoever_takes_nothing_of_an_answer_is_cut_off(hasty: RunningFront, engine: Engine, stream: bool) -> None:
+def test_whoever_takes_nothing_of_an_answer_is_cut_off(hasty: RunningServer, engine: Engine, stream: bool) -> None:
     body = json.dumps({**WORDY, "stream": stream}).encode()
     with connected(hasty) as peer:
         peer.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
@@ -187,16 +187,16 @@ def test_whoever_takes_nothing_of_an_answer_is_cut_off(hasty: RunningFront, engi
         time.sleep(0.001)
 
 
-def test_a_stream_that_is_not_read_ends_at_a_limit_and_nobody_else_waits(generator: Loop, engine: Engine) -> None:
+def test_a_stream_that_is_not_read_ends_at_a_limit_and_nobody_else_waits(engine_process: Loop, engine: Engine) -> None:
     before = engine.stats()
     body = json.dumps({**WORDY, "stream": True, "max_tokens": 900}).encode()
-    with fronting(generator.generator._path, most_unsent=100) as front:
-        front._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**12)
-        with connected(front) as peer:
+    with running_server(engine_process.server._path, most_unsent=100) as api_server:
+        api_server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**12)
+        with connected(api_server) as peer:
             peer.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             others = 0
             while engine.stats().finished < before.finished + 16 + others:
-                assert is_answered(front)
+                assert is_answered(api_server)
                 others += 1
             assert engine.stats().new_tokens < before.new_tokens + 16 * 900
             received = b""
@@ -204,20 +204,20 @@ def test_a_stream_that_is_not_read_ends_at_a_limit_and_nobody_else_waits(generat
                 received += peer.recv(2**16)
         last = received.rstrip(b"0\r\n").rpartition(b"data: ")[2]
         assert json.loads(last)["error"]["message"] == "the client has not read, and more than 100 tokens wait for it"
-        with front.http.stream("POST", "/v1/completions", json={**WORDY, "stream": True}) as quick:
+        with api_server.http.stream("POST", "/v1/completions", json={**WORDY, "stream": True}) as quick:
             assert list(quick.iter_lines())[-2] == "data: [DONE]"
 
 
-def test_there_are_so_many_connections_and_the_next_is_told(generator: Loop) -> None:
-    with fronting(generator.generator._path, most_connections=2) as front:
-        with connected(front) as first, connected(front):
-            with connected(front) as third:
+def test_there_are_so_many_connections_and_the_next_is_told(engine_process: Loop) -> None:
+    with running_server(engine_process.server._path, most_connections=2) as api_server:
+        with connected(api_server) as first, connected(api_server):
+            with connected(api_server) as third:
                 received = rest(third)
             assert received.startswith(b"HTTP/1.1 503 ")
             assert b"Retry-After: " in received
             assert json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_many_connections"
             first.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert first.recv(2**16).startswith(b"HTTP/1.1 200 ")
-        while len(front.server.server_state.connections):
+        while len(api_server.server.server_state.connections):
             time.sleep(0.001)
-        assert is_answered(front)
+        assert is_answered(api_server)

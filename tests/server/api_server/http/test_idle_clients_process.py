@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from support.server.fronts import serving
-from support.server.generators import COMMAND, PATIENCE, until
+from support.server.engine_processes import COMMAND, PATIENCE, until
+from support.server.running_servers import serving
 
 OPTIONS = ("--mode", "eager", "--warmup", "1,8", "--kv-memory", "20000 tokens", "--client-seconds", "1")
 TEXT = "/v1/completions"

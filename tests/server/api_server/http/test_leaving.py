@@ -1,4 +1,4 @@
-"""Clients that leave, queues that are full, generators that die: everybody hears of it, and nothing is left behind."""
+"""Clients leave, queues are full, engine processes die: all who wait hear of it, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from compiled_llm.engine.steps.plan import Chunk
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.server.engine_process.facts import ready_of
-from support.server.fronts import RunningFront, chat_tokenizer, fronting
-from support.server.generators import Loop
+from support.server.engine_processes import Loop
+from support.server.running_servers import RunningServer, chat_tokenizer, running_server
 from support.server.scripted import Script
 
 TEXT = "/v1/completions"
@@ -33,11 +33,13 @@ def until_idle(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_has_its_request_cancelled(front: RunningFront, engine: Engine, stream: bool) -> None:
+def test_a_client_that_leaves_has_its_request_cancelled(
+    api_server: RunningServer, engine: Engine, stream: bool
+) -> None:
     before = engine.stats()
     body = json.dumps({**LONG, "stream": stream, "n": 2}).encode()
     head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    with socket.create_connection(("127.0.0.1", front.port)) as peer:
+    with socket.create_connection(("127.0.0.1", api_server.port)) as peer:
         peer.sendall(f"{head}\r\n\r\n".encode() + body)
         while engine.stats().new_tokens < before.new_tokens + 4:
             time.sleep(0.002)
@@ -59,7 +61,7 @@ def test_a_loop_over_a_stream_that_is_left_ends_the_request(client: openai.OpenA
 
 @pytest.fixture
 def mortal(model: Any, path: Path) -> Iterator[tuple[Loop, Engine]]:
-    """A generator that a test may end, which runs one request and has one wait."""
+    """An engine process that a test may end, which runs one request and has one wait."""
     chat_tokenizer().save_pretrained(path.parent / "tokenizer")
     with Engine(model, tokenizer=chat_tokenizer(), max_rows=1, max_queue=1) as engine:
         yield opened(engine, path), engine
@@ -68,20 +70,23 @@ def mortal(model: Any, path: Path) -> Iterator[tuple[Loop, Engine]]:
 def opened(engine: Engine, path: Path) -> Loop:
     loop = Loop(path)
     ready = ready_of(engine._model, engine, "tiny", chat_tokenizer(), str(path.parent / "tokenizer"))
-    loop.generator.open(engine, ready)
+    loop.server.open(engine, ready)
     return loop
 
 
-def test_a_full_queue_and_a_generator_that_is_replaced(mortal: tuple[Loop, Engine], path: Path) -> None:
+def test_a_full_queue_and_an_engine_process_that_is_replaced(mortal: tuple[Loop, Engine], path: Path) -> None:
     loop, engine = mortal
-    with fronting(path) as front:
-        with front.http.stream("POST", TEXT, json={**LONG, "stream": True}) as running, ThreadPoolExecutor() as pool:
+    with running_server(path) as api_server:
+        with (
+            api_server.http.stream("POST", TEXT, json={**LONG, "stream": True}) as running,
+            ThreadPoolExecutor() as pool,
+        ):
             events = (line for line in running.iter_lines() if line)
             assert next(events).startswith('data: {"id":"cmpl-')
-            waiting = pool.submit(front.http.post, TEXT, json=LONG)
+            waiting = pool.submit(api_server.http.post, TEXT, json=LONG)
             while not engine.stats().waiting:
                 time.sleep(0.002)
-            busy = front.http.post(TEXT, json=LONG)
+            busy = api_server.http.post(TEXT, json=LONG)
             assert (busy.status_code, busy.headers["retry-after"]) == (429, "1")
             assert busy.json()["error"]["code"] == "queue_full"
             loop.close()  # at once, as if it were killed
@@ -90,29 +95,29 @@ def test_a_full_queue_and_a_generator_that_is_replaced(mortal: tuple[Loop, Engin
             lost = waiting.result()
             assert lost.status_code == 503
             assert lost.headers["retry-after"] == "5"
-        while front.http.get("/ready").status_code == 200:  # the connection ends after its requests
+        while api_server.http.get("/ready").status_code == 200:  # the connection ends after its requests
             time.sleep(0.002)
-        assert front.http.get("/health").status_code == 200
+        assert api_server.http.get("/health").status_code == 200
         again = opened(engine, path)
-        while front.http.get("/ready").status_code == 503:
+        while api_server.http.get("/ready").status_code == 503:
             time.sleep(0.002)
-        assert front.http.post(TEXT, json={"prompt": "a"}).status_code == 200
+        assert api_server.http.post(TEXT, json={"prompt": "a"}).status_code == 200
         again.close()
 
 
-def test_time_and_salts_are_the_settings(engine: Engine, generator: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_and_salts_are_the_settings(engine: Engine, engine_process: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     submitted: list[dict[str, Any]] = []
     submit = engine.submit
     monkeypatch.setattr(
         engine, "submit", lambda *args, **options: submitted.append(options) or submit(*args, **options)
     )
-    with fronting(generator.generator._path, request_seconds=0.05, salts_caches=True) as front:
-        cut = front.http.post(TEXT, json=LONG).json()
+    with running_server(engine_process.server._path, request_seconds=0.05, salts_caches=True) as api_server:
+        cut = api_server.http.post(TEXT, json=LONG).json()
         assert cut["choices"][0]["finish_reason"] == "length"
         assert cut["usage"]["completion_tokens"] < 900
         for user in ("me", "you", "me"):
-            assert front.http.post(TEXT, json={"prompt": "a", "user": user}).status_code == 200
-        front.http.post(TEXT, json={"prompt": "a", "user": "me"}, headers={"authorization": "Bearer other"})
+            assert api_server.http.post(TEXT, json={"prompt": "a", "user": user}).status_code == 200
+        api_server.http.post(TEXT, json={"prompt": "a", "user": "me"}, headers={"authorization": "Bearer other"})
     assert all(options["timeout"] == 0.05 for options in submitted)
     _, mine, yours, again, other = (options["cache_salt"] for options in submitted)
     assert mine == again
@@ -120,10 +125,10 @@ def test_time_and_salts_are_the_settings(engine: Engine, generator: Loop, monkey
     assert "me" not in mine.split()
 
 
-def test_a_stream_ends_with_its_text_and_not_with_its_last_token(speaking: tuple[Script, RunningFront]) -> None:
-    script, front = speaking
+def test_a_stream_ends_with_its_text_and_not_with_its_last_token(speaking: tuple[Script, RunningServer]) -> None:
+    script, api_server = speaking
     script.text, script.at_once, script.reason = "one two " * 3000, 1000, "stop"  # tokens come faster than their text
-    with front.http.stream("POST", TEXT, json={"prompt": "a", "stream": True}) as response:
+    with api_server.http.stream("POST", TEXT, json={"prompt": "a", "stream": True}) as response:
         lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
     choices = [json.loads(line)["choices"][0] for line in lines[:-1]]
     assert "".join(choice["text"] for choice in choices) == script.text
@@ -132,13 +137,13 @@ def test_a_stream_ends_with_its_text_and_not_with_its_last_token(speaking: tuple
 
 @pytest.mark.parametrize("more", [{}, {"stream": True}, {"n": 2}, {"echo": True, "logprobs": 0, "max_tokens": 0}])
 def test_a_prefill_whose_client_has_left_ends_at_its_next_chunk(
-    front: RunningFront, engine: Engine, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+    api_server: RunningServer, engine: Engine, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(Scheduler, "_chunk", _chunk_of_four)
     step, steps = EngineLoop.step, 0
     body = json.dumps({"prompt": [[5 + 7 * place % 90 for place in range(300)]], "max_tokens": 3, **more}).encode()
     head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    with socket.create_connection(("127.0.0.1", front.port)) as peer:
+    with socket.create_connection(("127.0.0.1", api_server.port)) as peer:
 
         def leaving(loop: EngineLoop, unchanged: bool = False) -> Any:
             nonlocal steps

@@ -13,10 +13,10 @@ import pytest
 
 from compiled_llm.commands.loading.source import Source
 from compiled_llm.commands.serve.http import HttpFlags, _introduce
-from compiled_llm.server.settings import FrontSettings, check_certificate
+from compiled_llm.server.settings import ApiServerSettings, check_certificate
 from support.server.certificates import signed_by_itself
-from support.server.fronts import RunningFront, fronting
-from support.server.generators import PATIENCE, Loop
+from support.server.engine_processes import PATIENCE, Loop
+from support.server.running_servers import RunningServer, running_server
 
 KEY = "a-key-of-sixteen-or-more"
 BODY = {"prompt": "a", "max_tokens": 1}
@@ -28,15 +28,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def secure(generator: Loop, files: tuple[Path, Path]) -> Iterator[RunningFront]:
+def secure(engine_process: Loop, files: tuple[Path, Path]) -> Iterator[RunningServer]:
     certificate, key = files
     options = {"ssl_certfile": certificate, "ssl_keyfile": key, "api_keys": (KEY,)}
-    with fronting(generator.generator._path, **options) as front:
-        yield front
+    with running_server(engine_process.server._path, **options) as api_server:
+        yield api_server
 
 
 @pytest.fixture
-def https(secure: RunningFront, files: tuple[Path, Path]) -> Iterator[httpx.Client]:
+def https(secure: RunningServer, files: tuple[Path, Path]) -> Iterator[httpx.Client]:
     context = ssl.create_default_context(cafile=str(files[0]))
     headers = {"authorization": f"Bearer {KEY}"}
     url = f"https://localhost:{secure.port}"
@@ -51,7 +51,7 @@ def test_who_knows_the_certificate_is_answered(https: httpx.Client) -> None:
     assert https.get("/ready", headers={"origin": str(https.base_url)}).status_code == 200
 
 
-def test_who_does_not_believe_it_sends_nothing(secure: RunningFront) -> None:
+def test_who_does_not_believe_it_sends_nothing(secure: RunningServer) -> None:
     with pytest.raises(httpx.ConnectError, match="certificate"):
         httpx.post(f"https://localhost:{secure.port}/v1/completions", json=BODY)
 
@@ -59,7 +59,7 @@ def test_who_does_not_believe_it_sends_nothing(secure: RunningFront) -> None:
 @pytest.mark.parametrize(
     "sent", [b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\x16\x03\x01\x00\x05hello", b""]
 )
-def test_plain_http_is_turned_away(https: httpx.Client, secure: RunningFront, sent: bytes) -> None:
+def test_plain_http_is_turned_away(https: httpx.Client, secure: RunningServer, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", secure.port), timeout=PATIENCE) as peer:
         peer.sendall(sent)
         peer.shutdown(socket.SHUT_WR)
@@ -68,7 +68,7 @@ def test_plain_http_is_turned_away(https: httpx.Client, secure: RunningFront, se
     assert https.post("/v1/completions", json=BODY).status_code == 200
 
 
-def test_old_versions_of_tls_are_refused(secure: RunningFront) -> None:
+def test_old_versions_of_tls_are_refused(secure: RunningServer) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_ciphers("DEFAULT:@SECLEVEL=0")
@@ -96,7 +96,7 @@ def test_a_certificate_that_cannot_be_shown_is_refused_before_anything_is_loaded
 def test_a_key_that_goes_out_in_the_open_is_warned_of(files: tuple[Path, Path]) -> None:
     def said(**options: object) -> bool:
         lines: list[str] = []
-        _introduce(FrontSettings(names=("tiny",), **options), 8000, None, lines.append)  # type: ignore[arg-type]
+        _introduce(ApiServerSettings(names=("tiny",), **options), 8000, None, lines.append)  # type: ignore[arg-type]
         return any("anybody on the way can read the API key and the requests" in line for line in lines)
 
     beyond = {"host": "0.0.0.0", "api_keys": (KEY,)}

@@ -17,8 +17,8 @@ import pytest
 import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.server.engine_process.facts import ready_of
-from support.server.fronts import RunningFront, fronting
-from support.server.generators import Loop
+from support.server.engine_processes import Loop
+from support.server.running_servers import RunningServer, running_server
 from support.server.scripted import tool_tokenizer
 from support.tiny_models import tiny_qwen3
 
@@ -48,14 +48,14 @@ def engine() -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def front(engine: Engine) -> Iterator[RunningFront]:
+def api_server(engine: Engine) -> Iterator[RunningServer]:
     with tempfile.TemporaryDirectory(prefix="uds-") as folder:
         tokenizer, path = tool_tokenizer(), Path(folder) / "tokenizer"
         tokenizer.save_pretrained(path)
         loop = Loop(Path(folder) / "socket")
-        loop.generator.open(engine, ready_of(engine._model, engine, "tiny", tokenizer, str(path)))
-        with fronting(loop.generator._path) as front:
-            yield front
+        loop.server.open(engine, ready_of(engine._model, engine, "tiny", tokenizer, str(path)))
+        with running_server(loop.server._path) as api_server:
+            yield api_server
         loop.close()
 
 
@@ -106,68 +106,68 @@ def assert_is_clients(answer: httpx.Response, field: str, sent: Any) -> None:
         assert not re.search("structured_?outputs", error["message"], re.IGNORECASE)
 
 
-def assert_answers(front: RunningFront) -> None:
+def assert_answers(api_server: RunningServer) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes"]}}}
-    answer = front.http.post(CHAT, json={"messages": HI, "max_tokens": 20, "response_format": form})
+    answer = api_server.http.post(CHAT, json={"messages": HI, "max_tokens": 20, "response_format": form})
     assert answer.status_code == 200, answer.text
     assert json.loads(answer.json()["choices"][0]["message"]["content"]) == "yes"
 
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("kind", WRONG)
-def test_errors_name_the_field_that_was_sent(front: RunningFront, kind: str, streams: bool) -> None:
+def test_errors_name_the_field_that_was_sent(api_server: RunningServer, kind: str, streams: bool) -> None:
     for path, sent, field in formats(WRONG[kind]):
-        answer = front.http.post(path, json={**ASKED[path], **sent, "stream": streams})
+        answer = api_server.http.post(path, json={**ASKED[path], **sent, "stream": streams})
         assert_is_clients(answer, field, sent)
-    assert_answers(front)
+    assert_answers(api_server)
 
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("kind", RECURSIVE)
-def test_references_that_only_lead_to_themselves(front: RunningFront, kind: str, streams: bool) -> None:
+def test_references_that_only_lead_to_themselves(api_server: RunningServer, kind: str, streams: bool) -> None:
     whole = [each for each in formats(RECURSIVE[kind]) if not {"tools", "chat_template_kwargs"} & each[1].keys()]
     for path, sent, field in whole:
-        answer = front.http.post(path, json={**ASKED[path], **sent, "stream": streams})
+        answer = api_server.http.post(path, json={**ASKED[path], **sent, "stream": streams})
         assert_is_clients(answer, field, sent)
-    assert_answers(front)
+    assert_answers(api_server)
 
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("field", ["guided_grammar", "ebnf", "guided_regex", "regex", "structural_tag"])
-def test_so_do_those_of_grammars_and_patterns(front: RunningFront, field: str, streams: bool) -> None:
+def test_so_do_those_of_grammars_and_patterns(api_server: RunningServer, field: str, streams: bool) -> None:
     form: Any = {"type": "structural_tag", "format": {"type": "colour"}} if field == "structural_tag" else "root ::= (("
     for path in (CHAT, TEXT):
-        answer = front.http.post(path, json={**ASKED[path], field: form, "stream": streams})
+        answer = api_server.http.post(path, json={**ASKED[path], field: form, "stream": streams})
         assert_is_clients(answer, field, {field})
 
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.usefixtures("nothing_compiles")
-def test_a_grammar_that_is_not_compiled_in_time(front: RunningFront, streams: bool) -> None:
+def test_a_grammar_that_is_not_compiled_in_time(api_server: RunningServer, streams: bool) -> None:
     for path, sent, field in formats({"enum": [f"slow{streams}"]}):
-        answer = front.http.post(path, json={**ASKED[path], **sent, "stream": streams})
+        answer = api_server.http.post(path, json={**ASKED[path], **sent, "stream": streams})
         assert_is_clients(answer, field, sent)
         assert "was not compiled within" in answer.json()["error"]["message"]
 
 
-def test_openais_client_does_not_ask_again(front: RunningFront) -> None:
+def test_openais_client_does_not_ask_again(api_server: RunningServer) -> None:
     asked: list[httpx.Request] = []
     hooks = {"request": [asked.append]}
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": WRONG["is none"]}}
     said: Any = {"model": "tiny", "messages": HI, "response_format": form}
     with (
         httpx.Client(event_hooks=hooks) as http,
-        openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", http_client=http) as client,
+        openai.OpenAI(base_url=f"{api_server.url}/v1", api_key="none", http_client=http) as client,
         pytest.raises(openai.BadRequestError, match="response_format: "),
     ):
         client.chat.completions.create(**said)
     assert len(asked) == 1
 
 
-def test_a_form_that_no_token_goes_on_with_ends_a_stream_by_name(front: RunningFront) -> None:
+def test_a_form_that_no_token_goes_on_with_ends_a_stream_by_name(api_server: RunningServer) -> None:
     (letter,) = tool_tokenizer()("a", add_special_tokens=False)["input_ids"]
     body = {"prompt": "hi", "stream": True, "guided_regex": "aab", "allowed_token_ids": [letter]}
-    answer = front.http.post(TEXT, json=body)
+    answer = api_server.http.post(TEXT, json=body)
     assert answer.status_code == 200, answer.text
     *_, last = answer.text.strip().split("\n\n")
     name, data = last.split("\n")

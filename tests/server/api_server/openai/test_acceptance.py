@@ -21,8 +21,8 @@ from compiled_llm.client import Client
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.docs.pages import CHECKOUT
-from support.server.fronts import serving
-from support.server.generators import PATIENCE
+from support.server.engine_processes import PATIENCE
+from support.server.running_servers import serving
 
 OPTIONS = ("--mode", "eager", "--warmup", "1", "--kv-memory", "40000 tokens")
 QUESTION: Any = [{"role": "user", "content": "Name the capital of France, and say what it is known for."}]

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.testclient import TestClient
 from pydantic import ValidationError
 
-from compiled_llm.client import GeneratorError
+from compiled_llm.client import EngineProcessError
 from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.protocol.messages import Update
 from compiled_llm.server.http.api_error import ANSWERED, ApiError, respond
@@ -81,7 +81,7 @@ def test_values_are_counted_outside_of_texts(text: str) -> None:
 
 
 def test_errors_of_an_endpoint_are_answered_and_faults_are_the_guards() -> None:
-    for error, status in ((ApiError(418, "a test"), 418), (ValueError("x"), 400), (GeneratorError("x"), 503)):
+    for error, status in ((ApiError(418, "a test"), 418), (ValueError("x"), 400), (EngineProcessError("x"), 503)):
         answered_by, response = asked({"prompt": "a"}, error)
         assert (answered_by, response.status_code) == (["/of/bodies"], status)
     with pytest.raises(ZeroDivisionError):

@@ -14,7 +14,7 @@ from compiled_llm.server.openai.parsing.call_form import CallForm
 from compiled_llm.server.openai.parsing.response_template import response_template_of
 from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
 from support.server.accepting import takes
-from support.server.fronts import chat_tokenizer
+from support.server.running_servers import chat_tokenizer
 from support.server.scripted import RESPONSES, TEMPLATE, tool_tokenizer
 
 QWENS = CallForm('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n")

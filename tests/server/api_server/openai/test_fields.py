@@ -17,7 +17,7 @@ from compiled_llm.server.openai.completions.request import CompletionRequest
 from compiled_llm.server.openai.fields.fields import Body, NoEffect, Refused
 from compiled_llm.server.openai.responses.request import ResponsesRequest
 from support.docs.pages import DOCS
-from support.server.fronts import RunningFront
+from support.server.running_servers import RunningServer
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 BODIES: dict[str, dict[str, Any]] = {
@@ -61,8 +61,8 @@ def fields(kind: type) -> list[tuple[str, str]]:
     ]
 
 
-def send(front: RunningFront, path: str, **fields: Any) -> httpx.Response:
-    return front.http.post(path, json={**BODIES[path], **fields})
+def send(api_server: RunningServer, path: str, **fields: Any) -> httpx.Response:
+    return api_server.http.post(path, json={**BODIES[path], **fields})
 
 
 def error(response: httpx.Response) -> dict[str, Any]:
@@ -83,14 +83,14 @@ def test_every_field_of_openai_is_declared(params: Any, model: type[Body]) -> No
 
 
 @pytest.mark.parametrize(("path", "name"), fields(Refused))
-def test_what_is_not_served_is_refused_by_name(front: RunningFront, path: str, name: str) -> None:
-    found = error(send(front, path, **{name: "something"}))
+def test_what_is_not_served_is_refused_by_name(api_server: RunningServer, path: str, name: str) -> None:
+    found = error(send(api_server, path, **{name: "something"}))
     assert found["param"] == name
     assert found["message"].startswith(f"{name}: is not served: ")
     assert found["code"] == "unsupported_value"
     (mark,) = (mark for mark in MODELS[path].model_fields[name].metadata if isinstance(mark, Refused))
     for neutral in (None, *mark.neutral):
-        assert send(front, path, **{name: neutral}).status_code == 200
+        assert send(api_server, path, **{name: neutral}).status_code == 200
 
 
 def test_the_page_lists_what_has_no_effect_and_what_is_refused() -> None:
@@ -107,12 +107,12 @@ def test_the_page_lists_what_has_no_effect_and_what_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("path", "name"), fields(NoEffect))
-def test_what_has_no_effect_changes_nothing(front: RunningFront, path: str, name: str) -> None:
+def test_what_has_no_effect_changes_nothing(api_server: RunningServer, path: str, name: str) -> None:
     streams = {"stream": True} if name == "stream_options" else {}
-    plain, given = (send(front, path, **streams, **more) for more in ({}, {name: EXAMPLES[name]}))
+    plain, given = (send(api_server, path, **streams, **more) for more in ({}, {name: EXAMPLES[name]}))
     assert said(given) == said(plain)
     if name != "access_programs":  # of which nothing is known
-        assert error(send(front, path, **{name: 1.5}))["param"] == name
+        assert error(send(api_server, path, **{name: 1.5}))["param"] == name
 
 
 def said(response: httpx.Response) -> list[str]:
@@ -130,21 +130,21 @@ def said(response: httpx.Response) -> list[str]:
         if not any(isinstance(mark, (NoEffect, Refused)) for mark in field.metadata)
     ],
 )
-def test_what_is_served_is_checked_by_name(front: RunningFront, path: str, name: str) -> None:
+def test_what_is_served_is_checked_by_name(api_server: RunningServer, path: str, name: str) -> None:
     wrong = 1.5 if name in TAKE_BOTH else {1: 2} if name not in TAKE_OBJECTS else "x"
-    assert (error(send(front, path, **{name: wrong}))["param"] or "").startswith(name)
+    assert (error(send(api_server, path, **{name: wrong}))["param"] or "").startswith(name)
 
 
 @pytest.mark.parametrize("path", MODELS)
-def test_what_nobody_knows_is_refused_by_name(front: RunningFront, path: str) -> None:
-    found = error(send(front, path, colour="red"))
+def test_what_nobody_knows_is_refused_by_name(api_server: RunningServer, path: str) -> None:
+    found = error(send(api_server, path, colour="red"))
     assert (found["param"], found["code"]) == ("colour", "unknown_parameter")
-    found = error(send(front, path, stream=True, stream_options={"colour": 1}))
+    found = error(send(api_server, path, stream=True, stream_options={"colour": 1}))
     assert found["param"] == "stream_options.colour"
 
 
-def test_fields_of_messages_are_refused_by_name(front: RunningFront) -> None:
+def test_fields_of_messages_are_refused_by_name(api_server: RunningServer) -> None:
     for name in ("audio", "tool_calls", "function_call", "refusal"):
         assert name in Message.model_fields
-        found = error(send(front, CHAT, messages=[{"role": "user", "content": "hi", name: {"a": 1}}]))
+        found = error(send(api_server, CHAT, messages=[{"role": "user", "content": "hi", name: {"a": 1}}]))
         assert found["param"] == f"messages[0].{name}"

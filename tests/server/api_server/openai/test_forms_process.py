@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from support.server.fronts import chat_tokenizer, serving
-from support.server.generators import PATIENCE, until
+from support.server.engine_processes import PATIENCE, until
+from support.server.running_servers import chat_tokenizer, serving
 from support.tiny_models import tiny_qwen3
 
 pytest.importorskip("xgrammar")

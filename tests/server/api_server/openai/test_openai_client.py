@@ -12,7 +12,7 @@ import pytest
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.outputs import Completion, RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.server.fronts import RunningFront, chat_tokenizer
+from support.server.running_servers import RunningServer, chat_tokenizer
 
 MESSAGES: list[Any] = [
     {"role": "system", "content": "Be brief."},
@@ -149,7 +149,7 @@ def test_json_follows_a_schema(client: openai.OpenAI, stream: bool) -> None:
     assert json.loads(text) in ("one", "two")
 
 
-def test_many_streams_at_once(front: RunningFront, engine: Engine) -> None:
+def test_many_streams_at_once(api_server: RunningServer, engine: Engine) -> None:
     prompts = ["fox " * number for number in range(1, 21)]
     theirs = [expected(engine, {"temperature": 0.0}, {}, prompt).text for prompt in prompts]
 
@@ -160,7 +160,7 @@ def test_many_streams_at_once(front: RunningFront, engine: Engine) -> None:
         return "".join([choice.text async for chunk in chunks for choice in chunk.choices])
 
     async def all_of_them() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none") as client:
+        async with openai.AsyncOpenAI(base_url=f"{api_server.url}/v1", api_key="none") as client:
             return await asyncio.gather(*(stream(client, prompt) for prompt in prompts))
 
     assert asyncio.run(all_of_them()) == theirs
@@ -173,8 +173,8 @@ def test_the_model_has_its_names(client: openai.OpenAI) -> None:
         client.models.retrieve("gpt-9")
 
 
-def test_lm_eval_scores_a_text(front: RunningFront) -> None:
+def test_lm_eval_scores_a_text(api_server: RunningServer) -> None:
     body = {"model": "tiny", "prompt": [[5, 6, 7, 8]], "max_tokens": 1, "temperature": 0, "logprobs": 1, "seed": 1234}
-    found = front.http.post("/v1/completions", json={**body, "echo": True}).json()["choices"][0]["logprobs"]
+    found = api_server.http.post("/v1/completions", json={**body, "echo": True}).json()["choices"][0]["logprobs"]
     assert [len(found[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == [5] * 4
     assert all(value is not None for value in found["token_logprobs"][1:])

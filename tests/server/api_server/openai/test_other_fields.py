@@ -12,7 +12,7 @@ import pytest
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.server.accepting import takes
-from support.server.fronts import RunningFront, chat_tokenizer
+from support.server.running_servers import RunningServer, chat_tokenizer
 from support.server.scripted import Script
 
 TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -36,21 +36,21 @@ FORMS: dict[str, Any] = {
 }
 
 
-def post(front: RunningFront, path: str, **fields: Any) -> Any:
-    response = front.http.post(path, json={**BODIES[path], **fields})
+def post(api_server: RunningServer, path: str, **fields: Any) -> Any:
+    response = api_server.http.post(path, json={**BODIES[path], **fields})
     assert response.status_code == 200, response.text
     return response.json()
 
 
-def refusal(front: RunningFront, path: str, **fields: Any) -> dict[str, Any]:
-    response = front.http.post(path, json={**BODIES[path], **fields})
+def refusal(api_server: RunningServer, path: str, **fields: Any) -> dict[str, Any]:
+    response = api_server.http.post(path, json={**BODIES[path], **fields})
     assert response.status_code == 400, response.text
     found: dict[str, Any] = response.json()["error"]
     return found
 
 
-def events(front: RunningFront, path: str, **fields: Any) -> list[dict[str, Any]]:
-    with front.http.stream("POST", path, json={**BODIES[path], **fields, "stream": True}) as response:
+def events(api_server: RunningServer, path: str, **fields: Any) -> list[dict[str, Any]]:
+    with api_server.http.stream("POST", path, json={**BODIES[path], **fields, "stream": True}) as response:
         assert response.status_code == 200, response.read()
         lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: {")]
     return [json.loads(line) for line in lines]
@@ -68,8 +68,8 @@ def text_of(path: str, body: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("name", FORMS)
-def test_forms_by_all_their_names(front: RunningFront, path: str, name: str) -> None:
-    text = text_of(path, post(front, path, **{name: FORMS[name]}))
+def test_forms_by_all_their_names(api_server: RunningServer, path: str, name: str) -> None:
+    text = text_of(path, post(api_server, path, **{name: FORMS[name]}))
     assert 10 <= int(text) <= 99
 
 
@@ -90,8 +90,8 @@ def test_forms_in_structured_outputs(client: openai.OpenAI, name: str) -> None:
     json.loads(answer.choices[0].message.content or "")
 
 
-def test_white_space_is_said_beside_a_response_format(speaking: tuple[Script, RunningFront]) -> None:
-    script, front = speaking
+def test_white_space_is_said_beside_a_response_format(speaking: tuple[Script, RunningServer]) -> None:
+    script, api_server = speaking
     wanted = {"response_format": {"type": "json_object"}}
     for said, params in (
         ({"disable_any_whitespace": True}, {"json_object": True, "disable_any_whitespace": True}),
@@ -99,22 +99,22 @@ def test_white_space_is_said_beside_a_response_format(speaking: tuple[Script, Ru
         ({"max_whitespace_cnt": None}, {"json_object": True, "max_whitespace_cnt": None}),
         ({}, {"json_object": True}),
     ):
-        post(front, CHAT, **wanted, structured_outputs=said)
+        post(api_server, CHAT, **wanted, structured_outputs=said)
         assert script.asked[-1].params["structured_outputs"] == params
-    post(front, CHAT, structured_outputs={})
+    post(api_server, CHAT, structured_outputs={})
     assert "structured_outputs" not in script.asked[-1].params
 
 
-def test_tags_as_a_response_format(speaking: tuple[Script, RunningFront]) -> None:
-    script, front = speaking
+def test_tags_as_a_response_format(speaking: tuple[Script, RunningServer]) -> None:
+    script, api_server = speaking
     for given in ({"format": {"type": "any_text"}}, {"structures": [], "triggers": ["<a>"]}):
         tag = {"type": "structural_tag", **given}
-        post(front, CHAT, response_format=tag)
+        post(api_server, CHAT, response_format=tag)
         assert json.loads(script.asked[-1].params["structured_outputs"]["structural_tag"]) == tag
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_forms_that_are_at_odds_are_refused_by_name(front: RunningFront, path: str) -> None:
+def test_forms_that_are_at_odds_are_refused_by_name(api_server: RunningServer, path: str) -> None:
     for given, param in (
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
@@ -127,78 +127,78 @@ def test_forms_that_are_at_odds_are_refused_by_name(front: RunningFront, path: s
         ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
         ({"json_schema": {"enum": ["a" * 2**16]}}, "json_schema"),
     ):
-        assert refusal(front, path, **given)["param"] == param, given
+        assert refusal(api_server, path, **given)["param"] == param, given
     if path == CHAT:
-        found = refusal(front, path, response_format={"type": "json_object"}, guided_regex="a")
+        found = refusal(api_server, path, response_format={"type": "json_object"}, guided_regex="a")
         assert found["message"] == (
             "guided_regex: an answer has one form, and there are several, in guided_regex, response_format"
         )
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_forms_come_after_thinking(speaking: tuple[Script, RunningFront], name: str) -> None:
-    script, front = speaking
-    post(front, CHAT, **{name: FORMS[name]}, chat_template_kwargs={"think": True})
+def test_forms_come_after_thinking(speaking: tuple[Script, RunningServer], name: str) -> None:
+    script, api_server = speaking
+    post(api_server, CHAT, **{name: FORMS[name]}, chat_template_kwargs={"think": True})
     form = json.loads(script.asked[-1].params["structured_outputs"]["structural_tag"])["format"]
     assert takes(form, "Hm.</think>\n\n22")
     assert not takes(form, "22")
     assert not takes(form, "Hm.</think>\n\n222")
 
 
-def test_forms_that_cannot_come_after_thinking_are_refused(speaking: tuple[Script, RunningFront]) -> None:
-    _, front = speaking
+def test_forms_that_cannot_come_after_thinking_are_refused(speaking: tuple[Script, RunningServer]) -> None:
+    _, api_server = speaking
     thinks = {"chat_template_kwargs": {"think": True}}
     for given in (
         {"guided_grammar": 'start: "a"'},
         {"structural_tag": {"structures": [{"begin": "a", "schema": {}, "end": "b"}], "triggers": ["a"]}},
         {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
     ):
-        found = refusal(front, CHAT, **given, **thinks)
+        found = refusal(api_server, CHAT, **given, **thinks)
         assert (found["param"], found["code"]) == (next(iter(given)), "unsupported_value")
-        post(front, CHAT, **given)
+        post(api_server, CHAT, **given)
 
 
 # ---- the order in which requests run, and their prompts
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_priority_and_a_salt_reach_the_engine(speaking: tuple[Script, RunningFront], path: str) -> None:
-    script, front = speaking
+def test_a_priority_and_a_salt_reach_the_engine(speaking: tuple[Script, RunningServer], path: str) -> None:
+    script, api_server = speaking
     for given in (None, -3, 7):
-        post(front, path, priority=given, cache_salt="mine")
+        post(api_server, path, priority=given, cache_salt="mine")
         assert (script.asked[-1].priority, script.asked[-1].cache_salt) == (given or 0, "mine")
-    assert refusal(front, path, priority=2**31)["param"] == "priority"
+    assert refusal(api_server, path, priority=2**31)["param"] == "priority"
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_prompt_is_cut_at_its_beginning(speaking: tuple[Script, RunningFront], path: str) -> None:
-    script, front = speaking
-    post(front, path)
+def test_a_prompt_is_cut_at_its_beginning(speaking: tuple[Script, RunningServer], path: str) -> None:
+    script, api_server = speaking
+    post(api_server, path)
     whole = script.asked[-1].prompt
     for most in (1, 3, len(whole), 1000, -1):
-        post(front, path, truncate_prompt_tokens=most)
+        post(api_server, path, truncate_prompt_tokens=most)
         assert script.asked[-1].prompt == (whole if most == -1 else whole[-most:])
-    post(front, path, truncate_prompt_tokens=3, truncation_side="right")
+    post(api_server, path, truncate_prompt_tokens=3, truncation_side="right")
     assert script.asked[-1].prompt == whole[:3]
-    assert refusal(front, path, truncate_prompt_tokens=0)["param"] == "truncate_prompt_tokens"
+    assert refusal(api_server, path, truncate_prompt_tokens=0)["param"] == "truncate_prompt_tokens"
     longer = {TEXT: {"prompt": "a " * 9000}, RESPONSES: {"input": "a " * 9000}}.get(
         path, {"messages": [{"role": "user", "content": "a " * 9000}]}
     )
-    assert refusal(front, path, **longer)["code"] == "context_length_exceeded"
-    post(front, path, truncate_prompt_tokens=-1, **longer)
+    assert refusal(api_server, path, **longer)["code"] == "context_length_exceeded"
+    post(api_server, path, truncate_prompt_tokens=-1, **longer)
     assert len(script.asked[-1].prompt) == 4000 - 12
 
 
 @pytest.mark.parametrize("path", BODIES)
 def test_a_text_that_surely_does_not_fit_is_refused_though_it_would_be_cut(
-    speaking: tuple[Script, RunningFront], path: str
+    speaking: tuple[Script, RunningServer], path: str
 ) -> None:
-    _, front = speaking
+    _, api_server = speaking
     text = "a b " * 30_000
     body = {TEXT: {"prompt": text}, RESPONSES: {"input": text}}.get(
         path, {"messages": [{"role": "user", "content": text}]}
     )
-    refused = refusal(front, path, truncate_prompt_tokens=-1, **body)
+    refused = refusal(api_server, path, truncate_prompt_tokens=-1, **body)
     assert refused["code"] == "context_length_exceeded"
     assert "truncate_prompt_tokens cuts tokens" in refused["message"]
     assert "chat template" not in refused["message"]
@@ -211,20 +211,20 @@ def test_responses_take_what_says_how_tokens_are_drawn(client: openai.OpenAI, en
     assert ours.output_text == theirs.text
 
 
-def test_effort_goes_to_the_template(speaking: tuple[Script, RunningFront]) -> None:
-    script, front = speaking
-    tokenizer: Any = front.front.link.model.vocabulary.tokenizer
+def test_effort_goes_to_the_template(speaking: tuple[Script, RunningServer]) -> None:
+    script, api_server = speaking
+    tokenizer: Any = api_server.api_server.link.model.vocabulary.tokenizer
     before = tokenizer.chat_template
     tokenizer.chat_template = "{{ reasoning_effort }} {{ enable_thinking }} {{ colour }}" + before
     try:
         for effort, said in (("low", "low  "), ("none", "none False "), (None, "  ")):
-            post(front, CHAT, reasoning_effort=effort)
+            post(api_server, CHAT, reasoning_effort=effort)
             assert script.prompt.startswith(said)
-            post(front, RESPONSES, reasoning={"effort": effort, "summary": "auto"})
+            post(api_server, RESPONSES, reasoning={"effort": effort, "summary": "auto"})
             assert script.prompt.startswith(said)
-        post(front, CHAT, reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
+        post(api_server, CHAT, reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
         assert script.prompt.startswith("none True ")
-        post(front, RESPONSES, chat_template_kwargs={"colour": "red"})
+        post(api_server, RESPONSES, chat_template_kwargs={"colour": "red"})
         assert script.prompt.startswith("  red")
     finally:
         tokenizer.chat_template = before
@@ -233,10 +233,10 @@ def test_effort_goes_to_the_template(speaking: tuple[Script, RunningFront]) -> N
 # ---- what is told of tokens
 
 
-def test_tokens_by_their_ids(front: RunningFront, engine: Engine) -> None:
+def test_tokens_by_their_ids(api_server: RunningServer, engine: Engine) -> None:
     ends = {"stop_token_ids": list(range(60, 120)), "seed": 5}
     for path in (TEXT, CHAT):
-        whole = post(front, path, return_token_ids=True, n=2, **ends)
+        whole = post(api_server, path, return_token_ids=True, n=2, **ends)
         prompt = whole["prompt_token_ids"] if path == CHAT else whole["choices"][0]["prompt_token_ids"]
         ended = [choice["finish_reason"] == "stop" for choice in whole["choices"]]
         texts = [
@@ -246,7 +246,7 @@ def test_tokens_by_their_ids(front: RunningFront, engine: Engine) -> None:
         assert any(ended)
         told = [choice["text"] if path == TEXT else choice["message"]["content"] for choice in whole["choices"]]
         assert texts == told
-        chunks = events(front, path, return_token_ids=True, n=2, **ends)
+        chunks = events(api_server, path, return_token_ids=True, n=2, **ends)
         for choice in whole["choices"]:
             parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
             assert [token for part in parts for token in part.get("token_ids") or ()] == choice["token_ids"]
@@ -254,30 +254,30 @@ def test_tokens_by_their_ids(front: RunningFront, engine: Engine) -> None:
             assert given == ([prompt] if path == TEXT else [])
         if path == CHAT:
             assert [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk] == [prompt] * 2
-        assert all("token_ids" not in part for chunk in events(front, path) for part in chunk["choices"])
-    echoed = events(front, TEXT, return_token_ids=True, echo=True)
+        assert all("token_ids" not in part for chunk in events(api_server, path) for part in chunk["choices"])
+    echoed = events(api_server, TEXT, return_token_ids=True, echo=True)
     assert echoed[0]["choices"][0]["prompt_token_ids"] == chat_tokenizer().encode("the fox")
     assert sum("prompt_token_ids" in chunk["choices"][0] for chunk in echoed) == 1
 
 
-def test_log_probabilities_name_tokens_by_their_ids(front: RunningFront) -> None:
+def test_log_probabilities_name_tokens_by_their_ids(api_server: RunningServer) -> None:
     asked = {"logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True, "echo": True}
-    plain = post(front, TEXT, **{**asked, "return_tokens_as_token_ids": False})["choices"][0]["logprobs"]
-    (choice,) = post(front, TEXT, **asked)["choices"]
+    plain = post(api_server, TEXT, **{**asked, "return_tokens_as_token_ids": False})["choices"][0]["logprobs"]
+    (choice,) = post(api_server, TEXT, **asked)["choices"]
     ids = [*choice["prompt_token_ids"], *choice["token_ids"]]
     assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in ids]
     assert choice["logprobs"]["text_offset"] == plain["text_offset"]
     assert all(name.startswith("token_id:") for place in choice["logprobs"]["top_logprobs"][1:] for name in place)
     asked = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True, "return_tokens_as_token_ids": True}
-    (choice,) = post(front, CHAT, **asked)["choices"]
+    (choice,) = post(api_server, CHAT, **asked)["choices"]
     assert [place["token"] for place in choice["logprobs"]["content"]] == [
         f"token_id:{token}" for token in choice["token_ids"]
     ]
 
 
-def test_prompts_have_log_probabilities_as_vllm_writes_them(front: RunningFront, engine: Engine) -> None:
+def test_prompts_have_log_probabilities_as_vllm_writes_them(api_server: RunningServer, engine: Engine) -> None:
     (theirs,) = engine.generate(["the fox"], SamplingParams(max_tokens=1, prompt_logprobs=2))
-    (choice,) = post(front, TEXT, prompt_logprobs=2)["choices"]
+    (choice,) = post(api_server, TEXT, prompt_logprobs=2)["choices"]
     first, *places = choice["prompt_logprobs"]
     assert first is None
     for ours, place in zip(places, list(theirs.prompt_logprobs or ())[1:], strict=True):
@@ -286,21 +286,21 @@ def test_prompts_have_log_probabilities_as_vllm_writes_them(front: RunningFront,
             assert ours[str(token)]["rank"] == entry.rank
             assert ours[str(token)]["logprob"] == pytest.approx(entry.logprob, abs=1e-3)
             assert isinstance(ours[str(token)]["decoded_token"], str)
-    chat = post(front, CHAT, prompt_logprobs=0, return_token_ids=True)
+    chat = post(api_server, CHAT, prompt_logprobs=0, return_token_ids=True)
     assert [list(place) for place in chat["prompt_logprobs"][1:]] == [
         [str(token)] for token in chat["prompt_token_ids"][1:]
     ]
-    both = post(front, TEXT, prompt_logprobs=5, echo=True, logprobs=1)["choices"][0]
+    both = post(api_server, TEXT, prompt_logprobs=5, echo=True, logprobs=1)["choices"][0]
     assert all(len(place) <= 2 for place in both["logprobs"]["top_logprobs"][1:])
     assert all(len(place) >= 5 for place in both["prompt_logprobs"][1:])
     for path in (TEXT, CHAT):
-        assert refusal(front, path, prompt_logprobs=1, stream=True)["param"] == "prompt_logprobs"
+        assert refusal(api_server, path, prompt_logprobs=1, stream=True)["param"] == "prompt_logprobs"
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT])
-def test_each_chunk_counts_its_tokens(front: RunningFront, path: str) -> None:
+def test_each_chunk_counts_its_tokens(api_server: RunningServer, path: str) -> None:
     asked = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    *chunks, last = events(front, path, **asked)
+    *chunks, last = events(api_server, path, **asked)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert (counts[-1], len(set(counts)) > 3) == (12, True)
@@ -309,18 +309,18 @@ def test_each_chunk_counts_its_tokens(front: RunningFront, path: str) -> None:
         assert usage["prompt_tokens"] == last["usage"]["prompt_tokens"]
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert last["choices"] == []
-    plain = events(front, path, stream_options={"include_usage": True})
+    plain = events(api_server, path, stream_options={"include_usage": True})
     assert [chunk["usage"] for chunk in plain[:-1]] == [None] * (len(plain) - 1)
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT])
-def test_answers_say_what_has_stopped_them(front: RunningFront, path: str) -> None:
+def test_answers_say_what_has_stopped_them(api_server: RunningServer, path: str) -> None:
     one = {"logit_bias": {"70": 100}}
     letter = chat_tokenizer().decode([70])
     for given, reason in (({"stop": [letter]}, letter), ({"stop_token_ids": [70]}, 70), ({"max_tokens": 3}, None)):
-        (choice,) = post(front, path, **one, **given)["choices"]
+        (choice,) = post(api_server, path, **one, **given)["choices"]
         assert choice["stop_reason"] == reason
-        choices = [part for chunk in events(front, path, **one, **given) for part in chunk["choices"]]
+        choices = [part for chunk in events(api_server, path, **one, **given) for part in chunk["choices"]]
         assert [part["stop_reason"] for part in choices if "stop_reason" in part] == [reason] * (reason is not None)
         assert choices[-1].get("stop_reason") == reason
 
@@ -328,36 +328,36 @@ def test_answers_say_what_has_stopped_them(front: RunningFront, path: str) -> No
 # ---- chats
 
 
-def test_an_assistants_own_message_goes_on(front: RunningFront) -> None:
+def test_an_assistants_own_message_goes_on(api_server: RunningServer) -> None:
     messages = [*HI, {"role": "assistant", "content": "the quick"}]
-    plain = post(front, CHAT, messages=messages, continue_final_message=True)["choices"][0]["message"]["content"]
+    plain = post(api_server, CHAT, messages=messages, continue_final_message=True)["choices"][0]["message"]["content"]
     asked: dict[str, Any] = {"messages": messages, "continue_final_message": True, "echo": True}
-    assert post(front, CHAT, **asked)["choices"][0]["message"]["content"] == "the quick" + plain
-    deltas = [part["delta"] for chunk in events(front, CHAT, **asked) for part in chunk["choices"]]
+    assert post(api_server, CHAT, **asked)["choices"][0]["message"]["content"] == "the quick" + plain
+    deltas = [part["delta"] for chunk in events(api_server, CHAT, **asked) for part in chunk["choices"]]
     assert [delta.get("content") for delta in deltas[:2]] == ["", "the quick"]
     assert "".join(delta.get("content") or "" for delta in deltas) == "the quick" + plain
-    assert post(front, CHAT, echo=True)["choices"] == post(front, CHAT)["choices"]
-    tokens = front.http.post("/tokenize", json={"messages": messages, "continue_final_message": True}).json()
-    assert tokens["tokens"] == post(front, CHAT, **asked, return_token_ids=True)["prompt_token_ids"]
+    assert post(api_server, CHAT, echo=True)["choices"] == post(api_server, CHAT)["choices"]
+    tokens = api_server.http.post("/tokenize", json={"messages": messages, "continue_final_message": True}).json()
+    assert tokens["tokens"] == post(api_server, CHAT, **asked, return_token_ids=True)["prompt_token_ids"]
     assert tokens["token_strs"] is None
     both = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
-    assert front.http.post("/tokenize", json=both).status_code == 400
+    assert api_server.http.post("/tokenize", json=both).status_code == 400
 
 
-def test_pieces_of_tokens(front: RunningFront) -> None:
-    found = front.http.post("/tokenize", json={"prompt": "the fox", "return_token_strs": True}).json()
+def test_pieces_of_tokens(api_server: RunningServer) -> None:
+    found = api_server.http.post("/tokenize", json={"prompt": "the fox", "return_token_strs": True}).json()
     assert found["token_strs"] == chat_tokenizer().convert_ids_to_tokens(found["tokens"])
 
 
-def test_texts_without_special_tokens(speaking: tuple[Script, RunningFront]) -> None:
-    script, front = speaking
+def test_texts_without_special_tokens(speaking: tuple[Script, RunningServer]) -> None:
+    script, api_server = speaking
     for special in (True, False):
-        post(front, TEXT, add_special_tokens=special)
+        post(api_server, TEXT, add_special_tokens=special)
         given = {"prompt": "the fox", "add_special_tokens": special}
-        assert script.asked[-1].prompt == front.http.post("/tokenize", json=given).json()["tokens"]
+        assert script.asked[-1].prompt == api_server.http.post("/tokenize", json=given).json()["tokens"]
 
 
-def test_health_by_its_head_alone(front: RunningFront) -> None:
-    head = front.http.head("/health")
+def test_health_by_its_head_alone(api_server: RunningServer) -> None:
+    head = api_server.http.head("/health")
     assert (head.status_code, head.content) == (200, b"")
     assert isinstance(head, httpx.Response)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from support.server.browser import CHROMIUM, Browser, browsing
-from support.server.fronts import RunningFront, fronting
-from support.server.generators import Loop
+from support.server.engine_processes import Loop
+from support.server.running_servers import RunningServer, running_server
 
 KEYS = ("a-key-of-sixteen-or-more",)
 ENTER = ("Enter", 13, "\r")
@@ -28,8 +28,8 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def tab(browser: Browser, front: RunningFront) -> Browser:
-    return opened(browser, front.url)
+def tab(browser: Browser, api_server: RunningServer) -> Browser:
+    return opened(browser, api_server.url)
 
 
 def opened(browser: Browser, url: str) -> Browser:
@@ -55,7 +55,7 @@ def count(tab: Browser, selector: str) -> int:
     return found
 
 
-def test_a_question_is_answered_as_it_comes_and_the_figures_are_there(tab: Browser, front: RunningFront) -> None:
+def test_a_question_is_answered_as_it_comes_and_the_figures_are_there(tab: Browser, api_server: RunningServer) -> None:
     until_state(tab, "ready")
     assert tab.text("#model") == "tiny"
     tab.run("log = document.querySelector('#log'); seen = new Set()")
@@ -79,11 +79,11 @@ def test_a_question_is_answered_as_it_comes_and_the_figures_are_there(tab: Brows
     assert tab.text("#hits").endswith("%")
     assert int(tab.text("#pages-free").replace(",", "")) > 0
     assert tab.text("#CUDA graphs") == "0"
-    assert all(url.startswith((front.url, "data:")) for url in tab.requests)
+    assert all(url.startswith((api_server.url, "data:")) for url in tab.requests)
     assert tab.complaints == []
 
 
-def test_an_answer_is_stopped_and_a_chat_begun_anew(tab: Browser, front: RunningFront) -> None:
+def test_an_answer_is_stopped_and_a_chat_begun_anew(tab: Browser, api_server: RunningServer) -> None:
     tab.run("document.querySelector('#temperature').value = 1")
     tab.type("#question", "the quick fox")
     tab.run("document.querySelector('#ask').requestSubmit()")
@@ -97,8 +97,8 @@ def test_an_answer_is_stopped_and_a_chat_begun_anew(tab: Browser, front: Running
     assert count(tab, "article") == 0
 
 
-def test_with_a_key_it_is_asked_for_and_kept_in_the_tab(browser: Browser, generator: Loop) -> None:
-    with fronting(generator.generator._path, api_keys=KEYS) as guarded:
+def test_with_a_key_it_is_asked_for_and_kept_in_the_tab(browser: Browser, engine_process: Loop) -> None:
+    with running_server(engine_process.server._path, api_keys=KEYS) as guarded:
         tab = opened(browser, guarded.url)
         tab.until("!document.querySelector('#key-form').hidden")
         assert tab.text("#model") == "compiled_llm"
@@ -162,9 +162,9 @@ def test_on_a_phone_nothing_is_cut_off(tab: Browser, tmp_path: Path) -> None:
 
 def test_before_the_model_is_ready_it_says_what_is_done(browser: Browser, path: Path) -> None:
     loop = Loop(path)
-    loop.generator.report("loading weights")
-    with fronting(path, wait=False) as front:
-        tab = opened(browser, front.url)
+    loop.server.report("loading weights")
+    with running_server(path, wait=False) as api_server:
+        tab = opened(browser, api_server.url)
         until_state(tab, "loading weights")
         asked(tab, "the quick fox")
         tab.until("document.querySelector('.error')")

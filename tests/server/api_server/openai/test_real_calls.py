@@ -10,7 +10,7 @@ import openai
 import pytest
 
 import compiled_llm
-from support.server.fronts import serving
+from support.server.running_servers import serving
 from support.server.scripted import RESPONSES, TEMPLATE
 
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.whole
 
 @pytest.fixture(scope="module")
 def folder(demo_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As files of their own, so that the front needs no torch."""
+    """As files of their own, so that the API server needs no torch."""
     folder = tmp_path_factory.mktemp("served") / "smollm2"
     model, tokenizer = compiled_llm.demo()
     model.save_pretrained(folder)

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from compiled_llm.engine.engine import Engine
 from compiled_llm.server.engine_process.facts import ready_of
 from support.server.accepting import takes
-from support.server.fronts import RunningFront, chat_tokenizer, fronting
-from support.server.generators import Loop
+from support.server.engine_processes import Loop
+from support.server.running_servers import RunningServer, chat_tokenizer, running_server
 from support.server.scripted import Script, scripted, tool_tokenizer
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]}
@@ -53,37 +53,37 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
 
 @pytest.mark.parametrize(("given", "right", "wrong"), CASES)
 def test_what_is_required_is_a_grammar(
-    speaking: tuple[Script, RunningFront], given: dict[str, Any], right: list[str], wrong: list[str]
+    speaking: tuple[Script, RunningServer], given: dict[str, Any], right: list[str], wrong: list[str]
 ) -> None:
-    script, front = speaking
-    assert front.http.post("/v1/chat/completions", json={**BODY, **given}).status_code == 200
+    script, api_server = speaking
+    assert api_server.http.post("/v1/chat/completions", json={**BODY, **given}).status_code == 200
     form = json.loads(script.asked[-1].params["structured_outputs"]["structural_tag"])["format"]
     assert [text for text in right if not takes(form, text)] == []
     assert [text for text in wrong if takes(form, text)] == []
 
 
-def test_what_is_free_has_no_grammar(speaking: tuple[Script, RunningFront]) -> None:
-    script, front = speaking
+def test_what_is_free_has_no_grammar(speaking: tuple[Script, RunningServer]) -> None:
+    script, api_server = speaking
     for given in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}, THINKS):
-        assert front.http.post("/v1/chat/completions", json={**BODY, **given}).status_code == 200
+        assert api_server.http.post("/v1/chat/completions", json={**BODY, **given}).status_code == 200
         assert "structured_outputs" not in script.asked[-1].params
 
 
 @pytest.fixture(scope="module")
-def calling(model: PreTrainedModel) -> Iterator[RunningFront]:
-    """A front of a model that writes whatever it may."""
+def calling(model: PreTrainedModel) -> Iterator[RunningServer]:
+    """An API server of a model that writes whatever it may."""
     tokenizer = tool_tokenizer()
     with Engine(model, tokenizer=tokenizer) as engine, tempfile.TemporaryDirectory(prefix="uds-") as folder:
         tokenizer.save_pretrained(Path(folder) / "tokenizer")
         loop = Loop(Path(folder) / "socket")
-        loop.generator.open(engine, ready_of(model, engine, "tiny", tokenizer, str(Path(folder) / "tokenizer")))
-        with fronting(loop.generator._path) as front:
-            yield front
+        loop.server.open(engine, ready_of(model, engine, "tiny", tokenizer, str(Path(folder) / "tokenizer")))
+        with running_server(loop.server._path) as api_server:
+            yield api_server
         loop.close()
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
-def test_a_model_calls_what_it_has_to(calling: RunningFront, choice: Any) -> None:
+def test_a_model_calls_what_it_has_to(calling: RunningServer, choice: Any) -> None:
     body = {**BODY, "tool_choice": choice, "max_tokens": 300, "seed": 3, "parallel_tool_calls": False}
     choice = calling.http.post("/v1/chat/completions", json=body).json()["choices"][0]
     (call,) = choice["message"]["tool_calls"]
@@ -94,7 +94,7 @@ def test_a_model_calls_what_it_has_to(calling: RunningFront, choice: Any) -> Non
         assert arguments["city"] in ("Rome", "Paris")
 
 
-def test_a_named_function_is_called_once_however_often_the_model_would(calling: RunningFront) -> None:
+def test_a_named_function_is_called_once_however_often_the_model_would(calling: RunningServer) -> None:
     """As instructor asks, and refuses several calls."""
     with openai.OpenAI(base_url=f"{calling.url}/v1", api_key="none", max_retries=0) as client:
         for seed in (4, 8, 17):
@@ -114,8 +114,8 @@ def test_a_named_function_is_called_once_however_often_the_model_would(calling: 
 # ---- bad requests
 
 
-def test_tools_that_are_at_odds_are_refused_by_name(speaking: tuple[Script, RunningFront]) -> None:
-    _, front = speaking
+def test_tools_that_are_at_odds_are_refused_by_name(speaking: tuple[Script, RunningServer]) -> None:
+    _, api_server = speaking
     call = {"id": "1", "type": "function", "function": {"name": "time", "arguments": "now"}}
     deep = {"name": "time", "arguments": "[" * 50_000}
     for given, param, said in [
@@ -141,7 +141,7 @@ def test_tools_that_are_at_odds_are_refused_by_name(speaking: tuple[Script, Runn
         ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages[0].content", "is missing"),
         ({"tool_choice": "required", "tools": [big("weather")]}, "tools", "more than 65,536 characters"),
     ]:
-        response = front.http.post(
+        response = api_server.http.post(
             "/v1/chat/completions",
             content=json.dumps({**BODY, **given}),
             headers={"Content-Type": "application/json"},
@@ -161,10 +161,10 @@ def test_a_model_without_templates_for_tools(caplog: pytest.LogCaptureFixture) -
     tokenizer.response_template = None
     with tempfile.TemporaryDirectory(prefix="uds-") as folder:
         path = Path(folder) / "socket"
-        with scripted(path, tokenizer) as script, fronting(path) as front:
+        with scripted(path, tokenizer) as script, running_server(path) as api_server:
             script.text = f"<think>Hm.</think>\n{ROME}\n"
             for _ in range(2):
-                choice = front.http.post("/v1/chat/completions", json=BODY).json()["choices"][0]
+                choice = api_server.http.post("/v1/chat/completions", json=BODY).json()["choices"][0]
                 assert (choice["message"]["content"], choice["finish_reason"]) == (script.text, "stop")
             assert caplog.text.count("calls of tools come as plain text") == 1
             for given, param in (
@@ -172,12 +172,12 @@ def test_a_model_without_templates_for_tools(caplog: pytest.LogCaptureFixture) -
                 ({"response_format": JSON}, "response_format"),
                 ({"tools": [STRICT]}, "tools"),
             ):
-                error = front.http.post("/v1/chat/completions", json={**BODY, **given}).json()["error"]
+                error = api_server.http.post("/v1/chat/completions", json={**BODY, **given}).json()["error"]
                 assert (error["param"], error["code"]) == (param, "unsupported_value")
                 assert "calls of this model cannot be held to a form" in error["message"]
     tokenizer.chat_template = chat_tokenizer().chat_template
     with tempfile.TemporaryDirectory(prefix="uds-") as folder:
         path = Path(folder) / "socket"
-        with scripted(path, tokenizer), fronting(path) as front:
-            error = front.http.post("/v1/chat/completions", json=BODY).json()["error"]
+        with scripted(path, tokenizer), running_server(path) as api_server:
+            error = api_server.http.post("/v1/chat/completions", json=BODY).json()["error"]
             assert error["message"] == "tools: is not served: the model's chat template does not write them"

@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from support.server.fronts import RunningFront
-from support.server.generators import PATIENCE
+from support.server.engine_processes import PATIENCE
+from support.server.running_servers import RunningServer
 from support.server.scripted import Script
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -20,7 +20,7 @@ OPTIONS: dict[str, Any] = {"model": "tiny", "input": "How is the weather?", "too
 
 
 @pytest.fixture(scope="module")
-def front(speaking: tuple[Script, RunningFront]) -> RunningFront:
+def api_server(speaking: tuple[Script, RunningServer]) -> RunningServer:
     """The one that ``client`` talks to."""
     return speaking[1]
 

@@ -10,7 +10,7 @@ import pytest
 
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.server.fronts import RunningFront, chat_tokenizer
+from support.server.running_servers import RunningServer, chat_tokenizer
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPTS = ["the quick fox", "漢", "a" * 700, "over the lazy dog"]
@@ -27,8 +27,8 @@ def expected(engine: Engine, prompt: str) -> list[float]:
     return [next(iter((place or {}).values())).logprob for place in list(output.prompt_logprobs or ())[1:]]
 
 
-def events(front: RunningFront, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    with front.http.stream("POST", path, json={**body, "stream": True}) as response:
+def events(api_server: RunningServer, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    with api_server.http.stream("POST", path, json={**body, "stream": True}) as response:
         assert response.status_code == 200
         lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
     assert lines[-1] == "[DONE]"
@@ -54,12 +54,12 @@ def test_prompts_are_scored_without_an_answer(client: openai.OpenAI, engine: Eng
     assert (ours.usage.prompt_tokens, ours.usage.completion_tokens) == (sum(len(ids(prompt)) for prompt in PROMPTS), 0)
 
 
-def test_a_harness_sums_what_follows_a_context(front: RunningFront, engine: Engine) -> None:
+def test_a_harness_sums_what_follows_a_context(api_server: RunningServer, engine: Engine) -> None:
     """As lm-evaluation-harness does: the continuation's tokens are those behind the context's, all in one batch."""
     pairs = [("the quick", " fox"), ("over the lazy", " dog and"), ("a", "b")]
     whole = [ids(context) + ids(rest) for context, rest in pairs]
     body = {"prompt": whole, "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0, "seed": 1234}
-    response = front.http.post(TEXT, json=body)
+    response = api_server.http.post(TEXT, json=body)
     assert response.status_code == 200, response.text
     for (context, _), tokens, choice in zip(pairs, whole, response.json()["choices"], strict=True):
         (output,) = engine.generate([tokens], SamplingParams(max_tokens=1, prompt_logprobs=1))
@@ -72,23 +72,23 @@ def test_a_harness_sums_what_follows_a_context(front: RunningFront, engine: Engi
         assert all(score == max(best.values()) for score, best in zip(scores, top, strict=True)) == greedy
 
 
-def test_a_prompt_that_fills_all_positions_is_scored(front: RunningFront) -> None:
-    longest = front.http.get("/v1/models").json()["data"][0]["max_model_len"]
+def test_a_prompt_that_fills_all_positions_is_scored(api_server: RunningServer) -> None:
+    longest = api_server.http.get("/v1/models").json()["data"][0]["max_model_len"]
     body = {"prompt": [[5, 6] * (longest // 2)], "max_tokens": 0, "echo": True, "logprobs": 0}
-    assert front.http.post(TEXT, json=body).status_code == 200
+    assert api_server.http.post(TEXT, json=body).status_code == 200
     for more in ({"max_tokens": 1}, {"prompt": [[5] * (longest + 1)]}):
-        error = front.http.post(TEXT, json={**body, **more}).json()["error"]
+        error = api_server.http.post(TEXT, json={**body, **more}).json()["error"]
         assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
 
 
 @pytest.mark.parametrize("most", [0, 5])
 @pytest.mark.parametrize("logprobs", [None, 0, 2])
 def test_a_stream_repeats_the_prompt_with_its_log_probabilities(
-    front: RunningFront, most: int, logprobs: int | None
+    api_server: RunningServer, most: int, logprobs: int | None
 ) -> None:
     body = {"prompt": PROMPTS, "n": 2, "max_tokens": most, "echo": True, "logprobs": logprobs, "seed": 3}
-    whole = front.http.post(TEXT, json=body).json()["choices"]
-    chunks = [choice for event in events(front, TEXT, body) for choice in event["choices"]]
+    whole = api_server.http.post(TEXT, json=body).json()["choices"]
+    chunks = [choice for event in events(api_server, TEXT, body) for choice in event["choices"]]
     for answer in whole:
         parts = [chunk for chunk in chunks if chunk["index"] == answer["index"]]
         assert "".join(part["text"] for part in parts) == answer["text"]
@@ -105,7 +105,7 @@ def test_a_stream_repeats_the_prompt_with_its_log_probabilities(
         assert values[1:] == pytest.approx(answer["logprobs"]["token_logprobs"][1:], abs=1e-3)
 
 
-def test_what_a_stream_has_left_to_say_of_no_token_has_no_log_probabilities(front: RunningFront) -> None:
+def test_what_a_stream_has_left_to_say_of_no_token_has_no_log_probabilities(api_server: RunningServer) -> None:
     for path, body in (
         (TEXT, {"prompt": "a", "logprobs": 1}),
         (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1}),
@@ -113,7 +113,7 @@ def test_what_a_stream_has_left_to_say_of_no_token_has_no_log_probabilities(fron
         for more in ({"stop_token_ids": list(range(60, 120))}, {"logit_bias": {"70": 100}, "stop_token_ids": [70]}):
             choices = [
                 choice
-                for event in events(front, path, {**body, "max_tokens": 8, "seed": 2, **more})
+                for event in events(api_server, path, {**body, "max_tokens": 8, "seed": 2, **more})
                 for choice in event["choices"]
             ]
             assert choices[-1]["finish_reason"] == "stop"
@@ -121,13 +121,13 @@ def test_what_a_stream_has_left_to_say_of_no_token_has_no_log_probabilities(fron
             assert all(choice["logprobs"] is None or any(choice["logprobs"].values()) for choice in choices)
 
 
-def test_the_chosen_token_is_among_the_likeliest(front: RunningFront) -> None:
+def test_the_chosen_token_is_among_the_likeliest(api_server: RunningServer) -> None:
     body = {"prompt": "the fox", "max_tokens": 5, "echo": True, "seed": 3, "logprobs": 0}
-    found = front.http.post(TEXT, json=body).json()["choices"][0]["logprobs"]
+    found = api_server.http.post(TEXT, json=body).json()["choices"][0]["logprobs"]
     assert found["top_logprobs"][0] is None
     assert found["top_logprobs"][1:] == [
         {token: value} for token, value in zip(found["tokens"][1:], found["token_logprobs"][1:], strict=True)
     ]
     body = {"messages": MESSAGES, "max_tokens": 5, "seed": 3, "logprobs": True, "top_logprobs": 0}
-    content = front.http.post(CHAT, json=body).json()["choices"][0]["logprobs"]["content"]
+    content = api_server.http.post(CHAT, json=body).json()["choices"][0]["logprobs"]["content"]
     assert [place["top_logprobs"] for place in content] == [[]] * 5  # as OpenAI's

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from compiled_llm.server.openai.tokenizer.special_tokens import SpecialTokens
 from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
 from support.engine.text_tokenizers import byte_fallback, byte_level, slow, word_pieces
-from support.server.fronts import RunningFront, fronting
+from support.server.running_servers import RunningServer, running_server
 from support.server.scripted import Script, scripted, tool_tokenizer
 
 BEGIN, END = "<|im_start|>", "</s>"
@@ -41,13 +41,13 @@ def special_tokenizer() -> PreTrainedTokenizerBase:
 
 
 @pytest.fixture(scope="module")
-def fronts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Script, RunningFront, RunningFront]]:
+def api_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Script, RunningServer, RunningServer]]:
     """One that escapes, and one that does not."""
     path: Path = tmp_path_factory.mktemp("uds") / "socket"
     with (
         scripted(path, special_tokenizer()) as script,
-        fronting(path, escapes_special_tokens=True) as escaping,
-        fronting(path) as usual,
+        running_server(path, escapes_special_tokens=True) as escaping,
+        running_server(path) as usual,
     ):
         yield script, escaping, usual
 
@@ -75,12 +75,12 @@ REQUESTS: list[tuple[str, dict[str, Any], list[str]]] = [
 
 @pytest.mark.parametrize(("path", "body", "own"), REQUESTS)
 def test_only_the_templates_own_are_control_tokens(
-    fronts: tuple[Script, RunningFront, RunningFront], path: str, body: dict[str, Any], own: list[str]
+    api_servers: tuple[Script, RunningServer, RunningServer], path: str, body: dict[str, Any], own: list[str]
 ) -> None:
-    script, escaping, usual = fronts
+    script, escaping, usual = api_servers
     prompts = []
-    for front in (escaping, usual):
-        answer = front.http.post(path, json=body)
+    for api_server in (escaping, usual):
+        answer = api_server.http.post(path, json=body)
         assert answer.status_code == 200, answer.text
         prompts.append(script.asked[-1].prompt)
     escaped, before = map(list, prompts)
@@ -90,8 +90,10 @@ def test_only_the_templates_own_are_control_tokens(
 
 
 @pytest.mark.parametrize("body", [{"prompt": EVIL}, {"messages": CHAT}, {"messages": CHAT[:1], "tools": [TOOL]}])
-def test_tokenize_tells_the_same(fronts: tuple[Script, RunningFront, RunningFront], body: dict[str, Any]) -> None:
-    script, escaping, _ = fronts
+def test_tokenize_tells_the_same(
+    api_servers: tuple[Script, RunningServer, RunningServer], body: dict[str, Any]
+) -> None:
+    script, escaping, _ = api_servers
     path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
     tokens = escaping.http.post("/tokenize", json=body).json()["tokens"]
     assert escaping.http.post(path, json=body).status_code == 200

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from compiled_llm.server.settings import FrontSettings
-from support.server.fronts import RunningFront, fronting
-from support.server.generators import Loop
+from compiled_llm.server.settings import ApiServerSettings
+from support.server.engine_processes import Loop
+from support.server.running_servers import RunningServer, running_server
 from support.server.scripted import Script, scripted, tool_tokenizer
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the quick fox"}], "max_tokens": 30}
@@ -29,27 +29,27 @@ def interval(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module")
-def spaced(generator: Loop, interval: int) -> Iterator[RunningFront]:
-    with fronting(generator.generator._path, stream_interval=interval) as front:
-        yield front
+def spaced(engine_process: Loop, interval: int) -> Iterator[RunningServer]:
+    with running_server(engine_process.server._path, stream_interval=interval) as api_server:
+        yield api_server
 
 
 @pytest.fixture
-def calling(interval: int, path: Path) -> Iterator[tuple[Script, RunningFront]]:
+def calling(interval: int, path: Path) -> Iterator[tuple[Script, RunningServer]]:
     """An API server of an engine process that says what a test has written, token by token."""
-    with scripted(path, tool_tokenizer()) as script, fronting(path, stream_interval=interval) as front:
+    with scripted(path, tool_tokenizer()) as script, running_server(path, stream_interval=interval) as api_server:
         script.at_once = 1
-        yield script, front
+        yield script, api_server
 
 
-def whole(front: RunningFront, endpoint: str, body: dict[str, Any]) -> Any:
-    response = front.http.post(f"/v1/{endpoint}", json=body)
+def whole(api_server: RunningServer, endpoint: str, body: dict[str, Any]) -> Any:
+    response = api_server.http.post(f"/v1/{endpoint}", json=body)
     assert response.status_code == 200, response.text
     return response.json()
 
 
-def events(front: RunningFront, endpoint: str, body: dict[str, Any]) -> Iterator[Any]:
-    with front.http.stream("POST", f"/v1/{endpoint}", json={**body, "stream": True}) as response:
+def events(api_server: RunningServer, endpoint: str, body: dict[str, Any]) -> Iterator[Any]:
+    with api_server.http.stream("POST", f"/v1/{endpoint}", json={**body, "stream": True}) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 yield json.loads(line[6:])
@@ -81,7 +81,7 @@ def told_by_chats(chunks: list[Any], index: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_chunks_of_a_chat_come_to_its_answer(spaced: RunningFront, interval: int, settings: dict[str, Any]) -> None:
+def test_chunks_of_a_chat_come_to_its_answer(spaced: RunningServer, interval: int, settings: dict[str, Any]) -> None:
     body = {**CHAT, **settings, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
     answer = whole(spaced, "chat/completions", body)
     chunks = list(events(spaced, "chat/completions", {**body, "stream_options": {"include_usage": True}}))
@@ -101,7 +101,7 @@ def test_chunks_of_a_chat_come_to_its_answer(spaced: RunningFront, interval: int
 
 @pytest.mark.parametrize("settings", [*SETTINGS, {"seed": 3, "echo": True}], ids=str)
 def test_chunks_of_a_completion_come_to_its_answer(
-    spaced: RunningFront, interval: int, settings: dict[str, Any]
+    spaced: RunningServer, interval: int, settings: dict[str, Any]
 ) -> None:
     body = {"prompt": "the fox", "max_tokens": 30, "logprobs": 1, **settings}
     answer = whole(spaced, "completions", body)
@@ -117,7 +117,7 @@ def test_chunks_of_a_completion_come_to_its_answer(
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {"seed": 7, "stop": ["a", "e"]}], ids=str)
-def test_events_of_a_response_come_to_its_answer(spaced: RunningFront, settings: dict[str, Any]) -> None:
+def test_events_of_a_response_come_to_its_answer(spaced: RunningServer, settings: dict[str, Any]) -> None:
     wanted = {"top_logprobs": 2, "include": ["message.output_text.logprobs"]}
     body = {"input": "the quick fox", "max_output_tokens": 30, **wanted, **settings}
     (text,) = whole(spaced, "responses", body)["output"][0]["content"]
@@ -128,25 +128,25 @@ def test_events_of_a_response_come_to_its_answer(spaced: RunningFront, settings:
     assert told[-1]["response"]["output"][0]["content"] == near([text])
 
 
-def test_deltas_of_a_call_come_to_its_arguments(calling: tuple[Script, RunningFront]) -> None:
-    script, front = calling
+def test_deltas_of_a_call_come_to_its_arguments(calling: tuple[Script, RunningServer]) -> None:
+    script, api_server = calling
     script.text = f"Well: {CALL}"
     body = {**CHAT, "tools": [WEATHER]}
-    (call,) = whole(front, "chat/completions", body)["choices"][0]["message"]["tool_calls"]
-    deltas = [chunk["choices"][0]["delta"] for chunk in events(front, "chat/completions", body)]
+    (call,) = whole(api_server, "chat/completions", body)["choices"][0]["message"]["tool_calls"]
+    deltas = [chunk["choices"][0]["delta"] for chunk in events(api_server, "chat/completions", body)]
     pieces = [piece["function"] for delta in deltas for piece in delta.get("tool_calls") or ()]
     assert pieces[0]["name"] == call["function"]["name"] == "weather"
     assert joined([piece["arguments"] for piece in pieces]) == call["function"]["arguments"] == '{"city": "Rome"}'
     assert joined([delta.get("content") for delta in deltas]) == "Well:"
 
 
-def test_the_first_token_and_the_last_wait_for_no_other(calling: tuple[Script, RunningFront], interval: int) -> None:
-    script, front = calling
+def test_the_first_token_and_the_last_wait_for_no_other(calling: tuple[Script, RunningServer], interval: int) -> None:
+    script, api_server = calling
     script.text, script.allowed = "the quick brown fox jumps", threading.Semaphore()  # of one token
     count = len(script.tokens(script.text))
     assert count > 5
     told: list[int] = []
-    for chunk in events(front, "completions", {"prompt": "x", "return_token_ids": True}):
+    for chunk in events(api_server, "completions", {"prompt": "x", "return_token_ids": True}):
         told.append(len(chunk["choices"][0]["token_ids"]))
         if told == [1]:
             script.allowed.release(count - 1)
@@ -157,4 +157,4 @@ def test_the_first_token_and_the_last_wait_for_no_other(calling: tuple[Script, R
 @pytest.mark.parametrize("wrong", [0, -1, 1025])
 def test_an_interval_that_is_none_is_refused(wrong: int) -> None:
     with pytest.raises(ValueError, match=rf"^--stream-interval {wrong}: must be from 1 to 1024 tokens$"):
-        FrontSettings(names=("tiny",), stream_interval=wrong)
+        ApiServerSettings(names=("tiny",), stream_interval=wrong)

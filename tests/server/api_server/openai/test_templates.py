@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.server.fronts import RunningFront, fronting
+from support.server.running_servers import RunningServer, running_server
 from support.server.scripted import scripted, tool_tokenizer
 
 RAISES = {
@@ -25,24 +25,24 @@ RAISES = {
 
 
 @pytest.fixture(scope="module")
-def front() -> Iterator[RunningFront]:
+def api_server() -> Iterator[RunningServer]:
     tokenizer = tool_tokenizer()
     cases = "".join(f"{{% if how == '{how}' %}}{{{{ {raises} }}}}{{% endif %}}" for how, raises in RAISES.items())
     again = "{% macro again(x) %}{{ again(x) }}{% endmacro %}"
     tokenizer.chat_template = again + cases + str(tokenizer.chat_template)
     with tempfile.TemporaryDirectory(prefix="uds-") as folder:
         path = Path(folder) / "socket"
-        with scripted(path, tokenizer), fronting(path) as front:
-            yield front
+        with scripted(path, tokenizer), running_server(path) as api_server:
+            yield api_server
 
 
 @pytest.mark.parametrize("how", RAISES)
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-def test_what_a_template_raises_is_a_bad_request(front: RunningFront, how: str, path: str) -> None:
+def test_what_a_template_raises_is_a_bad_request(api_server: RunningServer, how: str, path: str) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"how": how}}
-    response = front.http.post(path, json=body)
+    response = api_server.http.post(path, json=body)
     error = response.json()["error"]
     assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", "messages")
     assert error["message"].startswith("messages: the model's chat template does not take them: ")
     assert "roles must alternate" in error["message"] or how != "its own"
-    assert front.http.post(path, json={**body, "chat_template_kwargs": {}}).status_code == 200
+    assert api_server.http.post(path, json={**body, "chat_template_kwargs": {}}).status_code == 200

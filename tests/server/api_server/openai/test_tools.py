@@ -10,8 +10,8 @@ import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
-from support.server.fronts import RunningFront
-from support.server.generators import PATIENCE
+from support.server.engine_processes import PATIENCE
+from support.server.running_servers import RunningServer
 from support.server.scripted import Script, tool_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -23,7 +23,7 @@ OTHER = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 
 
 @pytest.fixture(scope="module")
-def front(speaking: tuple[Script, RunningFront]) -> RunningFront:
+def api_server(speaking: tuple[Script, RunningServer]) -> RunningServer:
     """The one that ``client`` talks to."""
     return speaking[1]
 
@@ -189,7 +189,7 @@ def test_every_answer_has_its_parts(client: openai.OpenAI, script: Script) -> No
     assert calls == [1] * 3
 
 
-def test_a_chat_goes_on_after_a_call(client: openai.OpenAI, script: Script, front: RunningFront) -> None:
+def test_a_chat_goes_on_after_a_call(client: openai.OpenAI, script: Script, api_server: RunningServer) -> None:
     script.text = f"<think>Hm.</think>{CALL}"
     message = whole(client, tools=[WEATHER]).choices[0].message
     script.text = "Fine."
@@ -202,14 +202,14 @@ def test_a_chat_goes_on_after_a_call(client: openai.OpenAI, script: Script, fron
     given[1]["reasoning"] = given[1].pop("reasoning_content")
     whole(client, messages=given, tools=[WEATHER])
     assert "<think>Hm.</think>" in script.prompt
-    tokens = front.http.post("/tokenize", json={"messages": given, "tools": [WEATHER]}).json()["tokens"]
+    tokens = api_server.http.post("/tokenize", json={"messages": given, "tools": [WEATHER]}).json()["tokens"]
     assert tokens == script.asked[-1].prompt
 
 
 def test_long_thinking_is_counted_beside_the_event_loop(
-    client: openai.OpenAI, script: Script, front: RunningFront, monkeypatch: pytest.MonkeyPatch
+    client: openai.OpenAI, script: Script, api_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    vocabulary = front.front.link.model.vocabulary
+    vocabulary = api_server.api_server.link.model.vocabulary
     threads: list[threading.Thread] = []
     count = vocabulary.of_text
 
@@ -224,4 +224,4 @@ def test_long_thinking_is_counted_beside_the_event_loop(
         usage = list(found)[-1].usage if options else found.usage
         assert usage.completion_tokens_details.reasoning_tokens > 3000
     assert len(threads) == 2
-    assert front._thread not in threads
+    assert api_server._thread not in threads

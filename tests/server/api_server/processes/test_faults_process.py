@@ -19,11 +19,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from compiled_llm.client import Client, GeneratorError
+from compiled_llm.client import Client, EngineProcessError
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.server.fronts import is_refused, serving
-from support.server.generators import PATIENCE, until
+from support.server.engine_processes import PATIENCE, until
 from support.server.processes import children, files_of, threads_of
+from support.server.running_servers import is_refused, serving
 
 OPTIONS = ("--mode", "eager", "--warmup", "1,8", "--kv-memory", "20000 tokens")
 TEXT = "/v1/completions"
@@ -31,8 +31,8 @@ ROUNDS, AT_ONCE = 20, 12
 # The command, with more restarts an hour than it has.
 MANY_RESTARTS = """
 from compiled_llm.__main__ import main
-from compiled_llm.server.engine_process.starter import GeneratorProcess
-GeneratorProcess.__init__.__defaults__ = (1000,)
+from compiled_llm.server.engine_process.starter import EngineProcess
+EngineProcess.__init__.__defaults__ = (1000,)
 main()
 """
 
@@ -47,9 +47,9 @@ def get(url: str, path: str) -> httpx.Response:
     return httpx.get(url + path, verify=False)  # without certificates, which take long to load
 
 
-def generator_of(front: int) -> int:
-    (generator,) = children(front)
-    return generator
+def engine_process_of(api_server: int) -> int:
+    (engine_process,) = children(api_server)
+    return engine_process
 
 
 def figures(url: str) -> dict[str, float]:
@@ -81,12 +81,12 @@ def ask(http: httpx.Client, draw: random.Random) -> str:
 
 
 def ask_the_socket(client: Client, stop: threading.Event) -> set[str]:
-    """Ask by the socket until told to stop, by one client through all generators; return what was said."""
+    """Ask by the socket until told to stop, by one client through all engine processes; return what was said."""
     said = set()
     while not stop.is_set():
         try:
             said.add(client.generate([[3, 4]], SamplingParams(max_tokens=40, ignore_eos=True))[0].finish_reason or "")
-        except GeneratorError as error:
+        except EngineProcessError as error:
             said.add(type(error).__name__)
     return said
 
@@ -104,10 +104,10 @@ def asking(url: str, path: Path) -> Iterator[Callable[[int], list[Future[str]]]]
         by_socket = pool.submit(ask_the_socket, client, stop)
         yield lambda seed: [pool.submit(ask, http, random.Random(seed + number)) for number in range(AT_ONCE)]
         stop.set()
-        assert by_socket.result(PATIENCE) >= {"length", "GeneratorLostError"}
+        assert by_socket.result(PATIENCE) >= {"length", "EngineDeadError"}
 
 
-def test_a_generator_that_is_killed_twenty_times(model_folder: Path, path: Path, seed: int) -> None:
+def test_an_engine_process_that_is_killed_twenty_times(model_folder: Path, path: Path, seed: int) -> None:
     draw, said, before = random.Random(seed), set(), ([""], 0)
     command = (sys.executable, "-c", MANY_RESTARTS)
     with serving(model_folder, "--uds", str(path), *OPTIONS, command=command) as (process, url):
@@ -116,7 +116,7 @@ def test_a_generator_that_is_killed_twenty_times(model_folder: Path, path: Path,
             for number in range(ROUNDS):
                 answers = ask_many(1000 * number + seed)
                 time.sleep(draw.uniform(0, 0.8))
-                os.kill(generator_of(process.pid), signal.SIGKILL)
+                os.kill(engine_process_of(process.pid), signal.SIGKILL)
                 said |= {answer.result(PATIENCE) for answer in answers}
                 until(lambda: children(process.pid))
                 if number == 1:
@@ -125,7 +125,7 @@ def test_a_generator_that_is_killed_twenty_times(model_folder: Path, path: Path,
                 if draw.random() < 0.8:  # else the next one is killed while it loads
                     until(lambda: ready(url))
             until(lambda: ready(url))
-        assert {"generator_lost", "whole", "200", "503"} <= said
+        assert {"engine_dead", "whole", "200", "503"} <= said
         assert httpx.post(url + TEXT, json={"prompt": "a", "max_tokens": 3}).status_code == 200
         assert_nothing_is_left(url)
         until(lambda: len(files_of(process.pid)) <= len(before[0]) + 2)  # connections that clients keep for a while
@@ -136,7 +136,7 @@ def test_a_generator_that_is_killed_twenty_times(model_folder: Path, path: Path,
     assert not path.exists()
 
 
-def test_a_front_that_is_killed_under_load_leaves_nobody(model_folder: Path, path: Path, seed: int) -> None:
+def test_an_api_server_that_is_killed_under_load_leaves_nobody(model_folder: Path, path: Path, seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(3):
         with (
@@ -145,13 +145,13 @@ def test_a_front_that_is_killed_under_load_leaves_nobody(model_folder: Path, pat
             calling(url) as http,
         ):
             until(lambda url=url: ready(url))
-            generator = generator_of(process.pid)
+            engine_process = engine_process_of(process.pid)
             answers = [pool.submit(ask, http, random.Random(number)) for number in range(AT_ONCE)]
             time.sleep(draw.uniform(0, 0.3))
             process.kill()
             for answer in answers:
                 assert answer.exception(PATIENCE) is None or isinstance(answer.exception(), httpx.TransportError)
-            until(lambda generator=generator: not Path(f"/proc/{generator}").exists())
+            until(lambda engine_process=engine_process: not Path(f"/proc/{engine_process}").exists())
             assert not path.exists()
 
 
@@ -169,7 +169,7 @@ def test_clients_that_are_killed_leave_nothing(model_folder: Path, seed: int) ->
     draw = random.Random(seed)
     with serving(model_folder, *OPTIONS) as (process, url):
         until(lambda: ready(url))
-        generator, before, now = generator_of(process.pid), [], []
+        engine_process, before, now = engine_process_of(process.pid), [], []
         for _ in range(6):
             killed = [
                 subprocess.Popen(
@@ -185,7 +185,7 @@ def test_clients_that_are_killed_leave_nothing(model_folder: Path, seed: int) ->
                 each.kill()
                 each.communicate()
             assert_nothing_is_left(url)
-            now = [(len(files_of(pid)), threads_of(pid)) for pid in (process.pid, generator)]
+            now = [(len(files_of(pid)), threads_of(pid)) for pid in (process.pid, engine_process)]
             before = before or now
         for (files, threads), (files_then, threads_then) in zip(now, before, strict=True):
             assert (files <= files_then + 1, threads <= threads_then + 1) == (True, True)
@@ -217,7 +217,7 @@ def test_a_reader_of_http_that_stops_keeps_nobody_waiting(model_folder: Path) ->
 def test_a_drain_that_takes_too_long_ends_what_is_left(model_folder: Path) -> None:
     with serving(model_folder, *OPTIONS, "--drain-seconds", "1") as (process, url):
         until(lambda: ready(url))
-        generator = generator_of(process.pid)
+        engine_process = engine_process_of(process.pid)
         with httpx.stream("POST", url + TEXT, json={"prompt": "a", "max_tokens": 9, "stream": True}) as short:
             events = (line for line in short.iter_lines() if line)
             next(events)
@@ -232,4 +232,4 @@ def test_a_drain_that_takes_too_long_ends_what_is_left(model_folder: Path) -> No
                 assert process.wait(PATIENCE) == 0
                 assert time.monotonic() - began < 20
                 assert lasting.exception(PATIENCE) is not None or "error" in lasting.result().text
-        until(lambda: not Path(f"/proc/{generator}").exists())
+        until(lambda: not Path(f"/proc/{engine_process}").exists())

@@ -1,4 +1,4 @@
-"""What the server's process and its fronts tell each other arrives whole, in order, and waits for nobody."""
+"""What the server's process and its API servers tell each other arrives whole, in order, and waits for nobody."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from compiled_llm.server.processes.handover import (
     receive_start,
     send_start,
 )
-from compiled_llm.server.processes.workers import Fronts
-from compiled_llm.server.settings import FrontSettings
-from support.server.generators import PATIENCE
+from compiled_llm.server.processes.workers import ApiServers
+from compiled_llm.server.settings import ApiServerSettings
+from support.server.engine_processes import PATIENCE
 
 Word = tuple[bytes, "socket.socket | None"]
 
@@ -46,8 +46,8 @@ async def waited(condition: object) -> None:
 def nothing() -> None: ...
 
 
-def test_a_front_is_told_what_it_is_to_be(ends: tuple[socket.socket, socket.socket]) -> None:
-    start = Start(FrontSettings(names=("a",), api_keys=("k" * 20,), ssl_certfile=None), Path("/run/x"), logs=True)
+def test_an_api_server_is_told_what_it_is_to_be(ends: tuple[socket.socket, socket.socket]) -> None:
+    start = Start(ApiServerSettings(names=("a",), api_keys=("k" * 20,), ssl_certfile=None), Path("/run/x"), logs=True)
     send_start(ends[0], start)
     ends[0].sendall(READY)
     assert receive_start(ends[1]) == start
@@ -124,11 +124,11 @@ def test_the_end_of_one_is_told_to_the_other_once(ends: tuple[socket.socket, soc
     asyncio.run(talk())
 
 
-def test_a_front_that_cannot_serve_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_api_server_that_cannot_serve_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = f"import sys; sys.exit({CANNOT_SERVE})"
     monkeypatch.setattr(worker_process, "own_command", lambda *_: [sys.executable, "-c", code])
-    settings = FrontSettings(names=("tiny",), port=0, figures=tmp_path)
+    settings = ApiServerSettings(names=("tiny",), port=0, figures=tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        fronts = Fronts(Start(settings, tmp_path / "generator", False), listening, 1)
-        fronts._has_begun = True  # others may have
-        assert asyncio.run(fronts.run()) == "a front cannot serve; it has said why"
+        api_servers = ApiServers(Start(settings, tmp_path / "generator", False), listening, 1)
+        api_servers._has_begun = True  # others may have
+        assert asyncio.run(api_servers.run()) == "an API server cannot serve; it has said why"

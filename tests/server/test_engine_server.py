@@ -1,4 +1,4 @@
-"""What clients get of a generator is what its engine gives in process, whoever else is connected."""
+"""What clients get of an engine process is what its engine gives in process, whoever else is connected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import compiled_llm
-from compiled_llm.client import AsyncClient, Client, GeneratorBusyError, GeneratorError, GeneratorLostError
+from compiled_llm.client import AsyncClient, Client, EngineBusyError, EngineDeadError, EngineProcessError
 from compiled_llm.engine.engine import Engine
 from compiled_llm.protocol.frames import frame_of
 from compiled_llm.protocol.messages import AskStats, Cancel, Preparing, Refused, Step, Submit, Welcome
@@ -25,7 +25,7 @@ from compiled_llm.server.engine_process import connection, stream
 from compiled_llm.server.engine_process.facts import ready_of
 from support.engine.text_tokenizers import byte_level
 from support.execution.failing_calls import fail_once
-from support.server.generators import PATIENCE, Bytes, Loop, generating, until
+from support.server.engine_processes import PATIENCE, Bytes, Loop, engine_in_thread, until
 from support.tiny_models import tiny_qwen3
 
 PROMPT = list(range(3, 13))
@@ -40,7 +40,7 @@ def endless(**others: Any) -> SamplingParams:
 
 
 @pytest.fixture
-def client(generator: Loop, path: Path) -> Any:
+def client(engine_process: Loop, path: Path) -> Any:
     with Client(path, tokenizer=byte_level()) as client:
         yield client
 
@@ -114,7 +114,7 @@ def test_tokens_and_text_come_as_they_do_in_process(client: Client, engine: Engi
     assert_equal(output, expected)
 
 
-def test_a_client_for_event_loops_waits_without_stopping_them(engine: Engine, generator: Loop, path: Path) -> None:
+def test_a_client_for_event_loops_waits_without_stopping_them(engine: Engine, engine_process: Loop, path: Path) -> None:
     prompts, ticks = [PROMPT, "the quick fox"], []
 
     async def tick() -> None:
@@ -139,7 +139,7 @@ def test_a_client_for_event_loops_waits_without_stopping_them(engine: Engine, ge
             while (await client.stats()).running:
                 pass
             handle = client.submit(PROMPT, endless())
-        with pytest.raises(GeneratorLostError, match="the client is closed"):
+        with pytest.raises(EngineDeadError, match="the client is closed"):
             await handle
         ticking.cancel()
 
@@ -174,7 +174,7 @@ def test_what_the_engine_refuses_raises_what_the_engine_does(client: Client, eng
     assert_equal(*client.generate([PROMPT], settings()), *engine.generate([PROMPT], settings()))
 
 
-def test_a_frame_cannot_ask_for_what_sampling_params_do_not_have(generator: Loop, path: Path) -> None:
+def test_a_frame_cannot_ask_for_what_sampling_params_do_not_have(engine_process: Loop, path: Path) -> None:
     with Bytes(path) as peer:
         peer.greet()
         for number, params in enumerate(
@@ -190,17 +190,17 @@ def test_a_fault_in_one_request_ends_that_alone(client: Client, engine: Engine, 
     next(iter(running))
     with monkeypatch.context() as patch:
         patch.setattr(engine, "submit", lambda *_, **__: {}["missing"])
-        with pytest.raises(GeneratorError, match="failed of KeyError; the generator's log says more"):
+        with pytest.raises(EngineProcessError, match="failed of KeyError; the engine process's log says more"):
             client.submit(PROMPT, settings()).result(PATIENCE)
     assert running.result(PATIENCE).finish_reason == "length"
 
 
 def test_a_full_queue_is_told_from_what_is_impossible(model: Any, path: Path) -> None:
-    with Engine(model, max_rows=1, max_queue=1) as engine, generating(engine, path), Client(path) as client:
+    with Engine(model, max_rows=1, max_queue=1) as engine, engine_in_thread(engine, path), Client(path) as client:
         running = client.submit(PROMPT, endless())
         next(iter(running))
         waiting = client.submit(PROMPT, endless())
-        with pytest.raises(GeneratorBusyError, match="max_queue=1"):
+        with pytest.raises(EngineBusyError, match="max_queue=1"):
             client.submit(PROMPT, settings()).result(PATIENCE)
         running.cancel()
         waiting.cancel()
@@ -218,7 +218,7 @@ def test_a_long_prompts_logprobs_come_in_parts(client: Client, engine: Engine, m
 
 
 def test_a_step_is_one_frame_for_all_requests_of_a_client(engine: Engine, path: Path) -> None:
-    with generating(engine, path) as loop, Bytes(path) as peer:
+    with engine_in_thread(engine, path) as loop, Bytes(path) as peer:
         peer.greet()
         with engine.paused():
             peer.send(*(Submit(number, PROMPT, {"max_tokens": 30, "ignore_eos": True}) for number in range(8)))
@@ -237,15 +237,15 @@ def test_a_step_is_one_frame_for_all_requests_of_a_client(engine: Engine, path: 
         assert frames <= engine.stats().steps
 
 
-def test_the_engine_wakes_the_generator_once_a_step(client: Client, engine: Engine, generator: Loop) -> None:
+def test_the_engine_wakes_the_engine_process_once_a_step(client: Client, engine: Engine, engine_process: Loop) -> None:
     steps: list[int] = []
-    wake, before = generator.generator.wake, engine.stats().steps
-    generator.generator.wake = lambda: steps.append(engine.stats().steps) or wake()  # type: ignore[method-assign]
+    wake, before = engine_process.server.wake, engine.stats().steps
+    engine_process.server.wake = lambda: steps.append(engine.stats().steps) or wake()  # type: ignore[method-assign]
     client.generate([PROMPT] * 6, settings(max_tokens=20))
     assert len(steps) <= engine.stats().steps - before + 6  # and each request once as it begins and is cancelled
 
 
-def test_tokens_come_while_the_event_loop_is_busy(client: Client, engine: Engine, generator: Loop) -> None:
+def test_tokens_come_while_the_event_loop_is_busy(client: Client, engine: Engine, engine_process: Loop) -> None:
     """The thread that has read them sends them; to wake another one would take longer."""
     (expected,) = client.generate([PROMPT], settings(max_tokens=40))
     is_busy, tokens_are_there, is_free = threading.Event(), threading.Event(), threading.Event()
@@ -258,7 +258,7 @@ def test_tokens_come_while_the_event_loop_is_busy(client: Client, engine: Engine
     with engine.paused():
         handle = client.submit(PROMPT, settings(max_tokens=40))
         until(lambda: engine._driver.waiting)
-        threading.Thread(target=generator.call, args=(be_busy,)).start()
+        threading.Thread(target=engine_process.call, args=(be_busy,)).start()
         assert is_busy.wait(PATIENCE)
     assert list(handle) == expected.token_ids
     assert not is_free.is_set()
@@ -288,7 +288,7 @@ def test_a_loop_over_text_that_is_left_ends_the_request(client: Client) -> None:
     assert text.handle.result(PATIENCE).finish_reason == "cancelled"
 
 
-def test_a_client_that_leaves_takes_its_requests_along(engine: Engine, generator: Loop, path: Path) -> None:
+def test_a_client_that_leaves_takes_its_requests_along(engine: Engine, engine_process: Loop, path: Path) -> None:
     with Client(path) as stays:
         others = [Client(path) for _ in range(2)]
         handles = [client.submit(PROMPT, endless(seed=seed)) for seed, client in enumerate((*others, stays))]
@@ -300,28 +300,30 @@ def test_a_client_that_leaves_takes_its_requests_along(engine: Engine, generator
         assert ended.wait(PATIENCE)
         assert engine.stats().running == 1
         for handle in handles[:2]:
-            with pytest.raises(GeneratorLostError, match="the client is closed"):
+            with pytest.raises(EngineDeadError, match="the client is closed"):
                 handle.result(PATIENCE)
         handles[2].cancel()
         assert handles[2].result(PATIENCE).finish_reason == "cancelled"
         assert len(handles[2].output().token_ids) < 900
 
 
-def test_a_client_that_reads_no_more_though_it_might_write_is_left(engine: Engine, generator: Loop, path: Path) -> None:
+def test_a_client_that_reads_no_more_though_it_might_write_is_left(
+    engine: Engine, engine_process: Loop, path: Path
+) -> None:
     with Bytes(path) as deaf:
         deaf.greet()
         ended = engine_ends(engine, 1)
         deaf.send(Submit(1, PROMPT, {"max_tokens": 900, "ignore_eos": True}))
         deaf.socket.shutdown(socket.SHUT_RD)
-        until(lambda: not generator.generator._connections)
+        until(lambda: not engine_process.server._connections)
         assert ended.wait(PATIENCE)
         with pytest.raises(BrokenPipeError):
             deaf.send(AskStats(2))
     assert engine.stats().new_tokens < 900
 
 
-def test_a_generator_is_not_quiet_before_the_last_tokens_are_in_the_socket(
-    generator: Loop, path: Path, monkeypatch: Any
+def test_an_engine_process_is_not_quiet_before_the_last_tokens_are_in_the_socket(
+    engine_process: Loop, path: Path, monkeypatch: Any
 ) -> None:
     written, goes_on = threading.Event(), threading.Event()
 
@@ -335,7 +337,7 @@ def test_a_generator_is_not_quiet_before_the_last_tokens_are_in_the_socket(
     with Client(path) as client:
         handle = client.submit(PROMPT, settings())
         assert written.wait(PATIENCE)
-        (talks,) = generator.generator._connections
+        (talks,) = engine_process.server._connections
         assert not talks.streams
         assert talks.busy
         goes_on.set()
@@ -343,7 +345,7 @@ def test_a_generator_is_not_quiet_before_the_last_tokens_are_in_the_socket(
         until(lambda: not talks.busy)
 
 
-def test_a_client_that_nobody_holds_leaves(generator: Loop, path: Path) -> None:
+def test_a_client_that_nobody_holds_leaves(engine_process: Loop, path: Path) -> None:
     client = Client(path)
     client.generate([PROMPT], settings())
     with Client(path) as other:
@@ -368,7 +370,7 @@ def engine_ends(engine: Engine, count: int) -> threading.Event:
     return ended
 
 
-def test_a_slow_reader_gets_merged_frames_and_loses_nothing(engine: Engine, generator: Loop, path: Path) -> None:
+def test_a_slow_reader_gets_merged_frames_and_loses_nothing(engine: Engine, engine_process: Loop, path: Path) -> None:
     params = {"max_tokens": 300, "ignore_eos": True, "seed": 5, "logprobs": 20}
     with Bytes(path) as slow:
         slow.greet()
@@ -391,7 +393,7 @@ def test_a_slow_reader_gets_merged_frames_and_loses_nothing(engine: Engine, gene
 
 def test_a_reader_that_is_too_slow_loses_its_requests_with_the_reason(engine: Engine, path: Path) -> None:
     params = {"max_tokens": 900, "ignore_eos": True, "logprobs": 20}
-    with generating(engine, path, most_unsent=50), Bytes(path) as slow, Client(path) as quick:
+    with engine_in_thread(engine, path, most_unsent=50), Bytes(path) as slow, Client(path) as quick:
         slow.greet()
         ended = engine_ends(engine, 1)
         slow.send(Submit(1, PROMPT, params))
@@ -412,7 +414,7 @@ def test_a_reader_that_is_too_slow_loses_its_requests_with_the_reason(engine: En
 
 
 def test_a_form_without_xgrammar_is_impossible_and_the_command_is_told(
-    generator: Loop, path: Path, monkeypatch: pytest.MonkeyPatch
+    engine_process: Loop, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Client(path) as client:
         with monkeypatch.context() as patched:
@@ -424,15 +426,15 @@ def test_a_form_without_xgrammar_is_impossible_and_the_command_is_told(
         assert len(client.generate([3, 4], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
 
 
-def test_clients_are_told_what_a_generator_does_before_it_is_ready(engine: Engine, path: Path) -> None:
+def test_clients_are_told_what_an_engine_process_does_before_it_is_ready(engine: Engine, path: Path) -> None:
     loop = Loop(path)
     with Client(path, tokenizer=byte_level(), wait=False) as client, Bytes(path) as peer:
         assert client.doing == "starting"
         for call in (lambda: client.submit(PROMPT), client.stats):
-            with pytest.raises(GeneratorError, match="the generator is not ready"):
+            with pytest.raises(EngineProcessError, match="the engine process is not ready"):
                 call()
         peer.send(b"\x00\x00\x00\x0c\x81\xa4type\xa5hello")  # without a version, it is this one
-        loop.generator.report("loading weights")
+        loop.server.report("loading weights")
         with pytest.raises(TimeoutError, match="not ready after 0"):
             client.wait_until_ready(0.001)
         peer.send(Submit(1, PROMPT))
@@ -440,48 +442,51 @@ def test_clients_are_told_what_a_generator_does_before_it_is_ready(engine: Engin
         while isinstance(told := peer.receive(), Preparing):
             doing = told.doing
         assert doing == "loading weights"
-        assert told == Refused(1, "unavailable", "the generator is not ready (loading weights)")
-        loop.generator.open(engine, ready_of(engine._model, engine, "tiny"))
+        assert told == Refused(1, "unavailable", "the engine process is not ready (loading weights)")
+        loop.server.open(engine, ready_of(engine._model, engine, "tiny"))
         assert client.wait_until_ready(PATIENCE).ends == [1]
         assert client.doing == "ready"
         assert_equal(*client.generate([PROMPT], settings()), *engine.generate([PROMPT], settings()))
     loop.close()
 
 
-def test_a_generator_that_leaves_lets_requests_end(engine: Engine, path: Path) -> None:
-    with generating(engine, path) as loop, Client(path) as client:
+def test_an_engine_process_that_leaves_lets_requests_end(engine: Engine, path: Path) -> None:
+    with engine_in_thread(engine, path) as loop, Client(path) as client:
         handle = client.submit(PROMPT, settings(max_tokens=300))
         next(iter(handle))
-        loop.call(loop.generator.leave, "the generator was told to end")
+        loop.call(loop.server.leave, "the engine process was told to end")
         assert not path.exists()
-        with pytest.raises(GeneratorError, match="told to end"):
+        with pytest.raises(EngineProcessError, match="told to end"):
             client.submit(PROMPT, settings()).result(PATIENCE)
-        with pytest.raises(GeneratorLostError, match="there is no such socket"):
+        with pytest.raises(EngineDeadError, match="there is no such socket"):
             Client(path)
-        loop.run(loop.generator.drain(PATIENCE))
+        loop.run(loop.server.drain(PATIENCE))
         assert handle.result(PATIENCE).finish_reason == "length"
         while client._session.lost is None:
             pass
-        assert str(client._session.lost) == "the generator has ended the connection: the generator was told to end"
+        assert (
+            str(client._session.lost)
+            == "the engine process has ended the connection: the engine process was told to end"
+        )
 
 
-def test_a_generator_ends_though_its_folder_is_gone(engine: Engine, folder: Path) -> None:
+def test_an_engine_process_ends_though_its_folder_is_gone(engine: Engine, folder: Path) -> None:
     path = folder / "inner" / "socket"
-    with generating(engine, path) as loop, Client(path) as client:
+    with engine_in_thread(engine, path) as loop, Client(path) as client:
         path.unlink()
         path.parent.rmdir()
-        loop.call(loop.generator.leave, "the generator was told to end")
-        with pytest.raises(GeneratorError, match="told to end"):
+        loop.call(loop.server.leave, "the engine process was told to end")
+        with pytest.raises(EngineProcessError, match="told to end"):
             client.submit(PROMPT, settings()).result(PATIENCE)
 
 
 def test_what_has_not_ended_when_time_is_up_says_so(engine: Engine, path: Path) -> None:
-    with generating(engine, path) as loop, Client(path) as client:
+    with engine_in_thread(engine, path) as loop, Client(path) as client:
         handle = client.submit(PROMPT, endless())
         next(iter(handle))
-        loop.call(loop.generator.leave, "the generator was told to end")
-        loop.run(loop.generator.drain(0.0))
-        with pytest.raises(GeneratorError, match="told to end, and the request has not ended 0 s later"):
+        loop.call(loop.server.leave, "the engine process was told to end")
+        loop.run(loop.server.drain(0.0))
+        with pytest.raises(EngineProcessError, match="told to end, and the request has not ended 0 s later"):
             handle.result(PATIENCE)
         assert len(handle.output().token_ids) >= 1
 
@@ -516,7 +521,7 @@ def test_all_settings_can_be_sent() -> None:
     assert set(SamplingParams.__dataclass_fields__) == tried | {"logits_processors"}
 
 
-def test_a_request_number_can_be_used_again_once_it_has_ended(generator: Loop, path: Path) -> None:
+def test_a_request_number_can_be_used_again_once_it_has_ended(engine_process: Loop, path: Path) -> None:
     with Bytes(path) as peer:
         peer.greet()
         for _ in range(2):
@@ -527,7 +532,7 @@ def test_a_request_number_can_be_used_again_once_it_has_ended(generator: Loop, p
         assert peer.problem() == "a second request number 7, and the first has not ended"
 
 
-def test_the_package_is_named(path: Path, generator: Loop) -> None:
+def test_the_package_is_named(path: Path, engine_process: Loop) -> None:
     with Client(path) as client:
         assert client._link._line.welcome.package == f"compiled-llm {compiled_llm.__version__}"
 
@@ -540,24 +545,26 @@ def test_a_step_that_fails_is_told_without_its_files(client: Client, engine: Eng
     next(iter(handle))
     with engine.paused():
         fail_once(monkeypatch, engine._driver.loop, "step", OSError("/home/me/secret"), after=1)
-    with pytest.raises(GeneratorError, match=r"^the request has failed of OSError; the generator's log says more$"):
+    with pytest.raises(
+        EngineProcessError, match=r"^the request has failed of OSError; the engine process's log says more$"
+    ):
         handle.result(PATIENCE)
     assert_equal(*client.generate([PROMPT], settings()), *engine.generate([PROMPT], settings()))
 
 
-def test_a_device_that_fails_ends_all_requests_and_the_generator_hears_of_it(path: Path, monkeypatch: Any) -> None:
+def test_a_device_that_fails_ends_all_requests_and_the_engine_process_hears_of_it(path: Path, monkeypatch: Any) -> None:
     model: Any = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1), mode="eager", kv_memory="4000 tokens")
     lost = threading.Event()
-    with Engine(model, max_rows=1) as engine, generating(engine, path) as loop, Client(path) as client:
-        loop.generator.when_lost = lost.set
+    with Engine(model, max_rows=1) as engine, engine_in_thread(engine, path) as loop, Client(path) as client:
+        loop.server.when_lost = lost.set
         running, waiting = client.submit(PROMPT, endless()), client.submit(PROMPT, endless())
         next(iter(running))
         with engine.paused():
             error = torch.AcceleratorError("CUDA error: device-side assert triggered")
             fail_once(monkeypatch, engine._driver.loop, "step", error, after=1)
         for handle in (running, waiting):
-            with pytest.raises(GeneratorError, match=r"the device has failed \(device-side assert triggered\)"):
+            with pytest.raises(EngineProcessError, match=r"the device has failed \(device-side assert triggered\)"):
                 handle.result(PATIENCE)
         assert lost.wait(PATIENCE)
-        with pytest.raises(GeneratorError, match="the device has failed"):
+        with pytest.raises(EngineProcessError, match="the device has failed"):
             client.generate([PROMPT], settings())

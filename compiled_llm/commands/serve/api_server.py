@@ -1,11 +1,11 @@
-"""`compiled-llm front`: what `compiled-llm serve --api-server-count` starts several of; nobody else does."""
+"""`compiled-llm api-server`: what `compiled-llm serve --api-server-count` starts several of; nobody else does."""
 
 from __future__ import annotations
 
 import sys
 
 
-def front() -> None:
+def api_server() -> None:
     """Answer the connections that the server's process gives this one, over standard input, which is a socket."""
     import socket
 
@@ -19,6 +19,6 @@ def front() -> None:
         return
     if start.logs:
         show_log()
-    from compiled_llm.server.processes.worker import run_given_front
+    from compiled_llm.server.processes.worker import run_given_api_server
 
-    run_given_front(start, end)
+    run_given_api_server(start, end)

@@ -1,4 +1,4 @@
-"""Generators to talk to: in a thread of this process, or in one of their own; and somebody who sends them bytes."""
+"""Engine processes to talk to, in a thread of this process or in their own; and a client that sends any bytes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 
 from compiled_llm.engine.engine import Engine
 from compiled_llm.protocol.frames import Frames, frame_of
-from compiled_llm.protocol.messages import FromGenerator, Hello, Problem, Ready, Welcome
-from compiled_llm.server.engine_process.engine_server import Generator
+from compiled_llm.protocol.messages import FromEngine, Hello, Problem, Ready, Welcome
+from compiled_llm.server.engine_process.engine_server import EngineServer
 from compiled_llm.server.engine_process.facts import ready_of
 from compiled_llm.server.engine_process.kept_profile import KeptProfile
 from compiled_llm.server.engine_process.operations import Operations
@@ -34,14 +34,14 @@ def until(condition: Callable[[], object]) -> None:
 
 
 class Loop:
-    """An event loop in a thread, with a generator in it."""
+    """An event loop in a thread, with an engine process in it."""
 
     def __init__(self, path: Path, **options: Any) -> None:
-        self.generator = Generator(path, **options)
+        self.server = EngineServer(path, **options)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.run(self.generator.start())
+        self.run(self.server.start())
 
     def run(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(PATIENCE)
@@ -57,20 +57,20 @@ class Loop:
     def close(self, drain_seconds: float = 0.0) -> None:
         if self._loop.is_closed():
             return
-        if self.generator.leaving is None:
-            self.call(self.generator.leave, "the test is over")
-        self.run(self.generator.drain(drain_seconds))
+        if self.server.leaving is None:
+            self.call(self.server.leave, "the test is over")
+        self.run(self.server.drain(drain_seconds))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(PATIENCE)
         self._loop.close()
 
 
 @contextmanager
-def generating(engine: Engine, path: Path, tokenizer: Path | None = None, **options: Any) -> Iterator[Loop]:
-    """A generator that is ready, in a thread of this process; it may name the folder of a tokenizer."""
+def engine_in_thread(engine: Engine, path: Path, tokenizer: Path | None = None, **options: Any) -> Iterator[Loop]:
+    """An engine process that is ready, in a thread of this process; it may name the folder of a tokenizer."""
     loop = Loop(path, **options)
     named = None if tokenizer is None else str(tokenizer)
-    loop.generator.open(engine, ready_of(engine._model, engine, "tiny", engine._tokenizer, named))
+    loop.server.open(engine, ready_of(engine._model, engine, "tiny", engine._tokenizer, named))
     try:
         yield loop
     finally:
@@ -81,8 +81,8 @@ def generating(engine: Engine, path: Path, tokenizer: Path | None = None, **opti
 def operating(
     engine: Engine, loop: Loop, path: Path, tokenizer: Path, profile: KeptProfile | None = None
 ) -> Iterator[Operations]:
-    """The operations on a generator that is ready; it has named the folder of a tokenizer."""
-    operations = Operations(loop.generator, path, profile)
+    """The operations on an engine process that is ready; it has named the folder of a tokenizer."""
+    operations = Operations(loop.server, path, profile)
     operations.start()
     operations.open(engine, ready_of(engine._model, engine, "tiny", engine._tokenizer, str(tokenizer)))
     try:
@@ -92,7 +92,7 @@ def operating(
 
 
 @contextmanager
-def generator_process(
+def started_engine_process(
     folder: Path | str, path: Path, *options: str, command: Sequence[str] = (COMMAND,)
 ) -> Iterator[subprocess.Popen[str]]:
     """``compiled-llm serve``, which is killed in the end."""
@@ -114,8 +114,8 @@ class Bytes:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.settimeout(PATIENCE)
         self.socket.connect(str(path))
-        self._frames: Frames[FromGenerator] = Frames(FromGenerator)
-        self._messages: list[FromGenerator] = []
+        self._frames: Frames[FromEngine] = Frames(FromEngine)
+        self._messages: list[FromEngine] = []
 
     def __enter__(self) -> Bytes:
         return self
@@ -127,7 +127,7 @@ class Bytes:
         for message in messages:
             self.socket.sendall(message if isinstance(message, bytes) else frame_of(message))
 
-    def receive(self) -> FromGenerator | None:
+    def receive(self) -> FromEngine | None:
         """The next message; None at the end of the connection."""
         while not self._messages:
             if not (data := self.socket.recv(2**16)):
@@ -141,7 +141,7 @@ class Bytes:
         assert isinstance(self.receive(), Ready)
 
     def problem(self) -> str:
-        """What the generator says last, before it closes the connection."""
+        """What the engine process says last, before it closes the connection."""
         last = None
         while (message := self.receive()) is not None:
             last = message

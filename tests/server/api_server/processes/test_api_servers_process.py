@@ -1,4 +1,4 @@
-"""Several fronts before one generator, as the command starts them: they answer as one, and one may die."""
+"""Several API servers before one engine process, as the command starts them: they answer as one, and one may die."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import httpx
 import pytest
 
 from support.server.certificates import signed_by_itself
-from support.server.fronts import is_refused, serving
-from support.server.generators import COMMAND, PATIENCE, until
+from support.server.engine_processes import COMMAND, PATIENCE, until
 from support.server.processes import children, files_of
+from support.server.running_servers import is_refused, serving
 
 OPTIONS = ("--mode", "eager", "--warmup", "1,8", "--kv-memory", "20000 tokens")
 SEVERAL = ("--api-server-count", "3")
@@ -48,8 +48,8 @@ def answered(url: str) -> float:
     return figures(url).get('compiled_llm_http_requests_total{path="/v1/completions",status="200"}', 0.0)
 
 
-def fronts_of(pid: int) -> list[int]:
-    return [child for child in children(pid) if Path(f"/proc/{child}/cmdline").read_bytes().endswith(b"front\0")]
+def api_servers_of(pid: int) -> list[int]:
+    return [child for child in children(pid) if Path(f"/proc/{child}/cmdline").read_bytes().endswith(b"API server\0")]
 
 
 def sockets(pid: int) -> int:
@@ -105,7 +105,7 @@ class Stream:
 
 @pytest.fixture(scope="module")
 def three(model_folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server with three fronts, for tests that leave it as it was."""
+    """A server with three API servers, for tests that leave it as it was."""
     with serving(model_folder, *OPTIONS, *SEVERAL) as (process, url):
         until(lambda: ready(url))
         yield process, url
@@ -113,43 +113,43 @@ def three(model_folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         assert process.wait(PATIENCE) == 0
 
 
-def test_three_fronts_say_what_one_says_and_count_together(
+def test_three_api_servers_say_what_one_says_and_count_together(
     model_folder: Path, three: tuple[subprocess.Popen[str], str]
 ) -> None:
     with serving(model_folder, *OPTIONS, "--api-server-count", "1") as (process, url):
         until(lambda: ready(url))
-        assert not fronts_of(process.pid)
+        assert not api_servers_of(process.pid)
         expected = texts(url)
     url = three[1]
     before = answered(url)
     assert texts(url) == expected
     until(lambda: answered(url) == before + 24)
-    assert {answered(url) for _ in range(6)} == {before + 24}, "whichever front is asked"
+    assert {answered(url) for _ in range(6)} == {before + 24}, "whichever API server is asked"
     assert {get(url, "/v1/models").text for _ in range(6)} == {get(url, "/v1/models").text}
 
 
 def test_connections_are_spread_evenly(three: tuple[subprocess.Popen[str], str]) -> None:
     process, url = three
-    fronts = fronts_of(process.pid)
-    until(lambda: len({sockets(front) for front in fronts}) == 1)
-    before = sockets(fronts[0])
+    api_servers = api_servers_of(process.pid)
+    until(lambda: len({sockets(api_server) for api_server in api_servers}) == 1)
+    before = sockets(api_servers[0])
     with ExitStack() as stack:
         for _ in range(12):
             client = stack.enter_context(httpx.Client(timeout=PATIENCE, verify=False))
             assert client.get(f"{url}/health").status_code == 200
-        assert [sockets(front) - before for front in fronts] == [4, 4, 4]
-    until(lambda: [sockets(front) - before for front in fronts] == [0, 0, 0])
+        assert [sockets(api_server) - before for api_server in api_servers] == [4, 4, 4]
+    until(lambda: [sockets(api_server) - before for api_server in api_servers] == [0, 0, 0])
 
 
-def test_a_front_that_is_killed_under_load_ends_its_own_streams_alone(
+def test_an_api_server_that_is_killed_under_load_ends_its_own_streams_alone(
     three: tuple[subprocess.Popen[str], str],
 ) -> None:
     process, url = three
-    before, counted = fronts_of(process.pid), answered(url)
+    before, counted = api_servers_of(process.pid), answered(url)
     streams = [Stream(url, LONG) for _ in range(9)]
     os.kill(before[1], signal.SIGKILL)
     assert sorted(stream.end() == "data: [DONE]" for stream in streams) == [False] * 3 + [True] * 6
-    until(lambda: len(set(fronts_of(process.pid)) - {before[1]}) == 3)
+    until(lambda: len(set(api_servers_of(process.pid)) - {before[1]}) == 3)
     until(lambda: figures(url)["compiled_llm_connections"] == 3.0)
     until(lambda: figures(url)["compiled_llm_http_open"] == 1.0)
     until(lambda: answered(url) == counted + 6)  # what the one that was killed had answered before is counted still
@@ -158,15 +158,17 @@ def test_a_front_that_is_killed_under_load_ends_its_own_streams_alone(
     assert len(texts(url)) == 24
 
 
-def test_a_generator_that_is_killed_is_replaced_for_all_fronts(three: tuple[subprocess.Popen[str], str]) -> None:
+def test_an_engine_process_that_is_killed_is_replaced_for_all_api_servers(
+    three: tuple[subprocess.Popen[str], str],
+) -> None:
     process, url = three
     streams = [Stream(url, LONG) for _ in range(6)]
-    (generator,) = set(children(process.pid)) - set(fronts_of(process.pid))
-    os.kill(generator, signal.SIGKILL)
-    assert all('"code":"generator_lost"' in stream.end() for stream in streams)
-    until(lambda: not ready(url) or generator not in children(process.pid))
+    (engine_process,) = set(children(process.pid)) - set(api_servers_of(process.pid))
+    os.kill(engine_process, signal.SIGKILL)
+    assert all('"code":"engine_dead"' in stream.end() for stream in streams)
+    until(lambda: not ready(url) or engine_process not in children(process.pid))
     until(lambda: ready(url))
-    assert len(texts(url)) == 24, "all fronts answer as soon as one says that it is ready"
+    assert len(texts(url)) == 24, "all API servers answer as soon as one says that it is ready"
 
 
 def test_it_drains_and_the_second_signal_ends_requests(model_folder: Path) -> None:
@@ -178,7 +180,7 @@ def test_it_drains_and_the_second_signal_ends_requests(model_folder: Path) -> No
             streams = [Stream(url, lasting) for _ in range(3)]
             process.send_signal(signal.SIGTERM)
             until(lambda url=url: is_refused(url))
-            assert fronts_of(process.pid), "the port is free before the last request has ended"
+            assert api_servers_of(process.pid), "the port is free before the last request has ended"
             assert_is_free(url)
             ends = [stream.end() for stream in streams]
             assert process.wait(PATIENCE) == 0
@@ -198,7 +200,7 @@ def test_ctrl_c_twice_ends_them_at_once_and_shows_no_traceback(model_folder: Pat
         assert all(stream.end() != "data: [DONE]" for stream in streams)
 
 
-def test_a_server_that_is_killed_leaves_neither_fronts_nor_generator_nor_port(model_folder: Path) -> None:
+def test_a_server_that_is_killed_leaves_neither_api_servers_nor_engine_process_nor_port(model_folder: Path) -> None:
     with serving(model_folder, *OPTIONS, *SEVERAL) as (process, url):
         until(lambda: ready(url))
         left = children(process.pid)
@@ -210,17 +212,21 @@ def test_a_server_that_is_killed_leaves_neither_fronts_nor_generator_nor_port(mo
         until(lambda: all(is_gone(pid) for pid in left))
 
 
-def test_fronts_that_die_too_often_end_the_server(model_folder: Path) -> None:
+def test_api_servers_that_die_too_often_end_the_server(model_folder: Path) -> None:
     with serving(model_folder, *OPTIONS, *SEVERAL) as (process, url):
         until(lambda: ready(url))
         for _ in range(4):
-            killed = fronts_of(process.pid)[0]
+            killed = api_servers_of(process.pid)[0]
             os.kill(killed, signal.SIGKILL)
-            until(lambda killed=killed: len(set(fronts_of(process.pid)) - {killed}) == 3 or process.poll() is not None)
+            until(
+                lambda killed=killed: (
+                    len(set(api_servers_of(process.pid)) - {killed}) == 3 or process.poll() is not None
+                )
+            )
         assert process.wait(PATIENCE) == 1
 
 
-def test_https_and_keys_with_several_fronts(model_folder: Path, tmp_path: Path) -> None:
+def test_https_and_keys_with_several_api_servers(model_folder: Path, tmp_path: Path) -> None:
     certificate, key = signed_by_itself(tmp_path)
     (tmp_path / "keys").write_text("a-key-of-sixteen-or-more")
     options = ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key), "--api-key-file", str(tmp_path / "keys")]
@@ -232,21 +238,21 @@ def test_https_and_keys_with_several_fronts(model_folder: Path, tmp_path: Path) 
             until(lambda: " at https://" in log.read_text())
             url = re.findall(r"at (https://\S+)/v1", log.read_text())[0]
             until(lambda: ready(url))
-            fronts = fronts_of(process.pid)
-            until(lambda: len({sockets(front) for front in fronts}) == 1)
-            before = sockets(fronts[0])
+            api_servers = api_servers_of(process.pid)
+            until(lambda: len({sockets(api_server) for api_server in api_servers}) == 1)
+            before = sockets(api_servers[0])
             for _ in range(4):
                 with pytest.raises(httpx.TransportError):
                     httpx.get(url.replace("https", "http") + "/health", timeout=PATIENCE)
             assert get(url, "/v1/models").status_code == 401
             answers = [httpx.get(f"{url}/v1/models", headers=bearer, verify=False).status_code for _ in range(4)]
             assert answers == [200] * 4
-            until(lambda: [sockets(front) - before for front in fronts] == [0, 0, 0])
+            until(lambda: [sockets(api_server) - before for api_server in api_servers] == [0, 0, 0])
             with ExitStack() as stack:  # those that have failed are not counted as open
                 for _ in range(6):
                     client = stack.enter_context(httpx.Client(timeout=PATIENCE, verify=False))
                     assert client.get(f"{url}/health").status_code == 200
-                assert [sockets(front) - before for front in fronts] == [2, 2, 2]
+                assert [sockets(api_server) - before for api_server in api_servers] == [2, 2, 2]
             process.send_signal(signal.SIGTERM)
             assert process.wait(PATIENCE) == 0
         finally:
@@ -262,8 +268,8 @@ main()
 """
 
 
-def test_fronts_that_cannot_begin_end_the_server(model_folder: Path) -> None:
+def test_api_servers_that_cannot_begin_end_the_server(model_folder: Path) -> None:
     command = [sys.executable, "-c", BROKEN, "serve", str(model_folder), "--port", "0", *OPTIONS, *SEVERAL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 1
-    assert "error: serve: a front has ended before it took connections (exit code 3)" in done.stderr
+    assert "error: serve: an API server has ended before it took connections (exit code 3)" in done.stderr

@@ -1,4 +1,4 @@
-"""A front's link to its generator says when there is one, when there is none, when it hangs, and why it has failed."""
+"""An API server's link says whether there is an engine process, whether it hangs, and why it has failed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from compiled_llm.client import AsyncClient, GeneratorError
+from compiled_llm.client import AsyncClient, EngineProcessError
 from compiled_llm.engine.engine import Engine
-from compiled_llm.server.engine_process import engine_server as generators
+from compiled_llm.server.engine_process import engine_server
 from compiled_llm.server.openai.common import engine_link
-from compiled_llm.server.openai.common.engine_link import GeneratorLink
+from compiled_llm.server.openai.common.engine_link import EngineLink
 from compiled_llm.server.openai.tokenizer import vocabulary
-from support.server.fronts import chat_tokenizer, fronting
-from support.server.generators import PATIENCE, Loop, generating, until
+from support.server.engine_processes import PATIENCE, Loop, engine_in_thread, until
+from support.server.running_servers import chat_tokenizer, running_server
 
 
 async def soon(condition: Callable[[], object]) -> None:
@@ -26,12 +26,12 @@ async def soon(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.01)
 
 
-def linking(path: Path, see: Callable[[GeneratorLink, list[object]], Awaitable[None]]) -> list[object]:
+def linking(path: Path, see: Callable[[EngineLink, list[object]], Awaitable[None]]) -> list[object]:
     """What a link says while a test sees to it."""
     said: list[object] = []
 
     async def run() -> None:
-        link = GeneratorLink(lambda tokenizer: AsyncClient(path, tokenizer=tokenizer), said.append, said.append)
+        link = EngineLink(lambda tokenizer: AsyncClient(path, tokenizer=tokenizer), said.append, said.append)
         running = asyncio.create_task(link.run())
         await see(link, said)
         running.cancel()
@@ -41,15 +41,15 @@ def linking(path: Path, see: Callable[[GeneratorLink, list[object]], Awaitable[N
     return said
 
 
-def test_it_says_what_has_changed(generator: Loop) -> None:
-    async def see(link: GeneratorLink, said: list[object]) -> None:
+def test_it_says_what_has_changed(engine_process: Loop) -> None:
+    async def see(link: EngineLink, said: list[object]) -> None:
         await soon(lambda: link.is_ready)
         assert said == [True]
         link.model.client.close()
         await soon(lambda: not link.is_ready)
         await soon(lambda: link.is_ready)
 
-    assert linking(generator.generator._path, see) == [True, False, True, False]
+    assert linking(engine_process.server._path, see) == [True, False, True, False]
 
 
 # ---- a tokenizer that cannot be loaded
@@ -61,48 +61,55 @@ class Panic(BaseException):
 
 @pytest.mark.parametrize(
     "error",
-    [ValueError("wrong"), KeyError("model"), OSError("no file"), GeneratorError("x"), Panic("index"), StopIteration(1)],
+    [
+        ValueError("wrong"),
+        KeyError("model"),
+        OSError("no file"),
+        EngineProcessError("x"),
+        Panic("index"),
+        StopIteration(1),
+    ],
 )
 def test_it_ends_with_what_a_tokenizer_raises(
-    generator: Loop, monkeypatch: pytest.MonkeyPatch, error: BaseException
+    engine_process: Loop, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     def fails(*_: object) -> None:
         raise error
 
     monkeypatch.setattr(vocabulary, "tokenizer_of", fails)
 
-    async def see(link: GeneratorLink, said: list[object]) -> None:
+    async def see(link: EngineLink, said: list[object]) -> None:
         await soon(lambda: said)
         assert link.doing == "failed; the log says why"
 
-    assert linking(generator.generator._path, see) == [
+    assert linking(engine_process.server._path, see) == [
         f"the tokenizer cannot be loaded: {type(error).__name__}: {error}"
     ]
 
 
 def test_it_ends_with_what_nobody_has_expected(
-    generator: Loop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine_process: Loop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: object) -> None:
         raise Panic("its bytes")
 
     monkeypatch.setattr(engine_link, "TokenBytes", fails)
-    assert linking(generator.generator._path, lambda link, said: soon(lambda: said)) == ["its bytes"]
+    assert linking(engine_process.server._path, lambda link, said: soon(lambda: said)) == ["its bytes"]
     assert "Panic" in caplog.text
 
 
-def test_the_server_ends_with_the_reason(generator: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_ends_with_the_reason(engine_process: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocabulary, "tokenizer_of", lambda *_: {}["model"])
-    with fronting(generator.generator._path, wait=False) as front:
-        until(lambda: not front._thread.is_alive())
-        assert front.server.why == "the tokenizer cannot be loaded: KeyError: 'model'"
+    with running_server(engine_process.server._path, wait=False) as api_server:
+        until(lambda: not api_server._thread.is_alive())
+        assert api_server.server.why == "the tokenizer cannot be loaded: KeyError: 'model'"
 
 
-# ---- a generator that hangs
+# ---- an engine process that hangs
 
 
 class Hanging:
-    """A generator whose process says nothing while it is told to."""
+    """An engine process whose process says nothing while it is told to."""
 
     def __init__(self, loop: Loop, engine: Engine) -> None:
         self.loop = loop
@@ -115,24 +122,24 @@ class Hanging:
         """Stop its threads: the engine's, the event loop's, and the heartbeat."""
         self._paused.enter_context(self._engine.paused())
         self._goes_on.clear()
-        self.loop.generator._over.set()
+        self.loop.server._over.set()
         self.loop._loop.call_soon_threadsafe(self._goes_on.wait)
 
     def go_on(self) -> None:
         self._paused.close()
-        self.loop.generator._over.clear()
+        self.loop.server._over.clear()
         self._goes_on.set()
-        threading.Thread(target=self.loop.generator._beat, daemon=True).start()
+        threading.Thread(target=self.loop.server._beat, daemon=True).start()
 
 
 @pytest.fixture
 def hanging(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
-    monkeypatch.setattr(generators, "_BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(engine_server, "_BEAT_SECONDS", 0.05)
     monkeypatch.setattr(engine_link, "_SILENT_SECONDS", 1.0)
     with tempfile.TemporaryDirectory(prefix="uds-") as folder:
         tokenizer = Path(folder) / "tokenizer"
         chat_tokenizer().save_pretrained(tokenizer)
-        with generating(engine, Path(folder) / "socket", tokenizer) as loop:
+        with engine_in_thread(engine, Path(folder) / "socket", tokenizer) as loop:
             hanging = Hanging(loop, engine)
             yield hanging
             hanging.go_on()
@@ -144,31 +151,31 @@ LONG = {"prompt": "a", "max_tokens": 900, "ignore_eos": True}
 def test_a_process_that_hangs_is_not_ready_and_its_requests_are_told(hanging: Hanging, engine: Engine) -> None:
     message = "the process that runs the model has said nothing for 1 s: it is stopped or blocked"
     before = engine.stats().finished
-    with fronting(hanging.loop.generator._path) as front:
-        with front.http.stream("POST", "/v1/completions", json={**LONG, "n": 16, "stream": True}) as response:
+    with running_server(hanging.loop.server._path) as api_server:
+        with api_server.http.stream("POST", "/v1/completions", json={**LONG, "n": 16, "stream": True}) as response:
             events = (line for line in response.iter_lines() if line)
             next(events)
             hanging.hang()
             *_, last = events
         assert message in last
-        assert front.http.get("/ready").json() == {"ready": False, "doing": message}
-        refused = front.http.post("/v1/completions", json=LONG)
+        assert api_server.http.get("/ready").json() == {"ready": False, "doing": message}
+        refused = api_server.http.post("/v1/completions", json=LONG)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
-        assert front.http.get("/health").status_code == 200
+        assert api_server.http.get("/health").status_code == 200
         hanging.go_on()
-        until(lambda: front.http.get("/ready").status_code == 200)
-        assert front.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        until(lambda: api_server.http.get("/ready").status_code == 200)
+        assert api_server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
         until(lambda: engine.stats().finished >= before + 17)  # what was given up has ended, too
 
 
 def test_a_process_that_is_busy_does_not_hang(hanging: Hanging) -> None:
     """Neither its event loop nor its engine's thread has to have a turn."""
-    with fronting(hanging.loop.generator._path) as front:
+    with running_server(hanging.loop.server._path) as api_server:
         busy = threading.Event()
         hanging.loop._loop.call_soon_threadsafe(busy.wait)
         waiting = threading.Event()
         threading.Timer(2.5, waiting.set).start()
         while not waiting.is_set():
-            assert front.http.get("/ready").status_code == 200
+            assert api_server.http.get("/ready").status_code == 200
         busy.set()
-        assert front.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        assert api_server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200

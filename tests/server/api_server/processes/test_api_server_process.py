@@ -1,4 +1,4 @@
-"""Real processes: the command, its generator, and clients over HTTP."""
+"""Real processes: the command, its engine process, and clients over HTTP."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.server.fronts import is_refused, serving
-from support.server.generators import COMMAND, PATIENCE, until
+from support.server.engine_processes import COMMAND, PATIENCE, until
+from support.server.running_servers import is_refused, serving
 
 OPTIONS = ("--mode", "eager", "--warmup", "1,8", "--kv-memory", "20000 tokens")
 MESSAGES: Any = [{"role": "user", "content": "the quick fox"}]
@@ -44,15 +44,15 @@ def status(url: str, path: str) -> int:
     return httpx.get(url + path).status_code
 
 
-def generators(socket: str) -> list[int]:
-    """The processes of generators that listen at a path."""
+def engine_processes(socket: str) -> list[int]:
+    """The processes of engine processes that listen at a path."""
     found = subprocess.run(
         ["pgrep", "-f", "--", f"--uds {socket} --leashed"], capture_output=True, text=True, check=False
     )
     return [int(number) for number in found.stdout.split()]
 
 
-def test_the_command_serves_its_generator_is_replaced_and_it_drains(model_folder: Path, path: Path) -> None:
+def test_the_command_serves_its_engine_process_is_replaced_and_it_drains(model_folder: Path, path: Path) -> None:
     with serving(model_folder, "--uds", str(path), *OPTIONS) as (process, url):
         assert status(url, "/health") == 200
         until(lambda: status(url, "/ready") == 200)
@@ -60,14 +60,14 @@ def test_the_command_serves_its_generator_is_replaced_and_it_drains(model_folder
         assert [model.id for model in client.models.list()] == ["tiny-model"]
         answer = client.chat.completions.create(model="tiny-model", messages=MESSAGES, seed=3, max_tokens=30)
         assert answer.choices[0].message.content == in_process(model_folder, MESSAGES, seed=3, max_tokens=30)
-        assert not front_has_torch(process.pid)
+        assert not api_server_has_torch(process.pid)
         with httpx.stream("POST", url + TEXT, json=LONG, timeout=PATIENCE) as running:
             events = (line for line in running.iter_lines() if line)
             next(events)
-            (generator,) = generators(str(path))
-            subprocess.run(["kill", "-9", str(generator)], check=True)
+            (engine_process,) = engine_processes(str(path))
+            subprocess.run(["kill", "-9", str(engine_process)], check=True)
             *_, last = events
-            assert '"code":"generator_lost"' in last
+            assert '"code":"engine_dead"' in last
         assert httpx.post(url + TEXT, json={"prompt": "a"}).status_code == 503
         until(lambda: status(url, "/ready") == 200)
         again = client.chat.completions.create(model="tiny-model", messages=MESSAGES, seed=3, max_tokens=30)
@@ -79,28 +79,28 @@ def test_the_command_serves_its_generator_is_replaced_and_it_drains(model_folder
             *_, last = events
             assert last == "data: [DONE]"
         assert process.wait(PATIENCE) == 0
-        assert not generators(str(path))
+        assert not engine_processes(str(path))
         assert not path.exists()
 
 
-def front_has_torch(pid: int) -> bool:
+def api_server_has_torch(pid: int) -> bool:
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
-def test_a_front_that_is_killed_leaves_no_generator(model_folder: Path, path: Path) -> None:
+def test_an_api_server_that_is_killed_leaves_no_engine_process(model_folder: Path, path: Path) -> None:
     with serving(model_folder, "--uds", str(path), *OPTIONS) as (process, url):
         until(lambda: status(url, "/ready") == 200)
         process.kill()
-        until(lambda: not generators(str(path)))
+        until(lambda: not engine_processes(str(path)))
 
 
-def test_the_next_front_removes_what_a_killed_one_has_left(
+def test_the_next_api_server_removes_what_a_killed_one_has_left(
     model_folder: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(folder))
 
     def sockets() -> list[Path]:
-        return sorted(folder.glob("compiled-llm-*/generator"))
+        return sorted(folder.glob("compiled-llm-*/engine process"))
 
     with serving(model_folder, *OPTIONS) as (killed, url), serving(model_folder, *OPTIONS) as (lives, _):
         until(lambda: status(url, "/ready") == 200 and len(sockets()) == 2)
@@ -124,21 +124,21 @@ main()
 
 
 @pytest.mark.parametrize("seconds", [0, 1])
-def test_a_generator_that_does_not_end_is_ended_by_the_second_ctrl_c(
+def test_an_engine_process_that_does_not_end_is_ended_by_the_second_ctrl_c(
     model_folder: Path, path: Path, seconds: int
 ) -> None:
     command = (sys.executable, "-c", PATIENT)
     with serving(model_folder, "--uds", str(path), *OPTIONS, command=command) as (process, url):
         until(lambda: status(url, "/ready") == 200)
-        (generator,) = generators(str(path))
-        os.kill(generator, signal.SIGSTOP)
+        (engine_process,) = engine_processes(str(path))
+        os.kill(engine_process, signal.SIGSTOP)
         process.send_signal(signal.SIGINT)
         until(lambda: is_refused(url))
-        time.sleep(seconds)  # in one of them the front has ended, and waits for its generator
+        time.sleep(seconds)  # in one of them the API server has ended, and waits for its engine process
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 0
-        assert not generators(str(path))
+        assert not engine_processes(str(path))
 
 
 IMPATIENT = """
@@ -149,34 +149,34 @@ main()
 """
 
 
-def test_a_generator_that_is_stopped_is_not_ready_and_not_killed(model_folder: Path, path: Path) -> None:
+def test_an_engine_process_that_is_stopped_is_not_ready_and_not_killed(model_folder: Path, path: Path) -> None:
     command = (sys.executable, "-c", IMPATIENT)
     with serving(model_folder, "--uds", str(path), *OPTIONS, command=command) as (_, url):
         until(lambda: status(url, "/ready") == 200)
-        (generator,) = generators(str(path))
+        (engine_process,) = engine_processes(str(path))
         with httpx.stream("POST", url + TEXT, json=LONG, timeout=PATIENCE) as running:
             events = (line for line in running.iter_lines() if line)
             next(events)
-            os.kill(generator, signal.SIGSTOP)
+            os.kill(engine_process, signal.SIGSTOP)
             *_, last = events
             assert "has said nothing for 12 s" in last
         assert httpx.get(f"{url}/ready").json()["ready"] is False
-        os.kill(generator, signal.SIGCONT)
+        os.kill(engine_process, signal.SIGCONT)
         until(lambda: status(url, "/ready") == 200)
         assert httpx.post(url + TEXT, json={"prompt": "a", "max_tokens": 1}).status_code == 200
-        assert generators(str(path)) == [generator]
+        assert engine_processes(str(path)) == [engine_process]
 
 
-def test_a_generator_that_reads_nothing_keeps_no_event_loop_waiting(model_folder: Path, path: Path) -> None:
+def test_an_engine_process_that_reads_nothing_keeps_no_event_loop_waiting(model_folder: Path, path: Path) -> None:
     long = {"prompt": [3, 300] * 400, "max_tokens": 1}
     with serving(model_folder, "--uds", str(path), *OPTIONS) as (_, url), ThreadPoolExecutor(200) as pool:
         until(lambda: status(url, "/ready") == 200)
-        (generator,) = generators(str(path))
-        os.kill(generator, signal.SIGSTOP)
+        (engine_process,) = engine_processes(str(path))
+        os.kill(engine_process, signal.SIGSTOP)
         asked = [pool.submit(httpx.post, url + TEXT, json=long, timeout=PATIENCE) for _ in range(200)]
         until(lambda: "compiled_llm_http_open 201.0" in httpx.get(f"{url}/metrics", timeout=PATIENCE).text)
         assert status(url, "/health") == 200
-        os.kill(generator, signal.SIGCONT)
+        os.kill(engine_process, signal.SIGCONT)
         assert {request.result().status_code for request in asked} == {200}
 
 
@@ -193,7 +193,7 @@ def test_the_second_ctrl_c_ends_requests_and_shows_no_traceback(model_folder: Pa
         with httpx.stream("POST", url + TEXT, json=LONG, timeout=PATIENCE) as running:
             events = (line for line in running.iter_lines() if line)
             next(events)
-            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the generator has it, too
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the engine process has it, too
             until(lambda: is_refused(url))
             os.killpg(process.pid, signal.SIGINT)
             with suppress(httpx.HTTPError):
@@ -210,7 +210,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_command(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "cannot be loaded as a causal LM" in done.stderr
-    assert "error: serve: the generator has ended before it was ready" in done.stderr
+    assert "error: serve: the engine process has ended before it was ready" in done.stderr
 
 
 def test_a_port_that_is_taken_and_one_that_is_open_to_all(model_folder: Path) -> None:

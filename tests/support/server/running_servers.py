@@ -1,4 +1,4 @@
-"""Fronts to talk to over HTTP: in a thread of this process, or as the command starts them."""
+"""API servers to talk to over HTTP: in a thread of this process, or as the command starts them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from compiled_llm.server.http_server import HttpServer
 from compiled_llm.server.serving import listen
-from compiled_llm.server.settings import FrontSettings
+from compiled_llm.server.settings import ApiServerSettings
 from support.engine.text_tokenizers import byte_level
-from support.server.generators import COMMAND, PATIENCE
+from support.server.engine_processes import COMMAND, PATIENCE
 
 TEMPLATE = (
     "{% for message in messages %}{% if loop.index0 % 2 and message.role == 'system' %}"
@@ -32,12 +32,12 @@ def chat_tokenizer() -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-class RunningFront:
-    """A front in a thread."""
+class RunningServer:
+    """An API server in a thread."""
 
-    def __init__(self, settings: FrontSettings, path: Path) -> None:
+    def __init__(self, settings: ApiServerSettings, path: Path) -> None:
         self.server = HttpServer(settings, path)
-        self.front = self.server.front
+        self.api_server = self.server.api_server
         self._socket = listen(settings)
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -53,11 +53,11 @@ class RunningFront:
 
 
 @contextmanager
-def fronting(socket: Path, wait: bool = True, **options: Any) -> Iterator[RunningFront]:
-    """A front in a thread of this process."""
-    running = RunningFront(FrontSettings(**{"names": ("tiny", "other"), "port": 0, **options}), socket)
+def running_server(socket: Path, wait: bool = True, **options: Any) -> Iterator[RunningServer]:
+    """An API server in a thread of this process."""
+    running = RunningServer(ApiServerSettings(**{"names": ("tiny", "other"), "port": 0, **options}), socket)
     try:
-        while wait and not running.front.link.is_ready:
+        while wait and not running.api_server.link.is_ready:
             assert running._thread.is_alive()
         yield running
     finally:
@@ -68,7 +68,7 @@ def fronting(socket: Path, wait: bool = True, **options: Any) -> Iterator[Runnin
 def serving(
     folder: Path | str, *options: str, command: Sequence[str] = (COMMAND,)
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """``compiled-llm serve`` over HTTP, and its address; it is killed in the end, and its generator with it."""
+    """``compiled-llm serve`` over HTTP, and its address; it is killed in the end, and its engine process with it."""
     arguments = [*command, "serve", str(folder), "--port", "0", *options]
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as process:
         try:
