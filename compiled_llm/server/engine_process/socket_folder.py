@@ -27,7 +27,7 @@ class SocketFolder:
         """Make it, and remove those whose processes have gone."""
         _remove_left_behind()
         self._folder, self._lock = _locked_folder()
-        self.socket = self._folder / "generator"
+        self.socket = self._folder / "engine"
         self.figures = self._folder / "figures"
         self.figures.mkdir()
 

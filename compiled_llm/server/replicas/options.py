@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_QUEUE, MAX_ROWS
 from compiled_llm.server.settings import ApiServerSettings, keys_in
 
-OF_GENERATORS = frozenset(
+OF_ENGINE_PROCESSES = frozenset(
     {"artifacts", "backend", "device", "dtype", "kv_memory", "max_queue", "max_rows", "max_step_ms", "mode", "quiet"}
     | {"profile", "warmup"}
 )
-_SAFETY_OF_FRONTS = {"allowed_host", "api_key_file", "client_seconds", "cors_origin", "salt_caches"}
-OF_FRONTS = frozenset(
-    {"escape_special_tokens", "page", "request_seconds", "served_model_name", "stream_interval"} | _SAFETY_OF_FRONTS
+_SAFETY_OF_API_SERVERS = {"allowed_host", "api_key_file", "client_seconds", "cors_origin", "salt_caches"}
+OF_API_SERVERS = frozenset(
+    {"escape_special_tokens", "page", "request_seconds", "served_model_name", "stream_interval"} | _SAFETY_OF_API_SERVERS
 )
 _PLACE = {"host", "operations_uds", "port", "ssl_certfile", "ssl_keyfile", "uds"}
 OF_RAY = frozenset(_PLACE | {"drain_seconds", "leashed", "max_connections", "api_server_count"})
@@ -62,14 +62,14 @@ class Options(NamedTuple):
                     f"ray_app: {name}: is for one server; Ray is told where to listen by serve.start(...), and how "
                     "many API servers there are by api_server_options"
                 )
-            if name not in OF_GENERATORS | OF_FRONTS:
-                known = ", ".join(sorted(OF_GENERATORS | OF_FRONTS))
+            if name not in OF_ENGINE_PROCESSES | OF_API_SERVERS:
+                known = ", ".join(sorted(OF_ENGINE_PROCESSES | OF_API_SERVERS))
                 raise ValueError(f"ray_app: {name}: there is no such option; there are {known}")
 
     def arguments(self) -> list[str]:
         """Return the command of a replica's engine process, but for its socket."""
         given = {"max_queue": MAX_QUEUE, "drain_seconds": 1}
-        given |= {name: value for name, value in self.given.items() if name in OF_GENERATORS}
+        given |= {name: value for name, value in self.given.items() if name in OF_ENGINE_PROCESSES}
         return ["serve", self.model, *(flag for name, value in given.items() for flag in _flags(name, value))]
 
     @property

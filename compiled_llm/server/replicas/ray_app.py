@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from compiled_llm.server.settings import ApiServerSettings
 
-REPLICA = "generator"
+REPLICA = "engine"
 _MOST_OF_A_FRONT = 2**16
 """Requests that Ray gives an API server at once: replicas say how many they take, and answer others with 429."""
 _ROUTER = "compiled_llm.server.replicas.ray_router.LeadingPagesRouter"

@@ -12,13 +12,13 @@ import pytest
 
 from compiled_llm.commands.serve.command import serve
 from compiled_llm.server import ray_app
-from compiled_llm.server.replicas.options import MAX_QUEUE, MAX_ROWS, OF_FRONTS, OF_GENERATORS, OF_RAY, Options
+from compiled_llm.server.replicas.options import MAX_QUEUE, MAX_ROWS, OF_API_SERVERS, OF_ENGINE_PROCESSES, OF_RAY, Options
 from compiled_llm.server.replicas.ray_app import _with
 
 
 def test_every_option_of_the_command_is_one_or_is_rays_to_have() -> None:
     parameters = signature(serve).parameters
-    assert parameters.keys() == OF_GENERATORS | OF_FRONTS | OF_RAY | {"model"}
+    assert parameters.keys() == OF_ENGINE_PROCESSES | OF_API_SERVERS | OF_RAY | {"model"}
     assert parameters["max_rows"].default == MAX_ROWS
 
 
