@@ -63,8 +63,8 @@ class Case(NamedTuple):
 
     Attributes:
         rule: its name, as for `--only`.
-        name: what there is to choose for.
-        candidates: what could be chosen, by name.
+        name: what there is to sample for.
+        candidates: what could be sampled, by name.
         chosen: what the rule chooses, one of the names.
         prepare: allocates the inputs; returns what measures a candidate, in microseconds.
     """

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation.inputs import DecodeInputs, PlannedRows, PrefillInputs
-from compiled_llm.compilation.sampling.sampling import SamplingTables, choose
+from compiled_llm.compilation.sampling.sampling import SamplingTables, sample
 from compiled_llm.model.attention import BATCH_ARGUMENT, NewestTokens, PackedTokens, PagedBatch
 from compiled_llm.model.facts import Forward
 
@@ -43,8 +43,8 @@ def prefill_step(
         **{BATCH_ARGUMENT: batch},
     )
     logits: Tensor = out.logits[0]
-    chosen_at = inputs.positions[0, inputs.keep[inputs.ends]] + 1
-    return logits, choose(logits[inputs.ends], inputs.slots, chosen_at, tables)
+    sampled_at = inputs.positions[0, inputs.keep[inputs.ends]] + 1
+    return logits, sample(logits[inputs.ends], inputs.slots, sampled_at, tables)
 
 
 def decode_step(
@@ -72,7 +72,7 @@ def decode_step(
     inputs.lengths.add_(1)  # after the layers: decode attention reads the table before it waits for them
     if inputs.planned is not None:
         inputs.planned.last_page_len.add_(1)
-    return logits, choose(logits, inputs.slots, inputs.positions, tables)
+    return logits, sample(logits, inputs.slots, inputs.positions, tables)
 
 
 def _one_token_each(lengths: Tensor, planned: PlannedRows) -> PackedTokens:

@@ -17,7 +17,7 @@ from compiled_llm.engine.grammars.compiling import Grammars, compilers_of
 from compiled_llm.engine.intake.input_processor import QueueFullError as QueueFullError
 from compiled_llm.engine.intake.input_processor import requests_for
 from compiled_llm.engine.intake.prompts import Prompt
-from compiled_llm.engine.intake.sampling import Choosings
+from compiled_llm.engine.intake.sampling import RequestSamplings
 from compiled_llm.engine.lifecycle.sleep import let_rise, put_to_sleep, wake_up
 from compiled_llm.engine.lifecycle.update_weights import update_weights
 from compiled_llm.engine.lifecycle.warmup import prepare_grammars, warm_up
@@ -131,8 +131,8 @@ class Engine:
             RuntimeError: the engine is closed, or the model cannot be run now.
             Exception: what ended all requests.
         """
-        listed, device_model, choosings = with_params(prompts, params), self._look(), Choosings()
-        handles = [self._handle(device_model, *entry, choosings) for entry in listed]
+        listed, device_model, request_samplings = with_params(prompts, params), self._look(), RequestSamplings()
+        handles = [self._handle(device_model, *entry, request_samplings) for entry in listed]
         with deferred():  # an interrupt between the two would leave requests that no thread runs
             self._add(handles)
             self._driver.answer(handles)
@@ -192,11 +192,17 @@ class Engine:
         device_model: DeviceModel,
         prompt: Prompt,
         params: SamplingParams,
-        choosings: Choosings | None = None,
+        request_samplings: RequestSamplings | None = None,
         **waiting: Any,
     ) -> RequestHandle:
         requests = requests_for(
-            prompt, params, self._driver.check.tokens, device_model, self._tokenizer, choosings=choosings, **waiting
+            prompt,
+            params,
+            self._driver.check.tokens,
+            device_model,
+            self._tokenizer,
+            request_samplings=request_samplings,
+            **waiting,
         )
         self._grammars.begin(requests, params.structured_outputs)
         if (constraint := requests[0].constraint) is not None and constraint.processors:

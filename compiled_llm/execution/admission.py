@@ -26,7 +26,7 @@ def checked_prompt(device_model: DeviceModel, prompt: ArrayLike, max_new_tokens:
         )
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens}: must not be negative")
-    stored = ids.size + max(0, max_new_tokens - 1)  # the last token is chosen but never stored
+    stored = ids.size + max(0, max_new_tokens - 1)  # the last token is sampled but never stored
     if stored > device_model.max_positions:
         raise ValueError(
             f"prompt: {ids.size} tokens and max_new_tokens={max_new_tokens} take {stored} positions, and the model "

@@ -1,6 +1,6 @@
 """What runs in one step, said in data, and what comes of it.
 
-Shapes: Q new tokens of a row, N rows that a token is chosen for, V vocabulary.
+Shapes: Q new tokens of a row, N rows that a token is sampled for, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Extension(NamedTuple):
         row: in a ``Batch``, not yet grown by them; while they are packed, grown.
         ids: ``[Q]`` int64.
         positions: ``[Q]`` int64, rotary positions.
-        ends: whether a token is chosen after them; not after a chunk that others follow.
+        ends: whether a token is sampled after them; not after a chunk that others follow.
     """
 
     row: Stored
@@ -45,10 +45,11 @@ class Batch(NamedTuple):
         decode: rows that feed in one token each.
         extend: new tokens of other rows.
         tokens: ``[len(decode)]`` int64 on the device, what the rows of ``decode`` feed in; None for the tokens that
-            were chosen for them.
+            were sampled for them.
         promise: pages that the rows may take together, beside those promised to each.
         observer: called with each launch's own step, in the model's executor, while its logits are what they are;
-            with rows whose choice is deferred once their tokens are chosen, and with the others of the launch before.
+            with rows whose sampling is deferred once their tokens are sampled, and with the others of the launch
+            before.
     """
 
     decode: Sequence[Row] = ()
@@ -62,10 +63,10 @@ class Step(NamedTuple):
     """What came of a batch, on the device; what a decode step computed is overwritten by the next one.
 
     Attributes:
-        rows: the rows that a token was chosen for: those of ``decode``, then those of ``extend`` that end.
+        rows: the rows that a token was sampled for: those of ``decode``, then those of ``extend`` that end.
         logits: ``[N, V]`` in the model's dtype; None if the step was two launches, whose logits lie apart.
         tokens: ``[N]`` int64, the next tokens.
-        edited: ``[N, V]``, what they were chosen from, if the host has replaced logits; else None.
+        edited: ``[N, V]``, what they were sampled from, if the host has replaced logits; else None.
     """
 
     rows: Sequence[Row]

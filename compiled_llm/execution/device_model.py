@@ -20,13 +20,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
-from compiled_llm.compilation.graphs.rolling import Choice
+from compiled_llm.compilation.graphs.rolling import SamplingKey
 from compiled_llm.compilation.programs import Programs
-from compiled_llm.compilation.sampling.sampling import choose
+from compiled_llm.compilation.sampling.sampling import sample
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.batch import Batch, Extension, Observer, Step
 from compiled_llm.execution.decode.decode import Decode
-from compiled_llm.execution.decode.deferred_choice import Masks, prepare_deferred
+from compiled_llm.execution.decode.deferred_sampling import Masks, prepare_deferred
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
 from compiled_llm.execution.graphs.model_watch import ModelWatch
@@ -180,16 +180,16 @@ class DeviceModel:
             if decoded is not None:
                 persistent.deferred.keep(decoded, batch.observer)
             # Captured graphs share memory for what they compute: a replayed prefill may overwrite what decode returned.
-            chosen = None if decoded is None else decoded.tokens.clone()
+            sampled = None if decoded is None else decoded.tokens.clone()
             self.state.slots.ensure(rows)
             logits, tokens = self.prefill.run(batch.extend, unchanged=unchanged, exact=persistent.exact)
         extended = Step(_rows([extension for extension in batch.extend if extension.ends]), logits, tokens)
         persistent.chose(extended)
         if extended.rows:
             persistent.deferred.keep(extended, batch.observer)
-        if decoded is None or chosen is None:
+        if decoded is None or sampled is None:
             return extended
-        return Step([*decoded.rows, *extended.rows], None, torch.cat([chosen, tokens]))
+        return Step([*decoded.rows, *extended.rows], None, torch.cat([sampled, tokens]))
 
     def extend(
         self,
@@ -198,7 +198,7 @@ class DeviceModel:
         keep: NDArray[np.int64] | None = None,
         embeddings: Tensor | None = None,
     ) -> Tensor:
-        """Run new tokens of some rows, and return ``[L, V]`` logits without choosing tokens that would be remembered.
+        """Run new tokens of some rows, and return ``[L, V]`` logits without sampling tokens that would be remembered.
 
         Args:
             extensions: the rows, not yet grown.
@@ -231,10 +231,10 @@ class DeviceModel:
         with grown(rows, stored.sum(axis=1).tolist(), promise, self.state.copy_pages):
             self.state.write(rows, stored, states)
 
-    def choose(
+    def sample(
         self, rows: Sequence[Row], logits: Tensor, persistent: PersistentBatch, observer: Observer | None = None
     ) -> Step:
-        """Choose the next tokens of rows from logits that were computed elsewhere.
+        """Sample the next tokens of rows from logits that were computed elsewhere.
 
         Args:
             rows: they hold all that the logits follow from.
@@ -249,23 +249,23 @@ class DeviceModel:
         slots, positions = state.staging.to_device(
             [state.slots.of(rows, len(rows)), np.array([row.position for row in rows], dtype=np.int64)]
         )
-        step = Step(rows, logits, choose(logits, slots, positions, state.slots.tables))
+        step = Step(rows, logits, sample(logits, slots, positions, state.slots.tables))
         persistent.chose(step)
         return persistent.deferred.keep(step, observer)
 
-    def choose_deferred(
+    def sample_deferred(
         self, persistent: PersistentBatch, masks: Masks | None = None, edited: Mapping[Row, Tensor] = _NOTHING
     ) -> Step:
-        """Choose for the rows whose choice is deferred, from what earlier launches have computed; wait for nothing.
+        """Sample for the rows whose sampling is deferred, from what earlier launches have computed; wait for nothing.
 
-        Otherwise as ``DeferredChoice.run``.
+        Otherwise as ``DeferredSampling.run``.
         """
         if not edited and (rows := len(persistent.deferred.rows)):
-            self.events.used[Choice(self.decode.bucket_for(rows), masks is not None)] += 1
+            self.events.used[SamplingKey(self.decode.bucket_for(rows), masks is not None)] += 1
         return persistent.deferred.run(masks, edited)
 
     def prepare_deferred(self, buckets: Sequence[int] = ()) -> None:
-        """Have the kernels compiled that deferred choices launch; nobody runs.
+        """Have the kernels compiled that deferred sampling launch; nobody runs.
 
         Args:
             buckets: for how many rows choices are captured on CUDA; others are launched one kernel after the other.

@@ -10,7 +10,7 @@ from compiled_llm.execution.device_model import DeviceModel
 def pages_needed(device_model: DeviceModel, prompts: Sequence[int], most_new: int, shared: Sequence[int] = ()) -> int:
     """Return how many pages prompts of these lengths may need with all that they may grow by.
 
-    The last token of a row is chosen but never stored.
+    The last token of a row is sampled but never stored.
 
     Args:
         device_model: the model's device side.

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.execution.admission import checked_prompt
 from compiled_llm.execution.batch import Batch, Extension, Observer, Step
-from compiled_llm.execution.decode.deferred_choice import Masks
+from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.state.unread import Unread
@@ -126,11 +126,11 @@ class Runner:
         self._pending.append((row, tokens, sampling))
 
     def begin(self, logits: Tensor, settings: Sequence[Sampling | None]) -> None:
-        """Continue all rows from logits that were computed elsewhere: the next ``step`` chooses from them.
+        """Continue all rows from logits that were computed elsewhere: the next ``step`` samples from them.
 
         Args:
             logits: ``[B, V]``, in the order of ``rows``.
-            settings: how each row chooses its tokens; the most likely ones if None.
+            settings: how each row samples its tokens; the most likely ones if None.
         """
         self._computed = logits
         for row, sampling in zip(self.rows, settings, strict=True):
@@ -214,7 +214,7 @@ class Runner:
     def observed(self, observer: Observer | None, masks: Callable[[], Masks] | None = None) -> Iterator[None]:
         """Have ``observer`` called with each launch's own step for the block, in the executor; see ``Batch``.
 
-        And ``masks`` before deferred choices, in the caller's thread, once all tokens before have been returned.
+        And ``masks`` before deferred sampling, in the caller's thread, once all tokens before have been returned.
         """
         before = self._every_row, self._masks
         self._every_row, self._masks = self._every_row._replace(observer=observer), masks
@@ -226,7 +226,7 @@ class Runner:
     def drain(self) -> dict[Row, int]:
         """Return the tokens of the oldest step not yet read, waiting for it; empty if there is none."""
         if self._persistent.deferred:
-            self._thread.call(self._choose, self._next_masks())
+            self._thread.call(self._sample, self._next_masks())
         return self._unread.read() if len(self._unread) else {}
 
     def logits(self) -> Tensor:
@@ -335,8 +335,8 @@ class Runner:
 
     # ---- in the executor
 
-    def _choose(self, masks: Masks | None) -> None:
-        self._unread.chosen(self.device_model.choose_deferred(self._persistent, masks))
+    def _sample(self, masks: Masks | None) -> None:
+        self._unread.sampled(self.device_model.sample_deferred(self._persistent, masks))
 
     def _launch(
         self,
@@ -348,14 +348,14 @@ class Runner:
         if not self.rows:
             raise RuntimeError("step: there are no rows; admit a prompt first")
         if self._persistent.deferred:
-            self._choose(masks)
+            self._sample(masks)
         if fed:
             self.device_model.state.slots.feed(fed)
         step = self._run(forced, unchanged)
         self._pending.clear()
         self._computed = None
         self.steps += 1
-        self._unread.launched(step, unchosen=len(self._persistent.deferred.rows))
+        self._unread.launched(step, unsampled=len(self._persistent.deferred.rows))
         self.device_model.go_on()
 
     def _run(self, forced: Tensor | None, unchanged: bool) -> Step:
@@ -365,7 +365,7 @@ class Runner:
         self._enter_settings()
         if self._computed is not None:
             rows, logits, observer = list(self.rows), self._computed.clone(), self._every_row.observer
-            return self.device_model.choose(rows, logits, self._persistent, observer)
+            return self.device_model.sample(rows, logits, self._persistent, observer)
         extend = [Extension.of(row, ids) for row, ids, _ in self._pending]
         return self.device_model.run(self._every_row._replace(decode=(), extend=extend), self._persistent, unchanged)
 

@@ -38,7 +38,7 @@ def processed_loop(call: Call, twins: Twins | None = None) -> Tensor | GenerateD
         steps = _Steps(call, twins, sequences)
         steps.begin(rows, [] if twins is None else stack.enter_context(twins.beside(call.cache.runner, call.most_new)))
         while True:
-            tokens = steps.choose()
+            tokens = steps.sample()
             reading = call.device_model.thread.call(call.device_model.readbacks.start, tokens)
             if ahead := steps.may_go_ahead:
                 steps.launch(tokens)
@@ -84,7 +84,7 @@ class _Steps:
         seeds = new_seeds(len(rows)).to(device) if call.config.do_sample else None
         self._draws = Draws(seeds, torch.tensor([row.position for row in rows], device=device))
 
-    def choose(self) -> Tensor:
+    def sample(self) -> Tensor:
         """Process the last logits, and return ``[B]`` int64, the next tokens."""
         logits = self._logits.to(self._ids.device)
         logits = logits if self._twins is None else self._twins.take_logits(logits)

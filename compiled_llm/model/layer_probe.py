@@ -172,5 +172,5 @@ def _batched_experts(model: PreTrainedModel) -> Iterator[None]:
 
 
 def accepts_logits_to_keep(model: PreTrainedModel) -> bool:
-    """Whether the model's forward can compute the logits of chosen tokens only."""
+    """Whether the model's forward can compute the logits of sampled tokens only."""
     return "logits_to_keep" in inspect.signature(type(model).forward).parameters

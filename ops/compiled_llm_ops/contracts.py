@@ -219,16 +219,16 @@ PROMPTED = 32
 """Part of a row's edits: the tokens of its prompt have a penalty of their own; it is counted, too."""
 
 FOLLOWING = 64
-"""Part of a row's edits for each token before the one that is chosen which its biases look at."""
+"""Part of a row's edits for each token before the one that is sampled which its biases look at."""
 
 DEFERRED = 512
-"""Part of a row's edits: its token is chosen by a launch of its own, once the host has written its mask."""
+"""Part of a row's edits: its token is sampled by a launch of its own, once the host has written its mask."""
 
 BIASED = 1024
 """Part of a row's edits for each of its biases; they are its largest part."""
 
 MOST_FOLLOWED = 7
-"""How many tokens before the one that is chosen a bias can look at."""
+"""How many tokens before the one that is sampled a bias can look at."""
 
 MOST_BIASES = 512
 """How many biases a row can have."""

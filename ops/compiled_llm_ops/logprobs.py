@@ -60,10 +60,10 @@ def _cpu(args: TopLogprobs) -> Tensor:
 
 def _of_some(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
     values = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-    chosen = values.gather(1, tokens.clamp(min=0)[:, None])
-    ranks = (values > chosen).sum(dim=-1, keepdim=True) + 1
+    sampled = values.gather(1, tokens.clamp(min=0)[:, None])
+    ranks = (values > sampled).sum(dim=-1, keepdim=True) + 1
     best, places = values.topk(most)
-    return torch.cat([chosen.view(torch.int32), ranks.int(), best.view(torch.int32), places.int()], dim=1)
+    return torch.cat([sampled.view(torch.int32), ranks.int(), best.view(torch.int32), places.int()], dim=1)
 
 
 def _cuda(args: TopLogprobs) -> Tensor:

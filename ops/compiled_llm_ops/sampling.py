@@ -123,11 +123,11 @@ def sample_tokens(
         https://arxiv.org/abs/2509.02510. On CUDA ``kernels.sampling``.
     """
     numbers = (repetition_penalty, presence_penalty, frequency_penalty)
-    chosen: Tensor = _sample_tokens(
+    sampled: Tensor = _sample_tokens(
         logits, seeds, slots, positions, temperature, top_k, top_p, min_p, edits, *numbers, counts, allowed, biases,
         recent, seldom, growing, deferred,
     )  # fmt: skip
-    return chosen
+    return sampled
 
 
 def build_sampling(vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -202,35 +202,35 @@ def _cpu(args: SampleTokens) -> Tensor:
     _check(args)
     served = (args.edits[args.slots] & DEFERRED != 0) == args.deferred
     if bool(served.all()):
-        return _choose(args)
-    chosen = torch.full_like(args.slots, NOT_A_TOKEN)
+        return _sample_rows(args)
+    sampled = torch.full_like(args.slots, NOT_A_TOKEN)
     if bool(served.any()):
         columns = {name: getattr(args, name)[served] for name in ("logits", "seeds", "slots", "positions")}
-        chosen[served] = _choose(args._replace(**columns))
-    return chosen
+        sampled[served] = _sample_rows(args._replace(**columns))
+    return sampled
 
 
-def _choose(args: SampleTokens) -> Tensor:
+def _sample_rows(args: SampleTokens) -> Tensor:
     slots, temperature, edits = args.slots, args.temperature[args.slots], args.edits[args.slots]
     scale = torch.where(temperature == 0, 1.0, temperature)[:, None]
     scores = _edited(args, edits)
     if bool((scale != 1).any()):
         scores = scores / scale
-    best, chosen = scores.max(dim=-1)
+    best, sampled = scores.max(dim=-1)
     greedy = temperature == 0
     usable = greedy | ((best > -math.inf) & (best < math.inf))  # both are False for NaN
     if not bool(greedy.all()):
-        chosen = torch.where(greedy, chosen, _drawn_of_few(_draw(args, scores), scores, args, edits))
-    chosen = torch.where(usable, chosen, NOT_A_TOKEN)
-    _count(args.counts, slots, chosen, usable & (edits & COUNTED != 0))
+        sampled = torch.where(greedy, sampled, _drawn_of_few(_draw(args, scores), scores, args, edits))
+    sampled = torch.where(usable, sampled, NOT_A_TOKEN)
+    _count(args.counts, slots, sampled, usable & (edits & COUNTED != 0))
     remembered = usable & (edits // FOLLOWING & MOST_FOLLOWED > 0)
     at = args.positions[remembered] % (MOST_FOLLOWED + 1)
-    args.recent[slots[remembered], at] = chosen[remembered].int()
-    return chosen
+    args.recent[slots[remembered], at] = sampled[remembered].int()
+    return sampled
 
 
-def _count(counts: Tensor, slots: Tensor, chosen: Tensor, counted: Tensor) -> None:
-    at = slots[counted], chosen[counted]
+def _count(counts: Tensor, slots: Tensor, sampled: Tensor, counted: Tensor) -> None:
+    at = slots[counted], sampled[counted]
     before = counts[at]
     counts[at] = torch.where(before < _MOST_COUNTED - 1, before + 2, before)
 

@@ -15,7 +15,9 @@ from compiled_llm.compilation.artifacts.profile import Profile, UsedStep
 
 MADE_FOR = {"model": "a.B", "rows": 8, "option mode": "cuda-graphs"}
 
-steps = st.builds(UsedStep, st.sampled_from(["decode", "prefill", "choice"]), *[st.integers(0, 5000) for _ in range(3)])
+steps = st.builds(
+    UsedStep, st.sampled_from(["decode", "prefill", "sampling"]), *[st.integers(0, 5000) for _ in range(3)]
+)
 uses = st.dictionaries(steps, st.integers(1, 10**9))
 profiles = st.builds(Profile, st.just(MADE_FOR), uses, st.integers(0, 100))
 deterministic = settings(derandomize=True, deadline=None, max_examples=60)
@@ -119,5 +121,5 @@ def test_a_save_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch
 
 def test_structured_profiles_have_choices_with_masks() -> None:
     assert not ONE.structured
-    assert not Profile(MADE_FOR, {UsedStep("choice", 4, 4, 0): 1}).structured
-    assert Profile(MADE_FOR, {UsedStep("choice", 4, 4, 1): 1}).structured
+    assert not Profile(MADE_FOR, {UsedStep("sampling", 4, 4, 0): 1}).structured
+    assert Profile(MADE_FOR, {UsedStep("sampling", 4, 4, 1): 1}).structured

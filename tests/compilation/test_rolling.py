@@ -11,13 +11,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from compiled_llm.compilation.graphs.rolling import UNBOUNDED, Budget, Choice, Cost, Entry, Key, RollingCudaGraphs
+from compiled_llm.compilation.graphs.rolling import UNBOUNDED, Budget, Cost, Entry, Key, RollingCudaGraphs, SamplingKey
 from compiled_llm.compilation.graphs.table import CudaGraphTable
 from compiled_llm.compilation.inputs import Shape
 
 DECODES: list[Key] = [1, 2, 4, 8]
 PREFILLS: list[Key] = [Shape(16, 2), Shape(16, 2, 1), Shape(32, 2), Shape(64, 8)]
-CHOICES: list[Key] = [Choice(4, False), Choice(4, True)]
+CHOICES: list[Key] = [SamplingKey(4, False), SamplingKey(4, True)]
 KEYS = [*DECODES, *PREFILLS, *CHOICES]
 ANCHORS: dict[Key, int] = {8: 0, Shape(64, 8): 0, Shape(16, 2): 1}
 SHARED = 100
@@ -41,7 +41,7 @@ class Fake:
 
 
 def kind(key: Key) -> str:
-    return "decode" if key in DECODES else "prefill" if key in PREFILLS else "choice"
+    return "decode" if key in DECODES else "prefill" if key in PREFILLS else "sampling"
 
 
 def size_of(key: Key) -> tuple[int, ...]:
@@ -200,7 +200,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def both_say_the_same(self) -> None:
-        assert sorted(map(str, self.rolling.of("decode", "prefill", "choice"))) == sorted(map(str, self.used))
+        assert sorted(map(str, self.rolling.of("decode", "prefill", "sampling"))) == sorted(map(str, self.used))
         assert sum(not graph.released for graph in self.graphs) == len(self.used) + len(self.leaving)
         kept = self.shared + sum(self.sizes[key] for key in self.used)
         assert self.rolling.nbytes == kept + sum(size for _, size in self.leaving)
@@ -239,8 +239,8 @@ def filled(*keys: Key, budget: Budget = UNBOUNDED, replays: int = 0) -> RollingC
 
 
 def test_the_table_shows_each_recording_and_what_they_come_to():
-    table = filled(4, Shape(64, 8, 1), Choice(4, True), Choice(4, False), 1, replays=3).table()
-    assert [row.phase for row in table] == ["decode", "decode", "prefill", "choice", "choice"]
+    table = filled(4, Shape(64, 8, 1), SamplingKey(4, True), SamplingKey(4, False), 1, replays=3).table()
+    assert [row.phase for row in table] == ["decode", "decode", "prefill", "sampling", "sampling"]
     assert [(row.tokens, row.rows, row.variant) for row in table] == [
         (1, 1, 0),
         (4, 4, 0),

@@ -220,7 +220,7 @@ def test_scores_are_those_that_tokens_were_drawn_from(settings, seed):
     given = arguments(logits, torch.randint(2**62, (len(settings),)), settings)
     tokens = sample_tokens(*given)
     for own, setting, scores in zip(logits, settings, processed(logits, tokens, draws_of(given)), strict=True):
-        torch.testing.assert_close(scores.double().softmax(dim=0), chosen_from(own, setting))
+        torch.testing.assert_close(scores.double().softmax(dim=0), sampled_from(own, setting))
 
 
 def draws_of(given: SampleTokens) -> Draws:
@@ -228,7 +228,7 @@ def draws_of(given: SampleTokens) -> Draws:
     return Draws(given.slots, given.positions, tables, int(np.bitwise_or.reduce(given.edits.numpy())))
 
 
-def chosen_from(logits: torch.Tensor, setting: Sampling) -> torch.Tensor:
+def sampled_from(logits: torch.Tensor, setting: Sampling) -> torch.Tensor:
     return distribution(logits, setting) if setting.temperature else warped(logits, setting).double().softmax(dim=0)
 
 

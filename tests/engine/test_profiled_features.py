@@ -1,4 +1,4 @@
-"""A profile knows of features, too: choices under grammars, and prompts as embeddings."""
+"""A profile knows of features, too: sampling under grammars, and prompts as embeddings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_choices_under_grammars_are_prepared_for_as_many_rows(tmp_path: Path, mo
     model.compiled.save_profile(path)
     profile = Profile.read(path)
     assert profile.structured
-    rows = sorted({step.rows for step in profile.uses if step.phase == "choice"})
+    rows = sorted({step.rows for step in profile.uses if step.phase == "sampling"})
     assert 4 in rows
 
     prepared: list[Any] = []

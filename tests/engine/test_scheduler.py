@@ -241,8 +241,8 @@ class Crowd(RuleBasedStateMachine):
         assert slots == list(range(len(slots))), "a slot is lost or taken twice"
 
     def unread(self) -> Iterator[Request]:
-        """Requests that gave their pages back after their last token was chosen, before it is read."""
-        chosen = Counter(request for step in self.loop._launched for request in step.plan.choosing)
+        """Requests that gave their pages back after their last token was sampled, before it is read."""
+        chosen = Counter(request for step in self.loop._launched for request in step.plan.sampled)
         for request, tokens in chosen.items():
             if request.row is None and not request.done and len(request.tokens) + tokens == request.most:
                 yield request
@@ -281,14 +281,14 @@ def test_who_has_left_before_the_last_token_was_read_waits_again_if_that_is_lost
     scheduler = Scheduler(PagePool(9, 4), 2, lambda decoding: 100)
     request = Request(prompt=np.array([1, 2, 3]), sampling=None, most=2, ends=frozenset())
     scheduler.add(request)
-    lost = [*launch(scheduler).choosing, *launch(scheduler).choosing]
+    lost = [*launch(scheduler).sampled, *launch(scheduler).sampled]
     assert lost == [request, request]
-    assert request.row is None, "its pages are given back when its last token is chosen"
+    assert request.row is None, "its pages are given back when its last token is sampled"
     assert scheduler.idle
     scheduler.again(lost)
     assert scheduler.waiting == [request]
     for token in (7, 8):
-        scheduler.read(launch(scheduler).choosing, [token], now=0.0)
+        scheduler.read(launch(scheduler).sampled, [token], now=0.0)
     assert (request.tokens, request.finish_reason) == ([7, 8], "length")
     scheduler.again(lost)
     assert scheduler.idle, "it has ended"

@@ -19,8 +19,8 @@ from compiled_llm.compilation.graphs.rolling import RollingCudaGraphs
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.state import prefill_room
-from compiled_llm.execution.state.choice_graphs import ChoiceGraphs
 from compiled_llm.execution.state.prefill_room import COMPILED_ROWS, compiled_length, typical_tokens
+from compiled_llm.execution.state.sampling_graphs import SamplingGraphs
 from compiled_llm.model.sizes import weights_of_a_layer
 from support.execution.model_changes import (
     Changing,
@@ -342,7 +342,7 @@ def test_cuda_graphs_go_when_nobody_refers_to_them_any_more():
     model = plain()
     rolling = RollingCudaGraphs()
     cuda_graphs = CudaGraphs(model, compiled_llm.WrapConfig(), model.device, rolling)
-    graphs = ChoiceGraphs(model.device, captures=True, rolling=rolling)
+    graphs = SamplingGraphs(model.device, captures=True, rolling=rolling)
     gone = weakref.ref(rolling)
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Deferred choices on a GPU: from the logits of their own launches, whatever ran since, and without a wait.
+"""Deferred sampling on a GPU: from the logits of their own launches, whatever ran since, and without a wait.
 
 Shapes: D rows, V vocabulary.
 """
@@ -21,7 +21,7 @@ import compiled_llm
 from compiled_llm.compilation.sampling.masks import mask_of
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm.execution.batch import Batch, Extension, Step
-from compiled_llm.execution.decode.deferred_choice import Masks
+from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.kvcache.row import Row
@@ -48,7 +48,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
     wrapped.compiled.warmup([1, 4, 8])
     device_model = wrapped.compiled.device_model()
     device_model.thread.call(device_model.prepare_deferred, [1, 4, 8])
-    assert device_model.state.choice_graphs.buckets == ([1, 4, 8] if mode == "cuda-graphs" else [])
+    assert device_model.state.sampling_graphs.buckets == ([1, 4, 8] if mode == "cuda-graphs" else [])
     words = device_model.state.slots.tables.allowed.shape[1]
     assert all(len(area.bytes) >= 8 * (4 * words + 24) for area in device_model.state.staging._areas)
     yield wrapped
@@ -91,10 +91,10 @@ class Grammared:
             self.launched |= dict(zip(step.rows, step.logits.clone(), strict=True))
         return step
 
-    def choose(self) -> Step:
+    def sample(self) -> Step:
         rows = self.persistent.deferred.rows
         masks = Masks(rows, np.stack([mask_after(self.last[row]) for row in rows]))
-        step: Step = self.device_model.thread.call(self.device_model.choose_deferred, self.persistent, masks)
+        step: Step = self.device_model.thread.call(self.device_model.sample_deferred, self.persistent, masks)
         return step
 
     def check(self, step: Step) -> None:
@@ -121,7 +121,7 @@ def test_tokens_follow_from_the_logits_of_their_own_launches(model: PreTrainedMo
     rows: Any = [extension.row for extension in extensions]
     first = loop.run(extend=extensions)
     assert first.tokens[::2].tolist() == [NOT_A_TOKEN] * 2
-    loop.check(loop.choose())
+    loop.check(loop.sample())
     for step in range(40):
         loop.launched.clear()
         if step == 20:
@@ -133,10 +133,10 @@ def test_tokens_follow_from_the_logits_of_their_own_launches(model: PreTrainedMo
         if step in (5, 20, 30):
             theirs = other.admit(60 + step)
             other.run(extend=[theirs])
-            other.check(other.choose())
+            other.check(other.sample())
             other.run(decode=[theirs.row])  # type: ignore[list-item]
-            other.check(other.choose())
-        loop.check(loop.choose())
+            other.check(other.sample())
+        loop.check(loop.sample())
     for row in rows:
         row.free()
     other.close()
@@ -150,7 +150,7 @@ def test_masks_and_choices_return_while_the_device_sleeps(count: int, model: Pre
         rows: Any = [extension.row for extension in extensions]
         loop.run(extend=extensions)
         for _ in range(4):
-            loop.check(loop.choose())
+            loop.check(loop.sample())
             loop.run(decode=rows)
         torch.cuda.synchronize()
         asleep = torch.cuda.Event()
@@ -160,7 +160,7 @@ def test_masks_and_choices_return_while_the_device_sleeps(count: int, model: Pre
             asleep.record()
             start = time.perf_counter()
             for _ in range(3):
-                chosen = loop.choose()
+                chosen = loop.sample()
                 loop.run(decode=rows, unchanged=True)
             took, over = time.perf_counter() - start, asleep.query()
         finally:

@@ -15,7 +15,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 import compiled_llm
 from compiled_llm.compilation.sampling.bias import Bias, packed
 from compiled_llm.compilation.sampling.draws import Draws
-from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling, choose
+from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling, sample
 from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.slots import Slots
 from compiled_llm.execution.state.staging import Staging
@@ -63,7 +63,7 @@ class FixedLogits:
         arena.flush()
         self.slots = torch.from_numpy(self.sampler.of(self.rows, rows))
         self.positions = torch.zeros(rows, dtype=torch.int64)
-        self.choose = choose if mode == "eager" else torch.compile(choose, fullgraph=True)
+        self.sample = sample if mode == "eager" else torch.compile(sample, fullgraph=True)
 
     def steps(self, count: int) -> Tensor:
         """``[count, B]`` tokens."""
@@ -71,7 +71,7 @@ class FixedLogits:
         for _ in range(count):
             self.positions.add_(1)
             with torch.no_grad():
-                draws.append(self.choose(self.logits, self.slots, self.positions, self.sampler.tables))
+                draws.append(self.sample(self.logits, self.slots, self.positions, self.sampler.tables))
         return torch.stack(draws)
 
 
@@ -203,7 +203,7 @@ def test_every_pair_of_edits_equals_huggingfaces_processors_in_one_batch(seed):
 
 def test_as_many_biases_as_there_is_room_for(seed):
     biases = packed(Bias(token * 7, token % 9 - 4.0, after=(5,) * (token % 8)) for token in range(MOST_BIASES))
-    setting = Sampling(biases=biases, start=995, chosen=np.full(5, 5), tail=np.full(9, 5))
+    setting = Sampling(biases=biases, start=995, output_ids=np.full(5, 5), tail=np.full(9, 5))
     seeds, logits, settings = some_seeds(64), torch.randn(64, 4000) * 2, [setting] * 64
     assert_wins(sample_tokens(*arguments(logits, seeds, settings)), seeds, logits, settings, 1e-6)
 
@@ -336,7 +336,7 @@ def wrapped():
     return compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", page_size=4)
 
 
-def sample(model, inputs, new_tokens=20, **settings):
+def generate_sampled(model, inputs, new_tokens=20, **settings):
     return model.generate(**inputs, max_new_tokens=new_tokens, do_sample=True, **settings)
 
 
@@ -345,10 +345,12 @@ def test_the_seed_decides_the_tokens(wrapped, seed):
     outputs = []
     for chosen in (1, 1, 2):
         torch.manual_seed(chosen)
-        outputs.append(sample(wrapped, inputs))
+        outputs.append(generate_sampled(wrapped, inputs))
     assert torch.equal(outputs[0], outputs[1])
     assert not torch.equal(outputs[0], outputs[2])
-    assert not torch.equal(sample(wrapped, inputs), sample(wrapped, inputs)), "without a new seed, draws go on"
+    assert not torch.equal(generate_sampled(wrapped, inputs), generate_sampled(wrapped, inputs)), (
+        "without a new seed, draws go on"
+    )
     assert_account_is_empty(wrapped)
 
 
@@ -356,13 +358,16 @@ def test_sampled_tokens_follow_the_models_distribution(wrapped, seed):
     inputs = mixed_prompts([6], 128, seed)
     with torch.no_grad():
         probabilities = tiny_qwen3()(**inputs).logits[0, -1].div(1.5).softmax(dim=-1)
-    draws = [sample(wrapped, inputs, 1, temperature=1.5, top_k=0, num_return_sequences=50)[:, -1] for _ in range(30)]
+    draws = [
+        generate_sampled(wrapped, inputs, 1, temperature=1.5, top_k=0, num_return_sequences=50)[:, -1]
+        for _ in range(30)
+    ]
     assert_drawn_from(torch.cat(draws), probabilities)
 
 
 def test_top_k_of_one_is_greedy(wrapped, seed):
     inputs = mixed_prompts([4, 9], 128, seed)
-    torch.testing.assert_close(sample(wrapped, inputs, 40, top_k=1), greedy(wrapped, inputs, 40))
+    torch.testing.assert_close(generate_sampled(wrapped, inputs, 40, top_k=1), greedy(wrapped, inputs, 40))
 
 
 def test_greedy_with_a_repetition_penalty_equals_huggingface(wrapped, seed):
@@ -437,7 +442,7 @@ def test_top_k_above_the_vocabulary_keeps_all(wrapped, top_k, seed):
     texts = []
     for most in (top_k, 0):
         torch.manual_seed(seed)
-        texts.append(sample(wrapped, inputs, top_k=most))
+        texts.append(generate_sampled(wrapped, inputs, top_k=most))
     torch.testing.assert_close(*texts)
 
 
@@ -451,7 +456,7 @@ def test_a_row_that_cannot_be_sampled_raises_and_the_next_call_works(wrapped, se
     with pytest.raises(RuntimeError, match="row 1: no token can be drawn after 0 new ones"):
         wrapped.generate(**inputs, max_new_tokens=4, do_sample=True, logits_processor=processors)
     assert_account_is_empty(wrapped)
-    assert sample(wrapped, inputs).shape == (2, 29)
+    assert generate_sampled(wrapped, inputs).shape == (2, 29)
 
 
 def test_three_graphs_serve_all_settings(seed):
@@ -467,7 +472,7 @@ def test_three_graphs_serve_all_settings(seed):
     ]
     for number, options in enumerate(settings):
         for lengths in ([3], [5, 2], [1, 7, 3]):
-            sample(model, mixed_prompts(lengths, 128, seed + number), 6, **options)
+            generate_sampled(model, mixed_prompts(lengths, 128, seed + number), 6, **options)
         greedy(model, mixed_prompts([4, 4], 128, seed), 6)
     assert set(model.compiled.graphs.values()) == {1}
     assert len(model.compiled.graphs) == 3

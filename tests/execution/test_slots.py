@@ -122,7 +122,9 @@ def test_what_many_rows_bring_is_one_copy_and_rows_that_bring_nothing_write_noth
 
 def test_a_row_that_comes_back_counts_anew(seed):
     slots, _ = slots_for(2, 10)
-    counting = Sampling(presence_penalty=1.0, repetition_penalty=1.1, seen=np.array([3]), chosen=np.array([4, 4, 3]))
+    counting = Sampling(
+        presence_penalty=1.0, repetition_penalty=1.1, seen=np.array([3]), output_ids=np.array([4, 4, 3])
+    )
     (row,) = rows_of(1)
     for _ in range(2):
         slots.admit([row], [counting])
@@ -136,7 +138,9 @@ def test_rows_that_share_biases_count_their_own_tokens():
     biases = packed([Bias(3, 1.0, first=1, end=4), Bias(5, -1.0)])
     tokens = [([7, 7, 2], [2, 12]), ([], []), ([9], [0, 0]), ([2], [])]
     settings = [
-        Sampling(presence_penalty=1.0, seen=np.array(seen, int), chosen=np.array(chosen, int), biases=biases, start=at)
+        Sampling(
+            presence_penalty=1.0, seen=np.array(seen, int), output_ids=np.array(chosen, int), biases=biases, start=at
+        )
         for at, (seen, chosen) in enumerate(tokens)
     ]
     settings[2] = replace(settings[2], biases=packed([Bias(1, 2.0, after=(8,))]))
@@ -155,7 +159,7 @@ def test_rows_that_share_biases_count_their_own_tokens():
 def test_tables_follow_the_vocabulary():
     slots, _ = slots_for(2, 10)
     (row,) = rows_of(1)
-    slots.admit([row], [Sampling(presence_penalty=1.0, chosen=np.array([9]), mask=mask_of(10, banned=[1]))])
+    slots.admit([row], [Sampling(presence_penalty=1.0, output_ids=np.array([9]), mask=mask_of(10, banned=[1]))])
     before = slots.nbytes
     slots.fit(70)
     assert slots.tables.counts[row.slot].tolist() == [0] * 9 + [2] + [0] * 60

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm import Engine, SamplingParams
 from compiled_llm.compilation.artifacts.profile import Profile, UsedStep
-from compiled_llm.compilation.graphs.rolling import Budget, Choice, Cost, Key, RollingCudaGraphs, described
+from compiled_llm.compilation.graphs.rolling import Budget, Cost, Key, RollingCudaGraphs, SamplingKey, described
 from compiled_llm.compilation.inputs import Shape
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.lifecycle.used_steps import prepare_profile
@@ -232,7 +232,7 @@ class FakeDevice:
 
 
 SHAPES = [Shape(16, 2), Shape(16, 2, 1), Shape(64, 2), Shape(64, 8)]
-KEYS: list[Key] = [1, 2, 4, 8, *SHAPES, Choice(2, False), Choice(2, True), Choice(8, True)]
+KEYS: list[Key] = [1, 2, 4, 8, *SHAPES, SamplingKey(2, False), SamplingKey(2, True), SamplingKey(8, True)]
 budgets = st.one_of(
     st.just(Budget()),
     st.integers(2, 9).map(lambda most: Budget(None, most)),
@@ -252,11 +252,11 @@ def test_the_most_used_steps_are_prepared_as_far_as_there_is_room(
     device = FakeDevice(budget, sizes)
     profile = Profile({}, Counter({UsedStep(*described(key)): count for key, count in uses.items()}))
     prepare_profile(cast(DeviceModel, device), profile, lambda doing: None)
-    used = [key for key in uses if not isinstance(key, Choice)]
+    used = [key for key in uses if not isinstance(key, SamplingKey)]
     used.sort(key=lambda key: (-uses[key], described(key)))
     used = used[: budget.most]
     ready = set(device.rolling.of("decode", "prefill"))
-    assert device.choices == sorted({key.rows for key in uses if isinstance(key, Choice)})
+    assert device.choices == sorted({key.rows for key in uses if isinstance(key, SamplingKey)})
     if budget.nbytes is None:
         assert ready == set(used)
         return

@@ -1,7 +1,7 @@
 """Every mode of ``generate`` and ``forward`` once on a GPU, in bfloat16: as exact as HuggingFace's, and only replayed.
 
 Tokens are not compared with HuggingFace's in bfloat16, where near ties fall either way. What is compared is how far
-logits are from float32, and whether a chosen token is one that float32 would choose, but for noise.
+logits are from float32, and whether a sampled token is one that float32 would choose, but for noise.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernels that choose tokens, on a GPU: every draw follows the distribution that HuggingFace's processors make.
+"""The kernels that sample tokens, on a GPU: every draw follows the distribution that HuggingFace's processors make.
 
 Shapes: B rows, V vocabulary.
 """
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling, choose
+from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling, sample
 from compiled_llm_ops import build_sampling, sample_tokens
 from support.gpu import needs_cuda, seeded
 from support.ops.sampling_cases import (
@@ -27,7 +27,7 @@ from support.ops.sampling_cases import (
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 
-VOCABULARIES = [11, 49_152, 151_936, 262_145]  # all have the tokens that rows have chosen before
+VOCABULARIES = [11, 49_152, 151_936, 262_145]  # all have the tokens that rows have sampled before
 SETTINGS = BRANCHES + EDITED + FILTERED
 SLACK = 3e-5
 """How far behind a winner may be, for logarithms and scores are rounded to float32."""
@@ -52,12 +52,12 @@ def test_each_row_is_sampled_by_its_own_settings(vocabulary: int, spread: float,
     seeds = some_seeds(64)
     given = arguments(logits, seeds, settings)
     counts = counted_after(given)
-    chosen = sample_tokens(*given)
-    assert_wins(chosen.cpu(), seeds, logits, settings, SLACK)
-    assert torch.equal(given.counts, counts(chosen))
+    sampled = sample_tokens(*given)
+    assert_wins(sampled.cpu(), seeds, logits, settings, SLACK)
+    assert torch.equal(given.counts, counts(sampled))
     for rows in (1, 7):
         alone = arguments(logits[:rows], seeds[:rows], settings[:rows])
-        assert torch.equal(sample_tokens(*alone), chosen[:rows]), "a draw depends on its batch"
+        assert torch.equal(sample_tokens(*alone), sampled[:rows]), "a draw depends on its batch"
 
 
 @seeded
@@ -65,9 +65,9 @@ def test_each_row_is_sampled_by_its_own_settings(vocabulary: int, spread: float,
 def test_sampled_sets_are_exact(setting: Sampling, seed: int) -> None:
     """Each token has a row whose seed lets it win, as far as any does: another one more or less would show."""
     logits, seeds = normal_logits(1, 901, 2.0, torch.float32, seed), favouring(901)
-    chosen = sample_tokens(*arguments(logits.expand(901, -1), seeds, [setting] * 901)).cpu()
+    sampled = sample_tokens(*arguments(logits.expand(901, -1), seeds, [setting] * 901)).cpu()
     reached = reached_by(distributions(logits, [setting]), seeds)
-    assert (reached.gather(1, chosen[:, None])[:, 0] >= reached.amax(dim=-1) - SLACK).all()
+    assert (reached.gather(1, sampled[:, None])[:, 0] >= reached.amax(dim=-1) - SLACK).all()
 
 
 @seeded
@@ -108,10 +108,10 @@ def test_rows_without_a_usable_logit_are_not_sampled(seed: int) -> None:
     for setting in BRANCHES:
         logits = normal_logits(4, 151_936, 1.0, torch.bfloat16, seed)
         logits[0, 151_935], logits[1, 70], logits[2] = float("nan"), float("inf"), float("-inf")
-        chosen = sample_tokens(*arguments(logits, some_seeds(4), [setting] * 4)).tolist()
+        sampled = sample_tokens(*arguments(logits, some_seeds(4), [setting] * 4)).tolist()
         greedy = setting.temperature == 0.0
-        assert chosen[:3] == ([151_935, 70, 0] if greedy else [NOT_A_TOKEN] * 3)
-        assert chosen[3] >= 0
+        assert sampled[:3] == ([151_935, 70, 0] if greedy else [NOT_A_TOKEN] * 3)
+        assert sampled[3] >= 0
 
 
 @seeded
@@ -130,7 +130,7 @@ def test_replays_draw_anew_and_by_the_settings_of_the_moment(seed: int) -> None:
     sample_tokens(*given)  # loads the kernels
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chosen = sample_tokens(*given)
+        sampled = sample_tokens(*given)
     drawn = []
     for turn in range(20):
         seeds = some_seeds(8)
@@ -140,18 +140,18 @@ def test_replays_draw_anew_and_by_the_settings_of_the_moment(seed: int) -> None:
             if isinstance(static, Tensor):
                 static.copy_(value)
         graph.replay()
-        assert_wins(chosen.cpu(), seeds, logits, own, SLACK)
-        drawn.append(chosen.tolist())
+        assert_wins(sampled.cpu(), seeds, logits, own, SLACK)
+        drawn.append(sampled.tolist())
     assert len({tuple(tokens) for tokens in drawn}) == len(drawn)
 
 
 @seeded
 def test_choosing_compiles_whole_and_draws_what_eager_draws(seed: int) -> None:
-    compiled = torch.compile(choose, fullgraph=True, dynamic=False)
+    compiled = torch.compile(sample, fullgraph=True, dynamic=False)
     logits = normal_logits(len(SETTINGS), 49_152, 2.0, torch.bfloat16, seed)
     slots, positions = (torch.arange(len(SETTINGS), device="cuda") + start for start in (0, 1000))
     ours, theirs = (tables_of(SETTINGS, 49_152, "cuda") for _ in range(2))
     for _ in range(3):
-        assert torch.equal(compiled(logits, slots, positions, ours), choose(logits, slots, positions, theirs))
+        assert torch.equal(compiled(logits, slots, positions, ours), sample(logits, slots, positions, theirs))
         positions += 1
     assert torch.equal(ours.counts, theirs.counts)

@@ -1,4 +1,4 @@
-"""The kernels that choose tokens, under Triton's interpreter on the CPU; `test_sampling_gpu.py` runs them on a GPU.
+"""The kernels that sample tokens, under Triton's interpreter on the CPU; `test_sampling_gpu.py` runs them on a GPU.
 
 Triton decides at import whether it interprets, so the tests run in a process of their own.
 """
@@ -139,9 +139,9 @@ def test_every_branch_follows_the_distribution(vocabulary: int, spread: float, d
     logits = (torch.randn(len(SETTINGS), vocabulary) * spread).to(dtype)
     seeds = some_seeds(len(SETTINGS))
     given, same = (arguments(logits, seeds, SETTINGS) for _ in range(2))
-    chosen = launch(*given)
-    assert_wins(chosen, seeds, logits, SETTINGS, 1e-5)
-    differ = int((chosen != sample_tokens(*same)).sum())
+    sampled = launch(*given)
+    assert_wins(sampled, seeds, logits, SETTINGS, 1e-5)
+    differ = int((sampled != sample_tokens(*same)).sum())
     assert differ <= 1, "other tokens than the CPU's, and not for rounding"
     if not differ:
         assert torch.equal(given.counts, same.counts)
@@ -189,9 +189,9 @@ def test_rows_without_a_usable_logit_are_told_apart(setting: Sampling, seed: int
     logits[0, 2999], logits[1, 70], logits[2] = math.nan, math.inf, -math.inf
     logits[3, :2990] = -math.inf
     given = arguments(logits, some_seeds(5), [setting] * 5)
-    chosen = launch(*given)
-    assert chosen[:3].tolist() == [NOT_A_TOKEN] * 3
-    assert 2990 <= chosen[3] < 3000
+    sampled = launch(*given)
+    assert sampled[:3].tolist() == [NOT_A_TOKEN] * 3
+    assert 2990 <= sampled[3] < 3000
     counted = [2, 2, 0, 0, 0, 0] if setting is COUNTING else [0] * 6
     assert given.counts.sum(dim=1).tolist() == counted, "entries are in reverse, the last is padding's"
 
@@ -225,16 +225,16 @@ def test_unusual_logits_are_edited_as_on_the_cpu(temperature: float, seed: int) 
 @interpreted
 @pytest.mark.parametrize("before", [0, 1, 32764, 32765, 32766, 32767])
 def test_counts_stay_in_their_range(before: int) -> None:
-    for choose in (launch, sample_tokens):
+    for sample in (launch, sample_tokens):
         given = arguments(torch.zeros(1, 3), torch.tensor([0]), [replace(COUNTING, temperature=0.0)])
         given.counts[0] = before
-        choose(*given)
+        sample(*given)
         assert given.counts[0].tolist() == [before + 2 * (before < 32766), before, before]
 
 
 @interpreted
 @pytest.mark.parametrize("choose", [launch, sample_tokens])
-def test_a_launch_serves_rows_of_one_kind_and_leaves_the_others_as_they_are(choose: Any, seed: int) -> None:
+def test_a_launch_serves_rows_of_one_kind_and_leaves_the_others_as_they_are(sample: Any, seed: int) -> None:
     kinds = [Sampling(temperature=0.0), COUNTING, SETTINGS[4], Sampling(**EVERYTHING)]
     settings = [replace(own, deferred=deferred) for own in kinds for deferred in (False, True)]
     logits, seeds = torch.randn(len(settings), 777), some_seeds(len(settings))
@@ -242,10 +242,10 @@ def test_a_launch_serves_rows_of_one_kind_and_leaves_the_others_as_they_are(choo
     for deferred in (False, True):
         given = arguments(logits, seeds, settings)
         before = given.counts.clone(), given.recent.clone()
-        chosen = choose(*given._replace(deferred=deferred))
+        sampled = sample(*given._replace(deferred=deferred))
         here = torch.tensor([own.deferred == deferred for own in settings])
-        assert torch.equal(chosen[here], whole[here])
-        assert chosen[~here].tolist() == [NOT_A_TOKEN] * 4
+        assert torch.equal(sampled[here], whole[here])
+        assert sampled[~here].tolist() == [NOT_A_TOKEN] * 4
         there = given.slots[~here]
         for table, then in zip((given.counts, given.recent), before, strict=True):
             assert torch.equal(table[there], then[there])

@@ -109,7 +109,7 @@ class Profile:
     @property
     def structured(self) -> bool:
         """Whether tokens were sampled under grammars."""
-        return any(step.phase == "choice" and step.variant > 0 for step in self.uses)
+        return any(step.phase == "sampling" and step.variant > 0 for step in self.uses)
 
     def check(self, here: MadeFor) -> None:
         """Raise ValueError, with the differences, if it is of a model or options with other sizes."""

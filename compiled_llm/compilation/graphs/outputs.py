@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 StepOutputs = tuple[Tensor, Tensor]
-"""Logits, and the tokens chosen from them."""
+"""Logits, and the tokens sampled from them."""
 
 
 class SharedOutputs:

@@ -19,14 +19,14 @@ from compiled_llm.compilation.inputs import Shape
 logger = logging.getLogger("compiled_llm.graphs")
 
 
-class Choice(NamedTuple):
+class SamplingKey(NamedTuple):
     """The key of a captured sampling launch; ``masked`` ones write masks into the table before."""
 
     rows: int
     masked: bool
 
 
-Key = int | Shape | Choice
+Key = int | Shape | SamplingKey
 """A decode bucket, what a prefill is padded to, or a choice."""
 
 
@@ -350,7 +350,7 @@ class RollingCudaGraphs:
 
     def table(self) -> CudaGraphTable:
         """Return the table of all graphs; any thread may."""
-        order = {"decode": 0, "prefill": 1, "choice": 2}
+        order = {"decode": 0, "prefill": 1, "sampling": 2}
         rows = [entry.row() for entry in list(self._entries.values())]
         rows.sort(key=lambda row: (order[row.phase], row.rows, row.tokens, row.variant))
         shared = self.shared.total()
@@ -371,6 +371,6 @@ def described(key: Key) -> tuple[Phase, int, int, int]:
     """Return phase, tokens, rows and variant."""
     if isinstance(key, Shape):
         return "prefill", key.tokens, key.rows, key.variant
-    if isinstance(key, Choice):
-        return "choice", key.rows, key.rows, int(key.masked)
+    if isinstance(key, SamplingKey):
+        return "sampling", key.rows, key.rows, int(key.masked)
     return "decode", key, key, 0

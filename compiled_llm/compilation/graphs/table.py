@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-Phase = Literal["decode", "prefill", "choice"]
-"""A decode step, a prefill, or a choice of tokens that is made later than the step before it."""
+Phase = Literal["decode", "prefill", "sampling"]
+"""A decode step, a prefill, or a sampling of tokens that is made later than the step before it."""
 
 
 @dataclass(frozen=True)

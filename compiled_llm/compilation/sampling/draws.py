@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_llm.compilation.sampling.sampling import SamplingTables, choose_with
+from compiled_llm.compilation.sampling.sampling import SamplingTables, sample_with_seeds
 
 
 class Draws:
     """Draws tokens from scores that processors have finished with, one step after the other, without a wait.
 
-    The tokens are those that ``choose`` would draw for the same seeds and positions.
+    The tokens are those that ``sample`` would draw for the same seeds and positions.
     """
 
     def __init__(self, seeds: Tensor | None, positions: Tensor) -> None:
@@ -40,4 +40,4 @@ class Draws:
         positions = self._positions
         self._positions = positions + 1
         slots = torch.zeros_like(positions)  # one for all rows, since nothing is counted
-        return choose_with(self._seeds, scores, slots, positions, self._tables)
+        return sample_with_seeds(self._seeds, scores, slots, positions, self._tables)

@@ -49,7 +49,7 @@ class ScoredTokens(NamedTuple):
         tokens: ``[R, K]`` int32, of these values.
     """
 
-    chosen: NDArray[np.float32]
+    sampled: NDArray[np.float32]
     ranks: NDArray[np.int32]
     values: NDArray[np.float32]
     tokens: NDArray[np.int32]
@@ -63,13 +63,13 @@ class ScoredTokens(NamedTuple):
         return cls(floats[:, 0], columns[:, 1], floats[:, 2 : 2 + most], columns[:, 2 + most :])
 
     def packed(self, most: int) -> list[bytes]:
-        """Return the numbers of each row by itself: ``chosen``, ``ranks``, and values and tokens of at most ``most``.
+        """Return the numbers of each row by itself: ``sampled``, ``ranks``, and values and tokens of at most ``most``.
 
         Each is a copy, so that keeping one row's does not keep the others'.
         """
-        floats = self.chosen[:, None], self.values[:, :most]
-        chosen, values = (part.view(np.int32) for part in floats)
-        numbers = np.concatenate([chosen, self.ranks[:, None], values, self.tokens[:, :most]], axis=1)
+        floats = self.sampled[:, None], self.values[:, :most]
+        sampled, values = (part.view(np.int32) for part in floats)
+        numbers = np.concatenate([sampled, self.ranks[:, None], values, self.tokens[:, :most]], axis=1)
         rows: list[bytes] = numbers.view(f"V{4 * numbers.shape[1]}").ravel().tolist()
         return rows
 

@@ -63,7 +63,7 @@ class Sampling:
         cleaned: NaN becomes 0 and infinities become finite.
         seed: decides the row's draws.
         seen: ``[n]`` int64, tokens of the prompt that count as seen.
-        chosen: ``[n]`` int64, tokens that the answer has already.
+        output_ids: ``[n]`` int64, tokens that the answer has already.
         biases: ``[4 + F, n]`` int32, packed, at most ``MOST_BIASES``.
         start: position of the answer's first token, from which on the steps of biases count.
         tail: ``[n]`` int64, the tokens before it that biases may look at.
@@ -89,7 +89,7 @@ class Sampling:
     cleaned: bool = False
     seed: int = 0
     seen: NDArray[np.int64] = field(default_factory=lambda: _NO_TOKENS)
-    chosen: NDArray[np.int64] = field(default_factory=lambda: _NO_TOKENS)
+    output_ids: NDArray[np.int64] = field(default_factory=lambda: _NO_TOKENS)
     biases: NDArray[np.int32] = field(default_factory=lambda: NO_BIASES)
     start: int = 0
     tail: NDArray[np.int64] = field(default_factory=lambda: _NO_TOKENS)
@@ -226,7 +226,7 @@ def wide_tables(entries: int, vocabulary: int, device: torch.device) -> dict[str
 GREEDY = Sampling(temperature=0.0)
 
 
-def choose(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables, deferred: bool = False) -> Tensor:
+def sample(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables, deferred: bool = False) -> Tensor:
     """Sample each row's next token, store it in its slot, and count and remember it.
 
     Args:
@@ -240,15 +240,15 @@ def choose(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTab
         ``[B]`` int64; ``NOT_A_TOKEN`` for a row of the other kind, whose slot keeps any token until its own is sampled,
         and for one that is drawn and whose logits are NaN, +inf or all -inf.
     """
-    chosen = choose_with(tables.seed[slots], logits, slots, positions, tables, deferred)
-    tables.next_token.index_put_((slots,), chosen.clamp(min=0))
-    return chosen
+    sampled = sample_with_seeds(tables.seed[slots], logits, slots, positions, tables, deferred)
+    tables.next_token.index_put_((slots,), sampled.clamp(min=0))
+    return sampled
 
 
-def choose_with(
+def sample_with_seeds(
     seeds: Tensor, logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables, deferred: bool = False
 ) -> Tensor:
-    """Sample each row's next token with these seeds, ``[B]`` int64, and do not store it; otherwise as ``choose``."""
+    """Sample each row's next token with these seeds, ``[B]`` int64, and do not store it; otherwise as ``sample``."""
     filters = (tables.temperature, tables.top_k, tables.top_p, tables.min_p)
     penalties = (tables.repetition_penalty, tables.presence_penalty, tables.frequency_penalty)
     wide = (tables.counts, tables.allowed, tables.biases, tables.recent, tables.seldom, tables.growing)

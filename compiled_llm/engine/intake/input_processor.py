@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.engine.intake.constraints import check_tokenizer, constraints_for, stops_of
 from compiled_llm.engine.intake.prompts import Prompt, token_ids
-from compiled_llm.engine.intake.sampling import Choosings
+from compiled_llm.engine.intake.sampling import RequestSamplings
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.model.inputs import vocabulary_of
@@ -62,7 +62,7 @@ def requests_for(
     priority: int = 0,
     timeout: float | None = None,
     salt: Hashable = None,
-    choosings: Choosings | None = None,
+    request_samplings: RequestSamplings | None = None,
 ) -> list[Request]:
     """Return the answers that a prompt asks for.
 
@@ -92,8 +92,8 @@ def requests_for(
     ends = stops if params.ignore_eos else stops | eos
     constraints = constraints_for(params, eos, width, tokenizer)
     requests: list[Request] = []
-    choosing = (choosings or Choosings()).of(params, stops | eos, width, tokenizer)
-    for index, sampling in enumerate(choosing.samplings(ids)):
+    request_sampling = (request_samplings or RequestSamplings()).of(params, stops | eos, width, tokenizer)
+    for index, sampling in enumerate(request_sampling.samplings(ids)):
         if (constraint := constraints[index]) is not None:
             ends |= constraint.stops
             sampling = constraint.applied_to(sampling)

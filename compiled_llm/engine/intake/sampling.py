@@ -1,4 +1,4 @@
-"""How answers choose their tokens: what ``SamplingParams`` say, as settings of rows."""
+"""How answers sample their tokens: what ``SamplingParams`` say, as settings of rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLDEST, _HOTTEST = 1e-20, 1e20
 """Temperatures from which on draws are the same; with others, scores would not be finite in float32."""
 
 
-class Choosing:
+class RequestSampling:
     """What ``SamplingParams`` say on one model, whatever the prompt is."""
 
     def __init__(self, params: SamplingParams, ends: frozenset[int], vocabulary: int, tokenizer: Any) -> None:
@@ -62,17 +62,19 @@ class Choosing:
         return [replace(own, seed=(int(seed) + number) % SEEDS) for number in range(params.n)]
 
 
-class Choosings:
+class RequestSamplings:
     """Those of one call, made once for all prompts that have one ``SamplingParams``: the rows then share arrays."""
 
     def __init__(self) -> None:
         """Begin with none."""
-        self._known: dict[int, tuple[SamplingParams, Choosing]] = {}  # by identity, which the params themselves keep
+        self._known: dict[
+            int, tuple[SamplingParams, RequestSampling]
+        ] = {}  # by identity, which the params themselves keep
 
-    def of(self, params: SamplingParams, ends: frozenset[int], vocabulary: int, tokenizer: Any) -> Choosing:
-        """Return how requests with these params choose; otherwise as ``Choosing``."""
+    def of(self, params: SamplingParams, ends: frozenset[int], vocabulary: int, tokenizer: Any) -> RequestSampling:
+        """Return how requests with these params choose; otherwise as ``RequestSampling``."""
         if id(params) not in self._known:
-            self._known[id(params)] = params, Choosing(params, ends, vocabulary, tokenizer)
+            self._known[id(params)] = params, RequestSampling(params, ends, vocabulary, tokenizer)
         return self._known[id(params)][1]
 
 

@@ -28,7 +28,7 @@ def warm_up(runtime: Runtime, driver: Driver, wanted: Wanted, structured: bool, 
         runtime: of the model.
         driver: of the engine.
         wanted: the steps.
-        structured: choices under grammars for as many rows, too; a profile says itself which.
+        structured: sampling under grammars for as many rows, too; a profile says itself which.
         report: takes what is being prepared, in words.
     """
     with driver.paused():

@@ -1,4 +1,4 @@
-"""The tokens of one step that are chosen once the host has read the ones before, and says which may follow."""
+"""The tokens of one step that are sampled once the host has read the ones before, and says which may follow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compiled_llm.engine.steps.constraint import Constraint, MaskWriter, accept
 from compiled_llm.engine.steps.logprobs import Arriving, ArrivingPrompt, Watch
 from compiled_llm.engine.steps.processors import edited_logits
 from compiled_llm.engine.steps.request import InvalidRequestError, Request, RequestError
-from compiled_llm.execution.decode.deferred_choice import Masks
+from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.state.staging import Readback, Staging
@@ -25,7 +25,7 @@ class _Member(NamedTuple):
     """A request that the host has a say in.
 
     Attributes:
-        place: where it stands among those that a step chooses tokens for.
+        place: where it stands among those that a step samples tokens for.
         request: the request.
         row: its row.
         constraint: what says so.
@@ -84,15 +84,15 @@ class Constrained:
         return self if all(running) else Constrained(list(itertools.compress(self.members, running)))
 
 
-class LateChoice:
-    """The requests of one step whose tokens are chosen late.
+class LateSampling:
+    """The requests of one step whose tokens are sampled late.
 
     Attributes:
         failed: what ends requests alone, their tokens not being read.
     """
 
     def __init__(self, requests: Constrained, watch: Watch) -> None:
-        """Choose nothing yet.
+        """Sample nothing yet.
 
         Args:
             requests: in the order in which the step returns them.
@@ -108,8 +108,8 @@ class LateChoice:
         self._logprobs: list[Arriving | ArrivingPrompt] = []
         self.failed: dict[Request, RequestError] = {}
 
-    def choose(self, device_model: DeviceModel, persistent: PersistentBatch, writer: MaskWriter) -> None:
-        """Have the tokens chosen, those before them having been read, and wait for nothing.
+    def sample(self, device_model: DeviceModel, persistent: PersistentBatch, writer: MaskWriter) -> None:
+        """Have the tokens sampled, those before them having been read, and wait for nothing.
 
         What has been done before this failed is not done again.
         """
@@ -121,13 +121,13 @@ class LateChoice:
             masks = self._masks = _masks(present, device_model.state.staging, writer) if present.formed else None
             if self._edited is None:
                 self._edited = self._edit(device_model, persistent, present.processed)
-        device_model.thread.call(self._choose, device_model, persistent, masks)
+        device_model.thread.call(self._sample, device_model, persistent, masks)
 
-    def _choose(self, device_model: DeviceModel, persistent: PersistentBatch, masks: Masks | None) -> None:
+    def _sample(self, device_model: DeviceModel, persistent: PersistentBatch, masks: Masks | None) -> None:
         logits = self._edited or {}
         edited = {each.row: logits[each.request] for each in self._requests.processed if each.request in logits}
         if self._tokens is None:
-            self._tokens = device_model.choose_deferred(persistent, masks, edited).tokens
+            self._tokens = device_model.sample_deferred(persistent, masks, edited).tokens
         if edited:
             nan = torch.stack([own.isnan().any() for own in edited.values()])
             self._nan = device_model.readbacks.start(nan.long())
@@ -137,7 +137,7 @@ class LateChoice:
     def _edit(
         self, device_model: DeviceModel, persistent: PersistentBatch, requests: Sequence[_Member]
     ) -> dict[Request, Tensor]:
-        """Call the processors of requests, in this thread; who fails is left to choose from what the model said."""
+        """Call the processors of requests, in this thread; who fails is left to sample from what the model said."""
         if not requests:
             return {}
         rows = [each.row for each in requests]
@@ -151,7 +151,7 @@ class LateChoice:
         return edited
 
     def read(self, tokens: list[int]) -> list[Arriving | ArrivingPrompt]:
-        """Write the tokens that were chosen late among a step's, let grammars go on, and return what came with them."""
+        """Write late tokens among a step's, advance the grammars, and return what came with them."""
         if self._readback is None:
             return []
         for each, token in zip(self._requests.members, self._readback.result(), strict=True):
@@ -161,15 +161,15 @@ class LateChoice:
 
     def _advance(self, tokens: Sequence[int]) -> None:
         requests = self._requests.present()
-        chosen = [tokens[each.place] for each in requests.members]
-        if requests.plain and NOT_A_TOKEN not in chosen:
-            fits = accept(requests.matchers, chosen)
+        sampled = [tokens[each.place] for each in requests.members]
+        if requests.plain and NOT_A_TOKEN not in sampled:
+            fits = accept(requests.matchers, sampled)
             if not all(fits):
-                members = zip(requests.members, chosen, fits, strict=True)
+                members = zip(requests.members, sampled, fits, strict=True)
                 lost = [each.request for each, token, fit in members if not fit and token not in each.request.ends]
                 self.failed = {request: _lost(request) for request in lost}
         else:
-            self._advance_one_by_one(requests.members, chosen)
+            self._advance_one_by_one(requests.members, sampled)
 
     def _advance_one_by_one(self, members: Sequence[_Member], tokens: Sequence[int]) -> None:
         edited, nan = self._edited or {}, [] if self._nan is None else self._nan.result()

@@ -100,10 +100,10 @@ def logprobs_of(scores: TokenScores, token: int, most: int) -> dict[int, Logprob
 
     Args:
         scores: of the place.
-        token: that was chosen.
+        token: that was sampled.
         most: how many others, at most as many as ``scores`` has.
     """
-    found = {token: Logprob(scores.chosen, scores.rank)}
+    found = {token: Logprob(scores.sampled, scores.rank)}
     rank, before = 1, None
     for place, value in enumerate(scores.values[:most]):
         rank, before = (rank if value == before else place + 1), value
@@ -186,7 +186,7 @@ class Watch:
 
         Args:
             device_model: what runs the plan.
-            launches: of each launch of the plan, the requests that it chooses tokens for, in this order.
+            launches: of each launch of the plan, the requests that it samples tokens for, in this order.
             mode: of which distribution.
         """
         self._device_model = device_model
@@ -218,7 +218,7 @@ class Watch:
 
 
 def _observed_together(launches: Iterable[Sequence[Request]]) -> Iterator[Sequence[Request]]:
-    """Yield the requests of each launch: first those whose tokens it chooses, then those whose choice is deferred."""
+    """Yield the requests of each launch: first those whose tokens it chooses, then those whose sampling is deferred."""
     for requests in launches:
         kinds = [request.sampling is not None and request.sampling.deferred for request in requests]
         if True not in kinds:

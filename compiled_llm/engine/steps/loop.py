@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm.engine.steps.constraint import MaskWriter
-from compiled_llm.engine.steps.deferred_sampling import Constrained, LateChoice
+from compiled_llm.engine.steps.deferred_sampling import Constrained, LateSampling
 from compiled_llm.engine.steps.logprobs import Arriving, ArrivingPrompt, LogprobsMode, Watch
 from compiled_llm.engine.steps.plan import Chunk, Plan
 from compiled_llm.engine.steps.request import Request, RequestError
@@ -38,7 +38,7 @@ class _Launched(NamedTuple):
     readbacks: list[Readback]
     timer: DeviceTimer | None
     logprobs: list[Arriving | ArrivingPrompt]
-    late: LateChoice | None
+    late: LateSampling | None
 
     @property
     def first_tokens_arrived(self) -> bool:
@@ -47,7 +47,7 @@ class _Launched(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """What runs a plan: a batch, scored chunks beside it, who looks at the logits, and whose tokens are chosen late."""
+    """A plan's batch, its scored chunks, who looks at the logits, and whose tokens are sampled late."""
 
     plan: Plan
     batch: Batch
@@ -131,7 +131,7 @@ class Loop:
     @property
     def underway(self) -> list[Request]:
         """The requests that run, and those whose last tokens have not been read."""
-        unread = (request for step in self._launched for request in step.plan.choosing if not request.done)
+        unread = (request for step in self._launched for request in step.plan.sampled if not request.done)
         return list(dict.fromkeys([*self.scheduler.running, *unread]))
 
     @property
@@ -182,7 +182,7 @@ class Loop:
 
     def restart(self) -> None:
         """Let all requests compute again what they need, after a step that failed: their next tokens may be lost."""
-        lost = [request for step in self._launched for request in step.plan.choosing]
+        lost = [request for step in self._launched for request in step.plan.sampled]
         self._launched.clear()
         while self.scheduler.running:
             self.scheduler.preempt()
@@ -224,20 +224,20 @@ class Loop:
         timer = DeviceTimer(self.device_model.device) if self._pace.bounded else None
         before = 0.0 if timer is None else self.device_model.events.preparing.seconds
         prepared = self._prepared_for(plan)
-        # If all tokens are chosen late, there is nothing to read yet.
-        all_late = prepared.constrained is not None and prepared.constrained.count == len(plan.choosing)
+        # If all tokens are sampled late, there is nothing to read yet.
+        all_late = prepared.constrained is not None and prepared.constrained.count == len(plan.sampled)
         launched = self._run(prepared, unchanged)
         readbacks = [self.device_model.readbacks.start(tokens) for tokens in launched if not all_late]
         if timer is not None:
             timer.stop()
             if self.device_model.events.preparing.seconds > before:  # that takes longer than the device does
                 timer = None
-        late = None if prepared.constrained is None else LateChoice(prepared.constrained, prepared.watch)
+        late = None if prepared.constrained is None else LateSampling(prepared.constrained, prepared.watch)
         self._launched.append(_Launched(plan, readbacks, timer, prepared.watch.taken(), late))
         self.device_model.go_on()
 
     def _run(self, prepared: _Prepared, unchanged: bool) -> Iterator[Tensor]:
-        """Yield the tokens of each launch, in the order of ``Plan.choosing``."""
+        """Yield the tokens of each launch, in the order of ``Plan.sampled``."""
         _, batch, scored, watch, _ = prepared
         if batch.decode or batch.extend:
             yield self.device_model.run(batch, self._persistent, unchanged).tokens
@@ -255,7 +255,7 @@ class Loop:
             watch = Watch(self.device_model, (plan.decode, *ending), self._logprobs_mode)
             rows = [request.running_row for request in plan.decode]
             batch = Batch(rows, [_extension(chunk) for chunk in plain], observer=watch.see if watch else None)
-            self._prepared = _Prepared(plan, batch, scored, watch, Constrained.among(plan.choosing))
+            self._prepared = _Prepared(plan, batch, scored, watch, Constrained.among(plan.sampled))
         return self._prepared
 
     def _admit(self, chunks: Sequence[Chunk]) -> None:
@@ -274,27 +274,27 @@ class Loop:
     def _read_all_but(self, steps: int) -> list[Request]:
         changed: list[Request] = []
         while len(self._launched) > steps:
-            self._choose_late(self._launched[0])
+            self._sample_late(self._launched[0])
             changed += self._read(self._launched[0])
             self._launched.popleft()
         if self._launched:  # all before it has been read, and the device is busy with it
-            self._choose_late(self._launched[0])
+            self._sample_late(self._launched[0])
         return changed
 
-    def _choose_late(self, step: _Launched) -> None:
+    def _sample_late(self, step: _Launched) -> None:
         if step.late is not None:
-            step.late.choose(self.device_model, self._persistent, self._masks)
+            step.late.sample(self.device_model, self._persistent, self._masks)
 
     def _read(self, step: _Launched) -> list[Request]:
         tokens = [token for readback in step.readbacks for token in readback.result()]
-        tokens = tokens or [NOT_A_TOKEN] * len(step.plan.choosing)
+        tokens = tokens or [NOT_A_TOKEN] * len(step.plan.sampled)
         late = [] if step.late is None else step.late.read(tokens)
         for arriving in (*step.logprobs, *late):
             arriving.hand_out()  # before the tokens: whoever sees one finds what belongs to it
         if step.timer is not None:
             self._pace.ran(len(step.plan.decode), sum(len(chunk.ids) for chunk in step.plan.extend), step.timer.seconds)
         failed = [] if step.late is None else self._end(step.late.failed)
-        return self.scheduler.read(step.plan.choosing, tokens, time.monotonic()) + failed
+        return self.scheduler.read(step.plan.sampled, tokens, time.monotonic()) + failed
 
     def _end(self, failed: Mapping[Request, RequestError]) -> list[Request]:
         """End requests alone, and return them."""
@@ -310,7 +310,7 @@ def _as_of_now(request: Request, sampling: Sampling | None) -> Sampling | None:
     sampling = sampling.starting_at(len(request.prompt))
     if sampling.forgets or not request.tokens:
         return sampling
-    return dataclasses.replace(sampling, chosen=np.array(request.tokens, dtype=np.int64))
+    return dataclasses.replace(sampling, output_ids=np.array(request.tokens, dtype=np.int64))
 
 
 def _extension(chunk: Chunk) -> Extension:

@@ -16,7 +16,7 @@ class Chunk(NamedTuple):
     Attributes:
         request: whose they are.
         ids: ``[Q]`` int64.
-        ends: whether they are the last ones, and a token is chosen after them.
+        ends: whether they are the last ones, and a token is sampled after them.
         scored: whether log-probabilities of the prompt are computed with them, in a launch of their own.
     """
 
@@ -38,8 +38,8 @@ class Plan(NamedTuple):
     extend: list[Chunk]
 
     @property
-    def choosing(self) -> list[Request]:
-        """The requests that a token is chosen for, in the order in which a step returns them."""
+    def sampled(self) -> list[Request]:
+        """The requests that a token is sampled for, in the order in which a step returns them."""
         if not self.extend:
             return self.decode
         return [*self.decode, *(chunk.request for chunk in self.extend if chunk.ends)]

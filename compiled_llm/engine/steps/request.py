@@ -33,7 +33,7 @@ class Request:
 
     Attributes:
         prompt: ``[T]`` int64, at least one token.
-        sampling: how its tokens are chosen; the most likely ones if None.
+        sampling: how its tokens are sampled; the most likely ones if None.
         most: how many tokens it gets at most; with 0, what follows from its prompt is dropped.
         ends: tokens that end it.
         stop_ids: those of them that the user has named.
@@ -42,8 +42,8 @@ class Request:
         salt: requests with equal ones may read each other's cached pages.
         constraint: what says on the host which tokens it may have next; None if nothing does.
         index: which of its prompt's answers it is.
-        logprobs: of how many of the likeliest tokens it wants log-probabilities, beside those that are chosen; None for
-            none at all.
+        logprobs: of how many of the likeliest tokens it wants log-probabilities, beside those that are sampled; None
+            for none at all.
         prompt_logprobs: the same of its prompt's tokens.
         leader: the answer whose prompt this one shares, and waits for; None for the first.
         arrival: counts requests as they come.
@@ -141,7 +141,7 @@ class Request:
 
     @property
     def stored(self) -> int:
-        """How many tokens its row holds in the end: the last one is chosen and never fed in."""
+        """How many tokens its row holds in the end: the last one is sampled and never fed in."""
         return len(self.prompt) + max(1, self.most) - 1
 
     @property

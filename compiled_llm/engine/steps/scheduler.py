@@ -300,16 +300,16 @@ class Scheduler:
             self._keep(request, request.known[: row.length])
             if chunk.ends:
                 self._queue.release(request)
-        ended = [request for request in plan.choosing if request.fed]
+        ended = [request for request in plan.sampled if request.fed]
         for request in ended:
-            if request.constraint is None:  # the others' last tokens are chosen later, by rows with slots
+            if request.constraint is None:  # the others' last tokens are sampled later, by rows with slots
                 self._retire(request)
         if not (plan.extend or ended):
             self._same = min(map(_steps_alike, plan.decode))
         return ended
 
     def read(self, requests: Sequence[Request], tokens: Sequence[int], now: float) -> list[Request]:
-        """Take the tokens that a step has chosen.
+        """Take the tokens that a step has sampled.
 
         Args:
             requests: those that they are for; what comes for one that has ended is dropped.
@@ -385,7 +385,7 @@ def _steps_alike(request: Request) -> int:
 
 
 def _only_waits(request: Request) -> bool:
-    """Return whether nothing is left to run of it, but its last token is chosen late."""
+    """Return whether nothing is left to run of it, but its last token is sampled late."""
     return request.constraint is not None and request.fed
 
 

@@ -20,7 +20,7 @@ def run_scored(device_model: DeviceModel, persistent: PersistentBatch, chunk: Ch
     """Run a chunk without waiting for it; in the model's executor.
 
     Returns:
-        ``[1]`` int64, the token that was chosen after it; ``[0]`` if the chunk does not end the prompt.
+        ``[1]`` int64, the token that was sampled after it; ``[0]`` if the chunk does not end the prompt.
     """
     request, row, count = chunk.request, chunk.request.running_row, len(chunk.ids)
     start = row.length
@@ -33,4 +33,4 @@ def run_scored(device_model: DeviceModel, persistent: PersistentBatch, chunk: Ch
     watch.add(ArrivingPrompt(request, start, len(following), device_model.readbacks.start(numbers)))
     if not chunk.ends:
         return tokens[:0]
-    return device_model.choose([row], logits[-1:].clone(), persistent, watch.see).tokens  # all of them would be kept
+    return device_model.sample([row], logits[-1:].clone(), persistent, watch.see).tokens  # all of them would be kept

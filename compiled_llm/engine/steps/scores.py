@@ -18,7 +18,7 @@ class TokenScores(NamedTuple):
         tokens: whose they are.
     """
 
-    chosen: float
+    sampled: float
     rank: int
     values: tuple[float, ...]
     tokens: tuple[int, ...]
@@ -55,8 +55,8 @@ class Scores:
     def __getitem__(self, index: int) -> TokenScores:
         """Return those of one token that are known; ``index`` is not negative."""
         most = self._size // 8 - 1
-        chosen, rank, *rest = _form(most).unpack_from(self._numbers, index * self._size)
-        return TokenScores(chosen, rank, tuple(rest[:most]), tuple(rest[most:]))
+        sampled, rank, *rest = _form(most).unpack_from(self._numbers, index * self._size)
+        return TokenScores(sampled, rank, tuple(rest[:most]), tuple(rest[most:]))
 
     def between(self, start: int, end: int) -> Iterator[TokenScores]:
         """Yield those of some tokens, as far as they are known."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.execution.batch import Step
 from compiled_llm.execution.decode.decode import Decode
-from compiled_llm.execution.decode.deferred_choice import DeferredChoice
+from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
 from compiled_llm.execution.reporting.events import UploadCause
 from compiled_llm.execution.state.device_state import DeviceState
 from compiled_llm.execution.threads.interrupts import deferred
@@ -29,7 +29,7 @@ class PersistentBatch:
             rows give the same bits each time; if not, one whose CUDA graph is missing is padded to a larger one.
         bucket: how many rows the last decode step had, padding included; 0 if there was none.
         logits: ``[B, V]`` of the last step, if it was one launch; those of a decode step are overwritten by the next.
-        deferred: the rows whose tokens are not chosen yet.
+        deferred: the rows whose tokens are not sampled yet.
     """
 
     def __init__(self, state: DeviceState, decode: Decode, exact: bool = False) -> None:
@@ -40,7 +40,7 @@ class PersistentBatch:
         self._page_size, self._longest = state.config.page_size, state.max_positions
         self.bucket = self._wanted = 0
         self.logits: Tensor | None = None
-        self.deferred = DeferredChoice(state)
+        self.deferred = DeferredSampling(state)
         # The rows on the seats, each with its slot, length and position when it was seated, and the bucket; empty if
         # others sit there. They have advanced by _advanced tokens since. They go on by themselves as long as that is
         # less than _limit, when a row runs out of listed pages or positions; unless by then, after _changes of the
@@ -185,7 +185,7 @@ class PersistentBatch:
         return next((bucket for bucket in self._decode.ready_buckets if smallest <= bucket <= self._wanted), smallest)
 
     def chose(self, step: Step) -> None:
-        """Know that tokens have been chosen for rows elsewhere than on the seats."""
+        """Know that tokens have been sampled for rows elsewhere than on the seats."""
         for row in step.rows:
             row.has_next = True
         self.logits = step.logits

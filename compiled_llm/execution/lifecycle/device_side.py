@@ -197,8 +197,8 @@ class DeviceSide:
             try:
                 device_model = self._current()
                 prepare(device_model, kept.buckets, [kept.shapes], kept.embedded)
-                if kept.choices:
-                    device_model.thread.call(device_model.prepare_deferred, kept.choices)
+                if kept.samplings:
+                    device_model.thread.call(device_model.prepare_deferred, kept.samplings)
             except BaseException:
                 self._release()
                 self._kept = kept

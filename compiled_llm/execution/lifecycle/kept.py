@@ -26,7 +26,7 @@ class Kept:
         buckets: decode steps that were ready.
         embedded: whether prefill from embeddings was.
         shapes: captured prefills, smallest first.
-        choices: for how many rows deferred choices were captured.
+        choices: for how many rows deferred sampling were captured.
     """
 
     made_for: tuple[Hashable, ...]
@@ -38,7 +38,7 @@ class Kept:
     buckets: tuple[int, ...]
     embedded: bool
     shapes: tuple[Shape, ...]
-    choices: tuple[int, ...]
+    samplings: tuple[int, ...]
 
     @staticmethod
     def of(device_model: DeviceModel, made_for: tuple[Hashable, ...]) -> Kept:
@@ -54,7 +54,7 @@ class Kept:
             buckets=tuple(readiness.ready_buckets),
             embedded=PREFILL_EMBEDDED in readiness.ready,
             shapes=tuple(sorted(readiness.cuda_graphs.shapes())),
-            choices=tuple(device_model.state.choice_graphs.buckets),
+            samplings=tuple(device_model.state.sampling_graphs.buckets),
         )
 
     def fits(self, made_for: tuple[Hashable, ...], rows: int, positions: int) -> bool:

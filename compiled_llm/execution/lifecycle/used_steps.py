@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from compiled_llm.compilation.artifacts.profile import Profile, UsedStep
-from compiled_llm.compilation.graphs.rolling import Choice, Key, described
+from compiled_llm.compilation.graphs.rolling import Key, SamplingKey, described
 from compiled_llm.compilation.inputs import Shape
 from compiled_llm.execution.device_model import DeviceModel
 from compiled_llm.execution.lifecycle.device_side import prepare
@@ -29,13 +29,13 @@ def prepare_profile(device_model: DeviceModel, profile: Profile, report: Callabl
     for step in profile.uses:
         _check_known(step, here)
     keys = [here[step] for step, _ in profile.by_use]
-    steps = [key for key in keys if not isinstance(key, Choice) and _fits(device_model, key)]
+    steps = [key for key in keys if not isinstance(key, SamplingKey) and _fits(device_model, key)]
     _prepare_steps(device_model, steps, profile.embeddings > 0, report)
     for phase in (device_model.prefill, device_model.decode):  # what else is needed runs in these
         device_model.thread.call(phase.capture_anchors)
-    if choices := sorted({key.rows for key in keys if isinstance(key, Choice)}):
-        report("preparing choices of tokens under grammars")
-        device_model.thread.call(device_model.prepare_deferred, choices)
+    if samplings := sorted({key.rows for key in keys if isinstance(key, SamplingKey)}):
+        report("preparing sampling of tokens under grammars")
+        device_model.thread.call(device_model.prepare_deferred, samplings)
 
 
 def _prepare_steps(
@@ -62,8 +62,8 @@ def _prepare_steps(
 def _steps_here(device_model: DeviceModel) -> dict[UsedStep, Key]:
     """Return all steps that there may be."""
     buckets = buckets_up_to(device_model.config.max_batch_size)
-    choices = [Choice(bucket, masked) for bucket in buckets for masked in (False, True)]
-    keys: list[Key] = [*buckets, *choices, *device_model.prefill.all_shapes()]
+    samplings = [SamplingKey(bucket, masked) for bucket in buckets for masked in (False, True)]
+    keys: list[Key] = [*buckets, *samplings, *device_model.prefill.all_shapes()]
     return {UsedStep(*described(key)): key for key in keys}
 
 

@@ -43,7 +43,7 @@ class Wanted(NamedTuple):
 
     @property
     def structured(self) -> bool:
-        """Whether the profile names choices under grammars."""
+        """Whether the profile names sampling under grammars."""
         return self.profile is not None and self.profile.structured
 
 

@@ -1,6 +1,6 @@
 """The layout of packed tokens on their way through prefill: chunks of a bounded size, padding, captured shapes.
 
-Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them after which a token is chosen.
+Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them after which a token is sampled.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def pack(
     Args:
         batch: the rows.
         keep: ``[L]``, the tokens whose logits are wanted.
-        slots: ``[C]``, how tokens are chosen after the first C of them.
+        slots: ``[C]``, how tokens are sampled after the first C of them.
         page_size: S.
 
     Returns:
@@ -95,9 +95,9 @@ def pack(
     return packed, table
 
 
-def _allocated(tokens: int, wanted: int, chosen: int, rows: int) -> Packed:
+def _allocated(tokens: int, wanted: int, sampled: int, rows: int) -> Packed:
     """Return columns that lie one after the other in one piece of memory."""
-    wide = (tokens, tokens, wanted, chosen, chosen)
+    wide = (tokens, tokens, wanted, sampled, sampled)
     narrow = (tokens, tokens, rows + 1, rows + 1, rows)
     memory = np.empty(8 * sum(wide) + 4 * sum(narrow), np.uint8)
     columns: list[NDArray[Any]] = []

@@ -1,6 +1,6 @@
 """Prefill and extend: new tokens of some rows, packed one after the other, in chunks of a bounded size.
 
-Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them after which a token is chosen, V
+Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them after which a token is sampled, V
 vocabulary, S page size.
 """
 
@@ -130,12 +130,12 @@ class Prefill:
             extensions: at most ``max_batch_size`` rows, each already grown by its tokens.
             keep: ``[L]`` ascending, which packed tokens' logits are wanted; if None, the last of each row that ends.
             embeddings: ``[T, hidden]``, what the model reads in place of the tokens' ids.
-            remember: whether the rows' slots keep the tokens that are chosen.
+            remember: whether the rows' slots keep the tokens that are sampled.
             unchanged: the model cannot have changed since it was last looked at; what was valid then still is.
             exact: run in the shape that follows from the rows alone, captured or not, and in no larger one.
 
         Returns:
-            ``[L, V]`` logits, and the tokens chosen from them: ``[L]`` int64 if ``keep`` is None, else none.
+            ``[L, V]`` logits, and the tokens sampled from them: ``[L]`` int64 if ``keep`` is None, else none.
         """
         self.make_ready(embedded=embeddings is not None, waiting=len(extensions), unchanged=unchanged)
         if embeddings is not None:
@@ -154,8 +154,8 @@ class Prefill:
             end = start + token_count(chunk)
             inside = (keep >= start) & (keep < end)
             part = None if embeddings is None else embeddings[start:end]
-            chosen = slots[inside] if len(slots) else slots
-            parts.append(self._run_chunk(chunk, keep[inside] - start, chosen, part, unchanged, exact))
+            sampled = slots[inside] if len(slots) else slots
+            parts.append(self._run_chunk(chunk, keep[inside] - start, sampled, part, unchanged, exact))
             start = end
         if len(parts) == 1:
             return parts[0]
@@ -171,23 +171,23 @@ class Prefill:
         exact: bool,
     ) -> StepOutputs:
         """Run one chunk; ``slots`` ``[C]`` are those of the rows that end in it, or there are none."""
-        wanted, chosen = len(keep), len(slots)
+        wanted, sampled = len(keep), len(slots)
         shape = self._shape_to_replay(chunk, wanted, slots, embeddings)
         if shape is not None:
             self._readiness.events.used[shape] += 1
             beside = not (exact and self._cuda_graphs.needs_room_now(shape))
             logits, tokens = self._run_shape(self._serving(shape, exact), chunk, keep, slots, unchanged, beside)
-            return logits[:wanted].clone(), tokens[:chosen].clone()  # the next replay overwrites them
+            return logits[:wanted].clone(), tokens[:sampled].clone()  # the next replay overwrites them
         # A symbolic size is at least 2.
         if len(chunk) == 1:
             chunk = [*chunk, null_extension(1, self._page_size)]
             embeddings = None if embeddings is None else torch.cat([embeddings, self._null_embeddings(1)])
         if wanted < 2:
             keep = np.concatenate([keep, np.zeros(2 - wanted, dtype=np.int64)])
-        if chosen < 2:
-            slots = np.concatenate([slots, self._state.slots.of([], 2 - chosen)])
+        if sampled < 2:
+            slots = np.concatenate([slots, self._state.slots.of([], 2 - sampled)])
         logits, tokens = self._launch(self._laid_out(chunk, keep, slots, embeddings))
-        return logits[:wanted], tokens[:chosen]
+        return logits[:wanted], tokens[:sampled]
 
     def _laid_out(
         self, chunk: list[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64], embeddings: Tensor | None
@@ -255,7 +255,7 @@ class Prefill:
     def _shape_to_replay(
         self, chunk: Sequence[Extension], wanted: int, slots: NDArray[np.int64], embeddings: Tensor | None
     ) -> Shape | None:
-        """Return the shape of a prefill whose logits are wanted where tokens are chosen, if it is one to capture."""
+        """Return the shape of a prefill whose logits are wanted where tokens are sampled, if it is one to capture."""
         if not self._cuda_graphs.ours or embeddings is not None or len(slots) != wanted:
             return None
         if self._readiness.programs.full():  # a new CUDA graph would have no guards

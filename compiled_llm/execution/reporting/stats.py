@@ -198,7 +198,7 @@ class Counters:
                 _count(self.slow_generates, "generate", path, reason)
 
     def took_request(self, reason: Reason) -> None:
-        """Count a request of an engine whose tokens are chosen on a slower path, and log the reason the first time."""
+        """Count a request of an engine whose tokens are sampled on a slower path, and log the reason the first time."""
         with self._lock:
             _count(self.slow_generates, "an engine's request", "the host looks at each token", reason)
 

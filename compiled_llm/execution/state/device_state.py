@@ -16,8 +16,8 @@ from torch import Tensor
 from compiled_llm.compilation.graphs.rolling import Budget, RollingCudaGraphs
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.state.arena import Arena
-from compiled_llm.execution.state.choice_graphs import ChoiceGraphs
 from compiled_llm.execution.state.decode_buffers import DecodeBuffers
+from compiled_llm.execution.state.sampling_graphs import SamplingGraphs
 from compiled_llm.execution.state.slots import Slots
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm.kvcache.memory import allocate_pages, as_stored, ended_marker, free, pages_to_allocate, wait_for
@@ -43,7 +43,7 @@ class DeviceState:
         slots: where running rows keep their state.
         decode_buffers: the seats that decode steps read and advance.
         cuda_graphs: all of them, within their budget.
-        choice_graphs: what deferred choices read, if they are captured.
+        sampling_graphs: what deferred sampling read, if they are captured.
         prefill_indices: the page numbers of the prefill that runs.
         staging: copies from the host that do not wait.
     """
@@ -81,7 +81,7 @@ class DeviceState:
             self.arena = Arena(columns, self.device, self.staging)
             self.slots = Slots(self.arena, self.staging, logits_width(model))
             self.decode_buffers = DecodeBuffers(self.arena, self.slots)
-            self.choice_graphs = ChoiceGraphs(self.device, config.captures_on(self.device.type), self.cuda_graphs)
+            self.sampling_graphs = SamplingGraphs(self.device, config.captures_on(self.device.type), self.cuda_graphs)
             self.prefill_indices = torch.zeros(prefill_pages, dtype=torch.int32, device=self.device)
         self.pool = PagePool(count, config.page_size)
 
@@ -97,7 +97,7 @@ class DeviceState:
     @property
     def buffer_bytes(self) -> int:
         """Size of everything else, in bytes."""
-        return self.arena.nbytes + self.slots.nbytes + self.prefill_indices.nbytes + self.choice_graphs.nbytes
+        return self.arena.nbytes + self.slots.nbytes + self.prefill_indices.nbytes + self.sampling_graphs.nbytes
 
     def release(self) -> None:
         """Give back what takes most of the memory; nothing may be run afterwards."""
@@ -105,7 +105,7 @@ class DeviceState:
             free(tensor)
         self.pages.clear()
         self.slots.release()
-        self.choice_graphs.release()
+        self.sampling_graphs.release()
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy whole pages in all layers, in stream order."""

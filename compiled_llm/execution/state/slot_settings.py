@@ -1,4 +1,4 @@
-"""How the rows in the slots choose their tokens: host facts, and what programs read of them on the device.
+"""How the rows in the slots sample their tokens: host facts, and what programs read of them on the device.
 
 Numbers go through the arena. What is larger is written when a row comes in that has it, and only then; all of it in one
 copy, however many rows come in.
@@ -37,7 +37,7 @@ class SlotSettings:
 
     Attributes:
         tables: what programs read.
-        deferring: the slots whose rows' tokens are chosen by launches of their own.
+        deferring: the slots whose rows' tokens are sampled by launches of their own.
     """
 
     @staticmethod
@@ -120,7 +120,7 @@ class SlotSettings:
         return _as_wide(masks, self.tables.allowed.shape[1])
 
     def count_again(self, slots: Iterable[int]) -> None:
-        """Forget which tokens have been chosen in these slots since rows took them."""
+        """Forget which tokens have been sampled in these slots since rows took them."""
         self._write_tables({slot: self._settings[slot] for slot in slots if not self._settings[slot].forgets})
 
     def _write_numbers(self, slots: list[int], settings: list[Sampling]) -> None:
@@ -168,7 +168,7 @@ def _counts(settings: Mapping[int, Sampling], vocabulary: int) -> tuple[NDArray[
         return ()
     slots = _slots(settings)
     prompts = _places(slots, [own.seen for own in settings.values()], vocabulary)
-    answers = _places(slots, [own.chosen for own in settings.values()], vocabulary)
+    answers = _places(slots, [own.output_ids for own in settings.values()], vocabulary)
     places, which = np.unique(np.concatenate([prompts, answers]), return_inverse=True)
     prompted, times = (np.bincount(part, minlength=len(places)) for part in np.split(which, [len(prompts)]))
     counts = 2 * np.minimum(times, _MOST_COUNTED) + (prompted > 0)
@@ -217,7 +217,7 @@ def _recent(settings: Mapping[int, Sampling]) -> tuple[NDArray[Any], ...]:
         return ()
     table = np.full((len(settings), MOST_FOLLOWED + 1), -1, dtype=np.int32)
     for row, own in zip(table, settings.values(), strict=True):
-        text, end = np.concatenate([own.tail, own.chosen])[-MOST_FOLLOWED:], own.start + len(own.chosen)
+        text, end = np.concatenate([own.tail, own.output_ids])[-MOST_FOLLOWED:], own.start + len(own.output_ids)
         row[np.arange(end - len(text), end) % len(row)] = text
     return _slots(settings), table
 

@@ -1,6 +1,6 @@
 """Slots: where a running row keeps its state on the device, whatever seat it has in a batch.
 
-A slot holds the row's next token, its page numbers, some of them ahead of its length, and how it chooses tokens. A row
+A slot holds the row's next token, its page numbers, some of them ahead of its length, and how it samples tokens. A row
 has one while a loop runs it; if there are more rows than slots, those wait outside that took theirs first.
 
 Shapes: X slots, N page numbers of a row.
@@ -68,7 +68,7 @@ class Slots:
 
     @property
     def deferring(self) -> set[int]:
-        """The slots whose rows' tokens are chosen by launches of their own; always the same set."""
+        """The slots whose rows' tokens are sampled by launches of their own; always the same set."""
         return self._settings.deferring
 
     @property
@@ -117,7 +117,7 @@ class Slots:
 
         Args:
             rows: they are about to run.
-            settings: how each chooses its tokens; the most likely ones if None.
+            settings: how each samples its tokens; the most likely ones if None.
 
         Raises:
             RuntimeError: there are not enough slots; nothing has changed.
@@ -146,7 +146,7 @@ class Slots:
                 row.has_next = True
 
     def feed(self, tokens: Mapping[Row, int]) -> None:
-        """Have rows feed in these tokens next, in place of those that were chosen for them."""
+        """Have rows feed in these tokens next, in place of those that were sampled for them."""
         rows = list(tokens)
         self.ensure(rows)
         at = self.of(rows, len(rows))
@@ -216,7 +216,7 @@ class Slots:
         return np.array(slots, dtype=np.int64), self._settings.laid_out(cast(list[int], slots), masks)
 
     def restore(self, slots: Iterable[int]) -> None:
-        """Forget which tokens have been chosen in these slots since rows took them."""
+        """Forget which tokens have been sampled in these slots since rows took them."""
         self._settings.count_again(slots)
 
     def list_pages(self, rows: Sequence[Row]) -> bool:

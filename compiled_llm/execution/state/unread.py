@@ -22,12 +22,12 @@ class Unread:
         """How many there are."""
         return len(self._steps)
 
-    def launched(self, step: Step, unchosen: int) -> None:
-        """Add a step; so many of its rows, which may be all, get their tokens from ``chosen``."""
-        self._steps.append([] if unchosen == len(step.rows) else [self._arriving(step)])
+    def launched(self, step: Step, unsampled: int) -> None:
+        """Add a step; so many of its rows, which may be all, get their tokens from ``sampled``."""
+        self._steps.append([] if unsampled == len(step.rows) else [self._arriving(step)])
 
-    def chosen(self, step: Step) -> None:
-        """Add tokens that were chosen late to the step that was launched last."""
+    def sampled(self, step: Step) -> None:
+        """Add tokens that were sampled late to the step that was launched last."""
         self._steps[-1].append(self._arriving(step))
 
     def _arriving(self, step: Step) -> tuple[Sequence[Row], Readback]:

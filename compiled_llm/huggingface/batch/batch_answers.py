@@ -107,7 +107,7 @@ def _brought_up(state: RequestState, request: Request) -> bool:
     if not (ended or (state.streaming and count > len(state.generated_tokens))):
         return False
     state.generated_tokens = request.tokens[:count]
-    state.logprobs.extend(scores.chosen for scores in request.scored.between(len(state.logprobs), count))
+    state.logprobs.extend(scores.sampled for scores in request.scored.between(len(state.logprobs), count))
     if state.status == RequestStatus.PENDING and request.admitted is not None:
         state.status = RequestStatus.DECODING
         state.lifespan = (time.perf_counter() - (time.monotonic() - request.admitted), -1)

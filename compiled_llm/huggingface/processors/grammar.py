@@ -15,7 +15,7 @@ from transformers import LogitsProcessor
 
 from compiled_llm.compat.xgrammar import is_grammar, masks_of
 from compiled_llm.compilation.sampling.sampling import Sampling
-from compiled_llm.execution.decode.deferred_choice import Masks
+from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.kvcache.row import Row
 
 

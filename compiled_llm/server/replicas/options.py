@@ -15,7 +15,8 @@ OF_ENGINE_PROCESSES = frozenset(
 )
 _SAFETY_OF_API_SERVERS = {"allowed_host", "api_key_file", "client_seconds", "cors_origin", "salt_caches"}
 OF_API_SERVERS = frozenset(
-    {"escape_special_tokens", "page", "request_seconds", "served_model_name", "stream_interval"} | _SAFETY_OF_API_SERVERS
+    {"escape_special_tokens", "page", "request_seconds", "served_model_name", "stream_interval"}
+    | _SAFETY_OF_API_SERVERS
 )
 _PLACE = {"host", "operations_uds", "port", "ssl_certfile", "ssl_keyfile", "uds"}
 OF_RAY = frozenset(_PLACE | {"drain_seconds", "leashed", "max_connections", "api_server_count"})

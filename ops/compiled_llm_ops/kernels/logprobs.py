@@ -56,7 +56,7 @@ def _summarise_for_logprobs(
 ):  # fmt: skip
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source = logits + row * stride
-    chosen = tl.load(source + tl.maximum(tl.load(tokens + row), 0)).to(tl.float32)
+    sampled = tl.load(source + tl.maximum(tl.load(tokens + row), 0)).to(tl.float32)
     place = span * _SPAN + tl.arange(0, _SPAN)
     scores = tl.load(source + place, mask=place < vocabulary, other=float("-inf")).to(tl.float32)
     peak = tl.max(scores, axis=0)
@@ -64,7 +64,7 @@ def _summarise_for_logprobs(
     at = row * spans + span
     tl.store(largest + at, peak)
     tl.store(mass + at, tl.sum(tl.exp(scores - base), axis=0))
-    tl.store(likelier + at, tl.sum((scores > chosen).to(tl.int32), axis=0))
+    tl.store(likelier + at, tl.sum((scores > sampled).to(tl.int32), axis=0))
     tile = span * (_SPAN // _TILE) + tl.arange(0, _SPAN // _TILE)
     of_tiles = tl.max(tl.reshape(scores, (_SPAN // _TILE, _TILE)), axis=1)
     tl.store(peaks + row * tiles + tile, of_tiles, mask=tile < tiles)
@@ -85,8 +85,8 @@ def _take_likeliest(
     total = tl.sum(tl.where(of_spans > float("-inf"), masses * tl.exp(of_spans - peak), 0.0), axis=0)
     normaliser = peak + tl.log(total)
     rank = 1 + tl.sum(tl.load(likelier + row * spans + span, mask=inside, other=0), axis=0)
-    chosen = tl.load(source + tl.maximum(tl.load(tokens + row), 0)).to(tl.float32) - normaliser
-    tl.store(result, chosen.to(tl.int32, bitcast=True))
+    sampled = tl.load(source + tl.maximum(tl.load(tokens + row), 0)).to(tl.float32) - normaliser
+    tl.store(result, sampled.to(tl.int32, bitcast=True))
     tl.store(result + 1, rank)
 
     tile, lane = tl.arange(0, padded_tiles), tl.arange(0, _TILE)

@@ -81,10 +81,10 @@ def sample_tokens(args: SampleTokens, not_a_token: int) -> Tensor:
     Returns:
         ``[B]`` int64, the sampled tokens.
     """
-    chosen = torch.empty(args.logits.shape[0], dtype=torch.int64, device=args.logits.device)
-    for kernel, grid, arguments, options in _launches(args, chosen, not_a_token):
+    sampled = torch.empty(args.logits.shape[0], dtype=torch.int64, device=args.logits.device)
+    for kernel, grid, arguments, options in _launches(args, sampled, not_a_token):
         kernel[grid](*arguments, **options)
-    return chosen
+    return sampled
 
 
 def build(args: SampleTokens, not_a_token: int) -> None:
@@ -92,8 +92,8 @@ def build(args: SampleTokens, not_a_token: int) -> None:
 
     ``args`` may be on any device: their dtypes, strides and the vocabulary decide what is built.
     """
-    chosen = torch.empty(args.logits.shape[0], dtype=torch.int64, device=args.logits.device)
-    for kernel, grid, arguments, options in _launches(args, chosen, not_a_token):
+    sampled = torch.empty(args.logits.shape[0], dtype=torch.int64, device=args.logits.device)
+    for kernel, grid, arguments, options in _launches(args, sampled, not_a_token):
         kernel.warmup(*arguments, grid=grid, **options)
 
 
@@ -106,8 +106,8 @@ class _Launch(NamedTuple):
     options: dict[str, int]
 
 
-def _launches(args: SampleTokens, chosen: Tensor, not_a_token: int) -> Iterable[_Launch]:
-    """Return the launches that sample, in order; ``chosen`` is written."""
+def _launches(args: SampleTokens, sampled: Tensor, not_a_token: int) -> Iterable[_Launch]:
+    """Return the launches that sample, in order; ``sampled`` is written."""
     logits = args.logits if args.logits.stride(1) == 1 else args.logits.contiguous()
     rows, vocabulary = logits.shape
     tiles = triton.cdiv(vocabulary, _TILE.value)
@@ -138,7 +138,7 @@ def _launches(args: SampleTokens, chosen: Tensor, not_a_token: int) -> Iterable[
     wide = {"num_warps": _WIDE_WARPS, "maxnreg": _WIDE_REGISTERS}
     yield _Launch(_summarise_for_sampling, (rows, triton.cdiv(vocabulary, _SPAN.value)), shared, wide)
     settings = (args.top_k, args.top_p, args.min_p)
-    results = (found, candidates, candidate_scores, chosen, not_a_token)
+    results = (found, candidates, candidate_scores, sampled, not_a_token)
     narrow = {"padded_tiles": triton.next_power_of_2(tiles), "num_warps": _ROW_WARPS}
     yield _Launch(_sample_rows, (rows,), (*shared, *settings, *results), narrow)
 
@@ -310,7 +310,7 @@ def _sample_rows(
     logits, stride, slots, positions, temperature, edits, repetition, presence, frequency, counts, allowed, biases,
     recent, seldom, growing, deferred, vocabulary, seeds,
     largest, mass, behind, tiles, top_k, top_p, min_p,
-    found, candidates, candidate_scores, chosen, not_a_token, padded_tiles: tl.constexpr,
+    found, candidates, candidate_scores, sampled, not_a_token, padded_tiles: tl.constexpr,
 ):  # fmt: skip
     """Sample one row's token and count it; grid ``(B,)``."""
     source, row, slot, row_temperature = _source(
@@ -343,15 +343,15 @@ def _sample_rows(
             # Mostly the candidates fit into one block; only rows that keep many tokens are passed over as a whole, and
             # those with filters that few have.
             if (source[1] & _FILTERED) == 0:
-                token = _choose_of_few(source, scratch, tops, bound, race, total, floor, k, p, padded_tiles)
+                token = _sample_of_few(source, scratch, tops, bound, race, total, floor, k, p, padded_tiles)
             if token < 0:
                 band = _band(source, peak, total, bound, floor, k, p)
-                token = _choose_of_band(source, found, tops, race, band, padded_tiles)
+                token = _sample_of_band(source, found, tops, race, band, padded_tiles)
         else:
             leads = tl.log(masses) - tl.load(behind + tile, mask=tile < tiles, other=0.0)
-            token = _choose_of_all(source, race, leads, padded_tiles)
+            token = _sample_of_all(source, race, leads, padded_tiles)
         _count(source, token)
-    tl.store(chosen + row, token.to(tl.int64))
+    tl.store(sampled + row, token.to(tl.int64))
 
 
 @triton.jit
@@ -379,7 +379,7 @@ def _first_nan(source, otherwise):
 
 
 @triton.jit
-def _choose_of_all(source, race, leads, padded_tiles: tl.constexpr):
+def _sample_of_all(source, race, leads, padded_tiles: tl.constexpr):
     """Return the token that wins in the winning tile, of a row that keeps all of them.
 
     ``race`` is the row's seed, its position, its largest score, and where the numbers of its tiles are; ``leads`` is
@@ -398,7 +398,7 @@ def _winner(race, token, scores):
 
 
 @triton.jit
-def _choose_of_band(source, found, tops, race, band, padded_tiles: tl.constexpr):
+def _sample_of_band(source, found, tops, race, band, padded_tiles: tl.constexpr):
     """Return the token that wins among those that a band keeps, in the tile that wins with its kept tokens."""
     smallest, centre, furthest = band
     peak, groups = race[2], tl.arange(0, _CHUNK // _TILE)
@@ -469,7 +469,7 @@ def _bound(tops, tiles, peak, floor, k, p):
 
 
 @triton.jit
-def _choose_of_few(
+def _sample_of_few(
     source, scratch, tops, bound, race, total, floor, k, p, padded_tiles: tl.constexpr,
 ):  # fmt: skip
     """Return the sampled token, or -1 if the tokens that reach ``bound`` are too many, or too few to decide."""

@@ -116,7 +116,7 @@ def test_a_chat_goes_on_in_our_loops_with_huggingfaces_tokens(mask, loop, models
         torch.testing.assert_close(ours, theirs)
         assert chats[1].cache.get_seq_length() == chats[0].cache.get_seq_length()
     assert models[1].compiled.stats().generate_calls == {loop: 4}
-    # The last token of an answer was chosen but not stored; it comes with the next question.
+    # The last token of an answer was sampled but not stored; it comes with the next question.
     assert computed == [19] + [3 + int(hidden.sum())] * 3
     assert_all_given_back(models[1], chats=chats)
 

@@ -12,7 +12,14 @@ import pytest
 
 from compiled_llm.commands.serve.command import serve
 from compiled_llm.server import ray_app
-from compiled_llm.server.replicas.options import MAX_QUEUE, MAX_ROWS, OF_API_SERVERS, OF_ENGINE_PROCESSES, OF_RAY, Options
+from compiled_llm.server.replicas.options import (
+    MAX_QUEUE,
+    MAX_ROWS,
+    OF_API_SERVERS,
+    OF_ENGINE_PROCESSES,
+    OF_RAY,
+    Options,
+)
 from compiled_llm.server.replicas.ray_app import _with
 
 

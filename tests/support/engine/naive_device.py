@@ -89,8 +89,8 @@ class NaiveDevice:
         self.taken = 0
         self.deferring: set[int] = set()
         graphs = SimpleNamespace(leave=lambda user: None)
-        self.state = SimpleNamespace(slots=self, pool=pool, config=config, max_positions=10_000, choice_graphs=graphs)
-        self.unchosen: list[Row] = []
+        self.state = SimpleNamespace(slots=self, pool=pool, config=config, max_positions=10_000, sampling_graphs=graphs)
+        self.unsampled: list[Row] = []
         self.decode = SimpleNamespace(ready=())
         self.events = SimpleNamespace(preparing=SimpleNamespace(seconds=0.0))
 
@@ -105,11 +105,11 @@ class NaiveDevice:
         for row, sampling in zip(rows, settings, strict=True):
             row.take_slot(self.free_slots)
             assert row.slot is not None
-            counted = [] if sampling is None else [*sampling.seen.tolist(), *sampling.chosen.tolist()]
+            counted = [] if sampling is None else [*sampling.seen.tolist(), *sampling.output_ids.tolist()]
             self.slots[row.slot] = sampling, counted
 
     def forget_next(self, rows: Sequence[Row]) -> None:
-        self.unchosen.clear()
+        self.unsampled.clear()
         for row in rows:
             self.next.pop(row, None)
 
@@ -134,11 +134,11 @@ class NaiveDevice:
             for row, ids, _ in entries:
                 self._write(row, ids)
             self.fault("written")
-            assert not self.unchosen, "the rows of an earlier step have no tokens yet"
+            assert not self.unsampled, "the rows of an earlier step have no tokens yet"
             chosen = [(row, self._now_or_late(row)) for row, _, ends in entries if ends]
         for row in rows:
             row.position = row.length
-        self.next.update((row, max(0, token)) for row, token in chosen if row not in self.unchosen)
+        self.next.update((row, max(0, token)) for row, token in chosen if row not in self.unsampled)
         self.fault("ran")
         return Step([row for row, _ in chosen], None, [token for _, token in chosen])  # type: ignore[arg-type]
 
@@ -148,12 +148,12 @@ class NaiveDevice:
         if sampling is None or not sampling.deferred:
             return self._choose(row)
         self.next.pop(row, None)
-        self.unchosen.append(row)
+        self.unsampled.append(row)
         return NOT_A_TOKEN
 
-    def choose_deferred(self, persistent: Any, masks: None, edited: object) -> Step:
+    def sample_deferred(self, persistent: Any, masks: None, edited: object) -> Step:
         self.fault("late")
-        rows, self.unchosen = self.unchosen, []
+        rows, self.unsampled = self.unsampled, []
         tokens = [NOT_A_TOKEN if row.slot is None else self._choose(row) for row in rows]
         self.next.update((row, max(0, token)) for row, token in zip(rows, tokens, strict=True) if row.slot is not None)
         return Step(rows, None, tokens)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ Undo = Callable[[], None]
 
 
 def shift_ids(model: PreTrainedModel) -> Undo:
-    """Each step is given the ids after those that were chosen."""
+    """Each step is given the ids after those that were sampled."""
     original = model.prepare_inputs_for_generation
 
     def prepare(input_ids: Tensor, **kwargs: Any) -> Any:

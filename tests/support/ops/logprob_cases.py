@@ -22,9 +22,11 @@ def logits_of(kind: str, rows: int, vocabulary: int, dtype: torch.dtype, device:
 def check_packed(packed: Tensor, logits: Tensor, tokens: Tensor, most: int) -> None:
     assert (packed.shape, packed.dtype) == ((len(logits), 2 + 2 * most), torch.int32)
     expected = torch.log_softmax(logits.double(), dim=-1)
-    chosen, values = (packed[:, columns].contiguous().view(torch.float32) for columns in (slice(1), slice(2, 2 + most)))
+    sampled, values = (
+        packed[:, columns].contiguous().view(torch.float32) for columns in (slice(1), slice(2, 2 + most))
+    )
     of_chosen = expected.gather(1, tokens.clamp(min=0)[:, None])
-    torch.testing.assert_close(chosen.double(), of_chosen, atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(sampled.double(), of_chosen, atol=1e-5, rtol=1e-6)
     scores = logits.float()
     likelier = (scores > scores.gather(1, tokens.clamp(min=0)[:, None])).sum(dim=1)
     assert torch.equal(packed[:, 1].long(), likelier + 1)

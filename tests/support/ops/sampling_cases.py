@@ -76,7 +76,7 @@ def _of_steps(*biases: Bias) -> dict[str, Any]:
 
 
 def _counting(**penalties: float) -> dict[str, Any]:
-    return {"seen": np.arange(0, 4000, 5), "chosen": CHOSEN, **penalties}
+    return {"seen": np.arange(0, 4000, 5), "output_ids": CHOSEN, **penalties}
 
 
 SINGLE_EDITS: dict[str, dict[str, Any]] = {
@@ -96,7 +96,7 @@ SINGLE_EDITS: dict[str, dict[str, Any]] = {
             Bias(2, BARRED, after=(3, 3, 2, 6, 9, 9, 9, 1, 2)[-7:]),
             Bias(0, 3.0, 0, STEP, after=(2,)),
         ),
-        "chosen": CHOSEN,
+        "output_ids": CHOSEN,
     },
     "allowed": {"mask": mask_of(4000, allowed=range(0, 4000, 2))},
     "banned": {"mask": mask_of(2**18 + 64, banned=[0, 3, 7, *range(40, 900)])},
@@ -202,7 +202,7 @@ def _with_equals(scores: Tensor, setting: Sampling) -> Tensor:
 def _edited(logits: Tensor, setting: Sampling) -> Tensor:
     """`[V]` logits after HuggingFace's processors before the temperature; OpenAI's penalties follow HuggingFace's."""
     vocabulary = len(logits)
-    text = torch.from_numpy(np.concatenate([setting.seen, setting.chosen]))
+    text = torch.from_numpy(np.concatenate([setting.seen, setting.output_ids]))
     text = text[text < vocabulary]
     values = defaultdict[tuple[int, ...], float](float)
     for token, bits, begins, ends, *before in setting.biases.T:
@@ -210,7 +210,7 @@ def _edited(logits: Tensor, setting: Sampling) -> Tensor:
             after = [int(other) for other in reversed(before) if other >= 0]
             values[(*after, int(token))] += float(bits.view(np.float32))
     if known := {sequence: value for sequence, value in values.items() if max(sequence) < vocabulary}:
-        ids = torch.from_numpy(np.concatenate([setting.tail, setting.chosen, [0]])).long()
+        ids = torch.from_numpy(np.concatenate([setting.tail, setting.output_ids, [0]])).long()
         logits = SequenceBiasLogitsProcessor(known)(ids[None, :-1], logits[None].clone())[0]
     processors = LogitsProcessorList()
     if setting.prompt_penalty != 1.0:
@@ -219,7 +219,7 @@ def _edited(logits: Tensor, setting: Sampling) -> Tensor:
     if setting.repetition_penalty != 1.0:
         processors.append(RepetitionPenaltyLogitsProcessor(setting.repetition_penalty))
     logits = processors(text[None], logits[None].clone())[0]
-    times = torch.bincount(torch.from_numpy(setting.chosen[setting.chosen < vocabulary]), minlength=vocabulary)
+    times = torch.bincount(torch.from_numpy(setting.output_ids[setting.output_ids < vocabulary]), minlength=vocabulary)
     logits = logits - setting.frequency_penalty * times - setting.presence_penalty * (times > 0)
     if setting.cleaned:
         logits = InfNanRemoveLogitsProcessor()(text[None], logits[None])[0]
@@ -275,9 +275,9 @@ def counted_after(given: SampleTokens) -> Callable[[Tensor], Tensor]:
     """The table of counts after `sample_tokens` has chosen: those tokens of rows that count are counted."""
     before = given.counts.clone()
 
-    def after(chosen: Tensor) -> Tensor:
+    def after(sampled: Tensor) -> Tensor:
         counting = given.edits[given.slots] & COUNTED != 0
-        before[given.slots[counting], chosen[counting]] += 2
+        before[given.slots[counting], sampled[counting]] += 2
         return before
 
     return after
@@ -302,10 +302,10 @@ def reached_by(chances: Tensor, seeds: Tensor, position: int = 1000) -> Tensor:
     return torch.minimum(*behind).nan_to_num(-math.inf).flatten(1)[:, : chances.shape[1]]
 
 
-def assert_wins(chosen: Tensor, seeds: Tensor, logits: Tensor, settings: Sequence[Sampling], slack: float) -> None:
+def assert_wins(sampled: Tensor, seeds: Tensor, logits: Tensor, settings: Sequence[Sampling], slack: float) -> None:
     """Each row's token wins the race among those that its filters keep, but for near ties."""
     reached = reached_by(distributions(logits, settings), seeds)
-    for row, (token, setting) in enumerate(zip(chosen.tolist(), settings, strict=True)):
+    for row, (token, setting) in enumerate(zip(sampled.tolist(), settings, strict=True)):
         where = f"row {row}, {setting}: token {token} under seed {int(seeds[row])}"
         assert reached[row, token] > -math.inf, f"{where} was filtered"
         assert reached[row, token] >= reached[row].max() - slack, f"{where} loses against {int(reached[row].argmax())}"

@@ -1,6 +1,6 @@
-"""Tokens that are chosen after the launch that computed their logits: the host looks at earlier tokens first.
+"""Tokens that are sampled after the launch that computed their logits: the host looks at earlier tokens first.
 
-Of each launch, the logits of such rows are kept, which later launches would overwrite. ``DeferredChoice.run`` chooses
+Of each launch, the logits of such rows are kept, which later launches would overwrite. ``DeferredSampling.run`` chooses
 from them, for all these rows in one launch, and waits for nothing.
 
 Shapes: D rows, V vocabulary, n rows that get a mask.
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_llm.compilation.sampling.sampling import choose
+from compiled_llm.compilation.sampling.sampling import sample
 from compiled_llm.execution.batch import Observer, Step
 from compiled_llm.execution.state.device_state import DeviceState
 from compiled_llm.kvcache.row import Row
@@ -36,8 +36,8 @@ class Masks(NamedTuple):
     bits: NDArray[np.int32]
 
 
-class _Unchosen(NamedTuple):
-    """What a launch has left of rows whose tokens are not chosen yet.
+class _Unsampled(NamedTuple):
+    """What a launch has left of rows whose tokens are not sampled yet.
 
     Attributes:
         rows: those rows.
@@ -66,51 +66,51 @@ class _Division(NamedTuple):
     places: list[Tensor] | None
 
 
-class DeferredChoice:
-    """What one loop has not chosen yet."""
+class DeferredSampling:
+    """What one loop has not sampled yet."""
 
     def __init__(self, state: DeviceState) -> None:
         """Begin with nothing."""
         self._state = state
-        self._unchosen: list[_Unchosen] = []
+        self._unsampled: list[_Unsampled] = []
         self._deferring = state.slots.deferring
         self._last = _Division((), [], [], None)  # the next launch mostly has the same rows
         self._kept = 0  # of how many rows the logits lie where a graph reads them
 
     def __bool__(self) -> bool:
-        """Whether there are rows whose tokens are not chosen yet."""
-        return bool(self._unchosen)
+        """Whether there are rows whose tokens are not sampled yet."""
+        return bool(self._unsampled)
 
     @property
     def rows(self) -> list[Row]:
-        """The rows whose tokens are not chosen yet, in the order of their launches."""
-        return [row for part in self._unchosen for row in part.rows]
+        """The rows whose tokens are not sampled yet, in the order of their launches."""
+        return [row for part in self._unsampled for row in part.rows]
 
     def logits_of(self, row: Row) -> Tensor:
-        """Return ``[V]``, a copy of what the row's next token is chosen from, in the model's dtype.
+        """Return ``[V]``, a copy of what the row's next token is sampled from, in the model's dtype.
 
         Raises:
-            ValueError: the row's next token does not wait to be chosen.
+            ValueError: the row's next token does not wait to be sampled.
         """
-        for part in self._unchosen:
+        for part in self._unsampled:
             if row in part.rows:
                 return part.logits[part.rows.index(row)].clone()
-        raise ValueError("logits_of: the row has no token that waits to be chosen")
+        raise ValueError("logits_of: the row has no token that waits to be sampled")
 
     def forget(self) -> None:
         """Leave it unchosen."""
-        self._unchosen = []
+        self._unsampled = []
         self._last = _Division((), [], [], None)
         self._leave_graphs()
 
     def _leave_graphs(self) -> None:
         self._kept = 0
-        self._state.choice_graphs.leave(self)
+        self._state.sampling_graphs.leave(self)
 
     # ---- keep
 
     def keep(self, step: Step, observer: Observer | None) -> Step:
-        """Keep what rows of a launch choose from later, show the others to the observer, and return the step."""
+        """Keep what rows of a launch sample from later, show the others to the observer, and return the step."""
         if not self._deferring:
             return _shown(step, observer)
         division = self._division(step.rows)
@@ -120,17 +120,17 @@ class DeferredChoice:
         if division.places is not None and observer is not None:
             plain = division.places[1]
             observer(Step(division.plain, step.logits.index_select(0, plain), step.tokens.index_select(0, plain)))
-        self._unchosen.append(_Unchosen(division.deferred, self._copy(step.logits, division), observer))
+        self._unsampled.append(_Unsampled(division.deferred, self._copy(step.logits, division), observer))
         for row in division.deferred:
             row.has_next = False
         return step
 
     def _copy(self, logits: Tensor, division: _Division) -> Tensor:
-        """Copy what is chosen from later: where a graph reads it, if there is room, and all of it lies there."""
+        """Copy what is sampled from later: where a graph reads it, if there is room, and all of it lies there."""
         state, start = self._state, self._kept
         room = None
-        if start == sum(len(part.rows) for part in self._unchosen):
-            room = state.choice_graphs.room(self, start, len(division.deferred), logits, state.slots.tables)
+        if start == sum(len(part.rows) for part in self._unsampled):
+            room = state.sampling_graphs.room(self, start, len(division.deferred), logits, state.slots.tables)
         if room is not None:
             self._kept += len(division.deferred)
         if division.places is None:
@@ -151,11 +151,11 @@ class DeferredChoice:
     # ---- choose
 
     def run(self, masks: Masks | None = None, edited: Mapping[Row, Tensor] = _NOTHING) -> Step:
-        """Choose what is not chosen yet, and wait for nothing.
+        """Sample what is not sampled yet, and wait for nothing.
 
         Args:
             masks: new ones, of rows that have come in with one; the others keep theirs.
-            edited: ``[V]`` logits to choose from in place of what the model said, on its device, of any dtype.
+            edited: ``[V]`` logits to sample from in place of what the model said, on its device, of any dtype.
 
         Returns:
             The rows, their logits as the model said them, and their tokens ``[D]``; ``NOT_A_TOKEN`` for those that have
@@ -164,7 +164,7 @@ class DeferredChoice:
         Raises:
             ValueError: a row that is given a mask has come in without one; nothing has changed.
         """
-        rows, graphs = self.rows, self._state.choice_graphs
+        rows, graphs = self.rows, self._state.sampling_graphs
         whole = not edited and self._kept == len(rows)
         bucket = graphs.bucket_of(self, len(rows), self._state.slots.tables) if whole else None
         self._state.arena.flush()
@@ -172,7 +172,7 @@ class DeferredChoice:
             step = Step(rows, graphs.logits(len(rows)), self._replayed(bucket, rows, masks))
         else:
             step = self._launched(rows, masks, edited)
-        parts, self._unchosen = self._unchosen, []  # only now: if that fails, whoever tries again is told of the same
+        parts, self._unsampled = self._unsampled, []  # only now: if that fails, whoever tries again is told of the same
         for row in rows:
             row.has_next = row.slot is not None
         self._observe(parts, step)
@@ -180,8 +180,8 @@ class DeferredChoice:
         return step
 
     def _replayed(self, bucket: int, rows: Sequence[Row], masks: Masks | None) -> Tensor:
-        """Choose by the graph of a bucket, which writes the masks, too, if all rows get some; returns ``[D]``."""
-        graphs, slots, staging = self._state.choice_graphs, self._state.slots, self._state.staging
+        """Sample by the graph of a bucket, which writes the masks, too, if all rows get some; returns ``[D]``."""
+        graphs, slots, staging = self._state.sampling_graphs, self._state.slots, self._state.staging
         new = None if masks is None else slots.masks_of(*masks)
         all_new = new is not None and masks is not None and masks.rows == rows and len(new[0]) == len(rows)
         all_new = all_new and graphs.masks(bucket)
@@ -190,26 +190,26 @@ class DeferredChoice:
             graphs.mask(new[1], staging)
         elif new is not None:
             self._write_masks(*new)
-        return graphs.choose(bucket, all_new)[: len(rows)]
+        return graphs.sample(bucket, all_new)[: len(rows)]
 
     def _launched(self, rows: Sequence[Row], masks: Masks | None, edited: Mapping[Row, Tensor]) -> Step:
-        """Choose without a graph."""
-        slots, parts = self._state.slots, self._unchosen
+        """Sample without a graph."""
+        slots, parts = self._state.slots, self._unsampled
         if masks is not None and (new := slots.masks_of(*masks)) is not None:
             self._write_masks(*new)
         at = np.array([row.position for row in rows], dtype=np.int64)
         there, positions = self._state.staging.to_device([slots.of(rows, len(rows)), at])
         logits = parts[0].logits if len(parts) == 1 else torch.cat([part.logits for part in parts])
-        chosen_from = _replaced(logits, rows, edited)
-        tokens = choose(chosen_from, there, positions, slots.tables, deferred=True)
-        return Step(rows, logits, tokens, chosen_from if edited else None)
+        sampled_from = _replaced(logits, rows, edited)
+        tokens = sample(sampled_from, there, positions, slots.tables, deferred=True)
+        return Step(rows, logits, tokens, sampled_from if edited else None)
 
     def _write_masks(self, slots: NDArray[np.int64], masks: NDArray[np.int32]) -> None:
         at, bits = self._state.staging.to_device([slots, masks.reshape(-1)])
         self._state.slots.tables.allowed.index_copy_(0, at, bits.view(masks.shape))
 
     @staticmethod
-    def _observe(parts: Sequence[_Unchosen], step: Step) -> None:
+    def _observe(parts: Sequence[_Unsampled], step: Step) -> None:
         start = 0
         for rows, logits, observer in parts:
             own = slice(start, start + len(rows))
@@ -234,13 +234,13 @@ def _replaced(logits: Tensor, rows: Sequence[Row], edited: Mapping[Row, Tensor])
 
 
 def prepare_deferred(state: DeviceState, buckets: Sequence[int] = ()) -> None:
-    """Launch what deferred choices launch, for rows of padding, and capture those of so many rows."""
+    """Launch what deferred sampling launch, for rows of padding, and capture those of so many rows."""
     tables, padding, dtype = state.slots.tables, state.slots.of([], 2), state.pages[0].dtype
     slots, positions = state.staging.to_device([padding, np.zeros_like(padding)])
     tables.allowed.index_copy_(0, slots[:1], tables.allowed[slots[:1]])
     logits = torch.zeros((2, tables.counts.shape[1]), dtype=dtype, device=state.device)
-    choose(logits.clone().index_select(0, torch.zeros_like(slots)), slots, positions, tables, deferred=True)
+    sample(logits.clone().index_select(0, torch.zeros_like(slots)), slots, positions, tables, deferred=True)
     if buckets:
         state.staging.lend(max(buckets), tables.allowed.shape[1])
         state.staging.make_room(max(buckets) * 4 * padding.itemsize)
-        state.choice_graphs.prepare(buckets, tables, state.slots.padding, dtype)
+        state.sampling_graphs.prepare(buckets, tables, state.slots.padding, dtype)

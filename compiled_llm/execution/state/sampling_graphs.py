@@ -1,4 +1,4 @@
-"""Deferred choices as CUDA graphs: a launch in place of a dozen, once somebody has had them prepared.
+"""Deferred sampling as CUDA graphs: a launch in place of a dozen, once somebody has had them prepared.
 
 Shapes: D rows, B rows of a bucket, V vocabulary.
 """
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.capture import GraphCapture
-from compiled_llm.compilation.graphs.rolling import Choice, Key, RollingCudaGraphs
-from compiled_llm.compilation.sampling.sampling import SamplingTables, choose
+from compiled_llm.compilation.graphs.rolling import Key, RollingCudaGraphs, SamplingKey
+from compiled_llm.compilation.sampling.sampling import SamplingTables, sample
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm.kvcache.memory import free
 
@@ -36,7 +36,7 @@ class _Held(NamedTuple):
     positions: list[int]
 
 
-class ChoiceGraphs:
+class SamplingGraphs:
     """Captured choices, and the logits, slots and positions that they read, at fixed addresses.
 
     One loop at a time keeps its logits there, from its first launch that defers a choice to the choice.
@@ -104,9 +104,9 @@ class ChoiceGraphs:
             self._columns[: 2 * bucket].view(2, bucket)[0] = padding
             self._masked_launch(bucket)
             for masked in (False, True):
-                self._capture(Choice(bucket, masked))
+                self._capture(SamplingKey(bucket, masked))
 
-    def _capture(self, choice: Choice) -> None:
+    def _capture(self, choice: SamplingKey) -> None:
         """Capture a choice, unless a step would have to make room for it: choices can be launched as well."""
         if self._rolling.full:
             logger.info("a choice for %d rows is not captured: the CUDA graphs may not take more", choice.rows)
@@ -119,7 +119,7 @@ class ChoiceGraphs:
             bisect.insort(self._buckets, choice.rows)
 
     def _forget(self) -> None:
-        self._rolling.drop(self._rolling.of("choice"))
+        self._rolling.drop(self._rolling.of("sampling"))
         self._rolling.shared[_OWNER] = 0
         self._tables = self._capturer = self._user = None
         self._held = _Held(0, [], [])
@@ -132,11 +132,11 @@ class ChoiceGraphs:
     def _launch(self, bucket: int) -> Tensor:
         assert self._tables is not None
         slots, positions = self._columns[: 2 * bucket].split(bucket)
-        tokens = choose(self._logits[:bucket], slots, positions, self._tables, deferred=True)
+        tokens = sample(self._logits[:bucket], slots, positions, self._tables, deferred=True)
         positions += 1  # where the next tokens stand, as long as the same rows go on
         return tokens
 
-    # ---- keep logits, and choose from them
+    # ---- keep logits, and sample from them
 
     def room(self, user: object, start: int, rows: int, logits: Tensor, tables: SamplingTables) -> Tensor | None:
         """Return ``[rows, V]`` for logits, after ``start`` others of the same user; None if they have no place here.
@@ -172,7 +172,7 @@ class ChoiceGraphs:
 
     def masks(self, bucket: int) -> bool:
         """Whether there is a graph for a bucket that writes masks."""
-        return Choice(bucket, True) in self._rolling
+        return SamplingKey(bucket, True) in self._rolling
 
     def logits(self, rows: int) -> Tensor:
         """Return ``[rows, V]``, those that are kept here."""
@@ -195,8 +195,8 @@ class ChoiceGraphs:
         """Have masks ``[n, words]`` stand where the graphs read those of the rows that have places."""
         staging.upload_lent(masks, self._masks)
 
-    def choose(self, bucket: int, masked: bool) -> Tensor:
-        """Choose for the rows that have places, from what is kept here.
+    def sample(self, bucket: int, masked: bool) -> Tensor:
+        """Sample for the rows that have places, from what is kept here.
 
         Args:
             bucket: that they have places in.
@@ -206,7 +206,7 @@ class ChoiceGraphs:
             ``[B]``, until the next call.
         """
         held, self._held = self._held, _Held(0, [], [])
-        cuda_graph = self._rolling.get(Choice(bucket, masked))
+        cuda_graph = self._rolling.get(SamplingKey(bucket, masked))
         assert cuda_graph is not None, "asked for before"
         tokens: Tensor = cuda_graph.replay()
         self._held = held._replace(positions=[position + 1 for position in held.positions])
@@ -214,5 +214,5 @@ class ChoiceGraphs:
 
 
 def _forget(buckets: list[int], key: Key) -> None:
-    if isinstance(key, Choice) and not key.masked:
+    if isinstance(key, SamplingKey) and not key.masked:
         buckets.remove(key.rows)

@@ -1,4 +1,4 @@
-"""Rows whose choice is deferred: their tokens are chosen from what a launch left, once the host has written masks."""
+"""Deferred sampling: rows are sampled from the logits that a launch left, once the host has written masks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm.compilation.graphs.rolling import Budget, Choice, Cost
+from compiled_llm.compilation.graphs.rolling import Budget, Cost, SamplingKey
 from compiled_llm.compilation.sampling.masks import mask_of
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm.execution.batch import Batch, Extension, Step
-from compiled_llm.execution.decode.deferred_choice import Masks
+from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.device_model import DeviceModel
-from compiled_llm.execution.state import choice_graphs, device_state
-from compiled_llm.execution.state.choice_graphs import ChoiceGraphs
+from compiled_llm.execution.state import device_state, sampling_graphs
+from compiled_llm.execution.state.sampling_graphs import SamplingGraphs
 from compiled_llm.kvcache.row import Row
 from support.execution.alone import Alone
 from support.ops.sampling_cases import EVERYTHING, SINGLE_EDITS
@@ -91,16 +91,16 @@ class Constrained:
                 self.twins[row] = Alone(tiny_qwen3(**OVERRIDES), ids)
         for row, token in zip(step.rows, step.tokens.tolist(), strict=True):
             if row in self.constrained:
-                assert token == NOT_A_TOKEN, "it waits to be chosen"
+                assert token == NOT_A_TOKEN, "it waits to be sampled"
             else:
                 self.take(row, token)
         return step
 
-    def choose(self, without: Sequence[Row] = (), **edited: Any) -> Step:
+    def sample(self, without: Sequence[Row] = (), **edited: Any) -> Step:
         """Choose what waits, with the masks that follow from the tokens so far."""
         rows = [row for row in self.persistent.deferred.rows if self.texts[row] and row not in without]
         masks = Masks(rows, np.stack([mask_after(self.texts[row][-1]) for row in rows])) if rows else None
-        step: Step = self.call(self.device_model.choose_deferred, self.persistent, masks, **edited)
+        step: Step = self.call(self.device_model.sample_deferred, self.persistent, masks, **edited)
         for row, token in zip(step.rows, step.tokens.tolist(), strict=True):
             if row.slot is not None:
                 self.take(row, token)
@@ -133,10 +133,10 @@ def test_rows_follow_a_grammar_beside_others_with_penalties_over_pages(mode, see
     kinds = [(True, False), (False, True), (True, True), (False, False)]
     rows = [batch.admit(prompt, *kind) for prompt, kind in zip(prompts, kinds, strict=True)]
     batch.run(extend=[Extension.of(row, prompt) for row, prompt in zip(rows, prompts, strict=True)])
-    batch.choose()
+    batch.sample()
     for step in range(8):
         batch.run(decode=rows, unchanged=step > 0)
-        batch.choose()
+        batch.sample()
     assert not batch.persistent.deferred
 
 
@@ -154,9 +154,9 @@ class ReplayedGraphCapture:
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a CPU capture choices."""
-    monkeypatch.setattr(choice_graphs, "GraphCapture", ReplayedGraphCapture)
+    monkeypatch.setattr(sampling_graphs, "GraphCapture", ReplayedGraphCapture)
     monkeypatch.setattr(
-        device_state, "ChoiceGraphs", lambda device, records, rolling: ChoiceGraphs(device, True, rolling)
+        device_state, "SamplingGraphs", lambda device, records, rolling: SamplingGraphs(device, True, rolling)
     )
 
 
@@ -173,7 +173,7 @@ def begun(batch: Constrained, seed: int, *lengths: int) -> list[Row]:
     prompts = [ids_of(length, seed) for length in lengths]
     rows = [batch.admit(prompt) for prompt in prompts]
     batch.run(extend=[Extension.of(row, prompt) for row, prompt in zip(rows, prompts, strict=True)])
-    batch.choose()
+    batch.sample()
     return rows
 
 
@@ -181,12 +181,12 @@ def test_a_prompt_in_chunks_ends_beside_rows_that_decode(batch, seed):
     rows, prompt, plain = begun(batch, seed, 5, 2), ids_of(7, seed), ids_of(6, seed)
     new, other = batch.admit(prompt), batch.admit(plain, constrained=False)
     batch.run(decode=rows, extend=[Extension.of(new, prompt[:4], ends=False)])
-    batch.choose()
+    batch.sample()
     batch.run(decode=rows, extend=[Extension.of(new, prompt[4:]), Extension.of(other, plain)])
-    batch.choose()
+    batch.sample()
     for _ in range(3):
         batch.run(decode=[other, *rows, new])
-        batch.choose()
+        batch.sample()
 
 
 def test_what_others_run_meanwhile_changes_nothing(batch, seed):
@@ -194,9 +194,9 @@ def test_what_others_run_meanwhile_changes_nothing(batch, seed):
     batch.run(decode=rows)
     other = Constrained(beside=batch)
     begun(other, seed + 1, 4, 3)
-    batch.choose()
+    batch.sample()
     batch.run(decode=rows)
-    batch.choose()
+    batch.sample()
 
 
 def test_a_row_that_ends_before_its_choice_is_left_out_and_its_slot_is_free(batch, seed):
@@ -205,12 +205,12 @@ def test_a_row_that_ends_before_its_choice_is_left_out_and_its_slot_is_free(batc
     ended.free()
     new = batch.admit(ids_of(4, seed), constrained=False)  # takes the slot
     before = batch.device_model.state.slots.tables.counts.clone()
-    assert dict(zip(*batch.choose()[::2], strict=True))[ended] == NOT_A_TOKEN
+    assert dict(zip(*batch.sample()[::2], strict=True))[ended] == NOT_A_TOKEN
     assert torch.equal(before, batch.device_model.state.slots.tables.counts)
     batch.run(decode=[row], extend=[Extension.of(new, ids_of(4, seed))])
-    batch.choose()
+    batch.sample()
     batch.run(decode=[row, new])
-    batch.choose()
+    batch.sample()
 
 
 def test_a_row_that_comes_again_goes_on_right(batch, seed):
@@ -218,13 +218,13 @@ def test_a_row_that_comes_again_goes_on_right(batch, seed):
     batch.run(decode=[preempted, row])
     text = np.concatenate([ids_of(5, seed), batch.texts[preempted]])
     preempted.free()
-    batch.choose()
+    batch.sample()
     again = batch.admit(text)
     batch.run(decode=[row], extend=[Extension.of(again, text)])
-    batch.choose()
+    batch.sample()
     for _ in range(3):
         batch.run(decode=[again, row])
-        batch.choose()
+        batch.sample()
 
 
 def test_a_processor_of_the_users_own_gets_a_copy_and_has_its_say(batch, seed):
@@ -237,7 +237,7 @@ def test_a_processor_of_the_users_own_gets_a_copy_and_has_its_say(batch, seed):
     own.zero_()
     own[wanted] = 1.0
     batch.twins[rows[0]].logits = own
-    chosen = batch.choose(edited={rows[0]: own})
+    chosen = batch.sample(edited={rows[0]: own})
     assert chosen.tokens[0] == wanted
     assert torch.equal(step.logits, before)
     assert torch.equal(chosen.logits, before), "observers see what the model has computed"
@@ -248,9 +248,9 @@ def test_a_step_before_the_choice_is_refused(batch, seed):
     batch.run(decode=rows)
     with pytest.raises(RuntimeError, match="the rows have no next tokens"):
         batch.device_model.run(Batch(rows), batch.persistent, unchanged=True)
-    batch.choose()
+    batch.sample()
     batch.run(decode=rows)
-    batch.choose()
+    batch.sample()
 
 
 def test_masks_are_for_rows_that_came_in_with_one(batch, seed):
@@ -258,18 +258,18 @@ def test_masks_are_for_rows_that_came_in_with_one(batch, seed):
     plain, prompt = batch.admit(ids_of(4, seed), constrained=False), ids_of(4, seed)
     batch.run(decode=rows, extend=[Extension.of(plain, prompt)])
     with pytest.raises(ValueError, match="comes in with one"):
-        batch.device_model.choose_deferred(batch.persistent, Masks([plain], mask_after(3)[None]))
-    batch.choose()
+        batch.device_model.sample_deferred(batch.persistent, Masks([plain], mask_after(3)[None]))
+    batch.sample()
 
 
 def test_observers_see_each_row_once_with_its_token(batch, seed):
     rows, prompt = begun(batch, seed, 5, 2), ids_of(6, seed)
     plain = batch.admit(prompt, constrained=False)
     batch.run(decode=rows, extend=[Extension.of(plain, prompt)])
-    batch.choose()
+    batch.sample()
     batch.seen.clear()
     batch.run(decode=[rows[0], plain, rows[1]])
-    batch.choose()
+    batch.sample()
     seen = {row: (logits, token) for step in batch.seen for row, logits, token in zip(*step[:3], strict=True)}
     assert len(seen) == sum(len(step.rows) for step in batch.seen) == 3
     for row, (logits, token) in seen.items():
@@ -278,46 +278,48 @@ def test_observers_see_each_row_once_with_its_token(batch, seed):
 
 
 def test_captured_choices_are_replayed_and_more_of_them_are_captured(batch, seed):
-    graphs, replayed = batch.device_model.state.choice_graphs, []
-    graphs.choose = lambda bucket, masked: replayed.append(bucket) or ChoiceGraphs.choose(graphs, bucket, masked)
+    graphs, replayed = batch.device_model.state.sampling_graphs, []
+    graphs.sample = lambda bucket, masked: replayed.append(bucket) or SamplingGraphs.sample(graphs, bucket, masked)
     rows = begun(batch, seed, 5, 2, 4)
     batch.run(decode=rows)
-    batch.choose()
+    batch.sample()
     batch.run(decode=rows[:2])
-    batch.choose()
+    batch.sample()
     captured = bool(graphs.buckets)
     assert replayed == ([5, 5, 2] if captured else [])
     batch.run(decode=rows[:1])
-    batch.call(batch.device_model.prepare_deferred, [1, 4])  # what is kept is chosen from, without a graph
-    batch.choose()
+    batch.call(batch.device_model.prepare_deferred, [1, 4])  # what is kept is sampled from, without a graph
+    batch.sample()
     batch.run(decode=rows[:1])
-    batch.choose()
+    batch.sample()
     assert replayed == ([5, 5, 2, 1] if captured else [])
     batch.run(decode=rows[1:2])
     batch.call(batch.device_model.prepare_deferred, [3])
-    batch.run(decode=rows[2:])  # these two are chosen together, from two places
-    batch.choose()
+    batch.run(decode=rows[2:])  # these two are sampled together, from two places
+    batch.sample()
     assert replayed == ([5, 5, 2, 1] if captured else [])
     assert graphs.buckets == ([1, 2, 3, 4, 5] if captured else [])
 
 
 def test_choices_whose_graphs_made_room_are_launched(captures, seed):
     batch = Constrained()
-    rolling, graphs = batch.device_model.state.cuda_graphs, batch.device_model.state.choice_graphs
+    rolling, graphs = batch.device_model.state.cuda_graphs, batch.device_model.state.sampling_graphs
     rolling.budget = Budget(most=3)
     batch.call(batch.device_model.prepare_deferred, [2, 5])
-    assert set(rolling.of("choice")) == {Choice(5, False), Choice(5, True), Choice(2, False)}, "there is room for three"
+    assert set(rolling.of("sampling")) == {SamplingKey(5, False), SamplingKey(5, True), SamplingKey(2, False)}, (
+        "there is room for three"
+    )
     rows = begun(batch, seed, 5, 2)
-    for gone in (None, Choice(5, True), Choice(2, False), Choice(5, False)):
+    for gone in (None, SamplingKey(5, True), SamplingKey(2, False), SamplingKey(5, False)):
         if gone is not None:
             rolling._evict(rolling.get(gone))
         for _ in range(2):
             batch.run(decode=rows)
-            batch.choose()
+            batch.sample()
     assert graphs.buckets == []
     table = batch.model.compiled.cuda_graphs
     assert [(row.phase, row.rows, row.variant, row.evictions) for row in table] == [
-        *[("choice", 2, 0, 1), ("choice", 5, 0, 1), ("choice", 5, 1, 1)]
+        *[("sampling", 2, 0, 1), ("sampling", 5, 0, 1), ("sampling", 5, 1, 1)]
     ]
     assert sum(row.replays for row in table) > 5
 
@@ -330,7 +332,7 @@ def test_what_was_captured_is_captured_again_after_sleep(captures, seed):
         engine.wake()
     state = batch.model.compiled.device_model().state
     assert state is not batch.device_model.state
-    assert state.choice_graphs.buckets == [2, 4]
+    assert state.sampling_graphs.buckets == [2, 4]
 
 
 def answers(settings: Sequence[Sampling], late: bool) -> list[list[int]]:
@@ -362,7 +364,7 @@ def test_a_choice_is_the_same_however_late(late, seed):
 
 
 def test_rows_under_a_grammar_keep_their_slots_while_others_come(batch, seed):
-    """They would come back with other counts and masks than they left with; and their tokens may not be chosen yet."""
+    """They would come back with other counts and masks than they left with; and their tokens may not be sampled yet."""
     rows = begun(batch, seed, 5, 2)
     batch.run(decode=rows)
     slots = batch.device_model.state.slots
@@ -370,11 +372,11 @@ def test_rows_under_a_grammar_keep_their_slots_while_others_come(batch, seed):
     with pytest.raises(RuntimeError, match="whose penalties or grammars need them"):
         batch.call(slots.admit, others, [None] * len(others))
     batch.call(slots.admit, others[2:], [None] * len(others[2:]))
-    batch.choose()
+    batch.sample()
     for row in others:
         row.free()
     batch.run(decode=rows)
-    batch.choose()
+    batch.sample()
 
 
 def test_a_loop_that_begins_again_has_nothing_to_choose(batch, seed):
@@ -387,9 +389,9 @@ def test_a_loop_that_begins_again_has_nothing_to_choose(batch, seed):
         row.free()
     again = [batch.admit(text) for text in texts]
     batch.run(extend=[Extension.of(row, text) for row, text in zip(again, texts, strict=True)])
-    batch.choose()
+    batch.sample()
     batch.run(decode=again)
-    batch.choose()
+    batch.sample()
 
 
 def test_a_fork_goes_its_own_way(batch, seed):
@@ -404,7 +406,7 @@ def test_a_fork_goes_its_own_way(batch, seed):
     batch.call(batch.device_model.run, given, batch.persistent)
     for each in (row, fork):
         batch.twins[each].feed(batch.texts[each][-1:])
-    batch.choose()
+    batch.sample()
     for _ in range(3):
         batch.run(decode=[fork, row])
-        batch.choose()
+        batch.sample()
