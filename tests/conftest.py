@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM as Llama
 from transformers import Qwen3ForCausalLM as Qwen3
 
 from compiled_llm.compilation import backend as inductor
-from compiled_llm.execution.runner import Runner
+from compiled_llm.execution.runner import GenerateLoop
 from support.ops.interpreting import INTERPRETED, patch_the_language_once, take_scalars_as_numbers
 from support.tiny_models import tiny_llama, tiny_qwen3
 
@@ -75,7 +75,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 def reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways of reading tokens: the CPU's, and the one that keeps a GPU busy."""
     late = request.param == "read a step late"
-    monkeypatch.setattr(Runner, "asynchronous", property(lambda _: late))
+    monkeypatch.setattr(GenerateLoop, "asynchronous", property(lambda _: late))
 
 
 @pytest.fixture(autouse=True)

@@ -36,7 +36,7 @@ from compiled_llm_ops.kernels import attention_tiling, linear_tiling
 from compiled_llm_ops.kernels.attention_tiling import AttentionTiling, choose_attention_tiling
 from compiled_llm_ops.kernels.linear_tiling import LinearTiling, choose_linear_tiling, choose_normed_tiling
 from compiled_llm_ops.linear.linear import weight_goes_left
-from compiled_llm_ops.protocol import Captured
+from compiled_llm_ops.protocol import CapturedLaunch
 
 CLOSE = 0.03
 """How much slower than the best a choice may be to count as right."""
@@ -340,7 +340,7 @@ def prefill_timer(geometry: Geometry, rows: int, tokens: int, stored: int) -> Ca
     query = random(rows * tokens, geometry.query_heads, HEAD_DIM)
 
     def microseconds(variant: int) -> float:
-        captured_as = Captured(rows * tokens, rows, variant)
+        captured_as = CapturedLaunch(rows * tokens, rows, variant)
         workspace = backend.workspace(device, backend.workspace_bytes([geometry], device, captured_as))
         plan = backend.new_plan(workspace, backend.plan_bytes([geometry], device, rows * tokens, rows))
         planned = (host.qo_indptr, host.indptr, host.last_page_len, workspace.buffer, *geometry)

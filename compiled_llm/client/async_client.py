@@ -13,9 +13,9 @@ from compiled_llm.client.gathering import Gathering
 from compiled_llm.client.plain import Prompt
 from compiled_llm.client.tokenizer import Given
 from compiled_llm.client.transport.connection import Line
-from compiled_llm.client.transport.link import Link
+from compiled_llm.client.transport.link import ClientLink
 from compiled_llm.client.transport.loop_connection import LoopConnection, loop_closed
-from compiled_llm.protocol.messages import Ready, Stats
+from compiled_llm.protocol.messages import Ready, StatsReply
 from compiled_llm.requests.listeners import Listeners
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
@@ -92,7 +92,7 @@ class AsyncClient(BaseClient):
         """End all requests with an error, in the event loop; an engine process that goes on later ends them, too."""
         self._session.give_up(error)
 
-    async def stats(self, timeout: float | None = 60) -> Stats:
+    async def stats(self, timeout: float | None = 60) -> StatsReply:
         """As of ``Client``."""
         await self._rejoin()
         session, number = self._ask_stats()
@@ -121,7 +121,7 @@ class AsyncClient(BaseClient):
         assert self._loop is not None, "it was not connected"
         return LoopConnection(self._path, self._loop, self._busy_poll)
 
-    def _link_to_use(self) -> Link:
+    def _link_to_use(self) -> ClientLink:
         if self._loop is not None and self._loop.is_closed() and self._session.lost is None:
             self._session.lose(loop_closed())  # it may have been closed without an end of its tasks
         return self._link

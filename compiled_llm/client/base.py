@@ -13,16 +13,16 @@ from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.client.plain import Prompt, plain_params, token_ids
 from compiled_llm.client.text_of_prompt import TextOfPrompt
 from compiled_llm.client.tokenizer import Given, tokenizer_of
-from compiled_llm.client.transport.connection import Connection, Line
-from compiled_llm.client.transport.link import Link
-from compiled_llm.client.transport.session import Session
+from compiled_llm.client.transport.connection import Line, ThreadConnection
+from compiled_llm.client.transport.link import ClientLink
+from compiled_llm.client.transport.session import ClientSession
 from compiled_llm.protocol.messages import AskStats, Cancel, Ready, Submit
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.several_prompts import with_params
 
 if TYPE_CHECKING:  # what makes text imports torch
     from compiled_llm.requests.answer_text import TextFormat
-    from compiled_llm.requests.detokenizer import Decoding
+    from compiled_llm.requests.detokenizer import TokenDecoder
 
 
 RETURNS_WITHIN = 5.0
@@ -41,7 +41,7 @@ class BaseClient:
         """
         self._path = Path(path).expanduser()
         self._tokenizer_given = tokenizer
-        self._link = Link()
+        self._link = ClientLink()
         self._linking = threading.Lock()
         self._finalizer: weakref.finalize[..., BaseClient] | None = None
 
@@ -67,13 +67,13 @@ class BaseClient:
         """
         with self._linking:
             if (lost := self._link).broken:
-                link = Link()
+                link = ClientLink()
                 link.connect(self._dial, seconds)
                 if lost.closed:  # meanwhile, by another thread
                     link.close()
                 self._replace(link)
 
-    def _replace(self, link: Link) -> None:
+    def _replace(self, link: ClientLink) -> None:
         self.close()
         self._link = link
         self._finalizer = weakref.finalize(self, link.close)
@@ -81,15 +81,15 @@ class BaseClient:
             for name in ("_tokenizer", "_decoding"):
                 self.__dict__.pop(name, None)
 
-    def _link_to_use(self) -> Link:
+    def _link_to_use(self) -> ClientLink:
         return self._link
 
     @property
-    def _session(self) -> Session:
+    def _session(self) -> ClientSession:
         return self._link.session
 
     def _dial(self) -> Line:
-        return Connection(self._path)
+        return ThreadConnection(self._path)
 
     def __repr__(self) -> str:
         """Whom it talks to."""
@@ -158,7 +158,7 @@ class BaseClient:
         """
         return TextOfPrompt(self.submit(prompt, params, **options))
 
-    def _cancel(self, link: Link, number: int, index: int | None) -> None:
+    def _cancel(self, link: ClientLink, number: int, index: int | None) -> None:
         link.send(Cancel(number, index))
 
     @property
@@ -175,12 +175,12 @@ class BaseClient:
         _ = self._decoding
 
     @cached_property
-    def _decoding(self) -> Decoding | None:
+    def _decoding(self) -> TokenDecoder | None:
         if self._tokenizer is None:
             return None
-        from compiled_llm.requests.detokenizer import Decoding
+        from compiled_llm.requests.detokenizer import TokenDecoder
 
-        return Decoding(self._tokenizer)
+        return TokenDecoder(self._tokenizer)
 
     def _form(self, params: SamplingParams) -> TextFormat | None:
         if self._decoding is None:
@@ -189,7 +189,7 @@ class BaseClient:
 
         return TextFormat.of(params, self._decoding)
 
-    def _ask_stats(self) -> tuple[Session, int]:
+    def _ask_stats(self) -> tuple[ClientSession, int]:
         """Ask how the engine process is doing, and return whom, and the number of the question.
 
         Raises:

@@ -10,8 +10,8 @@ from compiled_llm.client.base import RETURNS_WITHIN, BaseClient
 from compiled_llm.client.gathering import Gathering
 from compiled_llm.client.plain import Prompt
 from compiled_llm.client.tokenizer import Given
-from compiled_llm.client.transport.link import Link
-from compiled_llm.protocol.messages import Ready, Stats
+from compiled_llm.client.transport.link import ClientLink
+from compiled_llm.protocol.messages import Ready, StatsReply
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
 
@@ -65,7 +65,7 @@ class Client(BaseClient):
             raise session.not_ready_after(timeout)
         return session.check_ready()
 
-    def stats(self, timeout: float | None = 60) -> Stats:
+    def stats(self, timeout: float | None = 60) -> StatsReply:
         """Ask how the engine process is doing.
 
         Args:
@@ -108,7 +108,7 @@ class Client(BaseClient):
             gathering.listeners.wait_until(gathering.is_over)
             return gathering.outputs()
 
-    def _link_to_use(self) -> Link:
+    def _link_to_use(self) -> ClientLink:
         self._reconnect()
         return self._link
 

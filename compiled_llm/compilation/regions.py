@@ -227,7 +227,7 @@ def join(regions: Sequence[Region], functions: Sequence[Callable[..., Any]], gra
     """Return ``graph`` with a call of a function in place of each region; each value is freed after its last use."""
     joined = fx.Graph()
     copies = {node: joined.node_copy(node) for node in graph.find_nodes(op="placeholder")}
-    calls = {f"region_{number}": _Call(function) for number, function in enumerate(functions)}
+    calls = {f"region_{number}": _FunctionModule(function) for number, function in enumerate(functions)}
     for name, region in zip(calls, regions, strict=True):
         found = joined.call_module(name, tuple(copies[node] for node in region.inputs))
         for number, node in enumerate(region.outputs):
@@ -237,7 +237,7 @@ def join(regions: Sequence[Region], functions: Sequence[Callable[..., Any]], gra
     return fx.GraphModule(calls, joined)
 
 
-class _Call(nn.Module):
+class _FunctionModule(nn.Module):
     """A function as the module that a graph needs."""
 
     def __init__(self, function: Callable[..., Any]) -> None:

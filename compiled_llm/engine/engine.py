@@ -24,15 +24,15 @@ from compiled_llm.engine.lifecycle.warmup import prepare_grammars, warm_up
 from compiled_llm.engine.metrics import EngineDescription, EngineStats
 from compiled_llm.engine.steps.logprobs import LogprobsMode
 from compiled_llm.engine.steps.loop import LoopSettings
-from compiled_llm.engine.thread.engine_thread import Driver
+from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.engine.thread.handle import RequestHandle
-from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.device_model import ModelRunner
 from compiled_llm.execution.lifecycle.runtime import Runtime, runtime_of
 from compiled_llm.execution.lifecycle.warmup import Report, Sizes, quiet
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.requests.answer_text import TextFormat
-from compiled_llm.requests.detokenizer import Decoding
+from compiled_llm.requests.detokenizer import TokenDecoder
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.several_prompts import with_params
@@ -92,10 +92,10 @@ class Engine:
         self._model = model
         self._max_rows = max_rows
         self._tokenizer = tokenizer
-        self._decoding = None if tokenizer is None else Decoding(tokenizer)
+        self._decoding = None if tokenizer is None else TokenDecoder(tokenizer)
         self._max_queue = max_queue
         settings = LoopSettings(max_rows, max_step_ms, prefix_cache, logprobs_mode, watch_model)
-        self._driver = Driver(model, self._runtime, settings)
+        self._driver = EngineThread(model, self._runtime, settings)
         compilers = compilers_of(tokenizer, grammar_worker, float(grammar_timeout))
         self._grammars = Grammars(
             compilers, float(grammar_timeout), self._driver.handles.held.arrive, self._driver.cancel
@@ -183,13 +183,13 @@ class Engine:
         for handle in handles:
             self._grammars.await_grammar(handle.requests)
 
-    def _look(self) -> DeviceModel:
+    def _look(self) -> ModelRunner:
         self._check_open()
         return self._driver.check.look_for_request()
 
     def _handle(
         self,
-        device_model: DeviceModel,
+        device_model: ModelRunner,
         prompt: Prompt,
         params: SamplingParams,
         request_samplings: RequestSamplings | None = None,

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.engine.device_loss import DeviceLostError
 from compiled_llm.engine.intake.input_processor import TokenFacts
-from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.device_model import ModelRunner
 from compiled_llm.execution.lifecycle.runtime import Runtime, runtime_of
 
 logger = logging.getLogger("compiled_llm.engine")
@@ -38,13 +38,13 @@ class ModelCheck:
         self.lost: DeviceLostError | None = None
         self.tokens = TokenFacts.of(model)
         self._watching = watching
-        self._seen: weakref.ref[DeviceModel] | None = None
+        self._seen: weakref.ref[ModelRunner] | None = None
         self._model = model
         self._runtime = runtime
         self._looked = 0.0  # when the loop has, and at what:
-        self._looked_at: tuple[weakref.ref[DeviceModel], int] | None = None
-        self._submitted: tuple[float, weakref.ref[DeviceModel]] | None = None  # when a caller has, and what ran it
-        self._begun: weakref.ref[DeviceModel] | None = None  # what the loop has begun with, a caller having looked
+        self._looked_at: tuple[weakref.ref[ModelRunner], int] | None = None
+        self._submitted: tuple[float, weakref.ref[ModelRunner]] | None = None  # when a caller has, and what ran it
+        self._begun: weakref.ref[ModelRunner] | None = None  # what the loop has begun with, a caller having looked
 
     def obstacle(self) -> str | None:
         """Return why the model can serve no request now, and what to do."""
@@ -65,7 +65,7 @@ class ModelCheck:
         if self._runtime.asleep:
             raise RuntimeError("the engine is asleep, and has no pages; call its wake() first")
 
-    def look(self) -> DeviceModel:
+    def look(self) -> ModelRunner:
         """Look at the model, and return what runs it now.
 
         Raises:
@@ -80,7 +80,7 @@ class ModelCheck:
             self.tokens = TokenFacts.of(self._model)
         return device_model
 
-    def _seen_before(self) -> DeviceModel | None:
+    def _seen_before(self) -> ModelRunner | None:
         """Return what runs the model if a look at it has been enough."""
         if self._watching or self._seen is None or self._runtime.asleep:
             return None
@@ -102,7 +102,7 @@ class ModelCheck:
         if self.lost is not None:
             raise DeviceLostError(str(self.lost)) from self.lost
 
-    def look_for_request(self) -> DeviceModel:
+    def look_for_request(self) -> ModelRunner:
         """As ``look``, by a caller who is about to submit; a loop that begins at once takes it from there."""
         device_model = self.look()
         self._submitted = time.monotonic(), weakref.ref(device_model)
@@ -110,7 +110,7 @@ class ModelCheck:
 
     # ---- in the thread that runs the loop
 
-    def begin(self) -> DeviceModel:
+    def begin(self) -> ModelRunner:
         """Return what runs the model now, to begin with."""
         self._check_device()
         submitted, self._submitted, self._begun = self._submitted, None, None
@@ -118,7 +118,7 @@ class ModelCheck:
             self._begun = submitted[1]
         return (self._begun and self._begun()) or self._seen_before() or self._runtime.device_model()
 
-    def look_if_due(self, device_model: DeviceModel) -> bool:
+    def look_if_due(self, device_model: ModelRunner) -> bool:
         """Look if the loop has not for a while, or if any engine has cleared the prefix cache since; whether it has.
 
         Who clears that knows that the model may have changed.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.device_model import ModelRunner
 
 
-def checked_prompt(device_model: DeviceModel, prompt: ArrayLike, max_new_tokens: int) -> tuple[NDArray[np.int64], int]:
+def checked_prompt(device_model: ModelRunner, prompt: ArrayLike, max_new_tokens: int) -> tuple[NDArray[np.int64], int]:
     """Return a prompt's tokens, and how many its row will store.
 
     Raises:

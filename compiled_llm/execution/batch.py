@@ -59,7 +59,7 @@ class Batch(NamedTuple):
     observer: Observer | None = None
 
 
-class Step(NamedTuple):
+class StepOutput(NamedTuple):
     """What came of a batch, on the device; what a decode step computed is overwritten by the next one.
 
     Attributes:
@@ -75,5 +75,5 @@ class Step(NamedTuple):
     edited: Tensor | None = None
 
 
-Observer = Callable[[Step], object]
+Observer = Callable[[StepOutput], object]
 """Looks at what a launch has computed."""

@@ -24,18 +24,18 @@ from compiled_llm.compilation.graphs.rolling import SamplingKey
 from compiled_llm.compilation.programs import Programs
 from compiled_llm.compilation.sampling.sampling import sample
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.batch import Batch, Extension, Observer, Step
+from compiled_llm.execution.batch import Batch, Extension, Observer, StepOutput
 from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.decode.deferred_sampling import Masks, prepare_deferred
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
 from compiled_llm.execution.graphs.model_watch import ModelWatch
-from compiled_llm.execution.graphs.readiness import Readiness
+from compiled_llm.execution.graphs.readiness import GraphManager
 from compiled_llm.execution.growth import grown
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.execution.reporting.events import Events
-from compiled_llm.execution.state.device_state import DeviceState
+from compiled_llm.execution.state.device_state import RunnerState
 from compiled_llm.execution.state.prefill_room import PrefillRoom
 from compiled_llm.execution.state.staging import Readbacks
 from compiled_llm.execution.threads.executor import Executor
@@ -52,7 +52,7 @@ from compiled_llm_ops import build_sampling
 _NOTHING: Mapping[Row, Tensor] = {}
 
 
-class DeviceModel:
+class ModelRunner:
     """What a scheduler drives.
 
     Attributes:
@@ -111,7 +111,7 @@ class DeviceModel:
         weights_of_layer = weights_of_a_layer(model, len(facts.layers))
         shapes = CapturedShapes(config.max_batch_size, weights_of_layer, self.max_positions, config.prefill_tokens)
         room = PrefillRoom.of_all(facts.layers, config, self.device, self.max_positions, shapes.all())
-        self.state = DeviceState(facts, config, self.max_positions, room.pages)
+        self.state = RunnerState(facts, config, self.max_positions, room.pages)
         self.pool = self.state.pool
         self.prefixes = PrefixTree(self.pool)
         self.readbacks = Readbacks()
@@ -124,14 +124,14 @@ class DeviceModel:
             shapes=shapes.all() if config.captures_on(self.device.type) else [],
         )
         self._planner.load()
-        self.readiness = Readiness(self.state, weights, thread, self.events, programs, artifacts)
+        self.readiness = GraphManager(self.state, weights, thread, self.events, programs, artifacts)
         build_sampling(self.vocabulary, model.dtype, self.device)  # then: programs have chosen what Triton builds with
         self.prefill = Prefill(self.state, self.readiness, self._planner, shapes)
         self.decode = Decode(self.state, self.readiness, self._planner)
 
     # ---- run
 
-    def run(self, batch: Batch, persistent: PersistentBatch, unchanged: bool = False) -> Step:
+    def run(self, batch: Batch, persistent: PersistentBatch, unchanged: bool = False) -> StepOutput:
         """Run a batch without waiting for it.
 
         Args:
@@ -150,7 +150,7 @@ class DeviceModel:
         step = persistent.advance(batch.tokens) if advances else self._decode(batch, persistent, unchanged)
         return persistent.deferred.keep(step, batch.observer)
 
-    def _decode(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> Step:
+    def _decode(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> StepOutput:
         rows, decode = batch.decode, self.decode
         self.state.slots.ensure(rows)
         if batch.tokens is None and not all(row.has_next for row in rows):
@@ -172,7 +172,7 @@ class DeviceModel:
             row.position += 1
         return persistent.has_run(rows, (wanted, bucket), outputs, stayed, changes)
 
-    def _extend(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> Step:
+    def _extend(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> StepOutput:
         rows = _rows(batch.extend)
         persistent.leave(rows)
         with self._grown_by(batch.extend, batch.promise):
@@ -183,13 +183,13 @@ class DeviceModel:
             sampled = None if decoded is None else decoded.tokens.clone()
             self.state.slots.ensure(rows)
             logits, tokens = self.prefill.run(batch.extend, unchanged=unchanged, exact=persistent.exact)
-        extended = Step(_rows([extension for extension in batch.extend if extension.ends]), logits, tokens)
+        extended = StepOutput(_rows([extension for extension in batch.extend if extension.ends]), logits, tokens)
         persistent.chose(extended)
         if extended.rows:
             persistent.deferred.keep(extended, batch.observer)
         if decoded is None or sampled is None:
             return extended
-        return Step([*decoded.rows, *extended.rows], None, torch.cat([sampled, tokens]))
+        return StepOutput([*decoded.rows, *extended.rows], None, torch.cat([sampled, tokens]))
 
     def extend(
         self,
@@ -223,7 +223,7 @@ class DeviceModel:
         states: Sequence[tuple[Tensor, Tensor]],
         promise: Promise | None = None,
     ) -> None:
-        """Let rows grow by keys and values that were computed elsewhere; otherwise as ``DeviceState.write``.
+        """Let rows grow by keys and values that were computed elsewhere; otherwise as ``RunnerState.write``.
 
         Raises:
             OutOfPagesError: as ``run``.
@@ -233,7 +233,7 @@ class DeviceModel:
 
     def sample(
         self, rows: Sequence[Row], logits: Tensor, persistent: PersistentBatch, observer: Observer | None = None
-    ) -> Step:
+    ) -> StepOutput:
         """Sample the next tokens of rows from logits that were computed elsewhere.
 
         Args:
@@ -249,13 +249,13 @@ class DeviceModel:
         slots, positions = state.staging.to_device(
             [state.slots.of(rows, len(rows)), np.array([row.position for row in rows], dtype=np.int64)]
         )
-        step = Step(rows, logits, sample(logits, slots, positions, state.slots.tables))
+        step = StepOutput(rows, logits, sample(logits, slots, positions, state.slots.tables))
         persistent.chose(step)
         return persistent.deferred.keep(step, observer)
 
     def sample_deferred(
         self, persistent: PersistentBatch, masks: Masks | None = None, edited: Mapping[Row, Tensor] = _NOTHING
-    ) -> Step:
+    ) -> StepOutput:
         """Sample for the rows whose sampling is deferred, from what earlier launches have computed; wait for nothing.
 
         Otherwise as ``DeferredSampling.run``.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.device_model import ModelRunner
 
 
-def pages_needed(device_model: DeviceModel, prompts: Sequence[int], most_new: int, shared: Sequence[int] = ()) -> int:
+def pages_needed(device_model: ModelRunner, prompts: Sequence[int], most_new: int, shared: Sequence[int] = ()) -> int:
     """Return how many pages prompts of these lengths may need with all that they may grow by.
 
     The last token of a row is sampled but never stored.
@@ -26,7 +26,7 @@ def pages_needed(device_model: DeviceModel, prompts: Sequence[int], most_new: in
 
 
 def check_fits(
-    device_model: DeviceModel, prompts: Sequence[int], most_new: int, needed: int | None = None, beams: int = 1
+    device_model: ModelRunner, prompts: Sequence[int], most_new: int, needed: int | None = None, beams: int = 1
 ) -> None:
     """Check that the prompts and all they may grow by fit the model, the batch size and the pages.
 

@@ -21,7 +21,7 @@ from compiled_llm.model.attention import AttentionPlans
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.contracts import PlannedBatch
-from compiled_llm_ops.protocol import Captured, Plan
+from compiled_llm_ops.protocol import CapturedLaunch, Plan
 
 logger = logging.getLogger("compiled_llm.graphs")
 
@@ -178,14 +178,14 @@ class Planner:
         wanted = max((self._needed(self._of_long_rows(shape)) for shape in shapes), default=0)
         if self.decodes:
             buckets = buckets_up_to(config.max_batch_size)
-            decode = (Captured(bucket, bucket, self._decode_variant(bucket)) for bucket in buckets)
+            decode = (CapturedLaunch(bucket, bucket, self._decode_variant(bucket)) for bucket in buckets)
             needed = max(needed, *(self._backend.workspace_bytes(self._groups, self._device, step) for step in decode))
         if wanted > (config.workspace_bytes or max(needed, MOST_FOR_CAPTURED)):
             logger.info("not all prefills of long rows are captured: that takes workspace_bytes=%d", wanted)
         return needed, min(wanted, MOST_FOR_CAPTURED)
 
     def _needed(self, shape: Shape) -> int:
-        captured = Captured(shape.tokens, shape.rows + 1, shape.variant)
+        captured = CapturedLaunch(shape.tokens, shape.rows + 1, shape.variant)
         return self._backend.workspace_bytes(self._groups, self._device, captured)
 
     def _of_long_rows(self, shape: Shape) -> Shape:

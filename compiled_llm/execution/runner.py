@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.execution.admission import checked_prompt
-from compiled_llm.execution.batch import Batch, Extension, Observer, Step
+from compiled_llm.execution.batch import Batch, Extension, Observer, StepOutput
 from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
-from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.device_model import ModelRunner
 from compiled_llm.execution.state.unread import Unread
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.pool import Promise
@@ -32,7 +32,7 @@ _NOTHING: Mapping[Row, int] = {}
 _NO_TOKENS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
-class Runner:
+class GenerateLoop:
     """Runs a changing set of rows, each step exact; several runners of one model take turns in its decode buffers.
 
     Attributes:
@@ -42,7 +42,7 @@ class Runner:
         promise: pages that the rows may take together, while a call holds it.
     """
 
-    def __init__(self, device_model: DeviceModel) -> None:
+    def __init__(self, device_model: ModelRunner) -> None:
         """Start without rows."""
         self.device_model = device_model
         self._thread = device_model.thread
@@ -194,13 +194,13 @@ class Runner:
                 if row not in rows:
                     row.free()
 
-    def fork(self) -> Runner:
+    def fork(self) -> GenerateLoop:
         """Return another runner with the same rows; pages are shared, not copied."""
-        runner = Runner(self.device_model)
+        runner = GenerateLoop(self.device_model)
         runner.rows += [row.fork() for row in self.rows]
         return runner
 
-    def belongs_to(self, device_model: DeviceModel) -> bool:
+    def belongs_to(self, device_model: ModelRunner) -> bool:
         """Whether these rows lie in the pages of ``device_model``."""
         return self.device_model is device_model
 
@@ -358,7 +358,7 @@ class Runner:
         self._unread.launched(step, unsampled=len(self._persistent.deferred.rows))
         self.device_model.go_on()
 
-    def _run(self, forced: Tensor | None, unchanged: bool) -> Step:
+    def _run(self, forced: Tensor | None, unchanged: bool) -> StepOutput:
         if not self._pending:
             batch = self._every_row if forced is None else self._every_row._replace(tokens=forced)
             return self.device_model.run(batch, self._persistent, unchanged)

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.device_model import ModelRunner
 from compiled_llm.execution.reporting.progress import ProgressDisplay
-from compiled_llm.execution.runner import Runner
+from compiled_llm.execution.runner import GenerateLoop
 from compiled_llm.explaining.profile.bandwidth import read_bandwidth
 from compiled_llm.explaining.profile.breakdown import Breakdown, kernels_of, kinds_of, moved_by_decode
 from compiled_llm.explaining.profile.kernels import KernelProfiler, busy_us
@@ -64,7 +64,7 @@ def tokens_to_hold(batches: Sequence[int], prompts: Prompts | None, page_size: i
 
 
 def measure(
-    device_model: DeviceModel, model: PreTrainedModel, batches: Sequence[int], prompts: Prompts | None, progress: bool
+    device_model: ModelRunner, model: PreTrainedModel, batches: Sequence[int], prompts: Prompts | None, progress: bool
 ) -> list[Timing]:
     """Time prefill and a decode step at some batch sizes; what is not compiled yet is compiled first.
 
@@ -97,7 +97,7 @@ def measure(
     return timings
 
 
-def _check_positions(device_model: DeviceModel, prompts: Prompts | None) -> None:
+def _check_positions(device_model: ModelRunner, prompts: Prompts | None) -> None:
     longest = 1 if prompts is None else max(map(len, prompts))
     if longest + _STEPS > device_model.max_positions:
         raise ValueError(
@@ -106,7 +106,7 @@ def _check_positions(device_model: DeviceModel, prompts: Prompts | None) -> None
         )
 
 
-def _prompts(prompts: Prompts | None, rows: int, device_model: DeviceModel) -> Prompts:
+def _prompts(prompts: Prompts | None, rows: int, device_model: ModelRunner) -> Prompts:
     if prompts is not None:
         return [prompts[row % len(prompts)] for row in range(rows)]
     length = max(1, min(_PROMPT, _TOKENS // rows, device_model.max_positions - _STEPS))
@@ -116,7 +116,7 @@ def _prompts(prompts: Prompts | None, rows: int, device_model: DeviceModel) -> P
 class _Stopwatch:
     """Drives a runner and reads the clock."""
 
-    def __init__(self, device_model: DeviceModel, model: PreTrainedModel, bandwidth: float) -> None:
+    def __init__(self, device_model: ModelRunner, model: PreTrainedModel, bandwidth: float) -> None:
         self._device_model, self._model, self._bandwidth = device_model, model, bandwidth
         self._cuda = device_model.device.type == "cuda"
 
@@ -181,8 +181,8 @@ class _Stopwatch:
         )
 
     @contextmanager
-    def _admitted(self, prompts: Prompts) -> Iterator[Runner]:
-        runner = Runner(self._device_model)
+    def _admitted(self, prompts: Prompts) -> Iterator[GenerateLoop]:
+        runner = GenerateLoop(self._device_model)
         try:
             for prompt in prompts:
                 runner.admit(prompt, _STEPS)
@@ -195,7 +195,7 @@ class _Stopwatch:
         with self._admitted(prompts) as runner:
             return self._seconds(runner, 1)
 
-    def _seconds(self, runner: Runner, steps: int) -> float:
+    def _seconds(self, runner: GenerateLoop, steps: int) -> float:
         """Return how long some steps take, one launched after the other."""
         self._synchronize()
         start = time.perf_counter()
@@ -204,7 +204,7 @@ class _Stopwatch:
         self._synchronize()
         return time.perf_counter() - start
 
-    def _launch_seconds(self, runner: Runner) -> float:
+    def _launch_seconds(self, runner: GenerateLoop) -> float:
         """Return how long launching a step takes on an idle device."""
         self._synchronize()
         start = time.perf_counter()

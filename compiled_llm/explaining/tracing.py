@@ -36,10 +36,10 @@ from compiled_llm.compat import (
 )
 from compiled_llm.compilation.programs import DECODE_MANY, DECODE_ONE, PREFILL, Arguments, Programs
 from compiled_llm.config import Mode, WrapConfig
-from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.device_model import ModelRunner
 from compiled_llm.execution.lifecycle.runtime import runtime_of
 from compiled_llm.execution.reporting.progress import ProgressDisplay
-from compiled_llm.execution.runner import Runner
+from compiled_llm.execution.runner import GenerateLoop
 from compiled_llm.execution.threads.executor import executor_for
 from compiled_llm.explaining.timings import Prompts, Timing, measure, tokens_to_hold
 from compiled_llm.model.facts import ModelFacts
@@ -321,16 +321,16 @@ class Sandbox:
     def _configured(self, mode: Mode, rows: int, tokens: int) -> WrapConfig:
         return dataclasses.replace(self._given, mode=mode, max_batch_size=rows, kv_memory=f"{tokens} tokens")
 
-    def _device_model(self, config: WrapConfig, programs: Programs | None = None) -> DeviceModel:
-        return DeviceModel(self._facts, config, self.thread, programs=programs)
+    def _device_model(self, config: WrapConfig, programs: Programs | None = None) -> ModelRunner:
+        return ModelRunner(self._facts, config, self.thread, programs=programs)
 
     def _run(self, programs: Programs, batches: Sequence[int]) -> None:
         device_model = self._device_model(dataclasses.replace(self._config, progress=False), programs)
         with no_bytecode_hooks():
             for size in batches:
-                self._step(Runner(device_model), size)
+                self._step(GenerateLoop(device_model), size)
 
-    def _step(self, runner: Runner, rows: int) -> None:
+    def _step(self, runner: GenerateLoop, rows: int) -> None:
         for prompt in self._prompts[:rows]:
             runner.admit(prompt, _STEPS)
         for _ in range(_STEPS):

@@ -35,7 +35,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from compiled_llm.compat.huggingface import pad_token
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm.execution.threads.interrupts import allowed
-from compiled_llm.huggingface.call.call import Call
+from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.huggingface.processors.grammar import grammar_of, masks_from
 from compiled_llm.huggingface.processors.step_scores import StepScores
 from compiled_llm.kvcache.row import Row
@@ -52,7 +52,7 @@ _HARMLESS = (
 )
 
 
-def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | GenerateDecoderOnlyOutput:
+def fast_loop(call: PagedCall, settings: Sequence[Sampling | None]) -> Tensor | GenerateDecoderOnlyOutput:
     """Generate with tokens sampled inside the graph; the caller holds the loop lock.
 
     They are read one step late if the device runs in parallel with the host. Without ``settings`` the most likely ones
@@ -107,7 +107,7 @@ def fast_loop(call: Call, settings: Sequence[Sampling | None]) -> Tensor | Gener
 
 
 @contextmanager
-def counted(call: Call, sequences: Sequences) -> Iterator[None]:
+def counted(call: PagedCall, sequences: Sequences) -> Iterator[None]:
     """Count the time and the tokens of a loop, also of one that is interrupted."""
     with call.runtime.events.generating.running():
         try:
@@ -116,7 +116,7 @@ def counted(call: Call, sequences: Sequences) -> Iterator[None]:
             call.runtime.counters.add_tokens(sequences.new_tokens)
 
 
-def append_tokens(call: Call, sequences: Sequences, tokens: Sequence[int]) -> list[int]:
+def append_tokens(call: PagedCall, sequences: Sequences, tokens: Sequence[int]) -> list[int]:
     """Take one token a row. Another loop may run while this one waits, or while the user's code looks at the token."""
     call.runtime.calls.moved()
     lock = call.runtime.loop_lock
@@ -126,7 +126,7 @@ def append_tokens(call: Call, sequences: Sequences, tokens: Sequence[int]) -> li
         return sequences.append(tokens)
 
 
-def check_hooks(call: Call) -> None:
+def check_hooks(call: PagedCall) -> None:
     """Raise RuntimeError if a callback has put hooks on the model: our loops would not call them."""
     model = call.runtime.facts.model
     if has_hooks(model) or call.runtime.modules.obstacles(model).hooked:
@@ -136,7 +136,7 @@ def check_hooks(call: Call) -> None:
         )
 
 
-def begin_rows(call: Call, rows: list[Row]) -> Iterator[NDArray[np.int64]]:
+def begin_rows(call: PagedCall, rows: list[Row]) -> Iterator[NDArray[np.int64]]:
     """Promise each row its pages, and yield its tokens to compute: those that no other row begins with as well.
 
     All are computed at once: in each layer, every row's keys and values are stored before any row attends.
@@ -156,7 +156,7 @@ def _padded(sequences: Sequences, ends: dict[Row, int], step: int) -> dict[Row, 
     return {row: sequences.pad_token for row, count in ends.items() if step > count}
 
 
-def settle(call: Call, rows: list[Row], ends: dict[Row, int], sequences: Sequences) -> None:
+def settle(call: PagedCall, rows: list[Row], ends: dict[Row, int], sequences: Sequences) -> None:
     """Leave the cache as HuggingFace leaves it: all columns but the last, pads after a row's end included.
 
     The loop ran a step ahead of the tokens it read, and ended rows went on with tokens of their own. ``ends`` are the
@@ -177,12 +177,12 @@ def settle(call: Call, rows: list[Row], ends: dict[Row, int], sequences: Sequenc
         )
 
 
-def callbacks_of(call: Call) -> list[Any]:
+def callbacks_of(call: PagedCall) -> list[Any]:
     """Return the callbacks that see each step's tokens: criteria, and a streamer."""
     return [*_custom_criteria(call), *([] if call.streamer is None else [call.streamer])]
 
 
-def _custom_criteria(call: Call) -> list[Callable[..., Any]]:
+def _custom_criteria(call: PagedCall) -> list[Callable[..., Any]]:
     """Return the criteria beyond those that ``Sequences`` checks by itself."""
     return [entry for entry in call.criteria if type(entry) not in (MaxLengthCriteria, EosTokenCriteria)]
 
@@ -197,7 +197,7 @@ class Sequences:
         recorded: the outputs of each step that the caller gets.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: PagedCall) -> None:
         batch, self._prompt = call.input_ids.shape
         self.most_new = call.most_new
         self.generated = 0

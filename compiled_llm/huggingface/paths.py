@@ -18,7 +18,7 @@ from compiled_llm.execution.threads.interrupts import allowed, deferred
 from compiled_llm.huggingface.batch.joining import engine_to_join, run_in_engine
 from compiled_llm.huggingface.cache.stand_in import StandIn
 from compiled_llm.huggingface.cache_choice import CacheChoice
-from compiled_llm.huggingface.call.call import Call, LoopArguments
+from compiled_llm.huggingface.call.call import LoopArguments, PagedCall
 from compiled_llm.huggingface.call.current_call import took
 from compiled_llm.huggingface.generate import fast_loop
 from compiled_llm.huggingface.inspection.model_obstacles import forward_reasons
@@ -67,7 +67,7 @@ def _overridden(choice: CacheChoice) -> Reason | None:
     return Reason("overrides", ", ".join(names)) if names else None
 
 
-def run_our_loop(call: Call) -> Any:
+def run_our_loop(call: PagedCall) -> Any:
     """Run the fast loop, or the processed loop if a processor has to see each step."""
     sampling = None  # drawn once: a call that has left an engine goes on with its seeds
     if (driver := engine_to_join(call)) is not None and (sampling := _sampling_in_graph(call)) is not None:
@@ -93,7 +93,7 @@ def run_our_loop(call: Call) -> Any:
         return _with_original(call, processed_loop(call, twins))
 
 
-def _with_original(call: Call, result: Any) -> Any:
+def _with_original(call: PagedCall, result: Any) -> Any:
     """Return a result with HuggingFace's cache, filled, in place of the pages that stood in for it."""
     if not (isinstance(call.cache, StandIn) and call.cache.returned):
         return result
@@ -103,7 +103,7 @@ def _with_original(call: Call, result: Any) -> Any:
     return result
 
 
-def _sampling_in_graph(call: Call) -> Sequence[Sampling | None] | None:
+def _sampling_in_graph(call: PagedCall) -> Sequence[Sampling | None] | None:
     """Return how each row is sampled inside the graph, or None if it cannot be."""
     if not call.processors and not call.config.do_sample:
         return [None] * len(call.input_ids)
@@ -111,7 +111,7 @@ def _sampling_in_graph(call: Call) -> Sequence[Sampling | None] | None:
 
 
 def run_huggingfaces_loop(
-    original: Callable[..., Any], arguments: LoopArguments, call: Call | None, reason: Reason | None = None
+    original: Callable[..., Any], arguments: LoopArguments, call: PagedCall | None, reason: Reason | None = None
 ) -> Any:
     """Run HuggingFace's loop: over the compiled forward if the cache is ours, and ``call`` is given.
 
@@ -132,7 +132,7 @@ def _reason_of_mode(config: GenerationConfig) -> Reason:
 
 
 @contextmanager
-def _alone(call: Call, most_new: int, needed: int) -> Iterator[None]:
+def _alone(call: PagedCall, most_new: int, needed: int) -> Iterator[None]:
     """Run a loop while no other one runs, and once there are pages and slots for all its needs.
 
     The cache gives its pages back at the end, unless it goes to the user. The loop may store ``most_new`` tokens of

@@ -17,7 +17,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from compiled_llm.compilation.sampling.draws import Draws
 from compiled_llm.execution.threads.interrupts import allowed
-from compiled_llm.huggingface.call.call import Call
+from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.huggingface.generate import Sequences, append_tokens, begin_rows, check_hooks, counted, settle
 from compiled_llm.huggingface.processors.guidance import GuidanceByTwins, Twins
 from compiled_llm.huggingface.processors.processors import new_seeds
@@ -25,7 +25,7 @@ from compiled_llm.huggingface.processors.watermarks import WatermarkOfHost, with
 from compiled_llm.kvcache.row import Row
 
 
-def processed_loop(call: Call, twins: Twins | None = None) -> Tensor | GenerateDecoderOnlyOutput:
+def processed_loop(call: PagedCall, twins: Twins | None = None) -> Tensor | GenerateDecoderOnlyOutput:
     """Generate with HuggingFace's processors run between steps, on the device, in the caller's thread.
 
     The caller holds the loop lock. Sampled tokens go into the next forward on the device, and are read while it runs.
@@ -57,7 +57,7 @@ def processed_loop(call: Call, twins: Twins | None = None) -> Tensor | GenerateD
 class _Steps:
     """Device state between a forward and the tokens that are sampled after it."""
 
-    def __init__(self, call: Call, twins: Twins | None, sequences: Sequences) -> None:
+    def __init__(self, call: PagedCall, twins: Twins | None, sequences: Sequences) -> None:
         self._call = call
         self._twins = twins
         self._sequences = sequences

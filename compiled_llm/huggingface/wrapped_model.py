@@ -23,7 +23,7 @@ from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.batch.continuous_batching import manager_for
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.cache_choice import CacheChoice
-from compiled_llm.huggingface.call.call import Call, LoopArguments, obstacle
+from compiled_llm.huggingface.call.call import LoopArguments, PagedCall, obstacle
 from compiled_llm.huggingface.call.current_call import (
     GenerateCall,
     copies,
@@ -192,7 +192,7 @@ class WrappedModel:
         arguments = LoopArguments(
             input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer
         )
-        call, reason = Call.of(arguments, self.compiled, copies()), None
+        call, reason = PagedCall.of(arguments, self.compiled, copies()), None
         if call is not None:
             reason = Reason("synced_gpus") if synced_gpus else obstacle(cast(PreTrainedModel, self), call)
             if reason is None:
@@ -209,7 +209,7 @@ class WrappedModel:
         **kwargs: Any,
     ) -> Any:
         arguments = LoopArguments(input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
-        call = Call.of(arguments, self.compiled, copies())
+        call = PagedCall.of(arguments, self.compiled, copies())
         return run_huggingfaces_loop(super()._beam_search, arguments, call)  # type: ignore[misc]
 
     def _assisted_decoding(
@@ -223,7 +223,7 @@ class WrappedModel:
     ) -> Any:
         kwargs["inputs_tensor"] = inputs_tensor
         arguments = LoopArguments(input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
-        call = Call.of(arguments, self.compiled, copies())
+        call = PagedCall.of(arguments, self.compiled, copies())
         return run_huggingfaces_loop(super()._assisted_decoding, arguments, call)  # type: ignore[misc]
 
 

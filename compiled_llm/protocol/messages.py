@@ -56,7 +56,7 @@ class Cancel(Struct, tag="cancel", frozen=True, omit_defaults=True):
 
 
 class AskStats(Struct, tag="ask stats", frozen=True):
-    """Ask for the engine's ``Stats``; ``number`` comes back with the answer."""
+    """Ask for the engine's ``StatsReply``; ``number`` comes back with the answer."""
 
     number: int
 
@@ -147,7 +147,7 @@ class Summary(Struct, array_like=True, frozen=True, gc=False):
     seconds: float
 
 
-class Step(Struct, tag="step", frozen=True, omit_defaults=True):
+class StepUpdates(Struct, tag="step", frozen=True, omit_defaults=True):
     """Updates of all of a client's requests: one step of the engine, or several if the client reads slowly."""
 
     updates: list[Update]
@@ -176,7 +176,7 @@ class Percentiles(Struct, frozen=True):
     p99: float
 
 
-class Pages(Struct, frozen=True):
+class PageAccount(Struct, frozen=True):
     """The page account; ``used + free + cached`` is ``total``."""
 
     total: int
@@ -185,7 +185,7 @@ class Pages(Struct, frozen=True):
     cached: int
 
 
-class Stats(Struct, tag="stats", frozen=True, kw_only=True):
+class StatsReply(Struct, tag="stats", frozen=True, kw_only=True):
     """How the engine process is doing; fields as of ``EngineStats``.
 
     Attributes:
@@ -207,7 +207,7 @@ class Stats(Struct, tag="stats", frozen=True, kw_only=True):
     queue_seconds: Percentiles | None
     first_token_seconds: Percentiles | None
     inter_token_seconds: Percentiles | None
-    pages: Pages | None
+    pages: PageAccount | None
     cuda_graphs: int = 0
 
 
@@ -227,4 +227,4 @@ class Problem(Struct, tag="problem", frozen=True):
     message: str
 
 
-FromEngine = Welcome | Preparing | Ready | Step | PromptScores | Refused | Stats | Leaving | Beat | Problem
+FromEngine = Welcome | Preparing | Ready | StepUpdates | PromptScores | Refused | StatsReply | Leaving | Beat | Problem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from compiled_llm.requests.detokenizer import Decoding
+from compiled_llm.requests.detokenizer import TokenDecoder
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.stop_strings import StopReader
 
@@ -27,14 +27,14 @@ class TextFormat(NamedTuple):
         unsearched: number of first tokens in whose text no stop string ends an answer.
     """
 
-    decoding: Decoding
+    decoding: TokenDecoder
     stop: tuple[str, ...] = ()
     keeps_stop: bool = False
     skip_special_tokens: bool = True
     unsearched: int = 0
 
     @classmethod
-    def of(cls, params: SamplingParams, decoding: Decoding | None) -> TextFormat | None:
+    def of(cls, params: SamplingParams, decoding: TokenDecoder | None) -> TextFormat | None:
         """Return the format for a request; None without a tokenizer, ValueError if that one needs stop strings."""
         stop = params.stop_strings
         if decoding is None and stop:

@@ -17,7 +17,7 @@ _RUN = 16
 """After so many tokens without a whole character, one is looked for only as often: each look decodes them all."""
 
 
-class Decoding:
+class TokenDecoder:
     """A tokenizer's way of making text of tokens; one for all requests of an engine."""
 
     def __init__(self, tokenizer: Any) -> None:

@@ -56,7 +56,7 @@ class Guard:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
-        entry = _Entry(scope, send, self._metrics, self._settings.behind_proxy)
+        entry = _LoggedRequest(scope, send, self._metrics, self._settings.behind_proxy)
         try:
             _check_one_host(scope)
             headers = _first_of_each(scope)
@@ -149,7 +149,7 @@ class Guard:
             raise ApiError(413, f"the body can have {most:,} bytes", code="body_too_long")
 
 
-class _Entry:
+class _LoggedRequest:
     """One request in the log and in the metrics; its id goes out with the response."""
 
     def __init__(self, scope: Scope, send: Send, metrics: ApiServerMetrics, behind_proxy: bool) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from compiled_llm_ops.contracts import AppendPagedKv, Geometry, PagedAttention, PlannedBatch
 
 
-class Captured(NamedTuple):
+class CapturedLaunch(NamedTuple):
     """The fixed properties of launches captured in a CUDA graph, for any batch planned for them later.
 
     Attributes:
@@ -123,7 +123,7 @@ class Backend(Protocol):
         """
 
     def workspace_bytes(
-        self, groups: Sequence[Geometry], device: torch.device, captured: Captured | None = None
+        self, groups: Sequence[Geometry], device: torch.device, captured: CapturedLaunch | None = None
     ) -> int:
         """Return the size of the workspace that plans need, in bytes.
 

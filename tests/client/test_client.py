@@ -34,7 +34,7 @@ from compiled_llm.protocol.messages import (
     PromptScores,
     Ready,
     Refused,
-    Step,
+    StepUpdates,
     Submit,
     Summary,
     Update,
@@ -281,7 +281,7 @@ def test_an_event_loop_sleeps_after_messages_unless_it_is_to_poll(path: Path, bu
         assert any(seconds != 0 for seconds in waits.seconds[begin:]), "it sleeps once nothing comes"
         client.close()
 
-    step = Step([Update(1, 0, [5], None, Ended("length", 1))], [Summary(1, 0, 0.1, 0.2, 0.3)])
+    step = StepUpdates([Update(1, 0, [5], None, Ended("length", 1))], [Summary(1, 0, 0.1, 0.2, 0.3)])
     loop = asyncio.SelectorEventLoop(waits)
     with answering(path, WELCOME, READY, step, last_after=Submit), closing(loop):
         loop.run_until_complete(main())
@@ -315,9 +315,9 @@ def test_a_client_that_is_closed_says_so(path: Path) -> None:
 def damaged(draw: random.Random) -> bytes:
     """What an engine process sends of two requests, with some bytes changed, or cut."""
     sent: list[Any] = [
-        Step([Update(1, 0, [5, 6]), Update(2, 1, [7], [[(7, -0.5, 1)]])]),
+        StepUpdates([Update(1, 0, [5, 6]), Update(2, 1, [7], [[(7, -0.5, 1)]])]),
         PromptScores(1, [[(3, -1.0, 1)]]),
-        Step([Update(1, 0, [8], None, Ended("stop", 8))], [Summary(1, 0, 0.1, 0.2, 0.3)]),
+        StepUpdates([Update(1, 0, [8], None, Ended("stop", 8))], [Summary(1, 0, 0.1, 0.2, 0.3)]),
         Refused(2, "full", "too many"),
         Preparing("loading"),
         Leaving("told to end"),

@@ -23,11 +23,11 @@ from typer.testing import CliRunner, Result
 
 from compiled_llm.commands.app import app
 from compiled_llm.commands.bench import chart, contenders, latency, tables, timing
-from compiled_llm.commands.bench.contenders import Contender, Session, Setup
+from compiled_llm.commands.bench.contenders import BenchSession, Contender, Setup
 from compiled_llm.commands.bench.http_client import answer_of
-from compiled_llm.commands.bench.load import Answer, Asked, Lengths, Load, answered, measure_all, pieces_of
-from compiled_llm.commands.bench.report import Report
-from compiled_llm.commands.bench.timing import Spread, Timing, TokenClock, timed
+from compiled_llm.commands.bench.load import Asked, Lengths, Load, LoadAnswer, answered, measure_all, pieces_of
+from compiled_llm.commands.bench.report import BenchReport
+from compiled_llm.commands.bench.timing import CallTiming, Spread, TokenClock, timed
 from compiled_llm.commands.bench.workload import Workload
 from compiled_llm.server.own_process import own_command
 from support.docs.pages import CHECKOUT
@@ -41,8 +41,8 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
 
 
-def new_report() -> Report:
-    return Report("compiled-llm bench", {**MACHINE, "versions": {}}, MODEL)
+def new_report() -> BenchReport:
+    return BenchReport("compiled-llm bench", {**MACHINE, "versions": {}}, MODEL)
 
 
 # ---- latency
@@ -55,7 +55,7 @@ def test_latency_on_this_machine(model_folder: Path, tmp_path: Path) -> None:
     written = ("--json", str(file), "--plot", str(plot))
     done = invoke("latency", "--model", str(model_folder), *quick, "--contenders", names, *written)
     assert done.exit_code == 0, done.output
-    report = Report.load(file)
+    report = BenchReport.load(file)
     assert sorted((one["contender"], one["batch"], one["sampled"]) for one in report.results["latency"]) == [
         (name, batch, sampled)
         for name in ("compiled-llm:eager", "hf-eager")
@@ -81,23 +81,23 @@ def test_nothing_measured_is_exit_code_1(model_folder: Path) -> None:
 class Scripted(Contender):
     """Answers with known timings, or fails."""
 
-    def __init__(self, name: str, timings: Sequence[Timing] = (), error: Exception | None = None) -> None:
+    def __init__(self, name: str, timings: Sequence[CallTiming] = (), error: Exception | None = None) -> None:
         self.name, self._timings, self._error = name, itertools.cycle(timings), error
 
     @contextmanager
-    def opened(self, setup: Setup) -> Iterator[Session]:
+    def opened(self, setup: Setup) -> Iterator[BenchSession]:
         if self._error is not None:
             raise self._error
         yield ScriptedSession(self._timings)
 
 
-class ScriptedSession(Session):
-    def __init__(self, timings: Iterator[Timing]) -> None:
+class ScriptedSession(BenchSession):
+    def __init__(self, timings: Iterator[CallTiming]) -> None:
         self.versions, self._timings = {"fake": "1.2.3"}, timings
 
     def prepare(self, workload: Workload) -> None: ...
 
-    def run(self, workload: Workload, clock: TokenClock | None = None) -> Timing:
+    def run(self, workload: Workload, clock: TokenClock | None = None) -> CallTiming:
         return next(self._timings)
 
     def memory(self) -> dict[str, int]:
@@ -108,8 +108,12 @@ def test_rates_follow_their_definitions_and_a_failure_takes_nobody_with_it(monke
     monkeypatch.setattr(latency, "ceiling", lambda *_: 16.0)
     setup = Setup("tiny", torch.device("cpu"), torch.float32, [Workload(2, 8, 5)])
     report, saved = new_report(), []
-    known = [Timing(0.5, 1.5), Timing(0.25, 2.25), Timing(1.0, 2.0)]
-    measured = [Scripted("broken", error=ValueError("it broke")), Scripted("a", known), Scripted("b", [Timing(1, 5)])]
+    known = [CallTiming(0.5, 1.5), CallTiming(0.25, 2.25), CallTiming(1.0, 2.0)]
+    measured = [
+        Scripted("broken", error=ValueError("it broke")),
+        Scripted("a", known),
+        Scripted("b", [CallTiming(1, 5)]),
+    ]
     latency.measure(measured, setup, 3, report, lambda: saved.append(1))
     assert report.failures == ["broken: ValueError: it broke"]
     assert report.machine["versions"] == {"fake": "1.2.3"}
@@ -147,7 +151,7 @@ def test_the_clock_counts_from_the_call_with_an_idle_device(monkeypatch: pytest.
     def synchronize() -> None:
         now[0] += 10
 
-    assert timed(call, clock, 5, synchronize) == Timing(first=2.0, total=3.75 + 10)
+    assert timed(call, clock, 5, synchronize) == CallTiming(first=2.0, total=3.75 + 10)
     with pytest.raises(RuntimeError, match="11 tokens came instead of 5"):
         timed(call, clock, 5, lambda: None)
     with pytest.raises(ValueError, match="measure more new tokens"):
@@ -186,7 +190,7 @@ def test_serve_asks_a_server(model_folder: Path, tmp_path: Path) -> None:
         lengths = ("--prompts", "6,8-12", "--answers", "4", "--vocabulary", "100", "--name", "mine")
         done = invoke("serve", "--url", url, *loads, *lengths, "--json", str(tmp_path / "serve.json"))
     assert done.exit_code == 0, done.output
-    report = Report.load(tmp_path / "serve.json")
+    report = BenchReport.load(tmp_path / "serve.json")
     found = [(one["contender"], one["load"], one["prompts"]) for one in report.results["serve"]]
     ways = ("one after the other", "3 at once", "8 requests/s")
     assert found == [("mine", way, prompts) for way in ways for prompts in ("6", "8 to 12")]
@@ -287,7 +291,7 @@ def test_a_server_that_is_not_there_is_one_clear_error() -> None:
 
 def test_an_answer_is_read_from_its_events() -> None:
     lines = [f"data: {json.dumps(event)}" for event in (PIECE, PIECE, USAGE)] + ["", ": comment", "data: [DONE]"]
-    assert answer_of(list(enumerate(lines))) == Answer([0, 1], 3, 4)
+    assert answer_of(list(enumerate(lines))) == LoadAnswer([0, 1], 3, 4)
 
 
 def test_tokens_that_come_at_once_are_one_piece() -> None:
@@ -298,13 +302,13 @@ def test_tokens_that_come_at_once_are_one_piece() -> None:
 def test_no_more_requests_run_at_once_than_asked_for_and_arrivals_are_kept() -> None:
     running, most = 0, 0
 
-    async def ask(request: Asked) -> Answer:
+    async def ask(request: Asked) -> LoadAnswer:
         nonlocal running, most
         running += 1
         most = max(most, running)
         await asyncio.sleep(0.01)
         running -= 1
-        return Answer([time.perf_counter()], request.new)
+        return LoadAnswer([time.perf_counter()], request.new)
 
     asyncio.run(answered([Asked([1], 1)] * 7, ask, 3))
     assert most == 3
@@ -327,8 +331,10 @@ def test_passes_have_equal_arrivals_and_lengths_and_other_tokens() -> None:
 
 
 def test_waiting_is_counted_from_when_a_request_was_to_be_sent() -> None:
-    def run(asked: Sequence[Asked], concurrency: int | None) -> list[Answer]:
-        return [Answer([1.5, 1.6, 1.8], 3, 2, begun=1.0), Answer([2.0, 2.2, 2.4], 3, 0, begun=1.5)][: len(asked)]
+    def run(asked: Sequence[Asked], concurrency: int | None) -> list[LoadAnswer]:
+        return [LoadAnswer([1.5, 1.6, 1.8], 3, 2, begun=1.0), LoadAnswer([2.0, 2.2, 2.4], 3, 0, begun=1.5)][
+            : len(asked)
+        ]
 
     report = new_report()
     loads = [Load(Lengths(4, 4), Lengths(3, 3), requests=2, concurrency=1)]
@@ -359,7 +365,7 @@ def published(**fields: Any) -> dict[str, Any]:
 def test_the_chart_has_greedy_rates_by_batch_size(tmp_path: Path) -> None:
     path = tmp_path / "published.json"
     path.write_text(json.dumps(published()))
-    speeds = chart.speeds_of(Report.load(path))
+    speeds = chart.speeds_of(BenchReport.load(path))
     assert speeds.title == "tiny (random weights, float32) on a CPU: tokens per second, end to end"
     assert (
         speeds.asked == "prompts of 128 tokens, 256 new tokens, greedy; today, commit abc; each panel has its own scale"

@@ -13,7 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from compiled_llm.commands.bench.report import Report
+from compiled_llm.commands.bench.report import BenchReport
 from support.docs.pages import CHECKOUT
 
 TOOLS = CHECKOUT / "tools" / "bench"
@@ -65,14 +65,14 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a script in this process, on the tiny shape; returns its report and what it printed."""
     monkeypatch.syspath_prepend(str(TOOLS))
 
-    def run(name: str, *arguments: str, code: int = 0) -> tuple[Report, str]:
+    def run(name: str, *arguments: str, code: int = 0) -> tuple[BenchReport, str]:
         app, path = typer.Typer(), tmp_path / "results.json"
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
         app.command()(importlib.import_module(name).main)
         common = ["--model", "tiny", "--device", "cpu", "--json", str(path), "--commit", "none"]
         done = CliRunner().invoke(app, [*common, *arguments])
         assert done.exit_code == code, done.output
-        return Report.load(path), done.output
+        return BenchReport.load(path), done.output
 
     return run
 

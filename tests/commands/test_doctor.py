@@ -26,7 +26,7 @@ from compiled_llm.commands.doctor import packages
 from compiled_llm.commands.doctor import report as doctor_report
 from compiled_llm.commands.doctor import trial as doctor_build
 from compiled_llm.commands.doctor.checks import examine
-from compiled_llm.commands.doctor.finding import Finding, essence
+from compiled_llm.commands.doctor.finding import DoctorFinding, essence
 from compiled_llm.commands.doctor.machine import cpu
 from compiled_llm_ops.flashinfer.install import missing_for_cuda
 from support.commands.foreign_folder import ForeignFolder
@@ -37,7 +37,7 @@ MIB, GIB = 2**20, 2**30
 Fake = Callable[[str, str], Path]
 
 
-def found(cuda: bool = False) -> dict[str, Finding]:
+def found(cuda: bool = False) -> dict[str, DoctorFinding]:
     """All findings, by part and name."""
     return {f"{finding.part}: {finding.name}": finding for finding in examine(cuda)}
 
@@ -486,7 +486,7 @@ def test_nothing_is_built_where_something_needed_is_missing(monkeypatch: pytest.
 
 
 def test_failed_build_sets_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = Finding("kernel builds", "ops", "failed", "no luck", "try again", needed=True)
+    failed = DoctorFinding("kernel builds", "ops", "failed", "no luck", "try again", needed=True)
     monkeypatch.setattr(doctor_report, "try_builds", lambda cuda: iter([failed]))
     result = run()
     assert result.exit_code == 1
@@ -524,7 +524,7 @@ def test_terminal_gets_the_same_lines_in_colour(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_is_too_long_for_a_terminal_goes_on_in_its_column() -> None:
-    finding = Finding("caches", "Inductor", "warning", "here, " * 12 + "/tmp/" + "long" * 20, "make it writable")
+    finding = DoctorFinding("caches", "Inductor", "warning", "here, " * 12 + "/tmp/" + "long" * 20, "make it writable")
     output = io.StringIO()
     doctor_report._print(Console(file=output, force_terminal=True, width=80, no_color=True), "caches", [finding])
     first, *rest = output.getvalue().splitlines()[1:]

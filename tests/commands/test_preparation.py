@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from compiled_llm.commands import preparation
-from compiled_llm.commands.generate.request import Request
+from compiled_llm.commands.generate.request import GenerateRequest
 from compiled_llm.commands.options.sampling import SamplingFlags
 from compiled_llm.commands.preparation import Preparation
 from compiled_llm.config import WrapConfig
@@ -38,7 +38,7 @@ def test_on_a_cpu_the_command_and_wrap_share_their_code() -> None:
     """Sizes of tables are constants of the programs, and so are part of the keys in Inductor's cache."""
     options = {"mode": "cuda-graphs", "backend": "auto", "dtype": "auto", "device": "auto", "model": "demo"}
     call = {"prompt": "Hi", "chat": False, "system": None, "max_new_tokens": 1, "stop": (), "as_json": False}
-    request = Request(**call, **options, sampling=SamplingFlags(), quiet=False)
+    request = GenerateRequest(**call, **options, sampling=SamplingFlags(), quiet=False)
     assert request.wrap_config("cpu") == WrapConfig()
     assert request.wrap_config("cuda") == WrapConfig(max_batch_size=1)
 

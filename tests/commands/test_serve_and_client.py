@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from compiled_llm.commands import early_checks
 from compiled_llm.commands.app import app
 from compiled_llm.commands.serve import http as serve_http
-from compiled_llm.commands.serve.command import Served
+from compiled_llm.commands.serve.command import ServeOptions
 from compiled_llm.engine.engine import Engine
 from compiled_llm.server.engine_process.socket_file import listen
 from compiled_llm.server.restarts import Restarts
@@ -168,7 +168,7 @@ def test_what_is_compiled_before_the_first_request(
     given = {"model": "demo", "max_rows": 16, "warmup": [], **options}
     if "profile" in given:
         given["profile"] = tmp_path / given["profile"]
-    served = Served(**{name: given.get(name) for name in Served._fields})
+    served = ServeOptions(**{name: given.get(name) for name in ServeOptions._fields})
     served.prepare(cast(Engine, Warmed()), structured, lambda doing: None)
     assert made == calls
 

@@ -11,7 +11,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from compiled_llm.compilation.graphs.rolling import UNBOUNDED, Budget, Cost, Entry, Key, RollingCudaGraphs, SamplingKey
+from compiled_llm.compilation.graphs.rolling import (
+    UNBOUNDED,
+    Budget,
+    Cost,
+    GraphEntry,
+    Key,
+    RollingCudaGraphs,
+    SamplingKey,
+)
 from compiled_llm.compilation.graphs.table import CudaGraphTable
 from compiled_llm.compilation.inputs import Shape
 
@@ -233,7 +241,7 @@ def filled(*keys: Key, budget: Budget = UNBOUNDED, replays: int = 0) -> RollingC
         rolling.add(key, Fake(), Cost(2**20, 2**20, 0.25), "steps")
         for _ in range(replays):
             entry = rolling.get(key)
-            assert isinstance(entry, Entry)
+            assert isinstance(entry, GraphEntry)
             entry.replay()
     return rolling
 

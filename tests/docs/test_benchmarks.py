@@ -13,7 +13,7 @@ import matplotlib
 import pytest
 
 from compiled_llm.commands.bench import chart
-from compiled_llm.commands.bench.report import Report
+from compiled_llm.commands.bench.report import BenchReport
 from support.docs.pages import CHECKOUT, DOCS, figures
 
 PAGE = CHECKOUT / "BENCHMARKS.md"
@@ -135,7 +135,7 @@ SPEED = CHECKOUT / "results" / "d414b6d-latency-qwen3-0.6b.json"
 def test_a_page_says_what_its_chart_shows(page: str) -> None:
     alternative = re.search(r"^!\[(.+)\]\(docs/speed\.svg\)$", (CHECKOUT / page).read_text(), re.MULTILINE)
     assert alternative is not None
-    speeds = chart.speeds_of(Report.load(SPEED))
+    speeds = chart.speeds_of(BenchReport.load(SPEED))
     for contender in speeds.contenders:
         rates = ", ".join(f"{speeds.rates[batch][contender]:,.0f}" for batch in speeds.rates)
         assert f" {chart.NAMES[contender]}: {rates}." in alternative[1]
@@ -146,5 +146,5 @@ def test_the_chart_is_drawn_from_its_run(tmp_path: Path) -> None:
     drawn = (CHECKOUT / "docs" / "speed.svg").read_text()
     if f"Matplotlib v{matplotlib.__version__}," not in drawn:
         pytest.skip("drawn by another matplotlib")
-    chart.draw(chart.speeds_of(Report.load(SPEED)), tmp_path / "speed.svg")
+    chart.draw(chart.speeds_of(BenchReport.load(SPEED)), tmp_path / "speed.svg")
     assert (tmp_path / "speed.svg").read_text() == drawn

@@ -20,7 +20,7 @@ import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.request import RequestError
-from compiled_llm.engine.thread.output_processor import OutputThread
+from compiled_llm.engine.thread.output_processor import OutputProcessor
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.execution.failing_calls import fail_once
 from support.in_threads import start
@@ -332,7 +332,7 @@ def test_a_thread_that_has_died_is_replaced(
     threads = [engine._driver._serving.thread, engine._driver.handles.output._thread]
     with monkeypatch.context() as patch:
         patch.setattr(type(engine._driver), "fail", lambda self, error: {}["missing"])
-        patch.setattr(OutputThread, "close", lambda self: None)
+        patch.setattr(OutputProcessor, "close", lambda self: None)
         patch.setattr("compiled_llm.engine.thread.output_processor._lose", lambda *_: {}["missing"])
         for thread in threads:
             throw(thread, SystemExit)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from compiled_llm.compat.tokenizers import backend_of, cleans_up
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.requests.answer_text import AnswerText, TextFormat
-from compiled_llm.requests.detokenizer import Decoding
+from compiled_llm.requests.detokenizer import TokenDecoder
 from compiled_llm.requests.stop_strings import StopReader, StopStrings
 from support.engine.text_tokenizers import SAMPLES, byte_fallback, byte_level, slow, word_pieces
 
@@ -39,7 +39,7 @@ def decoded(tokenizer: Any, tokens: list[int], skip: bool) -> str:
 
 def in_pieces(tokenizer: Any, tokens: list[int], skip: bool = True) -> tuple[list[str], str]:
     """The pieces of a text, and all of it."""
-    detokenizer = Decoding(tokenizer).detokenizer(skip)
+    detokenizer = TokenDecoder(tokenizer).detokenizer(skip)
     pieces = [detokenizer.add(token) for token in tokens]
     rest, whole = detokenizer.rest(tokens, "".join(pieces))
     return [*pieces, rest], whole
@@ -193,7 +193,7 @@ def searched(form: TextFormat, tokens: list[int]) -> tuple[str, int, Any]:
 
 
 def check_stops(tokenizer: Any, tokens: list[int], stops: list[str], keeps: bool = False, unsearched: int = 0) -> None:
-    form = TextFormat(Decoding(tokenizer), tuple(stops), keeps, True, unsearched)
+    form = TextFormat(TokenDecoder(tokenizer), tuple(stops), keeps, True, unsearched)
     assert searched(form, tokens) == naive(tokenizer, tokens, stops, keeps, unsearched), (tokens, form)
 
 
@@ -278,7 +278,7 @@ def test_the_token_that_ends_an_answer_is_not_in_its_text_unless_it_is_kept() ->
     for keeps, wanted in ((False, tokens[:-1]), (True, tokens)):
         request = request_of(tokens)
         request.ends, request.finish_reason = frozenset({tokens[-1]}), "stop"
-        form = TextFormat(Decoding(tokenizer), keeps_stop=keeps)
+        form = TextFormat(TokenDecoder(tokenizer), keeps_stop=keeps)
         text = AnswerText(request, form)
         text.read()
         assert text.text == text.whole == form.text_of(request, tokens) == decoded(tokenizer, wanted, True)

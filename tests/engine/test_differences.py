@@ -15,7 +15,7 @@ from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.logprobs import logprobs_of
 from compiled_llm.engine.steps.scores import Scores
-from compiled_llm.requests.detokenizer import Decoding
+from compiled_llm.requests.detokenizer import TokenDecoder
 from compiled_llm.requests.outputs import Logprob
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.stop_strings import StopReader
@@ -93,7 +93,7 @@ def the_first_in_the_text_stops(engine: Engine) -> None:
 
 def text_is_that_of_the_answer_alone(engine: Engine) -> None:
     tokenizer = byte_fallback()
-    assert Decoding(tokenizer).text([tokenizer.get_vocab()["▁fox"]], skip_special_tokens=True) == "fox"
+    assert TokenDecoder(tokenizer).text([tokenizer.get_vocab()["▁fox"]], skip_special_tokens=True) == "fox"
 
 
 def words_are_short(engine: Engine) -> None:

@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
 )
 
 import compiled_llm
-from compiled_llm.compilation.sampling.logprobs import Draws, ScoredTokens, processed, score_tokens
+from compiled_llm.compilation.sampling.logprobs import SampledDraws, ScoredTokens, processed, score_tokens
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.intake.input_processor import end_tokens
@@ -223,9 +223,9 @@ def test_scores_are_those_that_tokens_were_drawn_from(settings, seed):
         torch.testing.assert_close(scores.double().softmax(dim=0), sampled_from(own, setting))
 
 
-def draws_of(given: SampleTokens) -> Draws:
+def draws_of(given: SampleTokens) -> SampledDraws:
     tables: Any = SimpleNamespace(**given._asdict())
-    return Draws(given.slots, given.positions, tables, int(np.bitwise_or.reduce(given.edits.numpy())))
+    return SampledDraws(given.slots, given.positions, tables, int(np.bitwise_or.reduce(given.edits.numpy())))
 
 
 def sampled_from(logits: torch.Tensor, setting: Sampling) -> torch.Tensor:

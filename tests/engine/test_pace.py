@@ -8,7 +8,7 @@ import pytest
 
 import compiled_llm
 from compiled_llm.engine.steps.loop import Loop
-from compiled_llm.engine.steps.token_budget import Pace
+from compiled_llm.engine.steps.token_budget import TokenBudget
 from compiled_llm.execution.state.device_timer import DeviceTimer
 from support.tiny_models import tiny_qwen3
 
@@ -18,7 +18,7 @@ def device(decoding: int, tokens: int, per_token: float = 1e-5) -> float:
     return (0.002 + 1e-5 * decoding if decoding else 0.0) + (0.001 + per_token * tokens if tokens else 0.0)
 
 
-def run(pace: Pace, steps: int, decoding: int, **speed: float) -> list[float]:
+def run(pace: TokenBudget, steps: int, decoding: int, **speed: float) -> list[float]:
     """Steps of as many tokens as the pace allows, beside rows whose own steps are known; returns how long they took."""
     pace.ran(decoding, 0, device(decoding, 0))
     lengths = []
@@ -30,26 +30,26 @@ def run(pace: Pace, steps: int, decoding: int, **speed: float) -> list[float]:
 
 
 def test_without_a_limit_chunks_are_as_long_as_they_may_be():
-    pace = Pace(None, most=4096)
+    pace = TokenBudget(None, most=4096)
     assert pace.tokens(0) == pace.tokens(200) == 4096
     assert not pace.bounded
 
 
 @pytest.mark.parametrize("decoding", [0, 1, 30, 256])
 def test_steps_grow_to_the_limit_and_stay_below(decoding):
-    pace = Pace(20.0, most=4096)
+    pace = TokenBudget(20.0, most=4096)
     lengths = run(pace, 40, decoding)
     assert max(lengths) <= 0.020
     assert lengths[-1] > 0.010, "a chunk twice as large would have been too long"
 
 
 def test_prompts_go_on_however_short_the_limit():
-    assert Pace(0.001, most=4096).tokens(64) == 16
-    assert Pace(50.0, most=8).tokens(0) == 8
+    assert TokenBudget(0.001, most=4096).tokens(64) == 16
+    assert TokenBudget(50.0, most=8).tokens(0) == 8
 
 
 def test_one_odd_step_does_not_forbid_a_size_for_ever(seed):
-    pace = Pace(20.0, most=4096)
+    pace = TokenBudget(20.0, most=4096)
     before = run(pace, 40, 8)[-1]
     pace.ran(8, 1024, 5.0)
     assert run(pace, 1, 8)[0] < before
@@ -57,7 +57,7 @@ def test_one_odd_step_does_not_forbid_a_size_for_ever(seed):
 
 
 def test_a_device_that_becomes_slower_is_followed(seed):
-    pace = Pace(20.0, most=4096)
+    pace = TokenBudget(20.0, most=4096)
     run(pace, 40, 8)
     assert run(pace, 40, 8, per_token=8e-5)[-1] <= 0.020
 

@@ -14,7 +14,7 @@ from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.compilation.programs import PREFILL_EMBEDDED
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.grammars.compiling import Grammars
-from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.device_model import ModelRunner
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from support.engine.text_tokenizers import byte_level
@@ -43,10 +43,10 @@ def test_choices_under_grammars_are_prepared_for_as_many_rows(tmp_path: Path, mo
     assert 4 in rows
 
     prepared: list[Any] = []
-    own, deferred = Grammars.prepare, DeviceModel.prepare_deferred
+    own, deferred = Grammars.prepare, ModelRunner.prepare_deferred
     monkeypatch.setattr(Grammars, "prepare", lambda self, *given: prepared.append("grammars") or own(self, *given))
     monkeypatch.setattr(
-        DeviceModel,
+        ModelRunner,
         "prepare_deferred",
         lambda self, buckets=(): prepared.append(list(buckets)) or deferred(self, buckets),
     )

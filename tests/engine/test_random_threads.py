@@ -16,7 +16,7 @@ import pytest
 from transformers.utils.logging import disable_progress_bar
 
 from compiled_llm.engine.steps.loop import Loop
-from compiled_llm.execution.runner import Runner
+from compiled_llm.execution.runner import GenerateLoop
 from support.engine.thread_search import Expected, Schedule
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,7 +39,7 @@ def test_schedules_end_and_leave_nothing(
             break
         number = (1000 * seed if first is None else first) + count
         print(f"schedule {number}", flush=True)
-        for loop in (Loop, Runner):  # as on a GPU
+        for loop in (Loop, GenerateLoop):  # as on a GPU
             monkeypatch.setattr(loop, "asynchronous", bool(number % 2))
         schedule = Schedule(number, expected)
         began = time.monotonic()

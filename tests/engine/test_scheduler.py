@@ -18,10 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.engine.steps.constraint import Constraint
 from compiled_llm.engine.steps.loop import Loop
-from compiled_llm.engine.steps.plan import Plan
+from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.scheduler import Scheduler
-from compiled_llm.engine.steps.token_budget import Pace
+from compiled_llm.engine.steps.token_budget import TokenBudget
 from compiled_llm.kvcache.pool import OutOfPagesError, PagePool
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
@@ -41,7 +41,7 @@ places = st.sampled_from(["admit", "run", "written", "ran", "late", "reading", "
 class Watched(Scheduler):
     """Looks at each plan."""
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         before, preempted = set(self.running), self.preemptions
         plan = super().plan()
         rows = [*plan.decode, *(chunk.request for chunk in plan.extend)]
@@ -75,7 +75,9 @@ class Crowd(RuleBasedStateMachine):
         self.device = NaiveDevice(self.pool, 2 * rows)
         self.tree = PrefixTree(self.pool) if caches else None
         self.scheduler = Watched(self.pool, rows, lambda decoding: max(1, budget - decoding), self.tree)
-        self.loop = type("", (Loop,), {"asynchronous": late})(self.device, self.scheduler, Pace(None, 1), self.tree)
+        self.loop = type("", (Loop,), {"asynchronous": late})(
+            self.device, self.scheduler, TokenBudget(None, 1), self.tree
+        )
         self.scheduler._likely = guess  # answers are longer than that: requests are preempted
         self.now = 0.0
         self.requests: list[Request] = []
@@ -266,7 +268,7 @@ class Crowd(RuleBasedStateMachine):
         assert len(self.device.free_slots) == 2 * self.scheduler._max_rows
 
 
-def launch(scheduler: Scheduler) -> Plan:
+def launch(scheduler: Scheduler) -> StepPlan:
     """Have all rows of the next plan grow, as a device would."""
     plan = scheduler.plan()
     for request in plan.decode:

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm.engine.engine import Engine, QueueFullError
 from compiled_llm.engine.steps.loop import Loop
-from compiled_llm.engine.thread.arrivals import Inbox
-from compiled_llm.engine.thread.engine_thread import Driver
+from compiled_llm.engine.thread.arrivals import Arrivals
+from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.execution.lifecycle import device_side
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.in_threads import in_thread, start
@@ -74,7 +74,7 @@ def test_a_call_beside_a_paused_engine_takes_its_pages(plain, model, engine):
 
 
 def test_a_call_while_the_loop_passes_between_threads_takes_its_pages(plain, model, engine, monkeypatch):
-    monkeypatch.setattr(Driver, "start_thread", lambda self: None)
+    monkeypatch.setattr(EngineThread, "start_thread", lambda self: None)
     handle = engine.submit(PROMPT, greedy(100))
     engine._driver.run(lambda: handle.requests[0].tokens)  # and now nobody runs it
     assert by_itself(model, PROMPT, 120) == alone(plain, PROMPT, 120)
@@ -183,9 +183,9 @@ def test_a_listener_that_calls_the_model_is_refused(plain, model, engine):
 
 
 def test_no_race_of_submitters_passes_max_queue(model, one_thread, monkeypatch):
-    slow = Driver.waiting.fget
+    slow = EngineThread.waiting.fget
 
-    def waiting(self: Driver) -> Any:
+    def waiting(self: EngineThread) -> Any:
         count = slow(self)  # type: ignore[misc]
         time.sleep(0.02)
         return count
@@ -193,7 +193,7 @@ def test_no_race_of_submitters_passes_max_queue(model, one_thread, monkeypatch):
     with Engine(model, max_rows=1, max_queue=3) as engine:
         engine.generate(PROMPT, greedy(1))
         with engine.paused():
-            monkeypatch.setattr(Driver, "waiting", property(waiting))
+            monkeypatch.setattr(EngineThread, "waiting", property(waiting))
             calls = [start(lambda: engine.submit(PROMPT, greedy(2))) for _ in range(6)]
             refused = [call for call in calls if isinstance(call.exception(timeout=PATIENCE), QueueFullError)]
             assert len(refused) == 3
@@ -202,7 +202,7 @@ def test_no_race_of_submitters_passes_max_queue(model, one_thread, monkeypatch):
 
 def test_whoever_serves_is_called_even_if_another_has_taken_the_message():
     """That one leaves when its own answers have ended, and the request is served by nobody."""
-    inbox, taken = Inbox(), []
+    inbox, taken = Arrivals(), []
     inbox.send(taken.append)
     inbox.deliver(cast(Loop, None))
     assert taken

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import OutOfPagesError
-from compiled_llm.execution.batch import Batch, Extension, Step
+from compiled_llm.execution.batch import Batch, Extension, StepOutput
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
-from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.device_model import ModelRunner
 from compiled_llm.kvcache.row import Row
 from support.execution.alone import Alone
 from support.tiny_models import tiny_qwen3
@@ -31,15 +31,15 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.model: PreTrainedModel = compiled_llm.wrap(tiny_qwen3(**OVERRIDES), **OPTIONS, progress=False)
-        self.device_model: DeviceModel = self.model.compiled.device_model()
+        self.device_model: ModelRunner = self.model.compiled.device_model()
         self.persistent = PersistentBatch(self.device_model.state, self.device_model.decode)
         self.twins: dict[Row, Alone] = {}
 
     def row(self) -> Row:
         return Row(self.device_model.pool, 0)
 
-    def run(self, decode: list[Row] | None = None, extend: list[Extension] | None = None) -> Step:
-        step: Step = self.device_model.thread.call(
+    def run(self, decode: list[Row] | None = None, extend: list[Extension] | None = None) -> StepOutput:
+        step: StepOutput = self.device_model.thread.call(
             self.device_model.run, Batch(decode or [], extend or []), self.persistent
         )
         for row in decode or []:

@@ -26,7 +26,7 @@ from compiled_llm.compilation.graphs.slices import SlicedThread
 from compiled_llm.compilation.inputs import Shape
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.prefill.prefill import Prefill
-from compiled_llm.execution.runner import Runner
+from compiled_llm.execution.runner import GenerateLoop
 from compiled_llm.kvcache.row import Row
 from support.execution.model_changes import other_attribute
 from support.execution.stand_in_cuda_graphs import StandIn, StandInGraphCapture, let_a_cpu_capture
@@ -69,9 +69,9 @@ def prompt_of(length: int) -> list[int]:
     return [rng.randrange(3, 128) for _ in range(length)]
 
 
-def runner_of(model: Any, exact: bool) -> Runner:
+def runner_of(model: Any, exact: bool) -> GenerateLoop:
     """A loop; one that is not exact pads steps as an engine's does."""
-    runner: Runner = model.compiled.runner()
+    runner: GenerateLoop = model.compiled.runner()
     if not exact:
         device_model = model.compiled.device_model()
         runner._persistent = PersistentBatch(device_model.state, device_model.decode)
@@ -195,7 +195,7 @@ def test_tokens_are_right_whatever_is_recorded_and_when(
     assert (table.padded > 0) == (not exact)
 
 
-def steps_of(runner: Runner, count: int) -> list[int]:
+def steps_of(runner: GenerateLoop, count: int) -> list[int]:
     """Run steps, and return which bucket each ran in."""
     buckets = []
     for _ in range(count):
@@ -204,7 +204,7 @@ def steps_of(runner: Runner, count: int) -> list[int]:
     return buckets
 
 
-def admitted(model: Any, rows: int, exact: bool = False) -> Runner:
+def admitted(model: Any, rows: int, exact: bool = False) -> GenerateLoop:
     runner = runner_of(model, exact)
     for _ in range(rows):
         runner.admit(prompt_of(9), 40)

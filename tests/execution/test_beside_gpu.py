@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm.compilation.graphs.capture import Captured, GraphCapture
+from compiled_llm.compilation.graphs.capture import CapturedGraph, GraphCapture
 from support.execution.twins import DEVICE, OPTIONS, assert_parity, parity, small_qwen3, twins_of
 from support.gpu import needs_cuda
 from support.parity import assert_account_is_empty
@@ -56,7 +56,7 @@ def slices_until(capturer: GraphCapture, condition: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def capturing(capturer: GraphCapture) -> Iterator[Future[Captured[Tensor]]]:
+def capturing(capturer: GraphCapture) -> Iterator[Future[CapturedGraph[Tensor]]]:
     """Hold a capture open in its thread for the block; it has to succeed."""
     begun, ended, doubled = threading.Event(), threading.Event(), Doubled()
 
@@ -158,7 +158,7 @@ def test_two_capture_at_one_time(capturer: GraphCapture) -> None:
         draw()
 
 
-def finished(capturer: GraphCapture, launch: Callable[[], Tensor]) -> Captured[Tensor]:
+def finished(capturer: GraphCapture, launch: Callable[[], Tensor]) -> CapturedGraph[Tensor]:
     underway = capturer.begin(launch)
     slices_until(capturer, underway.done)
     return underway.result()

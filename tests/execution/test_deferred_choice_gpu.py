@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm.compilation.sampling.masks import mask_of
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
-from compiled_llm.execution.batch import Batch, Extension, Step
+from compiled_llm.execution.batch import Batch, Extension, StepOutput
 from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
-from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.device_model import ModelRunner
 from compiled_llm.kvcache.row import Row
 from support.execution.twins import OPTIONS, SMALL, small_qwen3
 from support.gpu import needs_cuda
@@ -70,7 +70,7 @@ class Grammared:
     """A loop whose rows follow a toy grammar: of each token, every seventh may follow."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.device_model: DeviceModel = model.compiled.device_model()
+        self.device_model: ModelRunner = model.compiled.device_model()
         self.persistent = PersistentBatch(self.device_model.state, self.device_model.decode)
         self.last: dict[Row, int] = {}
         self.launched: dict[Row, Tensor] = {}
@@ -84,20 +84,20 @@ class Grammared:
         self.device_model.thread.call(self.device_model.state.slots.admit, [row], [sampling])
         return Extension.of(row, prompt)
 
-    def run(self, decode: Sequence[Row] = (), extend: Sequence[Extension] = (), unchanged: bool = False) -> Step:
+    def run(self, decode: Sequence[Row] = (), extend: Sequence[Extension] = (), unchanged: bool = False) -> StepOutput:
         batch = Batch(decode, extend)
-        step: Step = self.device_model.thread.call(self.device_model.run, batch, self.persistent, unchanged)
+        step: StepOutput = self.device_model.thread.call(self.device_model.run, batch, self.persistent, unchanged)
         if step.logits is not None:
             self.launched |= dict(zip(step.rows, step.logits.clone(), strict=True))
         return step
 
-    def sample(self) -> Step:
+    def sample(self) -> StepOutput:
         rows = self.persistent.deferred.rows
         masks = Masks(rows, np.stack([mask_after(self.last[row]) for row in rows]))
-        step: Step = self.device_model.thread.call(self.device_model.sample_deferred, self.persistent, masks)
+        step: StepOutput = self.device_model.thread.call(self.device_model.sample_deferred, self.persistent, masks)
         return step
 
-    def check(self, step: Step) -> None:
+    def check(self, step: StepOutput) -> None:
         """Each token is the likeliest that may follow, of the launch's own logits, and what the row feeds in next."""
         assert step.logits is not None
         tables = self.device_model.state.slots.tables

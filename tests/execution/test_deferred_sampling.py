@@ -17,10 +17,10 @@ import compiled_llm
 from compiled_llm.compilation.graphs.rolling import Budget, Cost, SamplingKey
 from compiled_llm.compilation.sampling.masks import mask_of
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
-from compiled_llm.execution.batch import Batch, Extension, Step
+from compiled_llm.execution.batch import Batch, Extension, StepOutput
 from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
-from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.device_model import ModelRunner
 from compiled_llm.execution.state import device_state, sampling_graphs
 from compiled_llm.execution.state.sampling_graphs import SamplingGraphs
 from compiled_llm.kvcache.row import Row
@@ -53,13 +53,13 @@ class Constrained:
     def __init__(self, mode: str = "eager", beside: Constrained | None = None) -> None:
         plain = tiny_qwen3(**OVERRIDES)
         self.model: PreTrainedModel = compiled_llm.wrap(plain, **OPTIONS, mode=mode) if beside is None else beside.model
-        self.device_model: DeviceModel = self.model.compiled.device_model()
+        self.device_model: ModelRunner = self.model.compiled.device_model()
         self.persistent = PersistentBatch(self.device_model.state, self.device_model.decode)
         self.twins: dict[Row, Alone] = {}
         self.texts: dict[Row, list[int]] = {}
         self.constrained: set[Row] = set()
         self.penalised: set[Row] = set()
-        self.seen: list[Step] = []
+        self.seen: list[StepOutput] = []
 
     def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         return self.device_model.thread.call(function, *args, **kwargs)
@@ -77,9 +77,9 @@ class Constrained:
         self.texts[row] = []
         return row
 
-    def run(self, decode: Sequence[Row] = (), extend: Sequence[Extension] = (), unchanged: bool = False) -> Step:
+    def run(self, decode: Sequence[Row] = (), extend: Sequence[Extension] = (), unchanged: bool = False) -> StepOutput:
         batch = Batch(list(decode), list(extend), observer=self.seen.append)
-        step: Step = self.call(self.device_model.run, batch, self.persistent, unchanged)
+        step: StepOutput = self.call(self.device_model.run, batch, self.persistent, unchanged)
         for row in decode:
             self.twins[row].feed(self.texts[row][-1:])
         for extension in extend:
@@ -96,11 +96,11 @@ class Constrained:
                 self.take(row, token)
         return step
 
-    def sample(self, without: Sequence[Row] = (), **edited: Any) -> Step:
+    def sample(self, without: Sequence[Row] = (), **edited: Any) -> StepOutput:
         """Choose what waits, with the masks that follow from the tokens so far."""
         rows = [row for row in self.persistent.deferred.rows if self.texts[row] and row not in without]
         masks = Masks(rows, np.stack([mask_after(self.texts[row][-1]) for row in rows])) if rows else None
-        step: Step = self.call(self.device_model.sample_deferred, self.persistent, masks, **edited)
+        step: StepOutput = self.call(self.device_model.sample_deferred, self.persistent, masks, **edited)
         for row, token in zip(step.rows, step.tokens.tolist(), strict=True):
             if row.slot is not None:
                 self.take(row, token)

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm.compilation.graphs.capture import Captured, GraphCapture
-from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.compilation.graphs.capture import CapturedGraph, GraphCapture
+from compiled_llm.execution.device_model import ModelRunner
 from support.execution.twins import DEVICE, OPTIONS, assert_parity, parity, prompts_on_device, small_qwen3, twins_of
 from support.gpu import needs_cuda
 from support.parity import assert_account_is_empty, greedy
@@ -51,7 +51,7 @@ def taken() -> int:
     return total - free
 
 
-def record(device_model: DeviceModel, number: int) -> None:
+def record(device_model: ModelRunner, number: int) -> None:
     """Have one more decode step or prefill captured, unless it is."""
     shapes = [shape for rows in (1, 4) for shape in device_model.prefill.captured_shapes(rows)[:8]]
     buckets = [1, 2, 4, 8, 16, 17]
@@ -126,7 +126,7 @@ class Matmuls:
         self.right = torch.randn(16384, 256, generator=generator, device=DEVICE).bfloat16()
         self.out = torch.empty(rows, 256, device=DEVICE)
         self.launch()
-        self.captured: Captured[Tensor] = capturer.capture(self.launch)
+        self.captured: CapturedGraph[Tensor] = capturer.capture(self.launch)
         self.expected = self.captured.replay().clone()
 
     def launch(self) -> Tensor:

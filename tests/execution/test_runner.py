@@ -16,7 +16,7 @@ import compiled_llm
 from compiled_llm import OutOfPagesError
 from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.prefill.prefill import Prefill
-from compiled_llm.execution.runner import Runner
+from compiled_llm.execution.runner import GenerateLoop
 from compiled_llm.kvcache.row import Row
 from support.execution.alone import Alone
 from support.parity import assert_account_is_empty
@@ -35,7 +35,7 @@ def model() -> PreTrainedModel:
 
 
 @pytest.fixture
-def runner(model: PreTrainedModel) -> Runner:
+def runner(model: PreTrainedModel) -> GenerateLoop:
     return model.compiled.runner()
 
 
@@ -46,7 +46,7 @@ def prompt_of(length: int, rng: np.random.Generator) -> list[int]:
 class Schedule:
     """A runner and its rows' twins, each alone on HuggingFace's forward."""
 
-    def __init__(self, runner: Runner, plain: PreTrainedModel, rng: np.random.Generator) -> None:
+    def __init__(self, runner: GenerateLoop, plain: PreTrainedModel, rng: np.random.Generator) -> None:
         self.runner, self._plain, self._rng = runner, plain, rng
         self.twins: dict[Row, Alone] = {}
         self.waiting: dict[Row, list[int]] = {}
@@ -291,7 +291,7 @@ def test_a_row_may_outgrow_its_promise_while_pages_are_free(model, runner):
 # ---- errors leave everything as it was
 
 
-def works(runner: Runner, model: PreTrainedModel) -> None:
+def works(runner: GenerateLoop, model: PreTrainedModel) -> None:
     """A row on this runner gets HuggingFace's logits, beside those that are in."""
     others = list(runner.rows)
     row = runner.admit([9, 8, 7, 6], 3)

@@ -13,7 +13,7 @@ import compiled_llm
 from compiled_llm.compilation.sampling.bias import ALWAYS, Bias, packed
 from compiled_llm.compilation.sampling.masks import mask_of
 from compiled_llm.compilation.sampling.sampling import Sampling
-from compiled_llm.execution.runner import Runner
+from compiled_llm.execution.runner import GenerateLoop
 from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.slots import Slots
 from compiled_llm.execution.state.staging import Staging
@@ -37,7 +37,7 @@ def model() -> Any:
     return compiled_llm.wrap(tiny_qwen3(**OVERRIDES), **OPTIONS, progress=False)
 
 
-def begun(model: Any, seed: int, count: int, sampling: Sampling | None = None) -> list[tuple[Runner, Alone]]:
+def begun(model: Any, seed: int, count: int, sampling: Sampling | None = None) -> list[tuple[GenerateLoop, Alone]]:
     pairs = []
     for number in range(count):
         prompt = np.random.default_rng([seed, number]).integers(3, 128, 3 + number % 5)
@@ -48,7 +48,7 @@ def begun(model: Any, seed: int, count: int, sampling: Sampling | None = None) -
     return pairs
 
 
-def step(runner: Runner, twin: Alone) -> None:
+def step(runner: GenerateLoop, twin: Alone) -> None:
     runner.step(unchanged=True)
     twin.feed([twin.next])
     torch.testing.assert_close(runner.logits()[0], twin.logits, rtol=1e-3, atol=1e-3)

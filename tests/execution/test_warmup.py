@@ -21,7 +21,7 @@ from compiled_llm import Engine, SamplingParams
 from compiled_llm.compilation.artifacts.profile import Profile, UsedStep
 from compiled_llm.compilation.graphs.rolling import Budget, Cost, Key, RollingCudaGraphs, SamplingKey, described
 from compiled_llm.compilation.inputs import Shape
-from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.device_model import ModelRunner
 from compiled_llm.execution.lifecycle.used_steps import prepare_profile
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.parity import greedy, mixed_prompts
@@ -251,7 +251,7 @@ def test_the_most_used_steps_are_prepared_as_far_as_there_is_room(
 ) -> None:
     device = FakeDevice(budget, sizes)
     profile = Profile({}, Counter({UsedStep(*described(key)): count for key, count in uses.items()}))
-    prepare_profile(cast(DeviceModel, device), profile, lambda doing: None)
+    prepare_profile(cast(ModelRunner, device), profile, lambda doing: None)
     used = [key for key in uses if not isinstance(key, SamplingKey)]
     used.sort(key=lambda key: (-uses[key], described(key)))
     used = used[: budget.most]

@@ -22,8 +22,8 @@ from compiled_llm.compilation.tracing import layer_marks
 from compiled_llm.explaining import timings
 from compiled_llm.explaining.dump import dump
 from compiled_llm.explaining.dump.bytecode import readable
-from compiled_llm.explaining.dump.links import Link, kernels_of, lines_of_nodes
-from compiled_llm.explaining.dump.pages import Pages, link_to
+from compiled_llm.explaining.dump.links import SourceLink, kernels_of, lines_of_nodes
+from compiled_llm.explaining.dump.pages import DumpPages, link_to
 from compiled_llm.explaining.dump.parts import parts_of
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.tracing import Sandbox
@@ -201,8 +201,8 @@ def test_inductor_knows_nodes_by_the_names_that_pages_show(tmp_path, monkeypatch
 def test_layers_are_alike_if_their_lines_are():
     here, there = Place("a.py", 1, "f"), Place("a.py", 2, "f")
 
-    def lines(module: str, *places: Place) -> list[Link]:
-        return [Link(module, place, ["add"], ["cpp_fused_add_0:1"]) for place in places]
+    def lines(module: str, *places: Place) -> list[SourceLink]:
+        return [SourceLink(module, place, ["add"], ["cpp_fused_add_0:1"]) for place in places]
 
     plain, other = [0, 1, 2, 4, 6, 7], [3, 5]
     order = sorted(plain + other)
@@ -253,7 +253,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
 def test_names_of_files_are_text_on_the_pages_and_nothing_else(tmp_path):
     source = tmp_path / '"><script>alert(1)<b>#?%41.py'
     source.write_text("<script>alert(2)</script>\n")
-    page = Pages(tmp_path).of_source(Place(str(source), 1, "<script>"))
+    page = DumpPages(tmp_path).of_source(Place(str(source), 1, "<script>"))
     assert page is not None
     address = link_to(page, tmp_path / "index.html", 1)
     assert not set('"<>?') & set(address)
@@ -265,7 +265,7 @@ def test_names_of_files_are_text_on_the_pages_and_nothing_else(tmp_path):
 def test_listings_are_coloured(tmp_path):
     source = tmp_path / "a.py"
     source.write_text('def f():\n    """Two\n    lines."""\n')
-    text = Pages(tmp_path).of_source(Place(str(source), 1, "f")).read_text()
+    text = DumpPages(tmp_path).of_source(Place(str(source), 1, "f")).read_text()
     assert '<span class="k">def</span>' in text
     lines = re.findall(r'<span id="L-\d+"><span class="linenos">\d+</span>(.*)\n', text)
     assert [Read(line).words for line in lines] == source.read_text().splitlines()

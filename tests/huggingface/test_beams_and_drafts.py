@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, Stoppi
 import compiled_llm
 from compiled_llm.compilation import backend as inductor
 from compiled_llm.execution.prefill.prefill import Prefill
-from compiled_llm.execution.state.device_state import DeviceState
+from compiled_llm.execution.state.device_state import RunnerState
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import PageCopy
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
@@ -51,14 +51,14 @@ class Watched:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     seen = Watched()
-    take, copy, prefill = PagePool.take_reserved, DeviceState.copy_pages, Prefill.run
+    take, copy, prefill = PagePool.take_reserved, RunnerState.copy_pages, Prefill.run
 
     def taking(self: PagePool, count: int) -> list[int]:
         pages = take(self, count)
         seen.most_used = max(seen.most_used, self.account().used)
         return pages
 
-    def copying(self: DeviceState, copies: list[PageCopy]) -> None:
+    def copying(self: RunnerState, copies: list[PageCopy]) -> None:
         seen.copied += len(copies)
         copy(self, copies)
 
@@ -67,7 +67,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
         return prefill(self, batch, *args, **options)
 
     monkeypatch.setattr(PagePool, "take_reserved", taking)
-    monkeypatch.setattr(DeviceState, "copy_pages", copying)
+    monkeypatch.setattr(RunnerState, "copy_pages", copying)
     monkeypatch.setattr(Prefill, "run", prefilling)
     return seen
 

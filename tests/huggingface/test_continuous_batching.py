@@ -20,7 +20,7 @@ from compiled_llm.compat.continuous_batching import RequestState, processors_of
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.huggingface.batch import batch_settings
-from compiled_llm.huggingface.batch.batch_answers import Answers
+from compiled_llm.huggingface.batch.batch_answers import BatchAnswers
 from compiled_llm.huggingface.batch.continuous_batching import EngineManager
 from compiled_llm.requests.listeners import tell
 from support.execution.failing_calls import fail_once
@@ -319,7 +319,7 @@ def test_outputs_of_two_threads_come_in_order():
     handle = RequestHandle([request], cancel=lambda _: None)
     request.tokens.append(7)
     router: Any = Router()
-    answers = Answers([RequestState("a", [5], streaming=True)], router, ended=lambda _: None)
+    answers = BatchAnswers([RequestState("a", [5], streaming=True)], router, ended=lambda _: None)
     answers.follow(handle)
     engine.join()
     assert seen == [1, 2]

@@ -23,7 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
 from compiled_llm.execution.decode.decode import Decode
-from compiled_llm.execution.runner import Runner
+from compiled_llm.execution.runner import GenerateLoop
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -72,7 +72,7 @@ def test_the_first_token_does_not_wait_for_decode_to_be_prepared(monkeypatch, se
     model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", page_size=4, progress=False)
     inputs, events = mixed_prompts([6], 128, seed), [Events(), Events()]
     launch = Decode._launch
-    monkeypatch.setattr(Runner, "asynchronous", True)
+    monkeypatch.setattr(GenerateLoop, "asynchronous", True)
     for each in events:
         monkeypatch.setattr(Decode, "_launch", lambda *args, each=each: (each.seen.append("decode"), launch(*args))[1])
         greedy(model, inputs, 3, streamer=each)
@@ -213,13 +213,13 @@ def test_the_model_is_looked_at_again_after_code_that_may_have_changed_it(
 ) -> None:
     """A call's prefill looks in any case."""
     model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", page_size=4)
-    said, own = [], Runner.step
+    said, own = [], GenerateLoop.step
 
-    def step(self: Runner, forced: Any = None, unchanged: bool = False, *others: Any) -> Any:
+    def step(self: GenerateLoop, forced: Any = None, unchanged: bool = False, *others: Any) -> Any:
         said.append(unchanged)
         return own(self, forced, unchanged, *others)
 
-    monkeypatch.setattr(Runner, "step", step)
+    monkeypatch.setattr(GenerateLoop, "step", step)
     options = {"streamer": None if streamer is None else streamer(tokenizer)}
     greedy(model, mixed_prompts([5], 128, seed=0), 6, stopping_criteria=StoppingCriteriaList(criteria), **options)
     assert said == [False, *[not watched] * 5]

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from compiled_llm_ops.flashinfer.workspace import Workspace
+from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace
 
 
 @pytest.fixture(scope="module")
-def workspace() -> Workspace:
-    return Workspace("cuda", 256 * 2**20)
+def workspace() -> FlashInferWorkspace:
+    return FlashInferWorkspace("cuda", 256 * 2**20)

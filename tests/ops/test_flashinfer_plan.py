@@ -22,7 +22,7 @@ from compiled_llm_ops.contracts import PlanPagedAttention
 from compiled_llm_ops.flashinfer import backend, splitting, versions, workspace
 from compiled_llm_ops.flashinfer.append import readable
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE
-from compiled_llm_ops.protocol import Captured, owner_of
+from compiled_llm_ops.protocol import CapturedLaunch, owner_of
 from support.ops.mocked_flashinfer import DATA, GEOMETRY, HOST, NUMBERS, Mocked, make_plan, mocked, tensors
 
 __all__ = ["mocked"]
@@ -256,14 +256,14 @@ def test_a_plan_is_found_by_its_tensor_for_as_long_as_it_lives(mocked: Mocked) -
 
 def test_decode_steps_take_little_workspace() -> None:
     """One query a row: their tiles are of 16 pairs, where prefill's are of 128."""
-    decode, prefill = Captured(64, 64, SPLIT), Captured(1024, 65, SPLIT)
+    decode, prefill = CapturedLaunch(64, 64, SPLIT), CapturedLaunch(1024, 65, SPLIT)
     sizes = [splitting.captured_split_bytes(GEOMETRY, own.tokens, own.rows, 132) for own in (decode, prefill)]
     assert sizes[0] < sizes[1] / 4
 
 
 @pytest.mark.usefixtures("mocked")
 def test_without_shared_keys_no_workspace_is_needed() -> None:
-    whole = Captured(64, 64, WHOLE)
+    whole = CapturedLaunch(64, 64, WHOLE)
     assert backend.BACKEND.workspace_bytes([GEOMETRY], torch.device("cpu"), whole) == 0
 
 

@@ -19,7 +19,7 @@ from compiled_llm_ops import (
     decode_attention,
 )
 from compiled_llm_ops.flashinfer.append import append
-from compiled_llm_ops.flashinfer.workspace import Workspace
+from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace
 from support.gpu import by_dtype, needs_cuda, seeded
 from support.ops import gpu_rows
 from support.ops.gpu_rows import (
@@ -100,7 +100,7 @@ def prefill_once(
     head_dim: int,
     lengths: Sequence[int],
     queries: Sequence[int],
-    workspace: Workspace,
+    workspace: FlashInferWorkspace,
     *,
     static: bool,
     seed: int,
@@ -173,7 +173,7 @@ def test_decode_reads_nothing_that_is_not_the_rows(seed: int) -> None:
 @captured_or_not
 @split_or_not
 def test_prefill_and_extend(
-    group: int, dtype: torch.dtype, static: bool, split: bool, seed: int, workspace: Workspace
+    group: int, dtype: torch.dtype, static: bool, split: bool, seed: int, workspace: FlashInferWorkspace
 ) -> None:
     prefill_once(geometry_of(group, dtype), 128, *EXTENDED, workspace, static=static, split=split, seed=seed)
 
@@ -181,7 +181,9 @@ def test_prefill_and_extend(
 @seeded
 @pytest.mark.parametrize("group", [2, 8], ids="group={}".format)
 @pytest.mark.parametrize("options", [{"window_left": 20}, {"window_left": 0}, {"soft_cap": 5.0}], ids=str)
-def test_sliding_window_and_soft_cap(group: int, options: dict[str, Any], seed: int, workspace: Workspace) -> None:
+def test_sliding_window_and_soft_cap(
+    group: int, options: dict[str, Any], seed: int, workspace: FlashInferWorkspace
+) -> None:
     geometry = geometry_of(group, **options)
     decode_once(geometry, 128, MIXED, seed)
     prefill_once(geometry, 128, *EXTENDED, workspace, static=False, seed=seed)
@@ -189,14 +191,14 @@ def test_sliding_window_and_soft_cap(group: int, options: dict[str, Any], seed: 
 
 @seeded
 @pytest.mark.parametrize("group", [1, 4], ids="group={}".format)
-def test_head_size_without_kernels_is_padded(group: int, seed: int, workspace: Workspace) -> None:
+def test_head_size_without_kernels_is_padded(group: int, seed: int, workspace: FlashInferWorkspace) -> None:
     geometry = geometry_of(group, head_dim=96)
     decode_once(geometry, 96, MIXED, seed)
     prefill_once(geometry, 96, *EXTENDED, workspace, static=False, seed=seed)
 
 
 @seeded
-def test_one_long_row_is_split_over_the_device(seed: int, workspace: Workspace) -> None:
+def test_one_long_row_is_split_over_the_device(seed: int, workspace: FlashInferWorkspace) -> None:
     for group in (2, 8):
         for lengths in ([20_000], [40_960], [20_000, 1, 500], [*[160] * 7, 32_768], [5000, *[100] * 149]):
             decode_once(geometry_of(group), 128, lengths, seed)
@@ -204,7 +206,7 @@ def test_one_long_row_is_split_over_the_device(seed: int, workspace: Workspace) 
 
 
 @seeded
-def test_query_may_be_a_view_of_a_fused_projection(seed: int, workspace: Workspace) -> None:
+def test_query_may_be_a_view_of_a_fused_projection(seed: int, workspace: FlashInferWorkspace) -> None:
     rows = Rows([geometry_of(2)], MIXED, max(MIXED), 128, seed)
     (layer,) = rows.layers
     plan = make_plan(layer, on_device(rows.table()), workspace, static=False)

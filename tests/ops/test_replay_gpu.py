@@ -24,7 +24,7 @@ from compiled_llm_ops import (
     decode_attention_lse,
 )
 from compiled_llm_ops.flashinfer import splitting
-from compiled_llm_ops.flashinfer.workspace import STAGING_BUFFERS, Workspace
+from compiled_llm_ops.flashinfer.workspace import STAGING_BUFFERS, FlashInferWorkspace
 from support.gpu import by_dtype, close, needs_cuda, seeded
 from support.ops.gpu_rows import (
     MIXED,
@@ -122,7 +122,7 @@ def test_a_recorded_decode_step_holds_for_all_lengths(group: int, lengths: list[
 
 
 @seeded
-def test_replays_see_the_table_that_was_captured(seed: int, workspace: Workspace) -> None:
+def test_replays_see_the_table_that_was_captured(seed: int, workspace: FlashInferWorkspace) -> None:
     """A launch may be given columns that an earlier step of the graph computes."""
     rows = Rows([geometry_of(2)], [15, 16, 40], 64, 128, seed)
     (layer,) = rows.layers
@@ -264,7 +264,7 @@ def test_decode_waits_for_what_is_in_front_of_it(lengths: list[int], seed: int) 
 
 @seeded
 @split_or_not
-def test_static_prefill_replays_smaller_batches(split: bool, seed: int, workspace: Workspace) -> None:
+def test_static_prefill_replays_smaller_batches(split: bool, seed: int, workspace: FlashInferWorkspace) -> None:
     rows = Rows([geometry_of(4)], [200, 33, 64], 400, 128, seed)
     (layer,) = rows.layers
     columns = fixed_columns(rows)
@@ -304,7 +304,7 @@ def test_static_plans_take_what_is_reckoned(tokens: int, rows: int, head_dim: in
     needed = splitting.captured_split_bytes(geometry, tokens, rows, processors)
 
     def plan(nbytes: int) -> None:
-        workspace = Workspace("cuda", nbytes)
+        workspace = FlashInferWorkspace("cuda", nbytes)
         Plan(geometry, on_device(host), workspace, static=True, split=True).plan(host)
 
     plan(needed)
@@ -317,7 +317,7 @@ def test_static_plans_take_what_is_reckoned(tokens: int, rows: int, head_dim: in
 
 @seeded
 def test_a_number_that_a_captured_launch_has_read_may_not_change(
-    seed: int, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+    seed: int, workspace: FlashInferWorkspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = Rows([geometry_of(2)], MIXED, max(MIXED), 128, seed)
     (layer,) = rows.layers
@@ -347,7 +347,7 @@ def in_pinned_memory(table: PageTable) -> PageTable:
 
 
 @seeded
-def test_plan_does_not_wait_for_the_device(seed: int, workspace: Workspace) -> None:
+def test_plan_does_not_wait_for_the_device(seed: int, workspace: FlashInferWorkspace) -> None:
     """As many plans as there are staging buffers, each launched, while the device sleeps; then all results are right.
 
     All batches share one plan, as a model's prefills do: its copies and launches are in stream order.
@@ -397,13 +397,13 @@ def test_plan_does_not_wait_for_the_device(seed: int, workspace: Workspace) -> N
 @seeded
 def test_small_workspace_is_named(seed: int) -> None:
     rows = Rows([geometry_of(2)], [100, 200], 200, 128, seed)
-    plan = make_plan(rows.layers[0], on_device(rows.table()), Workspace("cuda", 4096))
+    plan = make_plan(rows.layers[0], on_device(rows.table()), FlashInferWorkspace("cuda", 4096))
     with pytest.raises(RuntimeError, match=r"workspace of 4096 bytes is too small .* raise workspace_bytes"):
         plan.plan(rows.table())
 
 
 @seeded
-def test_plan_inside_a_capture_raises(seed: int, workspace: Workspace) -> None:
+def test_plan_inside_a_capture_raises(seed: int, workspace: FlashInferWorkspace) -> None:
     rows = Rows([geometry_of(2)], [100, 200], 200, 128, seed)
     plan = make_plan(rows.layers[0], on_device(rows.table()), workspace)
     graph, touched = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
@@ -414,7 +414,7 @@ def test_plan_inside_a_capture_raises(seed: int, workspace: Workspace) -> None:
 
 
 @seeded
-def test_launch_that_was_not_planned_raises(seed: int, workspace: Workspace) -> None:
+def test_launch_that_was_not_planned_raises(seed: int, workspace: FlashInferWorkspace) -> None:
     rows = Rows([geometry_of(2)], [100, 200], 200, 128, seed)
     (layer,) = rows.layers
     plan = make_plan(layer, on_device(rows.table()), workspace)

@@ -14,7 +14,7 @@ import pytest
 
 from compiled_llm.client import AsyncClient, EngineDeadError
 from compiled_llm.client.handle import RemoteHandle
-from compiled_llm.client.transport.session import Session
+from compiled_llm.client.transport.session import ClientSession
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
@@ -33,13 +33,13 @@ def in_a_loop(path: Path, use: Callable[[AsyncClient], Awaitable[None]]) -> None
 
 
 def test_what_comes_is_taken_in_the_event_loop(engine_process: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, own = set(), Session.take
+    threads, own = set(), ClientSession.take
 
-    def take(session: Session, messages: object) -> None:
+    def take(session: ClientSession, messages: object) -> None:
         threads.add(threading.current_thread())
         own(session, messages)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Session, "take", take)
+    monkeypatch.setattr(ClientSession, "take", take)
 
     async def use(client: AsyncClient) -> None:
         output = await client.submit([1, 2, 3], PARAMS)

@@ -11,7 +11,7 @@ import pytest
 
 from compiled_llm.client import Client
 from compiled_llm.engine.engine import Engine
-from compiled_llm.protocol.messages import Cancel, Ended, Step, Submit
+from compiled_llm.protocol.messages import Cancel, Ended, StepUpdates, Submit
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from compiled_llm.server.engine_process import stream
@@ -64,7 +64,7 @@ def test_what_was_cancelled_before_it_has_begun_ends(engine_process: Loop, path:
             Submit(1, [3, 4], {**SLOW, "n": 2, "max_tokens": 500}), Cancel(1, 1), Submit(2, [3], {"max_tokens": 1})
         )
         until(lambda: slow.threads)
-        assert isinstance(peer.receive(), Step)  # of the second
+        assert isinstance(peer.receive(), StepUpdates)  # of the second
         peer.send(Cancel(1))
         until(lambda: engine_process.server._connections)
         (connection,) = engine_process.server._connections
@@ -73,7 +73,7 @@ def test_what_was_cancelled_before_it_has_begun_ends(engine_process: Loop, path:
         reasons: dict[int, Ended | None] = {}
         while len(reasons) < 2:
             step = peer.receive()
-            assert isinstance(step, Step)
+            assert isinstance(step, StepUpdates)
             reasons |= {update.index: update.ended for update in step.updates if update.ended is not None}
         assert {ended.finish_reason for ended in reasons.values() if ended is not None} == {"cancelled"}
 

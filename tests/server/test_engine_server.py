@@ -17,7 +17,7 @@ import compiled_llm
 from compiled_llm.client import AsyncClient, Client, EngineBusyError, EngineDeadError, EngineProcessError
 from compiled_llm.engine.engine import Engine
 from compiled_llm.protocol.frames import frame_of
-from compiled_llm.protocol.messages import AskStats, Cancel, Preparing, Refused, Step, Submit, Welcome
+from compiled_llm.protocol.messages import AskStats, Cancel, Preparing, Refused, StepUpdates, Submit, Welcome
 from compiled_llm.requests.outputs import Completion, RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
@@ -228,7 +228,7 @@ def test_a_step_is_one_frame_for_all_requests_of_a_client(engine: Engine, path: 
         frames, ended = 0, 0
         while ended < 8:
             step = peer.receive()
-            assert isinstance(step, Step)
+            assert isinstance(step, StepUpdates)
             frames += 1
             ended += len(step.summaries)
             for update in step.updates:
@@ -328,7 +328,7 @@ def test_an_engine_process_is_not_quiet_before_the_last_tokens_are_in_the_socket
     written, goes_on = threading.Event(), threading.Event()
 
     def slowly(message: Any) -> bytearray:
-        if isinstance(message, Step) and message.summaries:
+        if isinstance(message, StepUpdates) and message.summaries:
             written.set()
             assert goes_on.wait(PATIENCE)
         return frame_of(message)
@@ -382,7 +382,7 @@ def test_a_slow_reader_gets_merged_frames_and_loses_nothing(engine: Engine, engi
         frames, tokens, done = [], [], False
         while not done:
             step = slow.receive()
-            assert isinstance(step, Step)
+            assert isinstance(step, StepUpdates)
             frames.append(len(step.updates[0].tokens))
             tokens += step.updates[0].tokens
             done = bool(step.summaries)
@@ -402,12 +402,12 @@ def test_a_reader_that_is_too_slow_loses_its_requests_with_the_reason(engine: En
         end = None
         while end is None:
             step = slow.receive()
-            assert isinstance(step, Step)
+            assert isinstance(step, StepUpdates)
             end = step.updates[0].ended
         assert end.finish_reason == "error"
         assert end.error == "the client has not read, and more than 50 tokens wait for it"
         slow.send(Submit(1, PROMPT, {"max_tokens": 1}))  # it may go on
-        assert isinstance(slow.receive(), Step)
+        assert isinstance(slow.receive(), StepUpdates)
 
 
 # ---- before and after
@@ -526,7 +526,7 @@ def test_a_request_number_can_be_used_again_once_it_has_ended(engine_process: Lo
         peer.greet()
         for _ in range(2):
             peer.send(Submit(7, PROMPT, {"max_tokens": 1}), Cancel(99))
-            while not (isinstance(step := peer.receive(), Step) and step.summaries):
+            while not (isinstance(step := peer.receive(), StepUpdates) and step.summaries):
                 assert step is not None
         peer.send(Submit(7, PROMPT, {"max_tokens": 800, "ignore_eos": True}), Submit(7, PROMPT))
         assert peer.problem() == "a second request number 7, and the first has not ended"

@@ -12,7 +12,7 @@ from compiled_llm.client import Client, EngineProcessError
 from compiled_llm.client.transport import connection as client_connection
 from compiled_llm.protocol import messages
 from compiled_llm.protocol.frames import frame_of
-from compiled_llm.protocol.messages import AskStats, Cancel, Hello, Problem, Stats, Step, Submit
+from compiled_llm.protocol.messages import AskStats, Cancel, Hello, Problem, StatsReply, StepUpdates, Submit
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.engine_process import connection as server_connection
 from support.server.engine_processes import PATIENCE, Bytes, Loop, until
@@ -69,7 +69,7 @@ def test_requests_of_a_connection_that_is_closed_end(beside: None, path: Path) -
     with Bytes(path) as peer, Client(path) as other:
         peer.greet()
         peer.send(Submit(1, PROMPT, {"max_tokens": 900, "ignore_eos": True}))
-        assert isinstance(peer.receive(), Step)
+        assert isinstance(peer.receive(), StepUpdates)
         peer.send(b"\x00\x00\x00\x01\xc1")
         while not isinstance(message := peer.receive(), Problem):
             assert message is not None
@@ -88,7 +88,7 @@ def test_what_was_answered_comes_before_the_sentence_that_closes_the_connection(
         until(lambda: isinstance([None, *talks._messages][-1], Problem))  # the socket is full
         for number in range(900):
             answer = peer.receive()
-            assert isinstance(answer, Stats), number
+            assert isinstance(answer, StatsReply), number
             assert answer.number == number
         assert "a frame that is no message of the protocol" in peer.problem()
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from compiled_llm.client import AsyncClient
 from compiled_llm.commands.bench.http_client import HttpClient
-from compiled_llm.commands.bench.load import Answer, Asked, answered
+from compiled_llm.commands.bench.load import Asked, LoadAnswer, answered
 from compiled_llm.requests.sampling_params import SamplingParams
 
 
@@ -23,14 +23,14 @@ class SocketClient:
         self._loop = asyncio.new_event_loop()
         self._loop.run_until_complete(self._client.connect())
 
-    def run(self, asked: Sequence[Asked], concurrency: int | None) -> list[Answer]:
+    def run(self, asked: Sequence[Asked], concurrency: int | None) -> list[LoadAnswer]:
         return self._loop.run_until_complete(answered(asked, self._ask, concurrency))
 
-    async def _ask(self, request: Asked) -> Answer:
+    async def _ask(self, request: Asked) -> LoadAnswer:
         params = SamplingParams(temperature=0.0, max_tokens=request.new, ignore_eos=True)
         handle = self._client.submit(request.prompt, params)
         times = [time.perf_counter() async for _ in handle]
-        return Answer(times, len(times), (await handle).cached_tokens)
+        return LoadAnswer(times, len(times), (await handle).cached_tokens)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from shapes import SHAPES, build
 
 from compiled_llm.commands.bench.commands import finish, new_report, progress
 from compiled_llm.commands.bench.contenders import Contender, Setup
-from compiled_llm.commands.bench.report import Report, failure
+from compiled_llm.commands.bench.report import BenchReport, failure
 from compiled_llm.commands.bench.workload import Workload
 from compiled_llm.commands.loading.load import device_of, dtype_of
 from compiled_llm.explaining.profile.bandwidth import read_bandwidth
@@ -47,7 +47,7 @@ class Bench:
     """One run of a script."""
 
     setup: Setup
-    report: Report
+    report: BenchReport
     json: Path | None
 
     @property

@@ -14,7 +14,7 @@ from shapes import vocabulary_of
 
 import compiled_llm
 from compiled_llm.commands.bench.contenders import Contender, Setup
-from compiled_llm.commands.bench.load import Answer, Asked, answered
+from compiled_llm.commands.bench.load import Asked, LoadAnswer, answered
 from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
@@ -82,13 +82,13 @@ class OurSession:
         after = asdict(self.engine.stats())
         return Served(seconds, {name: after[field] - before[field] for name, field in COUNTS.items()})
 
-    def stream(self, asked: Sequence[Asked], concurrency: int | None) -> list[Answer]:
+    def stream(self, asked: Sequence[Asked], concurrency: int | None) -> list[LoadAnswer]:
         return asyncio.run(answered(asked, self._ask, concurrency))
 
-    async def _ask(self, request: Asked) -> Answer:
+    async def _ask(self, request: Asked) -> LoadAnswer:
         handle = self.engine.submit(request.prompt, params_of(request, 0.0))
         times = [time.perf_counter() async for _ in handle]
-        return Answer(times, len(times), (await handle).cached_tokens)
+        return LoadAnswer(times, len(times), (await handle).cached_tokens)
 
 
 class VllmEngine(EngineContender):
@@ -118,11 +118,11 @@ class VllmSession:
         answer = self._ask(asked, temperature)
         return Served(answer["seconds"], {"cached tokens": sum(number or 0 for number in answer["cached"])})
 
-    def stream(self, asked: Sequence[Asked], concurrency: int | None) -> list[Answer]:
+    def stream(self, asked: Sequence[Asked], concurrency: int | None) -> list[LoadAnswer]:
         assert concurrency is None, "requests that arrive at a rate"
         answer = self._ask(asked, 0.0)
         rows = zip(answer["times"], answer["lengths"], answer["cached"], asked, strict=True)
-        return [Answer(times, length, cached, request.arrival) for times, length, cached, request in rows]
+        return [LoadAnswer(times, length, cached, request.arrival) for times, length, cached, request in rows]
 
     def _ask(self, asked: Sequence[Asked], temperature: float) -> dict[str, Any]:
         more = {"arrivals": [request.arrival for request in asked], "sampling": {"temperature": temperature}}

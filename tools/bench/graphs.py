@@ -21,7 +21,7 @@ from shapes import vocabulary_of
 from compiled_llm.commands.bench import contenders as ours
 from compiled_llm.commands.bench.contenders import Contender, Ours, wrapped
 from compiled_llm.commands.bench.load import Asked, Lengths, Load
-from compiled_llm.commands.bench.timing import Percentiles
+from compiled_llm.commands.bench.timing import BenchPercentiles
 from compiled_llm.commands.bench.workload import Workload
 from compiled_llm.config import WrapConfig
 from compiled_llm.engine.engine import Engine
@@ -61,11 +61,11 @@ class Asking:
             alone[prompt].append([when - answer.begun for when in answer.times])
         running = self.running(requests) if beside else {}
         for prompt in sorted(alone):
-            between, waits = Percentiles.of(gaps(alone[prompt])), running.get(prompt, [])
+            between, waits = BenchPercentiles.of(gaps(alone[prompt])), running.get(prompt, [])
             first = [times[0] for times in alone[prompt]]
             figures = {
-                "first_s": Percentiles.of(first)._asdict(),
-                "running_s": Percentiles.of(waits)._asdict() if waits else None,
+                "first_s": BenchPercentiles.of(first)._asdict(),
+                "running_s": BenchPercentiles.of(waits)._asdict() if waits else None,
             }
             result = {"contender": self.contender.name, "recordings": state, "prompt": prompt, "new": self.new}
             result |= {"first_s": first, "between_s": between._asdict(), "running_s": waits, "figures": figures}

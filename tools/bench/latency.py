@@ -15,7 +15,7 @@ from peers import HFStatic, Peer
 
 from compiled_llm.commands.bench import contenders as ours
 from compiled_llm.commands.bench import latency
-from compiled_llm.commands.bench.commands import Decoding
+from compiled_llm.commands.bench.commands import DecodingOption
 from compiled_llm.commands.bench.workload import Workload
 
 
@@ -24,7 +24,7 @@ def main(
     batches: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1,8,32,64",
     prompts: Annotated[str, typer.Option(help="Prompt lengths, in tokens.")] = "128",
     new: Annotated[str, typer.Option(help="Output lengths, in tokens.")] = "256",
-    decoding: Decoding = Decoding.greedy,
+    decoding: DecodingOption = DecodingOption.greedy,
     contenders: Contenders = "hf-eager,hf-static,compiled-llm:cuda-graphs,vllm",
     runs: Annotated[int, typer.Option(min=1, help="Timed runs; from 100 on with the 99th percentile.")] = 5,
     device: DeviceName = "auto",

@@ -18,7 +18,7 @@ from common import Bench, Commit, Contenders, DeviceName, Json, Model, Vllm, ben
 from engines import EngineContender, OurEngine, Served, VllmEngine
 from shapes import vocabulary_of
 
-from compiled_llm.commands.bench.commands import Decoding
+from compiled_llm.commands.bench.commands import DecodingOption
 from compiled_llm.commands.bench.load import VOCABULARY, Asked, Lengths
 from compiled_llm.commands.bench.timing import Spread
 from compiled_llm.commands.bench.workload import Workload
@@ -87,7 +87,7 @@ def main(
     requests: Annotated[int, typer.Option(min=1, help="How many, all at once.")] = 256,
     prompts: Annotated[str, typer.Option(help="Lengths of prompts, drawn uniformly, in tokens.")] = "100-1024",
     answers: Annotated[str, typer.Option(help="Lengths of answers, likewise.")] = "100-1024",
-    decoding: Annotated[Decoding, typer.Option(help="sampled: temperature 0.6.")] = Decoding.both,
+    decoding: Annotated[DecodingOption, typer.Option(help="sampled: temperature 0.6.")] = DecodingOption.both,
     contenders: Contenders = "compiled-llm:engine,vllm",
     runs: Annotated[int, typer.Option(min=1, help="Timed passes, after one that is not.")] = 3,
     device: DeviceName = "auto",

@@ -24,8 +24,8 @@ import torch
 from shapes import SHAPES, vocabulary_of, write_config
 from transformers import PreTrainedModel
 
-from compiled_llm.commands.bench.contenders import Contender, Session, Setup
-from compiled_llm.commands.bench.timing import Timing, TokenClock
+from compiled_llm.commands.bench.contenders import BenchSession, Contender, Setup
+from compiled_llm.commands.bench.timing import CallTiming, TokenClock
 from compiled_llm.commands.bench.workload import SAMPLING, Workload
 
 HERE = Path(__file__).parent
@@ -140,12 +140,12 @@ class Peer(Contender):
             yield worker
 
     @contextmanager
-    def opened(self, setup: Setup) -> Iterator[Session]:
+    def opened(self, setup: Setup) -> Iterator[BenchSession]:
         with self.worker(setup) as worker:
             yield PeerSession(setup, worker)
 
 
-class PeerSession(Session):
+class PeerSession(BenchSession):
     """A worker as a session: it cannot stream, so the first token is a call of its own."""
 
     def __init__(self, setup: Setup, worker: Worker) -> None:
@@ -156,7 +156,7 @@ class PeerSession(Session):
         for _ in range(2):  # an engine may still compile something in the first runs
             self.run(workload)
 
-    def run(self, workload: Workload, clock: TokenClock | None = None) -> Timing:
+    def run(self, workload: Workload, clock: TokenClock | None = None) -> CallTiming:
         sampling = SAMPLING if workload.sampled else {"temperature": 0.0}
         seconds = [
             self._worker.ask(
@@ -164,7 +164,7 @@ class PeerSession(Session):
             )["seconds"]
             for new in (1, workload.new)
         ]
-        return Timing(*seconds).checked()
+        return CallTiming(*seconds).checked()
 
     def memory(self) -> dict[str, int]:
         return {}  # an engine takes what it is given
@@ -179,7 +179,7 @@ class HFStatic(Contender):
         return None if setup.device.type == "cuda" else "HuggingFace compiles by itself on CUDA only"
 
     @contextmanager
-    def opened(self, setup: Setup) -> Iterator[Session]:
+    def opened(self, setup: Setup) -> Iterator[BenchSession]:
         model = setup.model()
         try:
             yield StaticSession(setup, model, cache_implementation="static")
@@ -188,7 +188,7 @@ class HFStatic(Contender):
             setup.free_memory()
 
 
-class StaticSession(Session):
+class StaticSession(BenchSession):
     def prepare(self, workload: Workload) -> None:
         """Compile again: a second shape would make the graphs of all later ones symbolic, and slower."""
         forget_compiled(self.model)

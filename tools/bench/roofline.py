@@ -15,7 +15,7 @@ import typer
 from common import Bench, Commit, Contenders, DeviceName, Json, Model, bench, integers
 
 from compiled_llm.commands.bench import contenders as ours
-from compiled_llm.commands.bench.contenders import Contender, Session
+from compiled_llm.commands.bench.contenders import BenchSession, Contender
 from compiled_llm.commands.bench.timing import TokenClock
 from compiled_llm.commands.bench.workload import Workload
 from compiled_llm.explaining.profile.breakdown import kernels_of, kinds_of, moved_by_decode
@@ -46,7 +46,7 @@ class SwitchingClock(TokenClock):
             self._profiler.stop()
 
 
-def host_us(session: Session, workload: Workload) -> float | None:
+def host_us(session: BenchSession, workload: Workload) -> float | None:
     """The mean of `generate`'s steps with an idle device: each launches a greedy step and reads the last."""
     steps = min(HOST_STEPS, workload.new - 2)
     if not hasattr(session.model, "compiled") or steps < 1 or workload.sampled:
@@ -70,7 +70,7 @@ def host_us(session: Session, workload: Workload) -> float | None:
         runner.close()
 
 
-def measured(name: str, session: Session, workload: Workload, runs: int, bandwidth: float) -> dict[str, Any]:
+def measured(name: str, session: BenchSession, workload: Workload, runs: int, bandwidth: float) -> dict[str, Any]:
     """Time decode steps, then profile some in the middle of another call."""
     session.prepare(workload)
     timings = [session.run(workload) for _ in range(runs)]

@@ -29,7 +29,7 @@ from engines import OURS, EngineContender, OurEngine
 from peers import GPU_SHARE, HERE, LEAST_LENGTH, Peer, last_words, started
 from shapes import vocabulary_of, write_model
 
-from compiled_llm.commands.bench.load import Answer, Asked, Lengths, Load, Run, measure_all
+from compiled_llm.commands.bench.load import Asked, Lengths, Load, LoadAnswer, Run, measure_all
 from compiled_llm.commands.bench.workload import Workload
 from compiled_llm.config import WrapConfig
 from compiled_llm.server.own_process import own_command
@@ -51,18 +51,18 @@ class Clients:
         for worker in self._workers:
             worker.wait_for("loaded")
 
-    def run(self, asked: Sequence[Asked], concurrency: int | None) -> list[Answer]:
+    def run(self, asked: Sequence[Asked], concurrency: int | None) -> list[LoadAnswer]:
         """Each takes times from when it has its own requests, which is at nearly the same time."""
         count = min(len(self._workers), -(-min(concurrency or len(asked), len(asked)) // STREAMS_A_PROCESS))
         shares = [None if concurrency is None else len(range(number, concurrency, count)) for number in range(count)]
 
-        def ask(number: int) -> list[Answer]:
+        def ask(number: int) -> list[LoadAnswer]:
             mine = asked[number::count]
             more = {"arrivals": [one.arrival for one in mine], "concurrency": shares[number]}
             prompts, new = [one.prompt for one in mine], [one.new for one in mine]
-            return [Answer(*answer) for answer in self._workers[number].ask(prompts, new, **more)["answers"]]
+            return [LoadAnswer(*answer) for answer in self._workers[number].ask(prompts, new, **more)["answers"]]
 
-        answers: list[Answer] = [Answer([], 0)] * len(asked)
+        answers: list[LoadAnswer] = [LoadAnswer([], 0)] * len(asked)
         with ThreadPoolExecutor(count) as asking:
             for number, part in enumerate(asking.map(ask, range(count))):
                 answers[number::count] = part

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from compiled_llm.commands.bench.report import Report, Result
+from compiled_llm.commands.bench.report import BenchReport, Result
 from compiled_llm.commands.bench.tables import (
     TABLES,
     Columns,
@@ -133,7 +133,7 @@ TABLES.update(
 def main(results: Annotated[list[Path], typer.Argument(help="Of these scripts' --json, or in results/.")]) -> None:
     """Print the tables of results."""
     for path in results:
-        show(Report.load(path))
+        show(BenchReport.load(path))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class Line(Protocol):
         ...
 
 
-class Connection:
+class ThreadConnection:
     """Sends messages, and has those that come handled by a thread of its own.
 
     Attributes:

@@ -9,13 +9,13 @@ from msgspec import Struct
 
 from compiled_llm.client.errors import EngineDeadError
 from compiled_llm.client.transport.connection import Line
-from compiled_llm.client.transport.session import Session
+from compiled_llm.client.transport.session import ClientSession
 
 _PAUSE = 0.05
 """Seconds between two tries to connect."""
 
 
-class Link:
+class ClientLink:
     """One connection, from the first word to the end.
 
     Attributes:
@@ -25,7 +25,7 @@ class Link:
 
     def __init__(self) -> None:
         """Connect to nobody yet."""
-        self.session = Session()
+        self.session = ClientSession()
         self.closed = False
         self._line: Line | None = None
 

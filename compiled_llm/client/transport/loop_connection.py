@@ -10,11 +10,11 @@ from pathlib import Path
 from msgspec import Struct
 
 from compiled_llm.client.errors import EngineDeadError
-from compiled_llm.client.transport.connection import Connection, Handle, Lose, loss_of
+from compiled_llm.client.transport.connection import Handle, Lose, ThreadConnection, loss_of
 from compiled_llm.requests.listeners import running_loop
 
 
-class LoopConnection(Connection):
+class LoopConnection(ThreadConnection):
     """Has what comes handled in an event loop."""
 
     def __init__(self, path: Path, loop: asyncio.AbstractEventLoop, busy_poll: float = 0.0) -> None:

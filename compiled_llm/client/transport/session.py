@@ -16,13 +16,13 @@ from compiled_llm.protocol.messages import (
     PromptScores,
     Ready,
     Refused,
-    Stats,
-    Step,
+    StatsReply,
+    StepUpdates,
 )
 from compiled_llm.requests.listeners import Listeners, tell
 
 
-class Session:
+class ClientSession:
     """Brings what an engine process says to whoever waits for it.
 
     Attributes:
@@ -46,7 +46,7 @@ class Session:
         self._numbers = itertools.count(1)
         self._changing = threading.Lock()
         self._handles: dict[int, RemoteHandle] = {}
-        self._questions: dict[int, Stats | Exception | None] = {}  # and their answers
+        self._questions: dict[int, StatsReply | Exception | None] = {}  # and their answers
 
     def number(self) -> int:
         """Return a number for a request that no other has."""
@@ -113,14 +113,14 @@ class Session:
         """Return what is raised if there is no answer in time."""
         return TimeoutError(f"the engine process has not answered for {timeout} s")
 
-    def stats(self, number: int) -> Stats:
+    def stats(self, number: int) -> StatsReply:
         """Return the answer to a question.
 
         Raises:
             EngineProcessError: the engine process takes no questions now, or is gone.
         """
         answer = self._questions[number]
-        if isinstance(answer, Stats):
+        if isinstance(answer, StatsReply):
             return answer
         self.check()
         assert answer is not None, "nobody has answered"
@@ -142,7 +142,7 @@ class Session:
     def _taken(self, message: FromEngine) -> Iterable[RemoteHandle]:
         """Take one message, and return the requests that it says something of."""
         match message:
-            case Step():
+            case StepUpdates():
                 return self._step(message)
             case PromptScores() if (handle := self._handles.get(message.request)) is not None:
                 handle.take_prompt_scores(message.logprobs)
@@ -152,7 +152,7 @@ class Session:
             case Refused() if (handle := self._handles.pop(message.request, None)) is not None:
                 handle.fail(refusal(message.kind, message.message))
                 return [handle]
-            case Stats() if message.number in self._questions:
+            case StatsReply() if message.number in self._questions:
                 self._questions[message.number] = message
             case Preparing():
                 self.doing, self.ready = message.doing, None  # it was, and sleeps now
@@ -162,7 +162,7 @@ class Session:
                 self._said = message.message
         return []
 
-    def _step(self, step: Step) -> list[RemoteHandle]:
+    def _step(self, step: StepUpdates) -> list[RemoteHandle]:
         changed = []
         for update in step.updates:
             if (handle := self._handles.get(update.request)) is not None:  # none, if it was refused in the end

@@ -14,7 +14,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from compiled_llm.commands.bench.report import Report, Result
+from compiled_llm.commands.bench.report import BenchReport, Result
 
 KINDS = ("svg", "png", "pdf")
 PANELS_IN_A_ROW = 4
@@ -49,7 +49,7 @@ class Speeds(NamedTuple):
     contenders: list[str]
 
 
-def speeds_of(report: Report) -> Speeds:
+def speeds_of(report: BenchReport) -> Speeds:
     """Return the rates of a report; greedy ones, if both were measured.
 
     Raises:

@@ -24,7 +24,7 @@ from compiled_llm.commands.options.shared import DeviceName
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from compiled_llm.commands.bench.report import Report
+    from compiled_llm.commands.bench.report import BenchReport
 
 app = typer.Typer(
     cls=KnownCommands,
@@ -36,7 +36,7 @@ app = typer.Typer(
 )
 
 
-class Decoding(str, Enum):
+class DecodingOption(str, Enum):
     """Values of `--decoding`."""
 
     greedy = "greedy"
@@ -57,7 +57,7 @@ def latency(
     batches: Annotated[str, typer.Option(help="Batch sizes, comma-separated (1,8,32,64 on CUDA, 1,4 on a CPU).")] = "",
     prompts: Annotated[str, typer.Option(help="Prompt lengths, in tokens.")] = "128",
     new: Annotated[str, typer.Option(help="Output lengths, in tokens (256 on CUDA, 64 on a CPU).")] = "",
-    decoding: Annotated[Decoding, typer.Option(help="How tokens are chosen.")] = Decoding.greedy,
+    decoding: Annotated[DecodingOption, typer.Option(help="How tokens are chosen.")] = DecodingOption.greedy,
     contenders: Annotated[
         str,
         typer.Option(
@@ -149,18 +149,18 @@ def show(
     """Show results again, as tables or as a chart; they may come from another machine."""
     with readable_errors():
         check_plot(plot)
-        from compiled_llm.commands.bench.report import Report
+        from compiled_llm.commands.bench.report import BenchReport
 
-        finish(Report.load(results), None, plot)
+        finish(BenchReport.load(results), None, plot)
 
 
-def new_report(model: dict[str, str]) -> Report:
+def new_report(model: dict[str, str]) -> BenchReport:
     """Begin a report of this machine."""
     from compiled_llm.commands.bench import machine
-    from compiled_llm.commands.bench.report import Report
+    from compiled_llm.commands.bench.report import BenchReport
 
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    return Report(command, machine.describe(), model)
+    return BenchReport(command, machine.describe(), model)
 
 
 @contextmanager
@@ -178,7 +178,7 @@ def check_plot(plot: Path | None) -> None:
         raise ValueError("--plot needs matplotlib: pip install '.[bench]' in the checkout")
 
 
-def finish(report: Report, json: Path | None, plot: Path | None = None) -> None:
+def finish(report: BenchReport, json: Path | None, plot: Path | None = None) -> None:
     """Write and print what was found; exit code 1 if anything failed or nothing ran."""
     from compiled_llm.commands.bench import tables
 

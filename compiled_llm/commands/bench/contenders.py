@@ -16,7 +16,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 import compiled_llm
-from compiled_llm.commands.bench.timing import Timing, TokenClock, timed
+from compiled_llm.commands.bench.timing import CallTiming, TokenClock, timed
 from compiled_llm.commands.bench.workload import SAMPLING, Workload
 from compiled_llm.commands.loading.load import load
 from compiled_llm.config import Backend, Mode, WrapConfig
@@ -82,7 +82,7 @@ class Setup:
             torch.cuda.synchronize(self.device)
 
 
-class Session:
+class BenchSession:
     """A model of this process, wrapped or not, and how ``generate`` is called on it.
 
     Attributes:
@@ -107,7 +107,7 @@ class Session:
             workload = replace(workload, new=min(_WARM_TOKENS, workload.new))
         self.run(workload)
 
-    def run(self, workload: Workload, clock: TokenClock | None = None) -> Timing:
+    def run(self, workload: Workload, clock: TokenClock | None = None) -> CallTiming:
         """Run the workload once, with new prompts."""
         clock = clock or TokenClock()
         prompts = workload.prompts(self.vocabulary, next(self._numbers))
@@ -139,9 +139,9 @@ class Contender:
         """Return why it cannot take part here, or None."""
         return None
 
-    def opened(self, setup: Setup) -> AbstractContextManager[Session]:
+    def opened(self, setup: Setup) -> AbstractContextManager[BenchSession]:
         """Load the model for the block."""
-        return nullcontext(Session(setup, setup.model()))
+        return nullcontext(BenchSession(setup, setup.model()))
 
 
 class Ours(Contender):
@@ -162,11 +162,11 @@ class Ours(Contender):
         return "a CPU has no CUDA graphs: this mode is compiled-llm:compile there" if captures else None
 
     @contextmanager
-    def opened(self, setup: Setup) -> Iterator[Session]:
+    def opened(self, setup: Setup) -> Iterator[BenchSession]:
         """Wrap the model, with pages for the largest workload."""
         rows = max(work.batch for work in setup.workloads)
         with wrapped(setup, rows, mode=self.mode, backend=self.backend, artifacts=self.artifacts) as model:
-            yield Session(setup, model)
+            yield BenchSession(setup, model)
 
 
 @contextmanager

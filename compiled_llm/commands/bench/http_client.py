@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from compiled_llm.commands.bench.load import Answer, Asked, answered
+from compiled_llm.commands.bench.load import Asked, LoadAnswer, answered
 
 
 class HttpClient:
@@ -36,7 +36,7 @@ class HttpClient:
         self._loop = asyncio.new_event_loop()
         self.model = model or self._loop.run_until_complete(self._first_model())
 
-    def run(self, asked: Sequence[Asked], concurrency: int | None) -> list[Answer]:
+    def run(self, asked: Sequence[Asked], concurrency: int | None) -> list[LoadAnswer]:
         """Ask, and return answers with their times from the begin.
 
         Raises:
@@ -60,7 +60,7 @@ class HttpClient:
         except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
             raise RuntimeError(f"{self._url}/models lists no model: {type(error).__name__} {error}") from error
 
-    async def _ask(self, request: Asked) -> Answer:
+    async def _ask(self, request: Asked) -> LoadAnswer:
         body = {
             "model": self.model,
             "prompt": request.prompt,
@@ -78,7 +78,7 @@ class HttpClient:
         return answer_of(lines)
 
 
-def answer_of(lines: Sequence[tuple[float, str]]) -> Answer:
+def answer_of(lines: Sequence[tuple[float, str]]) -> LoadAnswer:
     """Return when events with text came, by the lines of a response and when each was read.
 
     Raises:
@@ -95,4 +95,6 @@ def answer_of(lines: Sequence[tuple[float, str]]) -> Answer:
                 times.append(when)
     if usage is None or not times:
         raise RuntimeError("the server has not said how many tokens there were: stream_options.include_usage")
-    return Answer(times, usage["completion_tokens"], (usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
+    return LoadAnswer(
+        times, usage["completion_tokens"], (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    )

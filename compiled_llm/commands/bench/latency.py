@@ -6,16 +6,16 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 
-from compiled_llm.commands.bench.contenders import Contender, Session, Setup
-from compiled_llm.commands.bench.report import Report, Result, failure
-from compiled_llm.commands.bench.timing import Spread, Timing
+from compiled_llm.commands.bench.contenders import BenchSession, Contender, Setup
+from compiled_llm.commands.bench.report import BenchReport, Result, failure
+from compiled_llm.commands.bench.timing import CallTiming, Spread
 from compiled_llm.commands.bench.workload import Workload
 from compiled_llm.explaining.profile.step_bytes import step_bytes
 
 Save = Callable[[], object]
 
 
-def measure(contenders: Iterable[Contender], setup: Setup, runs: int, report: Report, save: Save) -> None:
+def measure(contenders: Iterable[Contender], setup: Setup, runs: int, report: BenchReport, save: Save) -> None:
     """Measure one contender after the other; one that fails does not take the others with it.
 
     Results, obstacles and failures go into the report; ``save`` is called after each result.
@@ -47,7 +47,7 @@ def ceiling(setup: Setup, workload: Workload, bandwidth: float | None) -> float 
     return None if nbytes is None or bandwidth is None else workload.batch * bandwidth / nbytes
 
 
-def _result(name: str, session: Session, work: Workload, runs: int, ceiling: float | None, setup: Setup) -> Result:
+def _result(name: str, session: BenchSession, work: Workload, runs: int, ceiling: float | None, setup: Setup) -> Result:
     setup.log(f"{name}, {work}: compiling and warming up")
     start = time.perf_counter()
     session.prepare(work)
@@ -61,7 +61,7 @@ def _result(name: str, session: Session, work: Workload, runs: int, ceiling: flo
     return {"contender": name, **asdict(work), **measured, "ready_s": ready, "ceiling": ceiling, "figures": figures}
 
 
-def _figures(work: Workload, timings: list[Timing], ceiling: float | None) -> Result:
+def _figures(work: Workload, timings: list[CallTiming], ceiling: float | None) -> Result:
     decode = Spread.of_rates(work.batch * (work.new - 1) / (timing.total - timing.first) for timing in timings)
     return {
         "context": work.context,

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from compiled_llm.commands.bench.report import Report, Result, failure
-from compiled_llm.commands.bench.timing import Percentiles, Spread
+from compiled_llm.commands.bench.report import BenchReport, Result, failure
+from compiled_llm.commands.bench.timing import BenchPercentiles, Spread
 
 VOCABULARY = 10_000
 """Any model that is worth measuring has so many tokens."""
@@ -54,7 +54,7 @@ class Asked(NamedTuple):
     arrival: float = 0.0
 
 
-class Answer(NamedTuple):
+class LoadAnswer(NamedTuple):
     """When each piece of an answer came, how many tokens it has, and how many of the prompt were ``cached``, if known.
 
     Times are in seconds, by ``time.perf_counter`` or from the begin of a pass; ``begun`` is when it was to be sent.
@@ -66,8 +66,8 @@ class Answer(NamedTuple):
     begun: float = 0.0
 
 
-Ask = Callable[[Asked], Awaitable[Answer]]
-Run = Callable[[Sequence[Asked], int | None], list[Answer]]
+Ask = Callable[[Asked], Awaitable[LoadAnswer]]
+Run = Callable[[Sequence[Asked], int | None], list[LoadAnswer]]
 """Takes requests and how many of them may run at once; None: each begins when it arrives."""
 
 
@@ -122,11 +122,11 @@ class Load:
         return "one after the other" if self.concurrency == 1 else f"{self.concurrency} at once"
 
 
-async def answered(asked: Sequence[Asked], ask: Ask, concurrency: int | None) -> list[Answer]:
+async def answered(asked: Sequence[Asked], ask: Ask, concurrency: int | None) -> list[LoadAnswer]:
     """Send requests, and return when their answers came, from the begin of the pass."""
     slots, begin = asyncio.Semaphore(concurrency or len(asked)), time.perf_counter()
 
-    async def one(request: Asked) -> Answer:
+    async def one(request: Asked) -> LoadAnswer:
         await asyncio.sleep(begin + request.arrival - time.perf_counter())
         async with slots:
             begun = time.perf_counter() if concurrency else begin + request.arrival
@@ -140,7 +140,7 @@ def measure_all(
     servers: Mapping[str, Run],
     loads: Sequence[Load],
     runs: int,
-    report: Report,
+    report: BenchReport,
     save: Callable[[], object],
     log: Callable[[str], object],
 ) -> None:
@@ -183,9 +183,9 @@ def _measure(name: str, run: Run, load: Load, runs: int, numbers: itertools.coun
         "short": sum(answer.tokens < request.new for answer, request in zip(answers, requests, strict=True)),
         "cached_tokens": sum(cached) if cached else None,
         "seconds": seconds,
-        "first_s": Percentiles.of(answer.times[0] - answer.begun for answer in answers)._asdict(),
-        "between_s": Percentiles.of(gaps or [0.0])._asdict(),
-        "end_s": Percentiles.of(answer.times[-1] - answer.begun for answer in answers)._asdict(),
+        "first_s": BenchPercentiles.of(answer.times[0] - answer.begun for answer in answers)._asdict(),
+        "between_s": BenchPercentiles.of(gaps or [0.0])._asdict(),
+        "end_s": BenchPercentiles.of(answer.times[-1] - answer.begun for answer in answers)._asdict(),
         "figures": {
             "tokens_per_s": Spread.of_rates(rates)._asdict(),
             "tokens_a_piece": tokens / max(1, sum(map(len, pieces))),

@@ -13,7 +13,7 @@ Result = dict[str, Any]
 
 
 @dataclass
-class Report:
+class BenchReport:
     """One run of the bench.
 
     Attributes:
@@ -45,7 +45,7 @@ class Report:
             path.write_text(json.dumps({"schema": SCHEMA, **found, **found.pop("results")}, indent=1) + "\n")
 
     @classmethod
-    def load(cls, path: Path) -> Report:
+    def load(cls, path: Path) -> BenchReport:
         """Read what ``save`` wrote, or a file of ``results/``.
 
         Raises:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.markdown import Markdown as MarkdownText
 
-from compiled_llm.commands.bench.report import Report, Result
+from compiled_llm.commands.bench.report import BenchReport, Result
 from compiled_llm.commands.printable import printable
 
 
@@ -118,7 +118,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], Iterator[Table]]] = {"latency": l
 """What makes tables of each kind of result; ``tools/bench`` adds its own."""
 
 
-def tables_of(report: Report) -> list[Table]:
+def tables_of(report: BenchReport) -> list[Table]:
     """Return every table that the report has figures for."""
     found = [table for kind, results in report.results.items() if kind in TABLES for table in TABLES[kind](results)]
     kinds = list(dict.fromkeys(kind for memory in report.memory.values() for kind in memory))
@@ -129,7 +129,7 @@ def tables_of(report: Report) -> list[Table]:
     return [*found, Table("Memory, MiB", ["contender", *kinds], rows)] if rows else found
 
 
-def header(report: Report) -> list[str]:
+def header(report: BenchReport) -> list[str]:
     """Return lines that say what was measured, with what and where."""
     machine, model, bandwidth = report.machine, report.model, report.read_bandwidth
     where = (machine["gpu"] or machine["cpu"])["name"]
@@ -143,13 +143,13 @@ def header(report: Report) -> list[str]:
     return lines if bandwidth is None else [*lines, f"Read bandwidth in this run: {bandwidth / 1e9:,.1f} GB/s."]
 
 
-def footer(report: Report) -> list[str]:
+def footer(report: BenchReport) -> list[str]:
     """Return lines on who could not take part and what failed."""
     absent = [f"Not available: {name}: {reason}." for name, reason in report.unavailable.items()]
     return [*absent, *(f"Failed: {line}" for line in report.failures)]
 
 
-def markdown(report: Report) -> str:
+def markdown(report: BenchReport) -> str:
     """Return the whole report, command line included."""
     parts = [*header(report), f"`{report.command}`", *map(_markdown, tables_of(report)), *footer(report)]
     return printable("\n\n".join(parts)) + "\n"
@@ -161,7 +161,7 @@ def _markdown(table: Table) -> str:
     return "\n\n".join(filter(None, [f"**{table.title}**", "\n".join(f"| {line} |" for line in lines), table.note]))
 
 
-def show(report: Report) -> None:
+def show(report: BenchReport) -> None:
     """Print the report to stdout, laid out on a terminal."""
     console = Console(highlight=False)
     text = markdown(report)

@@ -12,13 +12,13 @@ RUNS_OF_A_PERCENTILE = 100
 """With fewer runs, the 99th percentile would be the worst one."""
 
 
-class Timing(NamedTuple):
+class CallTiming(NamedTuple):
     """One call, in seconds: to the first token of every row on the host, and to its end."""
 
     first: float
     total: float
 
-    def checked(self) -> Timing:
+    def checked(self) -> CallTiming:
         """Return it.
 
         Raises:
@@ -51,7 +51,7 @@ class Spread(NamedTuple):
         return cls(max(values), statistics.median(values), len(values))
 
 
-class Percentiles(NamedTuple):
+class BenchPercentiles(NamedTuple):
     """The middle and the end of a distribution of times, in seconds; ``most`` is the longest."""
 
     p50: float
@@ -59,7 +59,7 @@ class Percentiles(NamedTuple):
     most: float
 
     @classmethod
-    def of(cls, seconds: Iterable[float]) -> Percentiles:
+    def of(cls, seconds: Iterable[float]) -> BenchPercentiles:
         """Summarise times, one or more."""
         values = sorted(seconds)
         return cls(*(values[math.ceil(share * len(values)) - 1] for share in (0.5, 0.99, 1.0)))
@@ -84,7 +84,7 @@ class TokenClock:
         """Nothing to do."""
 
 
-def timed(generate: Callable[[], object], clock: TokenClock, new: int, synchronize: Callable[[], object]) -> Timing:
+def timed(generate: Callable[[], object], clock: TokenClock, new: int, synchronize: Callable[[], object]) -> CallTiming:
     """Time one call of ``new`` tokens, which has the fresh ``clock`` as its streamer, the device idle before and after.
 
     Raises:
@@ -98,4 +98,4 @@ def timed(generate: Callable[[], object], clock: TokenClock, new: int, synchroni
     total = time.perf_counter() - start
     if len(clock.times) != new:
         raise RuntimeError(f"{len(clock.times)} tokens came instead of {new}")
-    return Timing(clock.times[0] - start, total).checked()
+    return CallTiming(clock.times[0] - start, total).checked()

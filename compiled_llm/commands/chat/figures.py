@@ -11,11 +11,11 @@ from compiled_llm.execution.reporting.plain_text import plain_text
 
 if TYPE_CHECKING:
     from compiled_llm.engine.metrics import EngineStats
-    from compiled_llm.protocol.messages import Stats
+    from compiled_llm.protocol.messages import StatsReply
     from compiled_llm.requests.outputs import RequestOutput
 
 
-def figures_of(stats: EngineStats | Stats, last: RequestOutput | None) -> str:
+def figures_of(stats: EngineStats | StatsReply, last: RequestOutput | None) -> str:
     """Return figures as a table.
 
     Args:
@@ -42,7 +42,7 @@ def _of_answer(output: RequestOutput | None) -> Iterator[tuple[str, str]]:
     yield "its prompt", f"{len(output.prompt_token_ids)} tokens, {output.cached_tokens} of them cached"
 
 
-def _of_engine(stats: EngineStats | Stats) -> Iterator[tuple[str, str]]:
+def _of_engine(stats: EngineStats | StatsReply) -> Iterator[tuple[str, str]]:
     yield "requests", f"{stats.running} running, {stats.waiting} waiting, {stats.finished} finished"
     share = f", {100 * stats.cached_tokens / stats.prompt_tokens:.0f}% cached" if stats.prompt_tokens else ""
     yield "tokens", f"{stats.new_tokens} new, {stats.prompt_tokens} of prompts{share}"

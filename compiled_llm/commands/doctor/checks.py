@@ -11,14 +11,14 @@ from functools import partial
 from typing import TypeAlias
 
 from compiled_llm.commands.doctor import machine, packages
-from compiled_llm.commands.doctor.finding import Finding, Outcome, essence
+from compiled_llm.commands.doctor.finding import DoctorFinding, Outcome, essence
 from compiled_llm.env import Env
 
 _Check: TypeAlias = tuple[str, str, Callable[[], Outcome], bool]
 """Part, name, check, and whether nothing runs without it."""
 
 
-def examine(cuda: bool) -> Iterator[Finding]:
+def examine(cuda: bool) -> Iterator[DoctorFinding]:
     """Yield a finding for each thing that compiled_llm uses.
 
     Args:
@@ -29,7 +29,7 @@ def examine(cuda: bool) -> Iterator[Finding]:
             outcome = check()
         except Exception as error:
             outcome = Outcome("warning", f"cannot be checked: {essence(error)}")
-        yield Finding(part, name, *outcome, needed=needed and outcome.status != "not needed")
+        yield DoctorFinding(part, name, *outcome, needed=needed and outcome.status != "not needed")
 
 
 def has_cuda() -> bool:

@@ -18,7 +18,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorFinding:
     """One thing that was looked at.
 
     Attributes:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from compiled_llm import __version__
 from compiled_llm.commands.doctor.checks import examine, has_cuda
-from compiled_llm.commands.doctor.finding import Finding
+from compiled_llm.commands.doctor.finding import DoctorFinding
 from compiled_llm.commands.doctor.trial import try_builds
 from compiled_llm.commands.importing import ended_by_ctrl_c
 from compiled_llm.execution.reporting.progress import ProgressDisplay
@@ -54,11 +54,11 @@ def report(quick: bool = False, as_json: bool = False) -> bool:
     return can_run
 
 
-def _can_run(findings: Iterable[Finding]) -> bool:
+def _can_run(findings: Iterable[DoctorFinding]) -> bool:
     return not any(finding.prevents for finding in findings)
 
 
-def _verdict(findings: Sequence[Finding], cuda: bool) -> str:
+def _verdict(findings: Sequence[DoctorFinding], cuda: bool) -> str:
     where = "on CUDA" if cuda else "on the CPU"
     if wrong := [f"{finding.name} ({finding.status})" for finding in findings if finding.prevents]:
         return f"compiled_llm cannot run here {where}: {', '.join(wrong)}"
@@ -66,7 +66,7 @@ def _verdict(findings: Sequence[Finding], cuda: bool) -> str:
     return f"compiled_llm can run here, {where}" + ("" if tried else "; whether kernels build was not tried")
 
 
-def _print(console: Console, heading: str, findings: Iterable[Finding]) -> None:
+def _print(console: Console, heading: str, findings: Iterable[DoctorFinding]) -> None:
     """Write a line for each finding; one too long for a terminal goes on in its column."""
     if heading:
         console.print(Text(heading, "bold"))

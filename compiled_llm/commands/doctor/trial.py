@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from compiled_llm.commands.doctor.finding import Finding, essence
+from compiled_llm.commands.doctor.finding import DoctorFinding, essence
 from compiled_llm.commands.doctor.machine import find_nvcc
 from compiled_llm.execution.reporting.progress import ProgressDisplay
 
@@ -43,7 +43,7 @@ class WrongTokensError(RuntimeError):
     """A wrapped model chose tokens that HuggingFace would not have chosen."""
 
 
-def try_builds(cuda: bool) -> Iterator[Finding]:
+def try_builds(cuda: bool) -> Iterator[DoctorFinding]:
     """Build kernels and run a tiny random model, showing on stderr what is done; stops at the first failure."""
     progress = ProgressDisplay(enabled=True)
     for name, doing, run in _steps("cuda" if cuda else "cpu"):
@@ -54,9 +54,9 @@ def try_builds(cuda: bool) -> Iterator[Finding]:
             with progress.task(doing, functools.partial(compiling_stage, threading.get_ident())):
                 result = run()
         except Exception as error:
-            yield Finding(_PART, name, "failed", essence(error), _advice(error), needed=True)
+            yield DoctorFinding(_PART, name, "failed", essence(error), _advice(error), needed=True)
             return
-        yield Finding(_PART, name, "ok", result, needed=True, seconds=time.perf_counter() - started)
+        yield DoctorFinding(_PART, name, "ok", result, needed=True, seconds=time.perf_counter() - started)
 
 
 def _steps(device: str) -> list[_Step]:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from compiled_llm.commands.errors import readable_errors
-from compiled_llm.commands.generate.request import Request
+from compiled_llm.commands.generate.request import GenerateRequest
 from compiled_llm.commands.generate.run import run
 from compiled_llm.commands.options.choices import Device, Dtype
 from compiled_llm.commands.options.prompt import check_quoted, read_prompt
@@ -80,7 +80,7 @@ def generate(
     with readable_errors():
         check_quoted(prompt, context.args)
         sampling = SamplingFlags(sample, temperature, top_k, top_p, min_p, repetition_penalty, seed)
-        request = Request(
+        request = GenerateRequest(
             prompt=read_prompt(prompt, file),
             chat=chat,
             system=system,

@@ -12,7 +12,7 @@ from compiled_llm.commands.options.sampling import SamplingFlags, check_range
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(RunningOptions):
+class GenerateRequest(RunningOptions):
     """One call of `compiled-llm generate`, its prompt read.
 
     Attributes:

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from compiled_llm.commands.early_checks import check_driver
-from compiled_llm.commands.generate.request import Request
+from compiled_llm.commands.generate.request import GenerateRequest
 from compiled_llm.commands.generate.timed_streamer import TimedStreamer
 from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import locate
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from compiled_llm.execution.reporting.stats import Stats
 
 
-def run(request: Request) -> None:
+def run(request: GenerateRequest) -> None:
     """Write the answer to stdout, and figures to stderr.
 
     Raises:
@@ -73,7 +73,11 @@ def run(request: Request) -> None:
 
 
 def _answer(
-    request: Request, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: list[int], prompt_tokens: int
+    request: GenerateRequest,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: list[int],
+    prompt_tokens: int,
 ) -> dict[str, Any]:
     new = tokens[prompt_tokens:]
     return {
@@ -86,7 +90,9 @@ def _answer(
     }
 
 
-def _finish_reason(request: Request, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, new: list[int]) -> str:
+def _finish_reason(
+    request: GenerateRequest, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, new: list[int]
+) -> str:
     ends = getattr(model.generation_config, "eos_token_id", None)
     if new[-1] in (ends if isinstance(ends, list) else [ends]):
         return "eos_token"

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from compiled_llm.server.engine_process.operations import Operations
 
 
-class Served(NamedTuple):
+class ServeOptions(NamedTuple):
     """What an engine process serves, and how: the options of the command."""
 
     model: str
@@ -167,7 +167,7 @@ def serve(
         check_server_packages(http=with_api_server or operations_uds is not None)
         check_driver(device.value)
         sizes = integers("--warmup", warmup)
-        served = Served(
+        served = ServeOptions(
             *(model, mode, backend, dtype.value, device.value, kv_memory),
             *(max_rows, max_queue, max_step_ms, sizes, _absolute(profile)),
             *(_absolute(operations_uds), _absolute(artifacts), quiet),
@@ -181,7 +181,7 @@ def serve(
             _run(served, source, path, drain_seconds, leashed)
 
 
-def _check(served: Served, drain_seconds: float) -> None:
+def _check(served: ServeOptions, drain_seconds: float) -> None:
     WrapConfig.from_options(served.wrap_options())
     if served.max_rows < 1:
         raise ValueError(f"--max-rows {served.max_rows}: must be at least 1")
@@ -202,13 +202,15 @@ def _check_profile(path: Path, mode: str) -> None:
         Profile.read(path)  # which tells before the model is loaded that it is damaged
 
 
-def _run_api_server(http: HttpFlags, served: Served, source: Source, uds: Path | None, drain_seconds: float) -> None:
+def _run_api_server(
+    http: HttpFlags, served: ServeOptions, source: Source, uds: Path | None, drain_seconds: float
+) -> None:
     if http.api_server_count is None:
         http = http._replace(api_server_count=usual_count(served.device))
     run_with_api_server(http, source, uds, served.arguments(), drain_seconds, None if served.quiet else _say)
 
 
-def _run(served: Served, source: Source, uds: Path, drain_seconds: float, leashed: bool) -> None:
+def _run(served: ServeOptions, source: Source, uds: Path, drain_seconds: float, leashed: bool) -> None:
     if leashed:
         end_with_parent()
     from compiled_llm.server.engine_process.engine_server import EngineServer
@@ -239,7 +241,7 @@ def _operations(server: EngineServer, uds: Path | None, kept: KeptProfile | None
 
 
 def _prepared(
-    served: Served, source: Source, report: Callable[[str], None], kept: KeptProfile | None
+    served: ServeOptions, source: Source, report: Callable[[str], None], kept: KeptProfile | None
 ) -> tuple[Engine, Ready]:
     report(IMPORTING)
     worker = _grammar_worker()

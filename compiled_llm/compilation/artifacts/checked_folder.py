@@ -7,7 +7,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from compiled_llm.compilation.artifacts.manifest import NAME, Entry, Manifest
+from compiled_llm.compilation.artifacts.manifest import NAME, Manifest, ManifestEntry
 
 ROOT = 0
 """Root's user id: a machine has to trust root."""
@@ -45,7 +45,7 @@ def copy(folder: Path, manifest: Manifest, into: Path) -> None:
         if (entry := manifest.files.get(name)) is None:
             raise RefusedError(f"is not whole: {name} is not in its manifest")
         content = _content(path, entry.nbytes)
-        if Entry.of(content) != entry:
+        if ManifestEntry.of(content) != entry:
             raise RefusedError(f"is damaged: {name} is not what it was")
         found.add(name)
         target = into / name

@@ -15,14 +15,14 @@ MadeFor = Mapping[str, Any]
 """What code depends on, by names that a user understands; values are those of JSON."""
 
 
-class Entry(NamedTuple):
+class ManifestEntry(NamedTuple):
     """One file; ``sha256`` is in hexadecimal digits."""
 
     nbytes: int
     sha256: str
 
     @classmethod
-    def of(cls, content: bytes) -> Entry:
+    def of(cls, content: bytes) -> ManifestEntry:
         return cls(len(content), hashlib.sha256(content).hexdigest())
 
 
@@ -38,7 +38,7 @@ class Manifest:
 
     made_for: MadeFor
     rows: int
-    files: Mapping[str, Entry]
+    files: Mapping[str, ManifestEntry]
 
     def encoded(self) -> bytes:
         files = {path: list(entry) for path, entry in self.files.items()}
@@ -53,7 +53,7 @@ class Manifest:
             said = whole["manifest"]
             intact = content == _encoded(whole) and whole["sha256"] == hashlib.sha256(_encoded(said)).hexdigest()
             if intact and said["format"] == FORMAT:
-                files = {path: Entry(*entry) for path, entry in said["files"].items()}
+                files = {path: ManifestEntry(*entry) for path, entry in said["files"].items()}
                 return cls(said["made_for"], said["rows"], files)
         except (ValueError, KeyError, TypeError, RecursionError):
             intact = False

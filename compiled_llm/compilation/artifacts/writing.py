@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from compiled_llm.compat import cache_variables
-from compiled_llm.compilation.artifacts.manifest import NAME, Entry, MadeFor, Manifest
+from compiled_llm.compilation.artifacts.manifest import NAME, MadeFor, Manifest, ManifestEntry
 
 PLACE = b"[folder of compiled_llm's artifacts]"
 """What stands in Triton's lists of files for the folder that they lie in, wherever that is."""
@@ -62,7 +62,7 @@ def seal(folder: Path, made_for: MadeFor, rows: int) -> Manifest:
             path.write_bytes(path.read_bytes().replace(str(folder).encode(), PLACE))
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)  # root may write it for others
-    files = {path.relative_to(folder).as_posix(): Entry.of(path.read_bytes()) for path in _files(folder)}
+    files = {path.relative_to(folder).as_posix(): ManifestEntry.of(path.read_bytes()) for path in _files(folder)}
     manifest = Manifest(made_for, rows, files)
     (folder / NAME).write_bytes(manifest.encoded())
     (folder / NAME).chmod(0o644)

@@ -32,7 +32,7 @@ from compiled_llm_ops.left_out import capture_of_this_thread
 Outputs = TypeVar("Outputs")
 
 
-class Captured(Generic[Outputs]):
+class CapturedGraph(Generic[Outputs]):
     """Captured launches.
 
     Attributes:
@@ -88,10 +88,10 @@ def _begin_thread(device: torch.device) -> None:
     torch.cuda.current_blas_handle()  # what makes it cannot be captured
 
 
-def abandon(underway: Future[Captured[Outputs]]) -> None:
+def abandon(underway: Future[CapturedGraph[Outputs]]) -> None:
     """Release a graph as soon as its capture has ended."""
 
-    def release(future: Future[Captured[Outputs]]) -> None:
+    def release(future: Future[CapturedGraph[Outputs]]) -> None:
         if future.exception() is None:
             future.result().release()
 
@@ -115,7 +115,7 @@ class GraphCapture:
         """Take a new memory pool: one whose graphs are all gone, or where a capture failed, cannot be used again."""
         self._pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, launch: Callable[[], Outputs]) -> Captured[Outputs]:
+    def capture(self, launch: Callable[[], Outputs]) -> CapturedGraph[Outputs]:
         """Capture the launches of ``launch`` while no other capture runs; otherwise as ``begin``.
 
         RuntimeError if an operation in it cannot be captured.
@@ -133,7 +133,7 @@ class GraphCapture:
 
     def begin(
         self, launch: Callable[[], Outputs], check: Callable[[], None] = lambda: None
-    ) -> Future[Captured[Outputs]]:
+    ) -> Future[CapturedGraph[Outputs]]:
         """Begin to capture the launches of ``launch``, in the slices to come; it is called in our thread.
 
         Meanwhile steps run and graphs are replayed; none of these graphs is released, and no other begun.
@@ -152,7 +152,7 @@ class GraphCapture:
         """Continue the capture underway to its end; any thread may."""
         self._place.thread.finish()
 
-    def _capture(self, launch: Callable[[], Outputs], check: Callable[[], None]) -> Captured[Outputs]:
+    def _capture(self, launch: Callable[[], Outputs], check: Callable[[], None]) -> CapturedGraph[Outputs]:
         with torch.no_grad():
             check()
         pause = self._place.thread.pause
@@ -172,7 +172,7 @@ class GraphCapture:
         own = max(0, self._unpooled() - unpooled)
         spans = self._counters.taken()
         cost = Cost(own, max(0, grown), time.perf_counter() - start)
-        return Captured(graph, outputs, cost, functools.partial(self._counters.give_back, spans))
+        return CapturedGraph(graph, outputs, cost, functools.partial(self._counters.give_back, spans))
 
     def _new_graph(self) -> Any:
         if not self._in_pieces:

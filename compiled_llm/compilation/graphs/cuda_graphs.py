@@ -1,8 +1,8 @@
 """The CUDA graphs of one model, decode steps by padded batch size and prefills by shape, and whether they are valid.
 
-All of this runs in the model's executor, but for a capture between steps: that calls ``Step.launch`` in the capturer's
-thread, in slices, and touches no state of this module. One is underway at a time. Code that drops CUDA graphs finishes
-it first.
+All of this runs in the model's executor, but for a capture between steps: that calls ``StepToCapture.launch`` in the
+capturer's thread, in slices, and touches no state of this module. One is underway at a time. Code that drops CUDA
+graphs finishes it first.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.compat import cudagraph_messages, cudagraph_skips, cudagraph_tree_graphs
-from compiled_llm.compilation.graphs.capture import Captured, GraphCapture, abandon
+from compiled_llm.compilation.graphs.capture import CapturedGraph, GraphCapture, abandon
 from compiled_llm.compilation.graphs.outputs import SharedOutputs, StepOutputs
-from compiled_llm.compilation.graphs.rolling import Cost, Entry, Key, RollingCudaGraphs
+from compiled_llm.compilation.graphs.rolling import Cost, GraphEntry, Key, RollingCudaGraphs
 from compiled_llm.compilation.graphs.validity import Guards, Weights
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs, Shape
 from compiled_llm.config import WrapConfig
@@ -48,7 +48,7 @@ class Filled(NamedTuple):
     nbytes: int
 
 
-class Step(NamedTuple):
+class StepToCapture(NamedTuple):
     """A step to capture.
 
     Attributes:
@@ -77,7 +77,7 @@ class _Underway(NamedTuple):
     """A capture underway; the shared outputs have grown for it by ``shared`` bytes."""
 
     key: Key
-    captured: Future[Captured[StepOutputs]]
+    captured: Future[CapturedGraph[StepOutputs]]
     known: _Known
     shared: int
 
@@ -138,11 +138,11 @@ class CudaGraphs:
         """Return the shapes of captured prefills."""
         return [key for key in self.rolling.of("prefill") if isinstance(key, Shape)]
 
-    def get(self, key: Key) -> Entry[Captured[StepOutputs]] | None:
+    def get(self, key: Key) -> GraphEntry[CapturedGraph[StepOutputs]] | None:
         """Return the CUDA graph of a step, if there is one."""
         return self.rolling.get(key)
 
-    def capture(self, key: Key, step: Step) -> None:
+    def capture(self, key: Key, step: StepToCapture) -> None:
         """Capture a step that has run before, while no other capture runs; the least recently used graphs make room.
 
         Raises:
@@ -173,7 +173,7 @@ class CudaGraphs:
         """Whether a missing step can be captured only in place of others: between steps, few of these may go."""
         return key not in self and key not in self._failed and self.rolling.full
 
-    def begin(self, key: Key, step: Step) -> None:
+    def begin(self, key: Key, step: StepToCapture) -> None:
         """Begin to capture a step; ``go_on`` continues, and ``adopt`` adds the result."""
         launch, known, shared = self._prepared(step)
         assert self._capturer is not None
@@ -245,12 +245,12 @@ class CudaGraphs:
         self._decodes += isinstance(key, int)
 
     @staticmethod
-    def _cost(captured: Captured[StepOutputs], known: _Known, shared: int) -> Cost:
+    def _cost(captured: CapturedGraph[StepOutputs], known: _Known, shared: int) -> Cost:
         """Return the memory of a graph with that of its input."""
         own, cost = 0 if known.filled is None else known.filled.nbytes, captured.cost
         return cost._replace(nbytes=cost.nbytes + own, shared=cost.shared + shared)
 
-    def _prepared(self, step: Step) -> tuple[Callable[[], StepOutputs], _Known, int]:
+    def _prepared(self, step: StepToCapture) -> tuple[Callable[[], StepOutputs], _Known, int]:
         """Return the launch to capture, its guards and input, and the growth of the shared outputs in bytes."""
         if self._weights is None:
             self._weights = Weights(self._require_model())

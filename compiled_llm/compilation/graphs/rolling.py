@@ -85,7 +85,7 @@ class _Leaving(NamedTuple):
 KeptT = TypeVar("KeptT", bound=Replayable)
 
 
-class Entry(Generic[KeptT]):
+class GraphEntry(Generic[KeptT]):
     """A present or former CUDA graph, and its account.
 
     Attributes:
@@ -167,14 +167,14 @@ class RollingCudaGraphs:
         self.anchors: dict[Phase, list[Key]] = {"decode": [], "prefill": []}
         self.when_dropped: list[Callable[[Key], None]] = []
         self._wait, self._clock, self._mark = wait, clock, mark
-        self._entries: dict[Key, Entry[Any]] = {}  # those that are not ready, too
-        self._ready: dict[Key, Entry[Any]] = {}
+        self._entries: dict[Key, GraphEntry[Any]] = {}  # those that are not ready, too
+        self._ready: dict[Key, GraphEntry[Any]] = {}
         self._leaving: list[_Leaving] = []
 
     def __contains__(self, key: Key) -> bool:
         return key in self._ready
 
-    def get(self, key: Key) -> Entry[Any] | None:
+    def get(self, key: Key) -> GraphEntry[Any] | None:
         """Return an entry with a graph, if there is one."""
         return self._ready.get(key)
 
@@ -271,17 +271,17 @@ class RollingCudaGraphs:
         """Count a failed capture."""
         self._entry(key).failures += 1
 
-    def _entry(self, key: Key) -> Entry[Any]:
-        return self._entries.setdefault(key, Entry(key, self._clock))
+    def _entry(self, key: Key) -> GraphEntry[Any]:
+        return self._entries.setdefault(key, GraphEntry(key, self._clock))
 
-    def _victim(self, new: Key) -> Entry[Any] | None:
+    def _victim(self, new: Key) -> GraphEntry[Any] | None:
         """Return the graph to evict for a capture that is needed now, but none that runs in one step with that.
 
         The least recently used, and after these anchors, the least important first.
         """
         return max(self._apart_from(new), key=lambda entry: (self._rank(entry), -entry.used), default=None)
 
-    def _smaller(self, new: Key) -> list[Entry[Any]]:
+    def _smaller(self, new: Key) -> list[GraphEntry[Any]]:
         """Return the dispensable graphs, once there is a new one: for each, another one is ready to run in."""
         stay = {new, *self._staying("decode", new), *self._staying("prefill", new)}
         return [entry for entry in self._ready.values() if entry.key not in stay]
@@ -292,14 +292,14 @@ class RollingCudaGraphs:
         anchors = [key for key in found if key in self.anchors[phase]]
         return anchors or sorted(found, key=_size)[-1:]
 
-    def _apart_from(self, new: Key) -> list[Entry[Any]]:
+    def _apart_from(self, new: Key) -> list[GraphEntry[Any]]:
         """Return all but those that run in one step with a new one."""
         latest = {entry.phase: entry for entry in sorted(self._ready.values(), key=_used)}
         phase = described(new)[0]
         stay = [entry for other, entry in latest.items() if other in ("decode", "prefill") and other != phase]
         return [entry for entry in self._ready.values() if entry.key != new and entry not in stay]
 
-    def _rank(self, entry: Entry[Any]) -> float:
+    def _rank(self, entry: GraphEntry[Any]) -> float:
         """Return its rank as an anchor; larger is less important."""
         anchors = self.anchors.get(entry.phase, [])
         return anchors.index(entry.key) if entry.key in anchors else float("inf")
@@ -323,7 +323,7 @@ class RollingCudaGraphs:
             while self._leaving:
                 self._leaving.pop(0).cuda_graph.release()
 
-    def _evict(self, entry: Entry[Any]) -> None:
+    def _evict(self, entry: GraphEntry[Any]) -> None:
         self._leaving.append(_Leaving(self._taken_out(entry), entry.nbytes, self._mark()))
         entry.evictions += 1
         logger.debug("evicted a %s of %d tokens, %d rows", entry.phase, entry.tokens, entry.rows)
@@ -334,10 +334,10 @@ class RollingCudaGraphs:
         for key in keys:
             self._drop(self._ready[key])
 
-    def _drop(self, entry: Entry[Any]) -> None:
+    def _drop(self, entry: GraphEntry[Any]) -> None:
         self._taken_out(entry).release()
 
-    def _taken_out(self, entry: Entry[Any]) -> Replayable:
+    def _taken_out(self, entry: GraphEntry[Any]) -> Replayable:
         cuda_graph: Replayable | None = entry.cuda_graph
         assert cuda_graph is not None
         entry.cuda_graph = None
@@ -358,7 +358,7 @@ class RollingCudaGraphs:
         return CudaGraphTable(rows, nbytes, shared, self.budget.nbytes, self.budget.most)
 
 
-def _used(entry: Entry[Any]) -> float:
+def _used(entry: GraphEntry[Any]) -> float:
     return entry.used
 
 

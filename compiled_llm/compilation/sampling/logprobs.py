@@ -23,7 +23,7 @@ _AT_ONCE = 2**24
 """Numbers of ``[R, V]`` float32 that are sorted together."""
 
 
-class Draws(NamedTuple):
+class SampledDraws(NamedTuple):
     """How rows have sampled their tokens.
 
     Attributes:
@@ -74,7 +74,7 @@ class ScoredTokens(NamedTuple):
         return rows
 
 
-def score_tokens(logits: Tensor, tokens: Tensor, most: int, draws: Draws | None = None) -> Tensor:
+def score_tokens(logits: Tensor, tokens: Tensor, most: int, draws: SampledDraws | None = None) -> Tensor:
     """Compute log-probabilities in float32, without waiting for the device.
 
     Args:
@@ -98,7 +98,7 @@ def score_tokens(logits: Tensor, tokens: Tensor, most: int, draws: Draws | None 
     return torch.cat(parts).view(-1)
 
 
-def processed(logits: Tensor, tokens: Tensor, draws: Draws) -> Tensor:
+def processed(logits: Tensor, tokens: Tensor, draws: SampledDraws) -> Tensor:
     """Return ``[R, V]`` float32 scores that rows have sampled from, -inf for tokens left out; without waiting.
 
     It keeps the tokens that ``sample_tokens`` keeps: those as likely as the last one are kept, too. A row that takes

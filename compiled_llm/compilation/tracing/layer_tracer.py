@@ -36,7 +36,7 @@ def traced_class(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"forward": forward})
 
 
-class _Call(NamedTuple):
+class _TracedCall(NamedTuple):
     """A function call of a layer.
 
     Attributes:
@@ -59,12 +59,12 @@ class LayerTracer(TorchFunctionMode):
         super().__init__()
         self._fakes = fakes
         self._similar = similar
-        self._called: list[list[_Call]] = []  # by the layers so far; at the end of each, what it gave
+        self._called: list[list[_TracedCall]] = []  # by the layers so far; at the end of each, what it gave
         self._kept: list[object] = [tensors]  # so that no id is used twice
         self._names: dict[int, tuple[int | None, str, tuple[int, ...]]] = {}  # by id: layer, role, number
         self._layer: int | None = None
-        self._lines: list[_Call] = []
-        self._expected: list[_Call] = []
+        self._lines: list[_TracedCall] = []
+        self._expected: list[_TracedCall] = []
         for layer, own in enumerate(tensors):
             for number, tensor in enumerate(own):
                 self._names[id(tensor)] = layer, "own", (number,)
@@ -87,11 +87,11 @@ class LayerTracer(TorchFunctionMode):
         others = {name: value for name, value in kwargs.items() if name != BATCH_ARGUMENT}
         given = layout(hidden), self._describe(args), self._describe(others), id(kwargs.get(BATCH_ARGUMENT))
         self._expects(given)
-        self._lines.append(_Call(given, _UNKNOWN))
+        self._lines.append(_TracedCall(given, _UNKNOWN))
         out = original(hidden, *args, **kwargs)
         if not isinstance(out, Tensor) or layout(out) != layout(hidden):
             raise NoOutlineError("a layer gives something else than it takes")
-        self._lines.append(_Call(self._describe(out), _UNKNOWN))
+        self._lines.append(_TracedCall(self._describe(out), _UNKNOWN))
         self._called.append(self._lines)
         self._names.pop(id(out))
         self._layer = None
@@ -106,7 +106,7 @@ class LayerTracer(TorchFunctionMode):
             result = func(*self._fakes.of(args), **self._fakes.of(kwargs or {}))
         if self._layer is None:
             return result
-        self._lines.append(_Call(line, result if self._can_be_expected(result) else _UNKNOWN))
+        self._lines.append(_TracedCall(line, result if self._can_be_expected(result) else _UNKNOWN))
         for place, tensor in enumerate(_entries(result)):
             if isinstance(tensor, Tensor) and id(tensor) not in self._names:
                 self._name(tensor, "made", len(self._lines), place)

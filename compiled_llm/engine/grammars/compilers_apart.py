@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compiled_llm.engine.grammars.compilers import Key, Latest, asked, compiler, most_at_once, spelled
-from compiled_llm.engine.grammars.worker_messages import Compile, Compiled, Failed, Vetted, Vocabulary
+from compiled_llm.engine.grammars.worker_messages import Compile, Compiled, Failed, Vetted, WorkerVocabulary
 from compiled_llm.engine.grammars.worker_process import WorkerProcess
 from compiled_llm.engine.steps.constraint import Constraint
 from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource
@@ -85,12 +85,12 @@ class _Tokens(NamedTuple):
     """A tokenizer's tokens as this process knows them, and as they are sent."""
 
     info: xgrammar.TokenizerInfo
-    sent: Vocabulary
+    sent: WorkerVocabulary
 
     @classmethod
     def of(cls, tokenizer: Any, key: Key, place: int) -> _Tokens:
         info = spelled(tokenizer, key)
-        return cls(info, Vocabulary(place, info.serialize_json(), most_at_once()))
+        return cls(info, WorkerVocabulary(place, info.serialize_json(), most_at_once()))
 
 
 def _digest(source: GrammarSource) -> bytes:

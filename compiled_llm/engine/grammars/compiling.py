@@ -31,7 +31,7 @@ _LONG = 0.5
 
 
 @dataclass(eq=False)
-class _Job:
+class _GrammarJob:
     """A grammar that is to be compiled.
 
     Attributes:
@@ -79,8 +79,8 @@ class Grammars:
         self._arrive, self._end = weakref.WeakMethod(arrive), weakref.WeakMethod(end)
         self._kept: OrderedDict[_Key, xgrammar.CompiledGrammar] = OrderedDict()
         self._changed = Condition()
-        self._jobs: dict[_Key, _Job] = {}
-        self._queue: deque[_Job] = deque()
+        self._jobs: dict[_Key, _GrammarJob] = {}
+        self._queue: deque[_GrammarJob] = deque()
         self._threads = self._long = 0
         self._watched = False
 
@@ -132,7 +132,7 @@ class Grammars:
         with self._changed:
             job = self._jobs.get(_key(constraint))
             if job is None:
-                job = self._jobs[_key(constraint)] = _Job(constraint)
+                job = self._jobs[_key(constraint)] = _GrammarJob(constraint)
                 self._queue.append(job)
             job.waiting |= dict.fromkeys(requests, time.monotonic() + self._timeout)
             self._start_threads()
@@ -164,16 +164,16 @@ class Grammars:
                 grammar, error = None, failure
             self._finish(job, grammar, error)
 
-    def _compiled(self, job: _Job) -> xgrammar.CompiledGrammar:
+    def _compiled(self, job: _GrammarJob) -> xgrammar.CompiledGrammar:
         grammar = self._compilers.compile(job.constraint, lambda: self._is_wanted(job))
         job.constraint.begin(grammar)  # what does not go here would go for none of those that wait
         return grammar
 
-    def _is_wanted(self, job: _Job) -> bool:
+    def _is_wanted(self, job: _GrammarJob) -> bool:
         with self._changed:
             return job.wanted
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> _GrammarJob | None:
         """Return the next job that somebody waits for; None if this thread, or one too many, is to end."""
         with self._changed:
             while self._queue and self._threads <= self._limit:
@@ -186,7 +186,7 @@ class Grammars:
             self._threads -= 1
             return None
 
-    def _finish(self, job: _Job, grammar: xgrammar.CompiledGrammar | None, error: BaseException | None) -> None:
+    def _finish(self, job: _GrammarJob, grammar: xgrammar.CompiledGrammar | None, error: BaseException | None) -> None:
         with self._changed:
             self._long -= job.long
             if isinstance(error, UnwantedError) and job.wanted:  # again, by a request that has come meanwhile

@@ -28,7 +28,7 @@ from compiled_llm.engine.grammars.worker_messages import (
     FromWorker,
     Learned,
     Vetted,
-    Vocabulary,
+    WorkerVocabulary,
     received,
 )
 from compiled_llm.protocol.frames import frame_of
@@ -84,7 +84,7 @@ class Worker:
             return False
         answer = socket.socket(fileno=files[0])
         match received(answer, FromEngine):
-            case Vocabulary() as tokens:
+            case WorkerVocabulary() as tokens:
                 self._learn(tokens)
                 _send(answer, Learned())
                 answer.close()
@@ -94,7 +94,7 @@ class Worker:
                 answer.close()
         return True
 
-    def _learn(self, tokens: Vocabulary) -> None:
+    def _learn(self, tokens: WorkerVocabulary) -> None:
         info = TokenizerInfo.deserialize_json(tokens.info)
         compiler = self._compilers[tokens.number] = GrammarCompiler(info, max_threads=tokens.threads)
         _WARMING.compiled(compiler)

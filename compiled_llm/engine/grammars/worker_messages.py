@@ -21,7 +21,7 @@ MOST_COMPILED = 2**27
 _AT_ONCE = 2**20
 
 
-class Vocabulary(Struct, tag="vocabulary", frozen=True):
+class WorkerVocabulary(Struct, tag="vocabulary", frozen=True):
     """Tokens that grammars are compiled for.
 
     Attributes:
@@ -78,7 +78,7 @@ class Failed(Struct, tag="failed", frozen=True):
     message: str
 
 
-FromEngine = Vocabulary | Compile
+FromEngine = WorkerVocabulary | Compile
 FromWorker = Learned | Compiled | Vetted | Failed
 
 

@@ -20,7 +20,7 @@ from compiled_llm.engine.grammars.worker_messages import (
     Failed,
     FromWorker,
     Vetted,
-    Vocabulary,
+    WorkerVocabulary,
     received,
 )
 from compiled_llm.protocol.frames import frame_of
@@ -43,7 +43,7 @@ class WorkerProcess:
     def __init__(self) -> None:
         """Start it; it is not waited for."""
         self._lock = threading.Lock()
-        self._learned: dict[int, Vocabulary] = {}  # what it knows, by number
+        self._learned: dict[int, WorkerVocabulary] = {}  # what it knows, by number
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
         self._start()
@@ -54,12 +54,14 @@ class WorkerProcess:
         assert self._process is not None, "it was never started"
         return self._process.pid
 
-    def learn(self, vocabulary: Vocabulary) -> None:
+    def learn(self, vocabulary: WorkerVocabulary) -> None:
         """Have it know the tokens of a vocabulary in place of others with that number."""
         with self._lock, suppress(OSError):  # it cannot be started; a grammar that is to be compiled says so
             self._retried(lambda: self._teach(vocabulary))
 
-    def compile(self, asked: Compile, vocabulary: Vocabulary, wanted: Callable[[], bool]) -> Compiled | Vetted | Failed:
+    def compile(
+        self, asked: Compile, vocabulary: WorkerVocabulary, wanted: Callable[[], bool]
+    ) -> Compiled | Vetted | Failed:
         """Have a grammar compiled, and wait for it as long as it is wanted.
 
         Args:
@@ -97,11 +99,11 @@ class WorkerProcess:
             self._start()
             return ask()
 
-    def _begun(self, asked: Compile, vocabulary: Vocabulary) -> socket.socket:
+    def _begun(self, asked: Compile, vocabulary: WorkerVocabulary) -> socket.socket:
         self._teach(vocabulary)
         return self._ask(asked)
 
-    def _teach(self, vocabulary: Vocabulary) -> None:
+    def _teach(self, vocabulary: WorkerVocabulary) -> None:
         if self._learned.get(vocabulary.number) is vocabulary:
             return
         with self._ask(vocabulary) as end:
@@ -109,7 +111,7 @@ class WorkerProcess:
                 raise ConnectionError("it has died meanwhile")
         self._learned[vocabulary.number] = vocabulary
 
-    def _ask(self, message: Vocabulary | Compile) -> socket.socket:
+    def _ask(self, message: WorkerVocabulary | Compile) -> socket.socket:
         """Return the end of a pair of sockets where the answer to a message comes."""
         ours, theirs = socket.socketpair()
         try:

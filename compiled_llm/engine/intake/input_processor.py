@@ -13,7 +13,7 @@ from compiled_llm.engine.intake.constraints import check_tokenizer, constraints_
 from compiled_llm.engine.intake.prompts import Prompt, token_ids
 from compiled_llm.engine.intake.sampling import RequestSamplings
 from compiled_llm.engine.steps.request import Request
-from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.device_model import ModelRunner
 from compiled_llm.model.inputs import vocabulary_of
 from compiled_llm.model.sizes import logits_width
 from compiled_llm.requests.sampling_params import SamplingParams
@@ -56,7 +56,7 @@ def requests_for(
     prompt: Prompt,
     params: SamplingParams,
     model: TokenFacts,
-    device_model: DeviceModel,
+    device_model: ModelRunner,
     tokenizer: Any,
     *,
     priority: int = 0,
@@ -132,7 +132,7 @@ def _check_waiting(priority: int, timeout: float | None, salt: Hashable) -> None
         raise ValueError(f"cache_salt={salt!r}: give something that can be hashed, as a string can")
 
 
-def _most_new(prompt: int, max_tokens: int | None, device_model: DeviceModel) -> int:
+def _most_new(prompt: int, max_tokens: int | None, device_model: ModelRunner) -> int:
     """Return how many tokens an answer can have; without a limit, as many as there are positions and pages for.
 
     Raises:
@@ -156,7 +156,7 @@ def _most_new(prompt: int, max_tokens: int | None, device_model: DeviceModel) ->
     return most
 
 
-def _check_prompt(tokens: int, device_model: DeviceModel, answered: bool) -> None:
+def _check_prompt(tokens: int, device_model: ModelRunner, answered: bool) -> None:
     """Check that there is room for a prompt, and for one token after it if it is ``answered``."""
     positions, pool = device_model.max_positions, device_model.pool
     if tokens + answered > positions:

@@ -6,20 +6,22 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from compiled_llm.engine.thread.engine_thread import Driver
+from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.execution.lifecycle.runtime import Runtime
 
 _PATIENCE = 0.5
 """Seconds for which an engine is waited for while others are kept: several steps, since it lets go after one."""
 
 
-def drivers_of(runtime: Runtime) -> list[Driver]:
+def drivers_of(runtime: Runtime) -> list[EngineThread]:
     """Return all engines of a model; always in the same order, so that two threads do not wait for each other."""
-    return sorted((found for found in list(runtime.engines) if isinstance(found, Driver) and not found.closed), key=id)
+    return sorted(
+        (found for found in list(runtime.engines) if isinstance(found, EngineThread) and not found.closed), key=id
+    )
 
 
 @contextmanager
-def all_paused(runtime: Runtime) -> Iterator[list[Driver]]:
+def all_paused(runtime: Runtime) -> Iterator[list[EngineThread]]:
     """Let no engine run.
 
     A thread that has paused one engine may use another, so nobody may keep that one while waiting for the first: what
@@ -34,7 +36,7 @@ def all_paused(runtime: Runtime) -> Iterator[list[Driver]]:
                 return
 
 
-def _first_taken(drivers: list[Driver], stack: ExitStack) -> Driver | None:
+def _first_taken(drivers: list[EngineThread], stack: ExitStack) -> EngineThread | None:
     """Pause engines until the end of the stack; return the first that another thread keeps, None if there is none.
 
     The first of them is waited for however long that takes.
@@ -77,7 +79,7 @@ def calls_ended(runtime: Runtime, doing: str) -> Iterator[None]:
 
 
 @contextmanager
-def nothing_running(runtime: Runtime) -> Iterator[list[Driver] | None]:
+def nothing_running(runtime: Runtime) -> Iterator[list[EngineThread] | None]:
     """Run the block while neither an engine nor a call of ``generate`` runs; inside ``calls_ended``.
 
     Yields the engines; None if a call is in progress, one that may wait for an engine: whoever wants this has to let

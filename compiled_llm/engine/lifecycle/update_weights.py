@@ -21,7 +21,7 @@ from compiled_llm.engine.lifecycle.all_engines import (
     nothing_running,
 )
 from compiled_llm.engine.steps.request import Request
-from compiled_llm.engine.thread.engine_thread import Driver
+from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.execution.threads.interrupts import check, deferred
 from compiled_llm.model.weights.new_weights import NewWeights
@@ -84,7 +84,7 @@ def _ended(runtime: Runtime, cancels: bool) -> Iterator[None]:
         yield
 
 
-def _came_before(driver: Driver, stack: ExitStack) -> Sequence[Request]:
+def _came_before(driver: EngineThread, stack: ExitStack) -> Sequence[Request]:
     """Return an engine's requests that have not ended; until the end of the stack nobody else begins."""
     before = driver.handles.held.begin()
     stack.callback(driver.handles.held.end)

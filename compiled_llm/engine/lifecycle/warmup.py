@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from compiled_llm.engine.grammars.compiling import Grammars
 from compiled_llm.engine.intake.input_processor import check_grammars
 from compiled_llm.engine.steps.logprobs import prepare_logprobs
-from compiled_llm.engine.thread.engine_thread import Driver
+from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.execution.lifecycle.warmup import Report, Wanted
 from compiled_llm.model.sizes import logits_width
@@ -21,7 +21,7 @@ def prepare_grammars(grammars: Grammars, model: PreTrainedModel, tokenizer: Any)
     grammars.prepare(logits_width(model), stops)
 
 
-def warm_up(runtime: Runtime, driver: Driver, wanted: Wanted, structured: bool, report: Report) -> None:
+def warm_up(runtime: Runtime, driver: EngineThread, wanted: Wanted, structured: bool, report: Report) -> None:
     """Prepare steps and what else requests launch, while none runs.
 
     Args:

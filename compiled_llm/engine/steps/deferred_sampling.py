@@ -16,7 +16,7 @@ from compiled_llm.engine.steps.processors import edited_logits
 from compiled_llm.engine.steps.request import InvalidRequestError, Request, RequestError
 from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
-from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.device_model import ModelRunner
 from compiled_llm.execution.state.staging import Readback, Staging
 from compiled_llm.kvcache.row import Row
 
@@ -108,7 +108,7 @@ class LateSampling:
         self._logprobs: list[Arriving | ArrivingPrompt] = []
         self.failed: dict[Request, RequestError] = {}
 
-    def sample(self, device_model: DeviceModel, persistent: PersistentBatch, writer: MaskWriter) -> None:
+    def sample(self, device_model: ModelRunner, persistent: PersistentBatch, writer: MaskWriter) -> None:
         """Have the tokens sampled, those before them having been read, and wait for nothing.
 
         What has been done before this failed is not done again.
@@ -123,7 +123,7 @@ class LateSampling:
                 self._edited = self._edit(device_model, persistent, present.processed)
         device_model.thread.call(self._sample, device_model, persistent, masks)
 
-    def _sample(self, device_model: DeviceModel, persistent: PersistentBatch, masks: Masks | None) -> None:
+    def _sample(self, device_model: ModelRunner, persistent: PersistentBatch, masks: Masks | None) -> None:
         logits = self._edited or {}
         edited = {each.row: logits[each.request] for each in self._requests.processed if each.request in logits}
         if self._tokens is None:
@@ -135,7 +135,7 @@ class LateSampling:
         self._readback = device_model.readbacks.start(self._tokens)
 
     def _edit(
-        self, device_model: DeviceModel, persistent: PersistentBatch, requests: Sequence[_Member]
+        self, device_model: ModelRunner, persistent: PersistentBatch, requests: Sequence[_Member]
     ) -> dict[Request, Tensor]:
         """Call the processors of requests, in this thread; who fails is left to sample from what the model said."""
         if not requests:

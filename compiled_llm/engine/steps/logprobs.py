@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_llm.compilation.sampling.logprobs import Draws, ScoredTokens, score_tokens
+from compiled_llm.compilation.sampling.logprobs import SampledDraws, ScoredTokens, score_tokens
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.steps.scores import Scores, TokenScores
-from compiled_llm.execution.batch import Step
-from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.batch import StepOutput
+from compiled_llm.execution.device_model import ModelRunner
 from compiled_llm.execution.state.staging import Readback
 from compiled_llm.kvcache.row import Row
 from compiled_llm.requests.outputs import Logprob
@@ -123,12 +123,12 @@ def prompt_logprobs(request: Request) -> PromptLogprobs | None:
     return PromptLogprobs(Logprobs(request.prompt_scored, request.prompt[1:].tolist(), request.prompt_logprobs))
 
 
-def prepare_logprobs(device_model: DeviceModel) -> None:
+def prepare_logprobs(device_model: ModelRunner) -> None:
     """Have the kernels compiled that compute them; no CUDA graph has these."""
     device_model.thread.call(_score_nothing, device_model)
 
 
-def _score_nothing(device_model: DeviceModel) -> None:
+def _score_nothing(device_model: ModelRunner) -> None:
     state = device_model.state
     logits = torch.zeros_like(state.slots.tables.counts[:1], dtype=state.pages[0].dtype)
     score_tokens(logits, torch.zeros(1, dtype=torch.int64, device=logits.device), 1)
@@ -180,7 +180,7 @@ class Watch:
     """Has log-probabilities computed in each step of one plan."""
 
     def __init__(
-        self, device_model: DeviceModel, launches: Iterable[Sequence[Request]], mode: LogprobsMode = "raw_logprobs"
+        self, device_model: ModelRunner, launches: Iterable[Sequence[Request]], mode: LogprobsMode = "raw_logprobs"
     ) -> None:
         """Look who wants them.
 
@@ -200,7 +200,7 @@ class Watch:
         """Whether anybody wants them."""
         return bool(self._groups)
 
-    def see(self, step: Step) -> None:
+    def see(self, step: StepOutput) -> None:
         """Compute what is wanted of a launch; in the model's executor."""
         group = self._groups.get(step.rows[0])
         if group is not None and step.logits is not None:
@@ -243,7 +243,7 @@ class _Group:
         self._kinds = _kinds(self.requests) if mode == "processed_logprobs" else None
         self._there: Tensor | None = None  # where on the device, once that has been uploaded
 
-    def compute(self, device_model: DeviceModel, step: Step) -> Tensor:
+    def compute(self, device_model: ModelRunner, step: StepOutput) -> Tensor:
         logits, tokens = step.logits if self._kinds is None or step.edited is None else step.edited, step.tokens
         assert logits is not None, "a step of one launch"
         if self._at is not None:
@@ -253,13 +253,13 @@ class _Group:
         draws = None if self._kinds is None else self._draws(device_model, step.rows, self._kinds)
         return score_tokens(logits, tokens, min(self._most, logits.shape[1]), draws)
 
-    def _draws(self, device_model: DeviceModel, all_rows: Sequence[Row], kinds: int) -> Draws:
+    def _draws(self, device_model: ModelRunner, all_rows: Sequence[Row], kinds: int) -> SampledDraws:
         """Return how the rows have chosen: each step, since slots may change and positions do."""
         state = device_model.state
         rows = all_rows if self._at is None else [all_rows[place] for place in self._at]
         positions = np.array([row.position for row in rows], dtype=np.int64)
         slots, at = state.staging.to_device([state.slots.of(rows, len(rows)), positions])
-        return Draws(slots, at, state.slots.tables, kinds)
+        return SampledDraws(slots, at, state.slots.tables, kinds)
 
 
 def _kinds(requests: Iterable[Request]) -> int | None:

@@ -16,14 +16,14 @@ from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm.engine.steps.constraint import MaskWriter
 from compiled_llm.engine.steps.deferred_sampling import Constrained, LateSampling
 from compiled_llm.engine.steps.logprobs import Arriving, ArrivingPrompt, LogprobsMode, Watch
-from compiled_llm.engine.steps.plan import Chunk, Plan
+from compiled_llm.engine.steps.plan import Chunk, StepPlan
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.engine.steps.scored_prompts import run_scored
-from compiled_llm.engine.steps.token_budget import Pace
+from compiled_llm.engine.steps.token_budget import TokenBudget
 from compiled_llm.execution.batch import Batch, Extension
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
-from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.device_model import ModelRunner
 from compiled_llm.execution.state.device_timer import DeviceTimer
 from compiled_llm.execution.state.staging import Readback
 from compiled_llm.kvcache.prefix_tree import PrefixTree
@@ -34,7 +34,7 @@ logger = logging.getLogger("compiled_llm.engine")
 class _Launched(NamedTuple):
     """A step whose tokens have not been read: what it ran, what arrives of it where, and how long it takes."""
 
-    plan: Plan
+    plan: StepPlan
     readbacks: list[Readback]
     timer: DeviceTimer | None
     logprobs: list[Arriving | ArrivingPrompt]
@@ -49,7 +49,7 @@ class _Launched(NamedTuple):
 class _Prepared(NamedTuple):
     """A plan's batch, its scored chunks, who looks at the logits, and whose tokens are sampled late."""
 
-    plan: Plan
+    plan: StepPlan
     batch: Batch
     scored: list[Chunk]
     watch: Watch
@@ -87,9 +87,9 @@ class Loop:
 
     def __init__(
         self,
-        device_model: DeviceModel,
+        device_model: ModelRunner,
         scheduler: Scheduler,
-        pace: Pace,
+        pace: TokenBudget,
         prefixes: PrefixTree | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
@@ -115,10 +115,10 @@ class Loop:
         self.stuck = False
 
     @classmethod
-    def of(cls, device_model: DeviceModel, settings: LoopSettings) -> Loop:
+    def of(cls, device_model: ModelRunner, settings: LoopSettings) -> Loop:
         """Return a loop on a model as it is placed now."""
         prefixes = device_model.prefixes if settings.prefix_cache else None
-        pace = Pace(settings.max_step_ms, device_model.config.prefill_tokens)
+        pace = TokenBudget(settings.max_step_ms, device_model.config.prefill_tokens)
         slots = device_model.state.slots.room_for
         scheduler = Scheduler(device_model.pool, settings.max_rows, pace.tokens, prefixes, slots)
         return cls(device_model, scheduler, pace, prefixes, settings.logprobs_mode)
@@ -218,7 +218,7 @@ class Loop:
 
     # ---- in the executor
 
-    def _launch(self, plan: Plan, unchanged: bool) -> None:
+    def _launch(self, plan: StepPlan, unchanged: bool) -> None:
         if plan.extend:
             self._admit(plan.extend)
         timer = DeviceTimer(self.device_model.device) if self._pace.bounded else None
@@ -237,14 +237,14 @@ class Loop:
         self.device_model.go_on()
 
     def _run(self, prepared: _Prepared, unchanged: bool) -> Iterator[Tensor]:
-        """Yield the tokens of each launch, in the order of ``Plan.sampled``."""
+        """Yield the tokens of each launch, in the order of ``StepPlan.sampled``."""
         _, batch, scored, watch, _ = prepared
         if batch.decode or batch.extend:
             yield self.device_model.run(batch, self._persistent, unchanged).tokens
         for chunk in scored:
             yield run_scored(self.device_model, self._persistent, chunk, watch)
 
-    def _prepared_for(self, plan: Plan) -> _Prepared:
+    def _prepared_for(self, plan: StepPlan) -> _Prepared:
         """Return what runs a plan; the scheduler gives the same one again while nobody comes or goes."""
         if self._prepared is None or self._prepared.plan is not plan:
             plain = [chunk for chunk in plan.extend if not chunk.scored]

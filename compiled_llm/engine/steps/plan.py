@@ -26,7 +26,7 @@ class Chunk(NamedTuple):
     scored: bool = False
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """What runs in one step; no request is in it twice.
 
     Attributes:

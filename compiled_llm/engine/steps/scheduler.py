@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN
 from compiled_llm.engine.steps.latencies import Latencies
-from compiled_llm.engine.steps.plan import Chunk, Plan
+from compiled_llm.engine.steps.plan import Chunk, StepPlan
 from compiled_llm.engine.steps.queue import Queue
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.kvcache.pool import OutOfPagesError, PagePool
@@ -86,7 +86,7 @@ class Scheduler:
         self._queue = Queue()
         self._next_deadline = math.inf
         self._likely = float(_FIRST_GUESS)  # tokens of an answer
-        self._plan = Plan([], [])  # the last one; it holds for so many more steps, if nobody comes or goes:
+        self._plan = StepPlan([], [])  # the last one; it holds for so many more steps, if nobody comes or goes:
         self._same = 0
         self.rows: set[Row] = set()
         self.running: list[Request] = []
@@ -147,7 +147,7 @@ class Scheduler:
 
     # ---- plan
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         """Return what to run next; nothing if nobody can run."""
         self.short_since = None
         if self._same and not self._has_room:
@@ -162,7 +162,7 @@ class Scheduler:
         while room > 0 and self.preemptions == before and (admitted := self._admit()) is not None:
             room = self._add_chunk(extend, admitted, room)
         extend.sort(key=lambda chunk: chunk.scored)
-        self._plan, self._same = Plan(decode, extend), 0
+        self._plan, self._same = StepPlan(decode, extend), 0
         return self._plan
 
     @property
@@ -290,7 +290,7 @@ class Scheduler:
 
     # ---- what has happened
 
-    def launched(self, plan: Plan) -> list[Request]:
+    def launched(self, plan: StepPlan) -> list[Request]:
         """Note that a plan is queued; return whose last step it was, and give back their pages."""
         if self._same:
             self._same -= 1

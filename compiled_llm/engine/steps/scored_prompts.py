@@ -13,10 +13,10 @@ from compiled_llm.engine.steps.logprobs import ArrivingPrompt, Watch
 from compiled_llm.engine.steps.plan import Chunk
 from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
-from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.device_model import ModelRunner
 
 
-def run_scored(device_model: DeviceModel, persistent: PersistentBatch, chunk: Chunk, watch: Watch) -> Tensor:
+def run_scored(device_model: ModelRunner, persistent: PersistentBatch, chunk: Chunk, watch: Watch) -> Tensor:
     """Run a chunk without waiting for it; in the model's executor.
 
     Returns:

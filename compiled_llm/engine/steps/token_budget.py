@@ -13,7 +13,7 @@ _FADING = 0.99
 step does not forbid it for ever."""
 
 
-class Pace:
+class TokenBudget:
     """Chooses chunks so that steps stay within a time.
 
     Decode steps are told apart by their rows, and chunks by their tokens, both rounded up to a power of two. A chunk

@@ -17,7 +17,7 @@ _PATIENCE = 10
 """Seconds: the garbage collector may close an inbox in the very thread that is about to wait."""
 
 
-class Inbox:
+class Arrivals:
     """What is to be done between two steps. It knows of no engine, so that one may be forgotten while a thread waits.
 
     Attributes:

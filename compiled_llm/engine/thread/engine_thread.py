@@ -21,14 +21,14 @@ from compiled_llm.engine.metrics import EngineStats
 from compiled_llm.engine.model_check import ModelCheck
 from compiled_llm.engine.steps.loop import Loop, LoopSettings
 from compiled_llm.engine.steps.request import Request
-from compiled_llm.engine.thread.arrivals import Inbox
+from compiled_llm.engine.thread.arrivals import Arrivals
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.engine.thread.joined_calls import JoinedCalls
 from compiled_llm.engine.thread.placed_loop import PlacedLoop
-from compiled_llm.engine.thread.request_table import Handles
+from compiled_llm.engine.thread.request_table import RequestTable
 from compiled_llm.engine.thread.serving import ServingThread
-from compiled_llm.engine.thread.starvation import Shortage
-from compiled_llm.engine.thread.step_lock import Turns
+from compiled_llm.engine.thread.starvation import Starvation
+from compiled_llm.engine.thread.step_lock import StepLock
 from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.pool import PagePool
@@ -38,7 +38,7 @@ from compiled_llm.requests.users_code import described, failure_of
 logger = logging.getLogger("compiled_llm.engine")
 
 
-class Driver:
+class EngineThread:
     """Runs the loop of one engine.
 
     What the loop knows of rows and pages changes only while the model's loop lock is held, by whoever runs it, or by a
@@ -65,11 +65,11 @@ class Driver:
         self.check = ModelCheck(model, runtime, settings.watch_model)
         self.placed = PlacedLoop(self.check, settings)
         self.closed = False
-        self._shortage = Shortage()
-        self._inbox = Inbox()
+        self._shortage = Starvation()
+        self._inbox = Arrivals()
         self._changed = self._inbox.changed
-        self.handles = Handles(self._inbox)
-        self.turns = Turns(self._changed)
+        self.handles = RequestTable(self._inbox)
+        self.turns = StepLock(self._changed)
         self.joined = JoinedCalls(self._changed)
         weakref.finalize(self, self._inbox.close).atexit = False
         self._serving = ServingThread(self, self._inbox)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from compiled_llm.engine.answer import Answer, tokenizer_failure
 from compiled_llm.engine.steps.logprobs import prompt_logprobs
 from compiled_llm.engine.steps.request import Request, RequestError
-from compiled_llm.engine.thread.output_processor import OutputThread
+from compiled_llm.engine.thread.output_processor import OutputProcessor
 from compiled_llm.requests.answer_text import AnswerText, TextFormat
 from compiled_llm.requests.listeners import Listeners
 from compiled_llm.requests.outputs import Figures, RequestOutput
@@ -35,7 +35,7 @@ class RequestHandle(PendingAnswers[Answer]):
         requests: Sequence[Request],
         cancel: Callable[..., None],
         form: TextFormat | None = None,
-        output: OutputThread | None = None,
+        output: OutputProcessor | None = None,
         check: Callable[[], None] = lambda: None,
         check_process: Callable[[], None] = lambda: None,
     ) -> None:

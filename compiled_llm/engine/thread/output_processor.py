@@ -11,7 +11,7 @@ from typing import Protocol
 
 from compiled_llm.compat.condition import Condition
 from compiled_llm.engine.steps.request import RequestError
-from compiled_llm.engine.thread.arrivals import Inbox
+from compiled_llm.engine.thread.arrivals import Arrivals
 from compiled_llm.requests.listeners import Listeners, tell
 from compiled_llm.requests.users_code import described
 
@@ -23,7 +23,7 @@ _PATIENCE = 10
 """Seconds: the garbage collector may close it in the very thread that is about to wait."""
 
 
-class Told(Protocol):
+class PromptRequests(Protocol):
     """A prompt's requests, as far as they are told of.
 
     Attributes:
@@ -45,14 +45,14 @@ class Told(Protocol):
         """End what has not ended, because its text cannot be made."""
 
 
-class OutputThread:
+class OutputProcessor:
     """Makes the text of requests that somebody reads as text, or that stop strings end.
 
     The loop hands over once a step what has changed; requests without text are told of at once. There is no thread
     until the first request with text.
     """
 
-    def __init__(self, inbox: Inbox) -> None:
+    def __init__(self, inbox: Arrivals) -> None:
         """Begin without a thread.
 
         Args:
@@ -63,7 +63,7 @@ class OutputThread:
         self._thread: threading.Thread | None = None
         weakref.finalize(self, self._work.close).atexit = False
 
-    def tell(self, handles: Iterable[Told | None]) -> None:
+    def tell(self, handles: Iterable[PromptRequests | None]) -> None:
         """Tell whoever waits for these requests, once their text is made."""
         awaited = [handle for handle in handles if handle is not None and (handle.has_text or handle.listeners.count)]
         if not awaited:
@@ -72,7 +72,7 @@ class OutputThread:
             self.read(texts)
         tell([handle.listeners for handle in awaited if not handle.has_text])
 
-    def read(self, handles: Iterable[Told]) -> None:
+    def read(self, handles: Iterable[PromptRequests]) -> None:
         """Make the text of what has come of these requests; here and now, if the engine is closed."""
         if not self._work.add(handles):
             _read(handles, self._inbox)
@@ -107,22 +107,22 @@ class _Work:
 
     def __init__(self) -> None:
         self.changed = Condition()
-        self._handles: dict[Told, None] = {}
-        self._taken: list[Told] = []
+        self._handles: dict[PromptRequests, None] = {}
+        self._taken: list[PromptRequests] = []
         self._closed = False
 
     @property
     def over(self) -> bool:
         return self._closed and not self._handles
 
-    def add(self, handles: Iterable[Told]) -> bool:
+    def add(self, handles: Iterable[PromptRequests]) -> bool:
         with self.changed:
             if not self._closed:
                 self._handles.update(dict.fromkeys(handles))
                 self.changed.notify()
             return not self._closed
 
-    def take(self) -> list[Told]:
+    def take(self) -> list[PromptRequests]:
         """Wait for work; nothing if there will be none."""
         with self.changed:
             self._taken = []  # an engine that nobody else holds is forgotten here
@@ -131,7 +131,7 @@ class _Work:
             self._taken, self._handles = list(self._handles), {}
             return self._taken
 
-    def lose(self) -> list[Told]:
+    def lose(self) -> list[PromptRequests]:
         """Return all that has been waiting or taken, which no text is made of any more."""
         with self.changed:
             lost, self._handles, self._taken = [*self._taken, *self._handles], {}, []
@@ -143,7 +143,7 @@ class _Work:
             self.changed.notify_all()
 
 
-def _serve(work: _Work, inbox: Inbox) -> None:
+def _serve(work: _Work, inbox: Arrivals) -> None:
     while not work.over:
         try:
             _read(work.take(), inbox)
@@ -151,7 +151,7 @@ def _serve(work: _Work, inbox: Inbox) -> None:
             _lose(work, inbox, error)
 
 
-def _lose(work: _Work, inbox: Inbox, error: BaseException) -> None:
+def _lose(work: _Work, inbox: Arrivals, error: BaseException) -> None:
     """End the requests whose text was being made, or waited for that; the thread goes on with others."""
     lost = work.lose()
     logger.error("compiled_llm: requests whose text is lost: %d, of %s", len(lost), described(error), exc_info=error)
@@ -161,8 +161,8 @@ def _lose(work: _Work, inbox: Inbox, error: BaseException) -> None:
     _tell(lost, inbox)
 
 
-def _read(handles: Iterable[Told], inbox: Inbox) -> None:
-    told: list[Told] = []
+def _read(handles: Iterable[PromptRequests], inbox: Arrivals) -> None:
+    told: list[PromptRequests] = []
     for number, handle in enumerate(handles, start=1):
         handle.read_text()
         told.append(handle)
@@ -171,7 +171,7 @@ def _read(handles: Iterable[Told], inbox: Inbox) -> None:
     _tell(told, inbox)
 
 
-def _tell(told: Sequence[Told], inbox: Inbox) -> None:
+def _tell(told: Sequence[PromptRequests], inbox: Arrivals) -> None:
     tell([handle.listeners for handle in told])
     if any(handle.done for handle in told):
         with inbox.changed:

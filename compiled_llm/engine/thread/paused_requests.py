@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from compiled_llm.engine.steps.request import Request
-from compiled_llm.engine.thread.arrivals import Inbox
+from compiled_llm.engine.thread.arrivals import Arrivals
 
 
-class Held:
+class PausedRequests:
     """Hands requests over, and keeps those that come late while some have to end first."""
 
-    def __init__(self, inbox: Inbox, known: Iterable[Request]) -> None:
+    def __init__(self, inbox: Arrivals, known: Iterable[Request]) -> None:
         """Keep nobody.
 
         Args:

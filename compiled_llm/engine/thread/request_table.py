@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.request import Request
-from compiled_llm.engine.thread.arrivals import Inbox
+from compiled_llm.engine.thread.arrivals import Arrivals
 from compiled_llm.engine.thread.handle import RequestHandle
-from compiled_llm.engine.thread.output_processor import OutputThread
-from compiled_llm.engine.thread.paused_requests import Held
+from compiled_llm.engine.thread.output_processor import OutputProcessor
+from compiled_llm.engine.thread.paused_requests import PausedRequests
 from compiled_llm.requests.outputs import FinishReason
 
 
-class Handles(dict[Request, RequestHandle]):
+class RequestTable(dict[Request, RequestHandle]):
     """The handles of requests that have not ended.
 
     Attributes:
@@ -22,7 +22,7 @@ class Handles(dict[Request, RequestHandle]):
         held: lets requests come to the scheduler, unless weights are about to change.
     """
 
-    def __init__(self, inbox: Inbox) -> None:
+    def __init__(self, inbox: Arrivals) -> None:
         """Begin with none.
 
         Args:
@@ -30,8 +30,8 @@ class Handles(dict[Request, RequestHandle]):
         """
         super().__init__()
         self._inbox = inbox
-        self.output = OutputThread(inbox)
-        self.held = Held(inbox, self)
+        self.output = OutputProcessor(inbox)
+        self.held = PausedRequests(inbox, self)
 
     def end(
         self, loop: Loop | None, requests: Sequence[Request], reason: FinishReason, error: BaseException | None = None

@@ -6,10 +6,10 @@ import threading
 import weakref
 from typing import Protocol
 
-from compiled_llm.engine.thread.arrivals import Inbox
+from compiled_llm.engine.thread.arrivals import Arrivals
 
 
-class Served(Protocol):
+class ServedLoop(Protocol):
     """What runs the loop."""
 
     def serve(self) -> None:
@@ -26,7 +26,7 @@ class ServingThread:
         thread: None before the first start.
     """
 
-    def __init__(self, served: Served, inbox: Inbox) -> None:
+    def __init__(self, served: ServedLoop, inbox: Arrivals) -> None:
         """Begin without a thread.
 
         Args:
@@ -53,12 +53,12 @@ class ServingThread:
             self.thread.join()
 
 
-def _serve(reference: weakref.ref[Served], inbox: Inbox) -> None:
+def _serve(reference: weakref.ref[ServedLoop], inbox: Arrivals) -> None:
     while reference() is not None and not inbox.closed:
         _serve_once(reference, inbox)
 
 
-def _serve_once(reference: weakref.ref[Served], inbox: Inbox) -> None:
+def _serve_once(reference: weakref.ref[ServedLoop], inbox: Arrivals) -> None:
     try:
         if inbox.wait() and (served := reference()) is not None:
             served.serve()

@@ -17,7 +17,7 @@ _PATIENCE = 0.5
 """Seconds without a step after which smaller requests go first."""
 
 
-class Shortage:
+class Starvation:
     """How long nothing could run."""
 
     def __init__(self) -> None:

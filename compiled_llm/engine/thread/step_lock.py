@@ -13,7 +13,7 @@ _PATIENCE = 0.2
 """Seconds after which a thread that waits looks whether Ctrl-C has been pressed."""
 
 
-class Turns:
+class StepLock:
     """Gives one thread at a time the loop.
 
     Attributes:

@@ -18,11 +18,11 @@ from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.inputs import DecodeInputs
 from compiled_llm.compilation.programs import DECODE_MANY, DECODE_ONE
 from compiled_llm.execution.decode.planned_table import PlannedTable
-from compiled_llm.execution.graphs.readiness import Readiness
+from compiled_llm.execution.graphs.readiness import GraphManager
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.reporting.events import UploadCause
 from compiled_llm.execution.state.decode_buffers import bucket_for
-from compiled_llm.execution.state.device_state import DeviceState
+from compiled_llm.execution.state.device_state import RunnerState
 from compiled_llm.kvcache.row import Row
 
 logger = logging.getLogger("compiled_llm.uploads")
@@ -35,7 +35,7 @@ _CALLS_TO_CAPTURE = 3
 _ROWS_TO_COMPILE = 64
 
 
-class Seated(Protocol):
+class BatchOwner(Protocol):
     """Whose rows are on the seats."""
 
     def unseat(self) -> None:
@@ -49,7 +49,7 @@ class Decode:
         ready: the buckets, among others, that can be run at once; always the same set.
     """
 
-    def __init__(self, state: DeviceState, readiness: Readiness, planner: Planner) -> None:
+    def __init__(self, state: RunnerState, readiness: GraphManager, planner: Planner) -> None:
         """Begin with empty seats; nothing is compiled yet."""
         self._state = state
         self._readiness = readiness
@@ -58,7 +58,7 @@ class Decode:
         self.ready = readiness.ready
         self._launchable: set[int] = set()  # that were compiled when they were last missing
         self._spare = 0  # the bucket that is captured for others to run in, as long as nobody has wanted itself
-        self._owner: weakref.ref[Seated] | None = None
+        self._owner: weakref.ref[BatchOwner] | None = None
         self._largest = self.bucket_for(state.config.max_batch_size)
         state.cuda_graphs.anchors["decode"] = [self._largest]
 
@@ -204,14 +204,14 @@ class Decode:
         self._state.arena.flush()
         return self._launch(bucket)
 
-    def claim(self, owner: Seated | None) -> None:
+    def claim(self, owner: BatchOwner | None) -> None:
         """Hand the seats to ``owner``; whoever had them is told."""
         previous = self._owner() if self._owner is not None else None
         if previous is not None and previous is not owner:
             previous.unseat()
         self._owner = None if owner is None else weakref.ref(owner)
 
-    def owned_by(self, owner: Seated) -> bool:
+    def owned_by(self, owner: BatchOwner) -> bool:
         """Whether this owner's rows sit there."""
         return self._owner is not None and self._owner() is owner
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import sample
-from compiled_llm.execution.batch import Observer, Step
-from compiled_llm.execution.state.device_state import DeviceState
+from compiled_llm.execution.batch import Observer, StepOutput
+from compiled_llm.execution.state.device_state import RunnerState
 from compiled_llm.kvcache.row import Row
 
 _NOTHING: Mapping[Row, Tensor] = {}
@@ -69,7 +69,7 @@ class _Division(NamedTuple):
 class DeferredSampling:
     """What one loop has not sampled yet."""
 
-    def __init__(self, state: DeviceState) -> None:
+    def __init__(self, state: RunnerState) -> None:
         """Begin with nothing."""
         self._state = state
         self._unsampled: list[_Unsampled] = []
@@ -109,7 +109,7 @@ class DeferredSampling:
 
     # ---- keep
 
-    def keep(self, step: Step, observer: Observer | None) -> Step:
+    def keep(self, step: StepOutput, observer: Observer | None) -> StepOutput:
         """Keep what rows of a launch sample from later, show the others to the observer, and return the step."""
         if not self._deferring:
             return _shown(step, observer)
@@ -119,7 +119,7 @@ class DeferredSampling:
         assert step.logits is not None, "a step of one launch"
         if division.places is not None and observer is not None:
             plain = division.places[1]
-            observer(Step(division.plain, step.logits.index_select(0, plain), step.tokens.index_select(0, plain)))
+            observer(StepOutput(division.plain, step.logits.index_select(0, plain), step.tokens.index_select(0, plain)))
         self._unsampled.append(_Unsampled(division.deferred, self._copy(step.logits, division), observer))
         for row in division.deferred:
             row.has_next = False
@@ -150,7 +150,7 @@ class DeferredSampling:
 
     # ---- choose
 
-    def run(self, masks: Masks | None = None, edited: Mapping[Row, Tensor] = _NOTHING) -> Step:
+    def run(self, masks: Masks | None = None, edited: Mapping[Row, Tensor] = _NOTHING) -> StepOutput:
         """Sample what is not sampled yet, and wait for nothing.
 
         Args:
@@ -169,7 +169,7 @@ class DeferredSampling:
         bucket = graphs.bucket_of(self, len(rows), self._state.slots.tables) if whole else None
         self._state.arena.flush()
         if bucket is not None:
-            step = Step(rows, graphs.logits(len(rows)), self._replayed(bucket, rows, masks))
+            step = StepOutput(rows, graphs.logits(len(rows)), self._replayed(bucket, rows, masks))
         else:
             step = self._launched(rows, masks, edited)
         parts, self._unsampled = self._unsampled, []  # only now: if that fails, whoever tries again is told of the same
@@ -192,7 +192,7 @@ class DeferredSampling:
             self._write_masks(*new)
         return graphs.sample(bucket, all_new)[: len(rows)]
 
-    def _launched(self, rows: Sequence[Row], masks: Masks | None, edited: Mapping[Row, Tensor]) -> Step:
+    def _launched(self, rows: Sequence[Row], masks: Masks | None, edited: Mapping[Row, Tensor]) -> StepOutput:
         """Sample without a graph."""
         slots, parts = self._state.slots, self._unsampled
         if masks is not None and (new := slots.masks_of(*masks)) is not None:
@@ -202,23 +202,23 @@ class DeferredSampling:
         logits = parts[0].logits if len(parts) == 1 else torch.cat([part.logits for part in parts])
         sampled_from = _replaced(logits, rows, edited)
         tokens = sample(sampled_from, there, positions, slots.tables, deferred=True)
-        return Step(rows, logits, tokens, sampled_from if edited else None)
+        return StepOutput(rows, logits, tokens, sampled_from if edited else None)
 
     def _write_masks(self, slots: NDArray[np.int64], masks: NDArray[np.int32]) -> None:
         at, bits = self._state.staging.to_device([slots, masks.reshape(-1)])
         self._state.slots.tables.allowed.index_copy_(0, at, bits.view(masks.shape))
 
     @staticmethod
-    def _observe(parts: Sequence[_Unsampled], step: Step) -> None:
+    def _observe(parts: Sequence[_Unsampled], step: StepOutput) -> None:
         start = 0
         for rows, logits, observer in parts:
             own = slice(start, start + len(rows))
             edited = None if step.edited is None else step.edited[own]
-            _shown(Step(rows, logits, step.tokens[own], edited), observer)
+            _shown(StepOutput(rows, logits, step.tokens[own], edited), observer)
             start += len(rows)
 
 
-def _shown(step: Step, observer: Observer | None) -> Step:
+def _shown(step: StepOutput, observer: Observer | None) -> StepOutput:
     if observer is not None:
         observer(step)
     return step
@@ -233,7 +233,7 @@ def _replaced(logits: Tensor, rows: Sequence[Row], edited: Mapping[Row, Tensor])
     return logits
 
 
-def prepare_deferred(state: DeviceState, buckets: Sequence[int] = ()) -> None:
+def prepare_deferred(state: RunnerState, buckets: Sequence[int] = ()) -> None:
     """Launch what deferred sampling launch, for rows of padding, and capture those of so many rows."""
     tables, padding, dtype = state.slots.tables, state.slots.of([], 2), state.pages[0].dtype
     slots, positions = state.staging.to_device([padding, np.zeros_like(padding)])

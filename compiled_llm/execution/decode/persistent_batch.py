@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.outputs import StepOutputs
-from compiled_llm.execution.batch import Step
+from compiled_llm.execution.batch import StepOutput
 from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
 from compiled_llm.execution.reporting.events import UploadCause
-from compiled_llm.execution.state.device_state import DeviceState
+from compiled_llm.execution.state.device_state import RunnerState
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.row import Row
 
@@ -32,7 +32,7 @@ class PersistentBatch:
         deferred: the rows whose tokens are not sampled yet.
     """
 
-    def __init__(self, state: DeviceState, decode: Decode, exact: bool = False) -> None:
+    def __init__(self, state: RunnerState, decode: Decode, exact: bool = False) -> None:
         """Begin without rows."""
         self.exact = exact
         self._decode = decode
@@ -101,7 +101,7 @@ class PersistentBatch:
 
     # ---- advance it
 
-    def advance(self, tokens: Tensor | None = None) -> Step:
+    def advance(self, tokens: Tensor | None = None) -> StepOutput:
         """Run a step of the same rows in the pages that are listed for them.
 
         Args:
@@ -135,7 +135,7 @@ class PersistentBatch:
 
     def has_run(
         self, rows: Sequence[Row], buckets: tuple[int, int], outputs: StepOutputs, stayed: bool, changes: int
-    ) -> Step:
+    ) -> StepOutput:
         """Remember a decode step that others prepared.
 
         Args:
@@ -161,13 +161,13 @@ class PersistentBatch:
         """Return how many tokens a row can grow by before anything has to be written."""
         return row.room if self._decode.follows_pages else row.listed * self._page_size - row.length
 
-    def _step(self, outputs: StepOutputs) -> Step:
+    def _step(self, outputs: StepOutputs) -> StepOutput:
         logits, tokens = outputs
         rows = len(self._rows)
         if rows < self.bucket:
             logits, tokens = logits[:rows], tokens[:rows]
         self.logits = logits
-        return Step(self._rows, logits, tokens)
+        return StepOutput(self._rows, logits, tokens)
 
     # ---- rows come and go
 
@@ -184,7 +184,7 @@ class PersistentBatch:
             return max(smallest, 2) if 2 * smallest <= self._wanted else self._wanted
         return next((bucket for bucket in self._decode.ready_buckets if smallest <= bucket <= self._wanted), smallest)
 
-    def chose(self, step: Step) -> None:
+    def chose(self, step: StepOutput) -> None:
         """Know that tokens have been sampled for rows elsewhere than on the seats."""
         for row in step.rows:
             row.has_next = True

@@ -13,7 +13,7 @@ from torch import Tensor
 from compiled_llm.compilation.inputs import PlannedRows
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.state.decode_buffers import mark_dynamic
-from compiled_llm.execution.state.device_state import DeviceState
+from compiled_llm.execution.state.device_state import RunnerState
 from compiled_llm.kvcache.memory import mark_static
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.table import build_table
@@ -22,7 +22,7 @@ from compiled_llm.kvcache.table import build_table
 class PlannedTable:
     """The table for the largest batch, and its views and plans for each bucket."""
 
-    def __init__(self, state: DeviceState, planner: Planner) -> None:
+    def __init__(self, state: RunnerState, planner: Planner) -> None:
         """Allocate for as many rows as there may be."""
         self._planner = planner
         self._staging, self._page_size = state.staging, state.config.page_size

@@ -14,14 +14,14 @@ from functools import partial
 
 from compiled_llm.compat import compiling_stage
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
-from compiled_llm.compilation.graphs.cuda_graphs import CudaGraphs, Filled, Step, StepInputs
+from compiled_llm.compilation.graphs.cuda_graphs import CudaGraphs, Filled, StepInputs, StepToCapture
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.rolling import Key
 from compiled_llm.compilation.graphs.validity import Guards
 from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED, Arguments, PreparedCall, Programs
 from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.reporting.progress import ProgressDisplay
-from compiled_llm.execution.state.device_state import DeviceState
+from compiled_llm.execution.state.device_state import RunnerState
 from compiled_llm.execution.threads.executor import Executor
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.memory import wait_for
@@ -32,7 +32,7 @@ def _nothing() -> None:
     return None
 
 
-class Readiness:
+class GraphManager:
     """The programs and CUDA graphs of one model.
 
     Attributes:
@@ -45,7 +45,7 @@ class Readiness:
 
     def __init__(
         self,
-        state: DeviceState,
+        state: RunnerState,
         weights: FusedWeights,
         thread: Executor,
         events: Events,
@@ -222,7 +222,7 @@ class Readiness:
             call = self.programs.prepared(arguments, compare=not beside)
         guards = self.programs.guards(arguments, call)
         check = partial(_find_guards, guards, call, self.paged)
-        step = Step(check, partial(_launch, call, self.paged, first), like, guards, filled)
+        step = StepToCapture(check, partial(_launch, call, self.paged, first), like, guards, filled)
         (self.cuda_graphs.begin if beside else self.cuda_graphs.capture)(key, step)
 
     def adopt(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.inputs import Shape
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.device_model import ModelRunner
 from compiled_llm.execution.lifecycle.kept import Kept
 from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.reporting.progress import ProgressDisplay
@@ -34,8 +34,8 @@ class Holder(Protocol):
         """Hold the device side no more, which is about to be made anew, unless requests run on it."""
 
 
-class DeviceSide:
-    """Has a model's ``DeviceModel``, if there is one.
+class ModelRunnerLifecycle:
+    """Has a model's ``ModelRunner``, if there is one.
 
     Attributes:
         present: what there is; None before the first use, and asleep.
@@ -69,7 +69,7 @@ class DeviceSide:
         self._artifacts = artifacts
         self._max_rows = config.max_batch_size if artifacts is None else artifacts.rows
         self._positions = MaxPositions()
-        self.present: DeviceModel | None = None
+        self.present: ModelRunner | None = None
         # What must not change: where the model is, of what type, and the hooks compiled into its graphs.
         self._made_for: tuple[Hashable, ...] = ()
         self._allocation = threading.Lock()
@@ -86,7 +86,7 @@ class DeviceSide:
         """Have room for so many rows; one that has less is made anew when it is next needed."""
         self._max_rows = max(self._max_rows, rows)
 
-    def current(self) -> DeviceModel:
+    def current(self) -> ModelRunner:
         """Return it; made at the first call, and again if the model was moved, converted or hooked.
 
         And if its config says that it has more positions than before, or more rows are to have room.
@@ -98,7 +98,7 @@ class DeviceSide:
             raise RuntimeError("the model is asleep, and has no pages; call wake() on its engine")
         return self._current()
 
-    def _current(self) -> DeviceModel:
+    def _current(self) -> ModelRunner:
         with self._allocation:
             device_model, made_for = self.present, self._made_for_now()
             if device_model is None or not self._still_fits(device_model, made_for):
@@ -113,7 +113,7 @@ class DeviceSide:
                 self.present, self._made_for, self._kept = device_model, made_for, None
             return device_model
 
-    def is_current(self, device_model: DeviceModel) -> bool:
+    def is_current(self, device_model: ModelRunner) -> bool:
         """Whether ``device_model`` is the device side of the model as it is now; makes none."""
         return device_model is self.present and self._still_fits(device_model, self._made_for_now())
 
@@ -121,14 +121,14 @@ class DeviceSide:
         model = self._facts.model
         return model.device, model.dtype, self._modules.hooks(model)
 
-    def _still_fits(self, device_model: DeviceModel, made_for: tuple[Hashable, ...]) -> bool:
+    def _still_fits(self, device_model: ModelRunner, made_for: tuple[Hashable, ...]) -> bool:
         return (
             made_for == self._made_for
             and self._positions.of(self._facts.model) <= device_model.max_positions
             and self._max_rows <= device_model.config.max_batch_size
         )
 
-    def _new(self, made_for: tuple[Hashable, ...]) -> DeviceModel:
+    def _new(self, made_for: tuple[Hashable, ...]) -> ModelRunner:
         config, kept, thread = self._config, self._kept, executor_for(self._facts.model.device, self._config)
         if kept is not None and not kept.fits(made_for, self._max_rows, self._positions.of(self._facts.model)):
             self._events.started_again()
@@ -136,7 +136,7 @@ class DeviceSide:
         if kept is not None:
             config = kept.configured(config)
         return thread.call(
-            DeviceModel,
+            ModelRunner,
             self._facts,
             config,
             thread,
@@ -270,7 +270,7 @@ def is_host(device: torch.device) -> bool:
 
 
 def prepare(
-    device_model: DeviceModel,
+    device_model: ModelRunner,
     buckets: Sequence[int],
     captured: Iterable[Sequence[Shape]],
     embedded: bool = False,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from compiled_llm.compilation.inputs import Shape
 from compiled_llm.compilation.programs import PREFILL_EMBEDDED, Programs
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.device_model import ModelRunner
 from compiled_llm.model.weights.fused_weights import FusedWeights
 
 
@@ -41,7 +41,7 @@ class Kept:
     samplings: tuple[int, ...]
 
     @staticmethod
-    def of(device_model: DeviceModel, made_for: tuple[Hashable, ...]) -> Kept:
+    def of(device_model: ModelRunner, made_for: tuple[Hashable, ...]) -> Kept:
         """Return what is worth keeping of a device side that was ``made_for`` the model as it was."""
         readiness = device_model.readiness
         return Kept(

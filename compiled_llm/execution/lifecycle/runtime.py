@@ -13,13 +13,13 @@ from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.artifacts.made_for import made_for
 from compiled_llm.compilation.graphs.table import CudaGraphTable
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.device_model import DeviceModel
-from compiled_llm.execution.lifecycle.device_side import DeviceSide, Holder
+from compiled_llm.execution.device_model import ModelRunner
+from compiled_llm.execution.lifecycle.device_side import Holder, ModelRunnerLifecycle
 from compiled_llm.execution.lifecycle.warmup import ProfilePath, Report, Sizes, Warmup, quiet
 from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.reporting.stats import Counters, Stats
-from compiled_llm.execution.runner import Runner
+from compiled_llm.execution.runner import GenerateLoop
 from compiled_llm.execution.threads.calls import Calls
 from compiled_llm.execution.threads.loop_lock import LoopLock
 from compiled_llm.kvcache.pool import PagePool
@@ -28,7 +28,7 @@ from compiled_llm.model.modules import InnerModules
 from compiled_llm_ops.backends import backend_named
 
 
-class Engine(Holder, Protocol):
+class RunningEngine(Holder, Protocol):
     """What an engine on a model does for others that use it."""
 
     def give_back(self, pages: int, pool: PagePool) -> None:
@@ -72,9 +72,9 @@ class Runtime:
         self.loop_lock = LoopLock()
         self.calls = Calls()
         self.engine: Callable[[], object | None] = _no_engine
-        self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self.engines: weakref.WeakSet[RunningEngine] = weakref.WeakSet()
         self.artifacts = _artifacts_for(facts, config)
-        self.device_side = DeviceSide(facts, config, self.modules, self.events, self.engines, self.artifacts)
+        self.device_side = ModelRunnerLifecycle(facts, config, self.modules, self.events, self.engines, self.artifacts)
         self.warming = Warmup(facts, config, self.device_side, self.events, self.artifacts)
         _runtimes.add(self)
 
@@ -174,7 +174,7 @@ class Runtime:
         return self.device_side.asleep
 
     @property
-    def _device_model(self) -> DeviceModel | None:
+    def _device_model(self) -> ModelRunner | None:
         return self.device_side.present
 
     @property
@@ -205,7 +205,7 @@ class Runtime:
             self.artifacts.check_rows(rows)
         self.device_side.make_room(rows)
 
-    def device_model(self) -> DeviceModel:
+    def device_model(self) -> ModelRunner:
         """Return the device side; made at the first call, and again if the model was moved, converted or hooked.
 
         And if its config says that it has more positions than before, or more rows are to have room.
@@ -216,7 +216,7 @@ class Runtime:
         self.home.check()
         return self.device_side.current()
 
-    def is_current(self, device_model: DeviceModel) -> bool:
+    def is_current(self, device_model: ModelRunner) -> bool:
         """Whether ``device_model`` is the device side of the model as it is now; makes none."""
         return self.device_side.is_current(device_model)
 
@@ -257,9 +257,9 @@ class Runtime:
         """Return why no loop of ours can run the model now, or None."""
         return None
 
-    def runner(self) -> Runner:
+    def runner(self) -> GenerateLoop:
         """Return a new runner."""
-        return Runner(self.device_model())
+        return GenerateLoop(self.device_model())
 
 
 def _artifacts_for(facts: ModelFacts, config: WrapConfig) -> Artifacts | None:

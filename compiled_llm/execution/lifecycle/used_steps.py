@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from compiled_llm.compilation.artifacts.profile import Profile, UsedStep
 from compiled_llm.compilation.graphs.rolling import Key, SamplingKey, described
 from compiled_llm.compilation.inputs import Shape
-from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.device_model import ModelRunner
 from compiled_llm.execution.lifecycle.device_side import prepare
 from compiled_llm.execution.state.decode_buffers import buckets_up_to
 
@@ -17,7 +17,7 @@ def used_steps(used: Mapping[Key | str, int]) -> dict[UsedStep, int]:
     return {UsedStep(*described(key)): uses for key, uses in used.items() if not isinstance(key, str)}
 
 
-def prepare_profile(device_model: DeviceModel, profile: Profile, report: Callable[[str], None]) -> None:
+def prepare_profile(device_model: ModelRunner, profile: Profile, report: Callable[[str], None]) -> None:
     """Compile, and on CUDA capture, what a profile names, the most used if there is no room for all.
 
     What room there is then is for a few CUDA graphs in which all others can run.
@@ -39,7 +39,7 @@ def prepare_profile(device_model: DeviceModel, profile: Profile, report: Callabl
 
 
 def _prepare_steps(
-    device_model: DeviceModel, steps: Sequence[int | Shape], embedded: bool, report: Callable[[str], None]
+    device_model: ModelRunner, steps: Sequence[int | Shape], embedded: bool, report: Callable[[str], None]
 ) -> None:
     """Prepare steps, the most used ones being first."""
     nbytes, most = device_model.state.cuda_graphs.budget
@@ -59,7 +59,7 @@ def _prepare_steps(
             device_model.thread.call(device_model.prefill.capture_shapes, [step])
 
 
-def _steps_here(device_model: DeviceModel) -> dict[UsedStep, Key]:
+def _steps_here(device_model: ModelRunner) -> dict[UsedStep, Key]:
     """Return all steps that there may be."""
     buckets = buckets_up_to(device_model.config.max_batch_size)
     samplings = [SamplingKey(bucket, masked) for bucket in buckets for masked in (False, True)]
@@ -67,7 +67,7 @@ def _steps_here(device_model: DeviceModel) -> dict[UsedStep, Key]:
     return {UsedStep(*described(key)): key for key in keys}
 
 
-def _fits(device_model: DeviceModel, key: int | Shape) -> bool:
+def _fits(device_model: ModelRunner, key: int | Shape) -> bool:
     return isinstance(key, int) or device_model.prefill.fits(key)
 
 

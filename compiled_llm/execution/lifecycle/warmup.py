@@ -12,7 +12,7 @@ from compiled_llm.compilation.artifacts.manifest import MadeFor
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.compilation.programs import PREFILL_EMBEDDED
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.lifecycle.device_side import DeviceSide, prepare
+from compiled_llm.execution.lifecycle.device_side import ModelRunnerLifecycle, prepare
 from compiled_llm.execution.lifecycle.used_steps import prepare_profile, used_steps
 from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.state.decode_buffers import buckets_up_to
@@ -58,7 +58,7 @@ class Warmup:
         self,
         facts: ModelFacts,
         config: WrapConfig,
-        device_side: DeviceSide,
+        device_side: ModelRunnerLifecycle,
         events: Events,
         artifacts: Artifacts | None,
     ) -> None:

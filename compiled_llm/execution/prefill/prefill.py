@@ -21,7 +21,7 @@ from compiled_llm.compilation.inputs import PrefillInputs, Shape
 from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED
 from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
-from compiled_llm.execution.graphs.readiness import Readiness
+from compiled_llm.execution.graphs.readiness import GraphManager
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill.packing import (
     Packed,
@@ -32,7 +32,7 @@ from compiled_llm.execution.prefill.packing import (
     padded,
     token_count,
 )
-from compiled_llm.execution.state.device_state import DeviceState
+from compiled_llm.execution.state.device_state import RunnerState
 from compiled_llm.execution.state.prefill_room import COMPILED_ROWS, compiled_length
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.table import HostTable
@@ -44,7 +44,7 @@ _KEPT = 5
 class Prefill:
     """The prefills of one model."""
 
-    def __init__(self, state: DeviceState, readiness: Readiness, planner: Planner, shapes: CapturedShapes) -> None:
+    def __init__(self, state: RunnerState, readiness: GraphManager, planner: Planner, shapes: CapturedShapes) -> None:
         """Remember what to run with; nothing is compiled yet.
 
         Args:

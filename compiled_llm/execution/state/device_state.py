@@ -28,7 +28,7 @@ from compiled_llm.model.sizes import logits_width
 from compiled_llm_ops.backends import backend_named
 
 
-class DeviceState:
+class RunnerState:
     """Tensors that are allocated once, before anything is captured, and the way into them.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from compiled_llm.execution.batch import Step
+from compiled_llm.execution.batch import StepOutput
 from compiled_llm.execution.state.staging import Readback, Readbacks
 from compiled_llm.kvcache.row import Row
 
@@ -22,15 +22,15 @@ class Unread:
         """How many there are."""
         return len(self._steps)
 
-    def launched(self, step: Step, unsampled: int) -> None:
+    def launched(self, step: StepOutput, unsampled: int) -> None:
         """Add a step; so many of its rows, which may be all, get their tokens from ``sampled``."""
         self._steps.append([] if unsampled == len(step.rows) else [self._arriving(step)])
 
-    def sampled(self, step: Step) -> None:
+    def sampled(self, step: StepOutput) -> None:
         """Add tokens that were sampled late to the step that was launched last."""
         self._steps[-1].append(self._arriving(step))
 
-    def _arriving(self, step: Step) -> tuple[Sequence[Row], Readback]:
+    def _arriving(self, step: StepOutput) -> tuple[Sequence[Row], Readback]:
         return step.rows, self._readbacks.start(step.tokens)
 
     def read(self) -> dict[Row, int]:

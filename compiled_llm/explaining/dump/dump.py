@@ -17,7 +17,7 @@ from compiled_llm.compat import CompiledGraph, compiled_graphs
 from compiled_llm.explaining.dump.bytecode import readable
 from compiled_llm.explaining.dump.files import ATEN, BYTECODE, GRAPH, GUARDS, INDUCTOR, STAGES, DumpedProgram
 from compiled_llm.explaining.dump.links import links_of
-from compiled_llm.explaining.dump.pages import Pages
+from compiled_llm.explaining.dump.pages import DumpPages
 from compiled_llm.explaining.page import page
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.tracing import BrokenPrograms, Sandbox, Trace
@@ -94,7 +94,7 @@ class Dump:
         """Write the report and the index; returns the path of the index."""
         (self.root / "report.json").write_text(json.dumps(report.data, indent=1), encoding="utf-8")
         (self.root / "report.html").write_text(page(report.data, home="index.html"), encoding="utf-8")
-        return Pages(self.root).write(self.programs, report)
+        return DumpPages(self.root).write(self.programs, report)
 
     def _attempt(self, what: str, work: Callable[[], object]) -> None:
         """Do some work; if it fails, add a note and go on: the rest is worth having."""

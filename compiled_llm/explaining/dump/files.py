@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from compiled_llm.explaining.dump.links import Link
+from compiled_llm.explaining.dump.links import SourceLink
 
 BYTECODE, GUARDS, GRAPH, ATEN, INDUCTOR = (
     "1_bytecode.py",
@@ -37,4 +37,4 @@ class DumpedProgram:
     name: str
     folder: Path
     files: dict[str, str] = field(default_factory=dict)
-    links: list[Link] = field(default_factory=list)
+    links: list[SourceLink] = field(default_factory=list)

@@ -16,7 +16,7 @@ _NODE = re.compile(r"^\s+(?P<name>\w+)(?:: .*?)? = ")
 
 
 @dataclass
-class Link:
+class SourceLink:
     """A line of source in one module, with the nodes and kernels that it became.
 
     Attributes:
@@ -46,18 +46,18 @@ class Link:
         return match[0] if match else self.module
 
 
-def links_of(graph: fx.GraphModule, provenance: Mapping[str, Any]) -> list[Link]:
+def links_of(graph: fx.GraphModule, provenance: Mapping[str, Any]) -> list[SourceLink]:
     """Return the graph's lines in the order in which they run.
 
     Args:
         graph: Dynamo's.
         provenance: Inductor's ``preToPost`` and ``postToCppCode``; may be empty.
     """
-    links: dict[tuple[str, Place], Link] = {}
+    links: dict[tuple[str, Place], SourceLink] = {}
     for node in graph.graph.nodes:
         if node.op.startswith("call"):
             module, place = _module_of(node), blame(stack_in(node.meta.get("stack_trace") or ""))
-            link = links.setdefault((module, place), Link(module, place))
+            link = links.setdefault((module, place), SourceLink(module, place))
             link.nodes.append(node.name)
             link.add(kernels_of(node.name, provenance))
     return list(links.values())

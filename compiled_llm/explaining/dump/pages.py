@@ -16,7 +16,7 @@ from pygments.lexers import PythonLexer, TextLexer
 
 from compiled_llm.explaining.document import document, named_values
 from compiled_llm.explaining.dump.files import GRAPH, INDUCTOR, DumpedProgram
-from compiled_llm.explaining.dump.links import Link, lines_of_kernels, lines_of_nodes
+from compiled_llm.explaining.dump.links import SourceLink, lines_of_kernels, lines_of_nodes
 from compiled_llm.explaining.dump.parts import Part, parts_of
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.subject import head_rows, title_of
@@ -61,7 +61,7 @@ def link_to(page: Path, seen_from: Path, line: int = 0) -> str:
     return f"{address}#L-{line}" if line else address
 
 
-class Pages:
+class DumpPages:
     """Writes the pages of a dump; each file is listed once.
 
     Attributes:
@@ -132,7 +132,7 @@ class Pages:
 
         return linked
 
-    def _row(self, link: Link, page: Path, node: _Linker, kernel: _Linker) -> str:
+    def _row(self, link: SourceLink, page: Path, node: _Linker, kernel: _Linker) -> str:
         cells = {
             "module": escape(link.module.removeprefix(link.layer).removeprefix(".")),
             "line": self._line(link.place, page),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from compiled_llm.explaining.dump.links import Link
+from compiled_llm.explaining.dump.links import SourceLink
 
 _LAYER = re.compile(r"(?P<list>.*)\.(?P<number>\d+)")
 
@@ -23,7 +23,7 @@ class Part:
     """
 
     modules: list[str]
-    links: list[list[Link]]
+    links: list[list[SourceLink]]
 
     @property
     def title(self) -> str:
@@ -45,9 +45,9 @@ class Part:
         return len(links), sum(len(link.nodes) for link in links), len(kernels)
 
 
-def parts_of(links: Iterable[Link]) -> list[Part]:
+def parts_of(links: Iterable[SourceLink]) -> list[Part]:
     """Return the parts of a model in the order in which they run first."""
-    by_module: dict[str, list[Link]] = {}
+    by_module: dict[str, list[SourceLink]] = {}
     for link in links:
         by_module.setdefault(link.layer, []).append(link)
     alike: dict[Any, Part] = {}
@@ -58,7 +58,7 @@ def parts_of(links: Iterable[Link]) -> list[Part]:
     return list(alike.values())
 
 
-def _signature(module: str, links: Sequence[Link]) -> Any:
+def _signature(module: str, links: Sequence[SourceLink]) -> Any:
     """Return what layers that are alike have in common: lines, and how many nodes each became.
 
     Kernels may differ even so: Inductor fuses a layer with what comes before and after it.

@@ -16,7 +16,7 @@ from compiled_llm.requests.users_code import raise_interrupt
 logger = logging.getLogger("compiled_llm.generate")
 
 
-class Answers:
+class BatchAnswers:
     """The answers to one prompt, as states of HuggingFace's: the request itself, and its children.
 
     The engine's requests have the tokens; states are brought up to date when an output is due.
@@ -27,7 +27,7 @@ class Answers:
     """
 
     def __init__(
-        self, states: Sequence[RequestState], router: OutputRouter, ended: Callable[[Answers], object]
+        self, states: Sequence[RequestState], router: OutputRouter, ended: Callable[[BatchAnswers], object]
     ) -> None:
         """``router`` takes outputs; ``ended`` is called once all answers have ended."""
         self.states = states

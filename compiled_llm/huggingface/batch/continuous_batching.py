@@ -24,7 +24,7 @@ from compiled_llm.compat.continuous_batching import (
 )
 from compiled_llm.engine.engine import Engine
 from compiled_llm.execution.reporting.slow_paths import Reason
-from compiled_llm.huggingface.batch.batch_answers import Answers
+from compiled_llm.huggingface.batch.batch_answers import BatchAnswers
 from compiled_llm.huggingface.batch.batch_settings import BatchSettings, logger, seeds
 from compiled_llm.huggingface.call.current_call import took
 from compiled_llm.huggingface.handle import CompiledModel
@@ -87,7 +87,7 @@ class EngineManager(ManagerParts):
         self._expected = requests or rows
         self._take_processors()
         self._seeds = seeds(settings.batching.seed)
-        self._answers: dict[str, Answers] = {}  # of each id, children included, that has not ended
+        self._answers: dict[str, BatchAnswers] = {}  # of each id, children included, that has not ended
         self._changed = Condition()
         self._kept = False
         self.engine = self._new_engine()
@@ -244,13 +244,13 @@ class EngineManager(ManagerParts):
         )
         own_id = self.next_id() if request_id is None else request_id
         ids = [own_id, *(f"{own_id}__child#{number}" for number in range(self.num_return_sequences - 1))]
-        answers = Answers([state_of(each) for each in ids], self.output_router, self._forget)
+        answers = BatchAnswers([state_of(each) for each in ids], self.output_router, self._forget)
         with self._changed:
             self._answers.update(dict.fromkeys(ids, answers))
         self._submit(answers)
         return own_id
 
-    def _submit(self, answers: Answers) -> None:
+    def _submit(self, answers: BatchAnswers) -> None:
         state = answers.states[0]
         try:
             settings = self._settings_now()
@@ -283,7 +283,7 @@ class EngineManager(ManagerParts):
         if (answers := self._answers.get(request_id)) is not None:
             answers.cancel(request_id)
 
-    def _forget(self, answers: Answers) -> None:
+    def _forget(self, answers: BatchAnswers) -> None:
         with self._changed:
             for state in answers.states:
                 self._answers.pop(state.request_id, None)

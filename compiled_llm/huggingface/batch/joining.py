@@ -10,22 +10,22 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.engine.steps.request import Request
-from compiled_llm.engine.thread.engine_thread import Driver
+from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.execution.limits import check_fits
-from compiled_llm.huggingface.call.call import Call
+from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.huggingface.generate import Sequences, callbacks_of
 from compiled_llm.huggingface.processors.grammar import grammar_of
 
 
-def engine_to_join(call: Call) -> Driver | None:
+def engine_to_join(call: PagedCall) -> EngineThread | None:
     """Return the engine that should serve a call of the fast loop, or None.
 
     An idle one does not while no other loop runs: alone, a call is faster in a loop of its own. Nor can it serve a call
     that begins from a cache or returns one, lets the user's code look at each token, or follows a processor's grammar.
     """
     driver = call.runtime.engine()
-    if not isinstance(driver, Driver) or driver.closed or not (driver.handles or call.runtime.loop_lock.busy):
+    if not isinstance(driver, EngineThread) or driver.closed or not (driver.handles or call.runtime.loop_lock.busy):
         return None
     if driver.turns.here or not _fits(call):  # inside ``engine.paused()``; or it will be refused
         return None
@@ -35,13 +35,13 @@ def engine_to_join(call: Call) -> Driver | None:
     return None if alone or grammar_of(call.processors) is not None else driver
 
 
-def _fits(call: Call) -> bool:
+def _fits(call: PagedCall) -> bool:
     pool = call.device_model.pool
     return pool.pages_for(max(call.lengths) + call.most_new - 1) <= pool.total
 
 
 def run_in_engine(
-    driver: Driver, call: Call, settings: Sequence[Sampling | None]
+    driver: EngineThread, call: PagedCall, settings: Sequence[Sampling | None]
 ) -> Tensor | GenerateDecoderOnlyOutput | None:
     """Generate in the engine's batch, as ``fast_loop``; None if the engine takes no calls, or has stopped meanwhile.
 
@@ -70,7 +70,7 @@ def run_in_engine(
     return sequences.finish()
 
 
-def _requests(call: Call, sequences: Sequences, settings: Sequence[Sampling | None]) -> list[Request]:
+def _requests(call: PagedCall, sequences: Sequences, settings: Sequence[Sampling | None]) -> list[Request]:
     requests: list[Request] = []
     for tokens, leads, sampling in zip(call.tokens, call.leaders, settings, strict=True):
         request = Request(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache, DynamicCache, PretrainedConfig
 
-from compiled_llm.execution.runner import Runner
+from compiled_llm.execution.runner import GenerateLoop
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.huggingface.cache.cache_columns import (
     RowUpdate,
@@ -42,7 +42,7 @@ class PagedCache(Cache):
             do not.
     """
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: GenerateLoop) -> None:
         pages = runner.device_model.state.pages
         super().__init__(layers=[PagedLayer(self, index, layer) for index, layer in enumerate(pages)])
         self.runner = runner

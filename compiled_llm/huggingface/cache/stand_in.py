@@ -23,7 +23,7 @@ from transformers.cache_utils import (
 )
 
 from compiled_llm.execution.reporting.slow_paths import Reason
-from compiled_llm.execution.runner import Runner
+from compiled_llm.execution.runner import GenerateLoop
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.model.layer_probe import Layer
@@ -41,7 +41,7 @@ class StandIn(PagedCache):
         prefill: why HuggingFace's own forward runs over the original first; None if it does not, or has done so.
     """
 
-    def __init__(self, runner: Runner, original: Cache, returned: bool, prefill: Reason | None) -> None:
+    def __init__(self, runner: GenerateLoop, original: Cache, returned: bool, prefill: Reason | None) -> None:
         super().__init__(runner)
         self.original: Cache | None = original
         self.returned = returned

@@ -28,7 +28,7 @@ from compiled_llm.kvcache.row import Row
 from compiled_llm.model.modules import has_hooks
 
 if TYPE_CHECKING:
-    from compiled_llm.execution.device_model import DeviceModel
+    from compiled_llm.execution.device_model import ModelRunner
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class LoopArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call(LoopArguments):
+class PagedCall(LoopArguments):
     """A call whose cache is ours, and the tokens that it adds to each row.
 
     Attributes:
@@ -76,7 +76,7 @@ class Call(LoopArguments):
     logits: Tensor | None = None
 
     @classmethod
-    def of(cls, arguments: LoopArguments, runtime: CompiledModel, copies: HostCopies) -> Call | None:
+    def of(cls, arguments: LoopArguments, runtime: CompiledModel, copies: HostCopies) -> PagedCall | None:
         """Read HuggingFace's arguments of a decoding method; return None if the cache is not ours.
 
         ValueError if the cache does not fit the rows or their mask, or hidden tokens lie in a sliding window.
@@ -100,7 +100,7 @@ class Call(LoopArguments):
         """Why HuggingFace's own forward has to compute the prompts, or None."""
         return self.cache.prefill if isinstance(self.cache, StandIn) else None
 
-    def prefilled(self) -> Call:
+    def prefilled(self) -> PagedCall:
         """Let HuggingFace's own forward compute the prompts, and return the call that remains."""
         output = prefill(self.runtime.facts.model, self.input_ids, self.config, self.kwargs)
         assert output.logits is not None
@@ -168,7 +168,7 @@ class Call(LoopArguments):
         return max(0, (self.config.prompt_lookup_num_tokens or 0) - 1)
 
     @property
-    def device_model(self) -> DeviceModel:
+    def device_model(self) -> ModelRunner:
         return self.cache.runner.device_model
 
     def pages_needed(self) -> int:
@@ -212,7 +212,7 @@ def returns_cache(config: GenerationConfig, cache: PagedCache) -> bool:
     return bool(config.return_dict_in_generate or is_users_own(cache) or replaces_users)
 
 
-def obstacle(model: PreTrainedModel, call: Call) -> Reason | None:
+def obstacle(model: PreTrainedModel, call: PagedCall) -> Reason | None:
     """Return why our loops cannot serve this call, or None."""
     if overridden := call.runtime.overrides.of(model):
         return Reason("overrides", ", ".join(overridden))
@@ -229,7 +229,7 @@ def obstacle(model: PreTrainedModel, call: Call) -> Reason | None:
     return None
 
 
-def _has_own_positions(call: Call) -> bool:
+def _has_own_positions(call: PagedCall) -> bool:
     """Whether the positions are not those that counting each row's unmasked tokens gives."""
     if call.position_ids is None:
         return False

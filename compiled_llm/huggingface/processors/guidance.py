@@ -19,8 +19,8 @@ from transformers import LogitsProcessorList
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from compiled_llm.execution.limits import pages_needed
-from compiled_llm.execution.runner import Runner
-from compiled_llm.huggingface.call.call import Call
+from compiled_llm.execution.runner import GenerateLoop
+from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.kvcache.row import Row
 
 
@@ -52,11 +52,11 @@ class Twins:
     tokens: list[NDArray[np.int64]]
     positions: list[NDArray[np.int64]]
 
-    def pages_needed(self, call: Call) -> int:
+    def pages_needed(self, call: PagedCall) -> int:
         return pages_needed(call.device_model, [len(tokens) for tokens in self.tokens], call.most_new)
 
     @contextmanager
-    def beside(self, runner: Runner, most_new: int) -> Iterator[list[Row]]:
+    def beside(self, runner: GenerateLoop, most_new: int) -> Iterator[list[Row]]:
         """Let the twins be rows of ``runner`` for the block, the last ones; each may grow by ``most_new`` tokens."""
         first = len(runner.rows)
         try:
@@ -74,7 +74,7 @@ class Twins:
         return logits[:rows]
 
 
-def with_twins(call: Call) -> tuple[Call, Twins | None]:
+def with_twins(call: PagedCall) -> tuple[PagedCall, Twins | None]:
     """Return the call with twins that compute its guidance, and these; the same call and None if there can be none."""
     processor = call.processors[0] if call.processors else None
     if type(processor) is not UnbatchedClassifierFreeGuidanceLogitsProcessor:
@@ -93,7 +93,7 @@ def with_twins(call: Call) -> tuple[Call, Twins | None]:
 
 
 def _negative_prompts(
-    processor: UnbatchedClassifierFreeGuidanceLogitsProcessor, call: Call
+    processor: UnbatchedClassifierFreeGuidanceLogitsProcessor, call: PagedCall
 ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]] | None:
     """Return each row's tokens and the columns that they stand in; None if HuggingFace would not begin with them.
 
@@ -113,7 +113,7 @@ def _negative_prompts(
     return [(row[columns], np.flatnonzero(columns)) for row, columns in zip(read, shown, strict=True)]
 
 
-def _fit(twins: Twins, call: Call) -> bool:
+def _fit(twins: Twins, call: PagedCall) -> bool:
     """Whether the batch has room for twins, if there are pages."""
     device_model = call.device_model
     return (

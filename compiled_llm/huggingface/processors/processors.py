@@ -44,7 +44,7 @@ from compiled_llm.compat.xgrammar import is_grammar
 from compiled_llm.compilation.sampling.bias import BARRED, FORCED, LARGEST, Bias, packed
 from compiled_llm.compilation.sampling.masks import mask_of
 from compiled_llm.compilation.sampling.sampling import Sampling
-from compiled_llm.huggingface.call.call import Call
+from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.huggingface.inspection.host_copies import HostCopies
 from compiled_llm.huggingface.processors.grammar import Grammar, all_tokens
 from compiled_llm.model.sizes import logits_width
@@ -105,7 +105,7 @@ class Prompts(NamedTuple):
         return len(self.ids[0])
 
 
-def read_processors(call: Call) -> list[Sampling] | None:
+def read_processors(call: PagedCall) -> list[Sampling] | None:
     """Return each row's settings; None if there is a processor that the graph does not have.
 
     The seeds of drawn rows come from torch's default generator.

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
-from compiled_llm.execution.batch import Step
-from compiled_llm.huggingface.call.call import Call
+from compiled_llm.execution.batch import StepOutput
+from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.kvcache.memory import free_bytes
 from compiled_llm.model.sizes import logits_width
 
@@ -23,14 +23,14 @@ from compiled_llm.model.sizes import logits_width
 class StepScores:
     """The step outputs that a call returns."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: PagedCall) -> None:
         self._call = call
         self._wants_scores = call.wants_scores("output_scores")
         self._wants_logits = call.wants_scores("output_logits")
         self._logits: list[Tensor | None] = []
         self._scores: list[Tensor] = []
 
-    def see(self, step: Step) -> None:
+    def see(self, step: StepOutput) -> None:
         """Keep the logits of a step of all rows, in their order; runs in the model's executor."""
         assert step.logits is not None
         self._logits.append(step.logits.to(torch.float32, copy=True))
@@ -66,7 +66,7 @@ class StepScores:
         return logits.to(self._call.input_ids.device)
 
 
-def check_room(call: Call) -> None:
+def check_room(call: PagedCall) -> None:
     """Raise ValueError if memory lacks for the outputs of all steps in the fast loop, where their number is known.
 
     A call whose rows may end early is as in HuggingFace's loop: it takes memory as it goes.
@@ -84,5 +84,5 @@ def check_room(call: Call) -> None:
         )
 
 
-def _runs_to_the_end(call: Call) -> bool:
+def _runs_to_the_end(call: PagedCall) -> bool:
     return all(type(entry) is MaxLengthCriteria for entry in call.criteria)

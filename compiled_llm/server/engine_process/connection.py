@@ -21,7 +21,7 @@ from compiled_llm.protocol.messages import (
     Hello,
     Problem,
     Refused,
-    Step,
+    StepUpdates,
     Submit,
     Summary,
     Update,
@@ -59,7 +59,7 @@ class Desk(Protocol):
         ...
 
 
-class Connection:
+class ClientConnection:
     """Talks to one client, in an event loop; ``wake`` may be called from any thread.
 
     Attributes:
@@ -260,7 +260,7 @@ class Connection:
                 self.streams.pop(number, None)
                 self._long.discard(number)
         if updates or summaries:
-            yield frame_of(Step(updates, summaries))
+            yield frame_of(StepUpdates(updates, summaries))
 
 
 def _checked(hello: FromClient) -> Hello:

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from compiled_llm.protocol.messages import VERSION, Leaving, Preparing, Ready, Refused, Submit, Welcome
 from compiled_llm.server.defaults import MOST_UNSENT
-from compiled_llm.server.engine_process.connection import Connection
+from compiled_llm.server.engine_process.connection import ClientConnection
 from compiled_llm.server.engine_process.socket_file import listen, remove
 
 if TYPE_CHECKING:  # import torch
@@ -64,7 +64,7 @@ class EngineServer:
         self._most_unsent = most_unsent
         self._engine: Engine | None = None
         self._ready: Ready | None = None
-        self._connections: set[Connection] = set()
+        self._connections: set[ClientConnection] = set()
         self._server: asyncio.Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._over = threading.Event()
@@ -120,7 +120,7 @@ class EngineServer:
                 connection.send(message)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = Connection(self, reader, writer, self._most_unsent)
+        connection = ClientConnection(self, reader, writer, self._most_unsent)
         self._connections.add(connection)
         try:
             await connection.serve()

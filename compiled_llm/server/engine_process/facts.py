@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.intake.input_processor import check_grammars, end_tokens
 from compiled_llm.execution.lifecycle.runtime import runtime_of
-from compiled_llm.protocol.messages import Ready, Stats
+from compiled_llm.protocol.messages import Ready, StatsReply
 
 
 def ready_of(
@@ -53,12 +53,12 @@ def _form_ends(model: PreTrainedModel, tokenizer: Any) -> list[int]:
         return []
 
 
-def stats_of(engine: Engine, number: int, connections: int) -> Stats:
+def stats_of(engine: Engine, number: int, connections: int) -> StatsReply:
     """Return an engine's figures, as an answer to a question."""
     figures = engine.stats()
-    names = [name for name in Stats.__struct_fields__ if name not in ("number", "connections")]
+    names = [name for name in StatsReply.__struct_fields__ if name not in ("number", "connections")]
     values = {name: msgspec.to_builtins(_as_map(getattr(figures, name))) for name in names}
-    return msgspec.convert({"number": number, "connections": connections, **values}, Stats)
+    return msgspec.convert({"number": number, "connections": connections, **values}, StatsReply)
 
 
 def _as_map(value: Any) -> Any:

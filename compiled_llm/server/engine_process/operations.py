@@ -44,14 +44,14 @@ class Nothing(Struct, forbid_unknown_fields=True):
     """A body without fields; it may be left out."""
 
 
-class Sleep(Struct, forbid_unknown_fields=True):
+class SleepArguments(Struct, forbid_unknown_fields=True):
     """The arguments of ``Engine.sleep``."""
 
     requests: Literal["park", "end"] = "park"
     weights: bool = False
 
 
-class Update(Struct, forbid_unknown_fields=True):
+class UpdateArguments(Struct, forbid_unknown_fields=True):
     """The arguments of ``Engine.update_weights``."""
 
     folder: str
@@ -84,10 +84,10 @@ class Operations:
         self._updating = threading.Lock()  # host memory has room for the weights once
         routes = [
             Route("/status", self._status, methods=["GET"]),
-            self._route("/sleep", Sleep, self._sleep),
+            self._route("/sleep", SleepArguments, self._sleep),
             self._route("/wake", Nothing, self._wake),
             self._route("/reset_prefix_cache", Nothing, self._reset_prefix_cache),
-            self._route("/update_weights", Update, self._update_weights),
+            self._route("/update_weights", UpdateArguments, self._update_weights),
         ]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _not_found})
         # h11: unlike httptools, it takes no head without an end.
@@ -147,7 +147,7 @@ class Operations:
         asleep = self._engine is not None and self._engine.asleep
         return JSONResponse({"doing": self._server.doing, "asleep": asleep, "weights": self._weights})
 
-    def _sleep(self, engine: Engine, body: Sleep) -> Answer:
+    def _sleep(self, engine: Engine, body: SleepArguments) -> Answer:
         with self._resting:
             if self._profile is not None:
                 self._profile.save()
@@ -166,7 +166,7 @@ class Operations:
         engine.reset_prefix_cache()
         return {}
 
-    def _update_weights(self, engine: Engine, body: Update) -> Answer:
+    def _update_weights(self, engine: Engine, body: UpdateArguments) -> Answer:
         if not Path(body.folder).is_absolute():
             raise ValueError(
                 f"folder={body.folder!r}: give an absolute path; the engine process runs in another folder"

@@ -14,7 +14,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from compiled_llm.client import EngineProcessError
-from compiled_llm.protocol.messages import Stats
+from compiled_llm.protocol.messages import StatsReply
 from compiled_llm.server.openai.common.api_server import api_server_of
 from compiled_llm.server.openai.figures import COUNTERS, GAUGES, PAGES, QUANTILES, STATES, WAITS
 
@@ -70,7 +70,7 @@ class ApiServerMetrics:
 class _EngineCollector(Collector):
     """The engine process's figures, as they were a moment ago."""
 
-    def __init__(self, stats: Stats) -> None:
+    def __init__(self, stats: StatsReply) -> None:
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
@@ -108,7 +108,7 @@ async def metrics(request: Request) -> Response:
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-async def _stats(request: Request) -> Stats | None:
+async def _stats(request: Request) -> StatsReply | None:
     link = api_server_of(request).link
     if not link.is_ready:
         return None

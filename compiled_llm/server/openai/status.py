@@ -22,7 +22,7 @@ class Health(BaseModel):
     status: Literal["ok"] = "ok"
 
 
-class Readiness(BaseModel):
+class ReadyStatus(BaseModel):
     """Whether requests are answered, and what is done before they are."""
 
     ready: bool
@@ -59,11 +59,11 @@ async def health() -> Health:
     return Health()
 
 
-@router.get("/ready", response_model=Readiness, responses={503: {"model": Readiness}})
+@router.get("/ready", response_model=ReadyStatus, responses={503: {"model": ReadyStatus}})
 async def ready(request: Request) -> JSONResponse:
     """Say whether requests are answered; with status 503, what is done before."""
     api_server = api_server_of(request)
-    found = Readiness(ready=api_server.is_ready, doing=api_server.doing)
+    found = ReadyStatus(ready=api_server.is_ready, doing=api_server.doing)
     return JSONResponse(found.model_dump(), 200 if found.ready else 503)
 
 

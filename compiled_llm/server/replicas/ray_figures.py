@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ray.serve.metrics import Counter, Gauge
 
-from compiled_llm.protocol.messages import Stats
+from compiled_llm.protocol.messages import StatsReply
 from compiled_llm.server.openai.figures import COUNTERS, GAUGES, PAGES, QUANTILES, STATES, WAITS
 
 
@@ -22,7 +22,7 @@ class ReplicaFigures:
         self._pages = Gauge("compiled_llm_pages", PAGES, ("state",))
         self._counted = dict.fromkeys(COUNTERS, 0)
 
-    def tell(self, stats: Stats) -> None:
+    def tell(self, stats: StatsReply) -> None:
         """Tell of the engine process as it is now."""
         for name, gauge in self._gauges.items():
             gauge.set(getattr(stats, name))

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from compiled_llm.client.errors import EngineDeadError
-from compiled_llm.client.transport.connection import Connection
+from compiled_llm.client.transport.connection import ThreadConnection
 from compiled_llm.protocol.messages import Ready, Submit
 from compiled_llm.server.engine_process.socket_folder import SocketFolder
 from compiled_llm.server.engine_process.starter import EngineProcess
@@ -56,7 +56,7 @@ class Replica:
     async def _connected(self, path: Path) -> Relay:
         while True:
             try:
-                relay = Relay(await asyncio.to_thread(Connection, path), self._leave)
+                relay = Relay(await asyncio.to_thread(ThreadConnection, path), self._leave)
             except EngineDeadError:
                 await asyncio.sleep(_LOOKING)
             else:

@@ -20,8 +20,8 @@ from compiled_llm.protocol.messages import (
     PromptScores,
     Ready,
     Refused,
-    Stats,
-    Step,
+    StatsReply,
+    StepUpdates,
     Submit,
     Summary,
     Update,
@@ -59,7 +59,7 @@ class Relay:
         self._lost = lost
         self._numbers = itertools.count(1)
         self._requests: dict[int, _Request] = {}
-        self._asked: dict[int, asyncio.Future[Stats]] = {}
+        self._asked: dict[int, asyncio.Future[StatsReply]] = {}
         line.start(self._take, self._lose)
 
     async def answer(self, submit: Submit) -> AsyncIterator[bytes]:
@@ -79,10 +79,10 @@ class Relay:
             if not over:
                 self._line.send(Cancel(number))
 
-    async def stats(self) -> Stats:
+    async def stats(self) -> StatsReply:
         """Return how the engine process is doing; it may never say, if it ends."""
         number = next(self._numbers)
-        answer: asyncio.Future[Stats] = self._loop.create_future()
+        answer: asyncio.Future[StatsReply] = self._loop.create_future()
         self._asked[number] = answer
         try:
             self._line.send(AskStats(number))
@@ -107,14 +107,14 @@ class Relay:
     def _sort(self, messages: Iterable[FromEngine]) -> None:
         for message in messages:
             match message:
-                case Step(updates, summaries):
+                case StepUpdates(updates, summaries):
                     for update in updates:
                         self._pass_on(update)
                     for summary in summaries:
                         self._pass_on(summary)
                 case PromptScores() | Refused():
                     self._pass_on(message)
-                case Stats(number=number) if (asked := self._asked.get(number)) is not None and not asked.done():
+                case StatsReply(number=number) if (asked := self._asked.get(number)) is not None and not asked.done():
                     asked.set_result(message)
                 case Ready() if not self.ready.done():
                     self.ready.set_result(message)
@@ -142,4 +142,4 @@ def _frames(news: Sequence[News]) -> bytes:
     updates = [entry for entry in news if isinstance(entry, Update)]
     summaries = [entry for entry in news if isinstance(entry, Summary)]
     others = [frame_of(entry) for entry in news if isinstance(entry, (PromptScores, Refused))]
-    return b"".join([*others, frame_of(Step(updates, summaries))])
+    return b"".join([*others, frame_of(StepUpdates(updates, summaries))])

@@ -6,7 +6,7 @@ from typing import Any
 
 from compiled_llm.client import AsyncClient, EngineProcessError
 from compiled_llm.client.transport.connection import Line
-from compiled_llm.protocol.messages import Stats
+from compiled_llm.protocol.messages import StatsReply
 from compiled_llm.server.replicas.replica_line import ReplicaLine, Replicas
 
 
@@ -27,7 +27,7 @@ class ReplicaClient(AsyncClient):
         assert self._loop is not None, "it was not connected"
         return ReplicaLine(self._replicas, self._loop)
 
-    async def stats(self, timeout: float | None = 60) -> Stats:
+    async def stats(self, timeout: float | None = 60) -> StatsReply:
         """There are none of all replicas together.
 
         Raises:

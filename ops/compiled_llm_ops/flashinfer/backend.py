@@ -15,8 +15,8 @@ from compiled_llm_ops.flashinfer.planner import plan_bytes
 from compiled_llm_ops.flashinfer.prebuilt import find_kernels_in, kernels_built
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, captured_split_bytes, split_bytes, worth_splitting
 from compiled_llm_ops.flashinfer.versions import QUERY_DTYPES, missing_kernel, padded_head_dim
-from compiled_llm_ops.flashinfer.workspace import Workspace, max_blocks_of, processors_of
-from compiled_llm_ops.protocol import Captured
+from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace, max_blocks_of, processors_of
+from compiled_llm_ops.protocol import CapturedLaunch
 
 
 class FlashInfer:
@@ -55,7 +55,7 @@ class FlashInfer:
         return SPLIT if any(worth_splitting(group, queries, lengths, processors) for group in groups) else WHOLE
 
     def workspace_bytes(
-        self, groups: Sequence[Geometry], device: torch.device, captured: Captured | None = None
+        self, groups: Sequence[Geometry], device: torch.device, captured: CapturedLaunch | None = None
     ) -> int:
         """Return room for the largest partial results of any group."""
         processors = processors_of(device)
@@ -71,10 +71,10 @@ class FlashInfer:
         largest = max(plan_bytes(group, tokens, rows, max_blocks_of(device)) for group in groups)
         return -(-largest // 256) * 256
 
-    def workspace(self, device: torch.device, nbytes: int) -> Workspace:
-        return Workspace(device, nbytes)
+    def workspace(self, device: torch.device, nbytes: int) -> FlashInferWorkspace:
+        return FlashInferWorkspace(device, nbytes)
 
-    def new_plan(self, workspace: Workspace, nbytes: int) -> FlashInferPlan:
+    def new_plan(self, workspace: FlashInferWorkspace, nbytes: int) -> FlashInferPlan:
         return FlashInferPlan(workspace, nbytes)
 
     def append(self, args: AppendPagedKv) -> None:

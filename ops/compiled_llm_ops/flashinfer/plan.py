@@ -10,7 +10,7 @@ from torch import Tensor
 from compiled_llm_ops.contracts import Geometry, PagedAttention, PlannedBatch
 from compiled_llm_ops.flashinfer.append import readable
 from compiled_llm_ops.flashinfer.planner import PLAN_FIELDS, HostColumns, decide
-from compiled_llm_ops.flashinfer.workspace import Workspace, pinned
+from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace, pinned
 from compiled_llm_ops.protocol import own
 
 
@@ -24,7 +24,7 @@ class FlashInferPlan:
     captured launch has them baked in, and from then on ``decide`` raises if one changes.
     """
 
-    def __init__(self, workspace: Workspace, nbytes: int) -> None:
+    def __init__(self, workspace: FlashInferWorkspace, nbytes: int) -> None:
         """``workspace`` is on the same device; ``nbytes`` is the size of ``tensor``."""
         self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=workspace.device)
         self.numbers = pinned(8 * len(PLAN_FIELDS)).view(torch.int64).zero_()

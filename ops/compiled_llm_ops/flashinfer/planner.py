@@ -17,7 +17,7 @@ from torch import Tensor
 from compiled_llm_ops.contracts import Geometry, PlannedBatch
 from compiled_llm_ops.flashinfer.splitting import SPLIT, most_tiles, worth_splitting
 from compiled_llm_ops.flashinfer.versions import idle_blocks_read_the_plan, uniform_q_len_argument
-from compiled_llm_ops.flashinfer.workspace import Workspace
+from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace
 
 # What FlashInfer's planner returns, in its order: PrefillPlanInfo in scheduler.cuh.
 PLAN_FIELDS: tuple[str, ...] = (
@@ -76,7 +76,7 @@ class HostColumns(NamedTuple):
 
 
 def decide(
-    batch: PlannedBatch, plan: Tensor, columns: HostColumns, known: list[int] | None, workspace: Workspace
+    batch: PlannedBatch, plan: Tensor, columns: HostColumns, known: list[int] | None, workspace: FlashInferWorkspace
 ) -> list[int]:
     """Plan a batch: queue the copy of the plan to ``plan`` and return the numbers that launches take on the host.
 
@@ -114,7 +114,7 @@ def decide(
     return with_blocks_for_tiles(numbers, geometry, tokens, rows) if whole else numbers
 
 
-def _splits(batch: PlannedBatch, columns: HostColumns, workspace: Workspace) -> bool:
+def _splits(batch: PlannedBatch, columns: HostColumns, workspace: FlashInferWorkspace) -> bool:
     """Whether blocks share the keys of a row."""
     if batch.variant >= 0:
         return batch.variant == SPLIT
@@ -168,7 +168,7 @@ def _tokens(tokens: int, captured: int) -> int:
     return max(tokens, captured)
 
 
-def _check_size(plan: Tensor, geometry: Geometry, tokens: int, rows: int, workspace: Workspace) -> None:
+def _check_size(plan: Tensor, geometry: Geometry, tokens: int, rows: int, workspace: FlashInferWorkspace) -> None:
     needed = plan_bytes(geometry, tokens, rows, workspace.max_blocks)
     if plan.numel() < needed:
         raise ValueError(

@@ -43,7 +43,7 @@ class Staged(NamedTuple):
         return cls(memory, memory.numpy().view(np.int32), torch.cuda.Event())
 
 
-class Workspace:
+class FlashInferWorkspace:
     """Memory that the plans of one model share, allocated once, before any capture.
 
     The buffer holds the partial results of rows whose keys were split over several blocks. They are written and merged

@@ -15,7 +15,7 @@ SLAB = 2**18
 """Counters allocated at a time."""
 
 
-class Span(NamedTuple):
+class CounterSpan(NamedTuple):
     """Counters of one launch, or free ones: those of a slab from ``start`` to ``end``."""
 
     slab: int
@@ -33,8 +33,8 @@ class CapturedCounters:
         self._device = device
         self._lock = threading.Lock()
         self._slabs: list[Tensor] = []
-        self._free: list[Span] = []  # in order, and no two of them touch
-        self._taken: list[Span] = []
+        self._free: list[CounterSpan] = []  # in order, and no two of them touch
+        self._taken: list[CounterSpan] = []
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +47,7 @@ class CapturedCounters:
             self._taken = []
             if max((end - start for _, start, end in self._free), default=0) < SLAB // 2:
                 self._slabs.append(self._new_slab())
-                self._free.append(Span(len(self._slabs) - 1, 0, SLAB))
+                self._free.append(CounterSpan(len(self._slabs) - 1, 0, SLAB))
 
     def take(self, count: int) -> Tensor | None:
         """Return ``[count]`` int32 zeros at a multiple of 16 bytes, or None if so many are not left."""
@@ -57,19 +57,19 @@ class CapturedCounters:
             if at is None:
                 return None
             slab, start, end = self._free[at]
-            self._free[at : at + 1] = [Span(slab, start + size, end)] if end - start > size else []
-            self._taken.append(Span(slab, start, start + size))
+            self._free[at : at + 1] = [CounterSpan(slab, start + size, end)] if end - start > size else []
+            self._taken.append(CounterSpan(slab, start, start + size))
             return self._slabs[slab][start : start + count]
 
-    def taken(self) -> list[Span]:
+    def taken(self) -> list[CounterSpan]:
         """Return the counters taken since ``make_room``, to be given back."""
         taken, self._taken = self._taken, []
         return taken
 
-    def give_back(self, taken: Iterable[Span]) -> None:
+    def give_back(self, taken: Iterable[CounterSpan]) -> None:
         """Take back the counters of a graph that runs no more: its last launch has left them zero."""
         with self._lock:
-            merged: list[Span] = []
+            merged: list[CounterSpan] = []
             for span in sorted([*self._free, *taken]):
                 if merged and merged[-1].slab == span.slab and merged[-1].end == span.start:
                     span = merged.pop()._replace(end=span.end)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_llm_ops import plain_attention
 from compiled_llm_ops.contracts import AppendPagedKv, Geometry, PagedAttention, PlannedBatch
-from compiled_llm_ops.protocol import Captured, own
+from compiled_llm_ops.protocol import CapturedLaunch, own
 
 
 class ReferencePlan:
@@ -74,7 +74,7 @@ class Reference:
         return 0
 
     def workspace_bytes(
-        self, groups: Sequence[Geometry], device: torch.device, captured: Captured | None = None
+        self, groups: Sequence[Geometry], device: torch.device, captured: CapturedLaunch | None = None
     ) -> int:
         return 0
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from compiled_llm.engine.grammars.worker_messages import Compile, Failed, Vocabulary
+from compiled_llm.engine.grammars.worker_messages import Compile, Failed, WorkerVocabulary
 from compiled_llm.requests.structured_outputs import bounds
 from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
@@ -119,13 +119,13 @@ def test_what_is_as_large_as_may_be_is_taken(field: str, value: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[tuple[Any, Vocabulary]]:
+def worker() -> Iterator[tuple[Any, WorkerVocabulary]]:
     xgrammar = pytest.importorskip("xgrammar")
     from compiled_llm.engine.grammars.worker_process import WorkerProcess
 
     info = xgrammar.TokenizerInfo([bytes([byte]) for byte in range(256)], stop_token_ids=[0])
     process = WorkerProcess()
-    yield process, Vocabulary(0, info.serialize_json(), 1)
+    yield process, WorkerVocabulary(0, info.serialize_json(), 1)
     process.close()
 
 
@@ -159,7 +159,7 @@ LARGEST = {
 
 
 @pytest.mark.parametrize("form", LARGEST.values(), ids=LARGEST)
-def test_xgrammar_takes_what_is_within_the_bounds(form: dict[str, Any], worker: tuple[Any, Vocabulary]) -> None:
+def test_xgrammar_takes_what_is_within_the_bounds(form: dict[str, Any], worker: tuple[Any, WorkerVocabulary]) -> None:
     process, vocabulary = worker
     if "pattern" in str(form)[:40]:  # deeper than it may be, as deep as it could be if its levels were miscounted
         source = GrammarSource("json", json.dumps(form["json"]))

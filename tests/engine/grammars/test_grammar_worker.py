@@ -21,7 +21,7 @@ import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.grammars.compilers import UnwantedError
 from compiled_llm.engine.grammars.compilers_apart import CompilersApart
-from compiled_llm.engine.grammars.worker_messages import Compile, Compiled, Failed, Vetted, Vocabulary
+from compiled_llm.engine.grammars.worker_messages import Compile, Compiled, Failed, Vetted, WorkerVocabulary
 from compiled_llm.engine.grammars.worker_process import WorkerProcess
 from compiled_llm.engine.steps.constraint import Constraint
 from compiled_llm.engine.steps.request import InvalidRequestError, RequestError
@@ -53,8 +53,8 @@ def wanted() -> bool:
 
 
 @pytest.fixture(scope="module")
-def vocabulary() -> Vocabulary:
-    return Vocabulary(0, INFO.serialize_json(), 1)
+def vocabulary() -> WorkerVocabulary:
+    return WorkerVocabulary(0, INFO.serialize_json(), 1)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def forks_of(worker: WorkerProcess) -> list[int]:
 
 
 def test_what_a_form_dies_of_is_said_and_the_next_one_is_compiled(
-    worker: WorkerProcess, vocabulary: Vocabulary
+    worker: WorkerProcess, vocabulary: WorkerVocabulary
 ) -> None:
     for asked, kind, message in (
         (asking("json", CRASH), "crash", "xgrammar ends its process by SIG"),
@@ -88,14 +88,14 @@ def test_what_a_form_dies_of_is_said_and_the_next_one_is_compiled(
         assert isinstance(worker.compile(asking("regex", "ab"), vocabulary, wanted), Compiled)
 
 
-def test_a_form_that_is_not_wanted_any_more_stops(worker: WorkerProcess, vocabulary: Vocabulary) -> None:
+def test_a_form_that_is_not_wanted_any_more_stops(worker: WorkerProcess, vocabulary: WorkerVocabulary) -> None:
     looks = iter([True] * 3)
     with pytest.raises(UnwantedError):
         worker.compile(asking("json", ENDLESS), vocabulary, lambda: next(looks, False))
     until(lambda: not forks_of(worker))
 
 
-def test_forms_are_compiled_beside_one_another(worker: WorkerProcess, vocabulary: Vocabulary) -> None:
+def test_forms_are_compiled_beside_one_another(worker: WorkerProcess, vocabulary: WorkerVocabulary) -> None:
     going = threading.Event()
 
     def compile_endlessly() -> None:
@@ -111,7 +111,7 @@ def test_forms_are_compiled_beside_one_another(worker: WorkerProcess, vocabulary
     thread.join(PATIENCE)
 
 
-def test_a_worker_that_is_killed_is_started_again(worker: WorkerProcess, vocabulary: Vocabulary) -> None:
+def test_a_worker_that_is_killed_is_started_again(worker: WorkerProcess, vocabulary: WorkerVocabulary) -> None:
     assert isinstance(worker.compile(asking("regex", "ab"), vocabulary, wanted), Compiled)
     first = worker.pid
     os.kill(first, signal.SIGKILL)
@@ -120,7 +120,7 @@ def test_a_worker_that_is_killed_is_started_again(worker: WorkerProcess, vocabul
     assert worker.pid != first
 
 
-def test_a_fork_that_is_killed_costs_its_form_alone(worker: WorkerProcess, vocabulary: Vocabulary) -> None:
+def test_a_fork_that_is_killed_costs_its_form_alone(worker: WorkerProcess, vocabulary: WorkerVocabulary) -> None:
     answers: list[Any] = []
     thread = threading.Thread(
         target=lambda: answers.append(worker.compile(asking("json", ENDLESS), vocabulary, wanted))
@@ -133,16 +133,18 @@ def test_a_fork_that_is_killed_costs_its_form_alone(worker: WorkerProcess, vocab
     assert isinstance(worker.compile(asking("regex", "ab"), vocabulary, wanted), Compiled)
 
 
-def test_other_tokens_take_the_place_of_those_with_their_number(worker: WorkerProcess, vocabulary: Vocabulary) -> None:
+def test_other_tokens_take_the_place_of_those_with_their_number(
+    worker: WorkerProcess, vocabulary: WorkerVocabulary
+) -> None:
     other = xgr.TokenizerInfo(["x", "a", "b"], stop_token_ids=[0])
-    for info, sent in ((INFO, vocabulary), (other, Vocabulary(0, other.serialize_json(), 1)), (INFO, vocabulary)):
+    for info, sent in ((INFO, vocabulary), (other, WorkerVocabulary(0, other.serialize_json(), 1)), (INFO, vocabulary)):
         answer = worker.compile(asking("regex", "ab"), sent, wanted)
         assert isinstance(answer, Compiled)
         assert xgr.CompiledGrammar.deserialize_json(answer.grammar, info).tokenizer_info.vocab_size == info.vocab_size
 
 
 def test_the_worker_imports_neither_torch_nor_what_lies_in_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocabulary: WorkerVocabulary
 ) -> None:
     for name in ("msgspec", "xgrammar", "numpy", "compiled_llm", "selectors"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'planted')!r}, 'w')\n")
@@ -161,7 +163,7 @@ def test_the_worker_imports_neither_torch_nor_what_lies_in_the_current_folder(
 
 
 def test_a_version_of_xgrammar_that_does_not_come_apart_is_imported_as_a_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocabulary: WorkerVocabulary
 ) -> None:
     shadow = tmp_path / "xgrammar"
     shadow.mkdir()
@@ -236,7 +238,7 @@ def assert_same_masks(rng: random.Random, *grammars: Any) -> None:
 
 
 def test_masks_are_those_of_grammars_compiled_in_this_process(
-    worker: WorkerProcess, vocabulary: Vocabulary, request: pytest.FixtureRequest
+    worker: WorkerProcess, vocabulary: WorkerVocabulary, request: pytest.FixtureRequest
 ) -> None:
     seed, count = random.randrange(2**32), 500 if request.config.getoption("--whole") else 40
     print("seed", seed)
@@ -250,7 +252,7 @@ def test_masks_are_those_of_grammars_compiled_in_this_process(
         assert_same_masks(rng, source.compiled(compiler), xgr.CompiledGrammar.deserialize_json(answer.grammar, INFO))
 
 
-def test_a_large_grammar_is_vetted_there_and_compiled_here(worker: WorkerProcess, vocabulary: Vocabulary) -> None:
+def test_a_large_grammar_is_vetted_there_and_compiled_here(worker: WorkerProcess, vocabulary: WorkerVocabulary) -> None:
     large = GrammarSource("regex", "[a-y]" * 40_000)
     assert isinstance(worker.compile(Compile(0, large, 30, 2**29), vocabulary, wanted), Vetted)
     compilers = CompilersApart(byte_level(), worker, 30.0)

@@ -17,7 +17,7 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps import constraint, scheduler
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.execution.decode import deferred_sampling as deferred_sampling
-from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.device_model import ModelRunner
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
@@ -320,7 +320,7 @@ def test_answers_go_on_after_sleep_and_after_steps_are_lost(
     assert_account_is_empty(model)
 
 
-@pytest.mark.parametrize("place", [(DeviceModel, "sample_deferred"), (deferred_sampling, "choose")], ids=["call", "op"])
+@pytest.mark.parametrize("place", [(ModelRunner, "sample_deferred"), (deferred_sampling, "choose")], ids=["call", "op"])
 def test_a_choice_that_fails_ends_what_runs_and_later_requests_are_served(
     engine: Engine, place: tuple[Any, str], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

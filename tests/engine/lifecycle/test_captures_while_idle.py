@@ -9,7 +9,7 @@ import pytest
 
 import compiled_llm
 from compiled_llm import Engine, SamplingParams
-from compiled_llm.execution.device_model import DeviceModel
+from compiled_llm.execution.device_model import ModelRunner
 from support.tiny_models import tiny_qwen3
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -28,12 +28,12 @@ def test_an_idle_engine_captures_until_a_request_comes_or_it_is_paused(
 ) -> None:
     idle, let_go = threading.Event(), threading.Event()
 
-    def catch_up(self: DeviceModel, wanted: Callable[[], object]) -> None:
+    def catch_up(self: ModelRunner, wanted: Callable[[], object]) -> None:
         while not (wanted() or let_go.is_set()):
             idle.set()
         idle.clear()
 
-    monkeypatch.setattr(DeviceModel, "catch_up", catch_up)
+    monkeypatch.setattr(ModelRunner, "catch_up", catch_up)
     for interrupt in (lambda: engine.submit([5, 6], PARAMS).result(60), engine.sleep):
         try:
             engine.submit([5, 6, 7], PARAMS).result(60)

@@ -14,7 +14,7 @@ import compiled_llm
 from compiled_llm.engine import model_check
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.loop import Loop
-from compiled_llm.engine.thread.engine_thread import Driver
+from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.in_threads import start
 from support.parity import alone, assert_account_is_empty
@@ -119,7 +119,7 @@ def test_an_engine_that_runs_looks_at_the_model_in_its_next_step(
 ) -> None:
     """A captured step would go on with tensors that were replaced, and what it computes would be kept."""
     monkeypatch.setattr(model_check, "_SECONDS", 1000)
-    monkeypatch.setattr(Driver, "start_thread", lambda self: None)
+    monkeypatch.setattr(EngineThread, "start_thread", lambda self: None)
     looked, step = [], Loop.step
     monkeypatch.setattr(Loop, "step", lambda self, unchanged: looked.append(not unchanged) or step(self, unchanged))
     with Engine(model, watch_model=watched) as runs:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import compiled_llm
-from compiled_llm.execution.runner import Runner
+from compiled_llm.execution.runner import GenerateLoop
 from support.huggingface.families import make
 from support.huggingface.pairs import OPTIONS
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
@@ -35,13 +35,13 @@ def model() -> PreTrainedModel:
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows each decode step had."""
     rows: list[int] = []
-    decode = Runner.decode
+    decode = GenerateLoop.decode
 
-    def noted(self: Runner, *args: Any, **kwargs: Any) -> Tensor:
+    def noted(self: GenerateLoop, *args: Any, **kwargs: Any) -> Tensor:
         rows.append(len(self.rows))
         return decode(self, *args, **kwargs)
 
-    monkeypatch.setattr(Runner, "decode", noted)
+    monkeypatch.setattr(GenerateLoop, "decode", noted)
     return rows
 
 

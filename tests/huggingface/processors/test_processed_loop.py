@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import compiled_llm
-from compiled_llm.execution.runner import Runner
+from compiled_llm.execution.runner import GenerateLoop
 from compiled_llm.execution.state.staging import Readback
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.kvcache.row import Row
@@ -98,10 +98,10 @@ def test_tokens_are_read_while_the_next_forward_runs(model, monkeypatch, seed):
 
         monkeypatch.setattr(owner, method, call)
 
-    noted(Runner, "decode", "launch")
+    noted(GenerateLoop, "decode", "launch")
     noted(Readback, "result", "read")
     for late in (False, True):
-        monkeypatch.setattr(Runner, "asynchronous", property(lambda _, late=late: late))
+        monkeypatch.setattr(GenerateLoop, "asynchronous", property(lambda _, late=late: late))
         happened.clear()
         greedy(model, mixed_prompts([4, 9, 6], 128, seed), 4, logits_processor=[Noted()])
         steps = ["launch", "read"] * 3 + ["read"] if late else ["read"] + ["launch", "read"] * 3

@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from compiled_llm.execution.runner import Runner
+from compiled_llm.execution.runner import GenerateLoop
 from support.huggingface.pairs import pair
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 
@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.fixture(params=["read at once", "read a step late"])
 def models(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     late = request.param == "read a step late"
-    monkeypatch.setattr(Runner, "asynchronous", property(lambda _: late))
+    monkeypatch.setattr(GenerateLoop, "asynchronous", property(lambda _: late))
     return pair(eos_token_id=None)
 
 

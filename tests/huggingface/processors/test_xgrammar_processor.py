@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, LogitsProcessor
 
 import compiled_llm
-from compiled_llm.execution.runner import Runner
+from compiled_llm.execution.runner import GenerateLoop
 from support.parity import assert_account_is_empty, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -100,7 +100,7 @@ def test_where_no_token_is_left_it_fails_as_in_huggingfaces_loop(pair, compile_p
 
 def test_it_is_so_while_steps_are_read_late(pair, compile_pattern, seed):
     """As on CUDA: a choice is launched in front of the next step, and its tokens are read behind that."""
-    with mock.patch.object(Runner, "asynchronous", True):
+    with mock.patch.object(GenerateLoop, "asynchronous", True):
         for number, pattern in enumerate(PATTERNS):
             test_batches_are_as_huggingfaces(pair, compile_pattern, pattern, "alone", seed + number)
         test_each_row_has_its_grammar_and_rows_end_one_by_one(pair, compile_pattern, seed)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from compiled_llm import SamplingParams
 from compiled_llm.client import EngineBusyError, EngineDeadError, EngineProcessError
 from compiled_llm.client.handle import RemoteHandle
-from compiled_llm.client.transport.connection import Connection
+from compiled_llm.client.transport.connection import ThreadConnection
 from compiled_llm.engine.engine import Engine
 from compiled_llm.protocol.messages import Ready, Submit
 from compiled_llm.server.replicas import replica_client
@@ -66,7 +66,7 @@ def play(path: Path, game: Callable[[OneReplica, ReplicaClient], Coroutine[Any, 
     lost: list[Exception] = []
 
     async def playing() -> None:
-        connection = await asyncio.to_thread(Connection, path)
+        connection = await asyncio.to_thread(ThreadConnection, path)
         replica = OneReplica(Relay(connection, lost.append))
         client = ReplicaClient(replica)
         await client.connect()
@@ -85,7 +85,7 @@ def test_who_waits_is_told_when_the_event_loop_ends(engine_process: Loop, path: 
     waiting: list[RemoteHandle] = []
 
     async def playing() -> None:
-        connection = await asyncio.to_thread(Connection, path)
+        connection = await asyncio.to_thread(ThreadConnection, path)
         client = ReplicaClient(OneReplica(Relay(connection, lambda _: None)))
         await client.connect()
         waiting.append(client.submit([5, 6, 7], LONG))

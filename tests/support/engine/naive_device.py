@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
-from compiled_llm.execution.batch import Batch, Step
+from compiled_llm.execution.batch import Batch, StepOutput
 from compiled_llm.execution.growth import grown
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import Row
@@ -119,7 +119,7 @@ class NaiveDevice:
     def settle(self) -> None:
         """Likewise."""
 
-    def run(self, batch: Batch, persistent: Any, unchanged: bool = False) -> Step:
+    def run(self, batch: Batch, persistent: Any, unchanged: bool = False) -> StepOutput:
         self.fault("run")
         entries = [(row, [self.next[row]], True) for row in batch.decode]
         entries += [(entry.row, entry.ids.tolist(), entry.ends) for entry in batch.extend]  # type: ignore[misc]
@@ -140,7 +140,7 @@ class NaiveDevice:
             row.position = row.length
         self.next.update((row, max(0, token)) for row, token in chosen if row not in self.unsampled)
         self.fault("ran")
-        return Step([row for row, _ in chosen], None, [token for _, token in chosen])  # type: ignore[arg-type]
+        return StepOutput([row for row, _ in chosen], None, [token for _, token in chosen])  # type: ignore[arg-type]
 
     def _now_or_late(self, row: Row) -> int:
         assert row.slot is not None, "a row runs without a slot"
@@ -151,12 +151,12 @@ class NaiveDevice:
         self.unsampled.append(row)
         return NOT_A_TOKEN
 
-    def sample_deferred(self, persistent: Any, masks: None, edited: object) -> Step:
+    def sample_deferred(self, persistent: Any, masks: None, edited: object) -> StepOutput:
         self.fault("late")
         rows, self.unsampled = self.unsampled, []
         tokens = [NOT_A_TOKEN if row.slot is None else self._choose(row) for row in rows]
         self.next.update((row, max(0, token)) for row, token in zip(rows, tokens, strict=True) if row.slot is not None)
-        return Step(rows, None, tokens)  # type: ignore[arg-type]
+        return StepOutput(rows, None, tokens)  # type: ignore[arg-type]
 
     def _copies(self, copies: object) -> None:
         raise AssertionError("an engine's rows share full pages alone")

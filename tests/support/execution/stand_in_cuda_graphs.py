@@ -15,13 +15,13 @@ import torch
 from transformers import PreTrainedModel
 
 from compiled_llm import WrapConfig
-from compiled_llm.compilation.graphs.capture import Captured
-from compiled_llm.compilation.graphs.cuda_graphs import CudaGraphs, Step
+from compiled_llm.compilation.graphs.capture import CapturedGraph
+from compiled_llm.compilation.graphs.cuda_graphs import CudaGraphs, StepToCapture
 from compiled_llm.compilation.graphs.rolling import Cost, RollingCudaGraphs
 from compiled_llm.compilation.graphs.validity import Guards, Weights
 
 
-class StandIn(Captured[Any]):
+class StandIn(CapturedGraph[Any]):
     def __init__(self, weights: Weights, launch: Callable[[], Any]) -> None:
         self.cost = Cost(nbytes=1000, shared=10, seconds=0.5)
         self._weights, self._launch, self._outputs = weights, launch, None
@@ -116,7 +116,7 @@ def let_a_cpu_capture(monkeypatch: pytest.MonkeyPatch) -> None:
         self._capturer = StandInGraphCapture(model)
         self._compiled = config.mode != "eager"
 
-    def prepared(self: CudaGraphs, step: Step) -> Any:
+    def prepared(self: CudaGraphs, step: StepToCapture) -> Any:
         return own_prepared(self, step if self._compiled else step._replace(guards=_NoGuards()))
 
     monkeypatch.setattr(CudaGraphs, "__init__", init)

@@ -17,7 +17,7 @@ from compiled_llm_ops import Geometry, PageTable, decode_attention_lse, paged_at
 from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.flashinfer import splitting, versions
 from compiled_llm_ops.flashinfer.append import append
-from compiled_llm_ops.flashinfer.workspace import Workspace
+from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace
 from support.gpu import close
 
 PAGE_SIZE = 16
@@ -187,7 +187,7 @@ class Plan:
     """One attention group's plan, made and launched through the ops."""
 
     def __init__(
-        self, geometry: Geometry, columns: PageTable, workspace: Workspace, static: bool, split: bool | None
+        self, geometry: Geometry, columns: PageTable, workspace: FlashInferWorkspace, static: bool, split: bool | None
     ) -> None:
         self.geometry, self.columns, self.workspace = geometry, columns, workspace
         self.owner = backend_named("flashinfer").new_plan(workspace, 2**20)
@@ -213,7 +213,7 @@ class Plan:
 
 
 def make_plan(
-    layer: Layer, columns: PageTable, workspace: Workspace, *, static: bool = True, split: bool | None = True
+    layer: Layer, columns: PageTable, workspace: FlashInferWorkspace, *, static: bool = True, split: bool | None = True
 ) -> Plan:
     return Plan(layer.geometry, columns, workspace, static, split)
 

@@ -20,9 +20,9 @@ def plant_in_steps(file: str) -> None:
     """Let a step fail once the file exists, which is gone then; and all later steps of the process."""
     import torch
 
-    from compiled_llm.execution.device_model import DeviceModel
+    from compiled_llm.execution.device_model import ModelRunner
 
-    run, failed = DeviceModel.run, []
+    run, failed = ModelRunner.run, []
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         if Path(file).exists():
@@ -32,7 +32,7 @@ def plant_in_steps(file: str) -> None:
             raise torch.AcceleratorError(ILLEGAL)
         return run(*args, **kwargs)
 
-    DeviceModel.run = fails  # type: ignore[method-assign]
+    ModelRunner.run = fails  # type: ignore[method-assign]
 
 
 def plant_in_engine_processes(file: str) -> None:

@@ -21,7 +21,7 @@ from compiled_llm.protocol.messages import (
     FromClient,
     Hello,
     Ready,
-    Step,
+    StepUpdates,
     Submit,
     Summary,
     Update,
@@ -96,7 +96,7 @@ class Script:
         """Of a text."""
         return list(self.tokenizer(text)["input_ids"])
 
-    def answer(self, asked: Submit) -> Iterator[Step]:
+    def answer(self, asked: Submit) -> Iterator[StepUpdates]:
         self.asked.append(asked)
         tokens = self.tokens(self.text)
         ended = Ended(self.reason)  # type: ignore[arg-type]
@@ -105,9 +105,9 @@ class Script:
             if self.allowed is not None:
                 assert self.allowed.acquire(timeout=PATIENCE)
             new = tokens[begin : begin + self.at_once]
-            yield Step([Update(asked.request, index, new) for index in answers])
-        yield Step([Update(asked.request, index, [], None, ended) for index in answers])
-        yield Step([], [Summary(asked.request, 0, 0.0, 0.0, 0.0)])
+            yield StepUpdates([Update(asked.request, index, new) for index in answers])
+        yield StepUpdates([Update(asked.request, index, [], None, ended) for index in answers])
+        yield StepUpdates([], [Summary(asked.request, 0, 0.0, 0.0, 0.0)])
 
 
 @contextmanager

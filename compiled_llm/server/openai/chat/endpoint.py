@@ -25,9 +25,9 @@ from compiled_llm.server.openai.chat.response import (
     ChatChoice,
     ChatChunk,
     ChatCompletion,
+    ChatLogprobs,
     ChunkChoice,
     Delta,
-    Logprobs,
 )
 from compiled_llm.server.openai.common.answering import answered
 from compiled_llm.server.openai.common.answers import Answers, Choice, News
@@ -61,7 +61,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
     tokens, params, form, readings = await beside(prepared, len(await request.body()))
     salts = body.user, body.cache_salt
     answers = await api_server.submit(request, [tokens], params, "messages", *salts, form=form, priority=body.priority)
-    told = _Told(body, model, api_server.settings.names[0], answers, readings)
+    told = _ChatResponseWriter(body, model, api_server.settings.names[0], answers, readings)
     return await answered(told, answers, bool(body.stream))
 
 
@@ -75,7 +75,7 @@ def prompt_of(body: ChatRequest, model: Model) -> ChatPrompt:
     return chat_prompt(model.vocabulary, messages, body.offer, body.template_kwargs, **end_of_chat(body))
 
 
-class _Told:
+class _ChatResponseWriter:
     """Writes answers, whole or as they come."""
 
     def __init__(
@@ -191,7 +191,7 @@ class _Told:
             lambda text: self._chunk([ChunkChoice(index=choice.index, delta=Delta(content=text), **nothing)])
         )
 
-    def _logprobs(self, places: list[list[Entry]]) -> Logprobs:
+    def _logprobs(self, places: list[list[Entry]]) -> ChatLogprobs:
         return chat_logprobs(places, self._body.top_logprobs or 0, self._names)
 
 

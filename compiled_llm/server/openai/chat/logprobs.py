@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from compiled_llm.protocol.messages import Entry
 from compiled_llm.requests.outputs import Logprob
-from compiled_llm.server.openai.chat.response import Logprobs, TokenLogprob, TopLogprob
+from compiled_llm.server.openai.chat.response import ChatLogprobs, TokenLogprob, TopLogprob
 from compiled_llm.server.openai.common.prompt_response import PromptLogprob, PromptPlace
 from compiled_llm.server.openai.tokenizer.token_bytes import TokenNames
 
@@ -19,7 +19,7 @@ def entries_of(logprobs: Iterable[dict[int, Logprob]]) -> list[list[Entry]]:
     return [[(token, entry.logprob, entry.rank) for token, entry in place.items()] for place in logprobs]
 
 
-def chat_logprobs(places: Sequence[Sequence[Entry]], likeliest: int, names: TokenNames) -> Logprobs:
+def chat_logprobs(places: Sequence[Sequence[Entry]], likeliest: int, names: TokenNames) -> ChatLogprobs:
     """Return what is written of some tokens.
 
     Args:
@@ -27,7 +27,7 @@ def chat_logprobs(places: Sequence[Sequence[Entry]], likeliest: int, names: Toke
         likeliest: how many of these are wanted.
         names: say what tokens are called.
     """
-    return Logprobs(content=[_place(entries, likeliest, names) for entries in places], refusal=None)
+    return ChatLogprobs(content=[_place(entries, likeliest, names) for entries in places], refusal=None)
 
 
 def _place(entries: Sequence[Entry], likeliest: int, names: TokenNames) -> TokenLogprob:

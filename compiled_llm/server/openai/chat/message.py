@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.http.body_values import MOST_VALUES, values_in
-from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, Refused
+from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, RefusedField
 
 
 class TextPart(Body):
@@ -71,9 +71,9 @@ class Message(Body):
     reasoning: str | None = None
     annotations: Annotated[list[Any] | None, NoEffect("the model sees the text")] = None
     provider_specific_fields: Annotated[dict[str, Any] | None, NoEffect("LiteLLM's notes of an answer")] = None
-    refusal: Annotated[None, Refused("an assistant's refusal is its content")] = None
-    audio: Annotated[None, Refused("messages are text")] = None
-    function_call: Annotated[Any, Refused("give tool_calls")] = None
+    refusal: Annotated[None, RefusedField("an assistant's refusal is its content")] = None
+    audio: Annotated[None, RefusedField("messages are text")] = None
+    function_call: Annotated[Any, RefusedField("give tool_calls")] = None
 
     @field_validator("content")
     @classmethod

@@ -9,7 +9,7 @@ from pydantic import Field
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.openai.chat.message import Message
-from compiled_llm.server.openai.fields.fields import Entries, NoEffect, Refused
+from compiled_llm.server.openai.fields.fields import Entries, NoEffect, RefusedField
 from compiled_llm.server.openai.fields.response_format import ResponseFormat
 from compiled_llm.server.openai.fields.sampling import ChoiceFields
 from compiled_llm.server.openai.fields.structured_outputs import Form
@@ -49,15 +49,15 @@ class ChatRequest(ChoiceFields):
     store: Annotated[bool | None, NoEffect("nothing is stored")] = None
     verbosity: Annotated[str | None, NoEffect("the model does not see it; say it in a message")] = None
 
-    audio: Annotated[Any, Refused("answers are text")] = None
-    modalities: Annotated[Any, Refused("answers are text", (["text"],))] = None
-    moderation: Annotated[Any, Refused("nothing is moderated")] = None
-    service_tier: Annotated[Any, Refused("there is one tier", ("auto", "default"))] = None
-    web_search_options: Annotated[Any, Refused("nothing is searched")] = None
-    functions: Annotated[Any, Refused("give tools", ([],))] = None
-    function_call: Annotated[Any, Refused("give tool_choice", ("none", "auto"))] = None
-    chat_template: Annotated[Any, Refused("the model's own is used; another one could run for ever")] = None
-    documents: Annotated[Any, Refused("give chat_template_kwargs, if the model's template reads them")] = None
+    audio: Annotated[Any, RefusedField("answers are text")] = None
+    modalities: Annotated[Any, RefusedField("answers are text", (["text"],))] = None
+    moderation: Annotated[Any, RefusedField("nothing is moderated")] = None
+    service_tier: Annotated[Any, RefusedField("there is one tier", ("auto", "default"))] = None
+    web_search_options: Annotated[Any, RefusedField("nothing is searched")] = None
+    functions: Annotated[Any, RefusedField("give tools", ([],))] = None
+    function_call: Annotated[Any, RefusedField("give tool_choice", ("none", "auto"))] = None
+    chat_template: Annotated[Any, RefusedField("the model's own is used; another one could run for ever")] = None
+    documents: Annotated[Any, RefusedField("give chat_template_kwargs, if the model's template reads them")] = None
 
     echo: bool | None = None
     include_reasoning: bool | None = None

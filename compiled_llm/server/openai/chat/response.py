@@ -9,7 +9,7 @@ from typing_extensions import Self
 
 from compiled_llm.server.openai.common.prompt_response import PromptPlace
 from compiled_llm.server.openai.common.usage import FinishReason, Usage
-from compiled_llm.server.openai.parsing.answer_parts import Call, CallPiece
+from compiled_llm.server.openai.parsing.answer_parts import CallPiece, ToolCallPart
 
 
 class TopLogprob(BaseModel):
@@ -26,7 +26,7 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class Logprobs(BaseModel):
+class ChatLogprobs(BaseModel):
     """Those of the answer's tokens."""
 
     content: list[TokenLogprob] | None
@@ -48,7 +48,7 @@ class CalledTool(BaseModel):
     function: CalledFunction
 
     @classmethod
-    def of(cls, call: Call) -> Self:
+    def of(cls, call: ToolCallPart) -> Self:
         """Return it by these names."""
         return cls(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
 
@@ -68,7 +68,7 @@ class ChatChoice(BaseModel):
 
     index: int
     message: AssistantMessage
-    logprobs: Logprobs | None
+    logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
@@ -129,7 +129,7 @@ class ChunkChoice(BaseModel):
 
     index: int
     delta: Delta
-    logprobs: Logprobs | None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None

@@ -14,7 +14,7 @@ from compiled_llm.server.openai.common.answers import Answers
 from compiled_llm.server.openai.common.events import DONE, EventStream
 
 
-class Told(Protocol):
+class ResponseWriter(Protocol):
     """Writes answers in the form that an endpoint has."""
 
     def stream(self) -> AsyncIterator[Iterable[bytes]]:
@@ -26,7 +26,7 @@ class Told(Protocol):
         ...
 
 
-async def answered(told: Told, answers: Answers, stream: bool, end: bytes = DONE) -> Response:
+async def answered(told: ResponseWriter, answers: Answers, stream: bool, end: bytes = DONE) -> Response:
     """Wait for answers, and return the response; they end with it.
 
     Args:

@@ -47,7 +47,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Any:
     prompts, params, form = await beside(prepared, len(await request.body()))
     salts = body.user, body.cache_salt
     answers = await api_server.submit(request, prompts, params, "prompt", *salts, form=form, priority=body.priority)
-    told = _Told(body, model, api_server.settings.names[0], answers)
+    told = _CompletionResponseWriter(body, model, api_server.settings.names[0], answers)
     return await answered(told, answers, bool(body.stream))
 
 
@@ -59,7 +59,7 @@ def _tokens(prompt: str | list[int], params: SamplingParams, model: Model, body:
     return tokens
 
 
-class _Told:
+class _CompletionResponseWriter:
     """Writes answers, whole or as they come."""
 
     def __init__(self, body: CompletionRequest, model: Model, name: str, answers: Answers) -> None:

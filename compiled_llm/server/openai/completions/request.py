@@ -8,7 +8,7 @@ from pydantic import Field
 
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.http.api_error import invalid
-from compiled_llm.server.openai.fields.fields import Entries, NoEffect, Refused
+from compiled_llm.server.openai.fields.fields import Entries, NoEffect, RefusedField
 from compiled_llm.server.openai.fields.response_format import ResponseFormat
 from compiled_llm.server.openai.fields.sampling import ChoiceFields
 from compiled_llm.server.openai.fields.structured_outputs import Form
@@ -28,8 +28,8 @@ class CompletionRequest(ChoiceFields):
     response_format: ResponseFormat | None = None
     best_of: Annotated[int | None, NoEffect("it has to be n: no answers are drawn and left out")] = None
 
-    prompt_embeds: Annotated[Any, Refused("a prompt is text, or token ids")] = None
-    suffix: Annotated[Any, Refused("text is continued, and not filled in", ("",))] = None
+    prompt_embeds: Annotated[Any, RefusedField("a prompt is text, or token ids")] = None
+    suffix: Annotated[Any, RefusedField("text is continued, and not filled in", ("",))] = None
 
     def prompts(self) -> list[str] | list[list[int]]:
         """Return each prompt.

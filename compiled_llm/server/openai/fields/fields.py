@@ -32,7 +32,7 @@ class NoEffect:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedField:
     """A field that is not served: only values that ask for nothing are taken.
 
     Attributes:

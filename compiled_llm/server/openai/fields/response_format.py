@@ -12,7 +12,7 @@ MOST_SCHEMA = 2**16
 """Characters of a schema: it takes time to compile."""
 
 
-class TextFormat(Body):
+class PlainTextFormat(Body):
     """Any text."""
 
     type: Literal["text"]
@@ -49,7 +49,7 @@ class StructuralTagFormat(Body):
     triggers: list[str] | None = None
 
 
-AnyFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
+AnyFormat = PlainTextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
 ResponseFormat = Annotated[AnyFormat, Field(discriminator="type")]
 
 

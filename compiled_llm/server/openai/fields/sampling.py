@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.http.api_error import invalid
-from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, Refused
+from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, RefusedField
 from compiled_llm.server.openai.fields.structured_outputs import FormFields
 
 T = TypeVar("T")
@@ -79,8 +79,8 @@ class SamplingFields(FormFields):
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None
     truncation_side: Literal["left", "right"] | None = None
 
-    use_beam_search: Annotated[Any, Refused("answers are drawn one token after another", (False,))] = None
-    length_penalty: Annotated[Any, Refused("it is for beam search", (1.0, 1))] = None
+    use_beam_search: Annotated[Any, RefusedField("answers are drawn one token after another", (False,))] = None
+    length_penalty: Annotated[Any, RefusedField("it is for beam search", (1.0, 1))] = None
 
     def params(self, **others: Any) -> SamplingParams:
         """Return what the engine is asked for.

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from compiled_llm.requests.structured_outputs.params import MOST_BLANKS, StructuredOutputsParams
 from compiled_llm.server.http.api_error import invalid
-from compiled_llm.server.openai.fields.fields import Body, NoEffect, Refused
+from compiled_llm.server.openai.fields.fields import Body, NoEffect, RefusedField
 from compiled_llm.server.openai.fields.response_format import MOST_SCHEMA, AnyFormat, form_of
 
 _OLDER_NAMES = {
@@ -22,7 +22,7 @@ _OLDER_NAMES = {
     "ebnf": "grammar",
 }
 """What vLLM called them before, and what SGLang does."""
-_NOT_FOLLOWED = Refused("no grammar follows it; give structured_outputs.max_whitespace_cnt")
+_NOT_FOLLOWED = RefusedField("no grammar follows it; give structured_outputs.max_whitespace_cnt")
 _Choice = Annotated[list[str], Field(max_length=4096, fail_fast=True)]
 
 

@@ -10,7 +10,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 CONTENT, CALLS = "content", "tool_calls"
 
 
-class Call(NamedTuple):
+class ToolCallPart(NamedTuple):
     """A call of a tool: the function, and its arguments as JSON."""
 
     id: str
@@ -48,9 +48,11 @@ class Parts:
         return not (self.reasoning or self.pieces)
 
     @property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[ToolCallPart]:
         """Calls of an answer that is whole."""
-        found = {piece.id: Call(piece.id, piece.name or "", "") for piece in self.pieces if piece.name is not None}
+        found = {
+            piece.id: ToolCallPart(piece.id, piece.name or "", "") for piece in self.pieces if piece.name is not None
+        }
         for piece in self.pieces:
             call = found[piece.id]
             found[piece.id] = call._replace(arguments=call.arguments + piece.arguments)

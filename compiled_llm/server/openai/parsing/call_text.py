@@ -54,7 +54,7 @@ class JsonCall:
         self._called: str | None = None
         self._new: str | None = None  # of the arguments; None before them
         self._rest, self._before, self._over = "", _FIRST, False
-        self._member: _Member | None = None
+        self._member: _ObjectMember | None = None
 
     def read(self, text: str) -> str:
         """Return what is new of the arguments; they wait for the name."""
@@ -96,13 +96,13 @@ class JsonCall:
             self._over = True
         elif not found.partial:
             key, self._rest = found["key"], self._rest[found.end() :]
-            self._member = _Member(key, self._is_arguments(key) and self._rest[0] == "{")
+            self._member = _ObjectMember(key, self._is_arguments(key) and self._rest[0] == "{")
         return self._member is not None
 
     def _is_arguments(self, key: str) -> bool:
         return key in self._argument_keys and self._new is None
 
-    def _end_member(self, member: _Member) -> None:
+    def _end_member(self, member: _ObjectMember) -> None:
         self._member, self._before = None, _NEXT
         if member.streams:
             return
@@ -128,13 +128,13 @@ class JsonArguments:
         """
         self.name: str | None = None
         self._called = name
-        self._member: _Member | None = None
+        self._member: _ObjectMember | None = None
 
     def read(self, text: str) -> str:
         """Return what is new of them."""
         if self._member is None:
             text = text.lstrip()
-            self._member = _Member("", text[0] == "{") if text else None
+            self._member = _ObjectMember("", text[0] == "{") if text else None
         if self._member is None:
             return ""
         new = self._member.take(text)
@@ -159,7 +159,7 @@ class JsonArguments:
         self.name = self._called
 
 
-class _Member:
+class _ObjectMember:
     """A member of an object on its way; its text is kept unless it streams."""
 
     def __init__(self, key: str, streams: bool) -> None:

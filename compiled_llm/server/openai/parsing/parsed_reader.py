@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from compiled_llm.server.openai.parsing.answer_parts import CALLS, CONTENT, REASONING, Call, CallPiece, Parts
+from compiled_llm.server.openai.parsing.answer_parts import CALLS, CONTENT, REASONING, CallPiece, Parts, ToolCallPart
 from compiled_llm.server.openai.parsing.call_text import CallText
 from compiled_llm.server.openai.parsing.delimiters import Delimiters
 
@@ -48,7 +48,7 @@ class ParsedReader:
         self._parser: Any = parser
         self._begin_call = begin_call
         self._finds_calls = finds_calls
-        self._call: _Call | None = None
+        self._call: _PartialCall | None = None
         self._most_calls = None if several_calls else 1
         self._calls = 0
         self._untold = ""  # what was fed and has become no part yet
@@ -115,7 +115,7 @@ class ParsedReader:
         self._untold = self._untold[: found.start()]
         self._tell_rest(parts)
         if self._begin_call is not None and not found.partial:
-            call = _Call(found.group(), self._begin_call(found.group(), found.groupdict()))
+            call = _PartialCall(found.group(), self._begin_call(found.group(), found.groupdict()))
             call.text.cut()
             self._tell(call, "", parts)
 
@@ -158,7 +158,7 @@ class ParsedReader:
         if name == CALLS and self._begin_call is not None:
             found = found or self._delimiters.opening(name, self._prompt)
             opening = "" if found is None else found.group()
-            self._call = _Call(opening, self._begin_call(opening, {} if found is None else found.groupdict()))
+            self._call = _PartialCall(opening, self._begin_call(opening, {} if found is None else found.groupdict()))
 
     def _take_text(self, name: str, text: str, parts: Parts) -> None:
         if name in self._texts:
@@ -181,7 +181,7 @@ class ParsedReader:
         else:
             self._end_call(self._call, closing, parts)
 
-    def _end_call(self, call: _Call, closing: str, parts: Parts) -> None:
+    def _end_call(self, call: _PartialCall, closing: str, parts: Parts) -> None:
         new = call.text.end(bool(closing))
         if self._cuts_call and not closing:
             call.text.cut()
@@ -197,7 +197,7 @@ class ParsedReader:
         else:
             parts.reasoning += text
 
-    def _tell(self, call: _Call, new: str, parts: Parts, ends: bool = False) -> None:
+    def _tell(self, call: _PartialCall, new: str, parts: Parts, ends: bool = False) -> None:
         """Tell of a call, from when it is certain that it is one."""
         begins = call.number is None and call.text.name is not None
         if begins:
@@ -215,7 +215,7 @@ class ParsedReader:
         return self._most_calls is None or number < self._most_calls
 
 
-class _Call:
+class _PartialCall:
     """A call on its way, and all that was read of it: if it is none, that is content."""
 
     def __init__(self, opening: str, text: CallText) -> None:
@@ -259,7 +259,7 @@ def _strips(spec: Mapping[str, Any]) -> bool:
     return bool(spec.get("content_args", {}).get("strip", True))
 
 
-def _call(value: Mapping[str, Any]) -> Call:
+def _call(value: Mapping[str, Any]) -> ToolCallPart:
     """Return a call as the parser gives it.
 
     Raises:
@@ -270,7 +270,7 @@ def _call(value: Mapping[str, Any]) -> Call:
     if not isinstance(name, str) or not name:
         raise ValueError("a call without a name")
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return Call(_new_id(), name, written)
+    return ToolCallPart(_new_id(), name, written)
 
 
 def _new_id() -> str:

@@ -54,11 +54,11 @@ async def create_response(body: ResponsesRequest, request: Request) -> Any:
     tokens, params, form, reading = await beside(prepared, len(await request.body()))
     salts = body.user, body.cache_salt
     answers = await api_server.submit(request, [tokens], params, "input", *salts, form=form, priority=body.priority)
-    told = _Told(body, model, api_server.settings.names[0], answers, reading)
+    told = _ResponsesWriter(body, model, api_server.settings.names[0], answers, reading)
     return await answered(told, answers, bool(body.stream), end=b"")
 
 
-class _Told:
+class _ResponsesWriter:
     """Writes an answer, whole or as it comes."""
 
     def __init__(self, body: ResponsesRequest, model: Model, name: str, answers: Answers, reading: Reading) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Tag
 
 from compiled_llm.server.openai.chat.message import FunctionCall, Message, ToolCall, arguments_of
-from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, Refused
+from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, RefusedField
 
 _TAGS = ("function_call", "function_call_output", "reasoning", "item_reference")
 _NOT_STORED = NoEffect("nothing is stored")
@@ -77,7 +77,7 @@ class ReasoningItem(Body):
 class ItemReference(Body):
     """What OpenAI would have stored."""
 
-    type: Annotated[Any, Refused("nothing is stored; send the item itself, as clients do with store=false")]
+    type: Annotated[Any, RefusedField("nothing is stored; send the item itself, as clients do with store=false")]
     id: str
 
 

@@ -9,7 +9,7 @@ from compiled_llm.server.openai.chat.response import TokenLogprob
 from compiled_llm.server.openai.common.api_server import new_id
 from compiled_llm.server.openai.parsing.answer_parts import CallPiece, Parts
 from compiled_llm.server.openai.responses.response import (
-    CalledFunction,
+    FunctionCallItem,
     Item,
     OutputMessage,
     OutputText,
@@ -86,9 +86,9 @@ class Output:
     def _call(self, piece: CallPiece) -> Iterator[bytes]:
         item = self._open
         if piece.name is not None:
-            item = CalledFunction(id=new_id("fc"), call_id=piece.id, name=piece.name, arguments="")
+            item = FunctionCallItem(id=new_id("fc"), call_id=piece.id, name=piece.name, arguments="")
             yield from self._add(item)
-        assert isinstance(item, CalledFunction), "the first piece of a call has a name"
+        assert isinstance(item, FunctionCallItem), "the first piece of a call has a name"
         item.arguments += piece.arguments
         if piece.arguments:
             yield self._in_item("function_call_arguments.delta", delta=piece.arguments)
@@ -113,11 +113,11 @@ class Output:
         if item is None:
             return
         item.status = status
-        yield from self._done(item) if isinstance(item, CalledFunction) else self._part_done(item)
+        yield from self._done(item) if isinstance(item, FunctionCallItem) else self._part_done(item)
         yield self._event("response.output_item.done", output_index=index, item=item.model_dump())
         self._open = None
 
-    def _done(self, call: CalledFunction) -> Iterator[bytes]:
+    def _done(self, call: FunctionCallItem) -> Iterator[bytes]:
         yield self._in_item("function_call_arguments.done", arguments=call.arguments, name=call.name)
 
     def _part_done(self, item: OutputMessage | Reasoning) -> Iterator[bytes]:

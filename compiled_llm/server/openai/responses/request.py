@@ -10,13 +10,13 @@ from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.openai.chat.message import Message, plain_messages
 from compiled_llm.server.openai.chat.request import Effort, effort_kwargs
-from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, Refused
+from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, RefusedField
 from compiled_llm.server.openai.fields.response_format import (
     AnyFormat,
     JsonObjectFormat,
     JsonSchemaFormat,
     NamedSchema,
-    TextFormat,
+    PlainTextFormat,
 )
 from compiled_llm.server.openai.fields.sampling import SamplingFields, StreamOptions
 from compiled_llm.server.openai.fields.structured_outputs import Form
@@ -36,7 +36,7 @@ class SchemaFormat(NamedSchema):
 class TextOptions(Body):
     """The form of the answer."""
 
-    format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    format: Annotated[PlainTextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Annotated[str | None, NoEffect("the model does not see it; say it in a message")] = None
 
     @property
@@ -98,16 +98,16 @@ class ResponsesRequest(SamplingFields):
     store: Annotated[bool | None, NoEffect(_NOT_STORED)] = None
     max_tool_calls: Annotated[int | None, NoEffect("it is for tools that OpenAI runs")] = None
 
-    background: Annotated[Any, Refused("the answer comes with the response", (False,))] = None
-    background_options: Annotated[Any, Refused("the answer comes with the response")] = None
-    context_management: Annotated[Any, Refused("nothing is left out of a chat")] = None
-    conversation: Annotated[Any, Refused(_NOT_STORED)] = None
-    image: Annotated[Any, Refused("answers are text")] = None
-    moderation: Annotated[Any, Refused("nothing is moderated")] = None
-    previous_response_id: Annotated[Any, Refused("nothing is stored; send the whole chat as input")] = None
-    prompt: Annotated[Any, Refused("there are no stored prompts; give input")] = None
-    service_tier: Annotated[Any, Refused("there is one tier", ("auto", "default"))] = None
-    truncation: Annotated[Any, Refused("nothing is left out of a chat", ("disabled",))] = None
+    background: Annotated[Any, RefusedField("the answer comes with the response", (False,))] = None
+    background_options: Annotated[Any, RefusedField("the answer comes with the response")] = None
+    context_management: Annotated[Any, RefusedField("nothing is left out of a chat")] = None
+    conversation: Annotated[Any, RefusedField(_NOT_STORED)] = None
+    image: Annotated[Any, RefusedField("answers are text")] = None
+    moderation: Annotated[Any, RefusedField("nothing is moderated")] = None
+    previous_response_id: Annotated[Any, RefusedField("nothing is stored; send the whole chat as input")] = None
+    prompt: Annotated[Any, RefusedField("there are no stored prompts; give input")] = None
+    service_tier: Annotated[Any, RefusedField("there is one tier", ("auto", "default"))] = None
+    truncation: Annotated[Any, RefusedField("nothing is left out of a chat", ("disabled",))] = None
 
     @property
     def wants_logprobs(self) -> bool:

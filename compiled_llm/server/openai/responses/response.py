@@ -48,7 +48,7 @@ class Reasoning(BaseModel):
     status: Status = "in_progress"
 
 
-class CalledFunction(BaseModel):
+class FunctionCallItem(BaseModel):
     """A call of a tool."""
 
     id: str
@@ -59,7 +59,7 @@ class CalledFunction(BaseModel):
     status: Status = "in_progress"
 
 
-Item = OutputMessage | Reasoning | CalledFunction
+Item = OutputMessage | Reasoning | FunctionCallItem
 
 
 class Incomplete(BaseModel):

@@ -11,7 +11,7 @@ _AT_ONCE = 1024
 """Pieces that are made tokens at once: each takes a kilobyte or two meanwhile."""
 
 
-class SpecialTokens:
+class SpecialTokenBreaker:
     """Breaks special tokens in clients' texts, so that a tokenizer does not see them, and makes tokens of what is left.
 
     A chat template writes its own special tokens around these texts. So those of the texts get a mark inside before the

@@ -19,7 +19,7 @@ from compiled_llm.server.http.api_error import ApiError, invalid
 from compiled_llm.server.openai.parsing.answer_parts import Parts
 from compiled_llm.server.openai.parsing.call_form import SAMPLE_TOOL, CallForm, call_form, sample_chat
 from compiled_llm.server.openai.parsing.response_template import response_template_of
-from compiled_llm.server.openai.tokenizer.special_tokens import SpecialTokens
+from compiled_llm.server.openai.tokenizer.special_tokens import SpecialTokenBreaker
 from compiled_llm.server.openai.tokenizer.text_length import TextLength
 
 logger = logging.getLogger("compiled_llm.server")
@@ -89,7 +89,7 @@ class Vocabulary:
         self.response_template = response_template_of(tokenizer, model_type)
         self._ends = ends
         self._length = TextLength(tokenizer, most_tokens)
-        self._special = SpecialTokens(tokenizer) if escapes else None
+        self._special = SpecialTokenBreaker(tokenizer) if escapes else None
         self._has_told = False
 
     def of_text(self, text: str, add_special_tokens: bool = True) -> list[int]:

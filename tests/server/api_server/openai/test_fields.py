@@ -14,7 +14,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsSt
 
 from compiled_llm.server.openai.chat.request import ChatRequest, Message
 from compiled_llm.server.openai.completions.request import CompletionRequest
-from compiled_llm.server.openai.fields.fields import Body, NoEffect, Refused
+from compiled_llm.server.openai.fields.fields import Body, NoEffect, RefusedField
 from compiled_llm.server.openai.responses.request import ResponsesRequest
 from support.docs.pages import DOCS
 from support.server.running_servers import RunningServer
@@ -82,13 +82,13 @@ def test_every_field_of_openai_is_declared(params: Any, model: type[Body]) -> No
     assert names <= set(model.model_fields)
 
 
-@pytest.mark.parametrize(("path", "name"), fields(Refused))
+@pytest.mark.parametrize(("path", "name"), fields(RefusedField))
 def test_what_is_not_served_is_refused_by_name(api_server: RunningServer, path: str, name: str) -> None:
     found = error(send(api_server, path, **{name: "something"}))
     assert found["param"] == name
     assert found["message"].startswith(f"{name}: is not served: ")
     assert found["code"] == "unsupported_value"
-    (mark,) = (mark for mark in MODELS[path].model_fields[name].metadata if isinstance(mark, Refused))
+    (mark,) = (mark for mark in MODELS[path].model_fields[name].metadata if isinstance(mark, RefusedField))
     for neutral in (None, *mark.neutral):
         assert send(api_server, path, **{name: neutral}).status_code == 200
 
@@ -97,7 +97,7 @@ def test_the_page_lists_what_has_no_effect_and_what_is_refused() -> None:
     page = (DOCS / "how-to" / "http.md").read_text().split("\n## ")
     (without,) = (part for part in page if part.startswith("Fields without effect"))
     (refused,) = (part for part in page if part.startswith("Fields that are refused"))
-    for kind, part in ((NoEffect, without), (Refused, refused)):
+    for kind, part in ((NoEffect, without), (RefusedField, refused)):
         assert set(re.findall(r"^\| `(\w+)` \|", part, re.MULTILINE)) == {name for _, name in fields(kind)}
         for path, name in fields(kind):
             (mark,) = (mark for mark in MODELS[path].model_fields[name].metadata if isinstance(mark, kind))
@@ -127,7 +127,7 @@ def said(response: httpx.Response) -> list[str]:
         (path, name)
         for path, model in MODELS.items()
         for name, field in model.model_fields.items()
-        if not any(isinstance(mark, (NoEffect, Refused)) for mark in field.metadata)
+        if not any(isinstance(mark, (NoEffect, RefusedField)) for mark in field.metadata)
     ],
 )
 def test_what_is_served_is_checked_by_name(api_server: RunningServer, path: str, name: str) -> None:

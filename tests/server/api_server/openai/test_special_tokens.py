@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
-from compiled_llm.server.openai.tokenizer.special_tokens import SpecialTokens
+from compiled_llm.server.openai.tokenizer.special_tokens import SpecialTokenBreaker
 from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
 from support.engine.text_tokenizers import byte_fallback, byte_level, slow, word_pieces
 from support.server.running_servers import RunningServer, running_server
@@ -131,7 +131,7 @@ def test_no_tokenizer_sees_one_in_any_text(made: Callable[[], PreTrainedTokenize
     seed = random.randrange(2**32)
     print("seed", seed)
     rng, tokenizer = random.Random(seed), made()
-    special = SpecialTokens(tokenizer)
+    special = SpecialTokenBreaker(tokenizer)
     names = [name for name in tokenizer.all_special_tokens if name != tokenizer.unk_token][:4]
     ids = set(tokenizer.convert_tokens_to_ids(names))
     for _ in range(300):
@@ -148,7 +148,7 @@ def test_no_tokenizer_sees_one_in_any_text(made: Callable[[], PreTrainedTokenize
 def test_one_that_overlaps_itself_or_another() -> None:
     tokenizer = deepcopy(byte_level())
     tokenizer.add_special_tokens({"additional_special_tokens": ["||", "|<", "aba"]})
-    special, ids = SpecialTokens(tokenizer), set(tokenizer.convert_tokens_to_ids(["||", "|<", "aba"]))
+    special, ids = SpecialTokenBreaker(tokenizer), set(tokenizer.convert_tokens_to_ids(["||", "|<", "aba"]))
     for text in ("||||||", "||||<s>|<", "ababababa", "x|"):
         tokens = special.tokens(special.broken(text))
         assert not ids & set(tokens)
