@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM as Llama
 from transformers import Qwen3ForCausalLM as Qwen3
 
 from compiled_llm.compilation import backend as inductor
-from compiled_llm.execution.runner import GenerateLoop
+from compiled_llm.execution.generate_loop import GenerateLoop
 from support.ops.interpreting import INTERPRETED, patch_the_language_once, take_scalars_as_numbers
 from support.tiny_models import tiny_llama, tiny_qwen3
 

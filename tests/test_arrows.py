@@ -66,7 +66,7 @@ STILL: dict[str, list[str]] = {}
 
 
 def room_of(module: str) -> str:
-    """`execution` for `compiled_llm.execution.runner`; each of the ops' modules is in `compiled_llm_ops`."""
+    """`execution` for `compiled_llm.execution.generate_loop`; each of the ops' modules is in `compiled_llm_ops`."""
     parts = module.split(".")
     return parts[1] if parts[0] == "compiled_llm" and len(parts) > 1 else parts[0]
 
@@ -164,6 +164,16 @@ def test_what_no_longer_occurs_is_taken_off_the_list() -> None:
     assert not mended, "well done: delete these lines of STILL in tests/test_arrows.py:\n" + "\n".join(sorted(mended))
 
 
+def test_no_class_name_stands_for_two_things() -> None:
+    classes = Counter(
+        node.name
+        for path in sources().values()
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert not [name for name, count in classes.items() if count > 1]
+
+
 def test_every_room_has_a_floor() -> None:
     assert {room_of(module) for module in sources()} <= FLOOR_OF.keys()
 
@@ -230,10 +240,10 @@ def test_a_circle_is_found_through_others() -> None:
 @pytest.mark.parametrize(
     ("importer", "imported", "back"),
     [
-        ("compiled_llm.execution.runner", "compiled_llm.kvcache.pool", False),
-        ("compiled_llm.kvcache.pool", "compiled_llm.execution.runner", True),
-        ("compiled_llm.execution.runner", "compiled_llm", True),
-        ("compiled_llm.engine.steps.loop", "compiled_llm.execution.runner", False),
+        ("compiled_llm.execution.generate_loop", "compiled_llm.kvcache.pool", False),
+        ("compiled_llm.kvcache.pool", "compiled_llm.execution.generate_loop", True),
+        ("compiled_llm.execution.generate_loop", "compiled_llm", True),
+        ("compiled_llm.engine.steps.loop", "compiled_llm.execution.generate_loop", False),
         ("compiled_llm.engine.steps.loop", "compiled_llm.explaining.report", True),
         ("compiled_llm.explaining.report", "compiled_llm.engine.steps.loop", True),
         ("compiled_llm.engine.steps.loop", "compiled_llm.huggingface.wrap", True),

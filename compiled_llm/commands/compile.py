@@ -135,7 +135,7 @@ def _compiled_into(folder: Path, loaded: Any, tokenizer: Any, options: dict[str,
     from compiled_llm.compilation.artifacts import stand_in_compiler
     from compiled_llm.compilation.artifacts.made_for import made_for
     from compiled_llm.compilation.artifacts.writing import PROFILE, seal
-    from compiled_llm.execution.lifecycle.device_side import prepare
+    from compiled_llm.execution.lifecycle.runner_lifecycle import prepare
     from compiled_llm.execution.state.decode_buffers import buckets_up_to
 
     here = made_for(loaded, type(loaded), WrapConfig.from_options(options))
@@ -146,9 +146,9 @@ def _compiled_into(folder: Path, loaded: Any, tokenizer: Any, options: dict[str,
     with compiled_llm.Engine(model, tokenizer=tokenizer, max_rows=max_rows, watch_model=False) as engine:
         default = [1, min(2, max_rows)] if model.device.type == "cpu" else buckets_up_to(max_rows)
         engine.warmup(sizes or default)
-        device_model = model.compiled.device_model()
-        prepare(device_model, [], [], embedded=True)
-        device_model.thread.call(device_model.prepare_deferred, sizes or default)
+        model_runner = model.compiled.model_runner()
+        prepare(model_runner, [], [], embedded=True)
+        model_runner.thread.call(model_runner.prepare_deferred, sizes or default)
         _run_some_requests(engine)
     if (left_out := uncached_graphs()) > 0:
         raise RuntimeError(

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from compiled_llm.engine.device_loss import DeviceLostError as DeviceLostError
 from compiled_llm.engine.engine_options import check_options, is_count
 from compiled_llm.engine.grammars.compiling import Grammars, compilers_of
-from compiled_llm.engine.intake.input_processor import QueueFullError as QueueFullError
-from compiled_llm.engine.intake.input_processor import requests_for
-from compiled_llm.engine.intake.prompts import Prompt
-from compiled_llm.engine.intake.sampling import RequestSamplings
+from compiled_llm.engine.input_processing.input_processor import QueueFullError as QueueFullError
+from compiled_llm.engine.input_processing.input_processor import requests_for
+from compiled_llm.engine.input_processing.prompts import Prompt
+from compiled_llm.engine.input_processing.sampling import RequestSamplings
 from compiled_llm.engine.lifecycle.sleep import let_rise, put_to_sleep, wake_up
 from compiled_llm.engine.lifecycle.update_weights import update_weights
 from compiled_llm.engine.lifecycle.warmup import prepare_grammars, warm_up
@@ -26,9 +26,9 @@ from compiled_llm.engine.steps.logprobs import LogprobsMode
 from compiled_llm.engine.steps.loop import LoopSettings
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.engine.thread.handle import RequestHandle
-from compiled_llm.execution.device_model import ModelRunner
 from compiled_llm.execution.lifecycle.runtime import Runtime, runtime_of
 from compiled_llm.execution.lifecycle.warmup import Report, Sizes, quiet
+from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.requests.answer_text import TextFormat
@@ -95,17 +95,20 @@ class Engine:
         self._decoding = None if tokenizer is None else TokenDecoder(tokenizer)
         self._max_queue = max_queue
         settings = LoopSettings(max_rows, max_step_ms, prefix_cache, logprobs_mode, watch_model)
-        self._driver = EngineThread(model, self._runtime, settings)
+        self._engine_thread = EngineThread(model, self._runtime, settings)
         compilers = compilers_of(tokenizer, grammar_worker, float(grammar_timeout))
         self._grammars = Grammars(
-            compilers, float(grammar_timeout), self._driver.handles.held.arrive, self._driver.cancel
+            compilers,
+            float(grammar_timeout),
+            self._engine_thread.request_table.paused_requests.arrive,
+            self._engine_thread.cancel,
         )
-        self._runtime.engine = weakref.ref(self._driver)
-        self._runtime.engines.add(self._driver)
+        self._runtime.engine = weakref.ref(self._engine_thread)
+        self._runtime.engines.add(self._engine_thread)
 
     def __repr__(self) -> str:
         """How much it has to do."""
-        stats = self._driver.stats()
+        stats = self._engine_thread.stats()
         state = "closed" if self.closed else "asleep" if self.asleep else f"{stats.running} requests running"
         return f"<{type(self).__name__}: {state}, {stats.waiting} waiting>"
 
@@ -131,11 +134,11 @@ class Engine:
             RuntimeError: the engine is closed, or the model cannot be run now.
             Exception: what ended all requests.
         """
-        listed, device_model, request_samplings = with_params(prompts, params), self._look(), RequestSamplings()
-        handles = [self._handle(device_model, *entry, request_samplings) for entry in listed]
+        listed, model_runner, request_samplings = with_params(prompts, params), self._look(), RequestSamplings()
+        handles = [self._handle(model_runner, *entry, request_samplings) for entry in listed]
         with deferred():  # an interrupt between the two would leave requests that no thread runs
             self._add(handles)
-            self._driver.answer(handles)
+            self._engine_thread.answer(handles)
         for handle in handles:
             handle.raise_failure()
         return [handle.output() for handle in handles]
@@ -176,20 +179,20 @@ class Engine:
     def begin(self, handle: RequestHandle) -> None:
         """Begin to answer what has been prepared."""
         self._add([handle])
-        self._driver.start_thread()
+        self._engine_thread.start_thread()
 
     def _add(self, handles: Sequence[RequestHandle]) -> None:
-        self._driver.add(handles, self._max_queue)
+        self._engine_thread.add(handles, self._max_queue)
         for handle in handles:
             self._grammars.await_grammar(handle.requests)
 
     def _look(self) -> ModelRunner:
         self._check_open()
-        return self._driver.check.look_for_request()
+        return self._engine_thread.check.look_for_request()
 
     def _handle(
         self,
-        device_model: ModelRunner,
+        model_runner: ModelRunner,
         prompt: Prompt,
         params: SamplingParams,
         request_samplings: RequestSamplings | None = None,
@@ -198,8 +201,8 @@ class Engine:
         requests = requests_for(
             prompt,
             params,
-            self._driver.check.tokens,
-            device_model,
+            self._engine_thread.check.tokens,
+            model_runner,
             self._tokenizer,
             request_samplings=request_samplings,
             **waiting,
@@ -209,23 +212,23 @@ class Engine:
             names = ", ".join(processor.name for processor in constraint.processors)
             self._runtime.counters.took_request(Reason("processors", names))
         form = TextFormat.of(params, self._decoding)
-        driver = self._driver
+        engine_thread = self._engine_thread
         return RequestHandle(
             requests,
-            driver.cancel,
+            engine_thread.cancel,
             form,
-            driver.handles.output,
-            driver.turns.check_elsewhere,
+            engine_thread.request_table.output,
+            engine_thread.step_lock.check_elsewhere,
             self._runtime.home.check,
         )
 
     def _check_open(self) -> None:
         self._check_usable()
-        self._driver.check.check_awake()
+        self._engine_thread.check.check_awake()
 
     def _check_usable(self) -> None:
         self._runtime.home.check()
-        if self._driver.closed:
+        if self._engine_thread.closed:
             raise RuntimeError("the engine is closed; make another one")
 
     # ---- around them
@@ -249,18 +252,18 @@ class Engine:
             RuntimeError: xgrammar is missing.
         """
         self._check_open()
-        self._driver.check.look()
+        self._engine_thread.check.look()
         wanted = self._runtime.warming.wanted("rows", rows, profile, self._max_rows)
         if wrong := [size for size in wanted.sizes if not (is_count(size) and size <= self._max_rows)]:
             raise ValueError(f"rows: {wrong[0]!r} is not a whole number between 1 and max_rows={self._max_rows}")
         if structured or (self._tokenizer is not None and wanted.structured):
             prepare_grammars(self._grammars, self._model, self._tokenizer)
-        warm_up(self._runtime, self._driver, wanted, structured, report)
+        warm_up(self._runtime, self._engine_thread, wanted, structured, report)
 
     def stats(self) -> EngineStats:
         """Return what has happened so far."""
         self._runtime.home.check()
-        return self._driver.stats()
+        return self._engine_thread.stats()
 
     def describe(self) -> EngineDescription:
         """Return where device memory went, and how many requests of which length fit; allocates what is not there yet.
@@ -269,13 +272,13 @@ class Engine:
             RuntimeError: the engine is closed or asleep, or the model cannot be run now.
         """
         self._check_open()
-        device_model = self._driver.check.look()
+        model_runner = self._engine_thread.check.look()
         return EngineDescription(
-            memory=device_model.memory(),
-            pages=device_model.pool.account(),
-            page_size=device_model.config.page_size,
+            memory=model_runner.memory(),
+            pages=model_runner.pool.account(),
+            page_size=model_runner.config.page_size,
             max_rows=self._max_rows,
-            max_tokens=device_model.max_positions,
+            max_tokens=model_runner.max_positions,
         )
 
     def reset_prefix_cache(self) -> None:
@@ -293,12 +296,12 @@ class Engine:
             weights_stay: the block does not change the model, and the prefix cache may stay.
         """
         self._runtime.home.check()
-        self._driver.turns.check_elsewhere()
-        with self._driver.joined.left(), self._driver.paused():
+        self._engine_thread.step_lock.check_elsewhere()
+        with self._engine_thread.joined.left(), self._engine_thread.paused():
             try:
                 yield
             finally:
-                self._driver.model_may_have_changed(weights_stay)
+                self._engine_thread.model_may_have_changed(weights_stay)
 
     def update_weights(self, folder: str | Path, *, requests: Literal["wait", "keep", "end"] = "wait") -> None:
         """Have the weights in a folder from now on, as ``save_pretrained`` writes them.
@@ -375,20 +378,20 @@ class Engine:
     @property
     def lost(self) -> DeviceLostError | None:
         """Why nothing more runs on the device in this process, which has to be started again; None while it does."""
-        return self._driver.check.lost
+        return self._engine_thread.check.lost
 
     @property
     def closed(self) -> bool:
         """Whether it serves no more."""
-        return self._driver.closed
+        return self._engine_thread.closed
 
     def close(self) -> None:
         """End all requests; the engine serves no more. Closing it again does nothing.
 
         The last engine of a model that is asleep brings its weights back; the next call takes the other memory again.
         """
-        if not (self._driver.closed or self._runtime.home.left):
-            self._driver.close()
+        if not (self._engine_thread.closed or self._runtime.home.left):
+            self._engine_thread.close()
             self._grammars.close()
             let_rise(self._runtime)
 

@@ -62,7 +62,7 @@ def stats_of(loop: Loop | None, waiting: int, before: EngineStats) -> EngineStat
     """
     if loop is None:
         return replace(before, running=0, waiting=waiting, pages=None)
-    scheduler, device_model = loop.scheduler, loop.device_model
+    scheduler, model_runner = loop.scheduler, loop.model_runner
     return EngineStats(
         running=len(scheduler.running),
         waiting=waiting,
@@ -72,12 +72,12 @@ def stats_of(loop: Loop | None, waiting: int, before: EngineStats) -> EngineStat
         prompt_tokens=before.prompt_tokens + scheduler.prompt_tokens,
         cached_tokens=before.cached_tokens + scheduler.cached_tokens,
         new_tokens=before.new_tokens + scheduler.new_tokens,
-        cold_starts=len(device_model.events.cold_starts),
-        cuda_graphs=device_model.readiness.captured,
+        cold_starts=len(model_runner.events.cold_starts),
+        cuda_graphs=model_runner.graph_manager.captured,
         queue_seconds=scheduler.latencies.queue.latency() or before.queue_seconds,
         first_token_seconds=scheduler.latencies.first_token.latency() or before.first_token_seconds,
         inter_token_seconds=scheduler.latencies.inter_token.latency() or before.inter_token_seconds,
-        pages=device_model.pool.account(),
+        pages=model_runner.pool.account(),
     )
 
 

@@ -9,9 +9,9 @@ import weakref
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.device_loss import DeviceLostError
-from compiled_llm.engine.intake.input_processor import TokenFacts
-from compiled_llm.execution.device_model import ModelRunner
+from compiled_llm.engine.input_processing.input_processor import TokenFacts
 from compiled_llm.execution.lifecycle.runtime import Runtime, runtime_of
+from compiled_llm.execution.model_runner import ModelRunner
 
 logger = logging.getLogger("compiled_llm.engine")
 
@@ -73,19 +73,19 @@ class ModelCheck:
             RuntimeError: it can serve no request.
         """
         self._check_device()
-        if (device_model := self._seen_before()) is None:
+        if (model_runner := self._seen_before()) is None:
             self._check_no_obstacle()
-            device_model = self._runtime.device_model()
-            self._seen = weakref.ref(device_model)
+            model_runner = self._runtime.model_runner()
+            self._seen = weakref.ref(model_runner)
             self.tokens = TokenFacts.of(self._model)
-        return device_model
+        return model_runner
 
     def _seen_before(self) -> ModelRunner | None:
         """Return what runs the model if a look at it has been enough."""
         if self._watching or self._seen is None or self._runtime.asleep:
             return None
         seen = self._seen()
-        return seen if seen is self._runtime.device_side.present else None
+        return seen if seen is self._runtime.runner_lifecycle.present else None
 
     def _check_no_obstacle(self) -> None:
         self._check_device()
@@ -104,9 +104,9 @@ class ModelCheck:
 
     def look_for_request(self) -> ModelRunner:
         """As ``look``, by a caller who is about to submit; a loop that begins at once takes it from there."""
-        device_model = self.look()
-        self._submitted = time.monotonic(), weakref.ref(device_model)
-        return device_model
+        model_runner = self.look()
+        self._submitted = time.monotonic(), weakref.ref(model_runner)
+        return model_runner
 
     # ---- in the thread that runs the loop
 
@@ -116,23 +116,23 @@ class ModelCheck:
         submitted, self._submitted, self._begun = self._submitted, None, None
         if submitted is not None and time.monotonic() - submitted[0] < _SECONDS:
             self._begun = submitted[1]
-        return (self._begun and self._begun()) or self._seen_before() or self._runtime.device_model()
+        return (self._begun and self._begun()) or self._seen_before() or self._runtime.model_runner()
 
-    def look_if_due(self, device_model: ModelRunner) -> bool:
+    def look_if_due(self, model_runner: ModelRunner) -> bool:
         """Look if the loop has not for a while, or if any engine has cleared the prefix cache since; whether it has.
 
         Who clears that knows that the model may have changed.
 
         Raises:
-            RuntimeError: requests that run on ``device_model`` cannot go on.
+            RuntimeError: requests that run on ``model_runner`` cannot go on.
         """
-        now, at = time.monotonic(), (weakref.ref(device_model), device_model.prefixes.generation)
+        now, at = time.monotonic(), (weakref.ref(model_runner), model_runner.prefixes.generation)
         if at == self._looked_at and (now - self._looked < _SECONDS or not self._watching):
             return False
         begun, self._begun = self._begun, None
-        if begun is None or begun() is not device_model:
+        if begun is None or begun() is not model_runner:
             self._check_no_obstacle()
-            if not self._runtime.is_current(device_model):  # a new one is made once nothing runs on the old
+            if not self._runtime.is_current(model_runner):  # a new one is made once nothing runs on the old
                 raise RuntimeError("the model was moved or converted while requests were running; submit them again")
         self._looked, self._looked_at = now, at
         return True

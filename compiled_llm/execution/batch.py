@@ -72,7 +72,7 @@ class StepOutput(NamedTuple):
     rows: Sequence[Row]
     logits: Tensor | None
     tokens: Tensor
-    edited: Tensor | None = None
+    processed: Tensor | None = None
 
 
 Observer = Callable[[StepOutput], object]

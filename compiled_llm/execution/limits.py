@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from compiled_llm.execution.device_model import ModelRunner
+from compiled_llm.execution.model_runner import ModelRunner
 
 
-def pages_needed(device_model: ModelRunner, prompts: Sequence[int], most_new: int, shared: Sequence[int] = ()) -> int:
+def pages_needed(model_runner: ModelRunner, prompts: Sequence[int], most_new: int, shared: Sequence[int] = ()) -> int:
     """Return how many pages prompts of these lengths may need with all that they may grow by.
 
     The last token of a row is sampled but never stored.
 
     Args:
-        device_model: the model's device side.
+        model_runner: the model's device side.
         prompts: the length of each row.
         most_new: how many tokens a row may grow by.
         shared: how many tokens each row has in common with an earlier one, if any; full pages of them are counted
             once.
     """
-    pool = device_model.pool
+    pool = model_runner.pool
     return sum(pool.pages_for(prompt + most_new - 1) for prompt in prompts) - sum(
         common // pool.page_size for common in shared
     )
 
 
 def check_fits(
-    device_model: ModelRunner, prompts: Sequence[int], most_new: int, needed: int | None = None, beams: int = 1
+    model_runner: ModelRunner, prompts: Sequence[int], most_new: int, needed: int | None = None, beams: int = 1
 ) -> None:
     """Check that the prompts and all they may grow by fit the model, the batch size and the pages.
 
     Args:
-        device_model: the model's device side.
+        model_runner: the model's device side.
         prompts: the length of each row, with what a cache holds of it already.
         most_new: how many tokens a row may grow by.
         needed: how many pages that takes beyond those that the rows have; all of them if None.
@@ -41,19 +41,19 @@ def check_fits(
         ValueError: they do not; the message has the numbers.
     """
     rows = f"{len(prompts)} rows" if beams == 1 else f"{len(prompts)} beams (num_beams={beams})"
-    longest, positions = max(prompts) + most_new, device_model.max_positions
+    longest, positions = max(prompts) + most_new, model_runner.max_positions
     if longest > positions:
         raise ValueError(
             f"max_new_tokens={most_new}: with a prompt of {max(prompts)} tokens that makes {longest}, and the model "
             f"has {positions} positions; shorten the prompt or generate at most {max(0, positions - max(prompts))}"
         )
-    if len(prompts) > device_model.max_batch_size:
+    if len(prompts) > model_runner.max_batch_size:
         raise ValueError(
-            f"input_ids: {rows} are more than max_batch_size={device_model.max_batch_size}; "
+            f"input_ids: {rows} are more than max_batch_size={model_runner.max_batch_size}; "
             f"{_ways_to_fewer_rows(len(prompts), beams)}, or wrap(model, max_batch_size={len(prompts)})"
         )
-    pool = device_model.pool
-    needed = pages_needed(device_model, prompts, most_new) if needed is None else needed
+    pool = model_runner.pool
+    needed = pages_needed(model_runner, prompts, most_new) if needed is None else needed
     if needed > pool.available:
         raise ValueError(
             f"input_ids and max_new_tokens={most_new}: {rows} of up to {longest} tokens need {needed} "

@@ -43,10 +43,10 @@ def timings_of(runtime: Runtime, wanted: bool | Sequence[int], prompts: Prompts 
         wanted: batch sizes; where True those that are ready because calls have used them.
         prompts: what rows begin with; meaningless tokens if None.
     """
-    sizes = (runtime.device_model().decode.wanted_buckets or [1]) if wanted is True else list(wanted or ())
+    sizes = (runtime.model_runner().decode.wanted_buckets or [1]) if wanted is True else list(wanted or ())
     runtime.check_sizes("timings", sizes)
     with runtime.loop_lock.taken():
-        return measure(runtime.device_model(), runtime.facts.model, sizes, prompts, runtime.config.progress)
+        return measure(runtime.model_runner(), runtime.facts.model, sizes, prompts, runtime.config.progress)
 
 
 def history_of(runtime: Runtime) -> tuple[dict[str, Any], list[Finding]]:

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from compiled_llm.execution.device_model import ModelRunner
+from compiled_llm.execution.generate_loop import GenerateLoop
+from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.progress import ProgressDisplay
-from compiled_llm.execution.runner import GenerateLoop
 from compiled_llm.explaining.profile.bandwidth import read_bandwidth
 from compiled_llm.explaining.profile.breakdown import Breakdown, kernels_of, kinds_of, moved_by_decode
 from compiled_llm.explaining.profile.kernels import KernelProfiler, busy_us
@@ -64,12 +64,12 @@ def tokens_to_hold(batches: Sequence[int], prompts: Prompts | None, page_size: i
 
 
 def measure(
-    device_model: ModelRunner, model: PreTrainedModel, batches: Sequence[int], prompts: Prompts | None, progress: bool
+    model_runner: ModelRunner, model: PreTrainedModel, batches: Sequence[int], prompts: Prompts | None, progress: bool
 ) -> list[Timing]:
     """Time prefill and a decode step at some batch sizes; what is not compiled yet is compiled first.
 
     Args:
-        device_model: where the model runs; its pages must hold ``tokens_to_hold``.
+        model_runner: where the model runs; its pages must hold ``tokens_to_hold``.
         model: the model.
         batches: how many rows.
         prompts: what rows begin with, in turn; meaningless tokens if None.
@@ -79,56 +79,56 @@ def measure(
         OutOfPagesError: the pages are in use.
         ValueError: the model has too few positions for what is timed.
     """
-    _check_positions(device_model, prompts)
-    display, rows = ProgressDisplay(progress), sorted({device_model.decode.bucket_for(size) for size in batches})
+    _check_positions(model_runner, prompts)
+    display, rows = ProgressDisplay(progress), sorted({model_runner.decode.bucket_for(size) for size in batches})
     for bucket in rows:
-        device_model.thread.call(device_model.decode.make_ready, bucket)
-    device_model.thread.call(device_model.prefill.make_ready)
+        model_runner.thread.call(model_runner.decode.make_ready, bucket)
+    model_runner.thread.call(model_runner.prefill.make_ready)
     with display.task("measuring the read bandwidth"):
-        bench = _Stopwatch(device_model, model, read_bandwidth(device_model.device, model.dtype))
-        if device_model.device.type == "cuda":
+        bench = _Stopwatch(model_runner, model, read_bandwidth(model_runner.device, model.dtype))
+        if model_runner.device.type == "cuda":
             torch.cuda.empty_cache()  # it took gigabytes, which others may need
     timings = []
     with display.task("timing prefill"):
-        timings.append(bench.prefill(_prompts(prompts, rows[0], device_model)))
+        timings.append(bench.prefill(_prompts(prompts, rows[0], model_runner)))
     for number, bucket in enumerate(rows, 1):
         with display.task(f"timing decode bucket {bucket} ({number} of {len(rows)})"):
-            timings.append(bench.decode(_prompts(prompts, bucket, device_model)))
+            timings.append(bench.decode(_prompts(prompts, bucket, model_runner)))
     return timings
 
 
-def _check_positions(device_model: ModelRunner, prompts: Prompts | None) -> None:
+def _check_positions(model_runner: ModelRunner, prompts: Prompts | None) -> None:
     longest = 1 if prompts is None else max(map(len, prompts))
-    if longest + _STEPS > device_model.max_positions:
+    if longest + _STEPS > model_runner.max_positions:
         raise ValueError(
             f"timings: {_STEPS} steps after a prompt of {longest} tokens are timed, and the model has "
-            f"{device_model.max_positions} positions; leave timings out, or give a shorter prompt"
+            f"{model_runner.max_positions} positions; leave timings out, or give a shorter prompt"
         )
 
 
-def _prompts(prompts: Prompts | None, rows: int, device_model: ModelRunner) -> Prompts:
+def _prompts(prompts: Prompts | None, rows: int, model_runner: ModelRunner) -> Prompts:
     if prompts is not None:
         return [prompts[row % len(prompts)] for row in range(rows)]
-    length = max(1, min(_PROMPT, _TOKENS // rows, device_model.max_positions - _STEPS))
-    return [np.arange(row, row + length, dtype=np.int64) % device_model.vocabulary for row in range(rows)]
+    length = max(1, min(_PROMPT, _TOKENS // rows, model_runner.max_positions - _STEPS))
+    return [np.arange(row, row + length, dtype=np.int64) % model_runner.vocabulary for row in range(rows)]
 
 
 class _Stopwatch:
     """Drives a runner and reads the clock."""
 
-    def __init__(self, device_model: ModelRunner, model: PreTrainedModel, bandwidth: float) -> None:
-        self._device_model, self._model, self._bandwidth = device_model, model, bandwidth
-        self._cuda = device_model.device.type == "cuda"
+    def __init__(self, model_runner: ModelRunner, model: PreTrainedModel, bandwidth: float) -> None:
+        self._model_runner, self._model, self._bandwidth = model_runner, model, bandwidth
+        self._cuda = model_runner.device.type == "cuda"
 
     def prefill(self, prompts: Prompts) -> Timing:
         """Time the prefill of ``prompts``."""
         for _ in range(_WARM):
             self._seconds_of_prefill(prompts)
         seconds = statistics.median(self._seconds_of_prefill(prompts) for _ in range(_RUNS))
-        profiler = KernelProfiler(self._device_model.device)
-        with profiler, self._admitted(prompts) as runner:
+        profiler = KernelProfiler(self._model_runner.device)
+        with profiler, self._admitted(prompts) as generate_loop:
             profiler.start()
-            runner.step()
+            generate_loop.step()
             profiler.stop()
         tokens = sum(map(len, prompts))
         nbytes = step_bytes(self._model, 1)
@@ -138,18 +138,18 @@ class _Stopwatch:
 
     def decode(self, prompts: Prompts) -> Timing:
         """Time steps after the prompts."""
-        with self._admitted(prompts) as runner:
-            runner.step()
-            runner.step()  # looks whether the model is as it was captured; the others need not, as in ``generate``
-            self._seconds(runner, _WARM)
-            seconds = statistics.median(self._seconds(runner, _RUN) / _RUN for _ in range(_RUNS))
-            host = statistics.fmean(self._launch_seconds(runner) for _ in range(_RUN))
-            with KernelProfiler(self._device_model.device) as profiler:
+        with self._admitted(prompts) as generate_loop:
+            generate_loop.step()
+            generate_loop.step()  # checks that the model is as it was captured; the others need not
+            self._seconds(generate_loop, _WARM)
+            seconds = statistics.median(self._seconds(generate_loop, _RUN) / _RUN for _ in range(_RUNS))
+            host = statistics.fmean(self._launch_seconds(generate_loop) for _ in range(_RUN))
+            with KernelProfiler(self._model_runner.device) as profiler:
                 profiler.start()
                 for _ in range(_PROFILED):
-                    runner.step(unchanged=True)
+                    generate_loop.step(unchanged=True)
                 profiler.stop()
-            context = sum(row.length for row in runner.rows) // len(prompts) - _PROFILED // 2
+            context = sum(row.length for row in generate_loop.rows) // len(prompts) - _PROFILED // 2
         nbytes = step_bytes(self._model, context)
         moved = moved_by_decode(nbytes, len(prompts))
         # Where host and device are one, launching a step is running it.
@@ -182,36 +182,36 @@ class _Stopwatch:
 
     @contextmanager
     def _admitted(self, prompts: Prompts) -> Iterator[GenerateLoop]:
-        runner = GenerateLoop(self._device_model)
+        generate_loop = GenerateLoop(self._model_runner)
         try:
             for prompt in prompts:
-                runner.admit(prompt, _STEPS)
-            yield runner
+                generate_loop.admit(prompt, _STEPS)
+            yield generate_loop
         finally:
             self._synchronize()
-            runner.close()
+            generate_loop.close()
 
     def _seconds_of_prefill(self, prompts: Prompts) -> float:
-        with self._admitted(prompts) as runner:
-            return self._seconds(runner, 1)
+        with self._admitted(prompts) as generate_loop:
+            return self._seconds(generate_loop, 1)
 
-    def _seconds(self, runner: GenerateLoop, steps: int) -> float:
+    def _seconds(self, generate_loop: GenerateLoop, steps: int) -> float:
         """Return how long some steps take, one launched after the other."""
         self._synchronize()
         start = time.perf_counter()
         for _ in range(steps):
-            runner.step(unchanged=True)
+            generate_loop.step(unchanged=True)
         self._synchronize()
         return time.perf_counter() - start
 
-    def _launch_seconds(self, runner: GenerateLoop) -> float:
+    def _launch_seconds(self, generate_loop: GenerateLoop) -> float:
         """Return how long launching a step takes on an idle device."""
         self._synchronize()
         start = time.perf_counter()
-        runner.step(unchanged=True)
+        generate_loop.step(unchanged=True)
         return time.perf_counter() - start
 
     def _synchronize(self) -> None:
-        self._device_model.settle()
+        self._model_runner.settle()
         if self._cuda:
-            torch.cuda.synchronize(self._device_model.device)
+            torch.cuda.synchronize(self._model_runner.device)

@@ -36,10 +36,10 @@ from compiled_llm.compat import (
 )
 from compiled_llm.compilation.programs import DECODE_MANY, DECODE_ONE, PREFILL, Arguments, Programs
 from compiled_llm.config import Mode, WrapConfig
-from compiled_llm.execution.device_model import ModelRunner
+from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.lifecycle.runtime import runtime_of
+from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.progress import ProgressDisplay
-from compiled_llm.execution.runner import GenerateLoop
 from compiled_llm.execution.threads.executor import executor_for
 from compiled_llm.explaining.timings import Prompts, Timing, measure, tokens_to_hold
 from compiled_llm.model.facts import ModelFacts
@@ -300,8 +300,8 @@ class Sandbox:
             self._given.mode, max(batches), tokens_to_hold(batches, prompts, self._given.page_size)
         )
         with self._laid_out(config):
-            device_model = self.thread.call(self._device_model, config)
-            return measure(device_model, self._facts.model, batches, prompts, config.progress)
+            model_runner = self.thread.call(self._model_runner, config)
+            return measure(model_runner, self._facts.model, batches, prompts, config.progress)
 
     @contextmanager
     def _laid_out(self, config: WrapConfig) -> Iterator[FusedWeights]:
@@ -321,18 +321,18 @@ class Sandbox:
     def _configured(self, mode: Mode, rows: int, tokens: int) -> WrapConfig:
         return dataclasses.replace(self._given, mode=mode, max_batch_size=rows, kv_memory=f"{tokens} tokens")
 
-    def _device_model(self, config: WrapConfig, programs: Programs | None = None) -> ModelRunner:
+    def _model_runner(self, config: WrapConfig, programs: Programs | None = None) -> ModelRunner:
         return ModelRunner(self._facts, config, self.thread, programs=programs)
 
     def _run(self, programs: Programs, batches: Sequence[int]) -> None:
-        device_model = self._device_model(dataclasses.replace(self._config, progress=False), programs)
+        model_runner = self._model_runner(dataclasses.replace(self._config, progress=False), programs)
         with no_bytecode_hooks():
             for size in batches:
-                self._step(GenerateLoop(device_model), size)
+                self._step(GenerateLoop(model_runner), size)
 
-    def _step(self, runner: GenerateLoop, rows: int) -> None:
+    def _step(self, generate_loop: GenerateLoop, rows: int) -> None:
         for prompt in self._prompts[:rows]:
-            runner.admit(prompt, _STEPS)
+            generate_loop.admit(prompt, _STEPS)
         for _ in range(_STEPS):
-            runner.step()
-        runner.close()
+            generate_loop.step()
+        generate_loop.close()

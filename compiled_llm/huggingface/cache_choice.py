@@ -116,7 +116,7 @@ class CacheChoice:
         """Return pages that stand in for HuggingFace's prepared cache; OutOfPagesError if too few are free."""
         # HuggingFace's own would forget what the windows of layers have left, and rows may be cropped later.
         original = self.inputs["past_key_values"] if self.returned else DynamicCache()
-        cache = made(StandIn(self.runtime.runner(), original, self.returned, self.prefill))
+        cache = made(StandIn(self.runtime.generate_loop(), original, self.returned, self.prefill))
         if known := int(original.get_seq_length()):
             mask = self.inputs.get("attention_mask")
             shown = np.ones((self.rows, known), bool) if mask is None else copies().of(mask).numpy()[:, :known] != 0
@@ -134,7 +134,7 @@ class CacheChoice:
         return self.mode in _APPENDING_MODES and call is not None and not call.custom
 
     def _is_readable(self, cache: Cache) -> bool:
-        pages, layers = self.runtime.device_model().state.pages, self.runtime.facts.layers
+        pages, layers = self.runtime.model_runner().state.pages, self.runtime.facts.layers
         if not self._appends or self.config.use_cache is False or type(cache) not in READABLE:
             return False
         if not readable(cache, layers, pages[0], self.rows, self.most):
@@ -165,10 +165,10 @@ class CacheChoice:
         return Reason("right_padding")
 
     def _too_much(self) -> Reason | None:
-        device_model = self.runtime.device_model()
-        if self.rows > device_model.max_batch_size:
+        model_runner = self.runtime.model_runner()
+        if self.rows > model_runner.max_batch_size:
             return Reason("max_batch_size")
-        if self.most >= device_model.max_positions:
+        if self.most >= model_runner.max_positions:
             return Reason("out_of_positions")
-        pool = device_model.pool
+        pool = model_runner.pool
         return None if self.rows * pool.pages_for(self.most) <= pool.available else Reason("out_of_pages")

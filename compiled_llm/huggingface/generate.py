@@ -66,30 +66,34 @@ def fast_loop(call: PagedCall, settings: Sequence[Sampling | None]) -> Tensor | 
         RuntimeError: a row is drawn and its logits are NaN, +inf or all -inf.
     """
     sequences = Sequences(call)
-    cache, runner = call.cache, call.cache.runner
+    cache, generate_loop = call.cache, call.cache.generate_loop
     observer = sequences.recorded.see if call.wants_scores() else None
     with (
         counted(call, sequences),
         cache.extended(call.updates, call.last) as rows,
-        runner.observed(observer, masks_from(grammar_of(call.processors), rows, settings, sequences.on_host)),
+        generate_loop.observed(observer, masks_from(grammar_of(call.processors), rows, settings, sequences.on_host)),
     ):
-        runner.restart()
+        generate_loop.restart()
         begun = list(begin_rows(call, rows))
         if call.logits is None:
             for row, tokens, sampling in zip(rows, begun, settings, strict=True):
-                runner.resume(row, tokens, sequences.most_new, sampling)
+                generate_loop.resume(row, tokens, sequences.most_new, sampling)
         else:
-            runner.begin(call.logits, settings)
+            generate_loop.begin(call.logits, settings)
         ends: dict[Row, int] = {}
         watched = sequences.may_change_model
         while not sequences.done:
             if watched:
                 check_hooks(call)
-            unchanged = runner.steps > 0 and not watched
-            fed = _padded(sequences, ends, runner.steps) if ends and observer is not None else {}
-            chosen = runner.step(None, unchanged, fed) if runner.steps < sequences.most_new else runner.drain()
-            if not chosen and not (runner.asynchronous and runner.prepared):
-                chosen = runner.drain()  # the first tokens do not wait for decode to be compiled
+            unchanged = generate_loop.steps > 0 and not watched
+            fed = _padded(sequences, ends, generate_loop.steps) if ends and observer is not None else {}
+            chosen = (
+                generate_loop.step(None, unchanged, fed)
+                if generate_loop.steps < sequences.most_new
+                else generate_loop.drain()
+            )
+            if not chosen and not (generate_loop.asynchronous and generate_loop.prepared):
+                chosen = generate_loop.drain()  # the first tokens do not wait for decode to be compiled
             if not chosen:
                 continue
             ended = append_tokens(call, sequences, [chosen.get(row, 0) for row in rows])
@@ -97,10 +101,10 @@ def fast_loop(call: PagedCall, settings: Sequence[Sampling | None]) -> Tensor | 
                 ends.update({rows[index]: sequences.generated for index in ended})
             elif ended:
                 for index in ended:
-                    runner.release(rows[index])
+                    generate_loop.release(rows[index])
         if call.returns_cache:
             settle(call, rows, ends if observer is None else {}, sequences)
-    call.runtime.counters.add_steps(runner.steps)
+    call.runtime.counters.add_steps(generate_loop.steps)
     if call.returns_cache:
         cache.count(sequences.generated - 1)
     return sequences.finish()
@@ -170,7 +174,7 @@ def settle(call: PagedCall, rows: list[Row], ends: dict[Row, int], sequences: Se
         if generated < stored:
             late.append((row, stored - generated))
     if late:
-        call.cache.runner.extend(
+        call.cache.generate_loop.extend(
             [row for row, _ in late],
             [np.full(count, sequences.pad_token, dtype=np.int64) for _, count in late],
             [row.position + np.arange(count) for row, count in late],

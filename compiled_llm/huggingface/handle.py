@@ -55,4 +55,4 @@ class CompiledModel(Runtime):
 
     def new_cache(self) -> PagedCache:
         """Return an empty cache with a runner of its own."""
-        return PagedCache(self.runner())
+        return PagedCache(self.generate_loop())

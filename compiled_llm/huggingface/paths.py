@@ -81,7 +81,7 @@ def run_our_loop(call: PagedCall) -> Any:
     with _alone(call, call.most_new, needed):
         waits = call.waits
         if waits is not None:
-            with call.cache.runner.promise.reserved(needed), call.runtime.loop_lock.yielded(), allowed():
+            with call.cache.generate_loop.promise.reserved(needed), call.runtime.loop_lock.yielded(), allowed():
                 call = call.prefilled()
         sampling = sampling or _sampling_in_graph(call)
         if sampling is not None:
@@ -122,7 +122,7 @@ def run_huggingfaces_loop(
     needed = call.pages_needed_by_huggingface()
     with _alone(call, call.most_new + call.drafted, needed):
         took(call.runtime, "compiled forward", call.waits or reason or _reason_of_mode(call.config))
-        with call.cache.runner.promise.reserved(needed), call.runtime.loop_lock.yielded(), allowed():
+        with call.cache.generate_loop.promise.reserved(needed), call.runtime.loop_lock.yielded(), allowed():
             return _with_original(call, arguments.run(original))
 
 
@@ -138,23 +138,23 @@ def _alone(call: PagedCall, most_new: int, needed: int) -> Iterator[None]:
     The cache gives its pages back at the end, unless it goes to the user. The loop may store ``most_new`` tokens of
     each row, and take ``needed`` pages. ValueError if it does not fit the model, the batch size or the pages.
     """
-    device_model, cache, pool = call.device_model, call.cache, call.device_model.pool
+    model_runner, cache, pool = call.model_runner, call.cache, call.model_runner.pool
     fresh = not cache.seen or isinstance(cache, StandIn)
-    rows = min(len(call.input_ids), device_model.max_batch_size)
+    rows = min(len(call.input_ids), model_runner.max_batch_size)
 
     def fits() -> bool:
         """Whether there are pages and slots; a call that never fits does not wait for pages."""
-        slots = device_model.state.slots.room_for(rows, rows if call.processors else 0)
+        slots = model_runner.state.slots.room_for(rows, rows if call.processors else 0)
         return slots and not pool.available < needed <= pool.total
 
     try:
         with deferred(), call.runtime.loop_lock.taken(fits):
             try:
                 call.runtime.take_back(needed, pool)
-                check_fits(device_model, call.lengths, most_new, needed, call.config.num_beams or 1)
+                check_fits(model_runner, call.lengths, most_new, needed, call.config.num_beams or 1)
                 yield
             finally:
-                device_model.settle()
+                model_runner.settle()
                 if not call.returns_cache:
                     cache.close()  # before the next in the queue looks for pages
     except BaseException:

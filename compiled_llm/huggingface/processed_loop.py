@@ -36,10 +36,12 @@ def processed_loop(call: PagedCall, twins: Twins | None = None) -> Tensor | Gene
     sequences = Sequences(call)
     with counted(call, sequences), call.cache.extended(call.updates, call.last) as rows, ExitStack() as stack:
         steps = _Steps(call, twins, sequences)
-        steps.begin(rows, [] if twins is None else stack.enter_context(twins.beside(call.cache.runner, call.most_new)))
+        steps.begin(
+            rows, [] if twins is None else stack.enter_context(twins.beside(call.cache.generate_loop, call.most_new))
+        )
         while True:
             tokens = steps.sample()
-            reading = call.device_model.thread.call(call.device_model.readbacks.start, tokens)
+            reading = call.model_runner.thread.call(call.model_runner.readbacks.start, tokens)
             if ahead := steps.may_go_ahead:
                 steps.launch(tokens)
             steps.pad(append_tokens(call, sequences, reading.result()))
@@ -61,7 +63,7 @@ class _Steps:
         self._call = call
         self._twins = twins
         self._sequences = sequences
-        self._runner = call.cache.runner
+        self._generate_loop = call.cache.generate_loop
         self._ids = call.input_ids
         self._running: Tensor | None = None  # [B] bool, once a row has ended that gets pads
         self._launched = False
@@ -78,7 +80,7 @@ class _Steps:
             extended += zip(twins, self._twins.tokens, self._twins.positions, strict=True)
         logits = [] if call.logits is None else [call.logits]
         if extended:
-            logits.append(self._runner.extend(*map(list, zip(*extended, strict=True))))  # type: ignore[arg-type]
+            logits.append(self._generate_loop.extend(*map(list, zip(*extended, strict=True))))  # type: ignore[arg-type]
         self._logits = torch.cat(logits) if len(logits) > 1 else logits[0]
         device = call.input_ids.device
         seeds = new_seeds(len(rows)).to(device) if call.config.do_sample else None
@@ -110,8 +112,8 @@ class _Steps:
     @property
     def may_go_ahead(self) -> bool:
         """Whether the next forward can be launched before it is known to be needed."""
-        runner, sequences = self._runner, self._sequences
-        return runner.asynchronous and runner.prepared and sequences.generated + 1 < sequences.most_new
+        generate_loop, sequences = self._generate_loop, self._sequences
+        return generate_loop.asynchronous and generate_loop.prepared and sequences.generated + 1 < sequences.most_new
 
     def launch(self, tokens: Tensor) -> None:
         """Launch the forward that feeds in ``tokens`` ``[B]``."""
@@ -119,7 +121,7 @@ class _Steps:
             check_hooks(self._call)
         fed = tokens.clamp(min=0).to(self._logits.device)
         fed = fed if self._twins is None else fed.repeat(2)
-        self._logits = self._runner.decode(fed, unchanged=self._launched and not self._watched)
+        self._logits = self._generate_loop.decode(fed, unchanged=self._launched and not self._watched)
         self._launched = True
 
     def pad(self, ended: list[int]) -> None:

@@ -63,7 +63,7 @@ class WrappedModel:
         if kwargs.get("cache_implementation") != "paged":  # generate_batch, which calls eval()
             check_ready(model)
         with self.compiled.calls.begun():
-            self.compiled.device_side.check_weights()
+            self.compiled.runner_lifecycle.check_weights()
             forget_restored_forward(model)
             call = GenerateCall.inside(current_call.get(), custom=kwargs.get("custom_generate") is not None)
             input_ids = inputs if inputs is not None else kwargs.get("input_ids")

@@ -176,7 +176,7 @@ class Percentiles(Struct, frozen=True):
     p99: float
 
 
-class PageAccount(Struct, frozen=True):
+class PageCounts(Struct, frozen=True):
     """The page account; ``used + free + cached`` is ``total``."""
 
     total: int
@@ -207,7 +207,7 @@ class StatsReply(Struct, tag="stats", frozen=True, kw_only=True):
     queue_seconds: Percentiles | None
     first_token_seconds: Percentiles | None
     inter_token_seconds: Percentiles | None
-    pages: PageAccount | None
+    pages: PageCounts | None
     cuda_graphs: int = 0
 
 

@@ -201,31 +201,31 @@ class NormedLinear(NamedTuple):
 
 
 COUNTED = 1
-"""Part of a row's edits, of ``sample_tokens``: penalties by what it has counted."""
+"""Part of a row's logit adjustments, of ``sample_tokens``: penalties by what it has counted."""
 
 MASKED = 2
-"""Part of a row's edits: a mask says which tokens are allowed."""
+"""Part of a row's logit adjustments: a mask says which tokens are allowed."""
 
 CLEANED = 4
-"""Part of a row's edits: NaN becomes 0, and infinities become finite."""
+"""Part of a row's logit adjustments: NaN becomes 0, and infinities become finite."""
 
 FILTERED = 8
-"""Part of a row's edits: ``seldom`` has filters for it."""
+"""Part of a row's logit adjustments: ``seldom`` has filters for it."""
 
 GROWING = 16
-"""Part of a row's edits: logits of some tokens grow with each position."""
+"""Part of a row's logit adjustments: logits of some tokens grow with each position."""
 
 PROMPTED = 32
-"""Part of a row's edits: the tokens of its prompt have a penalty of their own; it is counted, too."""
+"""Part of a row's logit adjustments: the tokens of its prompt have a penalty of their own; it is counted, too."""
 
 FOLLOWING = 64
-"""Part of a row's edits for each token before the one that is sampled which its biases look at."""
+"""Part of a row's logit adjustments for each token before the one that is sampled which its biases look at."""
 
 DEFERRED = 512
-"""Part of a row's edits: its token is sampled by a launch of its own, once the host has written its mask."""
+"""Part of a row's logit adjustments: a launch of its own samples its token, once the host has written its mask."""
 
 BIASED = 1024
-"""Part of a row's edits for each of its biases; they are its largest part."""
+"""Part of a row's logit adjustments for each of its biases; they are its largest part."""
 
 MOST_FOLLOWED = 7
 """How many tokens before the one that is sampled a bias can look at."""
@@ -269,7 +269,7 @@ class SampleTokens(NamedTuple):
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    edits: Tensor
+    adjustments: Tensor
     repetition_penalty: Tensor
     presence_penalty: Tensor
     frequency_penalty: Tensor

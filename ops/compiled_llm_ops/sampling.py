@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiled_llm_ops.adjustments import AdjustmentTables, Places, adjusted
 from compiled_llm_ops.contracts import (
     COUNTED,
     DEFERRED,
@@ -28,7 +29,6 @@ from compiled_llm_ops.contracts import (
     SampleTokens,
     Seldom,
 )
-from compiled_llm_ops.edits import EditTables, Places, edited
 from compiled_llm_ops.filters import Filters, filtered
 from compiled_llm_ops.library import define
 from compiled_llm_ops.race import winners
@@ -54,7 +54,7 @@ def sample_tokens(
     top_k: Tensor,
     top_p: Tensor,
     min_p: Tensor,
-    edits: Tensor,
+    adjustments: Tensor,
     repetition_penalty: Tensor,
     presence_penalty: Tensor,
     frequency_penalty: Tensor,
@@ -73,12 +73,13 @@ def sample_tokens(
     Biases, prompt and repetition penalty, frequency and presence penalty, infinities, growing logits, mask;
     temperature, top-h, top-k, top-p, min-p, typical, epsilon and eta, each over the tokens that the one before has
     left: in this order. Tokens as likely as the last that is kept are kept too; the most likely one is always kept, but
-    by typical. The result depends on the arguments alone. Of a row without edits, no table beyond ``edits`` is touched.
+    by typical. The result depends on the arguments alone. Of a row without logit adjustments, no table beyond
+    ``adjustments`` is touched.
 
     Args:
         logits: ``[B, V]`` of any floating dtype, computed with in float32, with any stride between rows.
         seeds: ``[B]`` int64, not negative: with the position it decides the row's random numbers.
-        slots: ``[B]`` int64, each row's entry in the tables; several rows may have one whose edits are 0.
+        slots: ``[B]`` int64, each row's entry in the tables; several rows may have one whose adjustments are 0.
         positions: ``[B]`` int64, the position of the sampled token, which decides the biases; not negative.
         temperature: ``[X]`` float32, divides; 0.0 takes the most likely token, the first of several, as ``argmax``
             does: of +inf as well, before that of NaN, and the first one if all are -inf.
@@ -124,8 +125,8 @@ def sample_tokens(
     """
     numbers = (repetition_penalty, presence_penalty, frequency_penalty)
     sampled: Tensor = _sample_tokens(
-        logits, seeds, slots, positions, temperature, top_k, top_p, min_p, edits, *numbers, counts, allowed, biases,
-        recent, seldom, growing, deferred,
+        logits, seeds, slots, positions, temperature, top_k, top_p, min_p, adjustments, *numbers, counts, allowed,
+        biases, recent, seldom, growing, deferred,
     )  # fmt: skip
     return sampled
 
@@ -185,7 +186,7 @@ def _shapes(rows: int, entries: int, vocabulary: int) -> dict[str, tuple[list[in
         "top_k": ([entries], torch.int32),
         "top_p": ([entries], torch.float32),
         "min_p": ([entries], torch.float32),
-        "edits": ([entries], torch.int32),
+        "adjustments": ([entries], torch.int32),
         "repetition_penalty": ([entries], torch.float32),
         "presence_penalty": ([entries], torch.float32),
         "frequency_penalty": ([entries], torch.float32),
@@ -200,7 +201,7 @@ def _shapes(rows: int, entries: int, vocabulary: int) -> dict[str, tuple[list[in
 
 def _cpu(args: SampleTokens) -> Tensor:
     _check(args)
-    served = (args.edits[args.slots] & DEFERRED != 0) == args.deferred
+    served = (args.adjustments[args.slots] & DEFERRED != 0) == args.deferred
     if bool(served.all()):
         return _sample_rows(args)
     sampled = torch.full_like(args.slots, NOT_A_TOKEN)
@@ -211,19 +212,19 @@ def _cpu(args: SampleTokens) -> Tensor:
 
 
 def _sample_rows(args: SampleTokens) -> Tensor:
-    slots, temperature, edits = args.slots, args.temperature[args.slots], args.edits[args.slots]
+    slots, temperature, adjustments = args.slots, args.temperature[args.slots], args.adjustments[args.slots]
     scale = torch.where(temperature == 0, 1.0, temperature)[:, None]
-    scores = _edited(args, edits)
+    scores = _adjusted(args, adjustments)
     if bool((scale != 1).any()):
         scores = scores / scale
     best, sampled = scores.max(dim=-1)
     greedy = temperature == 0
     usable = greedy | ((best > -math.inf) & (best < math.inf))  # both are False for NaN
     if not bool(greedy.all()):
-        sampled = torch.where(greedy, sampled, _drawn_of_few(_draw(args, scores), scores, args, edits))
+        sampled = torch.where(greedy, sampled, _drawn_of_few(_draw(args, scores), scores, args, adjustments))
     sampled = torch.where(usable, sampled, NOT_A_TOKEN)
-    _count(args.counts, slots, sampled, usable & (edits & COUNTED != 0))
-    remembered = usable & (edits // FOLLOWING & MOST_FOLLOWED > 0)
+    _count(args.counts, slots, sampled, usable & (adjustments & COUNTED != 0))
+    remembered = usable & (adjustments // FOLLOWING & MOST_FOLLOWED > 0)
     at = args.positions[remembered] % (MOST_FOLLOWED + 1)
     args.recent[slots[remembered], at] = sampled[remembered].int()
     return sampled
@@ -235,16 +236,16 @@ def _count(counts: Tensor, slots: Tensor, sampled: Tensor, counted: Tensor) -> N
     counts[at] = torch.where(before < _MOST_COUNTED - 1, before + 2, before)
 
 
-def _edited(args: SampleTokens, edits: Tensor) -> Tensor:
-    """Return ``[B, V]`` float32 logits with the edits ``[B]`` of their rows."""
+def _adjusted(args: SampleTokens, adjustments: Tensor) -> Tensor:
+    """Return ``[B, V]`` float32 logits with the logit adjustments ``[B]`` of their rows."""
     logits = args.logits.float()
-    rows = edits.nonzero()[:, 0]
+    rows = adjustments.nonzero()[:, 0]
     if len(rows) == 0:
         return logits
     slots = args.slots[rows]
-    kinds = int(np.bitwise_or.reduce(edits[rows].numpy()))
+    kinds = int(np.bitwise_or.reduce(adjustments[rows].numpy()))
     places = Places(slots, args.positions[rows])
-    scores = edited(logits[rows], places, EditTables.of(args), args.counts[slots], kinds)
+    scores = adjusted(logits[rows], places, AdjustmentTables.of(args), args.counts[slots], kinds)
     return scores if len(rows) == len(logits) else logits.index_copy(0, rows, scores)
 
 
@@ -264,9 +265,9 @@ def _draw(args: SampleTokens, scores: Tensor) -> Tensor:
     return winners(tiles, numbers, args.seeds, args.positions)
 
 
-def _drawn_of_few(drawn: Tensor, scores: Tensor, args: SampleTokens, edits: Tensor) -> Tensor:
+def _drawn_of_few(drawn: Tensor, scores: Tensor, args: SampleTokens, adjustments: Tensor) -> Tensor:
     """Return ``drawn`` ``[B]``, with rows that have the filters of ``seldom`` drawn again with these."""
-    rows = (edits & FILTERED != 0).nonzero()[:, 0]
+    rows = (adjustments & FILTERED != 0).nonzero()[:, 0]
     if len(rows) == 0:
         return drawn
     slots = args.slots[rows]

@@ -208,12 +208,12 @@ def test_whom_it_cannot_talk_to_is_said(path: Path, answers: list[Any], kind: ty
 
 
 @pytest.mark.parametrize("told", [[], [WELCOME, Problem("out of memory")]])
-def test_an_event_loop_hears_of_it_too(path: Path, told: list[Any]) -> None:
+def test_an_event_loop_hears_of_it_too(path: Path, loss_reported: list[Any]) -> None:
     async def main() -> None:
         async with AsyncClient(path):
             pass
 
-    with answering(path, *told), pytest.raises(EngineDeadError):
+    with answering(path, *loss_reported), pytest.raises(EngineDeadError):
         asyncio.run(main())
 
 

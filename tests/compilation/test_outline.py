@@ -244,7 +244,7 @@ def test_layers_that_differ_from_the_start_are_each_traced_for_themselves(graphs
             change(layer)
     assert_alike(model, plain, seed)
     assert graphs.traced == [count - 1] * 2
-    outlines = model.compiled.device_model().readiness.programs._outlines
+    outlines = model.compiled.model_runner().graph_manager.programs._outlines
     found = [outline._layers.like for outline in outlines.values() if outline._layers is not None]
     assert found == [[*range(count - 1), 0]] * 2
 
@@ -329,8 +329,8 @@ def dicts_of(module: nn.Module) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("change", CHANGES[:-2], ids=lambda change: change.__name__)
 def test_a_later_change_of_any_layer_is_noticed(change, number, outlined, monkeypatch):
     """By what a CUDA graph takes for granted, and by what is called where nothing is captured."""
-    device_model = outlined.compiled.device_model()
-    programs, state = device_model.readiness.programs, device_model.state
+    model_runner = outlined.compiled.model_runner()
+    programs, state = model_runner.graph_manager.programs, model_runner.state
     outlines, decode = programs._outlines, programs.decode_many_function
     arguments = programs._by_name(Arguments(outlined, state.decode_buffers.bucket(2), state.slots.tables, state.pages))
 
@@ -353,8 +353,8 @@ def test_a_later_change_of_any_layer_is_noticed(change, number, outlined, monkey
 
 def validity_of(model: PreTrainedModel) -> Callable[[], bool]:
     """Return the check of what a CUDA graph of decode takes for granted."""
-    device_model = model.compiled.device_model()
-    programs, state = device_model.readiness.programs, device_model.state
+    model_runner = model.compiled.model_runner()
+    programs, state = model_runner.graph_manager.programs, model_runner.state
     arguments = Arguments(model, state.decode_buffers.bucket(2), state.slots.tables, state.pages)
 
     @torch.no_grad()
@@ -502,8 +502,8 @@ def test_what_happens_between_layers_stays_where_it_is(graphs, monkeypatch, seed
 
 def test_looking_at_a_model_leaves_it_as_it_was(graphs, seed):
     model = compiled_llm.wrap(model_of(), **OPTIONS)
-    device_model = model.compiled.device_model()
-    programs, state = device_model.readiness.programs, device_model.state
+    model_runner = model.compiled.model_runner()
+    programs, state = model_runner.graph_manager.programs, model_runner.state
     buffers = state.decode_buffers.bucket(2)
     arguments = programs._by_name(Arguments(model, buffers, state.slots.tables, state.pages))
     before = [(vars(module), dict(vars(module))) for module in model.modules()]

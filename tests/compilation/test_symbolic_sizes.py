@@ -23,7 +23,7 @@ def test_there_may_be_as_many_pages_as_rows_or_tokens(pages, seed):
     memory = f"{PAGE_SIZE * (pages - 1)} tokens"
     reference, plain = (tiny_qwen3(eos_token_id=None, num_hidden_layers=1) for _ in range(2))
     model = compiled_llm.wrap(plain, kv_memory=memory, **OPTIONS)
-    assert model.compiled.device_model().state.pages[0].shape[0] == pages
+    assert model.compiled.model_runner().state.pages[0].shape[0] == pages
     model.compiled.warmup([2, 4, 1])
     for lengths in ([3], [5, 2], [3, 4, 5], [2, 3, 4, 5])[: pages - 1]:
         inputs = mixed_prompts(lengths, 128, seed)

@@ -87,7 +87,7 @@ def test_what_is_replaced_after_the_first_call_runs_in_the_next(name, compiled, 
 @pytest.mark.usefixtures("without_inductor")
 def test_whatever_is_replaced_is_noticed_until_it_is_put_back(compiled, inputs, monkeypatch):
     greedy(compiled, inputs, 3)
-    programs = compiled.compiled.device_model().readiness.programs
+    programs = compiled.compiled.model_runner().graph_manager.programs
     noticed = {}
     for name, (owner, attribute, change) in REPLACED.items():
         assert programs.code_valid()

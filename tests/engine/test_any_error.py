@@ -218,7 +218,7 @@ def test_ctrl_c_reaches_the_user_in_a_processor_that_does_not_end(engine: Engine
 
 def test_ctrl_c_in_a_listener_comes_once_the_others_were_told(engine: Engine, plain: PreTrainedModel) -> None:
     """Of the main thread; all others wait for what a listener is told but once."""
-    engine._driver.start_thread = lambda: None  # type: ignore[method-assign]
+    engine._engine_thread.start_thread = lambda: None  # type: ignore[method-assign]
     told: list[int] = []
 
     def fail() -> None:
@@ -251,7 +251,7 @@ def test_the_engines_thread_survives_what_fails_in_it(
 ) -> None:
     engine.submit(OTHER, greedy(1)).result(PATIENCE)
     with engine.paused():
-        loop, thread = engine._driver.loop, engine._driver._serving.thread
+        loop, thread = engine._engine_thread.loop, engine._engine_thread._serving.thread
         assert loop is not None
         assert thread is not None
         handle = engine.submit(PROMPT, greedy(5))
@@ -266,7 +266,7 @@ def test_the_engines_thread_survives_what_fails_in_it(
     assert_it_goes_on(engine, plain)
     assert "planted" in caplog.text or place == "drain"
     assert thread.is_alive()
-    assert engine._driver._serving.thread is thread
+    assert engine._engine_thread._serving.thread is thread
 
 
 def test_what_waits_does_not_fail_with_a_drain_that_does(
@@ -276,7 +276,7 @@ def test_what_waits_does_not_fail_with_a_drain_that_does(
         engine.submit([5], greedy(1)).result(PATIENCE)
         with engine.paused():
             first, second = engine.submit(PROMPT, greedy(4)), engine.submit(OTHER, greedy(4))
-            loop = engine._driver.loop
+            loop = engine._engine_thread.loop
             fail_once(monkeypatch, loop, "step", RuntimeError("first"), after=2, once_done=True)
             fail_once(monkeypatch, loop, "drain", ValueError("second"), after=1)
         with pytest.raises(RuntimeError, match="first"):
@@ -288,10 +288,10 @@ def test_an_error_that_is_thrown_into_a_callers_thread_reaches_that_caller(
     engine: Engine, plain: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As libraries do that end threads; what else ran is computed again."""
-    engine._driver.start_thread = lambda: None  # type: ignore[method-assign]
+    engine._engine_thread.start_thread = lambda: None  # type: ignore[method-assign]
     engine.generate(OTHER, greedy(1))
     beside = engine.submit(OTHER, greedy(30))
-    fail_once(monkeypatch, engine._driver.loop, "step", SystemExit("planted"), after=4, once_done=True)
+    fail_once(monkeypatch, engine._engine_thread.loop, "step", SystemExit("planted"), after=4, once_done=True)
     with pytest.raises(SystemExit, match="planted"):
         start(lambda: engine.generate(PROMPT, greedy(20))).result(PATIENCE)
     assert engine.generate(PROMPT, greedy(20))[0].token_ids == alone(plain, PROMPT, 20)
@@ -317,7 +317,7 @@ def test_who_waits_hears_of_what_the_engines_thread_has_failed_of(
     name: str,
 ) -> None:
     engine.submit(OTHER, greedy(1)).result(PATIENCE)
-    fail_once(monkeypatch, engine._driver, name, SystemExit("planted"), after=1)
+    fail_once(monkeypatch, engine._engine_thread, name, SystemExit("planted"), after=1)
     with caplog.at_level(logging.ERROR), pytest.raises(RuntimeError, match="SystemExit: planted"):
         engine.submit(PROMPT, greedy(5)).result(PATIENCE)
     assert "SystemExit: planted" in caplog.text
@@ -329,16 +329,16 @@ def test_a_thread_that_has_died_is_replaced(
     engine: Engine, plain: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     list(engine.submit(OTHER, greedy(1)).text())
-    threads = [engine._driver._serving.thread, engine._driver.handles.output._thread]
+    threads = [engine._engine_thread._serving.thread, engine._engine_thread.request_table.output._thread]
     with monkeypatch.context() as patch:
-        patch.setattr(type(engine._driver), "fail", lambda self, error: {}["missing"])
+        patch.setattr(type(engine._engine_thread), "fail", lambda self, error: {}["missing"])
         patch.setattr(OutputProcessor, "close", lambda self: None)
         patch.setattr("compiled_llm.engine.thread.output_processor._lose", lambda *_: {}["missing"])
         for thread in threads:
             throw(thread, SystemExit)
-        engine._driver._inbox.call()
-        with engine._driver.handles.output._work.changed:
-            engine._driver.handles.output._work.changed.notify_all()
+        engine._engine_thread._arrivals.call()
+        with engine._engine_thread.request_table.output._work.changed:
+            engine._engine_thread.request_table.output._work.changed.notify_all()
         for thread in threads:
             assert thread is not None
             thread.join(PATIENCE)

@@ -65,7 +65,7 @@ def engine(model: Any) -> Iterator[Engine]:
         yield engine
         if engine.asleep:
             engine.wake()
-        model.compiled.device_model()
+        model.compiled.model_runner()
     assert_account_is_empty(model)
 
 
@@ -91,9 +91,9 @@ def joined(model: Any, engine: Engine, tokens: int = 400) -> Any:
     """A call in progress in the engine's batch, beside a request of its own."""
     beside = engine.submit(OTHER, greedy(900))
     next(iter(beside))
-    before = len(engine._driver.handles)
+    before = len(engine._engine_thread.request_table)
     call = start(lambda: alone(model, PROMPT, tokens))
-    while len(engine._driver.handles) == before:
+    while len(engine._engine_thread.request_table) == before:
         assert not call.done()
     return beside, call
 
@@ -158,7 +158,7 @@ def test_a_sampled_call_that_leaves_goes_on_with_its_seeds(model: Any) -> None:
         beside = engine.submit(OTHER, greedy(900))
         next(iter(beside))
         call = start(sampled)
-        while len(engine._driver.handles) == 1:
+        while len(engine._engine_thread.request_table) == 1:
             assert not call.done()
         engine.close()
         assert call.result(PATIENCE) == expected

@@ -37,8 +37,8 @@ def wrapped(windows: bool, tokens: int) -> PreTrainedModel:
 
 
 def poison_free_pages(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    device_model = model.compiled.device_model()
-    pool = device_model.pool
+    model_runner = model.compiled.model_runner()
+    pool = model_runner.pool
 
     def then_poison(name: str) -> None:
         original = getattr(pool, name)
@@ -46,7 +46,7 @@ def poison_free_pages(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -
         def changes(pages: Iterable[int]) -> Any:
             result = original(pages := list(pages))
             free = [page for page in pages if pool._owners[page] == 0]
-            for layer in device_model.state.pages if free else ():
+            for layer in model_runner.state.pages if free else ():
                 layer[free] = torch.nan
             return result
 

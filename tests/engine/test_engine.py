@@ -242,7 +242,7 @@ def test_a_row_that_is_nan_ends_alone(plain, model, engine, monkeypatch, seed):
 
 def test_a_step_that_fails_ends_what_it_was_for_and_the_next_works(plain, model, engine, monkeypatch, seed):
     prompts = some_prompts(3, seed)
-    fail_once(monkeypatch, model.compiled.device_model(), "run", MemoryError("planted"), after=4)
+    fail_once(monkeypatch, model.compiled.model_runner(), "run", MemoryError("planted"), after=4)
     params = SamplingParams(**GREEDY, max_tokens=20)
     with pytest.raises(MemoryError, match="planted"):
         engine.generate(prompts, params)
@@ -253,7 +253,7 @@ def test_a_step_that_fails_ends_what_it_was_for_and_the_next_works(plain, model,
 
 def test_ctrl_c_ends_the_call_and_loses_nothing(plain, model, engine, monkeypatch, seed):
     prompts = some_prompts(3, seed)
-    fail_once(monkeypatch, model.compiled.device_model(), "run", KeyboardInterrupt(), after=4)
+    fail_once(monkeypatch, model.compiled.model_runner(), "run", KeyboardInterrupt(), after=4)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(prompts, SamplingParams(**GREEDY, max_tokens=20))
     outputs = engine.generate(prompts, SamplingParams(**GREEDY, max_tokens=20))
@@ -346,7 +346,7 @@ def test_generate_of_the_model_takes_no_more_rows_than_before(model, engine, see
 def test_a_forgotten_engine_ends(model, seed):
     engine = Engine(model)
     engine.submit([5, 6], SamplingParams(max_tokens=3)).result(timeout=60)
-    thread, reference = engine._driver._serving.thread, weakref.ref(engine)
+    thread, reference = engine._engine_thread._serving.thread, weakref.ref(engine)
     del engine
     gc.collect()
     assert thread is not None

@@ -106,10 +106,15 @@ def test_an_engine_belongs_to_its_process(model, engine):
 def test_while_another_thread_holds_the_engines_locks(model, engine):
     expected = alone(model, 200)
     handle = engine.submit(PROMPT, LONG)
-    held, go_on, driver = threading.Event(), threading.Event(), engine._driver
+    held, go_on, engine_thread = threading.Event(), threading.Event(), engine._engine_thread
 
     def hold() -> None:
-        with driver._inbox.changed, driver.handles.output._work.changed, handle.listeners._changed, handle._reading:
+        with (
+            engine_thread._arrivals.changed,
+            engine_thread.request_table.output._work.changed,
+            handle.listeners._changed,
+            handle._reading,
+        ):
             held.set()
             go_on.wait()
 

@@ -65,15 +65,15 @@ PLACES = ["make_ready", "upload", "decode", "prefill", "settings", "start_readin
 
 
 def place_of(model: PreTrainedModel, engine: Engine, name: str) -> tuple[Any, str]:
-    device_model, loop = model.compiled.device_model(), engine._driver.loop
+    model_runner, loop = model.compiled.model_runner(), engine._engine_thread.loop
     assert loop is not None
     return {
-        "make_ready": (device_model.decode, "make_ready"),
-        "upload": (device_model.state.staging, "upload"),
-        "decode": (device_model.decode, "run"),
-        "prefill": (device_model.prefill, "run"),
-        "settings": (device_model.state.slots, "admit"),
-        "start_reading": (device_model.readbacks, "start"),
+        "make_ready": (model_runner.decode, "make_ready"),
+        "upload": (model_runner.state.staging, "upload"),
+        "decode": (model_runner.decode, "run"),
+        "prefill": (model_runner.prefill, "run"),
+        "settings": (model_runner.state.slots, "admit"),
+        "start_reading": (model_runner.readbacks, "start"),
         "read": (loop.scheduler, "read"),
         "plan": (loop.scheduler, "plan"),
         "launched": (loop.scheduler, "launched"),
@@ -100,7 +100,7 @@ def test_each_call_into_the_device_may_fail_once(plain, monkeypatch, one_thread,
             account = model.compiled.stats().pages
             assert (account.used, account.free + account.cached) == (0, account.total)
             assert [output.outputs[-1].token_ids for output in engine.generate(prompts, params)] == expected
-        assert len(model.compiled.device_model().state.slots._free) == 2 * 256
+        assert len(model.compiled.model_runner().state.slots._free) == 2 * 256
     assert_account_is_empty(model)
 
 
@@ -109,7 +109,7 @@ def test_what_waits_does_not_fail_with_what_runs(plain, model, monkeypatch, one_
         engine.generate([5])
         with engine.paused():
             first, second = engine.submit(PROMPT, greedy(4)), engine.submit(PROMPT[:9], greedy(4))
-            fail_once(monkeypatch, model.compiled.device_model().prefill, "run", MemoryError("planted"), after=1)
+            fail_once(monkeypatch, model.compiled.model_runner().prefill, "run", MemoryError("planted"), after=1)
         with pytest.raises(MemoryError, match="planted"):
             first.result(timeout=60)
         assert second.result(timeout=60).token_ids == alone(plain, PROMPT[:9], 4)
@@ -121,9 +121,9 @@ def test_ctrl_c_while_the_device_has_failed_hangs_nobody(plain, model, engine, m
     handle = engine.submit(PROMPT, greedy(900))
     next(iter(handle))
     with engine.paused(weights_stay=True):
-        loop = engine._driver.loop
+        loop = engine._engine_thread.loop
         assert loop is not None
-        engine._driver._restart(loop, KeyboardInterrupt())  # between two steps
+        engine._engine_thread._restart(loop, KeyboardInterrupt())  # between two steps
     with monkeypatch.context() as patch:
         fail_once(patch, loop.scheduler, "read", RuntimeError("planted"), after=2)
         with pytest.raises(RuntimeError, match="planted"):
@@ -134,7 +134,7 @@ def test_ctrl_c_while_the_device_has_failed_hangs_nobody(plain, model, engine, m
 def test_a_model_that_cannot_be_placed_ends_what_waits(plain, model, engine, monkeypatch):
     with engine.paused():
         handle = engine.submit(PROMPT, greedy(4))
-        fail_once(monkeypatch, model.compiled, "device_model", ValueError("planted"), after=1)
+        fail_once(monkeypatch, model.compiled, "model_runner", ValueError("planted"), after=1)
     with pytest.raises(ValueError, match="planted"):
         handle.result(timeout=60)
     assert engine.generate(PROMPT, greedy(4))[0].token_ids == alone(plain, PROMPT, 4)
@@ -185,7 +185,7 @@ def test_a_request_that_ends_in_the_midst_of_its_prompt_gives_its_pages_back(pla
     with Engine(model, prefix_cache=False) as engine:
         engine.generate([5], greedy(1))
         with engine.paused():
-            loop = engine._driver.loop
+            loop = engine._engine_thread.loop
             assert loop is not None
             long = engine.submit(list(range(3, 120)) * 4, greedy(4))
             other = engine.submit(PROMPT[:9], greedy(30))
@@ -226,7 +226,10 @@ def test_a_forgotten_engine_ends_with_its_model(one_thread):
     model = wrapped()
     engine = Engine(model)
     engine.submit(PROMPT, greedy(2)).result(timeout=60)
-    thread, kept = engine._driver._serving.thread, [weakref.ref(model), weakref.ref(model.compiled.device_model())]
+    thread, kept = (
+        engine._engine_thread._serving.thread,
+        [weakref.ref(model), weakref.ref(model.compiled.model_runner())],
+    )
     del engine, model
     gc.collect()
     assert thread is not None
@@ -256,7 +259,7 @@ def test_ctrl_c_leaves_nobody_in_the_queue(model, monkeypatch, one_thread):
         engine.generate([5])
         for _ in range(3):
             with monkeypatch.context() as patch:
-                fail_once(patch, model.compiled.device_model().decode, "run", KeyboardInterrupt(), after=1)
+                fail_once(patch, model.compiled.model_runner().decode, "run", KeyboardInterrupt(), after=1)
                 with pytest.raises(KeyboardInterrupt):
                     engine.generate([PROMPT, PROMPT], greedy(20))
             assert engine.stats().waiting == 0
@@ -342,9 +345,9 @@ def test_pages_that_leak_are_told_of_and_given_back(model, engine, monkeypatch, 
 def test_requests_of_one_token_are_not_remembered(engine):
     for token in range(3, 30):
         engine.generate([5, 6, token], greedy(1))
-    loop = engine._driver.loop
+    loop = engine._engine_thread.loop
     assert loop is not None
-    slots = loop.device_model.state.slots
+    slots = loop.model_runner.state.slots
     assert (loop._persistent._rows, len(slots._free)) == ([], slots.padding)
 
 
@@ -368,7 +371,7 @@ def test_a_step_is_read_after_the_next_is_launched_whatever_it_runs(monkeypatch,
         engine.generate([5])
         with engine.paused():
             short, long = engine.submit([5, 6], greedy(2)), engine.submit(list(range(3, 120)) * 4, greedy(1))
-            loop = engine._driver.loop
+            loop = engine._engine_thread.loop
             assert loop is not None
             before, step = loop.steps, loop.step
 

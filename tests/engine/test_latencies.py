@@ -71,7 +71,7 @@ def test_stats_of_an_engine():
     assert 0 < once.inter_token_seconds.p50 <= once.inter_token_seconds.p99 < output.seconds
     assert once.prefix_cache_hit_rate == 0
     assert stats.prefix_cache_hit_rate == stats.cached_tokens / stats.prompt_tokens == 32 / 68
-    assert stats.cold_starts == len(model.compiled.device_model().events.cold_starts) > 0
+    assert stats.cold_starts == len(model.compiled.model_runner().events.cold_starts) > 0
     assert stats.pages == PageAccount(total=25, used=0, free=23, cached=2)
 
 

@@ -25,7 +25,7 @@ import compiled_llm
 from compiled_llm.compilation.sampling.logprobs import SampledDraws, ScoredTokens, processed, score_tokens
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.intake.input_processor import end_tokens
+from compiled_llm.engine.input_processing.input_processor import end_tokens
 from compiled_llm.engine.steps.logprobs import logprobs_of
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.request import Request
@@ -213,7 +213,7 @@ def huggingfaces_scores(
     return scores[0]
 
 
-@pytest.mark.parametrize("settings", [BRANCHES, EDITED, FILTERED], ids=["filters", "edits", "seldom"])
+@pytest.mark.parametrize("settings", [BRANCHES, EDITED, FILTERED], ids=["filters", "adjustments", "seldom"])
 def test_scores_are_those_that_tokens_were_drawn_from(settings, seed):
     """Of tables that the choice has already counted its tokens in."""
     logits = torch.randn(len(settings), 901) * 2
@@ -225,7 +225,7 @@ def test_scores_are_those_that_tokens_were_drawn_from(settings, seed):
 
 def draws_of(given: SampleTokens) -> SampledDraws:
     tables: Any = SimpleNamespace(**given._asdict())
-    return SampledDraws(given.slots, given.positions, tables, int(np.bitwise_or.reduce(given.edits.numpy())))
+    return SampledDraws(given.slots, given.positions, tables, int(np.bitwise_or.reduce(given.adjustments.numpy())))
 
 
 def sampled_from(logits: torch.Tensor, setting: Sampling) -> torch.Tensor:

@@ -83,8 +83,8 @@ def test_steps_with_log_probabilities_return_while_the_device_sleeps(model: PreT
         handles = [engine.submit(*asked) for asked in zip(prompts, settings, strict=True)]
         while min(len(handle.requests[0].tokens) for handle in handles) < 8:
             time.sleep(0.001)
-        with engine._driver.paused(), model.compiled.loop_lock.taken():
-            loop = engine._driver.loop
+        with engine._engine_thread.paused(), model.compiled.loop_lock.taken():
+            loop = engine._engine_thread.loop
             assert loop is not None
             torch.cuda.synchronize()
             asleep = torch.cuda.Event()
@@ -95,7 +95,7 @@ def test_steps_with_log_probabilities_return_while_the_device_sleeps(model: PreT
                 start = time.perf_counter()
                 loop.step(unchanged=True)
                 plan = loop.scheduler.plan()
-                loop.device_model.thread.call(loop._launch, plan, True)
+                loop.model_runner.thread.call(loop._launch, plan, True)
                 loop.scheduler.launched(plan)
                 took, over = time.perf_counter() - start, asleep.query()
             finally:

@@ -21,7 +21,7 @@ from transformers import (
 import compiled_llm
 from compiled_llm.compilation.sampling.bias import packed_values
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.intake import sampling
+from compiled_llm.engine.input_processing import sampling
 from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.execution.state.slots import Slots

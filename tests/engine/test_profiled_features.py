@@ -14,7 +14,7 @@ from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.compilation.programs import PREFILL_EMBEDDED
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.grammars.compiling import Grammars
-from compiled_llm.execution.device_model import ModelRunner
+from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from support.engine.text_tokenizers import byte_level
@@ -67,6 +67,6 @@ def test_prefill_from_embeddings_is_prepared_if_it_was_used(tmp_path: Path) -> N
     assert Profile.read(path).embeddings == 1
     new = wrapped()
     new.compiled.warmup(profile=path)
-    assert PREFILL_EMBEDDED in new.compiled.device_model().readiness.ready
+    assert PREFILL_EMBEDDED in new.compiled.model_runner().graph_manager.ready
     new.generate(inputs_embeds=embeddings, max_new_tokens=3, do_sample=False)
     assert new.compiled.events.cold_starts == []

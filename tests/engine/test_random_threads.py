@@ -16,7 +16,7 @@ import pytest
 from transformers.utils.logging import disable_progress_bar
 
 from compiled_llm.engine.steps.loop import Loop
-from compiled_llm.execution.runner import GenerateLoop
+from compiled_llm.execution.generate_loop import GenerateLoop
 from support.engine.thread_search import Expected, Schedule
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -17,7 +17,7 @@ from compiled_llm.engine.engine import Engine, QueueFullError
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.thread.arrivals import Arrivals
 from compiled_llm.engine.thread.engine_thread import EngineThread
-from compiled_llm.execution.lifecycle import device_side
+from compiled_llm.execution.lifecycle import runner_lifecycle
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.in_threads import in_thread, start
 from support.parity import alone, assert_account_is_empty
@@ -76,9 +76,9 @@ def test_a_call_beside_a_paused_engine_takes_its_pages(plain, model, engine):
 def test_a_call_while_the_loop_passes_between_threads_takes_its_pages(plain, model, engine, monkeypatch):
     monkeypatch.setattr(EngineThread, "start_thread", lambda self: None)
     handle = engine.submit(PROMPT, greedy(100))
-    engine._driver.run(lambda: handle.requests[0].tokens)  # and now nobody runs it
+    engine._engine_thread.run(lambda: handle.requests[0].tokens)  # and now nobody runs it
     assert by_itself(model, PROMPT, 120) == alone(plain, PROMPT, 120)
-    engine._driver.run(lambda: handle.done)
+    engine._engine_thread.run(lambda: handle.done)
     assert handle.output().token_ids == alone(plain, PROMPT, 100)
 
 
@@ -197,16 +197,16 @@ def test_no_race_of_submitters_passes_max_queue(model, one_thread, monkeypatch):
             calls = [start(lambda: engine.submit(PROMPT, greedy(2))) for _ in range(6)]
             refused = [call for call in calls if isinstance(call.exception(timeout=PATIENCE), QueueFullError)]
             assert len(refused) == 3
-            assert len(engine._driver.handles) == 3
+            assert len(engine._engine_thread.request_table) == 3
 
 
 def test_whoever_serves_is_called_even_if_another_has_taken_the_message():
     """That one leaves when its own answers have ended, and the request is served by nobody."""
-    inbox, taken = Arrivals(), []
-    inbox.send(taken.append)
-    inbox.deliver(cast(Loop, None))
+    arrivals, taken = Arrivals(), []
+    arrivals.send(taken.append)
+    arrivals.deliver(cast(Loop, None))
     assert taken
-    assert start(inbox.wait).result(timeout=PATIENCE)
+    assert start(arrivals.wait).result(timeout=PATIENCE)
 
 
 # ---- device memory
@@ -215,14 +215,14 @@ def test_whoever_serves_is_called_even_if_another_has_taken_the_message():
 @pytest.mark.parametrize("asked", ["model", "engine"])
 def test_an_engine_lets_an_old_device_side_go_before_a_new_one_is_made(model, engine, monkeypatch, asked):
     engine.generate(PROMPT, greedy(2))
-    old, made = weakref.ref(model.compiled.device_model()), []
-    original = device_side.DeviceModel
+    old, made = weakref.ref(model.compiled.model_runner()), []
+    original = runner_lifecycle.DeviceModel
 
     def new(*args: Any, **kwargs: Any) -> Any:
         made.append(old() is None)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(device_side, "DeviceModel", new)
+    monkeypatch.setattr(runner_lifecycle, "DeviceModel", new)
     model.to(torch.float64)
     if asked == "model":
         alone(model, PROMPT, 2)
@@ -235,14 +235,14 @@ def test_an_engine_lets_an_old_device_side_go_before_a_new_one_is_made(model, en
 def test_requests_of_a_model_that_was_moved_end_and_its_old_device_side_goes_first(model, engine, monkeypatch):
     handle = engine.submit(PROMPT, greedy(120))
     next(iter(handle))
-    old, made = weakref.ref(model.compiled.device_model()), []
-    original = device_side.DeviceModel
+    old, made = weakref.ref(model.compiled.model_runner()), []
+    original = runner_lifecycle.DeviceModel
 
     def new(*args: Any, **kwargs: Any) -> Any:
         made.append(old() is None)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(device_side, "DeviceModel", new)
+    monkeypatch.setattr(runner_lifecycle, "DeviceModel", new)
     with engine.paused():
         model.to(torch.float64)
     with pytest.raises(RuntimeError, match="moved or converted while requests were running"):
@@ -254,7 +254,7 @@ def test_requests_of_a_model_that_was_moved_end_and_its_old_device_side_goes_fir
 def test_a_closed_engine_holds_no_device_memory(model, one_thread):
     with Engine(model) as engine:
         engine.generate(PROMPT, greedy(2))
-        device_model = weakref.ref(model.compiled.device_model())
+        model_runner = weakref.ref(model.compiled.model_runner())
     assert (engine.stats().finished, engine.stats().new_tokens) == (1, 2)
-    model.compiled.device_side.present = None
-    assert device_model() is None
+    model.compiled.runner_lifecycle.present = None
+    assert model_runner() is None

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from compiled_llm.execution.lifecycle import device_side
+from compiled_llm.execution.lifecycle import runner_lifecycle
 from compiled_llm.execution.threads.calling_thread import CallingThread
 from compiled_llm.execution.threads.device_thread import DeviceThread
 
@@ -13,5 +13,5 @@ from compiled_llm.execution.threads.device_thread import DeviceThread
 @pytest.fixture(scope="module", params=[CallingThread, DeviceThread])
 def executor(request: pytest.FixtureRequest) -> Iterator[type]:
     """What holds on the caller's own thread, and on one that cudagraph trees need."""
-    with mock.patch.object(device_side, "executor_for", lambda device, config: request.param(device)):
+    with mock.patch.object(runner_lifecycle, "executor_for", lambda device, config: request.param(device)):
         yield request.param

@@ -58,4 +58,4 @@ def test_a_captured_step_keeps_its_partition_while_rows_grow(seed: int) -> None:
 
 
 def plans_of(model: Any, bucket: int) -> list[Plan]:
-    return model.compiled.device_model()._planner._plans[bucket]
+    return model.compiled.model_runner()._planner._plans[bucket]

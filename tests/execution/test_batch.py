@@ -14,7 +14,7 @@ import compiled_llm
 from compiled_llm import OutOfPagesError
 from compiled_llm.execution.batch import Batch, Extension, StepOutput
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
-from compiled_llm.execution.device_model import ModelRunner
+from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.kvcache.row import Row
 from support.execution.alone import Alone
 from support.tiny_models import tiny_qwen3
@@ -31,16 +31,16 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.model: PreTrainedModel = compiled_llm.wrap(tiny_qwen3(**OVERRIDES), **OPTIONS, progress=False)
-        self.device_model: ModelRunner = self.model.compiled.device_model()
-        self.persistent = PersistentBatch(self.device_model.state, self.device_model.decode)
+        self.model_runner: ModelRunner = self.model.compiled.model_runner()
+        self.persistent = PersistentBatch(self.model_runner.state, self.model_runner.decode)
         self.twins: dict[Row, Alone] = {}
 
     def row(self) -> Row:
-        return Row(self.device_model.pool, 0)
+        return Row(self.model_runner.pool, 0)
 
     def run(self, decode: list[Row] | None = None, extend: list[Extension] | None = None) -> StepOutput:
-        step: StepOutput = self.device_model.thread.call(
-            self.device_model.run, Batch(decode or [], extend or []), self.persistent
+        step: StepOutput = self.model_runner.thread.call(
+            self.model_runner.run, Batch(decode or [], extend or []), self.persistent
         )
         for row in decode or []:
             self.twins[row].feed([self.twins[row].next])
@@ -106,7 +106,7 @@ def test_rows_decode_beside_a_prompt_and_with_it_from_the_next_step_on(scheduler
 def test_a_step_of_both_parts_that_finds_no_pages_changes_nothing(scheduler, seed, full):
     rows = [scheduler.row(), scheduler.row()]
     scheduler.run(extend=[Extension.of(row, ids_of(6, seed)) for row in rows])  # both enter a page next
-    pool, new = scheduler.device_model.pool, scheduler.row()
+    pool, new = scheduler.model_runner.pool, scheduler.row()
     left = pool.available
     pages = left if full == "a row that decodes finds none" else left + 1
     before = [(list(row.pages), row.length, row.position) for row in rows]

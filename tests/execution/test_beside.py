@@ -25,8 +25,8 @@ from compiled_llm.compilation.graphs.rolling import RollingCudaGraphs
 from compiled_llm.compilation.graphs.slices import SlicedThread
 from compiled_llm.compilation.inputs import Shape
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
+from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.prefill.prefill import Prefill
-from compiled_llm.execution.runner import GenerateLoop
 from compiled_llm.kvcache.row import Row
 from support.execution.model_changes import other_attribute
 from support.execution.stand_in_cuda_graphs import StandIn, StandInGraphCapture, let_a_cpu_capture
@@ -71,11 +71,11 @@ def prompt_of(length: int) -> list[int]:
 
 def runner_of(model: Any, exact: bool) -> GenerateLoop:
     """A loop; one that is not exact pads steps as an engine's does."""
-    runner: GenerateLoop = model.compiled.runner()
+    generate_loop: GenerateLoop = model.compiled.generate_loop()
     if not exact:
-        device_model = model.compiled.device_model()
-        runner._persistent = PersistentBatch(device_model.state, device_model.decode)
-    return runner
+        model_runner = model.compiled.model_runner()
+        generate_loop._persistent = PersistentBatch(model_runner.state, model_runner.decode)
+    return generate_loop
 
 
 class Rows(RuleBasedStateMachine):
@@ -90,13 +90,13 @@ class Rows(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.device_model = self.model.compiled.device_model()
-        self.cuda_graphs = self.device_model.readiness.cuda_graphs
-        self.device_model.readiness.ready -= self.cuda_graphs.forget()
+        self.model_runner = self.model.compiled.model_runner()
+        self.cuda_graphs = self.model_runner.graph_manager.cuda_graphs
+        self.model_runner.graph_manager.ready -= self.cuda_graphs.forget()
         self.before = self.model.compiled.cuda_graphs
         self.caplog.clear()
         self.failed = 0
-        self.runner = runner_of(self.model, self.exact)
+        self.generate_loop = runner_of(self.model, self.exact)
         self.lengths: dict[Row, int] = {}
         self.tokens: dict[Row, list[int]] = {}
 
@@ -104,7 +104,7 @@ class Rows(RuleBasedStateMachine):
     @rule(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=4))
     def admit(self, lengths: list[int]) -> None:
         for length in lengths[: 8 - len(self.lengths)]:
-            row = self.runner.admit(prompt_of(length), LONGEST + 2)
+            row = self.generate_loop.admit(prompt_of(length), LONGEST + 2)
             self.lengths[row], self.tokens[row] = length, []
         self.step(1)
 
@@ -114,7 +114,7 @@ class Rows(RuleBasedStateMachine):
         if not late:
             finish_all()
         for _ in range(count):
-            self.read(self.runner.step())
+            self.read(self.generate_loop.step())
             for row in [row for row, tokens in self.tokens.items() if len(tokens) >= LONGEST]:
                 self.release(row)
             if not self.lengths:
@@ -126,7 +126,7 @@ class Rows(RuleBasedStateMachine):
         self.release(list(self.lengths)[which % len(self.lengths)])
 
     def release(self, row: Row) -> None:
-        self.runner.release(row)
+        self.generate_loop.release(row)
         del self.lengths[row], self.tokens[row]
 
     def read(self, tokens: dict[Row, int]) -> None:
@@ -142,11 +142,11 @@ class Rows(RuleBasedStateMachine):
             self.failed += 1
         finish_all()
 
-    @precondition(lambda self: self.runner.steps > 40)
+    @precondition(lambda self: self.generate_loop.steps > 40)
     @rule()
     def the_model_changes(self) -> None:
         """All CUDA graphs go, and the one that is underway with them."""
-        self.device_model.readiness.ready -= self.cuda_graphs.forget()
+        self.model_runner.graph_manager.ready -= self.cuda_graphs.forget()
 
     @invariant()
     def tokens_are_huggingfaces(self) -> None:
@@ -165,7 +165,7 @@ class Rows(RuleBasedStateMachine):
         finish_all()
         while self.lengths:
             self.step(1)
-        self.runner.close()
+        self.generate_loop.close()
         assert_account_is_empty(self.model)
         failures = self.model.compiled.cuda_graphs.failures - self.before.failures
         said = [record for record in self.caplog.records if record.levelno == logging.WARNING]
@@ -195,26 +195,26 @@ def test_tokens_are_right_whatever_is_recorded_and_when(
     assert (table.padded > 0) == (not exact)
 
 
-def steps_of(runner: GenerateLoop, count: int) -> list[int]:
+def steps_of(generate_loop: GenerateLoop, count: int) -> list[int]:
     """Run steps, and return which bucket each ran in."""
     buckets = []
     for _ in range(count):
-        runner.step(unchanged=True)
-        buckets.append(runner._persistent.bucket)
+        generate_loop.step(unchanged=True)
+        buckets.append(generate_loop._persistent.bucket)
     return buckets
 
 
 def admitted(model: Any, rows: int, exact: bool = False) -> GenerateLoop:
-    runner = runner_of(model, exact)
+    generate_loop = runner_of(model, exact)
     for _ in range(rows):
-        runner.admit(prompt_of(9), 40)
-    runner.step()
-    device_model = model.compiled.device_model()
-    while device_model.readiness.cuda_graphs.captures_beside:  # the prefill
-        device_model.thread.call(device_model.go_on)
+        generate_loop.admit(prompt_of(9), 40)
+    generate_loop.step()
+    model_runner = model.compiled.model_runner()
+    while model_runner.graph_manager.cuda_graphs.captures_beside:  # the prefill
+        model_runner.thread.call(model_runner.go_on)
         finish_all()
-        device_model.thread.call(device_model.readiness.adopt)
-    return runner
+        model_runner.thread.call(model_runner.graph_manager.adopt)
+    return generate_loop
 
 
 def counts(model: Any, rows: int) -> tuple[int, int, int, int]:
@@ -227,12 +227,12 @@ def test_a_step_that_misses_its_recording_runs_in_the_next_larger_until_it_is_th
     model = wrapped()
     model.compiled.warmup([2])
     assert model.compiled.stats().buckets == [2, 8], "all can run in the largest"
-    runner = admitted(model, 3)
+    generate_loop = admitted(model, 3)
     finish_all()  # of the prefill
-    assert steps_of(runner, 3) == [8, 8, 8]
+    assert steps_of(generate_loop, 3) == [8, 8, 8]
     assert counts(model, 4) == (0, 0, 3, 3), "nobody waits for it"
     finish_all()
-    assert steps_of(runner, 2) == [4, 4]
+    assert steps_of(generate_loop, 2) == [4, 4]
     assert counts(model, 4) == (1, 2, 3, 3)
     assert model.compiled.events.used[4] >= 5, "a profile names what was wanted"
     assert model.compiled.events.used[8] == 0
@@ -244,35 +244,35 @@ def test_a_step_that_is_exact_or_nothing_larger_is_recorded_for_is_launched_as_i
     model = wrapped()
     model.compiled.warmup([2])
     if not exact:
-        model.compiled.device_model().state.cuda_graphs.drop([8])
-    runner = admitted(model, 3, exact)
+        model.compiled.model_runner().state.cuda_graphs.drop([8])
+    generate_loop = admitted(model, 3, exact)
     finish_all()
-    assert steps_of(runner, 2) == [4, 4]
+    assert steps_of(generate_loop, 2) == [4, 4]
     assert counts(model, 4) == (0, 0, 2, 0)
     finish_all()
-    assert steps_of(runner, 2) == [4, 4]
+    assert steps_of(generate_loop, 2) == [4, 4]
     assert counts(model, 4) == (1, 2, 2, 0)
 
 
 def test_what_nobody_misses_any_more_makes_room_but_not_what_all_can_run_in(monkeypatch: pytest.MonkeyPatch) -> None:
     model = wrapped(4, monkeypatch)
     model.compiled.warmup([2])
-    rolling = model.compiled.device_model().state.cuda_graphs
+    rolling = model.compiled.model_runner().state.cuda_graphs
     anchors = {8, Shape(2048, 8), Shape(512, 8)}
     for rows in (2, 3, 1, 2, 4):
-        runner = admitted(model, rows)
+        generate_loop = admitted(model, rows)
         for _ in range(3):
             finish_all()
-            steps_of(runner, 1)
+            steps_of(generate_loop, 1)
         assert anchors < {*rolling.of("decode", "prefill")}
-        runner.close()
+        generate_loop.close()
     assert model.compiled.cuda_graphs.evictions > 3
 
 
 def test_a_prompt_runs_in_the_next_larger_shape_while_its_own_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     model = wrapped(40, monkeypatch)
     model.compiled.warmup([1])
-    rolling = model.compiled.device_model().state.cuda_graphs
+    rolling = model.compiled.model_runner().state.cuda_graphs
     shapes = sorted(rolling.of("prefill"))
     assert shapes[0] == Shape(16, 2)
     rolling._evict(rolling.get(shapes[0]))
@@ -302,15 +302,15 @@ def test_no_prompt_runs_in_far_more_tokens_than_its_own(
     model, rng = wrapped(budget, monkeypatch), random.Random(seed)
     model.compiled.warmup([1, 2])
     for _ in range(30):
-        runner = runner_of(model, exact=False)
+        generate_loop = runner_of(model, exact=False)
         for _ in range(rng.randint(1, 8)):
-            runner.admit(prompt_of(rng.choice([*LENGTHS, 200])), 40)
+            generate_loop.admit(prompt_of(rng.choice([*LENGTHS, 200])), 40)
         for _ in range(rng.randint(1, 8)):
-            runner.step()
-        runner.close()
+            generate_loop.step()
+        generate_loop.close()
     for wanted, ran in served:
         assert ran.tokens <= max(4 * wanted.tokens, least), f"{wanted} ran in {ran}"
-    rolling = model.compiled.device_model().state.cuda_graphs
+    rolling = model.compiled.model_runner().state.cuda_graphs
     anchors = rolling.anchors["prefill"]
     assert {*anchors, *rolling.anchors["decode"]} <= {*rolling.of("decode", "prefill")}
     table = model.compiled.cuda_graphs
@@ -324,15 +324,15 @@ def test_what_makes_room_is_released_when_it_has_ended_and_nobody_waits_for_that
     ended: list[bool] = []
     model = wrapped(4, monkeypatch)
     model.compiled.warmup([2])
-    device_model = model.compiled.device_model()
-    rolling, cuda_graphs = device_model.state.cuda_graphs, device_model.readiness.cuda_graphs
+    model_runner = model.compiled.model_runner()
+    rolling, cuda_graphs = model_runner.state.cuda_graphs, model_runner.graph_manager.cuda_graphs
     monkeypatch.setattr(rolling, "_mark", lambda: lambda: bool(ended))
     monkeypatch.setattr(rolling, "_wait", lambda: pytest.fail("it waits for the device"))
-    evicted, runner = rolling.get(2).cuda_graph, runner_of(model, exact=False)
+    evicted, generate_loop = rolling.get(2).cuda_graph, runner_of(model, exact=False)
     for _ in range(3):
-        runner.admit(prompt_of(9), 40)
+        generate_loop.admit(prompt_of(9), 40)
     for _ in range(6):
-        runner.step(unchanged=runner.steps > 0)
+        generate_loop.step(unchanged=generate_loop.steps > 0)
         finish_all()
     table = model.compiled.cuda_graphs
     assert (table.evictions, table.captures, evicted.released) == (1, 5, False)
@@ -340,7 +340,7 @@ def test_what_makes_room_is_released_when_it_has_ended_and_nobody_waits_for_that
     assert cuda_graphs.captures_beside
     ended.append(True)
     for _ in range(3):
-        runner.step(unchanged=True)
+        generate_loop.step(unchanged=True)
         finish_all()
     assert evicted.released
     assert model.compiled.cuda_graphs.captures == 6, "captures go on"
@@ -352,14 +352,16 @@ def kept_by(rolling: RollingCudaGraphs) -> int:
 
 
 def alone_in(model: Any, length: int, exact: bool) -> list[int]:
-    runner = runner_of(model, exact)
-    row = runner.admit(prompt_of(length), 12)
+    generate_loop = runner_of(model, exact)
+    row = generate_loop.admit(prompt_of(length), 12)
     tokens: list[int] = []
     for _ in range(12):
-        tokens += [runner.step()[row]] if tokens or runner.steps > 1 else list(runner.step().values())
-    tokens += runner.drain().values()
+        tokens += (
+            [generate_loop.step()[row]] if tokens or generate_loop.steps > 1 else list(generate_loop.step().values())
+        )
+    tokens += generate_loop.drain().values()
     finish_all()
-    runner.close()
+    generate_loop.close()
     return tokens
 
 
@@ -368,14 +370,14 @@ def test_a_capture_that_fails_is_said_once_counted_and_tried_again_by_warmup(cap
     model = wrapped()
     model.compiled.warmup([1])
     for rows in (2, 4):
-        runner = admitted(model, rows)
+        generate_loop = admitted(model, rows)
         finish_all()
-        assert steps_of(runner, 1) == [rows]
+        assert steps_of(generate_loop, 1) == [rows]
         assert StandInGraphCapture.late
         StandInGraphCapture.late.pop().fail()
-        assert steps_of(runner, 2) == [rows, rows]
+        assert steps_of(generate_loop, 2) == [rows, rows]
         assert not StandInGraphCapture.late, "it is not tried again by itself"
-        runner.close()
+        generate_loop.close()
     said = [record for record in caplog.records if "could not be captured" in record.message]
     assert [record.levelname for record in said] == ["WARNING", "DEBUG"]
     assert "no capture" in said[0].message
@@ -413,34 +415,34 @@ def test_nothing_is_captured_any_more_when_a_call_or_the_engine_has_ended(monkey
 def test_a_capture_ends_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """To time tilings, Inductor waits for the whole device, which CUDA refuses while anything is captured."""
     model, underway = wrapped(), []
-    runner, programs = runner_of(model, exact=True), model.compiled.device_model().readiness.programs
+    generate_loop, programs = runner_of(model, exact=True), model.compiled.model_runner().graph_manager.programs
     decode = programs.decode
     monkeypatch.setattr(
         programs, "decode", lambda *given: (underway.append(len(StandInGraphCapture.late)), decode(*given))[1]
     )
-    runner.admit(prompt_of(9), LONGEST)
+    generate_loop.admit(prompt_of(9), LONGEST)
     while not StandInGraphCapture.late:
-        runner.admit(prompt_of(20), LONGEST)
-        runner.step()
+        generate_loop.admit(prompt_of(20), LONGEST)
+        generate_loop.step()
     monkeypatch.setattr(StandInGraphCapture, "slices", 1)
     underway.clear()
     model.compiled.warmup(4)
     assert underway
     assert not any(underway)
-    runner.close()
+    generate_loop.close()
 
 
 def test_a_model_that_changes_while_its_step_is_captured_computes_what_it_is_then() -> None:
     reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
     model.compiled.warmup([4])
     inputs = mixed_prompts([5, 18], 128, 1)
-    runner = admitted(model, 2)
+    generate_loop = admitted(model, 2)
     finish_all()
-    steps_of(runner, 1)
+    steps_of(generate_loop, 1)
     assert StandInGraphCapture.late
     other_attribute(model)
     finish_all()  # it finds out that it would have to compile
-    runner.close()
+    generate_loop.close()
     other_attribute(reference)
     torch.testing.assert_close(greedy(model, inputs, 12), greedy(reference, inputs, 12))
     assert model.compiled.cuda_graphs.failures == 1

@@ -174,7 +174,7 @@ def test_bounded_cuda_graphs_make_room_and_are_captured_again(seed):
 def test_bounded_cuda_graphs_leave_their_outputs_in_one_buffer(seed):
     model = compiled_llm.wrap(plain(), **OPTIONS, graph_memory="1GiB")
     model.compiled.warmup([1, 3])
-    rolling = model.compiled.device_model().state.cuda_graphs
+    rolling = model.compiled.model_runner().state.cuda_graphs
     outputs = [rolling.get(key).cuda_graph._outputs for key in rolling.of("decode", "prefill")]
     greedy(model, mixed_prompts([5, 9, 4], 128, seed), 3)
     with torch.no_grad():

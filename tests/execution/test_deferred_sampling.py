@@ -20,8 +20,8 @@ from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm.execution.batch import Batch, Extension, StepOutput
 from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
-from compiled_llm.execution.device_model import ModelRunner
-from compiled_llm.execution.state import device_state, sampling_graphs
+from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.execution.state import runner_state, sampling_graphs
 from compiled_llm.execution.state.sampling_graphs import SamplingGraphs
 from compiled_llm.kvcache.row import Row
 from support.execution.alone import Alone
@@ -53,8 +53,8 @@ class Constrained:
     def __init__(self, mode: str = "eager", beside: Constrained | None = None) -> None:
         plain = tiny_qwen3(**OVERRIDES)
         self.model: PreTrainedModel = compiled_llm.wrap(plain, **OPTIONS, mode=mode) if beside is None else beside.model
-        self.device_model: ModelRunner = self.model.compiled.device_model()
-        self.persistent = PersistentBatch(self.device_model.state, self.device_model.decode)
+        self.model_runner: ModelRunner = self.model.compiled.model_runner()
+        self.persistent = PersistentBatch(self.model_runner.state, self.model_runner.decode)
         self.twins: dict[Row, Alone] = {}
         self.texts: dict[Row, list[int]] = {}
         self.constrained: set[Row] = set()
@@ -62,10 +62,10 @@ class Constrained:
         self.seen: list[StepOutput] = []
 
     def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.device_model.thread.call(function, *args, **kwargs)
+        return self.model_runner.thread.call(function, *args, **kwargs)
 
     def admit(self, prompt: NDArray[np.int64], constrained: bool = True, penalised: bool = False) -> Row:
-        row = Row(self.device_model.pool, 0)
+        row = Row(self.model_runner.pool, 0)
         sampling = PENALISED if penalised else Sampling(temperature=0.0)
         if constrained:
             fields = {"mask": mask_after(int(prompt[-1])), "deferred": True}
@@ -73,13 +73,13 @@ class Constrained:
             self.constrained.add(row)
         if penalised:
             self.penalised.add(row)
-        self.call(self.device_model.state.slots.admit, [row], [sampling])
+        self.call(self.model_runner.state.slots.admit, [row], [sampling])
         self.texts[row] = []
         return row
 
     def run(self, decode: Sequence[Row] = (), extend: Sequence[Extension] = (), unchanged: bool = False) -> StepOutput:
         batch = Batch(list(decode), list(extend), observer=self.seen.append)
-        step: StepOutput = self.call(self.device_model.run, batch, self.persistent, unchanged)
+        step: StepOutput = self.call(self.model_runner.run, batch, self.persistent, unchanged)
         for row in decode:
             self.twins[row].feed(self.texts[row][-1:])
         for extension in extend:
@@ -96,11 +96,11 @@ class Constrained:
                 self.take(row, token)
         return step
 
-    def sample(self, without: Sequence[Row] = (), **edited: Any) -> StepOutput:
+    def sample(self, without: Sequence[Row] = (), **processed: Any) -> StepOutput:
         """Choose what waits, with the masks that follow from the tokens so far."""
         rows = [row for row in self.persistent.deferred.rows if self.texts[row] and row not in without]
         masks = Masks(rows, np.stack([mask_after(self.texts[row][-1]) for row in rows])) if rows else None
-        step: StepOutput = self.call(self.device_model.sample_deferred, self.persistent, masks, **edited)
+        step: StepOutput = self.call(self.model_runner.sample_deferred, self.persistent, masks, **processed)
         for row, token in zip(step.rows, step.tokens.tolist(), strict=True):
             if row.slot is not None:
                 self.take(row, token)
@@ -156,7 +156,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a CPU capture choices."""
     monkeypatch.setattr(sampling_graphs, "GraphCapture", ReplayedGraphCapture)
     monkeypatch.setattr(
-        device_state, "SamplingGraphs", lambda device, records, rolling: SamplingGraphs(device, True, rolling)
+        runner_state, "SamplingGraphs", lambda device, records, rolling: SamplingGraphs(device, True, rolling)
     )
 
 
@@ -165,7 +165,7 @@ def batch(request: pytest.FixtureRequest) -> Constrained:
     if request.param == "captured":
         request.getfixturevalue("captures")
     made = Constrained()
-    made.call(made.device_model.prepare_deferred, [2, 5])
+    made.call(made.model_runner.prepare_deferred, [2, 5])
     return made
 
 
@@ -204,9 +204,9 @@ def test_a_row_that_ends_before_its_choice_is_left_out_and_its_slot_is_free(batc
     batch.run(decode=[ended, row])
     ended.free()
     new = batch.admit(ids_of(4, seed), constrained=False)  # takes the slot
-    before = batch.device_model.state.slots.tables.counts.clone()
+    before = batch.model_runner.state.slots.tables.counts.clone()
     assert dict(zip(*batch.sample()[::2], strict=True))[ended] == NOT_A_TOKEN
-    assert torch.equal(before, batch.device_model.state.slots.tables.counts)
+    assert torch.equal(before, batch.model_runner.state.slots.tables.counts)
     batch.run(decode=[row], extend=[Extension.of(new, ids_of(4, seed))])
     batch.sample()
     batch.run(decode=[row, new])
@@ -237,7 +237,7 @@ def test_a_processor_of_the_users_own_gets_a_copy_and_has_its_say(batch, seed):
     own.zero_()
     own[wanted] = 1.0
     batch.twins[rows[0]].logits = own
-    chosen = batch.sample(edited={rows[0]: own})
+    chosen = batch.sample(processed={rows[0]: own})
     assert chosen.tokens[0] == wanted
     assert torch.equal(step.logits, before)
     assert torch.equal(chosen.logits, before), "observers see what the model has computed"
@@ -247,7 +247,7 @@ def test_a_step_before_the_choice_is_refused(batch, seed):
     rows = begun(batch, seed, 5, 2)
     batch.run(decode=rows)
     with pytest.raises(RuntimeError, match="the rows have no next tokens"):
-        batch.device_model.run(Batch(rows), batch.persistent, unchanged=True)
+        batch.model_runner.run(Batch(rows), batch.persistent, unchanged=True)
     batch.sample()
     batch.run(decode=rows)
     batch.sample()
@@ -258,7 +258,7 @@ def test_masks_are_for_rows_that_came_in_with_one(batch, seed):
     plain, prompt = batch.admit(ids_of(4, seed), constrained=False), ids_of(4, seed)
     batch.run(decode=rows, extend=[Extension.of(plain, prompt)])
     with pytest.raises(ValueError, match="comes in with one"):
-        batch.device_model.sample_deferred(batch.persistent, Masks([plain], mask_after(3)[None]))
+        batch.model_runner.sample_deferred(batch.persistent, Masks([plain], mask_after(3)[None]))
     batch.sample()
 
 
@@ -278,7 +278,7 @@ def test_observers_see_each_row_once_with_its_token(batch, seed):
 
 
 def test_captured_choices_are_replayed_and_more_of_them_are_captured(batch, seed):
-    graphs, replayed = batch.device_model.state.sampling_graphs, []
+    graphs, replayed = batch.model_runner.state.sampling_graphs, []
     graphs.sample = lambda bucket, masked: replayed.append(bucket) or SamplingGraphs.sample(graphs, bucket, masked)
     rows = begun(batch, seed, 5, 2, 4)
     batch.run(decode=rows)
@@ -288,13 +288,13 @@ def test_captured_choices_are_replayed_and_more_of_them_are_captured(batch, seed
     captured = bool(graphs.buckets)
     assert replayed == ([5, 5, 2] if captured else [])
     batch.run(decode=rows[:1])
-    batch.call(batch.device_model.prepare_deferred, [1, 4])  # what is kept is sampled from, without a graph
+    batch.call(batch.model_runner.prepare_deferred, [1, 4])  # what is kept is sampled from, without a graph
     batch.sample()
     batch.run(decode=rows[:1])
     batch.sample()
     assert replayed == ([5, 5, 2, 1] if captured else [])
     batch.run(decode=rows[1:2])
-    batch.call(batch.device_model.prepare_deferred, [3])
+    batch.call(batch.model_runner.prepare_deferred, [3])
     batch.run(decode=rows[2:])  # these two are sampled together, from two places
     batch.sample()
     assert replayed == ([5, 5, 2, 1] if captured else [])
@@ -303,9 +303,9 @@ def test_captured_choices_are_replayed_and_more_of_them_are_captured(batch, seed
 
 def test_choices_whose_graphs_made_room_are_launched(captures, seed):
     batch = Constrained()
-    rolling, graphs = batch.device_model.state.cuda_graphs, batch.device_model.state.sampling_graphs
+    rolling, graphs = batch.model_runner.state.cuda_graphs, batch.model_runner.state.sampling_graphs
     rolling.budget = Budget(most=3)
-    batch.call(batch.device_model.prepare_deferred, [2, 5])
+    batch.call(batch.model_runner.prepare_deferred, [2, 5])
     assert set(rolling.of("sampling")) == {SamplingKey(5, False), SamplingKey(5, True), SamplingKey(2, False)}, (
         "there is room for three"
     )
@@ -326,28 +326,28 @@ def test_choices_whose_graphs_made_room_are_launched(captures, seed):
 
 def test_what_was_captured_is_captured_again_after_sleep(captures, seed):
     batch = Constrained()
-    batch.call(batch.device_model.prepare_deferred, [2, 4])
+    batch.call(batch.model_runner.prepare_deferred, [2, 4])
     with compiled_llm.Engine(batch.model) as engine:
         engine.sleep()
         engine.wake()
-    state = batch.model.compiled.device_model().state
-    assert state is not batch.device_model.state
+    state = batch.model.compiled.model_runner().state
+    assert state is not batch.model_runner.state
     assert state.sampling_graphs.buckets == [2, 4]
 
 
 def answers(settings: Sequence[Sampling], late: bool) -> list[list[int]]:
     """What a runner's rows get; on CUDA it reads late."""
     batch = Constrained()
-    runner = batch.model.compiled.runner()
-    rows = [runner.admit(ids_of(4 + number, 0), 12, own) for number, own in enumerate(settings)]
+    generate_loop = batch.model.compiled.generate_loop()
+    rows = [generate_loop.admit(ids_of(4 + number, 0), 12, own) for number, own in enumerate(settings)]
     arrived = []
     for _ in range(12):
-        arrived.append(runner.step())
+        arrived.append(generate_loop.step())
         if not late:
-            arrived.append(runner.drain())
-    while last := runner.drain():
+            arrived.append(generate_loop.drain())
+    while last := generate_loop.drain():
         arrived.append(last)
-    runner.close()
+    generate_loop.close()
     return [[tokens[row] for tokens in arrived if row in tokens] for row in rows]
 
 
@@ -367,8 +367,8 @@ def test_rows_under_a_grammar_keep_their_slots_while_others_come(batch, seed):
     """They would come back with other counts and masks than they left with; and their tokens may not be sampled yet."""
     rows = begun(batch, seed, 5, 2)
     batch.run(decode=rows)
-    slots = batch.device_model.state.slots
-    others = [Row(batch.device_model.pool, 0) for _ in range(slots.padding)]
+    slots = batch.model_runner.state.slots
+    others = [Row(batch.model_runner.pool, 0) for _ in range(slots.padding)]
     with pytest.raises(RuntimeError, match="whose penalties or grammars need them"):
         batch.call(slots.admit, others, [None] * len(others))
     batch.call(slots.admit, others[2:], [None] * len(others[2:]))
@@ -398,12 +398,12 @@ def test_a_fork_goes_its_own_way(batch, seed):
     (row,) = begun(batch, seed, 5)
     fork = row.fork()
     sampling = Sampling(temperature=0.0, mask=mask_after(batch.texts[row][-1]), deferred=True)
-    batch.call(batch.device_model.state.slots.admit, [fork], [sampling])
+    batch.call(batch.model_runner.state.slots.admit, [fork], [sampling])
     other = allowed_after(int(ids_of(5, seed)[-1]))[3]  # where the row went another way
     batch.twins[fork], batch.texts[fork] = Alone(tiny_qwen3(**OVERRIDES), ids_of(5, seed).tolist()), [other]
     batch.constrained.add(fork)
     given = Batch([row, fork], tokens=torch.tensor([batch.texts[row][-1], other]))
-    batch.call(batch.device_model.run, given, batch.persistent)
+    batch.call(batch.model_runner.run, given, batch.persistent)
     for each in (row, fork):
         batch.twins[each].feed(batch.texts[each][-1:])
     batch.sample()

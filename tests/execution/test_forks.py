@@ -142,14 +142,14 @@ def test_while_another_thread_generates(model, seed):
 def test_while_another_thread_holds_every_lock_inside_a_step(model, seed):
     inputs = mixed_prompts([5, 9], 128, seed)
     expected = greedy(model, inputs, 6)
-    runtime, device_model = model.compiled, model.compiled.device_model()
+    runtime, model_runner = model.compiled, model.compiled.model_runner()
     kept = [model.generate(**inputs, max_new_tokens=3, return_dict_in_generate=True)]
     locks = [
-        device_model.pool.lock,
+        model_runner.pool.lock,
         runtime.loop_lock.taken(),
         runtime.loop_lock._condition._own,
         runtime.calls._changed._own,
-        runtime.device_side._allocation,
+        runtime.runner_lifecycle._allocation,
         runtime.counters._lock,
         runtime.events.generating._lock,
         runtime.facts.attention.original(),
@@ -166,7 +166,7 @@ def test_while_another_thread_holds_every_lock_inside_a_step(model, seed):
         kept.clear()  # its pages go back
         check_child(model)
 
-    with another_thread(lambda held: device_model.thread.call(step, held)):
+    with another_thread(lambda held: model_runner.thread.call(step, held)):
         forked(check)
     kept.clear()
     assert torch.equal(greedy(model, inputs, 6), expected)

@@ -125,7 +125,7 @@ def test_ctrl_c_at_every_call_and_return_leaves_the_lock_free_and_ctrl_c_as_it_w
 
 BOOKS = (
     *("kvcache/pool.py", "kvcache/row.py", "paged_cache.py", "paged_layer.py", "runner.py", "growth.py"),
-    *("device_model.py", "persistent_batch.py", "interrupts.py"),
+    *("model_runner.py", "persistent_batch.py", "interrupts.py"),
 )
 
 
@@ -152,12 +152,12 @@ def test_ctrl_c_at_every_call_and_return_of_a_forward_leaves_whole_books(model, 
         moment += 4
         cache = copy.deepcopy(kept)
         done = not interrupted_at(moment, lambda cache=cache: turn_of_a_chat(cache), BOOKS)
-        pool = model.compiled.device_model().pool
-        rows = [*kept.runner.rows, *cache.runner.rows]
+        pool = model.compiled.model_runner().pool
+        rows = [*kept.generate_loop.rows, *cache.generate_loop.rows]
         owned = [page for row in rows for page in row.pages]
         assert all(pool._owners[page] == owned.count(page) for page in range(1, pool.total + 1)), moment
         assert pool.available == pool.total - len(set(owned)), moment
-        for row, stored in zip(cache.runner.rows, cache.stored, strict=True):
+        for row, stored in zip(cache.generate_loop.rows, cache.stored, strict=True):
             assert row.length == row.position == stored.sum(), moment
             assert len(row.pages) == pool.pages_for(row.length), moment
         assert (_State.allowed, _State.pending) == (True, False), moment

@@ -161,11 +161,11 @@ def test_each_bucket_is_recorded_once_and_only_replayed_ever_after(seed: int) ->
 
 def test_a_decode_step_launches_one_graph_and_no_kernel_beside_it(small: PreTrainedModel) -> None:
     """What Inductor keeps out of a CUDA graph it launches by itself, without counting a skip."""
-    runner = small.compiled.runner()
+    generate_loop = small.compiled.generate_loop()
     for length in (3, 5, 4):
-        runner.admit([7] * length, 20)
+        generate_loop.admit([7] * length, 20)
     for _ in range(3):
-        runner.step()
+        generate_loop.step()
     cuda = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=cuda):
         torch.cuda.synchronize()  # the profiler has to be started on this thread before any other
@@ -173,12 +173,12 @@ def test_a_decode_step_launches_one_graph_and_no_kernel_beside_it(small: PreTrai
     def launches_of(steps: int) -> list[str]:
         with torch.profiler.profile(activities=cuda) as profile:
             for _ in range(steps):
-                runner.step()
+                generate_loop.step()
             torch.cuda.synchronize()
         return [event.name for event in profile.events() if re.match("cu(da)?(Graph)?Launch", event.name)]
 
-    launches = small.compiled.device_model().thread.call(launches_of, 4)
-    runner.close()
+    launches = small.compiled.model_runner().thread.call(launches_of, 4)
+    generate_loop.close()
     if not launches:
         pytest.skip("the profiler shows no launches on this machine")
     assert launches == ["cudaGraphLaunch"] * 4
@@ -250,7 +250,7 @@ def test_steps_past_the_end_stay_within_the_rows_own_pages(
     small: PreTrainedModel, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lengths end on page boundaries, rows end early and late, and no page is touched that no row has taken."""
-    pages, taken = small.compiled.device_model().state.pages, set()
+    pages, taken = small.compiled.model_runner().state.pages, set()
     take = PagePool.take_reserved
 
     def noted(pool: PagePool, count: int) -> list[int]:
@@ -426,52 +426,52 @@ def test_a_step_that_uploads_returns_while_the_device_sleeps(
 
     The prompts are such that from the fourth decode step on, each step takes one row into a new page.
     """
-    device_model = small.compiled.device_model()
+    model_runner = small.compiled.model_runner()
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(SMALL["vocab_size"], (n,), generator=generator).numpy() for n in (13, 12, 11, 10, 6)]
 
-    edited = Sampling(**{**EVERYTHING, "seen": prompts[4], "start": 0}, seed=5)
+    processed = Sampling(**{**EVERYTHING, "seen": prompts[4], "start": 0}, seed=5)
     coming = {
         "a row comes in": [None],
         "a sampled row comes in": [Sampling(top_k=20, seed=3)],
-        "rows with all settings come in": [edited] * 4,
+        "rows with all settings come in": [processed] * 4,
     }
-    prepared = small.compiled.runner()  # what prompts of so many rows need is captured
+    prepared = small.compiled.generate_loop()  # what prompts of so many rows need is captured
     for sampling in coming.get(event, [None]):
         prepared.admit(prompts[4], 40, sampling)
     prepared.step()
     prepared.close()
 
     def play(cycles: int) -> list[list[int]]:
-        runner = small.compiled.runner()
-        rows = [runner.admit(prompt, 40) for prompt in prompts[:4]]
-        arrived = [runner.step() for _ in range(4)]
+        generate_loop = small.compiled.generate_loop()
+        rows = [generate_loop.admit(prompt, 40) for prompt in prompts[:4]]
+        arrived = [generate_loop.step() for _ in range(4)]
         torch.cuda.synchronize()
         if event == "a row leaves":
-            runner.release(rows[3])
+            generate_loop.release(rows[3])
         for sampling in coming.get(event, ()):
-            runner.admit(prompts[4], 40, sampling)
-        uploads, asleep = device_model.events.uploads.total(), torch.cuda.Event()
+            generate_loop.admit(prompts[4], 40, sampling)
+        uploads, asleep = model_runner.events.uploads.total(), torch.cuda.Event()
         torch.cuda.set_sync_debug_mode("error")
         try:
             torch.cuda._sleep(cycles)
             asleep.record()
             start = time.perf_counter()
-            arrived.append(runner.step())
+            arrived.append(generate_loop.step())
             for _ in range(launches - 1):
-                device_model.thread.call(runner._launch, None)
+                model_runner.thread.call(generate_loop._launch, None)
             took, over = time.perf_counter() - start, asleep.query()
         finally:
             torch.cuda.set_sync_debug_mode("default")
         if cycles == SLEEP:
             assert not over, f"{launches} launches took {took:.3f} s, when the device had woken up"
         # Rows of FlashInfer's are planned whenever one enters a page; ours know the pages ahead.
-        planned = device_model.decode.follows_pages
+        planned = model_runner.decode.follows_pages
         expected = {"rows enter pages": 3 * planned, "a row leaves": 1 + planned}.get(event, 1)
-        assert device_model.events.uploads.total() - uploads == expected
-        while last := runner.drain():
+        assert model_runner.events.uploads.total() - uploads == expected
+        while last := generate_loop.drain():
             arrived.append(last)
-        runner.close()
+        generate_loop.close()
         return [list(tokens.values()) for tokens in arrived]
 
     awake = play(1)

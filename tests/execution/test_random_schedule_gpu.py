@@ -82,22 +82,22 @@ def play(
     model: PreTrainedModel, schedule: list[Step], *, upload_each_step: bool = False
 ) -> tuple[list[Tensor], list[dict[int, int]]]:
     """Run a schedule as fast as it goes; return each step's `[B, V]` logits and each row's token."""
-    device_model, runner = model.compiled.device_model(), model.compiled.runner()
+    model_runner, generate_loop = model.compiled.model_runner(), model.compiled.generate_loop()
     rows: dict[int, Row] = {}
     forced = [None if step.forced is None else torch.tensor(step.forced).to(DEVICE) for step in schedule]
     logits, arrived = [], []
     for step, tokens in zip(schedule, forced, strict=True):
         for number in step.released:
-            runner.release(rows[number])
+            generate_loop.release(rows[number])
         for number, prompt in step.admitted.items():
-            rows[number] = runner.admit(prompt, PROMISE + 1)
+            rows[number] = generate_loop.admit(prompt, PROMISE + 1)
         if upload_each_step and not step.admitted:
-            device_model.thread.call(device_model.decode.claim, None)  # rows out of the buffers: it uploads again
-        arrived.append(runner.step(tokens))
-        logits.append(runner.logits())
-    while last := runner.drain():
+            model_runner.thread.call(model_runner.decode.claim, None)  # rows out of the buffers: it uploads again
+        arrived.append(generate_loop.step(tokens))
+        logits.append(generate_loop.logits())
+    while last := generate_loop.drain():
         arrived.append(last)
-    runner.close()
+    generate_loop.close()
     numbers = {row: number for number, row in rows.items()}
     return logits, [{numbers[row]: token for row, token in tokens.items()} for tokens in arrived[1:]]
 
@@ -212,7 +212,7 @@ def test_the_schedule_shows_page_tables_that_are_not_renewed(seed: int, monkeypa
     """What the tests above are good for. A row past the pages that its slot names goes on in nobody's."""
     twins = twins_of(small_qwen3(seed))
     twins.wrapped.compiled.warmup()
-    listing, stale = Slots.list_pages, twins.wrapped.compiled.device_model().state.slots
+    listing, stale = Slots.list_pages, twins.wrapped.compiled.model_runner().state.slots
 
     def list_pages(slots: Slots, rows: Sequence[Row]) -> bool:
         for row in rows if slots is stale else ():

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.compilation.graphs.capture import CapturedGraph, GraphCapture
-from compiled_llm.execution.device_model import ModelRunner
+from compiled_llm.execution.model_runner import ModelRunner
 from support.execution.twins import DEVICE, OPTIONS, assert_parity, parity, prompts_on_device, small_qwen3, twins_of
 from support.gpu import needs_cuda
 from support.parity import assert_account_is_empty, greedy
@@ -51,27 +51,27 @@ def taken() -> int:
     return total - free
 
 
-def record(device_model: ModelRunner, number: int) -> None:
+def record(model_runner: ModelRunner, number: int) -> None:
     """Have one more decode step or prefill captured, unless it is."""
-    shapes = [shape for rows in (1, 4) for shape in device_model.prefill.captured_shapes(rows)[:8]]
+    shapes = [shape for rows in (1, 4) for shape in model_runner.prefill.captured_shapes(rows)[:8]]
     buckets = [1, 2, 4, 8, 16, 17]
     if number % 2:
-        device_model.thread.call(device_model.decode.make_ready, buckets[number // 2 % len(buckets)])
+        model_runner.thread.call(model_runner.decode.make_ready, buckets[number // 2 % len(buckets)])
     else:
-        device_model.thread.call(device_model.prefill.capture_shapes, [shapes[number // 2 % len(shapes)]])
+        model_runner.thread.call(model_runner.prefill.capture_shapes, [shapes[number // 2 % len(shapes)]])
 
 
 def test_memory_is_flat_over_a_thousand_cuda_graphs(wrapped: Callable[..., PreTrainedModel], seed: int) -> None:
     model = wrapped(max_graphs=4)
-    device_model = model.compiled.device_model()
+    model_runner = model.compiled.model_runner()
     inputs = prompts_on_device([5, 18, 40], seed)
     before = taken()
     for number in range(60):
-        record(device_model, number)
+        record(model_runner, number)
     expected = greedy(model, inputs, 20)
     settled, seen, number = taken(), [], 60
     while model.compiled.cuda_graphs.captures < CAPTURES:
-        record(device_model, number)
+        record(model_runner, number)
         number += 1
         if number % 100 == 0:
             seen.append(taken())
@@ -82,7 +82,7 @@ def test_memory_is_flat_over_a_thousand_cuda_graphs(wrapped: Callable[..., PreTr
     assert table.evictions >= CAPTURES - 4
     assert max(seen) <= settled * 1.01
     assert taken() <= settled * 1.01
-    counters = device_model.readiness.cuda_graphs._capturer._counters  # type: ignore[union-attr]
+    counters = model_runner.graph_manager.cuda_graphs._capturer._counters  # type: ignore[union-attr]
     assert counters.nbytes <= 2 * 2**20
     torch.testing.assert_close(greedy(model, inputs, 20), expected)
     assert model.compiled.stats().recompiles == 0
@@ -92,11 +92,11 @@ def test_memory_is_flat_over_a_thousand_cuda_graphs(wrapped: Callable[..., PreTr
 def test_what_was_evicted_gives_its_memory_back(wrapped: Callable[..., PreTrainedModel]) -> None:
     model = wrapped()
     model.compiled.warmup([1])
-    device_model = model.compiled.device_model()
+    model_runner = model.compiled.model_runner()
     few = taken()
     for number in range(100):
-        record(device_model, number)
-    many, rolling = taken(), device_model.state.cuda_graphs
+        record(model_runner, number)
+    many, rolling = taken(), model_runner.state.cuda_graphs
     table = model.compiled.cuda_graphs
     print(table)
 
@@ -108,12 +108,12 @@ def test_what_was_evicted_gives_its_memory_back(wrapped: Callable[..., PreTraine
         torch.cuda.current_stream().synchronize()
         assert rolling.release_ended()
 
-    device_model.thread.call(evict)
+    model_runner.thread.call(evict)
     after = taken()
     print(f"{few / 2**20:.1f} MiB with few, {many / 2**20:.1f} with {table.ready}, {after / 2**20:.1f} after")
     assert model.compiled.cuda_graphs.ready == 2
     assert after <= many  # the pool goes with its last graph, and the driver may keep what graphs took for others
-    device_model.thread.call(device_model.readiness.cuda_graphs.forget)
+    model_runner.thread.call(model_runner.graph_manager.cuda_graphs.forget)
     assert taken() <= few * 1.01
 
 

@@ -13,7 +13,7 @@ import compiled_llm
 from compiled_llm.compilation.sampling.bias import ALWAYS, Bias, packed
 from compiled_llm.compilation.sampling.masks import mask_of
 from compiled_llm.compilation.sampling.sampling import Sampling
-from compiled_llm.execution.runner import GenerateLoop
+from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.slots import Slots
 from compiled_llm.execution.state.staging import Staging
@@ -41,30 +41,30 @@ def begun(model: Any, seed: int, count: int, sampling: Sampling | None = None) -
     pairs = []
     for number in range(count):
         prompt = np.random.default_rng([seed, number]).integers(3, 128, 3 + number % 5)
-        runner = model.compiled.runner()
-        runner.admit(prompt, 60, sampling)
-        runner.step()
-        pairs.append((runner, Alone(tiny_qwen3(**OVERRIDES), prompt.tolist())))
+        generate_loop = model.compiled.generate_loop()
+        generate_loop.admit(prompt, 60, sampling)
+        generate_loop.step()
+        pairs.append((generate_loop, Alone(tiny_qwen3(**OVERRIDES), prompt.tolist())))
     return pairs
 
 
-def step(runner: GenerateLoop, twin: Alone) -> None:
-    runner.step(unchanged=True)
+def step(generate_loop: GenerateLoop, twin: Alone) -> None:
+    generate_loop.step(unchanged=True)
     twin.feed([twin.next])
-    torch.testing.assert_close(runner.logits()[0], twin.logits, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(generate_loop.logits()[0], twin.logits, rtol=1e-3, atol=1e-3)
 
 
 def test_a_row_on_its_seat_whose_slot_was_taken_goes_on_with_its_own_token(model, seed):
-    ((runner, twin),) = begun(model, seed, 1)
+    ((generate_loop, twin),) = begun(model, seed, 1)
     for _ in range(2):
-        step(runner, twin)
-    others = begun(model, seed + 1, SLOTS)  # prompts alone: nobody else takes the seats
+        step(generate_loop, twin)
+    others = begun(model, seed + 1, SLOTS)  # prompts alone: nobody else takes the batch indices
     for _ in range(6):
-        step(runner, twin)
+        step(generate_loop, twin)
     for other in others:
         step(*other)
         other[0].close()
-    runner.close()
+    generate_loop.close()
     assert_account_is_empty(model)
 
 
@@ -73,9 +73,9 @@ def test_many_more_rows_than_slots_take_turns(model, seed):
     for turn in range(12):
         for pair in pairs[turn % 3 :: 1 + turn % 2]:
             step(*pair)
-    for runner, _ in pairs:
-        runner.close()
-    slots = model.compiled.device_model().state.slots
+    for generate_loop, _ in pairs:
+        generate_loop.close()
+    slots = model.compiled.model_runner().state.slots
     assert len(slots._free) == slots.padding == SLOTS
     assert_account_is_empty(model)
 
@@ -108,15 +108,15 @@ def test_what_many_rows_bring_is_one_copy_and_rows_that_bring_nothing_write_noth
     plain = rows_of(12)
     slots.admit(plain, [Sampling(seed=seed) for seed in range(12)])
     assert copied == []
-    edited = rows_of(12)
-    slots.admit(edited, [Sampling(**EVERYTHING, seed=seed) for seed in range(12)])
+    processed = rows_of(12)
+    slots.admit(processed, [Sampling(**EVERYTHING, seed=seed) for seed in range(12)])
     assert copied == [1]
     tables = slots.tables
     for row in plain:
         assert not any(table[row.slot].any() for table in (tables.counts, tables.allowed, tables.biases))
     alone = tables_of([Sampling(**EVERYTHING)], 300)
     for name in ("counts", "allowed", "biases"):
-        for row in edited:
+        for row in processed:
             assert torch.equal(getattr(tables, name)[row.slot], getattr(alone, name)[0]), name
 
 
@@ -178,8 +178,8 @@ def test_settings_whose_writing_failed_are_written_again(monkeypatch):
     slots.admit([second], [masked])
     arena.flush()
     assert slots.tables.allowed[second.slot].tolist() == [~2]
-    assert slots.tables.edits[second.slot] == masked.edits
+    assert slots.tables.adjustments[second.slot] == masked.adjustments
     second.leave_slot()
     slots.admit([third], [None])
     arena.flush()
-    assert slots.tables.edits[third.slot] == 0
+    assert slots.tables.adjustments[third.slot] == 0

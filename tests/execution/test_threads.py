@@ -102,10 +102,10 @@ def test_the_callers_modes_compile_nothing(compiled, seed):
                 torch.testing.assert_close(greedy(compiled, inputs, 8).clone(), expected)
     before = compiled.compiled.graphs
     with torch.device("cpu"):
-        assert compiled.compiled.device_model().thread.call(lambda: len(torch.zeros(3))) == 3
-        assert compiled.compiled.device_model().thread.call(torch._C._len_torch_function_stack) == 0
+        assert compiled.compiled.model_runner().thread.call(lambda: len(torch.zeros(3))) == 3
+        assert compiled.compiled.model_runner().thread.call(torch._C._len_torch_function_stack) == 0
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
-        world = compiled.compiled.device_model().thread.call(
+        world = compiled.compiled.model_runner().thread.call(
             lambda: (torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled(), torch.is_grad_enabled())
         )
         assert torch.is_autocast_enabled("cpu")
@@ -128,7 +128,7 @@ def test_concurrent_calls_each_get_their_own_tokens(model, seed):
 @pytest.mark.core
 def test_concurrent_first_calls_allocate_once(seed):
     model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", **OPTIONS)
-    futures = [start(model.compiled.device_model) for _ in range(8)]
+    futures = [start(model.compiled.model_runner) for _ in range(8)]
     assert len({id(future.result(timeout=PATIENCE)) for future in futures}) == 1
 
 
@@ -334,7 +334,7 @@ import json, os, signal, sys, threading, time
 import torch, transformers, compiled_llm
 from compiled_llm.execution.threads.calling_thread import CallingThread
 from compiled_llm.execution.threads.device_thread import DeviceThread
-from compiled_llm.execution.lifecycle import device_side
+from compiled_llm.execution.lifecycle import runner_lifecycle
 folder, processes, config = sys.argv[1], *map(json.loads, sys.argv[2:])
 codes = []
 for number, (executor, mode, ending) in enumerate(processes):
@@ -347,7 +347,7 @@ else:
     sys.exit()
 signal.alarm(200)
 os.dup2(os.open(f"{folder}/{number}", os.O_CREAT | os.O_WRONLY), 2)
-device_side.executor_for = lambda device, config: globals()[executor](device)
+runner_lifecycle.executor_for = lambda device, config: globals()[executor](device)
 model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config)).eval()
 compiled_llm.wrap(model, mode=mode, kv_memory="2000 tokens", page_size=4, max_batch_size=8, progress=False)
 ids = torch.tensor([[3, 4, 5]])

@@ -21,8 +21,8 @@ from compiled_llm import Engine, SamplingParams
 from compiled_llm.compilation.artifacts.profile import Profile, UsedStep
 from compiled_llm.compilation.graphs.rolling import Budget, Cost, Key, RollingCudaGraphs, SamplingKey, described
 from compiled_llm.compilation.inputs import Shape
-from compiled_llm.execution.device_model import ModelRunner
 from compiled_llm.execution.lifecycle.used_steps import prepare_profile
+from compiled_llm.execution.model_runner import ModelRunner
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.parity import greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
@@ -73,7 +73,7 @@ def test_what_was_used_is_prepared_and_nothing_else(tmp_path: Path, seed: int) -
     new = wrapped()
     told: list[str] = []
     new.compiled.warmup(profile=path, report=told.append)
-    anchors = [key for keys in new.compiled.device_model().state.cuda_graphs.anchors.values() for key in keys]
+    anchors = [key for keys in new.compiled.model_runner().state.cuda_graphs.anchors.values() for key in keys]
     assert ready_in(new) == {*profile.uses, *steps(*anchors)}, "anything else can run in those"
     assert new.compiled.stats().buckets == [4, 8]
     assert "preparing steps of 4 requests (1 of 2)" in told

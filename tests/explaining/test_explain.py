@@ -261,12 +261,12 @@ def test_history_says_why_page_tables_were_uploaded():
 
 def test_rows_that_leave_are_a_cause_of_an_upload():
     model = in_eager_mode()
-    runner = model.compiled.runner()
-    rows = [runner.admit([1, 2, 3], 8) for _ in range(3)]
+    generate_loop = model.compiled.generate_loop()
+    rows = [generate_loop.admit([1, 2, 3], 8) for _ in range(3)]
     for _ in range(3):
-        runner.step()
-    runner.release(rows[0])
-    runner.step()
+        generate_loop.step()
+    generate_loop.release(rows[0])
+    generate_loop.step()
     assert model.compiled.explain().data["history"]["upload_causes"]["rows_changed"] == 1
 
 
@@ -342,17 +342,17 @@ def test_without_warmup_the_first_call_of_a_size_waits_and_that_is_no_fault():
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A model that is told of CUDA graphs: one for each bucket that has run, and those in its ``anew``."""
     model = in_eager_mode()
-    device_model = model.compiled.device_model()
-    model.anew, seen, own = [], set(), device_model.readiness.programs.decode
+    model_runner = model.compiled.model_runner()
+    model.anew, seen, own = [], set(), model_runner.graph_manager.programs.decode
 
     def decode(arguments: Arguments) -> Any:
         seen.add(arguments.inputs.slots.shape[0])
         return own(arguments)
 
-    monkeypatch.setattr(device_model.readiness.programs, "in_trees", True)
-    monkeypatch.setattr(device_model.readiness.programs, "decode", decode)
-    monkeypatch.setattr(device_model.readiness.cuda_graphs, "replay", True)
-    monkeypatch.setattr(device_model.readiness.cuda_graphs, "_in_trees", True)
+    monkeypatch.setattr(model_runner.graph_manager.programs, "in_trees", True)
+    monkeypatch.setattr(model_runner.graph_manager.programs, "decode", decode)
+    monkeypatch.setattr(model_runner.graph_manager.cuda_graphs, "replay", True)
+    monkeypatch.setattr(model_runner.graph_manager.cuda_graphs, "_in_trees", True)
     monkeypatch.setattr(cuda_graphs, "cudagraph_tree_graphs", lambda device: len(seen) + len(model.anew))
     model.compiled.warmup([1, 2])
     return model
@@ -453,9 +453,9 @@ def test_a_broken_model_is_not_timed_and_told_so():
 
 def test_history_names_the_line_that_kept_a_cuda_graph_from_being_recorded(monkeypatch):
     model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", progress=False)
-    device_model = model.compiled.device_model()
+    model_runner = model.compiled.model_runner()
     line = planted_line(planted.Mutated.forward)
-    own = device_model.readiness.programs.decode
+    own = model_runner.graph_manager.programs.decode
 
     def skipping(*args: Any) -> Any:
         log_cudagraph_skip_and_bump_counter(
@@ -464,7 +464,7 @@ def test_history_names_the_line_that_kept_a_cuda_graph_from_being_recorded(monke
         )
         return own(*args)
 
-    monkeypatch.setattr(device_model.readiness.programs, "decode", skipping)
+    monkeypatch.setattr(model_runner.graph_manager.programs, "decode", skipping)
     model.compiled.warmup([1])
     finding = the_finding(model.compiled.explain(), planted.Mutated.forward)
     assert finding["kind"] == "no CUDA graph"

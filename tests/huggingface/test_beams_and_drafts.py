@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, Stoppi
 import compiled_llm
 from compiled_llm.compilation import backend as inductor
 from compiled_llm.execution.prefill.prefill import Prefill
-from compiled_llm.execution.state.device_state import RunnerState
+from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import PageCopy
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
@@ -210,7 +210,7 @@ class Looking(StoppingCriteria):
 @pytest.mark.core
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_needs_no_page_beyond_those_it_was_promised(name, model, seed, watched):
-    pool, available = model.compiled.device_model().pool, []
+    pool, available = model.compiled.model_runner().pool, []
     look = StoppingCriteriaList([Looking(lambda: available.append(pool.available))])
     roomy = run_loop(model, name, seed, stopping_criteria=look)
     needed = pool.total - available[0]
@@ -221,10 +221,10 @@ def test_a_loop_needs_no_page_beyond_those_it_was_promised(name, model, seed, wa
     tight = compiled_llm.wrap(
         tiny_qwen3(eos_token_id=None), mode="eager", **{**OPTIONS, "kv_memory": f"{4 * needed} tokens"}
     )
-    assert tight.compiled.device_model().pool.total == needed
+    assert tight.compiled.model_runner().pool.total == needed
     torch.testing.assert_close(run_loop(tight, name, seed), roomy)
     watched.computed.clear()
-    keeps = tight.compiled.device_model().pool
+    keeps = tight.compiled.model_runner().pool
     keeps.reserve(1)
     with pytest.raises(ValueError, match=f"need {needed} pages"):
         run_loop(tight, name, seed)
@@ -237,7 +237,7 @@ def test_a_loop_needs_no_page_beyond_those_it_was_promised(name, model, seed, wa
 def test_a_loop_waits_for_one_that_leaves_too_few_pages(name, model, seed):
     """There are pages for one and a half; without a promise both would begin, and one run out midway."""
     expected, available = run_loop(model, name, seed), []
-    pool = model.compiled.device_model().pool
+    pool = model.compiled.model_runner().pool
     run_loop(model, name, seed, stopping_criteria=[Looking(lambda: available.append(pool.available))])
     needed = pool.total - available[0]
     shared = compiled_llm.wrap(
@@ -284,7 +284,7 @@ def test_beams_that_go_on_from_a_cache_are_promised_their_pages(plain, model, se
             own(ids, past_key_values=cache)
         available: list[int] = []
         look = Looking(
-            lambda own=own, out=available: own is plain or out.append(own.compiled.device_model().pool.available)
+            lambda own=own, out=available: own is plain or out.append(own.compiled.model_runner().pool.available)
         )
         text = torch.cat([ids, torch.full((6, 3), 7)], dim=1)[::3]
         results.append(

@@ -233,7 +233,7 @@ def test_what_is_wrong_with_a_request_is_in_its_output(plain, wrapped):
 
 
 def test_a_step_that_fails_is_in_the_output_and_the_manager_goes_on(plain, wrapped, manager, monkeypatch):
-    fail_once(monkeypatch, wrapped.compiled.device_model(), "run", MemoryError("planted"), after=3)
+    fail_once(monkeypatch, wrapped.compiled.model_runner(), "run", MemoryError("planted"), after=3)
     manager.add_request(PROMPTS[0])
     (output,) = results(manager, 1)
     assert output.error == "MemoryError: planted"

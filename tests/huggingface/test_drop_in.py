@@ -89,7 +89,7 @@ def test_unwrap_restores_class_attributes_attention_and_config(inputs):
 
 def test_unwrap_gives_the_pages_back():
     model = compiled_llm.wrap(tiny_qwen3(), **OPTIONS)
-    pages = model.compiled.device_model().state.pages[0]
+    pages = model.compiled.model_runner().state.pages[0]
     reference = torch.utils.weak.WeakTensorKeyDictionary({pages: None})
     del pages
     compiled_llm.unwrap(model)
@@ -342,8 +342,8 @@ def test_integer_types_of_the_result_are_huggingfaces(models, seed):
 def test_a_returned_cache_goes_on_as_huggingfaces_would(reading, ends_early, models, inputs):
     plain, wrapped = models
     eos = int(greedy(plain, inputs, 12)[0, -6]) if ends_early else None
-    turns: list[list[Tensor]] = [[], []]
-    for model, results in zip(models, turns, strict=True):
+    step_lock: list[list[Tensor]] = [[], []]
+    for model, results in zip(models, step_lock, strict=True):
         out = greedy(model, inputs, 12, eos_token_id=eos, return_dict_in_generate=True)
         results.append(out.sequences)
         more = torch.cat([out.sequences, torch.full((3, 4), 33)], dim=1)
@@ -352,7 +352,7 @@ def test_a_returned_cache_goes_on_as_huggingfaces_would(reading, ends_early, mod
             greedy(model, {"input_ids": more, "attention_mask": mask}, 12, past_key_values=out.past_key_values)
         )
         del out
-    for actual, expected in zip(turns[1], turns[0], strict=True):
+    for actual, expected in zip(step_lock[1], step_lock[0], strict=True):
         torch.testing.assert_close(actual, expected)
     assert wrapped.compiled.stats().generate_calls == {"fast loop": 2}
     gc.collect()

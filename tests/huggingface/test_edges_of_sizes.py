@@ -96,18 +96,18 @@ def test_a_column_that_is_not_there_is_refused_and_nothing_is_stored(seed: int) 
 
 def test_rows_of_a_runner_end_at_the_last_position() -> None:
     model = pair(max_position_embeddings=8, max_batch_size=1)[1]
-    runner = model.compiled.runner()
+    generate_loop = model.compiled.generate_loop()
     for prompt, new in ((27, 3), (9, 0), (8, 2)):
         with pytest.raises(ValueError, match=rf"prompt: {prompt} tokens and max_new_tokens={new} take .* model has 8"):
-            runner.admit([3] * prompt, new)
-    runner.admit([3, 4, 5], 6)
+            generate_loop.admit([3] * prompt, new)
+    generate_loop.admit([3, 4, 5], 6)
     for _ in range(6):
-        runner.step(unchanged=runner.steps > 0)
-    assert runner.rows[0].length == 8
+        generate_loop.step(unchanged=generate_loop.steps > 0)
+    assert generate_loop.rows[0].length == 8
     for _ in range(2):
         with pytest.raises(ValueError, match="a row cannot grow to 9 tokens: the model has 8 positions"):
-            runner.step(unchanged=True)
-    runner.close()
+            generate_loop.step(unchanged=True)
+    generate_loop.close()
     assert_account_is_empty(model)
     with pytest.raises(ValueError, match=r"timings: .* the model has 8 positions"):
         model.compiled.explain(timings=True)

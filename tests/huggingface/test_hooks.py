@@ -86,7 +86,7 @@ def test_recording_hooks_see_every_step_and_nothing_else(models, inputs):
     seen: tuple[list[Tensor], list[Tensor]] = ([], [])
     for model, outputs in zip(models, seen, strict=True):
         model.model.norm.register_forward_hook(lambda module, args, output, kept=outputs: kept.append(output))
-    models[1].compiled.runner()  # pages are allocated, and nothing runs for that
+    models[1].compiled.generate_loop()  # pages are allocated, and nothing runs for that
     for model in models:
         greedy(model, inputs, 5)
     assert [tuple(output.shape) for output in seen[1]] == [(3, 9, 64)] + [(3, 1, 64)] * 4

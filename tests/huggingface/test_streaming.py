@@ -23,7 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
 from compiled_llm.execution.decode.decode import Decode
-from compiled_llm.execution.runner import GenerateLoop
+from compiled_llm.execution.generate_loop import GenerateLoop
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 

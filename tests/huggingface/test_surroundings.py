@@ -227,7 +227,7 @@ def test_a_copy_made_between_two_turns_of_a_beam_search_has_no_pages(models, see
     greedy(models[1], inputs, 9, num_beams=3)
     twin = copy.deepcopy(models[1])
     torch.testing.assert_close(greedy(twin, inputs, 9, num_beams=3), expected)
-    assert twin.compiled.device_model() is not models[1].compiled.device_model()
+    assert twin.compiled.model_runner() is not models[1].compiled.model_runner()
 
 
 def test_unwrap_gives_back_a_forward_of_huggingfaces(models, seed):

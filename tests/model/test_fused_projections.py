@@ -209,16 +209,16 @@ def test_tokens_follow_a_change(change, twins, seed):
     inputs = mixed_prompts([4, 9], 128, seed)
     before = greedy(wrapped, inputs, 12)
     torch.testing.assert_close(greedy(plain, inputs, 12), before)
-    programs = wrapped.compiled.device_model().readiness.programs
+    programs = wrapped.compiled.model_runner().graph_manager.programs
     for model in twins:
         torch.manual_seed(seed)
         change(model)
     expected = greedy(plain, inputs, 12)
     assert not torch.equal(expected, before)
     torch.testing.assert_close(greedy(wrapped, inputs, 12), expected)
-    assert wrapped.compiled.device_model().readiness.programs is programs
-    assert wrapped.compiled.device_model().readiness.weights.intact()
-    assert len(wrapped.compiled.device_model().readiness.weights.groups) == 2
+    assert wrapped.compiled.model_runner().graph_manager.programs is programs
+    assert wrapped.compiled.model_runner().graph_manager.weights.intact()
+    assert len(wrapped.compiled.model_runner().graph_manager.weights.groups) == 2
 
 
 class Meddler(transformers.StoppingCriteria):
@@ -281,7 +281,7 @@ def test_copies_and_pickles_fuse_weights_of_their_own(twins, seed):
     for twin in (copy.deepcopy(twins[1]), pickle.loads(pickle.dumps(twins[1]))):
         assert twin.compiled.facts.fused_groups == twins[1].compiled.facts.fused_groups
         torch.testing.assert_close(greedy(twin, inputs, 6), greedy(twins[0], inputs, 6))
-        assert len(twin.compiled.device_model().readiness.weights.groups) == 2
+        assert len(twin.compiled.model_runner().graph_manager.weights.groups) == 2
         addresses = [{weight.data_ptr() for weight in model.parameters()} for model in (twin, twins[1])]
         assert addresses[0].isdisjoint(addresses[1])
 
@@ -294,7 +294,7 @@ def test_a_converted_model_is_fused_anew(seed):
     for model in (plain, wrapped):
         model.double()
     torch.testing.assert_close(greedy(wrapped, inputs, 12), greedy(plain, inputs, 12))
-    assert len(wrapped.compiled.device_model().readiness.weights.groups) == 2
+    assert len(wrapped.compiled.model_runner().graph_manager.weights.groups) == 2
 
 
 @pytest.mark.usefixtures("without_inductor")
@@ -302,25 +302,25 @@ def test_unwrapping_gives_weights_memory_of_their_own(seed):
     plain, wrapped = tiny_qwen3(**SMALL), compiled_llm.wrap(tiny_qwen3(**SMALL), **OPTIONS)
     inputs = mixed_prompts([4, 9], 128, seed)
     out = greedy(wrapped, inputs, 3, return_dict_in_generate=True)
-    device_model = wrapped.compiled.device_model()
-    programs = device_model.readiness.programs
+    model_runner = wrapped.compiled.model_runner()
+    programs = model_runner.graph_manager.programs
     compiled_llm.unwrap(wrapped)
-    assert device_model.readiness.programs is not programs, "they read what lies behind a weight"
+    assert model_runner.graph_manager.programs is not programs, "they read what lies behind a weight"
     assert all(entry.untyped_storage().nbytes() == entry.nbytes for entry in wrapped.parameters())
     mask = torch.cat([inputs["attention_mask"], torch.ones(2, 3, dtype=torch.long)], dim=1)
     with torch.no_grad():
         expected = plain(out.sequences, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(0)).logits[:, -1]
         torch.testing.assert_close(wrapped(**inputs).logits, plain(**inputs).logits, rtol=0, atol=0)
-    actual = out.past_key_values.runner.decode(out.sequences[:, -1], [6, 11])
+    actual = out.past_key_values.generate_loop.decode(out.sequences[:, -1], [6, 11])
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)  # what is held of it still runs
 
 
 @pytest.mark.parametrize("options", [{"fuse_projections": False}, {"fuse_projections": None}, {"mode": "eager"}])
 def test_weights_stay_apart_unless_wanted(options, products, seed):
     model = compiled_llm.wrap(tiny_qwen3(**SMALL), **{**OPTIONS, **options})
-    model.compiled.device_model()
+    model.compiled.model_runner()
     assert all(entry.untyped_storage().nbytes() == entry.nbytes for entry in model.parameters())
-    assert model.compiled.device_model().readiness.weights.groups == []
+    assert model.compiled.model_runner().graph_manager.weights.groups == []
 
 
 # ---- on a GPU
@@ -354,7 +354,7 @@ def test_recorded_graphs_read_fused_weights_and_follow_a_change(seed):
         del scores  # and the caches with them
     stats = model.compiled.stats()
     assert (stats.cudagraph_skips, stats.recompiles) == (0, 0)
-    assert len(model.compiled.device_model().readiness.weights.groups) == 2
+    assert len(model.compiled.model_runner().graph_manager.weights.groups) == 2
     assert_account_is_empty(model)
 
 

@@ -87,21 +87,21 @@ def test_a_model_whose_tensors_were_replaced_meanwhile_is_left_alone(tmp_path: P
 def edit(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
     """Return what changes the tensors in a folder."""
 
-    def edited(folder: Path) -> None:
+    def processed(folder: Path) -> None:
         path = folder / "model.safetensors"
         tensors = load_file(path)
         change(tensors)
         save_file(tensors, path)
 
-    return edited
+    return processed
 
 
 def config(**changes: Any) -> Callable[[Path], None]:
-    def edited(folder: Path) -> None:
+    def processed(folder: Path) -> None:
         path = folder / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
-    return edited
+    return processed
 
 
 def cut(folder: Path) -> None:

@@ -92,7 +92,9 @@ def test_kernels_compile_without_a_gpu(dtype: str, tiles: int, tmp_path: Path, m
     from compiled_llm_ops.kernels import sampling as kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    int32 = dict.fromkeys(("top_k", "found", "candidates", "edits", "allowed", "biases", "recent", "growing"), "*i32")
+    int32 = dict.fromkeys(
+        ("top_k", "found", "candidates", "adjustments", "allowed", "biases", "recent", "growing"), "*i32"
+    )
     int64 = dict.fromkeys(("slots", "positions", "chosen", "seeds"), "*i64")
     scalars = dict.fromkeys(("stride", "vocabulary", "tiles", "not_a_token", "deferred"), "i32")
     types = {
@@ -150,8 +152,8 @@ def test_every_branch_follows_the_distribution(vocabulary: int, spread: float, d
 @interpreted
 @pytest.mark.parametrize(
     "setting",
-    [own for own in SETTINGS if own.temperature and own.top_p != 0.999 and not (own.edits and own.top_k == 700)],
-    ids=lambda own: f"edits {own.edits}",
+    [own for own in SETTINGS if own.temperature and own.top_p != 0.999 and not (own.adjustments and own.top_k == 700)],
+    ids=lambda own: f"edits {own.adjustments}",
 )
 def test_sets_are_exact(setting: Sampling, seed: int) -> None:
     """The rarest token that is kept would win, and so would the likeliest that is not."""
@@ -208,14 +210,14 @@ def test_greedy_rows_take_what_argmax_takes(vocabulary: int, dtype: torch.dtype,
 @interpreted
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_unusual_logits_are_edited_as_on_the_cpu(temperature: float, seed: int) -> None:
-    edits: list[dict[str, Any]] = [
+    adjustments: list[dict[str, Any]] = [
         *({**edit, "cleaned": True} for edit in SINGLE_EDITS.values()),
         {"mask": mask_of(130, allowed=range(3, 60))},
         {"mask": mask_of(130, allowed=()), "cleaned": True},
         {**EVERYTHING, "mask": None},
     ]
-    logits = unusual_logits(130).repeat(len(edits), 1)
-    settings = [Sampling(**edit, temperature=temperature) for edit in edits for _ in range(7)]
+    logits = unusual_logits(130).repeat(len(adjustments), 1)
+    settings = [Sampling(**edit, temperature=temperature) for edit in adjustments for _ in range(7)]
     seeds = some_seeds(len(settings))
     given, same = (arguments(logits, seeds, settings) for _ in range(2))
     assert launch(*given).tolist() == sample_tokens(*same).tolist()

@@ -358,7 +358,7 @@ def test_a_client_that_nobody_holds_leaves(engine_process: Loop, path: Path) -> 
 
 def engine_ends(engine: Engine, count: int) -> threading.Event:
     """An event that is set when so many more requests have ended."""
-    ended, before, end = threading.Event(), engine.stats().finished, engine._driver.handles.notify
+    ended, before, end = threading.Event(), engine.stats().finished, engine._driver.request_table.notify
 
     def notify(changed: Any) -> bool:
         has_ended = end(changed)
@@ -366,7 +366,7 @@ def engine_ends(engine: Engine, count: int) -> threading.Event:
             ended.set()
         return has_ended
 
-    engine._driver.handles.notify = notify  # type: ignore[method-assign]
+    engine._driver.request_table.notify = notify  # type: ignore[method-assign]
     return ended
 
 
@@ -439,10 +439,10 @@ def test_clients_are_told_what_an_engine_process_does_before_it_is_ready(engine:
             client.wait_until_ready(0.001)
         peer.send(Submit(1, PROMPT))
         assert isinstance(peer.receive(), Welcome)
-        while isinstance(told := peer.receive(), Preparing):
-            doing = told.doing
+        while isinstance(loss_reported := peer.receive(), Preparing):
+            doing = loss_reported.doing
         assert doing == "loading weights"
-        assert told == Refused(1, "unavailable", "the engine process is not ready (loading weights)")
+        assert loss_reported == Refused(1, "unavailable", "the engine process is not ready (loading weights)")
         loop.server.open(engine, ready_of(engine._model, engine, "tiny"))
         assert client.wait_until_ready(PATIENCE).ends == [1]
         assert client.doing == "ready"

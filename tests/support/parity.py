@@ -34,7 +34,7 @@ def assert_account_is_empty(model: PreTrainedModel) -> None:
     account = model.compiled.stats().pages
     assert account.used == 0
     assert account.used + account.free + account.cached == account.total
-    assert model.compiled.device_model().pool.available == account.free + account.cached, "pages are promised to nobody"
+    assert model.compiled.model_runner().pool.available == account.free + account.cached, "pages are promised to nobody"
 
 
 def wrap_and_compare(model: PreTrainedModel, seed: int, **options: Any) -> None:

@@ -51,7 +51,7 @@ def host_us(session: BenchSession, workload: Workload) -> float | None:
     steps = min(HOST_STEPS, workload.new - 2)
     if not hasattr(session.model, "compiled") or steps < 1 or workload.sampled:
         return None
-    runner = session.model.compiled.runner()
+    runner = session.model.compiled.generate_loop()
 
     def seconds_of_step() -> float:
         session.setup.synchronize()

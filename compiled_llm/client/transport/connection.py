@@ -13,7 +13,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from compiled_llm.client.errors import EngineDeadError, EngineProcessError
-from compiled_llm.client.transport.outbox import Outbox
+from compiled_llm.client.transport.send_queue import SendQueue
 from compiled_llm.protocol.frames import FrameError, Frames, frame_of
 from compiled_llm.protocol.messages import VERSION, FromEngine, Hello, Problem, Submit, Welcome
 
@@ -70,7 +70,7 @@ class ThreadConnection:
         self.path = Path(path).expanduser()
         self._frames: Frames[FromEngine] = Frames(FromEngine)
         self._socket = _connected(self.path)
-        self._outbox = Outbox(self._socket)
+        self._send_queue = SendQueue(self._socket)
         self._early: list[FromEngine] = []
         try:
             self._socket.settimeout(_PATIENCE)
@@ -153,11 +153,11 @@ class ThreadConnection:
             EngineProcessError: it is a request, and the engine process does not take any.
         """
         frame = frame_of(message)
-        if isinstance(message, Submit) and self._outbox.has_stood_still_for(_PATIENCE):
+        if isinstance(message, Submit) and self._send_queue.has_stood_still_for(_PATIENCE):
             raise EngineProcessError(
                 f"the engine process has read nothing for {_PATIENCE} s: its process is stopped or blocked"
             )
-        self._outbox.put(frame)
+        self._send_queue.put(frame)
 
     def check_may_wait(self) -> None:
         """Any thread may wait: none of those that do reads the connection."""

@@ -36,7 +36,7 @@ class ClientLink:
         Why an engine process has never been ready is told first.
         """
         session = self.session
-        return session.lost is not None and not self.closed and (session.told or session.ready is not None)
+        return session.lost is not None and not self.closed and (session.loss_reported or session.ready is not None)
 
     def connect(self, dial: Callable[[], Line], seconds: float = 0.0) -> None:
         """Connect, and have what comes read from now on.

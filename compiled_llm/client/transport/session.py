@@ -41,7 +41,7 @@ class ClientSession:
         self.doing = "starting"
         self.ready: Ready | None = None
         self.lost: EngineDeadError | None = None
-        self.told = False
+        self.loss_reported = False
         self._said: str | None = None  # why the engine process ends
         self._numbers = itertools.count(1)
         self._changing = threading.Lock()
@@ -65,7 +65,7 @@ class ClientSession:
             EngineDeadError: it is not.
         """
         if self.lost is not None:
-            self.told = True
+            self.loss_reported = True
             raise self.lost
 
     def check_ready(self) -> Ready:

@@ -55,7 +55,7 @@ def run(request: GenerateRequest) -> None:
     model: Any = compiled_llm.wrap(loaded, **request.wrap_options(device.type))
     prompt_tokens = inputs["input_ids"].shape[1]
     # Asked first: compiling takes a minute or more.
-    check_fits(model.compiled.device_model(), [prompt_tokens], request.max_new_tokens)
+    check_fits(model.compiled.model_runner(), [prompt_tokens], request.max_new_tokens)
     with Preparation() as preparation:
         model.compiled.warmup(1)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import SamplingTables
 from compiled_llm_ops import COUNTED, FILTERED, Seldom, top_logprobs
-from compiled_llm_ops.edits import EditTables, Places, edited
+from compiled_llm_ops.adjustments import AdjustmentTables, Places, adjusted
 from compiled_llm_ops.filters import Filters, filtered
 
 _AT_ONCE = 2**24
@@ -30,7 +30,7 @@ class SampledDraws(NamedTuple):
         slots: ``[R]`` int64.
         positions: ``[R]`` int64, of the sampled tokens.
         tables: of the slots; ``counts`` has these tokens already.
-        kinds: the edits of all rows, or-ed together.
+        kinds: the logit adjustments of all rows, or-ed together.
     """
 
     slots: Tensor
@@ -108,12 +108,12 @@ def processed(logits: Tensor, tokens: Tensor, draws: SampledDraws) -> Tensor:
     scores = logits.float()
     if kinds:
         counts = _counts_before(tables, slots, tokens)
-        scores = edited(logits, Places(slots, positions), EditTables.of(tables), counts, kinds)
+        scores = adjusted(logits, Places(slots, positions), AdjustmentTables.of(tables), counts, kinds)
     greedy, temperature = tables.temperature[slots] == 0, tables.temperature[slots]
     scores = scores / torch.where(greedy, 1.0, temperature)[:, None]
     seldom = tables.seldom[slots] if kinds & FILTERED else None
     if seldom is not None:
-        seldom = torch.where((tables.edits[slots] & FILTERED != 0)[:, None], seldom, seldom.new_tensor(Seldom()))
+        seldom = torch.where((tables.adjustments[slots] & FILTERED != 0)[:, None], seldom, seldom.new_tensor(Seldom()))
     kept = filtered(scores, Filters(tables.top_k[slots], tables.top_p[slots], tables.min_p[slots], seldom))
     return torch.where(greedy[:, None], scores, kept)
 
@@ -122,5 +122,5 @@ def _counts_before(tables: SamplingTables, slots: Tensor, tokens: Tensor) -> Ten
     """Return ``[R, V]`` int16, the rows' counts before they sampled ``tokens``."""
     counts, at = tables.counts[slots], tokens.clamp(min=0)[:, None]
     after = counts.gather(1, at)
-    counted = (tables.edits[slots] & COUNTED != 0)[:, None] & (tokens >= 0)[:, None] & (after > 1)
+    counted = (tables.adjustments[slots] & COUNTED != 0)[:, None] & (tokens >= 0)[:, None] & (after > 1)
     return counts.scatter(1, at, torch.where(counted, after - 2, after))

@@ -126,7 +126,7 @@ class Sampling:
         return (self.top_h, self.typical_p, self.epsilon_cutoff, self.eta_cutoff) != (0.0, 1.0, 0.0, 0.0)
 
     @property
-    def edits(self) -> int:
+    def adjustments(self) -> int:
         """Which tables a row uses, as ``sample_tokens`` reads it."""
         kinds = COUNTED * self.counts + MASKED * (self.mask is not None) + CLEANED * self.cleaned
         kinds += FILTERED * self.filtered + GROWING * bool(self.growing) + PROMPTED * (self.prompt_penalty != 1.0)
@@ -150,7 +150,7 @@ NUMBERS = {
     "top_k": torch.int32,
     "top_p": torch.float32,
     "min_p": torch.float32,
-    "edits": torch.int32,
+    "adjustments": torch.int32,
     "repetition_penalty": torch.float32,
     "presence_penalty": torch.float32,
     "frequency_penalty": torch.float32,
@@ -186,7 +186,7 @@ class SamplingTables(NamedTuple):
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    edits: Tensor
+    adjustments: Tensor
     repetition_penalty: Tensor
     presence_penalty: Tensor
     frequency_penalty: Tensor
@@ -252,4 +252,4 @@ def sample_with_seeds(
     filters = (tables.temperature, tables.top_k, tables.top_p, tables.min_p)
     penalties = (tables.repetition_penalty, tables.presence_penalty, tables.frequency_penalty)
     wide = (tables.counts, tables.allowed, tables.biases, tables.recent, tables.seldom, tables.growing)
-    return sample_tokens(logits, seeds, slots, positions, *filters, tables.edits, *penalties, *wide, deferred)
+    return sample_tokens(logits, seeds, slots, positions, *filters, tables.adjustments, *penalties, *wide, deferred)

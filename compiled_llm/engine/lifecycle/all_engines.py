@@ -13,7 +13,7 @@ _PATIENCE = 0.5
 """Seconds for which an engine is waited for while others are kept: several steps, since it lets go after one."""
 
 
-def drivers_of(runtime: Runtime) -> list[EngineThread]:
+def engine_threads_of(runtime: Runtime) -> list[EngineThread]:
     """Return all engines of a model; always in the same order, so that two threads do not wait for each other."""
     return sorted(
         (found for found in list(runtime.engines) if isinstance(found, EngineThread) and not found.closed), key=id
@@ -27,23 +27,23 @@ def all_paused(runtime: Runtime) -> Iterator[list[EngineThread]]:
     A thread that has paused one engine may use another, so nobody may keep that one while waiting for the first: what
     cannot be had soon is waited for alone, with nothing else in hand.
     """
-    drivers, last = drivers_of(runtime), None
+    engine_threads, last = engine_threads_of(runtime), None
     while True:
         with ExitStack() as stack:
-            last = _first_taken(sorted(drivers, key=lambda driver: driver is not last), stack)
+            last = _first_taken(sorted(engine_threads, key=lambda engine_thread: engine_thread is not last), stack)
             if last is None:
-                yield drivers
+                yield engine_threads
                 return
 
 
-def _first_taken(drivers: list[EngineThread], stack: ExitStack) -> EngineThread | None:
+def _first_taken(engine_threads: list[EngineThread], stack: ExitStack) -> EngineThread | None:
     """Pause engines until the end of the stack; return the first that another thread keeps, None if there is none.
 
     The first of them is waited for however long that takes.
     """
-    for number, driver in enumerate(drivers):
-        if not stack.enter_context(driver.paused(_PATIENCE if number else math.inf)):
-            return driver
+    for number, engine_thread in enumerate(engine_threads):
+        if not stack.enter_context(engine_thread.paused(_PATIENCE if number else math.inf)):
+            return engine_thread
     return None
 
 
@@ -59,8 +59,8 @@ def check_outside(runtime: Runtime, doing: str) -> None:
     """
     if runtime.calls.here or runtime.loop_lock.here:
         raise RuntimeError(f"{doing}: a call of generate is in progress in this thread; call it from outside of that")
-    for driver in drivers_of(runtime):
-        driver.turns.check_elsewhere()
+    for engine_thread in engine_threads_of(runtime):
+        engine_thread.step_lock.check_elsewhere()
 
 
 @contextmanager
@@ -70,10 +70,10 @@ def calls_ended(runtime: Runtime, doing: str) -> Iterator[None]:
     Engines run on meanwhile, since a streamer may wait for one. Arguments and errors as ``check_outside``.
     """
     check_outside(runtime, doing)
-    drivers = drivers_of(runtime)
+    engine_threads = engine_threads_of(runtime)
     with runtime.calls.waiting(), ExitStack() as stack:
-        for driver in drivers:
-            stack.enter_context(driver.joined.left())
+        for engine_thread in engine_threads:
+            stack.enter_context(engine_thread.joined.left())
         runtime.calls.wait()
         yield
 
@@ -85,9 +85,9 @@ def nothing_running(runtime: Runtime) -> Iterator[list[EngineThread] | None]:
     Yields the engines; None if a call is in progress, one that may wait for an engine: whoever wants this has to let
     all run until the calls have ended, and to try again.
     """
-    with all_paused(runtime) as drivers, runtime.calls.barred() as barred:
+    with all_paused(runtime) as engine_threads, runtime.calls.barred() as barred:
         if not barred:
             yield None
             return
         with runtime.loop_lock.taken(fits=lambda: False):  # once no loop is in progress that is no call's
-            yield drivers
+            yield engine_threads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from compiled_llm.engine.lifecycle.all_engines import all_paused, calls_ended, drivers_of, nothing_running
+from compiled_llm.engine.lifecycle.all_engines import all_paused, calls_ended, engine_threads_of, nothing_running
 from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.execution.threads.interrupts import deferred
 
@@ -33,26 +33,26 @@ def put_to_sleep(runtime: Runtime, ends: bool, weights: bool) -> int:
 
 def _put_to_sleep(runtime: Runtime, ends: bool, weights: bool) -> int | None:
     """As ``put_to_sleep``; None if a call is in progress, and nothing has changed."""
-    with nothing_running(runtime) as drivers:
-        if drivers is None:
+    with nothing_running(runtime) as engine_threads:
+        if engine_threads is None:
             return None
-        for driver in drivers:
-            driver.placed.park()
-        nbytes = runtime.device_side.sleep(weights)
-        for driver in drivers:
-            driver.rest(ends)
+        for engine_thread in engine_threads:
+            engine_thread.placed.park()
+        nbytes = runtime.runner_lifecycle.sleep(weights)
+        for engine_thread in engine_threads:
+            engine_thread.rest(ends)
         return nbytes
 
 
 def wake_up(runtime: Runtime) -> None:
     """Take device memory again, and let requests go on."""
-    with all_paused(runtime) as drivers:
-        runtime.device_side.wake()
-        for driver in drivers:
-            driver.go_on()
+    with all_paused(runtime) as engine_threads:
+        runtime.runner_lifecycle.wake()
+        for engine_thread in engine_threads:
+            engine_thread.go_on()
 
 
 def let_rise(runtime: Runtime) -> None:
     """Let a model that has no engine any more serve other calls: nobody could wake it."""
-    if runtime.asleep and not drivers_of(runtime):
-        runtime.device_side.rise()
+    if runtime.asleep and not engine_threads_of(runtime):
+        runtime.runner_lifecycle.rise()

@@ -17,7 +17,7 @@ from compiled_llm.engine.lifecycle.all_engines import (
     all_paused,
     calls_ended,
     check_outside,
-    drivers_of,
+    engine_threads_of,
     nothing_running,
 )
 from compiled_llm.engine.steps.request import Request
@@ -61,15 +61,15 @@ def _updated(runtime: Runtime, new: NewWeights, requests: Literal["wait", "keep"
     with ExitStack() as stack:
         if requests != "keep":
             stack.enter_context(_ended(runtime, requests == "end"))
-        drivers = stack.enter_context(nothing_running(runtime))
-        if drivers is None:
+        engine_threads = stack.enter_context(nothing_running(runtime))
+        if engine_threads is None:
             return False
         try:
             with runtime.facts.attention.moving_weights(threading.get_ident()):
                 new.write()
         finally:
-            for driver in drivers:
-                driver.model_may_have_changed(weights_stay=False)
+            for engine_thread in engine_threads:
+                engine_thread.model_may_have_changed(weights_stay=False)
         return True
 
 
@@ -77,17 +77,19 @@ def _updated(runtime: Runtime, new: NewWeights, requests: Literal["wait", "keep"
 def _ended(runtime: Runtime, cancels: bool) -> Iterator[None]:
     """Run the block once all requests have ended that have come before; those that come later begin after it."""
     with ExitStack() as stack:
-        before = [request for driver in drivers_of(runtime) for request in _came_before(driver, stack)]
-        for driver in drivers_of(runtime) if cancels else ():
-            driver.cancel([request for request in before if request in driver.handles])
+        before = [
+            request for engine_thread in engine_threads_of(runtime) for request in _came_before(engine_thread, stack)
+        ]
+        for engine_thread in engine_threads_of(runtime) if cancels else ():
+            engine_thread.cancel([request for request in before if request in engine_thread.request_table])
         _wait_for(before, runtime)
         yield
 
 
-def _came_before(driver: EngineThread, stack: ExitStack) -> Sequence[Request]:
+def _came_before(engine_thread: EngineThread, stack: ExitStack) -> Sequence[Request]:
     """Return an engine's requests that have not ended; until the end of the stack nobody else begins."""
-    before = driver.handles.held.begin()
-    stack.callback(driver.handles.held.end)
+    before = engine_thread.request_table.paused_requests.begin()
+    stack.callback(engine_thread.request_table.paused_requests.end)
     return before
 
 
@@ -98,7 +100,7 @@ def _wait_for(requests: Sequence[Request], runtime: Runtime) -> None:
                 f"update_weights: the model is asleep, and {left} requests have not ended; wake() it first, or give "
                 "requests='end', or requests='keep' to let them go on with the new weights"
             )
-        for driver in drivers_of(runtime):
-            driver.cancel(driver.handles.held.pop_overdue(time.monotonic()), "timeout")
+        for engine_thread in engine_threads_of(runtime):
+            engine_thread.cancel(engine_thread.request_table.paused_requests.pop_overdue(time.monotonic()), "timeout")
         time.sleep(_LOOKING)
         check()

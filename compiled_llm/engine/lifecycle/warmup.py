@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.grammars.compiling import Grammars
-from compiled_llm.engine.intake.input_processor import check_grammars
+from compiled_llm.engine.input_processing.input_processor import check_grammars
 from compiled_llm.engine.steps.logprobs import prepare_logprobs
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.execution.lifecycle.runtime import Runtime
@@ -21,7 +21,7 @@ def prepare_grammars(grammars: Grammars, model: PreTrainedModel, tokenizer: Any)
     grammars.prepare(logits_width(model), stops)
 
 
-def warm_up(runtime: Runtime, driver: EngineThread, wanted: Wanted, structured: bool, report: Report) -> None:
+def warm_up(runtime: Runtime, engine_thread: EngineThread, wanted: Wanted, structured: bool, report: Report) -> None:
     """Prepare steps and what else requests launch, while none runs.
 
     Args:
@@ -31,8 +31,8 @@ def warm_up(runtime: Runtime, driver: EngineThread, wanted: Wanted, structured: 
         structured: sampling under grammars for as many rows, too; a profile says itself which.
         report: takes what is being prepared, in words.
     """
-    with driver.paused():
+    with engine_thread.paused():
         runtime.warming.prepare(wanted, report)
-        device_model = driver.check.look()
-        prepare_logprobs(device_model)
-        device_model.thread.call(device_model.prepare_deferred, wanted.sizes if structured else ())
+        model_runner = engine_thread.check.look()
+        prepare_logprobs(model_runner)
+        model_runner.thread.call(model_runner.prepare_deferred, wanted.sizes if structured else ())

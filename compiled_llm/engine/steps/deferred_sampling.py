@@ -12,11 +12,11 @@ from torch import Tensor
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN
 from compiled_llm.engine.steps.constraint import Constraint, MaskWriter, accept
 from compiled_llm.engine.steps.logprobs import Arriving, ArrivingPrompt, Watch
-from compiled_llm.engine.steps.processors import edited_logits
+from compiled_llm.engine.steps.processors import processed_logits
 from compiled_llm.engine.steps.request import InvalidRequestError, Request, RequestError
 from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
-from compiled_llm.execution.device_model import ModelRunner
+from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.state.staging import Readback, Staging
 from compiled_llm.kvcache.row import Row
 
@@ -103,12 +103,12 @@ class LateSampling:
         self._readback: Readback | None = None
         self._masks: Masks | None = None
         self._tokens: Tensor | None = None  # on the device
-        self._edited: dict[Request, Tensor] | None = None  # logits
+        self._processed: dict[Request, Tensor] | None = None  # logits
         self._nan: Readback | None = None  # of each edited request, whether there is NaN in its logits
         self._logprobs: list[Arriving | ArrivingPrompt] = []
         self.failed: dict[Request, RequestError] = {}
 
-    def sample(self, device_model: ModelRunner, persistent: PersistentBatch, writer: MaskWriter) -> None:
+    def sample(self, model_runner: ModelRunner, persistent: PersistentBatch, writer: MaskWriter) -> None:
         """Have the tokens sampled, those before them having been read, and wait for nothing.
 
         What has been done before this failed is not done again.
@@ -118,37 +118,37 @@ class LateSampling:
         masks = None
         if self._tokens is None:
             present = self._requests.present()
-            masks = self._masks = _masks(present, device_model.state.staging, writer) if present.formed else None
-            if self._edited is None:
-                self._edited = self._edit(device_model, persistent, present.processed)
-        device_model.thread.call(self._sample, device_model, persistent, masks)
+            masks = self._masks = _masks(present, model_runner.state.staging, writer) if present.formed else None
+            if self._processed is None:
+                self._processed = self._edit(model_runner, persistent, present.processed)
+        model_runner.thread.call(self._sample, model_runner, persistent, masks)
 
-    def _sample(self, device_model: ModelRunner, persistent: PersistentBatch, masks: Masks | None) -> None:
-        logits = self._edited or {}
-        edited = {each.row: logits[each.request] for each in self._requests.processed if each.request in logits}
+    def _sample(self, model_runner: ModelRunner, persistent: PersistentBatch, masks: Masks | None) -> None:
+        logits = self._processed or {}
+        processed = {each.row: logits[each.request] for each in self._requests.processed if each.request in logits}
         if self._tokens is None:
-            self._tokens = device_model.sample_deferred(persistent, masks, edited).tokens
-        if edited:
-            nan = torch.stack([own.isnan().any() for own in edited.values()])
-            self._nan = device_model.readbacks.start(nan.long())
+            self._tokens = model_runner.sample_deferred(persistent, masks, processed).tokens
+        if processed:
+            nan = torch.stack([own.isnan().any() for own in processed.values()])
+            self._nan = model_runner.readbacks.start(nan.long())
         self._logprobs += self._watch.taken()
-        self._readback = device_model.readbacks.start(self._tokens)
+        self._readback = model_runner.readbacks.start(self._tokens)
 
     def _edit(
-        self, device_model: ModelRunner, persistent: PersistentBatch, requests: Sequence[_Member]
+        self, model_runner: ModelRunner, persistent: PersistentBatch, requests: Sequence[_Member]
     ) -> dict[Request, Tensor]:
         """Call the processors of requests, in this thread; who fails is left to sample from what the model said."""
         if not requests:
             return {}
         rows = [each.row for each in requests]
-        given = device_model.thread.call(lambda: [persistent.deferred.logits_of(row).float() for row in rows])
-        edited = {}
+        given = model_runner.thread.call(lambda: [persistent.deferred.logits_of(row).float() for row in rows])
+        processed = {}
         for each, logits in zip(requests, given, strict=True):
             try:
-                edited[each.request] = edited_logits(each.request, logits)
+                processed[each.request] = processed_logits(each.request, logits)
             except RequestError as error:
                 self.failed[each.request] = error
-        return edited
+        return processed
 
     def read(self, tokens: list[int]) -> list[Arriving | ArrivingPrompt]:
         """Write late tokens among a step's, advance the grammars, and return what came with them."""
@@ -172,13 +172,13 @@ class LateSampling:
             self._advance_one_by_one(requests.members, sampled)
 
     def _advance_one_by_one(self, members: Sequence[_Member], tokens: Sequence[int]) -> None:
-        edited, nan = self._edited or {}, [] if self._nan is None else self._nan.result()
-        for request in itertools.compress(edited, nan):
+        processed, nan = self._processed or {}, [] if self._nan is None else self._nan.result()
+        for request in itertools.compress(processed, nan):
             self.failed.setdefault(request, _unusable(request))
         for (_, request, row, constraint), token in zip(members, tokens, strict=True):
             if token in request.ends or request in self.failed:
                 continue
-            if token == NOT_A_TOKEN and request in edited:
+            if token == NOT_A_TOKEN and request in processed:
                 self.failed[request] = _unusable(request)
             elif self._is_lost(row, constraint, token):
                 self.failed[request] = _lost(request)

@@ -15,7 +15,7 @@ from compiled_llm.compilation.sampling.logprobs import SampledDraws, ScoredToken
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.steps.scores import Scores, TokenScores
 from compiled_llm.execution.batch import StepOutput
-from compiled_llm.execution.device_model import ModelRunner
+from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.state.staging import Readback
 from compiled_llm.kvcache.row import Row
 from compiled_llm.requests.outputs import Logprob
@@ -123,13 +123,13 @@ def prompt_logprobs(request: Request) -> PromptLogprobs | None:
     return PromptLogprobs(Logprobs(request.prompt_scored, request.prompt[1:].tolist(), request.prompt_logprobs))
 
 
-def prepare_logprobs(device_model: ModelRunner) -> None:
+def prepare_logprobs(model_runner: ModelRunner) -> None:
     """Have the kernels compiled that compute them; no CUDA graph has these."""
-    device_model.thread.call(_score_nothing, device_model)
+    model_runner.thread.call(_score_nothing, model_runner)
 
 
-def _score_nothing(device_model: ModelRunner) -> None:
-    state = device_model.state
+def _score_nothing(model_runner: ModelRunner) -> None:
+    state = model_runner.state
     logits = torch.zeros_like(state.slots.tables.counts[:1], dtype=state.pages[0].dtype)
     score_tokens(logits, torch.zeros(1, dtype=torch.int64, device=logits.device), 1)
 
@@ -180,16 +180,16 @@ class Watch:
     """Has log-probabilities computed in each step of one plan."""
 
     def __init__(
-        self, device_model: ModelRunner, launches: Iterable[Sequence[Request]], mode: LogprobsMode = "raw_logprobs"
+        self, model_runner: ModelRunner, launches: Iterable[Sequence[Request]], mode: LogprobsMode = "raw_logprobs"
     ) -> None:
         """Look who wants them.
 
         Args:
-            device_model: what runs the plan.
+            model_runner: what runs the plan.
             launches: of each launch of the plan, the requests that it samples tokens for, in this order.
             mode: of which distribution.
         """
-        self._device_model = device_model
+        self._model_runner = model_runner
         self._groups: dict[Row, _Group] = {}
         for requests in _observed_together(launches):
             if at := [at for at, request in enumerate(requests) if request.logprobs is not None]:
@@ -204,8 +204,8 @@ class Watch:
         """Compute what is wanted of a launch; in the model's executor."""
         group = self._groups.get(step.rows[0])
         if group is not None and step.logits is not None:
-            numbers = group.compute(self._device_model, step)
-            self._arriving.append(Arriving(group.requests, self._device_model.readbacks.start(numbers)))
+            numbers = group.compute(self._model_runner, step)
+            self._arriving.append(Arriving(group.requests, self._model_runner.readbacks.start(numbers)))
 
     def add(self, arriving: ArrivingPrompt) -> None:
         """Have something else read with the step's tokens."""
@@ -243,19 +243,19 @@ class _Group:
         self._kinds = _kinds(self.requests) if mode == "processed_logprobs" else None
         self._there: Tensor | None = None  # where on the device, once that has been uploaded
 
-    def compute(self, device_model: ModelRunner, step: StepOutput) -> Tensor:
-        logits, tokens = step.logits if self._kinds is None or step.edited is None else step.edited, step.tokens
+    def compute(self, model_runner: ModelRunner, step: StepOutput) -> Tensor:
+        logits, tokens = step.logits if self._kinds is None or step.processed is None else step.processed, step.tokens
         assert logits is not None, "a step of one launch"
         if self._at is not None:
             if self._there is None:
-                (self._there,) = device_model.state.staging.to_device([self._at])
+                (self._there,) = model_runner.state.staging.to_device([self._at])
             logits, tokens = logits.index_select(0, self._there), tokens.index_select(0, self._there)
-        draws = None if self._kinds is None else self._draws(device_model, step.rows, self._kinds)
+        draws = None if self._kinds is None else self._draws(model_runner, step.rows, self._kinds)
         return score_tokens(logits, tokens, min(self._most, logits.shape[1]), draws)
 
-    def _draws(self, device_model: ModelRunner, all_rows: Sequence[Row], kinds: int) -> SampledDraws:
+    def _draws(self, model_runner: ModelRunner, all_rows: Sequence[Row], kinds: int) -> SampledDraws:
         """Return how the rows have chosen: each step, since slots may change and positions do."""
-        state = device_model.state
+        state = model_runner.state
         rows = all_rows if self._at is None else [all_rows[place] for place in self._at]
         positions = np.array([row.position for row in rows], dtype=np.int64)
         slots, at = state.staging.to_device([state.slots.of(rows, len(rows)), positions])
@@ -263,6 +263,6 @@ class _Group:
 
 
 def _kinds(requests: Iterable[Request]) -> int | None:
-    """Return the edits of all requests, or-ed together; None if all take what the model says is likeliest."""
+    """Return the logit adjustments of all requests, or-ed together; None if all are greedy."""
     settings = [request.sampling for request in requests if request.sampling is not None]
-    return functools.reduce(operator.or_, [sampling.edits for sampling in settings]) if settings else None
+    return functools.reduce(operator.or_, [sampling.adjustments for sampling in settings]) if settings else None

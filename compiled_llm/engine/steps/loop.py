@@ -23,7 +23,7 @@ from compiled_llm.engine.steps.scored_prompts import run_scored
 from compiled_llm.engine.steps.token_budget import TokenBudget
 from compiled_llm.execution.batch import Batch, Extension
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
-from compiled_llm.execution.device_model import ModelRunner
+from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.state.device_timer import DeviceTimer
 from compiled_llm.execution.state.staging import Readback
 from compiled_llm.kvcache.prefix_tree import PrefixTree
@@ -78,7 +78,7 @@ class Loop:
     """Runs what a scheduler plans on a model's device side; one thread at a time.
 
     Attributes:
-        device_model: the model's device side.
+        model_runner: the model's device side.
         scheduler: who runs when.
         prefixes: keeps pages of texts that have been computed; None if nothing does.
         steps: how many plans were launched.
@@ -87,26 +87,26 @@ class Loop:
 
     def __init__(
         self,
-        device_model: ModelRunner,
+        model_runner: ModelRunner,
         scheduler: Scheduler,
-        pace: TokenBudget,
+        token_budget: TokenBudget,
         prefixes: PrefixTree | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         """Begin with nothing launched.
 
         Args:
-            device_model: the model's device side.
+            model_runner: the model's device side.
             scheduler: who runs when.
             pace: learns how long steps take.
             prefixes: keeps pages of texts that have been computed.
             logprobs_mode: of which distribution log-probabilities are.
         """
-        self._pace = pace
-        self.device_model = device_model
+        self._token_budget = token_budget
+        self.model_runner = model_runner
         self.scheduler = scheduler
         self.prefixes = prefixes
-        self._persistent = PersistentBatch(device_model.state, device_model.decode)
+        self._persistent = PersistentBatch(model_runner.state, model_runner.decode)
         self._logprobs_mode: LogprobsMode = logprobs_mode
         self._masks = MaskWriter()
         self._prepared: _Prepared | None = None  # for the last plan
@@ -115,13 +115,13 @@ class Loop:
         self.stuck = False
 
     @classmethod
-    def of(cls, device_model: ModelRunner, settings: LoopSettings) -> Loop:
+    def of(cls, model_runner: ModelRunner, settings: LoopSettings) -> Loop:
         """Return a loop on a model as it is placed now."""
-        prefixes = device_model.prefixes if settings.prefix_cache else None
-        pace = TokenBudget(settings.max_step_ms, device_model.config.prefill_tokens)
-        slots = device_model.state.slots.room_for
-        scheduler = Scheduler(device_model.pool, settings.max_rows, pace.tokens, prefixes, slots)
-        return cls(device_model, scheduler, pace, prefixes, settings.logprobs_mode)
+        prefixes = model_runner.prefixes if settings.prefix_cache else None
+        token_budget = TokenBudget(settings.max_step_ms, model_runner.config.prefill_tokens)
+        slots = model_runner.state.slots.room_for
+        scheduler = Scheduler(model_runner.pool, settings.max_rows, token_budget.tokens, prefixes, slots)
+        return cls(model_runner, scheduler, token_budget, prefixes, settings.logprobs_mode)
 
     @property
     def idle(self) -> bool:
@@ -137,12 +137,12 @@ class Loop:
     @property
     def asynchronous(self) -> bool:
         """Whether a step may still be running when it has been launched; else reading late gains nothing."""
-        return self.device_model.device.type != "cpu"
+        return self.model_runner.device.type != "cpu"
 
     def note_model(self) -> None:
         """Know the model as it is now: what was computed with another one is forgotten."""
         if self.prefixes is not None:
-            if self.device_model.watch.changed():
+            if self.model_runner.watch.changed():
                 self.prefixes.clear()
             self.scheduler.generation = self.prefixes.generation
 
@@ -158,7 +158,7 @@ class Loop:
         plan = self.scheduler.plan()
         launched = bool(plan.decode or plan.extend)
         if launched:
-            self.device_model.thread.call(self._launch, plan, unchanged)
+            self.model_runner.thread.call(self._launch, plan, unchanged)
             self.scheduler.launched(plan)
             self.steps += 1
         self.stuck = not (launched or self.scheduler.idle or self._launched)
@@ -177,7 +177,7 @@ class Loop:
 
     def drain(self) -> list[Request]:
         """Read what has been launched, and let nothing go on; otherwise as ``step``."""
-        self.device_model.settle()
+        self.model_runner.settle()
         return self._read_all_but(0)
 
     def restart(self) -> None:
@@ -195,7 +195,7 @@ class Loop:
         if self.idle:
             self.free_leaks()
         if self.scheduler.idle:
-            self.device_model.catch_up(wanted)
+            self.model_runner.catch_up(wanted)
 
     def free_leaks(self) -> None:
         """Give back what requests that have ended still have, and say so."""
@@ -221,28 +221,28 @@ class Loop:
     def _launch(self, plan: StepPlan, unchanged: bool) -> None:
         if plan.extend:
             self._admit(plan.extend)
-        timer = DeviceTimer(self.device_model.device) if self._pace.bounded else None
-        before = 0.0 if timer is None else self.device_model.events.preparing.seconds
+        timer = DeviceTimer(self.model_runner.device) if self._token_budget.bounded else None
+        before = 0.0 if timer is None else self.model_runner.events.preparing.seconds
         prepared = self._prepared_for(plan)
         # If all tokens are sampled late, there is nothing to read yet.
         all_late = prepared.constrained is not None and prepared.constrained.count == len(plan.sampled)
         launched = self._run(prepared, unchanged)
-        readbacks = [self.device_model.readbacks.start(tokens) for tokens in launched if not all_late]
+        readbacks = [self.model_runner.readbacks.start(tokens) for tokens in launched if not all_late]
         if timer is not None:
             timer.stop()
-            if self.device_model.events.preparing.seconds > before:  # that takes longer than the device does
+            if self.model_runner.events.preparing.seconds > before:  # that takes longer than the device does
                 timer = None
         late = None if prepared.constrained is None else LateSampling(prepared.constrained, prepared.watch)
         self._launched.append(_Launched(plan, readbacks, timer, prepared.watch.taken(), late))
-        self.device_model.go_on()
+        self.model_runner.go_on()
 
     def _run(self, prepared: _Prepared, unchanged: bool) -> Iterator[Tensor]:
         """Yield the tokens of each launch, in the order of ``StepPlan.sampled``."""
         _, batch, scored, watch, _ = prepared
         if batch.decode or batch.extend:
-            yield self.device_model.run(batch, self._persistent, unchanged).tokens
+            yield self.model_runner.run(batch, self._persistent, unchanged).tokens
         for chunk in scored:
-            yield run_scored(self.device_model, self._persistent, chunk, watch)
+            yield run_scored(self.model_runner, self._persistent, chunk, watch)
 
     def _prepared_for(self, plan: StepPlan) -> _Prepared:
         """Return what runs a plan; the scheduler gives the same one again while nobody comes or goes."""
@@ -252,7 +252,7 @@ class Loop:
             ending = [
                 [chunk.request for chunk in chunks if chunk.ends] for chunks in (plain, *([each] for each in scored))
             ]
-            watch = Watch(self.device_model, (plan.decode, *ending), self._logprobs_mode)
+            watch = Watch(self.model_runner, (plan.decode, *ending), self._logprobs_mode)
             rows = [request.running_row for request in plan.decode]
             batch = Batch(rows, [_extension(chunk) for chunk in plain], observer=watch.see if watch else None)
             self._prepared = _Prepared(plan, batch, scored, watch, Constrained.among(plan.sampled))
@@ -269,7 +269,7 @@ class Loop:
             if chunk.request.running_row.slot is None
         ]
         if new:
-            self.device_model.state.slots.admit([row for row, _ in new], [sampling for _, sampling in new])
+            self.model_runner.state.slots.admit([row for row, _ in new], [sampling for _, sampling in new])
 
     def _read_all_but(self, steps: int) -> list[Request]:
         changed: list[Request] = []
@@ -283,7 +283,7 @@ class Loop:
 
     def _sample_late(self, step: _Launched) -> None:
         if step.late is not None:
-            step.late.sample(self.device_model, self._persistent, self._masks)
+            step.late.sample(self.model_runner, self._persistent, self._masks)
 
     def _read(self, step: _Launched) -> list[Request]:
         tokens = [token for readback in step.readbacks for token in readback.result()]
@@ -292,7 +292,9 @@ class Loop:
         for arriving in (*step.logprobs, *late):
             arriving.hand_out()  # before the tokens: whoever sees one finds what belongs to it
         if step.timer is not None:
-            self._pace.ran(len(step.plan.decode), sum(len(chunk.ids) for chunk in step.plan.extend), step.timer.seconds)
+            self._token_budget.ran(
+                len(step.plan.decode), sum(len(chunk.ids) for chunk in step.plan.extend), step.timer.seconds
+            )
         failed = [] if step.late is None else self._end(step.late.failed)
         return self.scheduler.read(step.plan.sampled, tokens, time.monotonic()) + failed
 

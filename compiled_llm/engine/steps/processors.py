@@ -10,7 +10,7 @@ from compiled_llm.execution.threads.interrupts import allowed
 from compiled_llm.requests.users_code import described, raise_interrupt
 
 
-def edited_logits(request: Request, logits: Tensor) -> Tensor:
+def processed_logits(request: Request, logits: Tensor) -> Tensor:
     """Return what a request's processors make of its logits.
 
     Args:

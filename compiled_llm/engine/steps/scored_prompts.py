@@ -13,10 +13,10 @@ from compiled_llm.engine.steps.logprobs import ArrivingPrompt, Watch
 from compiled_llm.engine.steps.plan import Chunk
 from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
-from compiled_llm.execution.device_model import ModelRunner
+from compiled_llm.execution.model_runner import ModelRunner
 
 
-def run_scored(device_model: ModelRunner, persistent: PersistentBatch, chunk: Chunk, watch: Watch) -> Tensor:
+def run_scored(model_runner: ModelRunner, persistent: PersistentBatch, chunk: Chunk, watch: Watch) -> Tensor:
     """Run a chunk without waiting for it; in the model's executor.
 
     Returns:
@@ -25,12 +25,12 @@ def run_scored(device_model: ModelRunner, persistent: PersistentBatch, chunk: Ch
     request, row, count = chunk.request, chunk.request.running_row, len(chunk.ids)
     start = row.length
     persistent.leave([row])
-    logits = device_model.extend([Extension.of(row, chunk.ids, chunk.ends)], keep=np.arange(count))  # [Q, V]
+    logits = model_runner.extend([Extension.of(row, chunk.ids, chunk.ends)], keep=np.arange(count))  # [Q, V]
     following = request.prompt[start + 1 : start + 1 + count]
-    (tokens,) = device_model.state.staging.to_device([following])
+    (tokens,) = model_runner.state.staging.to_device([following])
     most = min(request.prompt_logprobs or 0, logits.shape[1])
     numbers = score_tokens(logits[: len(following)], tokens, most)
-    watch.add(ArrivingPrompt(request, start, len(following), device_model.readbacks.start(numbers)))
+    watch.add(ArrivingPrompt(request, start, len(following), model_runner.readbacks.start(numbers)))
     if not chunk.ends:
         return tokens[:0]
-    return device_model.sample([row], logits[-1:].clone(), persistent, watch.see).tokens  # all of them would be kept
+    return model_runner.sample([row], logits[-1:].clone(), persistent, watch.see).tokens  # all of them would be kept

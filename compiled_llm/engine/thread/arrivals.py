@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Message = Callable[["Loop"], None]
 
 _PATIENCE = 10
-"""Seconds: the garbage collector may close an inbox in the very thread that is about to wait."""
+"""Seconds: the garbage collector may close an arrivals queue in the very thread that is about to wait."""
 
 
 class Arrivals:

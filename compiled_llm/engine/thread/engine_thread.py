@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.device_loss import device_lost, restarted
-from compiled_llm.engine.intake.input_processor import check_queue
+from compiled_llm.engine.input_processing.input_processor import check_queue
 from compiled_llm.engine.metrics import EngineStats
 from compiled_llm.engine.model_check import ModelCheck
 from compiled_llm.engine.steps.loop import Loop, LoopSettings
@@ -48,7 +48,7 @@ class EngineThread:
         check: looks at the model.
         placed: has its loop.
         turns: which thread runs the loop.
-        handles: of the requests that have not ended.
+        request_table: of the requests that have not ended.
         joined: calls of ``generate`` in its batch.
         closed: whether it runs no more.
     """
@@ -65,14 +65,14 @@ class EngineThread:
         self.check = ModelCheck(model, runtime, settings.watch_model)
         self.placed = PlacedLoop(self.check, settings)
         self.closed = False
-        self._shortage = Starvation()
-        self._inbox = Arrivals()
-        self._changed = self._inbox.changed
-        self.handles = RequestTable(self._inbox)
-        self.turns = StepLock(self._changed)
+        self._starvation = Starvation()
+        self._arrivals = Arrivals()
+        self._changed = self._arrivals.changed
+        self.request_table = RequestTable(self._arrivals)
+        self.step_lock = StepLock(self._changed)
         self.joined = JoinedCalls(self._changed)
-        weakref.finalize(self, self._inbox.close).atexit = False
-        self._serving = ServingThread(self, self._inbox)
+        weakref.finalize(self, self._arrivals.close).atexit = False
+        self._serving = ServingThread(self, self._arrivals)
 
     # ---- messages, from any thread
 
@@ -91,18 +91,18 @@ class EngineThread:
         with self._changed:
             self.check.check_awake()
             check_queue(self.waiting, len(requests), most_waiting)
-            self.handles.held.arrive([request for request in requests if request.ready])
-            self.handles.update(requests)
+            self.request_table.paused_requests.arrive([request for request in requests if request.ready])
+            self.request_table.update(requests)
 
     def cancel(
         self, requests: Sequence[Request], reason: FinishReason = "cancelled", error: BaseException | None = None
     ) -> None:
         """End requests before the next step."""
         with self._changed:
-            if self.turns.resting:
-                self.handles.end(None, requests, reason, error)
+            if self.step_lock.resting:
+                self.request_table.end(None, requests, reason, error)
             elif requests and not self.closed:
-                self._inbox.send(lambda loop: self.handles.end(loop, requests, reason, error))
+                self._arrivals.send(lambda loop: self.request_table.end(loop, requests, reason, error))
 
     @property
     def loop(self) -> Loop | None:
@@ -112,7 +112,7 @@ class EngineThread:
     @property
     def waiting(self) -> int:
         """How many requests have not begun to run, or run no more."""
-        return len(self.handles) - (0 if self.loop is None else len(self.loop.scheduler.running))
+        return len(self.request_table) - (0 if self.loop is None else len(self.loop.scheduler.running))
 
     # ---- one thread at a time
 
@@ -124,9 +124,9 @@ class EngineThread:
         """
         # Without gradients, as ``generate``: each step would have to leave that world otherwise.
         with deferred(), torch.no_grad():
-            while self.turns.begin(done):
+            while self.step_lock.begin(done):
                 try:
-                    self._run(lambda: bool(done() or self.turns.pausing))
+                    self._run(lambda: bool(done() or self.step_lock.pausing))
                 finally:
                     self._leave()
 
@@ -156,13 +156,13 @@ class EngineThread:
         Raises:
             RuntimeError: this thread runs it.
         """
-        if not self.turns.pause(patience):
+        if not self.step_lock.pause(patience):
             yield False
             return
         try:
             if self.loop is not None:
                 with self._runtime.loop_lock.taken():
-                    self._inbox.deliver(self.loop)
+                    self._arrivals.deliver(self.loop)
                     self.drain(self.loop)
             yield True
         finally:
@@ -170,20 +170,20 @@ class EngineThread:
 
     def _receive_unless_running(self) -> None:
         """Take messages, unless somebody runs the loop, who takes them."""
-        if not (self._inbox and self.turns.begin_if_free()):
+        if not (self._arrivals and self.step_lock.begin_if_free()):
             return
         try:
             if self.loop is not None:
                 with self._runtime.loop_lock.taken():
-                    self._inbox.deliver(self.loop)
+                    self._arrivals.deliver(self.loop)
         finally:
             self._leave()
 
     def _leave(self) -> None:
         self._runtime.loop_lock.claim_pages(self, None)
-        self.turns.leave()
-        if self._inbox or self.placed.busy:  # other threads' requests, which the engine's own thread goes on with
-            self._inbox.call()
+        self.step_lock.leave()
+        if self._arrivals or self.placed.busy:  # other threads' requests, which the engine's own thread goes on with
+            self._arrivals.call()
 
     def start_thread(self) -> None:
         """Let a thread of our own run the loop while there are requests."""
@@ -194,7 +194,7 @@ class EngineThread:
         """Run the loop until no request is left, or the model falls asleep."""
 
         def done() -> bool:
-            return self.closed or self.turns.resting or not (self._inbox or self.placed.busy)
+            return self.closed or self.step_lock.resting or not (self._arrivals or self.placed.busy)
 
         self.run(done)
 
@@ -203,11 +203,11 @@ class EngineThread:
         self.joined.end()
         with self.paused(), self._runtime.loop_lock.taken():
             self.closed = True
-            self._inbox.close()
-            self.handles.end(self.loop, list(self.handles), "cancelled")
+            self._arrivals.close()
+            self.request_table.end(self.loop, list(self.request_table), "cancelled")
             self.placed.drop()
         self._serving.join()
-        self.handles.output.close()
+        self.request_table.output.close()
 
     # ---- in the thread that runs it
 
@@ -225,17 +225,17 @@ class EngineThread:
         """Run steps while there is something to run, or wait until there is."""
         loop = self.placed.current()
         if loop.idle:
-            self._inbox.deliver(loop)
+            self._arrivals.deliver(loop)
         if loop.idle:
             del loop  # while nothing runs, nobody here holds device memory
             with self._changed:
-                self.turns.wait_until(lambda: self._inbox or done())
+                self.step_lock.wait_until(lambda: self._arrivals or done())
             return
         with self._runtime.loop_lock.taken():
             self._work(loop, done)
         self._rest(loop)
         self.check.forget()  # whoever waited for what has ended may change it now
-        pause = self._shortage.pause(loop)
+        pause = self._starvation.pause(loop)
         del loop
         if pause:
             time.sleep(pause)
@@ -243,7 +243,7 @@ class EngineThread:
     def _rest(self, loop: Loop) -> None:
         """Let a loop prepare what it has missed; what fails there is no request's, unless the device is lost."""
         try:
-            loop.rest(lambda: self._inbox or self.turns.pausing)
+            loop.rest(lambda: self._arrivals or self.step_lock.pausing)
         except BaseException as error:
             if self._interrupts(error) or device_lost(error) is not None:
                 raise
@@ -265,27 +265,27 @@ class EngineThread:
                     time.sleep(0)
 
     def _step(self, loop: Loop) -> None:
-        self.handles.notify(loop.read_first_tokens())
-        self._inbox.deliver(loop)
-        if looked := self.check.look_if_due(loop.device_model):
+        self.request_table.notify(loop.read_first_tokens())
+        self._arrivals.deliver(loop)
+        if looked := self.check.look_if_due(loop.model_runner):
             loop.note_model()
-        self.handles.notify(loop.scheduler.expire(time.monotonic()))
+        self.request_table.notify(loop.scheduler.expire(time.monotonic()))
         lock, scheduler = self._runtime.loop_lock, loop.scheduler
-        scheduler.lets_pass, scheduler.admits_until = self._shortage.lasting, lock.pages_wanted_since(apart_from=self)
-        self.handles.notify(loop.step(unchanged=not looked))
+        scheduler.lets_pass, scheduler.admits_until = self._starvation.lasting, lock.pages_wanted_since(apart_from=self)
+        self.request_table.notify(loop.step(unchanged=not looked))
         # If nobody else runs who could give pages back, caches have them, and others may well fit.
         lock.claim_pages(self, scheduler.short_since if scheduler.running or lock.shared else None)
 
     def model_may_have_changed(self, weights_stay: bool) -> None:
         """Look at the model before the next step; unless its weights stay, all engines forget what came of them."""
         self.check.forget()
-        if (present := self._runtime.device_side.present) is not None and not weights_stay:
+        if (present := self._runtime.runner_lifecycle.present) is not None and not weights_stay:
             present.prefixes.clear()
 
     def drain(self, loop: Loop) -> None:
         """Read the tokens of the step that was launched last; if that fails, what runs has failed."""
         try:
-            self.handles.notify(loop.drain())
+            self.request_table.notify(loop.drain())
         except BaseException as error:
             self._restart(loop, error)
             if self._interrupts(error):
@@ -295,7 +295,7 @@ class EngineThread:
         """Begin anew after a step that failed, having read the one before it if that can be; raise an interrupt."""
         if not self._interrupts(error):
             try:
-                self.handles.notify(loop.drain())
+                self.request_table.notify(loop.drain())
             except BaseException as another:  # the first error says more, unless the device is lost or this is Ctrl-C
                 if self._interrupts(another) or device_lost(another) is not None:
                     error = another
@@ -308,16 +308,16 @@ class EngineThread:
 
         If nothing ran, nothing can: then all have failed.
         """
-        failed = loop.underway or list(self.handles)
+        failed = loop.underway or list(self.request_table)
         lost = restarted(loop, error)
         self.check.forget()
         if lost is not None:
             self._give_up(lost)
         elif not self._interrupts(error):
             logger.error("compiled_llm: requests that failed: %d, of %s", len(failed), described(error))
-            if not self._runtime.is_current(loop.device_model):
+            if not self._runtime.is_current(loop.model_runner):
                 error.__traceback__ = None  # who keeps the error would keep the old device side
-            self.handles.end(loop, failed, "error", failure_of(error))
+            self.request_table.end(loop, failed, "error", failure_of(error))
 
     def _interrupts(self, error: BaseException) -> bool:
         """Whether an error is no request's, but meant for the caller in whose thread the loop runs, as Ctrl-C is."""
@@ -326,9 +326,9 @@ class EngineThread:
     def fail(self, error: BaseException) -> None:
         """End all requests: our own thread has failed outside of the loop, and nobody else would say so."""
         logger.error("compiled_llm: the engine's thread has failed, of %s", described(error), exc_info=error)
-        if self.turns.here:
+        if self.step_lock.here:
             self._leave()
-        self.turns.pause()
+        self.step_lock.pause()
         try:
             with self._runtime.loop_lock.taken():
                 self._give_up(error)
@@ -340,15 +340,15 @@ class EngineThread:
         if (lost := device_lost(error)) is not None:
             self.check.lose(lost)
         with self._changed:  # a request that comes now is in neither or in both
-            self._inbox.clear()
-            requests, failure = list(self.handles), lost or failure_of(error)
+            self._arrivals.clear()
+            requests, failure = list(self.request_table), lost or failure_of(error)
         logger.error("compiled_llm: all requests have failed, %d, of %s", len(requests), described(error))
         try:
-            self.handles.end(self.loop if lost is None else None, requests, "error", failure)
+            self.request_table.end(self.loop if lost is None else None, requests, "error", failure)
             self.placed.drop(gives_back=lost is None)
         finally:  # also if the loop can no more
             self.placed.forget()
-            self.handles.end(None, requests, "error", failure)
+            self.request_table.end(None, requests, "error", failure)
 
     def stats(self) -> EngineStats:
         """Return what has happened so far."""
@@ -360,29 +360,29 @@ class EngineThread:
         """Run nothing until ``go_on``; if ``ends``, nothing is left that could."""
         self.check.forget()
         with self._changed:
-            self.turns.resting = True
+            self.step_lock.resting = True
             if ends:
-                self.handles.end(None, list(self.handles), "cancelled")
+                self.request_table.end(None, list(self.request_table), "cancelled")
 
     def go_on(self) -> None:
         """Run what waits."""
         with self._changed:
-            self.turns.resting = False
-            self._inbox.call()
+            self.step_lock.resting = False
+            self._arrivals.call()
 
     # ---- used by the runtime
 
     def let_go(self) -> None:
         """Hold the device side no more, which is about to be made anew; unless requests run on it, which then end."""
         with self._changed:
-            if not self.turns.elsewhere and self.loop is not None and self.loop.idle:
+            if not self.step_lock.elsewhere and self.loop is not None and self.loop.idle:
                 self.placed.drop()
                 self.check.forget()
 
     def give_back(self, pages: int, pool: PagePool) -> None:
         """Let requests that run wait again until so many pages are available; the caller holds the loop lock."""
         loop = self.loop
-        if loop is not None and loop.device_model.pool is pool and loop.scheduler.running:
+        if loop is not None and loop.model_runner.pool is pool and loop.scheduler.running:
             self.drain(loop)
             while loop.scheduler.running and pages > pool.available:
                 loop.scheduler.preempt()

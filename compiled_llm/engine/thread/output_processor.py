@@ -52,13 +52,13 @@ class OutputProcessor:
     until the first request with text.
     """
 
-    def __init__(self, inbox: Arrivals) -> None:
+    def __init__(self, arrivals: Arrivals) -> None:
         """Begin without a thread.
 
         Args:
             inbox: of the engine, whose state has changed when an answer has ended.
         """
-        self._inbox = inbox
+        self._arrivals = arrivals
         self._work = _Work()
         self._thread: threading.Thread | None = None
         weakref.finalize(self, self._work.close).atexit = False
@@ -75,7 +75,7 @@ class OutputProcessor:
     def read(self, handles: Iterable[PromptRequests]) -> None:
         """Make the text of what has come of these requests; here and now, if the engine is closed."""
         if not self._work.add(handles):
-            _read(handles, self._inbox)
+            _read(handles, self._arrivals)
         elif not self._runs:
             self._start()
 
@@ -86,7 +86,7 @@ class OutputProcessor:
     def _start(self) -> None:
         with self._work.changed:
             if not self._runs:
-                arguments = self._work, self._inbox
+                arguments = self._work, self._arrivals
                 self._thread = threading.Thread(target=_serve, args=arguments, name="compiled_llm output", daemon=True)
                 self._thread.start()
 
@@ -143,36 +143,36 @@ class _Work:
             self.changed.notify_all()
 
 
-def _serve(work: _Work, inbox: Arrivals) -> None:
+def _serve(work: _Work, arrivals: Arrivals) -> None:
     while not work.over:
         try:
-            _read(work.take(), inbox)
+            _read(work.take(), arrivals)
         except BaseException as error:  # no request's: what a tokenizer or a listener raises has been dealt with
-            _lose(work, inbox, error)
+            _lose(work, arrivals, error)
 
 
-def _lose(work: _Work, inbox: Arrivals, error: BaseException) -> None:
+def _lose(work: _Work, arrivals: Arrivals, error: BaseException) -> None:
     """End the requests whose text was being made, or waited for that; the thread goes on with others."""
     lost = work.lose()
     logger.error("compiled_llm: requests whose text is lost: %d, of %s", len(lost), described(error), exc_info=error)
     failure = RequestError(f"the thread that makes text has failed: {described(error)}")
     for handle in lost:
         handle.lose_text(failure)
-    _tell(lost, inbox)
+    _notify(lost, arrivals)
 
 
-def _read(handles: Iterable[PromptRequests], inbox: Arrivals) -> None:
-    told: list[PromptRequests] = []
+def _read(handles: Iterable[PromptRequests], arrivals: Arrivals) -> None:
+    notified: list[PromptRequests] = []
     for number, handle in enumerate(handles, start=1):
         handle.read_text()
-        told.append(handle)
+        notified.append(handle)
         if number % _AT_ONCE == 0:
             time.sleep(0)
-    _tell(told, inbox)
+    _notify(notified, arrivals)
 
 
-def _tell(told: Sequence[PromptRequests], inbox: Arrivals) -> None:
-    tell([handle.listeners for handle in told])
-    if any(handle.done for handle in told):
-        with inbox.changed:
-            inbox.changed.notify_all()
+def _notify(notified: Sequence[PromptRequests], arrivals: Arrivals) -> None:
+    tell([handle.listeners for handle in notified])
+    if any(handle.done for handle in notified):
+        with arrivals.changed:
+            arrivals.changed.notify_all()

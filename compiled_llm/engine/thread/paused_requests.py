@@ -11,14 +11,14 @@ from compiled_llm.engine.thread.arrivals import Arrivals
 class PausedRequests:
     """Hands requests over, and keeps those that come late while some have to end first."""
 
-    def __init__(self, inbox: Arrivals, known: Iterable[Request]) -> None:
+    def __init__(self, arrivals: Arrivals, known: Iterable[Request]) -> None:
         """Keep nobody.
 
         Args:
             inbox: of the engine.
             known: the requests that have not ended; it changes.
         """
-        self._inbox = inbox
+        self._arrivals = arrivals
         self._known = known
         self._early: frozenset[Request] | None = None
         self._late: list[Request] = []
@@ -30,11 +30,11 @@ class PausedRequests:
             RuntimeError: the engine is closed.
         """
         if (early := self._early) is not None:
-            with self._inbox.changed:
+            with self._arrivals.changed:
                 if self._early is early:
                     self._late += (request for request in requests if request not in early)
                     requests = [request for request in requests if request in early]
-        self._inbox.send(lambda loop: loop.scheduler.add_all(requests))
+        self._arrivals.send(lambda loop: loop.scheduler.add_all(requests))
 
     def begin(self) -> list[Request]:
         """Keep all that come from now on, and return those that have come and not ended.
@@ -42,7 +42,7 @@ class PausedRequests:
         Raises:
             RuntimeError: somebody is kept already.
         """
-        with self._inbox.changed:
+        with self._arrivals.changed:
             if self._early is not None:
                 raise RuntimeError("update_weights: another update is in progress; wait until it has ended")
             early = list(self._known)
@@ -51,14 +51,14 @@ class PausedRequests:
 
     def pop_overdue(self, now: float) -> list[Request]:
         """Keep those no more whose deadline is over, and return them; ``now`` is on ``time.monotonic``'s clock."""
-        with self._inbox.changed:
+        with self._arrivals.changed:
             overdue = [request for request in self._late if request.deadline is not None and request.deadline <= now]
             self._late = [request for request in self._late if request not in overdue]
             return overdue
 
     def end(self) -> None:
         """Keep nobody any more."""
-        with self._inbox.changed:
+        with self._arrivals.changed:
             late, self._early, self._late = self._late, None, []
-            if late and not self._inbox.closed:
+            if late and not self._arrivals.closed:
                 self.arrive(late)

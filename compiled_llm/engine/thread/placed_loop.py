@@ -37,11 +37,11 @@ class PlacedLoop:
     def current(self) -> Loop:
         """Return the loop on the model as it is placed now; requests that run stay with theirs, and end there."""
         if self.loop is None or self.loop.idle:
-            device_model = self._check.begin()  # lets an old one go first
-            if self.loop is None or self.loop.device_model is not device_model:
+            model_runner = self._check.begin()  # lets an old one go first
+            if self.loop is None or self.loop.model_runner is not model_runner:
                 self.drop()
-                device_model.prefixes.clear()  # who knows of which weights they are
-                self.loop = Loop.of(device_model, self._settings)
+                model_runner.prefixes.clear()  # who knows of which weights they are
+                self.loop = Loop.of(model_runner, self._settings)
                 while self._parked:
                     self.loop.scheduler.add(self._parked.pop(0))
         return self.loop

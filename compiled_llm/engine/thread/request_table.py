@@ -22,16 +22,16 @@ class RequestTable(dict[Request, RequestHandle]):
         held: lets requests come to the scheduler, unless weights are about to change.
     """
 
-    def __init__(self, inbox: Arrivals) -> None:
+    def __init__(self, arrivals: Arrivals) -> None:
         """Begin with none.
 
         Args:
             inbox: of the engine.
         """
         super().__init__()
-        self._inbox = inbox
-        self.output = OutputProcessor(inbox)
-        self.held = PausedRequests(inbox, self)
+        self._arrivals = arrivals
+        self.output = OutputProcessor(arrivals)
+        self.paused_requests = PausedRequests(arrivals, self)
 
     def end(
         self, loop: Loop | None, requests: Sequence[Request], reason: FinishReason, error: BaseException | None = None
@@ -56,5 +56,5 @@ class RequestTable(dict[Request, RequestHandle]):
             self.output.tell(handles)
         finally:
             if ended:  # nobody waits here for a token
-                with self._inbox.changed:
-                    self._inbox.changed.notify_all()
+                with self._arrivals.changed:
+                    self._arrivals.changed.notify_all()

@@ -26,14 +26,14 @@ class ServingThread:
         thread: None before the first start.
     """
 
-    def __init__(self, served: ServedLoop, inbox: Arrivals) -> None:
+    def __init__(self, served: ServedLoop, arrivals: Arrivals) -> None:
         """Begin without a thread.
 
         Args:
             served: what runs the loop; it is not kept alive.
             inbox: has its messages.
         """
-        self._arguments = weakref.ref(served), inbox
+        self._arguments = weakref.ref(served), arrivals
         self.thread: threading.Thread | None = None
 
     @property
@@ -53,14 +53,14 @@ class ServingThread:
             self.thread.join()
 
 
-def _serve(reference: weakref.ref[ServedLoop], inbox: Arrivals) -> None:
-    while reference() is not None and not inbox.closed:
-        _serve_once(reference, inbox)
+def _serve(reference: weakref.ref[ServedLoop], arrivals: Arrivals) -> None:
+    while reference() is not None and not arrivals.closed:
+        _serve_once(reference, arrivals)
 
 
-def _serve_once(reference: weakref.ref[ServedLoop], inbox: Arrivals) -> None:
+def _serve_once(reference: weakref.ref[ServedLoop], arrivals: Arrivals) -> None:
     try:
-        if inbox.wait() and (served := reference()) is not None:
+        if arrivals.wait() and (served := reference()) is not None:
             served.serve()
     except BaseException as error:
         if (served := reference()) is not None:

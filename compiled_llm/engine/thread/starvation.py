@@ -46,9 +46,9 @@ class Starvation:
         return _STUCK
 
     def _say(self, loop: Loop, seconds: float) -> None:
-        pool, request = loop.device_model.pool, loop.scheduler.waiting[0]
+        pool, request = loop.model_runner.pool, loop.scheduler.waiting[0]
         needed = pool.pages_for(len(request.text))
-        if not loop.device_model.state.slots.room_for(1, request.keeps_slot):
+        if not loop.model_runner.state.slots.room_for(1, request.keeps_slot):
             logger.warning(
                 "compiled_llm: the engine's next request has waited %.0f s: rows of other engines and calls have the "
                 "slots, which they keep because of penalties or grammars; let them end, or wrap with a larger "

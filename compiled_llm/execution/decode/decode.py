@@ -1,4 +1,4 @@
-"""Decode steps over seats at fixed addresses, one bucket of rows each, and who sits there at the moment.
+"""Decode steps over buffers at fixed addresses, one bucket of rows each, and who sits there at the moment.
 
 Shapes: B rows of a bucket, V vocabulary.
 """
@@ -18,11 +18,11 @@ from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.inputs import DecodeInputs
 from compiled_llm.compilation.programs import DECODE_MANY, DECODE_ONE
 from compiled_llm.execution.decode.planned_table import PlannedTable
-from compiled_llm.execution.graphs.readiness import GraphManager
+from compiled_llm.execution.graphs.graph_manager import GraphManager
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.reporting.events import UploadCause
 from compiled_llm.execution.state.decode_buffers import bucket_for
-from compiled_llm.execution.state.device_state import RunnerState
+from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.row import Row
 
 logger = logging.getLogger("compiled_llm.uploads")
@@ -36,9 +36,9 @@ _ROWS_TO_COMPILE = 64
 
 
 class BatchOwner(Protocol):
-    """Whose rows are on the seats."""
+    """Whose rows are in the decode buffers."""
 
-    def unseat(self) -> None:
+    def displace(self) -> None:
         """Know that others sit there from now on."""
 
 
@@ -49,13 +49,13 @@ class Decode:
         ready: the buckets, among others, that can be run at once; always the same set.
     """
 
-    def __init__(self, state: RunnerState, readiness: GraphManager, planner: Planner) -> None:
-        """Begin with empty seats; nothing is compiled yet."""
+    def __init__(self, state: RunnerState, graph_manager: GraphManager, planner: Planner) -> None:
+        """Begin with empty buffers; nothing is compiled yet."""
         self._state = state
-        self._readiness = readiness
+        self._graph_manager = graph_manager
         self._planned = PlannedTable(state, planner) if planner.decodes else None
-        self._cuda_graphs = readiness.cuda_graphs
-        self.ready = readiness.ready
+        self._cuda_graphs = graph_manager.cuda_graphs
+        self.ready = graph_manager.ready
         self._launchable: set[int] = set()  # that were compiled when they were last missing
         self._spare = 0  # the bucket that is captured for others to run in, as long as nobody has wanted itself
         self._owner: weakref.ref[BatchOwner] | None = None
@@ -74,7 +74,7 @@ class Decode:
     @property
     def ready_buckets(self) -> list[int]:
         """The buckets that are compiled, and on CUDA captured."""
-        return self._readiness.ready_buckets
+        return self._graph_manager.ready_buckets
 
     @property
     def wanted_buckets(self) -> list[int]:
@@ -107,18 +107,18 @@ class Decode:
         Returns:
             The bucket to run.
         """
-        readiness = self._readiness
+        graph_manager = self._graph_manager
         if bucket == self._spare:
             self._spare = 0
-        if unchanged and readiness.was_valid(bucket):
+        if unchanged and graph_manager.was_valid(bucket):
             return bucket
         if unchanged and waiting and bucket in self._launchable - self.ready:
             larger = 0 if exact else self._larger(bucket)
-            if exact or readiness.was_valid(larger):
+            if exact or graph_manager.was_valid(larger):
                 return self._run_missing(bucket, larger)
         if not (unchanged and bucket in self.ready):
-            readiness.check_model()
-        if bucket in self.ready and readiness.is_valid(bucket):
+            graph_manager.check_model()
+        if bucket in self.ready and graph_manager.is_valid(bucket):
             return bucket
         if waiting and self._cuda_graphs.ours and (serving := self._serving(bucket, exact)):
             return serving
@@ -139,15 +139,15 @@ class Decode:
 
     def _serving(self, bucket: int, exact: bool) -> int:
         """Return the bucket that runs in place of one that is not captured, itself if it can be launched; else 0."""
-        readiness = self._readiness
+        graph_manager = self._graph_manager
         self._launchable.discard(bucket)
-        if bucket in self.ready or not readiness.can_launch(self._inputs(bucket)):
+        if bucket in self.ready or not graph_manager.can_launch(self._inputs(bucket)):
             return 0
         if exact and self._cuda_graphs.needs_room_now(bucket):
             return 0
         self._launchable.add(bucket)
         larger = 0 if exact else self._larger(bucket)
-        return self._run_missing(bucket, larger) if not larger or readiness.is_valid(larger) else 0
+        return self._run_missing(bucket, larger) if not larger or graph_manager.is_valid(larger) else 0
 
     def _larger(self, bucket: int) -> int:
         """Return the next larger bucket that is ready, or 0."""
@@ -174,41 +174,41 @@ class Decode:
         self._capture(bucket, bucket)
 
     def _capture(self, bucket: int, like: StepOutputs | int, beside: bool = True) -> None:
-        self._readiness.capture(bucket, self._inputs(bucket), like, beside=beside)
+        self._graph_manager.capture(bucket, self._inputs(bucket), like, beside=beside)
 
     def _prepare(self, bucket: int, waiting: int, number: str, first: bool) -> None:
         """Compile a bucket, for all others if it is the ``first``, and capture it."""
-        readiness, what = self._readiness, f"decode bucket {bucket}"
+        graph_manager, what = self._graph_manager, f"decode bucket {bucket}"
         waiting = 0 if self._cuda_graphs.lost(bucket) else waiting
         program = DECODE_ONE if bucket == 1 else DECODE_MANY
         shown = f"decode, {'1 row' if bucket == 1 else f'{bucket} rows'}{number}"
-        with readiness.preparing(what, waiting, program, shown), self._cuda_graphs.accounted(what):
+        with graph_manager.preparing(what, waiting, program, shown), self._cuda_graphs.accounted(what):
             if first and bucket < (rows := self.bucket_for(min(_ROWS_TO_COMPILE, self._largest))):
                 self._launch_padding(rows)
-            for _ in range(_CALLS_TO_CAPTURE - 1 if readiness.programs.in_trees else 0):
+            for _ in range(_CALLS_TO_CAPTURE - 1 if graph_manager.programs.in_trees else 0):
                 self._launch_padding(bucket)
             outputs = self._launch_padding(bucket)
-            readiness.programs.warn_if_nothing_matched(self._state.facts.model)
+            graph_manager.programs.warn_if_nothing_matched(self._state.facts.model)
             if self._cuda_graphs.ours:
                 self._capture(bucket, outputs, beside=False)
         self.ready.add(bucket)
 
     def _is_first(self, bucket: int) -> bool:
         """Whether a bucket is compiled for all but one row, as on CUDA, where its size does not stay built in."""
-        programs = self._readiness.programs
+        programs = self._graph_manager.programs
         on_cuda = self._cuda_graphs.ours or (self._state.device.type == "cuda" and not programs.in_trees)
         return on_cuda and bucket > 1 and not graph_count(programs.decode_many_function)
 
     def _launch_padding(self, bucket: int) -> StepOutputs:
-        self.seat([], bucket, "bucket_prepared")
+        self.place([], bucket, "bucket_prepared")
         self._state.arena.flush()
         return self._launch(bucket)
 
     def claim(self, owner: BatchOwner | None) -> None:
-        """Hand the seats to ``owner``; whoever had them is told."""
+        """Hand the decode buffers to ``owner``; whoever had them is told."""
         previous = self._owner() if self._owner is not None else None
         if previous is not None and previous is not owner:
-            previous.unseat()
+            previous.displace()
         self._owner = None if owner is None else weakref.ref(owner)
 
     def owned_by(self, owner: BatchOwner) -> bool:
@@ -217,7 +217,7 @@ class Decode:
 
     @property
     def table_bytes(self) -> int:
-        """Size of what planned steps read beside the seats, in bytes."""
+        """Size of what planned steps read beside the decode buffers, in bytes."""
         return 0 if self._planned is None else self._planned.nbytes
 
     @property
@@ -225,30 +225,30 @@ class Decode:
         """Whether steps are planned, anew whenever a row enters a page."""
         return self._planned is not None
 
-    def seat(self, rows: Sequence[Row], bucket: int, cause: UploadCause) -> None:
-        """Put rows, already grown by the token that they are about to feed in, on the seats.
+    def place(self, rows: Sequence[Row], bucket: int, cause: UploadCause) -> None:
+        """Put rows, already grown by the token that they are about to feed in, in the decode buffers.
 
         Args:
             rows: the rows, whose slots have their page numbers; the rest of the bucket becomes padding.
             bucket: B.
             cause: why.
         """
-        self._state.decode_buffers.seat(rows, bucket)
+        self._state.decode_buffers.place(rows, bucket)
         self._written(rows, bucket, cause)
 
     def stay(self, rows: Sequence[Row], bucket: int, cause: UploadCause) -> None:
-        """Let rows go on where they sit, though their pages have changed; otherwise as ``seat``."""
-        self._state.decode_buffers.seat_padding(len(rows), bucket)
+        """Let rows go on where they sit, though their pages have changed; otherwise as ``place``."""
+        self._state.decode_buffers.place_padding(len(rows), bucket)
         self._written(rows, bucket, cause)
 
     def _written(self, rows: Sequence[Row], bucket: int, cause: UploadCause) -> None:
         if self._planned is not None:
             self._planned.lay_out(rows, bucket)
-        self._readiness.events.uploads[cause] += 1
+        self._graph_manager.events.uploads[cause] += 1
         logger.debug("decode bucket %d: %d rows written: %s", bucket, len(rows), cause)
 
     def feed(self, rows: int, bucket: int, tokens: Tensor) -> None:
-        """Let the first rows on the seats feed in ``tokens`` ``[rows]``, on the device."""
+        """Let the first rows in the decode buffers feed in ``tokens`` ``[rows]``, on the device."""
         self._state.arena.flush()
         slots = self._state.decode_buffers.bucket(bucket).slots[:rows]
         self._state.slots.tables.next_token.index_copy_(0, slots, tokens.long())
@@ -263,7 +263,7 @@ class Decode:
         Returns:
             ``[B, V]`` logits, and ``[B]`` int64, the next tokens; both overwritten by the next step.
         """
-        self._readiness.events.used[wanted] += 1
+        self._graph_manager.events.used[wanted] += 1
         self._state.arena.flush()
         if (cuda_graph := self._cuda_graphs.get(bucket)) is not None:
             outputs: StepOutputs = cuda_graph.replay()
@@ -274,9 +274,9 @@ class Decode:
         return outputs
 
     def _launch(self, bucket: int) -> StepOutputs:
-        readiness = self._readiness
-        with readiness.paged():
-            return readiness.programs.decode(readiness.arguments(self._inputs(bucket)))
+        graph_manager = self._graph_manager
+        with graph_manager.paged():
+            return graph_manager.programs.decode(graph_manager.arguments(self._inputs(bucket)))
 
     def _inputs(self, bucket: int) -> DecodeInputs:
         inputs = self._state.decode_buffers.bucket(bucket)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import sample
 from compiled_llm.execution.batch import Observer, StepOutput
-from compiled_llm.execution.state.device_state import RunnerState
+from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.row import Row
 
 _NOTHING: Mapping[Row, Tensor] = {}
@@ -150,7 +150,7 @@ class DeferredSampling:
 
     # ---- choose
 
-    def run(self, masks: Masks | None = None, edited: Mapping[Row, Tensor] = _NOTHING) -> StepOutput:
+    def run(self, masks: Masks | None = None, processed: Mapping[Row, Tensor] = _NOTHING) -> StepOutput:
         """Sample what is not sampled yet, and wait for nothing.
 
         Args:
@@ -165,13 +165,13 @@ class DeferredSampling:
             ValueError: a row that is given a mask has come in without one; nothing has changed.
         """
         rows, graphs = self.rows, self._state.sampling_graphs
-        whole = not edited and self._kept == len(rows)
+        whole = not processed and self._kept == len(rows)
         bucket = graphs.bucket_of(self, len(rows), self._state.slots.tables) if whole else None
         self._state.arena.flush()
         if bucket is not None:
             step = StepOutput(rows, graphs.logits(len(rows)), self._replayed(bucket, rows, masks))
         else:
-            step = self._launched(rows, masks, edited)
+            step = self._launched(rows, masks, processed)
         parts, self._unsampled = self._unsampled, []  # only now: if that fails, whoever tries again is told of the same
         for row in rows:
             row.has_next = row.slot is not None
@@ -192,7 +192,7 @@ class DeferredSampling:
             self._write_masks(*new)
         return graphs.sample(bucket, all_new)[: len(rows)]
 
-    def _launched(self, rows: Sequence[Row], masks: Masks | None, edited: Mapping[Row, Tensor]) -> StepOutput:
+    def _launched(self, rows: Sequence[Row], masks: Masks | None, processed: Mapping[Row, Tensor]) -> StepOutput:
         """Sample without a graph."""
         slots, parts = self._state.slots, self._unsampled
         if masks is not None and (new := slots.masks_of(*masks)) is not None:
@@ -200,9 +200,9 @@ class DeferredSampling:
         at = np.array([row.position for row in rows], dtype=np.int64)
         there, positions = self._state.staging.to_device([slots.of(rows, len(rows)), at])
         logits = parts[0].logits if len(parts) == 1 else torch.cat([part.logits for part in parts])
-        sampled_from = _replaced(logits, rows, edited)
+        sampled_from = _replaced(logits, rows, processed)
         tokens = sample(sampled_from, there, positions, slots.tables, deferred=True)
-        return StepOutput(rows, logits, tokens, sampled_from if edited else None)
+        return StepOutput(rows, logits, tokens, sampled_from if processed else None)
 
     def _write_masks(self, slots: NDArray[np.int64], masks: NDArray[np.int32]) -> None:
         at, bits = self._state.staging.to_device([slots, masks.reshape(-1)])
@@ -213,8 +213,8 @@ class DeferredSampling:
         start = 0
         for rows, logits, observer in parts:
             own = slice(start, start + len(rows))
-            edited = None if step.edited is None else step.edited[own]
-            _shown(StepOutput(rows, logits, step.tokens[own], edited), observer)
+            processed = None if step.processed is None else step.processed[own]
+            _shown(StepOutput(rows, logits, step.tokens[own], processed), observer)
             start += len(rows)
 
 
@@ -224,11 +224,11 @@ def _shown(step: StepOutput, observer: Observer | None) -> StepOutput:
     return step
 
 
-def _replaced(logits: Tensor, rows: Sequence[Row], edited: Mapping[Row, Tensor]) -> Tensor:
-    if not edited:
+def _replaced(logits: Tensor, rows: Sequence[Row], processed: Mapping[Row, Tensor]) -> Tensor:
+    if not processed:
         return logits
     logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
-    for row, own in edited.items():
+    for row, own in processed.items():
         logits[rows.index(row)] = own
     return logits
 

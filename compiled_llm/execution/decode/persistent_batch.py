@@ -1,4 +1,4 @@
-"""What one loop remembers of the decode step's seats, so that a step of the same rows writes nothing.
+"""What one loop remembers of the decode buffers, so that a step of the same rows writes nothing.
 
 Shapes: B rows, V vocabulary.
 """
@@ -14,15 +14,15 @@ from compiled_llm.execution.batch import StepOutput
 from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
 from compiled_llm.execution.reporting.events import UploadCause
-from compiled_llm.execution.state.device_state import RunnerState
+from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.row import Row
 
 
 class PersistentBatch:
-    """The rows of one loop on the seats, which each replay advances by one token.
+    """The rows of one loop in the decode buffers, which each replay advances by one token.
 
-    Several persistent batches of one model take turns on the seats.
+    Several persistent batches of one model take turns in the decode buffers.
 
     Attributes:
         exact: whether each step runs in the shape that follows from its rows alone, captured or not, so that the same
@@ -41,14 +41,14 @@ class PersistentBatch:
         self.bucket = self._wanted = 0
         self.logits: Tensor | None = None
         self.deferred = DeferredSampling(state)
-        # The rows on the seats, each with its slot, length and position when it was seated, and the bucket; empty if
-        # others sit there. They have advanced by _advanced tokens since. They go on by themselves as long as that is
-        # less than _limit, when a row runs out of listed pages or positions; unless by then, after _changes of the
-        # pool, a page has been shared, into which a row may write no more, or a row has forgotten tokens; or after
+        # The rows in the decode buffers, each with its slot, length and position when it was seated, and the bucket;
+        # empty if others sit there. They have advanced by _advanced tokens since. They go on by themselves as long as
+        # that is less than _limit, when a row runs out of listed pages or positions; unless by then, after _changes of
+        # the pool, a page has been shared, into which a row may write no more, or a row has forgotten tokens; or after
         # _taken, a row's slot is another's.
         self._rows: list[Row] = []
-        self._seated: list[tuple[int | None, int, int]] = []
-        self._seats = self._advanced = self._limit = self._changes = self._taken = 0
+        self._placed: list[tuple[int | None, int, int]] = []
+        self._size = self._advanced = self._limit = self._changes = self._taken = 0
         # Who enters a page when _advanced, modulo the page size, is the key; found out at the first step of its own.
         self._entering: dict[int, list[Row]] | None = None
 
@@ -66,8 +66,8 @@ class PersistentBatch:
             and not self.deferred
         )
 
-    def seat(self, rows: Sequence[Row], bucket: int, copied: bool) -> bool:
-        """Have rows, grown by the token that they are about to feed in, on the seats of a bucket.
+    def place(self, rows: Sequence[Row], bucket: int, copied: bool) -> bool:
+        """Have rows, grown by the token that they are about to feed in, in the decode buffers of a bucket.
 
         Args:
             rows: in the order of the step.
@@ -84,16 +84,16 @@ class PersistentBatch:
             return True
         cause: UploadCause = "rows_changed" if self._decode.owned_by(self) else "call_moved_in"
         self._decode.claim(self)
-        self._decode.seat(rows, bucket, cause)
+        self._decode.place(rows, bucket, cause)
         return False
 
     def _sit_on(self, rows: Sequence[Row], bucket: int) -> bool:
-        """Whether the seats say of every row what it has become."""
+        """Whether the decode buffers say of every row what it has become."""
         grown = self._advanced + 1
         return (
-            self._seats == bucket
+            self._size == bucket
             and self._rows == rows
-            and self._seated == [(row.slot, row.length - grown, row.position - self._advanced) for row in rows]
+            and self._placed == [(row.slot, row.length - grown, row.position - self._advanced) for row in rows]
         )
 
     def _entered(self, rows: Sequence[Row]) -> bool:
@@ -122,7 +122,7 @@ class PersistentBatch:
                     row.position += 1
                     row.length += 1
                 self._advanced += 1
-        except BaseException:  # the seats may have advanced
+        except BaseException:  # the decode buffers may have advanced
             self.lose(self._rows)
             raise
         return self._step(outputs)
@@ -142,15 +142,15 @@ class PersistentBatch:
             rows: grown by the token that they fed in.
             buckets: the one that was wanted, and the one that ran: B, padding included.
             outputs: of the step.
-            stayed: whether the rows sat on the same seats before it.
+            stayed: whether the rows sat in the same places before it.
             changes: of the pool, before the rows grew.
         """
         self._wanted, bucket = buckets
         if stayed:
             self._advanced += 1
         else:
-            self._rows, self._seats, self._advanced, self._entering = list(rows), bucket, 0, None
-            self._seated = [(row.slot, row.length, row.position) for row in rows]
+            self._rows, self._size, self._advanced, self._entering = list(rows), bucket, 0, None
+            self._placed = [(row.slot, row.length, row.position) for row in rows]
         for row in rows:
             row.has_next = True
         self.bucket, self._changes, self._taken = bucket, changes, self._slots.taken
@@ -185,7 +185,7 @@ class PersistentBatch:
         return next((bucket for bucket in self._decode.ready_buckets if smallest <= bucket <= self._wanted), smallest)
 
     def chose(self, step: StepOutput) -> None:
-        """Know that tokens have been sampled for rows elsewhere than on the seats."""
+        """Know that tokens have been sampled for rows elsewhere than in the decode buffers."""
         for row in step.rows:
             row.has_next = True
         self.logits = step.logits
@@ -195,18 +195,18 @@ class PersistentBatch:
         if any(row in self._rows for row in rows):
             self.invalidate()
 
-    def unseat(self) -> None:
+    def displace(self) -> None:
         """Know that others sit there from now on."""
         if self.logits is not None:
             self.logits = self.logits.clone()  # their replays overwrite them
         self.invalidate()
 
     def invalidate(self) -> None:
-        """Write all seats before the next decode step: rows have changed."""
-        self._rows, self._seated, self._limit = [], [], 0
+        """Write all decode buffers before the next decode step: rows have changed."""
+        self._rows, self._placed, self._limit = [], [], 0
 
     def lose(self, rows: Sequence[Row]) -> None:
-        """Forget what rows would feed in next, which a step that failed may have overwritten, and leave the seats."""
+        """Forget the rows' next tokens, which a failed step may have overwritten, and leave the decode buffers."""
         self._slots.forget_next(rows)
         self.deferred.forget()
         self.invalidate()

@@ -13,7 +13,7 @@ from torch import Tensor
 from compiled_llm.compilation.inputs import PlannedRows
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.state.decode_buffers import mark_dynamic
-from compiled_llm.execution.state.device_state import RunnerState
+from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.memory import mark_static
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.table import build_table

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from compiled_llm.compilation.inputs import Shape
 from compiled_llm.compilation.programs import PREFILL_EMBEDDED, Programs
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.device_model import ModelRunner
+from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.model.weights.fused_weights import FusedWeights
 
 
@@ -41,20 +41,20 @@ class Kept:
     samplings: tuple[int, ...]
 
     @staticmethod
-    def of(device_model: ModelRunner, made_for: tuple[Hashable, ...]) -> Kept:
+    def of(model_runner: ModelRunner, made_for: tuple[Hashable, ...]) -> Kept:
         """Return what is worth keeping of a device side that was ``made_for`` the model as it was."""
-        readiness = device_model.readiness
+        graph_manager = model_runner.graph_manager
         return Kept(
             made_for=made_for,
-            rows=device_model.config.max_batch_size,
-            positions=device_model.max_positions,
-            pages=device_model.pool.total,
-            programs=None if readiness.programs.in_trees else readiness.programs,
-            weights=readiness.weights,
-            buckets=tuple(readiness.ready_buckets),
-            embedded=PREFILL_EMBEDDED in readiness.ready,
-            shapes=tuple(sorted(readiness.cuda_graphs.shapes())),
-            samplings=tuple(device_model.state.sampling_graphs.buckets),
+            rows=model_runner.config.max_batch_size,
+            positions=model_runner.max_positions,
+            pages=model_runner.pool.total,
+            programs=None if graph_manager.programs.in_trees else graph_manager.programs,
+            weights=graph_manager.weights,
+            buckets=tuple(graph_manager.ready_buckets),
+            embedded=PREFILL_EMBEDDED in graph_manager.ready,
+            shapes=tuple(sorted(graph_manager.cuda_graphs.shapes())),
+            samplings=tuple(model_runner.state.sampling_graphs.buckets),
         )
 
     def fits(self, made_for: tuple[Hashable, ...], rows: int, positions: int) -> bool:

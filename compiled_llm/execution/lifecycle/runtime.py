@@ -13,13 +13,13 @@ from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.artifacts.made_for import made_for
 from compiled_llm.compilation.graphs.table import CudaGraphTable
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.device_model import ModelRunner
-from compiled_llm.execution.lifecycle.device_side import Holder, ModelRunnerLifecycle
+from compiled_llm.execution.generate_loop import GenerateLoop
+from compiled_llm.execution.lifecycle.runner_lifecycle import Holder, ModelRunnerLifecycle
 from compiled_llm.execution.lifecycle.warmup import ProfilePath, Report, Sizes, Warmup, quiet
+from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.reporting.stats import Counters, Stats
-from compiled_llm.execution.runner import GenerateLoop
 from compiled_llm.execution.threads.calls import Calls
 from compiled_llm.execution.threads.loop_lock import LoopLock
 from compiled_llm.kvcache.pool import PagePool
@@ -52,7 +52,7 @@ class Runtime:
         events: what happened on the device side; read it through ``explain``.
         artifacts: what was compiled before, in place of compiling; None without.
         warming: prepares it, and saves what calls use.
-        device_side: what lies on the device, if it is not asleep.
+        runner_lifecycle: what lies on the device, if it is not asleep.
         engine: returns what runs the loop of an engine on this model; None if there is none.
         engines: of all engines on this model.
     """
@@ -74,16 +74,18 @@ class Runtime:
         self.engine: Callable[[], object | None] = _no_engine
         self.engines: weakref.WeakSet[RunningEngine] = weakref.WeakSet()
         self.artifacts = _artifacts_for(facts, config)
-        self.device_side = ModelRunnerLifecycle(facts, config, self.modules, self.events, self.engines, self.artifacts)
-        self.warming = Warmup(facts, config, self.device_side, self.events, self.artifacts)
+        self.runner_lifecycle = ModelRunnerLifecycle(
+            facts, config, self.modules, self.events, self.engines, self.artifacts
+        )
+        self.warming = Warmup(facts, config, self.runner_lifecycle, self.events, self.artifacts)
         _runtimes.add(self)
 
     def __repr__(self) -> str:
         """Its mode, and what is ready."""
-        asleep, device_model = self.asleep, self._device_model
+        asleep, model_runner = self.asleep, self._model_runner
         state = "asleep until wake()" if asleep else "nothing is compiled or allocated yet"
-        if device_model is not None:
-            pages, buckets = device_model.pool.account(), device_model.readiness.ready_buckets
+        if model_runner is not None:
+            pages, buckets = model_runner.pool.account(), model_runner.graph_manager.ready_buckets
             ready = f"batch sizes {', '.join(map(str, buckets))} ready" if buckets else "no batch size ready"
             state = f"{ready}; {pages.used} of {pages.total} pages used"
         return f"<{type(self).__name__} mode={self.config.mode!r}: {state}>"
@@ -128,7 +130,7 @@ class Runtime:
     def stats(self) -> Stats:
         """Return what has happened so far."""
         self.home.check()
-        counters, device_model = self.counters, self._device_model
+        counters, model_runner = self.counters, self._model_runner
         calls = Stats(
             mode=self.config.mode,
             device=str(self.facts.model.device),
@@ -136,9 +138,9 @@ class Runtime:
             forward_calls=dict(counters.forward_calls),
             slow_paths=counters.slow_paths,
         )
-        if device_model is None:
+        if model_runner is None:
             return calls
-        graphs, cuda_graphs = self.graphs, device_model.readiness.cuda_graphs
+        graphs, cuda_graphs = self.graphs, model_runner.graph_manager.cuda_graphs
         return dataclasses.replace(
             calls,
             steps=counters.steps,
@@ -147,40 +149,40 @@ class Runtime:
             uploads=self.events.uploads.total(),
             graphs=sum(graphs.values()),
             compile_seconds=round(self.events.preparing.seconds, 3),
-            tracing_seconds=round(device_model.readiness.programs.tracing_seconds(), 3),
+            tracing_seconds=round(model_runner.graph_manager.programs.tracing_seconds(), 3),
             builds={} if self.artifacts is None else self.artifacts.builds(),
             recompiles=sum(max(0, count - 1) for count in graphs.values()),
             uncompiled=sum(self.uncompiled().values()),
             cudagraph_skips=cuda_graphs.skips,
-            cuda_graphs=device_model.thread.call(cuda_graphs.decodes),
+            cuda_graphs=model_runner.thread.call(cuda_graphs.decodes),
             prefill_cuda_graphs=cuda_graphs.prefills,
-            patterns=device_model.readiness.programs.pattern_matches(),
-            buckets=device_model.readiness.ready_buckets,
-            pages=device_model.pool.account(),
-            most_pages=device_model.pool.most_used,
+            patterns=model_runner.graph_manager.programs.pattern_matches(),
+            buckets=model_runner.graph_manager.ready_buckets,
+            pages=model_runner.pool.account(),
+            most_pages=model_runner.pool.most_used,
             page_size=self.config.page_size,
-            memory=device_model.memory(),
+            memory=model_runner.memory(),
             cuda_graph_table=self.cuda_graphs.as_dicts(),
         )
 
     @property
     def cuda_graphs(self) -> CudaGraphTable:
         """The CUDA graphs that we have captured, with what they cost and how often they ran; empty in other modes."""
-        return CudaGraphTable() if self._device_model is None else self._device_model.state.cuda_graphs.table()
+        return CudaGraphTable() if self._model_runner is None else self._model_runner.state.cuda_graphs.table()
 
     @property
     def asleep(self) -> bool:
         """Whether the pages and all else on the device but the weights were given back, until an engine's ``wake``."""
-        return self.device_side.asleep
+        return self.runner_lifecycle.asleep
 
     @property
-    def _device_model(self) -> ModelRunner | None:
-        return self.device_side.present
+    def _model_runner(self) -> ModelRunner | None:
+        return self.runner_lifecycle.present
 
     @property
     def graphs(self) -> dict[str, int]:
         """How many graphs each program is compiled into."""
-        return {} if self._device_model is None else self._device_model.readiness.programs.graph_counts()
+        return {} if self._model_runner is None else self._model_runner.graph_manager.programs.graph_counts()
 
     # ---- used by the parts of the package that run on a wrapped model
 
@@ -203,9 +205,9 @@ class Runtime:
         """
         if self.artifacts is not None:
             self.artifacts.check_rows(rows)
-        self.device_side.make_room(rows)
+        self.runner_lifecycle.make_room(rows)
 
-    def device_model(self) -> ModelRunner:
+    def model_runner(self) -> ModelRunner:
         """Return the device side; made at the first call, and again if the model was moved, converted or hooked.
 
         And if its config says that it has more positions than before, or more rows are to have room.
@@ -214,11 +216,11 @@ class Runtime:
             RuntimeError: it is asleep; or this process was forked from the one that has the model.
         """
         self.home.check()
-        return self.device_side.current()
+        return self.runner_lifecycle.current()
 
-    def is_current(self, device_model: ModelRunner) -> bool:
-        """Whether ``device_model`` is the device side of the model as it is now; makes none."""
-        return self.device_side.is_current(device_model)
+    def is_current(self, model_runner: ModelRunner) -> bool:
+        """Whether ``model_runner`` is the device side of the model as it is now; makes none."""
+        return self.runner_lifecycle.is_current(model_runner)
 
     def take_back(self, pages: int, pool: PagePool) -> None:
         """Have engines let their requests wait again, if it takes that to make so many pages of a pool available.
@@ -232,34 +234,34 @@ class Runtime:
 
     def separate_weights(self) -> None:
         """Give each fused weight its own memory again."""
-        self.device_side.separate_weights()
+        self.runner_lifecycle.separate_weights()
 
     def programs(self) -> dict[str, Callable[..., Any]]:
         """Return the functions that have been compiled, by name."""
-        return {} if self._device_model is None else self._device_model.readiness.programs.functions
+        return {} if self._model_runner is None else self._model_runner.graph_manager.programs.functions
 
     def uncompiled(self) -> dict[str, int]:
         """Return how many calls of each program have run uncompiled because torch compiles it no more."""
-        return {} if self._device_model is None else self._device_model.readiness.programs.uncompiled()
+        return {} if self._model_runner is None else self._model_runner.graph_manager.programs.uncompiled()
 
     def cudagraph_reasons(self) -> list[str]:
         """Return what Inductor said of decode steps that it did not capture."""
-        return [] if self._device_model is None else self._device_model.readiness.cuda_graphs.reasons
+        return [] if self._model_runner is None else self._model_runner.graph_manager.cuda_graphs.reasons
 
     def recaptures(self) -> tuple[int, list[str]]:
         """Return how many CUDA graphs were captured again, and the weights that have moved since the first time."""
-        if self._device_model is None:
+        if self._model_runner is None:
             return 0, []
-        cuda_graphs = self._device_model.readiness.cuda_graphs
-        return self._device_model.thread.call(cuda_graphs.repeated), cuda_graphs.moved_weights()
+        cuda_graphs = self._model_runner.graph_manager.cuda_graphs
+        return self._model_runner.thread.call(cuda_graphs.repeated), cuda_graphs.moved_weights()
 
     def obstacle(self) -> Reason | None:
         """Return why no loop of ours can run the model now, or None."""
         return None
 
-    def runner(self) -> GenerateLoop:
+    def generate_loop(self) -> GenerateLoop:
         """Return a new runner."""
-        return GenerateLoop(self.device_model())
+        return GenerateLoop(self.model_runner())
 
 
 def _artifacts_for(facts: ModelFacts, config: WrapConfig) -> Artifacts | None:

@@ -12,7 +12,7 @@ from compiled_llm.compilation.artifacts.manifest import MadeFor
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.compilation.programs import PREFILL_EMBEDDED
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.lifecycle.device_side import ModelRunnerLifecycle, prepare
+from compiled_llm.execution.lifecycle.runner_lifecycle import ModelRunnerLifecycle, prepare
 from compiled_llm.execution.lifecycle.used_steps import prepare_profile, used_steps
 from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.state.decode_buffers import buckets_up_to
@@ -58,14 +58,14 @@ class Warmup:
         self,
         facts: ModelFacts,
         config: WrapConfig,
-        device_side: ModelRunnerLifecycle,
+        runner_lifecycle: ModelRunnerLifecycle,
         events: Events,
         artifacts: Artifacts | None,
     ) -> None:
         """Prepare nothing yet."""
         self._facts = facts
         self._config = config
-        self._device_side = device_side
+        self._runner_lifecycle = runner_lifecycle
         self._events = events
         self._artifacts = artifacts
         self._earlier: Profile | None = None
@@ -106,16 +106,16 @@ class Warmup:
         Raises:
             ValueError: the profile names a step that there is not.
         """
-        device_model = self._device_side.current()
-        device_model.thread.call(device_model.readiness.make_room)
+        model_runner = self._runner_lifecycle.current()
+        model_runner.thread.call(model_runner.graph_manager.make_room)
         if wanted.profile is not None:
-            prepare_profile(device_model, wanted.profile, report)
+            prepare_profile(model_runner, wanted.profile, report)
             self._earlier = wanted.profile
         else:
-            prefill = device_model.prefill
-            buckets = sorted({device_model.decode.bucket_for(size) for size in wanted.sizes})
+            prefill = model_runner.prefill
+            buckets = sorted({model_runner.decode.bucket_for(size) for size in wanted.sizes})
             prefills = {tuple(prefill.captured_shapes(size)) for size in wanted.sizes}
-            prepare(device_model, buckets, prefills, report=report)
+            prepare(model_runner, buckets, prefills, report=report)
         self._events.warmed_up()
 
     # ---- profiles
@@ -145,7 +145,7 @@ class Warmup:
             OSError: the file cannot be written.
         """
         self._check_mode()
-        self._device_side.check_weights()
+        self._runner_lifecycle.check_weights()
         used = self._events.used.copy()
         if not used:
             raise RuntimeError("save_profile: no step has run yet; save a profile after the first requests")
@@ -157,4 +157,4 @@ class Warmup:
             raise ValueError("profile: mode='eager' compiles and captures nothing; use another mode")
 
     def _made_for(self) -> MadeFor:
-        return sizes_made_for(self._facts.model, self._facts.model_class, self._config, self._device_side.rows)
+        return sizes_made_for(self._facts.model, self._facts.model_class, self._config, self._runner_lifecycle.rows)

@@ -21,7 +21,7 @@ from compiled_llm.compilation.inputs import PrefillInputs, Shape
 from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED
 from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
-from compiled_llm.execution.graphs.readiness import GraphManager
+from compiled_llm.execution.graphs.graph_manager import GraphManager
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill.packing import (
     Packed,
@@ -32,8 +32,8 @@ from compiled_llm.execution.prefill.packing import (
     padded,
     token_count,
 )
-from compiled_llm.execution.state.device_state import RunnerState
 from compiled_llm.execution.state.prefill_room import COMPILED_ROWS, compiled_length
+from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.table import HostTable
 
@@ -44,7 +44,9 @@ _KEPT = 5
 class Prefill:
     """The prefills of one model."""
 
-    def __init__(self, state: RunnerState, readiness: GraphManager, planner: Planner, shapes: CapturedShapes) -> None:
+    def __init__(
+        self, state: RunnerState, graph_manager: GraphManager, planner: Planner, shapes: CapturedShapes
+    ) -> None:
         """Remember what to run with; nothing is compiled yet.
 
         Args:
@@ -54,8 +56,8 @@ class Prefill:
             shapes: what captured prefills are padded to.
         """
         self._state = state
-        self._readiness = readiness
-        self._cuda_graphs = readiness.cuda_graphs
+        self._graph_manager = graph_manager
+        self._cuda_graphs = graph_manager.cuda_graphs
         self._planner = planner
         self._shapes = shapes
         self._page_size = state.config.page_size
@@ -76,21 +78,21 @@ class Prefill:
             unchanged: the model cannot have changed since it was last looked at; do not look again.
             anchors: once it is compiled, capture them, too.
         """
-        readiness = self._readiness
+        graph_manager = self._graph_manager
         program = PREFILL_EMBEDDED if embedded else PREFILL
-        if unchanged and program in readiness.ready:
+        if unchanged and program in graph_manager.ready:
             return
-        readiness.check_model()
-        if program in readiness.ready:
+        graph_manager.check_model()
+        if program in graph_manager.ready:
             return
-        with readiness.preparing(program, waiting, program):
+        with graph_manager.preparing(program, waiting, program):
             state = self._state
             length = compiled_length(state.facts.layers, state.device, state.max_positions, self._page_size)
             null = [null_extension(length, self._page_size)] * COMPILED_ROWS
             embeddings = self._null_embeddings(length * COMPILED_ROWS) if embedded else None
             slots = state.slots.of([], _KEPT - 1)
             self._launch(self._laid_out(null, np.zeros(_KEPT, dtype=np.int64), slots, embeddings))
-        readiness.ready.add(program)
+        graph_manager.ready.add(program)
         if anchors and not embedded:
             self.capture_anchors()
 
@@ -139,7 +141,7 @@ class Prefill:
         """
         self.make_ready(embedded=embeddings is not None, waiting=len(extensions), unchanged=unchanged)
         if embeddings is not None:
-            self._readiness.events.used[PREFILL_EMBEDDED] += 1
+            self._graph_manager.events.used[PREFILL_EMBEDDED] += 1
             embeddings = embeddings.detach().clone()  # whether it was made in inference mode would be compiled in
         slots = self._state.slots.of([], 0)
         if keep is None:
@@ -174,7 +176,7 @@ class Prefill:
         wanted, sampled = len(keep), len(slots)
         shape = self._shape_to_replay(chunk, wanted, slots, embeddings)
         if shape is not None:
-            self._readiness.events.used[shape] += 1
+            self._graph_manager.events.used[shape] += 1
             beside = not (exact and self._cuda_graphs.needs_room_now(shape))
             logits, tokens = self._run_shape(self._serving(shape, exact), chunk, keep, slots, unchanged, beside)
             return logits[:wanted].clone(), tokens[:sampled].clone()  # the next replay overwrites them
@@ -209,9 +211,9 @@ class Prefill:
         return PrefillInputs(indices=self._state.prefill_indices, plans=self._planner.for_prefill(shape), **named)
 
     def _launch(self, inputs: PrefillInputs) -> StepOutputs:
-        readiness = self._readiness
-        with readiness.paged():
-            return readiness.programs.prefill(readiness.arguments(inputs))
+        graph_manager = self._graph_manager
+        with graph_manager.paged():
+            return graph_manager.programs.prefill(graph_manager.arguments(inputs))
 
     # ---- captured
 
@@ -246,7 +248,7 @@ class Prefill:
         self.make_ready(anchors=False)
         largest = max(shape.tokens for shape in new)
         none = np.zeros(0, dtype=np.int64)
-        with self._readiness.preparing(f"prefill of up to {largest} tokens", 0, PREFILL):
+        with self._graph_manager.preparing(f"prefill of up to {largest} tokens", 0, PREFILL):
             for shape in reversed(new):  # the largest first: what it leaves in the pool serves the others
                 if shape not in self._cuda_graphs and not (only_with_room and self._state.cuda_graphs.full):
                     with self._cuda_graphs.accounted(f"prefill of {shape.tokens} tokens, {shape.rows} rows"):
@@ -258,7 +260,7 @@ class Prefill:
         """Return the shape of a prefill whose logits are wanted where tokens are sampled, if it is one to capture."""
         if not self._cuda_graphs.ours or embeddings is not None or len(slots) != wanted:
             return None
-        if self._readiness.programs.full():  # a new CUDA graph would have no guards
+        if self._graph_manager.programs.full():  # a new CUDA graph would have no guards
             return None
         shape = self._shapes.smallest(token_count(chunk), len(chunk))
         if shape is None:
@@ -324,7 +326,7 @@ class Prefill:
             result: StepOutputs = cuda_graph.replay()
             # Checked while the device computes. All it reads is there, since the weights are; and if it is not what
             # the model does now, all it writes is written again.
-            if (unchanged and self._readiness.was_valid(shape)) or self._readiness.is_valid(shape):
+            if (unchanged and self._graph_manager.was_valid(shape)) or self._graph_manager.is_valid(shape):
                 return result
             state.slots.restore(packed.slots)
         inputs, filled = self._in_new_tensors(shape, packed)
@@ -357,7 +359,7 @@ class Prefill:
     ) -> None:
         own = 2 * filled.nbytes + sum(plan.nbytes for plan in inputs.plans.tensors)  # filled, and copied to inputs
         first = functools.partial(_unpack, inputs, filled)
-        self._readiness.capture(shape, inputs, like, first, Filled(filled, own), beside)
+        self._graph_manager.capture(shape, inputs, like, first, Filled(filled, own), beside)
 
     def _upload(self, packed: Packed, table: HostTable, shape: Shape, filled: Tensor) -> None:
         """Put a prefill where its graph reads it, and plan it."""

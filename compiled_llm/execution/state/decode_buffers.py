@@ -1,6 +1,6 @@
-"""The seats that a replayed decode step reads and advances, at fixed addresses, and the batch sizes that it has.
+"""The buffers that a replayed decode step reads and advances, at fixed addresses, and the batch sizes that it has.
 
-Shapes: B seats of a bucket.
+Shapes: B rows of a bucket.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from compiled_llm.kvcache.row import Row
 
 
 class DecodeBuffers:
-    """The decode step's seats for the largest batch, and their views for each bucket."""
+    """The decode buffers for the largest batch, and their views for each bucket."""
 
     @staticmethod
     def columns(max_rows: int) -> dict[str, tuple[int, torch.dtype]]:
-        """Return what seats for this many rows take in an arena."""
+        """Return what buffers for this many rows take in an arena."""
         long, short = torch.int64, torch.int32
-        types = {"seat_slot": long, "seat_position": long, "seat_length": short, "seat_start": short}
+        types = {"decode_slot": long, "decode_position": long, "decode_length": short, "decode_start": short}
         return {name: (max_rows, dtype) for name, dtype in types.items()}
 
     def __init__(self, arena: Arena, slots: Slots) -> None:
-        """Begin with empty seats."""
+        """Begin with empty buffers."""
         self._arena = arena
         self._slots = slots
-        columns = (arena["seat_slot"], arena["seat_position"], arena["seat_length"], arena["seat_start"])
+        columns = (arena["decode_slot"], arena["decode_position"], arena["decode_length"], arena["decode_start"])
         self._whole = DecodeInputs(*columns, slots.pages)
         self._buckets: dict[int, DecodeInputs] = {}
 
@@ -43,32 +43,32 @@ class DecodeBuffers:
         """
         if rows not in self._buckets:
             whole = self._whole
-            seats = (whole.slots[:rows], whole.positions[:rows], whole.lengths[:rows], whole.starts[:rows])
-            for column in seats:
+            batch_indices = (whole.slots[:rows], whole.positions[:rows], whole.lengths[:rows], whole.starts[:rows])
+            for column in batch_indices:
                 mark_static(column)
                 if rows > 1:
                     mark_dynamic(column)
-            self._buckets[rows] = DecodeInputs(*seats, whole.indices)
+            self._buckets[rows] = DecodeInputs(*batch_indices, whole.indices)
         return self._buckets[rows]
 
-    def seat(self, rows: Sequence[Row], bucket: int) -> None:
-        """Put rows on the first seats, each grown by the token that it is about to feed in, and padding on the rest."""
+    def place(self, rows: Sequence[Row], bucket: int) -> None:
+        """Write rows, each grown by the token that it is about to feed in, and padding behind them."""
         slots = self._slots.of(rows, bucket)
         positions, lengths = np.zeros(bucket, dtype=np.int64), np.ones(bucket, dtype=np.int32)
         positions[: len(rows)] = [row.position for row in rows]
         lengths[: len(rows)] = [row.length for row in rows]
-        seats = np.arange(bucket)
-        self._arena.write("seat_slot", seats, slots)
-        self._arena.write("seat_position", seats, positions)
-        self._arena.write("seat_length", seats, lengths)
-        self._arena.write("seat_start", seats, (slots * self._slots.pages_each).astype(np.int32))
+        batch_indices = np.arange(bucket)
+        self._arena.write("decode_slot", batch_indices, slots)
+        self._arena.write("decode_position", batch_indices, positions)
+        self._arena.write("decode_length", batch_indices, lengths)
+        self._arena.write("decode_start", batch_indices, (slots * self._slots.pages_each).astype(np.int32))
 
-    def seat_padding(self, rows: int, bucket: int) -> None:
-        """Let padding begin anew on the seats behind ``rows``: it would grow for ever."""
+    def place_padding(self, rows: int, bucket: int) -> None:
+        """Let padding begin anew in the decode buffers behind ``rows``: it would grow for ever."""
         if rows < bucket:
-            seats = np.arange(rows, bucket)
-            self._arena.write("seat_position", seats, np.zeros(bucket - rows, dtype=np.int64))
-            self._arena.write("seat_length", seats, np.ones(bucket - rows, dtype=np.int32))
+            batch_indices = np.arange(rows, bucket)
+            self._arena.write("decode_position", batch_indices, np.zeros(bucket - rows, dtype=np.int64))
+            self._arena.write("decode_length", batch_indices, np.ones(bucket - rows, dtype=np.int32))
 
 
 def mark_dynamic(column: Tensor) -> None:

@@ -102,7 +102,7 @@ class SlotSettings:
         for slot in changed:
             self._settings[slot] = _HALF_WRITTEN
         self._write_numbers(list(changed), list(changed.values()))
-        if any(sampling.edits for sampling in changed.values()):
+        if any(sampling.adjustments for sampling in changed.values()):
             self._write_tables(changed)
         for slot, sampling in changed.items():
             self._settings[slot] = sampling

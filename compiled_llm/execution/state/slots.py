@@ -1,4 +1,4 @@
-"""Slots: where a running row keeps its state on the device, whatever seat it has in a batch.
+"""Slots: where a running row keeps its state on the device, whatever its batch index.
 
 A slot holds the row's next token, its page numbers, some of them ahead of its length, and how it samples tokens. A row
 has one while a loop runs it; if there are more rows than slots, those wait outside that took theirs first.
@@ -45,7 +45,8 @@ class Slots:
         padding: the slot of padding rows, which is greedy and has the null page alone.
         pages: ``[X * N]`` int32, the page numbers of each slot.
         pages_each: N.
-        taken: how often a row lost its slot to another, so that seats may name it which are not its own any more.
+        taken: how often a row lost its slot to another, so that decode buffers may name it which are not its own any
+            more.
     """
 
     @staticmethod

@@ -169,7 +169,7 @@ class BatchSettings:
         def added(base: Sampling | None) -> Sampling | None:
             own = base or GREEDY
             whole = dataclasses.replace(read, seed=own.seed, **{name: getattr(own, name) for name in _SETTINGS})
-            return whole if whole.edits else base
+            return whole if whole.adjustments else base
 
         return added
 

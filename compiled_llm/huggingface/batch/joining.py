@@ -24,24 +24,28 @@ def engine_to_join(call: PagedCall) -> EngineThread | None:
     An idle one does not while no other loop runs: alone, a call is faster in a loop of its own. Nor can it serve a call
     that begins from a cache or returns one, lets the user's code look at each token, or follows a processor's grammar.
     """
-    driver = call.runtime.engine()
-    if not isinstance(driver, EngineThread) or driver.closed or not (driver.handles or call.runtime.loop_lock.busy):
+    engine_thread = call.runtime.engine()
+    if (
+        not isinstance(engine_thread, EngineThread)
+        or engine_thread.closed
+        or not (engine_thread.request_table or call.runtime.loop_lock.busy)
+    ):
         return None
-    if driver.turns.here or not _fits(call):  # inside ``engine.paused()``; or it will be refused
+    if engine_thread.step_lock.here or not _fits(call):  # inside ``engine.paused()``; or it will be refused
         return None
-    if driver.joined.barred or call.runtime.calls.awaited or call.runtime.loop_lock.here:
+    if engine_thread.joined.barred or call.runtime.calls.awaited or call.runtime.loop_lock.here:
         return None  # the engine stops soon, or a call that has pages waits for this one
-    alone = call.returns_cache or call.waits is not None or call.cache.runner.rows or callbacks_of(call)
-    return None if alone or grammar_of(call.processors) is not None else driver
+    alone = call.returns_cache or call.waits is not None or call.cache.generate_loop.rows or callbacks_of(call)
+    return None if alone or grammar_of(call.processors) is not None else engine_thread
 
 
 def _fits(call: PagedCall) -> bool:
-    pool = call.device_model.pool
+    pool = call.model_runner.pool
     return pool.pages_for(max(call.lengths) + call.most_new - 1) <= pool.total
 
 
 def run_in_engine(
-    driver: EngineThread, call: PagedCall, settings: Sequence[Sampling | None]
+    engine_thread: EngineThread, call: PagedCall, settings: Sequence[Sampling | None]
 ) -> Tensor | GenerateDecoderOnlyOutput | None:
     """Generate in the engine's batch, as ``fast_loop``; None if the engine takes no calls, or has stopped meanwhile.
 
@@ -49,15 +53,15 @@ def run_in_engine(
         ValueError: it does not fit the model or the batch size.
         RuntimeError: a row is drawn and its logits are NaN, +inf or all -inf.
     """
-    check_fits(call.device_model, call.lengths, call.most_new, needed=0)
+    check_fits(call.model_runner, call.lengths, call.most_new, needed=0)
     sequences = Sequences(call)
     requests = _requests(call, sequences, settings)
-    handle = RequestHandle(requests, driver.cancel, check=driver.turns.check_elsewhere)
-    with driver.joined.joined(handle) as may_join:
+    handle = RequestHandle(requests, engine_thread.cancel, check=engine_thread.step_lock.check_elsewhere)
+    with engine_thread.joined.joined(handle) as may_join:
         if not may_join:
             return None
-        driver.add([handle])
-        driver.answer([handle])
+        engine_thread.add([handle])
+        engine_thread.answer([handle])
     for request in requests:
         if request.error is not None:
             raise request.error

@@ -90,15 +90,18 @@ def with_only_kept(stored: NDArray[np.bool_], rows: Sequence[RowUpdate]) -> NDAr
 def same_rows(ids: NDArray[np.int64], positions: NDArray[np.int64], fresh: Sequence[NDArray[np.int64]]) -> list[int]:
     """Return for each row the first one with the same tokens: beams begin as copies, and one of them is computed."""
     first: dict[bytes, int] = {}
-    keys = [np.stack([new, ids[seat][new], positions[seat][new]]).tobytes() for seat, new in enumerate(fresh)]
-    return [first.setdefault(key, seat) for seat, key in enumerate(keys)]
+    keys = [
+        np.stack([new, ids[batch_index][new], positions[batch_index][new]]).tobytes()
+        for batch_index, new in enumerate(fresh)
+    ]
+    return [first.setdefault(key, batch_index) for batch_index, key in enumerate(keys)]
 
 
 def counted_positions(rows: Sequence[RowUpdate], first: int, new: int) -> Tensor:
     """``[B, Q]``, for each new token how many stored ones are before it."""
     positions = torch.zeros(len(rows), new, dtype=torch.int64, device="cpu")
-    for seat, row in enumerate(rows):
-        positions[seat, torch.from_numpy(row.columns - first)] = torch.arange(row.kept, row.length, device="cpu")
+    for batch_index, row in enumerate(rows):
+        positions[batch_index, torch.from_numpy(row.columns - first)] = torch.arange(row.kept, row.length, device="cpu")
     return positions
 
 

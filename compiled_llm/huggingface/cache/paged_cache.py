@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache, DynamicCache, PretrainedConfig
 
-from compiled_llm.execution.runner import GenerateLoop
+from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.huggingface.cache.cache_columns import (
     RowUpdate,
@@ -42,16 +42,16 @@ class PagedCache(Cache):
             do not.
     """
 
-    def __init__(self, runner: GenerateLoop) -> None:
-        pages = runner.device_model.state.pages
+    def __init__(self, generate_loop: GenerateLoop) -> None:
+        pages = generate_loop.model_runner.state.pages
         super().__init__(layers=[PagedLayer(self, index, layer) for index, layer in enumerate(pages)])
-        self.runner = runner
+        self.generate_loop = generate_loop
         self.stored = _NOTHING
 
     @deferred()
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         """Return an independent copy; pages are shared until one of the two writes to them."""
-        copy = PagedCache(self.runner.fork())
+        copy = PagedCache(self.generate_loop.fork())
         copy.stored = self.stored
         return copy
 
@@ -87,11 +87,11 @@ class PagedCache(Cache):
 
     def copied(self, layer: int) -> Tensor:
         """Return ``[2, B, K, C, D]``, copies of a layer's keys and values; zeros where a token is masked."""
-        rows = self.runner.stored(layer)
+        rows = self.generate_loop.stored(layer)
         _, heads, _, head_dim = rows[0].shape
         out = rows[0].new_zeros(2, len(rows), heads, self.seen, head_dim)
-        for seat, row in enumerate(rows):
-            out[:, seat, :, torch.from_numpy(np.flatnonzero(self.stored[seat])).to(out.device)] = row
+        for batch_index, row in enumerate(rows):
+            out[:, batch_index, :, torch.from_numpy(np.flatnonzero(self.stored[batch_index])).to(out.device)] = row
         return out
 
     def handed_over(self, config: PretrainedConfig) -> Cache:
@@ -105,7 +105,7 @@ class PagedCache(Cache):
 
     @deferred()
     def close(self) -> None:
-        self.runner.close()
+        self.generate_loop.close()
         self.stored = _NOTHING
 
     def reset(self) -> None:
@@ -127,8 +127,8 @@ class PagedCache(Cache):
         left = self.seen + tokens_to_remove
         if left < 0:
             raise ValueError(f"crop: tokens_to_remove={tokens_to_remove} and the cache was given {self.seen} tokens")
-        with self.runner.promise.drawn_on():
-            for row, length in zip(self.runner.rows, self.stored[:, :left].sum(axis=1).tolist(), strict=True):
+        with self.generate_loop.promise.drawn_on():
+            for row, length in zip(self.generate_loop.rows, self.stored[:, :left].sum(axis=1).tolist(), strict=True):
                 row.rewind(length)
                 row.settle()
         self.stored = self.stored[:, :left]
@@ -161,9 +161,9 @@ class PagedCache(Cache):
 
     @deferred()
     def _select(self, indices: Tensor) -> None:
-        seats = np.arange(len(self.stored))[on_host(indices)]
-        self.runner.select(seats.tolist())
-        self.stored = self.stored[seats]
+        batch_indices = np.arange(len(self.stored))[on_host(indices)]
+        self.generate_loop.select(batch_indices.tolist())
+        self.stored = self.stored[batch_indices]
 
     def updates(self, batch: int, mask: Tensor | None, first: int, last: int) -> list[RowUpdate]:
         """Return the changes of a call with ``batch`` rows; see ``cache_columns.row_updates``.
@@ -187,7 +187,7 @@ class PagedCache(Cache):
         Raises:
             HiddenInWindowError: one does.
         """
-        windows = self.runner.windows
+        windows = self.generate_loop.windows
         if windows and last + growth > min(windows):
             stored = self.stored if self.seen else np.zeros((len(updates), 0), dtype=bool)
             first = min(update.unchanged for update in updates)
@@ -199,9 +199,9 @@ class PagedCache(Cache):
 
         If it fails, the rows hold their kept tokens. No pages stay promised.
         """
-        while len(self.runner.rows) < len(updates):
-            self.runner.add_row(0)
-        rows = list(self.runner.rows)
+        while len(self.generate_loop.rows) < len(updates):
+            self.generate_loop.add_row(0)
+        rows = list(self.generate_loop.rows)
         stored = self.stored if self.seen else np.zeros((len(rows), 0), dtype=bool)
         for row, update in zip(rows, updates, strict=True):
             row.rewind(update.kept)
@@ -216,7 +216,7 @@ class PagedCache(Cache):
                 self.close()
             raise
         finally:
-            with self.runner.promise.drawn_on():
+            with self.generate_loop.promise.drawn_on():
                 for row in rows:
                     row.settle()
         self.stored = with_updates(stored, updates, last)
@@ -281,14 +281,14 @@ class PagedCache(Cache):
         return self._extend(input_ids, embeddings, position_ids, rows, columns)
 
     def _check_positions(self, rows: Sequence[RowUpdate], new: int) -> None:
-        longest, most = max(row.length for row in rows), self.runner.max_positions
+        longest, most = max(row.length for row in rows), self.generate_loop.max_positions
         if longest > most:
             raise ValueError(f"input_ids: {new} more tokens make {longest}, and the model has {most} positions")
 
     def _decode(self, input_ids: Tensor, position_ids: Tensor, rows: Sequence[RowUpdate]) -> Tensor:
         positions = np.broadcast_to(on_host(position_ids).reshape(-1), len(rows)).tolist()
         with self.extended(rows, self.seen + 1):
-            return self.runner.decode(input_ids[:, 0], positions)[:, None]
+            return self.generate_loop.decode(input_ids[:, 0], positions)[:, None]
 
     def _extend(
         self,
@@ -303,21 +303,21 @@ class PagedCache(Cache):
         positions = np.broadcast_to(on_host(position_ids).astype(np.int64), ids.shape)
         fresh = [row.columns - first for row in rows]
         leaders = same_rows(ids, positions, fresh) if not first and embeddings is None else list(range(len(rows)))
-        active = [seat for seat in sorted(set(leaders)) if len(fresh[seat])]
+        active = [batch_index for batch_index in sorted(set(leaders)) if len(fresh[batch_index])]
         if not active:
             raise ValueError("attention_mask hides every new token of every row: there is nothing to compute")
-        packed = np.concatenate([seat * new + fresh[seat] for seat in active])
+        packed = np.concatenate([batch_index * new + fresh[batch_index] for batch_index in active])
         wanted, order = np.unique(columns, return_inverse=True)
         kept = np.flatnonzero(np.isin(packed % new, wanted))
         with self.extended(rows, first + new):
-            logits = self.runner.extend(
-                [self.runner.rows[seat] for seat in active],
-                [ids[seat][fresh[seat]] for seat in active],
-                [positions[seat][fresh[seat]] for seat in active],
+            logits = self.generate_loop.extend(
+                [self.generate_loop.rows[batch_index] for batch_index in active],
+                [ids[batch_index][fresh[batch_index]] for batch_index in active],
+                [positions[batch_index][fresh[batch_index]] for batch_index in active],
                 kept,
                 None if embeddings is None else embeddings.flatten(0, 1)[_on(embeddings, packed)],
             )
-            self.runner.select(leaders)
+            self.generate_loop.select(leaders)
         if len(kept) == len(rows) * len(wanted):
             out = logits.view(len(rows), len(wanted), logits.shape[-1])
         else:
@@ -331,7 +331,7 @@ class PagedCache(Cache):
         if input_ids is None:
             return np.zeros(shape, dtype=np.int64)
         ids: NDArray[np.int64] = on_host(input_ids).astype(np.int64)
-        check_range(int(ids.min()), int(ids.max()), self.runner.vocabulary)
+        check_range(int(ids.min()), int(ids.max()), self.generate_loop.vocabulary)
         return ids
 
 

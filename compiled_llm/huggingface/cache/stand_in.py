@@ -22,8 +22,8 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.reporting.slow_paths import Reason
-from compiled_llm.execution.runner import GenerateLoop
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.model.layer_probe import Layer
@@ -41,8 +41,8 @@ class StandIn(PagedCache):
         prefill: why HuggingFace's own forward runs over the original first; None if it does not, or has done so.
     """
 
-    def __init__(self, runner: GenerateLoop, original: Cache, returned: bool, prefill: Reason | None) -> None:
-        super().__init__(runner)
+    def __init__(self, generate_loop: GenerateLoop, original: Cache, returned: bool, prefill: Reason | None) -> None:
+        super().__init__(generate_loop)
         self.original: Cache | None = original
         self.returned = returned
         self.prefill = prefill
@@ -59,12 +59,12 @@ class StandIn(PagedCache):
             OutOfPagesError: the pages are not free; nothing has changed.
         """
         assert self.original is not None
-        while len(self.runner.rows) < len(shown):
-            self.runner.add_row(0)
+        while len(self.generate_loop.rows) < len(shown):
+            self.generate_loop.add_row(0)
         new = shown[:, self.seen :]
         layers = cast("list[CacheLayerMixin]", self.original.layers)
         states = [_states(layer, shown.shape[1]) for layer in layers]
-        self.runner.fill(new, states, positions)
+        self.generate_loop.fill(new, states, positions)
         self.stored = np.concatenate([self.stored.reshape(len(shown), -1), new], axis=1)
 
     @deferred()

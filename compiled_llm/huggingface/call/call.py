@@ -28,7 +28,7 @@ from compiled_llm.kvcache.row import Row
 from compiled_llm.model.modules import has_hooks
 
 if TYPE_CHECKING:
-    from compiled_llm.execution.device_model import ModelRunner
+    from compiled_llm.execution.model_runner import ModelRunner
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class PagedCall(LoopArguments):
         output = prefill(self.runtime.facts.model, self.input_ids, self.config, self.kwargs)
         assert output.logits is not None
         none = np.zeros(0, dtype=np.int64)
-        updates = [RowUpdate(row.length, self.cache.seen, none) for row in self.cache.runner.rows]
+        updates = [RowUpdate(row.length, self.cache.seen, none) for row in self.cache.generate_loop.rows]
         return replace(self, updates=updates, logits=output.logits[:, -1])
 
     @property
@@ -147,10 +147,10 @@ class PagedCall(LoopArguments):
     @cached_property
     def leaders(self) -> list[int]:
         """For each row the first one that begins with the same tokens; itself if the cache holds some already."""
-        if self.cache.runner.rows or self.waits is not None:
+        if self.cache.generate_loop.rows or self.waits is not None:
             return list(range(len(self.tokens)))
         first: dict[bytes, int] = {}
-        return [first.setdefault(tokens.tobytes(), seat) for seat, tokens in enumerate(self.tokens)]
+        return [first.setdefault(tokens.tobytes(), batch_index) for batch_index, tokens in enumerate(self.tokens)]
 
     @property
     def returns_cache(self) -> bool:
@@ -168,31 +168,34 @@ class PagedCall(LoopArguments):
         return max(0, (self.config.prompt_lookup_num_tokens or 0) - 1)
 
     @property
-    def device_model(self) -> ModelRunner:
-        return self.cache.runner.device_model
+    def model_runner(self) -> ModelRunner:
+        return self.cache.generate_loop.model_runner
 
     def pages_needed(self) -> int:
         """Return how many pages our loops may need beyond those that the cache has."""
-        if not self.cache.runner.rows:
-            common = [0 if leads == seat else self.lengths[seat] - 1 for seat, leads in enumerate(self.leaders)]
-            return pages_needed(self.device_model, self.lengths, self.most_new, common)
+        if not self.cache.generate_loop.rows:
+            common = [
+                0 if leads == batch_index else self.lengths[batch_index] - 1
+                for batch_index, leads in enumerate(self.leaders)
+            ]
+            return pages_needed(self.model_runner, self.lengths, self.most_new, common)
         return sum(row.missing(length, kept) for row, length, kept in self._grown(self.most_new))
 
     def pages_needed_by_huggingface(self) -> int:
         """Return how many pages HuggingFace's loop may need, whose beams continue from each other."""
         most, beams = self.most_new + self.drafted, self.config.num_beams or 1
-        if not self.cache.runner.rows:
+        if not self.cache.generate_loop.rows:
             copies = 1 if self.embedded or self.waits else max(beams, self.config.num_return_sequences or 1)
-            common = [length if seat % copies else 0 for seat, length in enumerate(self.lengths)]
-            return pages_needed(self.device_model, self.lengths, most, common)
+            common = [length if batch_index % copies else 0 for batch_index, length in enumerate(self.lengths)]
+            return pages_needed(self.model_runner, self.lengths, most, common)
         if beams == 1:
             return sum(row.missing(length, kept) for row, length, kept in self._grown(most))
-        pool = self.device_model.pool
+        pool = self.model_runner.pool
         return sum(pool.pages_for(length) - kept // pool.page_size for _, length, kept in self._grown(most))
 
     def _grown(self, most_new: int) -> list[tuple[Row, int, int]]:
         """Return each row, its final length, and how many of its tokens it keeps."""
-        both = zip(self.cache.runner.rows, self.updates, strict=True)
+        both = zip(self.cache.generate_loop.rows, self.updates, strict=True)
         return [(row, update.length + most_new - 1, update.kept) for row, update in both]
 
 
@@ -238,7 +241,7 @@ def _has_own_positions(call: PagedCall) -> bool:
         return True
     positions = flat.expand(len(call.input_ids), -1).numpy()
     shift = call.last - positions.shape[1]
-    starts = [row.position - row.length for row in call.cache.runner.rows] or [0] * len(positions)
+    starts = [row.position - row.length for row in call.cache.generate_loop.rows] or [0] * len(positions)
     for row, start, update in zip(positions, starts, call.updates, strict=True):
         counted = start + np.arange(update.kept, update.length)
         covered = update.columns >= shift

@@ -40,7 +40,7 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
         return original(self, *args, **kwargs)
     arguments, runtime = by_name(original, args, kwargs), self.compiled
     runtime.home.check()
-    runtime.device_side.check_weights()
+    runtime.runner_lifecycle.check_weights()
     if current_call.get() is not None:
         runtime.calls.moved()
     cache = arguments.get("past_key_values")
@@ -196,7 +196,7 @@ def _checked_forward(runtime: CompiledModel, cache: PagedCache, arguments: Mappi
     check_ready(model)
     if embeddings is None:
         check_ids(arguments.get("input_ids"))
-    if not cache.runner.runs(model):
+    if not cache.generate_loop.runs(model):
         raise _foreign()
     return cache.forward(
         arguments.get("input_ids"),
@@ -213,7 +213,7 @@ def check_belongs(runtime: CompiledModel, cache: PagedCache) -> None:
 
     ValueError if it is another model's, or this one's from before it was moved, converted and so on.
     """
-    if not cache.runner.belongs_to(runtime.device_model()):
+    if not cache.generate_loop.belongs_to(runtime.model_runner()):
         raise _foreign()
 
 
@@ -227,12 +227,12 @@ def _foreign() -> ValueError:
 def fitting(runtime: CompiledModel, arguments: Mapping[str, Any]) -> Reason | None:
     """Return why the pages have no room for a call without a cache, or None; HuggingFace's own forward needs none."""
     try:
-        device_model = runtime.device_model()
+        model_runner = runtime.model_runner()
     except (ValueError, RuntimeError) as error:
         return Reason("cannot_run", str(error))
     rows, tokens = tokens_in(arguments)
     keeps = arguments.get("use_cache", getattr(runtime.facts.model.config, "use_cache", True))
-    if keeps and rows > device_model.max_batch_size:
+    if keeps and rows > model_runner.max_batch_size:
         return Reason("max_batch_size")
-    pool, rows = device_model.pool, min(rows, device_model.max_batch_size)
+    pool, rows = model_runner.pool, min(rows, model_runner.max_batch_size)
     return None if rows * pool.pages_for(tokens) <= pool.available else Reason("out_of_pages")

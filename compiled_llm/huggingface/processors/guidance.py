@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
+from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.limits import pages_needed
-from compiled_llm.execution.runner import GenerateLoop
 from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.kvcache.row import Row
 
@@ -53,19 +53,19 @@ class Twins:
     positions: list[NDArray[np.int64]]
 
     def pages_needed(self, call: PagedCall) -> int:
-        return pages_needed(call.device_model, [len(tokens) for tokens in self.tokens], call.most_new)
+        return pages_needed(call.model_runner, [len(tokens) for tokens in self.tokens], call.most_new)
 
     @contextmanager
-    def beside(self, runner: GenerateLoop, most_new: int) -> Iterator[list[Row]]:
-        """Let the twins be rows of ``runner`` for the block, the last ones; each may grow by ``most_new`` tokens."""
-        first = len(runner.rows)
+    def beside(self, generate_loop: GenerateLoop, most_new: int) -> Iterator[list[Row]]:
+        """Let the twins be the last rows of ``generate_loop`` for the block; each may grow by ``most_new`` tokens."""
+        first = len(generate_loop.rows)
         try:
             for tokens in self.tokens:
-                runner.add_row(len(tokens) + most_new - 1)
-            yield runner.rows[first:]
+                generate_loop.add_row(len(tokens) + most_new - 1)
+            yield generate_loop.rows[first:]
         finally:
-            for row in runner.rows[first:]:
-                runner.release(row)
+            for row in generate_loop.rows[first:]:
+                generate_loop.release(row)
 
     def take_logits(self, logits: Tensor) -> Tensor:
         """Keep the twins' half of ``[2 * B, V]`` for the processor, and return the half of the call's own rows."""
@@ -115,9 +115,9 @@ def _negative_prompts(
 
 def _fit(twins: Twins, call: PagedCall) -> bool:
     """Whether the batch has room for twins, if there are pages."""
-    device_model = call.device_model
+    model_runner = call.model_runner
     return (
-        2 * len(twins.tokens) <= device_model.max_batch_size
-        and max(int(columns[-1]) + 1 for columns in twins.positions) + call.most_new <= device_model.max_positions
-        and all(int(ids.min()) >= 0 and int(ids.max()) < device_model.vocabulary for ids in twins.tokens)
+        2 * len(twins.tokens) <= model_runner.max_batch_size
+        and max(int(columns[-1]) + 1 for columns in twins.positions) + call.most_new <= model_runner.max_positions
+        and all(int(ids.min()) >= 0 and int(ids.max()) < model_runner.vocabulary for ids in twins.tokens)
     )

@@ -120,11 +120,11 @@ def read_processors(call: PagedCall) -> list[Sampling] | None:
 
 def samplings_of(processors: Iterable[LogitsProcessor], do_sample: bool, prompts: Prompts) -> list[Sampling] | None:
     """Return the settings of each row that processors stand for; None if the graph lacks one of them."""
-    if (found := _by_kind(processors)) is None or (edits := _edits(found, prompts)) is None:
+    if (found := _by_kind(processors)) is None or (adjustments := _adjustments(found, prompts)) is None:
         return None
     if (seen := _seen(found, prompts)) is None:
         return None
-    settings = replace(_numbers(found, do_sample), **edits)
+    settings = replace(_numbers(found, do_sample), **adjustments)
     tails = prompts.ids[:, -MOST_FOLLOWED:] if settings.followed else [seen[0][:0]] * len(seen)
     return [replace(settings, seen=tokens, tail=tail) for tokens, tail in zip(seen, tails, strict=True)]
 
@@ -212,7 +212,7 @@ def _repeated(penalty: Any, prompts: Prompts) -> list[NDArray[np.int64]]:
 # ---- processors of tokens
 
 
-def _edits(found: _Found, prompts: Prompts) -> dict[str, Any] | None:
+def _adjustments(found: _Found, prompts: Prompts) -> dict[str, Any] | None:
     """Return the fields of ``Sampling`` that forbid, force and bias tokens; None if the graph cannot have them."""
     if set(found) <= set(_NUMBERS):
         return {}

@@ -38,6 +38,6 @@ def with_watermarks_of_host(processors: Iterable[LogitsProcessor]) -> LogitsProc
 def _of_host(processor: LogitsProcessor) -> LogitsProcessor:
     if type(processor) is not WatermarkLogitsProcessor or processor.seeding_scheme != "lefthash":
         return processor
-    told = copy.copy(processor)
-    told.__class__ = WatermarkOfHost
-    return told
+    host_processor = copy.copy(processor)
+    host_processor.__class__ = WatermarkOfHost
+    return host_processor

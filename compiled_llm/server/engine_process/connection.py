@@ -28,7 +28,7 @@ from compiled_llm.protocol.messages import (
 )
 from compiled_llm.server.defaults import MOST_UNSENT
 from compiled_llm.server.engine_process.beginnings import Beginnings, takes_long
-from compiled_llm.server.engine_process.transport import Outlet
+from compiled_llm.server.engine_process.transport import Transport
 
 if TYPE_CHECKING:  # imports torch
     from compiled_llm.server.engine_process.stream import Stream
@@ -93,7 +93,7 @@ class ClientConnection:
         self._long: set[int] = set()  # requests whose news takes long to write
         self._beginnings = Beginnings(desk, self._begun)
         # The transport has the socket, and only reads it.
-        self._outlet = Outlet(writer.get_extra_info("socket").dup(), self._due, self._failed)
+        self._transport = Transport(writer.get_extra_info("socket").dup(), self._due, self._failed)
         self._client = "a client"
         self._ended = False  # whether nothing more is begun
 
@@ -102,20 +102,20 @@ class ClientConnection:
     def send(self, *messages: Struct) -> None:
         """Send messages together, after those before them."""
         self._messages.extend(messages)
-        self._outlet.flush()
+        self._transport.flush()
 
     def wake(self) -> None:
         """Send what is new of its requests; if it does not read, that waits up to a limit."""
         if self._long:
-            self._outlet.flush_soon()
+            self._transport.flush_soon()
         else:
-            self._outlet.flush()
-        if self._outlet.blocked and sum(stream.unsent for stream in self._streams()) > self._most_unsent:
+            self._transport.flush()
+        if self._transport.blocked and sum(stream.unsent for stream in self._streams()) > self._most_unsent:
             self.end_all(f"the client has not read, and more than {self._most_unsent:,} tokens wait for it")
 
     def beat(self) -> None:
         """Say, in any thread, that this process runs, unless something else waits to be sent."""
-        if self.greeted and not (self._messages or self._outlet.busy):
+        if self.greeted and not (self._messages or self._transport.busy):
             self.send(Beat())
 
     def end_all(self, reason: str) -> None:
@@ -131,13 +131,13 @@ class ClientConnection:
 
     def close(self) -> None:
         """End the connection; what its client has not taken is dropped."""
-        self._outlet.close()
+        self._transport.close()
         self._writer.close()
 
     @property
     def busy(self) -> bool:
         """Whether there is something that the client has not got."""
-        return bool(self.streams or self._beginnings or self._messages) or self._outlet.busy
+        return bool(self.streams or self._beginnings or self._messages) or self._transport.busy
 
     async def serve(self) -> None:
         """Talk until the client leaves, or has sent what is no frame; its requests end with it."""
@@ -164,7 +164,7 @@ class ClientConnection:
         self._end_requests()
         self.send(Problem(reason))
         with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._outlet.taken(), _PATIENCE)
+            await asyncio.wait_for(self._transport.taken(), _PATIENCE)
 
     # ---- reading
 
@@ -200,7 +200,7 @@ class ClientConnection:
             self._handle(message)
             await asyncio.sleep(0)  # others have their turn, and the engine's thread may have the GIL
         if len(self._messages) > _MOST_WAITING:
-            await self._outlet.taken()
+            await self._transport.taken()
 
     def _handle(self, message: FromClient) -> None:
         match message:
@@ -233,7 +233,7 @@ class ClientConnection:
                 self._long.add(submit.request)
             self.streams[submit.request] = begun
             if begun.unsent or begun.handle.done:  # before anybody listened
-                self._outlet.flush()
+                self._transport.flush()
 
     # ---- writing, in any thread, one at a time
 
@@ -254,7 +254,7 @@ class ClientConnection:
             updates += stream.updates()
             if (scores := stream.prompt_scores()) is not None:
                 yield frame_of(scores)
-                self._outlet.flush_soon()  # for those that are left, after others had their turn
+                self._transport.flush_soon()  # for those that are left, after others had their turn
             elif stream.ended:
                 summaries.append(stream.summary())
                 self.streams.pop(number, None)

@@ -8,7 +8,7 @@ import msgspec
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.intake.input_processor import check_grammars, end_tokens
+from compiled_llm.engine.input_processing.input_processor import check_grammars, end_tokens
 from compiled_llm.execution.lifecycle.runtime import runtime_of
 from compiled_llm.protocol.messages import Ready, StatsReply
 
@@ -35,7 +35,7 @@ def ready_of(
     assert runtime is not None, "an engine's model is wrapped"
     return Ready(
         model=name,
-        vocabulary=runtime.device_model().vocabulary,
+        vocabulary=runtime.model_runner().vocabulary,
         ends=sorted(end_tokens(model)),
         form_ends=_form_ends(model, tokenizer),
         max_tokens=described.max_tokens,

@@ -9,7 +9,7 @@ from typing import Any
 from compiled_llm.engine.answer import Answer
 from compiled_llm.engine.device_loss import DeviceLostError
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.intake.input_processor import QueueFullError
+from compiled_llm.engine.input_processing.input_processor import QueueFullError
 from compiled_llm.engine.steps.logprobs import Logprobs, token_logprobs
 from compiled_llm.engine.steps.request import InvalidRequestError, RequestError
 from compiled_llm.engine.thread.handle import RequestHandle

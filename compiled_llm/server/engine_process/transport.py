@@ -11,7 +11,7 @@ from contextlib import suppress
 _NOTHING = memoryview(b"")
 
 
-class Outlet:
+class Transport:
     """Sends what is due in the thread that says so: to wake another one takes longer than to write a step's tokens.
 
     Nobody waits: not for the client to read, and not for a thread that is sending, which looks again when it has sent.

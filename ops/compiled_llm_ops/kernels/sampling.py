@@ -71,7 +71,9 @@ _HUNDRED, _LIMIT, _PASSING, _LAST_OF_TOP_H, _TOP_K_TURN, _TOP_P_TURN, _TYPICAL_T
 )
 _TURNS = tl.constexpr(9)
 _WIDE_WARPS = 4
-_WIDE_REGISTERS = 48  # what rows without edits need; without a bound, others would leave room for fewer blocks of them
+_WIDE_REGISTERS = (
+    48  # what rows without logit adjustments need; without a bound, others would leave room for fewer blocks of them
+)
 _ROW_WARPS = 16
 
 
@@ -119,7 +121,7 @@ def _launches(args: SampleTokens, sampled: Tensor, not_a_token: int) -> Iterable
     candidates = torch.empty(rows, _CANDIDATES.value, dtype=torch.int32, device=device)
     candidate_scores = torch.empty(rows, _CANDIDATES.value, dtype=torch.float32, device=device)
     tables = (
-        args.slots, args.positions, args.temperature, args.edits, args.repetition_penalty, args.presence_penalty,
+        args.slots, args.positions, args.temperature, args.adjustments, args.repetition_penalty, args.presence_penalty,
         args.frequency_penalty, args.counts, args.allowed, args.biases, args.recent, args.seldom,
         args.growing,
     )  # fmt: skip
@@ -145,8 +147,8 @@ def _launches(args: SampleTokens, sampled: Tensor, not_a_token: int) -> Iterable
 
 @triton.jit
 def _source(
-    logits, stride, slots, positions, temperature, edits, repetition, presence, frequency, counts, allowed, biases,
-    recent, seldom, growing, vocabulary,
+    logits, stride, slots, positions, temperature, adjustments, repetition, presence, frequency, counts, allowed,
+    biases, recent, seldom, growing, vocabulary,
 ):  # fmt: skip
     """Return the inputs of the scores of this program's row, its entry in the tables, and its temperature."""
     row = tl.program_id(0).to(tl.int64)
@@ -155,7 +157,7 @@ def _source(
     # A temperature of 0 takes the likeliest token, which no scale changes.
     scale = 1.0 / tl.where(row_temperature == 0.0, 1.0, row_temperature)
     source = (
-        logits + row * stride, tl.load(edits + slot), vocabulary, scale, positions + row, repetition + slot,
+        logits + row * stride, tl.load(adjustments + slot), vocabulary, scale, positions + row, repetition + slot,
         presence + slot, frequency + slot, counts + slot * vocabulary, allowed + slot * tl.cdiv(vocabulary, 32),
         biases + slot * ((4 + _MOST_FOLLOWED) * _MOST_BIASES), recent + slot * (_MOST_FOLLOWED + 1),
         seldom + slot * _SELDOM, growing + slot * (1 + _MOST_GROWING),
@@ -184,33 +186,33 @@ def _logits(source, token):
     """Return float32 logits of one row's tokens, as its settings change them; -inf if there is no such token."""
     mask = token < source[2]
     logits = tl.load(source[0] + token, mask=mask, other=float("-inf")).to(tl.float32)
-    edits = source[1]
-    if edits != 0:
-        if edits >= _BIASED:
-            logits = _biased(logits, token, source[10], source[11], edits, tl.load(source[4]))
-        if (edits & _COUNTED) != 0:
+    adjustments = source[1]
+    if adjustments != 0:
+        if adjustments >= _BIASED:
+            logits = _biased(logits, token, source[10], source[11], adjustments, tl.load(source[4]))
+        if (adjustments & _COUNTED) != 0:
             logits = _penalised(logits, source, token)
-        if (edits & _CLEANED) != 0:
+        if (adjustments & _CLEANED) != 0:
             logits = tl.where(logits == logits, tl.minimum(tl.maximum(logits, -_HUGE), _HUGE), 0.0)
             logits = tl.where(mask, logits, float("-inf"))
-        if (edits & _GROWING) != 0:
+        if (adjustments & _GROWING) != 0:
             logits = _grown(logits, source, token)
-        if (edits & _MASKED) != 0:
+        if (adjustments & _MASKED) != 0:
             words = tl.load(source[9] + (token >> 5), mask=mask, other=0)
             logits = tl.where(((words >> (token & 31)) & 1) != 0, logits, float("-inf"))
     return logits
 
 
 @triton.jit
-def _biased(logits, token, biases, recent, edits, position):
+def _biased(logits, token, biases, recent, adjustments, position):
     """Add the biases that hold to tokens that come in whole tiles; each tile looks at its own biases alone."""
     groups: tl.constexpr = token.shape[0] // _TILE
     logits, token = tl.reshape(logits, (groups, _TILE)), tl.reshape(token, (groups, _TILE))
-    first_token, total = tl.min(token, axis=1), edits // _BIASED
+    first_token, total = tl.min(token, axis=1), adjustments // _BIASED
     at = _entries_below(biases, total, first_token)
     own = tl.load(biases + at, mask=at < total, other=_NO_TOKEN)
     exists = own < first_token + _TILE  # a second search for the end would take as long as all else here
-    followed = (edits // _FOLLOWING) & _MOST_FOLLOWED
+    followed = (adjustments // _FOLLOWING) & _MOST_FOLLOWED
     while tl.max(exists.to(tl.int32), axis=0) != 0:
         bias = biases + at
         value = tl.load(bias + _MOST_BIASES, mask=exists, other=0).to(tl.float32, bitcast=True)
@@ -281,14 +283,14 @@ def _count(source, token):
 
 @triton.jit(do_not_specialize=["deferred"])
 def _summarise_for_sampling(
-    logits, stride, slots, positions, temperature, edits, repetition, presence, frequency, counts, allowed, biases,
-    recent, seldom, growing, deferred, vocabulary, seeds,
+    logits, stride, slots, positions, temperature, adjustments, repetition, presence, frequency, counts, allowed,
+    biases, recent, seldom, growing, deferred, vocabulary, seeds,
     largest, mass, behind, tiles,
 ):  # fmt: skip
     """Write each tile's largest score, the sum of ``exp(score - largest)``, and its number; grid ``(B, spans)``."""
     source, row, _, row_temperature = _source(
-        logits, stride, slots, positions, temperature, edits, repetition, presence, frequency, counts, allowed, biases,
-        recent, seldom, growing, vocabulary,
+        logits, stride, slots, positions, temperature, adjustments, repetition, presence, frequency, counts, allowed,
+        biases, recent, seldom, growing, vocabulary,
     )  # fmt: skip
     if _is_served(source, deferred):
         span = tl.program_id(1)
@@ -307,15 +309,15 @@ def _summarise_for_sampling(
 
 @triton.jit(do_not_specialize=["deferred"])
 def _sample_rows(
-    logits, stride, slots, positions, temperature, edits, repetition, presence, frequency, counts, allowed, biases,
-    recent, seldom, growing, deferred, vocabulary, seeds,
+    logits, stride, slots, positions, temperature, adjustments, repetition, presence, frequency, counts, allowed,
+    biases, recent, seldom, growing, deferred, vocabulary, seeds,
     largest, mass, behind, tiles, top_k, top_p, min_p,
     found, candidates, candidate_scores, sampled, not_a_token, padded_tiles: tl.constexpr,
 ):  # fmt: skip
     """Sample one row's token and count it; grid ``(B,)``."""
     source, row, slot, row_temperature = _source(
-        logits, stride, slots, positions, temperature, edits, repetition, presence, frequency, counts, allowed, biases,
-        recent, seldom, growing, vocabulary,
+        logits, stride, slots, positions, temperature, adjustments, repetition, presence, frequency, counts, allowed,
+        biases, recent, seldom, growing, vocabulary,
     )  # fmt: skip
     tile = tl.arange(0, padded_tiles)
     tops = tl.load(largest + row * tiles + tile, mask=tile < tiles, other=float("-inf"))

@@ -99,7 +99,7 @@ def test_new_weights_wait_for_requests_that_wait_for_their_grammar(
     assert compiler.begun.wait(PATIENCE)
     updating = threading.Thread(target=engine.update_weights, args=(tmp_path,))
     updating.start()
-    while engine._driver.handles.held._early is None:
+    while engine._engine_thread.request_table.held._early is None:
         pass
     late = engine.submit([5], matching("slow[ab]"))  # compiled at the same moment, and kept
     compiler.go_on.set()
@@ -192,7 +192,7 @@ def test_what_waits_goes_on_after_sleep(model: PreTrainedModel, compiler: Compil
 
 def test_an_engine_that_nobody_holds_goes(model: PreTrainedModel, compiler: Compiler) -> None:
     engine = Engine(model, tokenizer=byte_level())
-    reference = weakref.ref(engine._driver)
+    reference = weakref.ref(engine._engine_thread)
     engine.submit([5, 6], matching("slow"))
     assert compiler.begun.wait(PATIENCE)
     del engine
@@ -300,7 +300,7 @@ def test_a_request_that_has_ended_while_its_engine_sleeps_stays_as_it_is(
         assert compiler.begun.wait(PATIENCE)
         engine.sleep()
         handle.cancel()
-        engine._driver.cancel(handle.requests, "error", RuntimeError("too late"))
+        engine._engine_thread.cancel(handle.requests, "error", RuntimeError("too late"))
         assert handle.result(PATIENCE).finish_reason == "cancelled"
         engine.wake()
 

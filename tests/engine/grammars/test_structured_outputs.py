@@ -17,7 +17,7 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps import constraint, scheduler
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.execution.decode import deferred_sampling as deferred_sampling
-from compiled_llm.execution.device_model import ModelRunner
+from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
@@ -313,8 +313,8 @@ def test_answers_go_on_after_sleep_and_after_steps_are_lost(
             monkeypatch.setattr(Loop, "drain", lambda loop: [])  # what was launched is lost
             with engine.paused(), engine._runtime.loop_lock.taken():
                 monkeypatch.undo()
-                assert engine._driver.loop is not None
-                engine._driver.loop.restart()
+                assert engine._engine_thread.loop is not None
+                engine._engine_thread.loop.restart()
             monkeypatch.setattr(Loop, "asynchronous", True)
         assert tokens_of([handle.result(timeout=60) for handle in handles]) == expected
     assert_account_is_empty(model)

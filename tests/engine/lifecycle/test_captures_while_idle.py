@@ -9,7 +9,7 @@ import pytest
 
 import compiled_llm
 from compiled_llm import Engine, SamplingParams
-from compiled_llm.execution.device_model import ModelRunner
+from compiled_llm.execution.model_runner import ModelRunner
 from support.tiny_models import tiny_qwen3
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -70,7 +70,7 @@ def test_all_requests_end_and_no_more_are_taken(engine: Engine, monkeypatch: pyt
     handles = [engine.submit([3, 4, number], LONG) for number in range(5)]  # two of them run
     next(iter(handles[0]))
     with engine.paused():
-        fail_once(monkeypatch, engine._driver.loop, "step", torch.AcceleratorError(ILLEGAL), after=1)
+        fail_once(monkeypatch, engine._engine_thread.loop, "step", torch.AcceleratorError(ILLEGAL), after=1)
     for handle in handles:
         with pytest.raises(DeviceLostError, match="an illegal memory access was encountered"):
             handle.result(PATIENCE)
@@ -86,7 +86,7 @@ def test_a_loop_that_cannot_begin_anew_hangs_nobody(engine: Engine, monkeypatch:
     handle = engine.submit([3, 4], LONG)
     next(iter(handle))
     with engine.paused():
-        loop = engine._driver.loop
+        loop = engine._engine_thread.loop
         fail_once(monkeypatch, loop, "step", RuntimeError("planted"), after=1)
         monkeypatch.setattr(Loop, "restart", lambda _: {}["missing"])
     with pytest.raises(DeviceLostError, match=r"the device has failed \(KeyError after RuntimeError\)"):
@@ -95,10 +95,10 @@ def test_a_loop_that_cannot_begin_anew_hangs_nobody(engine: Engine, monkeypatch:
 
 def test_a_device_that_cannot_be_prepared_any_more_is_lost(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine.paused():
-        engine._driver.placed.drop()
+        engine._engine_thread.placed.drop()
         handle = engine.submit([3, 4], LONG)
-        monkeypatch.setattr(engine._driver.check, "_submitted", None)
-        fail_once(monkeypatch, engine._runtime, "device_model", torch.AcceleratorError(ILLEGAL), after=1)
+        monkeypatch.setattr(engine._engine_thread.check, "_submitted", None)
+        fail_once(monkeypatch, engine._runtime, "model_runner", torch.AcceleratorError(ILLEGAL), after=1)
     with pytest.raises(DeviceLostError):
         handle.result(PATIENCE)
     assert engine.lost is not None
@@ -108,7 +108,9 @@ def test_memory_that_others_may_give_back_ends_what_runs_alone(engine: Engine, m
     handle = engine.submit([3, 4], LONG)
     next(iter(handle))
     with engine.paused():
-        fail_once(monkeypatch, engine._driver.loop, "step", torch.OutOfMemoryError("CUDA out of memory"), after=1)
+        fail_once(
+            monkeypatch, engine._engine_thread.loop, "step", torch.OutOfMemoryError("CUDA out of memory"), after=1
+        )
     with pytest.raises(torch.OutOfMemoryError):
         handle.result(PATIENCE)
     assert engine.lost is None

@@ -17,7 +17,7 @@ import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.thread.handle import RequestHandle
-from compiled_llm.execution.lifecycle import device_side
+from compiled_llm.execution.lifecycle import runner_lifecycle
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.parity import assert_account_is_empty
@@ -71,15 +71,15 @@ def huggingfaces(model: PreTrainedModel, prompt: list[int], **settings: Any) -> 
 
 
 def device_objects(model: PreTrainedModel) -> dict[str, weakref.ref[Any]]:
-    device_model = model.compiled.device_model()
-    state, planner = device_model.state, device_model._planner
+    model_runner = model.compiled.model_runner()
+    state, planner = model_runner.state, model_runner._planner
     named = {
-        "device model": device_model,
+        "device model": model_runner,
         "pages": state.pages[0],
         "arena": state.arena,
         "slots": state.slots.tables.counts,
         "workspace": planner._workspace.buffer,
-        "cuda_graphs": device_model.readiness.cuda_graphs,
+        "cuda_graphs": model_runner.graph_manager.cuda_graphs,
     }
     return {name: weakref.ref(found) for name, found in named.items()}
 
@@ -221,7 +221,7 @@ def test_pages_go_even_if_a_call_of_generate_waits_in_the_engine(model, engine):
     with engine.paused():
         caller = threading.Thread(target=lambda: got.append(huggingfaces(model, PROMPTS[0])))
         caller.start()
-        while len(engine._driver.handles) < 5 and caller.is_alive():
+        while len(engine._engine_thread.request_table) < 5 and caller.is_alive():
             pass
     pages = device_objects(model)["pages"]
     engine.sleep()
@@ -372,7 +372,7 @@ def test_what_fails_to_wake_is_asleep_and_can_be_woken_again(monkeypatch, engine
         def fail(*_: Any) -> None:
             raise kind("planted")
 
-        patch.setattr(device_side if place == "prepare" else device_side.DeviceSide, place, fail)
+        patch.setattr(runner_lifecycle if place == "prepare" else runner_lifecycle.DeviceSide, place, fail)
         with pytest.raises(kind, match="planted"):
             engine.wake()
     assert engine.asleep
@@ -398,14 +398,14 @@ def test_an_engine_that_is_forgotten_asleep_keeps_nothing_alive(one_thread):
     engine = Engine(model)
     begun(engine)
     engine.sleep()
-    driver = weakref.ref(engine._driver)
+    engine_thread = weakref.ref(engine._engine_thread)
     del engine
     for _ in range(50):
         gc.collect()
-        if driver() is None:
+        if engine_thread() is None:
             break
         time.sleep(0.1)  # its thread has to notice
-    assert driver() is None
+    assert engine_thread() is None
     assert Engine(model).asleep
     Engine(model).wake()
     assert answers(Engine(model))
@@ -437,7 +437,7 @@ def test_a_model_that_has_changed_asleep_is_compiled_as_it_is(model, engine):
 @pytest.fixture
 def weights_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU too, to other memory."""
-    monkeypatch.setattr(device_side, "is_host", lambda device: False)
+    monkeypatch.setattr(runner_lifecycle, "is_host", lambda device: False)
 
 
 def places(model: PreTrainedModel) -> dict[str, int]:
@@ -458,7 +458,7 @@ def test_weights_go_and_come_back_as_they_were(weights_move, one_thread, mode):
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
     with Engine(model, max_rows=8) as engine:
         expected, before, graphs = answers(engine), places(model), model.compiled.graphs
-        groups = model.compiled.device_model().readiness.weights.groups
+        groups = model.compiled.model_runner().graph_manager.weights.groups
         assert bool(groups) == (mode != "eager")
         handles = begun(engine)
         engine.sleep(weights=True)
@@ -472,7 +472,7 @@ def test_weights_go_and_come_back_as_they_were(weights_move, one_thread, mode):
         assert model.lm_head.weight is model.model.embed_tokens.weight
         assert not parameters["model.norm.weight"].requires_grad
         assert results(handles) == answers(engine) == expected
-        weights = model.compiled.device_model().readiness.weights
+        weights = model.compiled.model_runner().graph_manager.weights
         assert weights.intact()
         assert weights.groups == groups
         assert (model.compiled.graphs, model.compiled.stats().recompiles) == (graphs, 0)

@@ -128,10 +128,10 @@ def test_an_engine_that_runs_looks_at_the_model_in_its_next_step(
         def done() -> bool:
             """Asked between two steps."""
             if len(looked) == 5:
-                engine._driver.model_may_have_changed(weights_stay=False)
+                engine._engine_thread.model_may_have_changed(weights_stay=False)
             return handle.done
 
-        runs._driver.run(done)
+        runs._engine_thread.run(done)
         assert looked[2:8] == [False, False, False, True, False, False]
 
 

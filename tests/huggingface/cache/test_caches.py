@@ -163,7 +163,7 @@ def test_a_chat_that_samples_stays_in_the_fast_loop_and_follows_the_seed(models,
         texts.append(ids)
     assert torch.equal(*texts)
     assert models[1].compiled.stats().generate_calls == {"fast loop": 8}
-    slots = models[1].compiled.device_model().state.slots
+    slots = models[1].compiled.model_runner().state.slots
     assert len(slots._free) == slots.padding
     del cache, out
     assert_all_given_back(models[1])
@@ -227,7 +227,7 @@ def test_an_interrupted_call_leaves_the_cache_as_it_was(after, options, models, 
             past_key_values=ours.cache, streamer=Raising(after), **options,
         )  # fmt: skip
     assert (models[1].compiled.stats().pages, ours.cache.get_seq_length()) == before
-    assert models[1].compiled.device_model().pool.available == before[0].free
+    assert models[1].compiled.model_runner().pool.available == before[0].free
     torch.testing.assert_close(ours.answer(9), chats[0].answer(9))
 
 
@@ -450,7 +450,7 @@ def test_a_cache_repeated_beyond_the_batch_is_refused_and_stays_as_it_is(models)
         models[1](ids, past_key_values=cache)
     with pytest.raises(ValueError, match=r"9 rows are more than max_batch_size=8"):
         cache.batch_repeat_interleave(3)
-    assert [row.length for row in cache.runner.rows] == [5, 5, 5]
+    assert [row.length for row in cache.generate_loop.rows] == [5, 5, 5]
     assert cache.get_seq_length() == 5
 
 

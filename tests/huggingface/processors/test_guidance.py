@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import compiled_llm
-from compiled_llm.execution.runner import GenerateLoop
+from compiled_llm.execution.generate_loop import GenerateLoop
 from support.huggingface.families import make
 from support.huggingface.pairs import OPTIONS
 from support.parity import assert_account_is_empty, greedy, mixed_prompts

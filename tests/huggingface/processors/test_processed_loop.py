@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import compiled_llm
-from compiled_llm.execution.runner import GenerateLoop
+from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.state.staging import Readback
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.kvcache.row import Row
@@ -129,7 +129,7 @@ def test_a_conversation_goes_on_from_what_a_step_too_many_left(plain, model, rea
 
 
 def _rows(cache: Cache) -> Iterator[tuple[Row, NDArray[np.bool_]]]:
-    return zip(cache.runner.rows, cache.stored, strict=True) if isinstance(cache, PagedCache) else iter(())
+    return zip(cache.generate_loop.rows, cache.stored, strict=True) if isinstance(cache, PagedCache) else iter(())
 
 
 def test_a_processor_may_call_the_model(plain, model, reading, seed):

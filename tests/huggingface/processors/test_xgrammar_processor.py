@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, LogitsProcessor
 
 import compiled_llm
-from compiled_llm.execution.runner import GenerateLoop
+from compiled_llm.execution.generate_loop import GenerateLoop
 from support.parity import assert_account_is_empty, mixed_prompts
 from support.tiny_models import tiny_qwen3
 

@@ -40,12 +40,12 @@ class Model:
     """What the table should say, written down without a limit: every page with those who were asked for it."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[list[bytes], str]] = []
+        self.loss_reported: list[tuple[list[bytes], str]] = []
 
     def known(self, keys: list[bytes], replica: str) -> int:
         most = 0
-        for told, who in self.told:
-            common = sum(1 for a, b in zip(told, keys, strict=False) if a == b)
+        for loss_reported, who in self.loss_reported:
+            common = sum(1 for a, b in zip(loss_reported, keys, strict=False) if a == b)
             most = max(most, common if who == replica else 0)
         return most
 
@@ -60,7 +60,7 @@ def test_the_replica_that_has_most_of_a_prompt_answers_unless_its_queue_is_too_l
         if len(everybody) > 1 and data.draw(st.integers(0, 5)) == 0:
             everybody.remove(data.draw(st.sampled_from(sorted(everybody))))
             affinity.keep(set(everybody))
-            model.told = [entry for entry in model.told if entry[1] in everybody]
+            model.loss_reported = [entry for entry in model.loss_reported if entry[1] in everybody]
         keys = pages(data.draw(PROMPTS))
         queues = {replica: data.draw(st.integers(0, 8)) for replica in sorted(everybody)}
         found = affinity.choose(keys, queues)
@@ -74,7 +74,7 @@ def test_the_replica_that_has_most_of_a_prompt_answers_unless_its_queue_is_too_l
             assert queues[chosen] == min(queues[replica] for replica in within if model.known(keys, replica) == most)
         else:
             assert len(queues) == 1 or queues[chosen] <= sorted(queues.values())[-2]  # not the longest of all
-        model.told.append((keys, chosen))
+        model.loss_reported.append((keys, chosen))
 
 
 @given(st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=12), max_size=30), st.integers(1, 8))

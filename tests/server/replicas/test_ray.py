@@ -193,7 +193,7 @@ def test_each_replica_has_its_figures_in_rays_metrics(client: httpx.Client) -> N
             engine_processes.append([getattr(stats, name) for name in counted])
     assert sum(cached for _, cached, *_ in engine_processes) >= 3 * 96
 
-    def told() -> dict[tuple[str, ...], list[float]]:
+    def loss_reported() -> dict[tuple[str, ...], list[float]]:
         """By replicas; those that have ended stay for a while."""
         tables = [figures(f"{name}_total") for name in counted]
         return {replica: [table.get(replica, 0) for table in tables] for replica in figures("running")}
@@ -201,9 +201,9 @@ def test_each_replica_has_its_figures_in_rays_metrics(client: httpx.Client) -> N
     def newly_routed(why: str) -> float:
         return sum(count for labels, count in (Counter(figures("routed_total")) - routed).items() if labels[-1] == why)
 
-    until(lambda: all(entry in told().values() for entry in engine_processes))
+    until(lambda: all(entry in loss_reported().values() for entry in engine_processes))
     until(lambda: newly_routed("queue") >= 1 and newly_routed("pages") >= 3)
-    replica = next(replica for replica, entry in told().items() if entry == max(engine_processes))
+    replica = next(replica for replica, entry in loss_reported().items() if entry == max(engine_processes))
     assert {(*replica, state) for state in ("used", "free", "cached")} <= figures("pages").keys()
     assert {(*replica, "0.5"), (*replica, "0.99")} <= figures("first_token_seconds").keys()
 

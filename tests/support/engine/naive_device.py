@@ -151,7 +151,7 @@ class NaiveDevice:
         self.unsampled.append(row)
         return NOT_A_TOKEN
 
-    def sample_deferred(self, persistent: Any, masks: None, edited: object) -> StepOutput:
+    def sample_deferred(self, persistent: Any, masks: None, processed: object) -> StepOutput:
         self.fault("late")
         rows, self.unsampled = self.unsampled, []
         tokens = [NOT_A_TOKEN if row.slot is None else self._choose(row) for row in rows]

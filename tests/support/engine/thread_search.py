@@ -370,9 +370,9 @@ class Schedule:
     def _let_end(self, engine: Engine) -> None:
         """Wait for requests that went on when Ctrl-C had ended the wait for them."""
         deadline = time.monotonic() + PATIENCE
-        while engine._driver.handles and time.monotonic() < deadline:
+        while engine._engine_thread.request_table and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert not engine._driver.handles
+        assert not engine._engine_thread.request_table
 
     def _check_threads(self, before: set[threading.Thread]) -> None:
         deadline = time.monotonic() + 20

@@ -122,15 +122,15 @@ class RowNoise(NamedTuple):
 
 def forced_logits(model: PreTrainedModel, prompts: list[Tensor], forced: Tensor) -> Tensor:
     """`[T + 1, B, V]`, the wrapped model's logits after the prompts and after each row of `forced` `[T, B]`."""
-    runner = model.compiled.runner()
+    generate_loop = model.compiled.generate_loop()
     for prompt in prompts:
-        runner.admit(prompt.cpu().numpy(), len(forced) + 1)
-    runner.step()
-    logits = [runner.logits()]
+        generate_loop.admit(prompt.cpu().numpy(), len(forced) + 1)
+    generate_loop.step()
+    logits = [generate_loop.logits()]
     for tokens in forced:
-        runner.step(tokens)
-        logits.append(runner.logits())
-    runner.close()
+        generate_loop.step(tokens)
+        logits.append(generate_loop.logits())
+    generate_loop.close()
     return torch.stack(logits)
 
 

@@ -148,7 +148,7 @@ def _wrong_account(ours: Side) -> str | None:
         return f"the account of pages does not add up: {pages}"
     if ours.chat is not None:
         return None
-    promised = pages.free + pages.cached - ours.model.compiled.device_model().pool.available
+    promised = pages.free + pages.cached - ours.model.compiled.model_runner().pool.available
     return f"pages are still in use: {pages}" if pages.used else f"{promised} pages stay promised" if promised else None
 
 

@@ -216,7 +216,7 @@ def sample_cases() -> list[SampleTokens]:
         }
         whole = {
             "top_k": [0, 3, 0],
-            "edits": [0, COUNTED + MASKED + CLEANED + FILTERED + GROWING + PROMPTED + FOLLOWING + BIASED, 0],
+            "adjustments": [0, COUNTED + MASKED + CLEANED + FILTERED + GROWING + PROMPTED + FOLLOWING + BIASED, 0],
         }
         shapes = {"allowed": (3, 1), "biases": (3, 4 + MOST_FOLLOWED, MOST_BIASES), "recent": (3, MOST_FOLLOWED + 1)}
         shapes["growing"] = (3, 1 + MOST_GROWING)

@@ -163,7 +163,7 @@ EDITED = [
 
 def warped(logits: Tensor, setting: Sampling, top_p: bool = True) -> Tensor:
     """`[V]` scores as HuggingFace's processors make them, with or without those after top-k."""
-    scores = _edited(logits.float(), setting)
+    scores = _adjusted(logits.float(), setting)
     for processor in _filters(setting, top_p):
         scores = processor(_NO_TEXT, scores[None].clone())[0]
     return scores
@@ -199,7 +199,7 @@ def _with_equals(scores: Tensor, setting: Sampling) -> Tensor:
     return scores
 
 
-def _edited(logits: Tensor, setting: Sampling) -> Tensor:
+def _adjusted(logits: Tensor, setting: Sampling) -> Tensor:
     """`[V]` logits after HuggingFace's processors before the temperature; OpenAI's penalties follow HuggingFace's."""
     vocabulary = len(logits)
     text = torch.from_numpy(np.concatenate([setting.seen, setting.output_ids]))
@@ -237,7 +237,7 @@ def _edited(logits: Tensor, setting: Sampling) -> Tensor:
 def distribution(logits: Tensor, setting: Sampling) -> Tensor:
     """`[V]` float64 probabilities; where HuggingFace's top-p cuts through equal scores, all of them stay."""
     if setting.filtered:
-        return _with_equals(_edited(logits.float(), setting), setting).double().softmax(dim=0)
+        return _with_equals(_adjusted(logits.float(), setting), setting).double().softmax(dim=0)
     scores = warped(logits, setting, top_p=False).double()
     if setting.temperature == 0.0:
         return torch.nn.functional.one_hot(scores.argmax(), len(scores)).double()
@@ -276,7 +276,7 @@ def counted_after(given: SampleTokens) -> Callable[[Tensor], Tensor]:
     before = given.counts.clone()
 
     def after(sampled: Tensor) -> Tensor:
-        counting = given.edits[given.slots] & COUNTED != 0
+        counting = given.adjustments[given.slots] & COUNTED != 0
         before[given.slots[counting], sampled[counting]] += 2
         return before
 

@@ -20,7 +20,7 @@ def plant_in_steps(file: str) -> None:
     """Let a step fail once the file exists, which is gone then; and all later steps of the process."""
     import torch
 
-    from compiled_llm.execution.device_model import ModelRunner
+    from compiled_llm.execution.model_runner import ModelRunner
 
     run, failed = ModelRunner.run, []
 

@@ -61,8 +61,8 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
     tokens, params, form, readings = await beside(prepared, len(await request.body()))
     salts = body.user, body.cache_salt
     answers = await api_server.submit(request, [tokens], params, "messages", *salts, form=form, priority=body.priority)
-    told = _ChatResponseWriter(body, model, api_server.settings.names[0], answers, readings)
-    return await answered(told, answers, bool(body.stream))
+    writer = _ChatResponseWriter(body, model, api_server.settings.names[0], answers, readings)
+    return await answered(writer, answers, bool(body.stream))
 
 
 def prompt_of(body: ChatRequest, model: Model) -> ChatPrompt:

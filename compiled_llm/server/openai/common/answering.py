@@ -26,7 +26,7 @@ class ResponseWriter(Protocol):
         ...
 
 
-async def answered(told: ResponseWriter, answers: Answers, stream: bool, end: bytes = DONE) -> Response:
+async def answered(writer: ResponseWriter, answers: Answers, stream: bool, end: bytes = DONE) -> Response:
     """Wait for answers, and return the response; they end with it.
 
     Args:
@@ -40,11 +40,11 @@ async def answered(told: ResponseWriter, answers: Answers, stream: bool, end: by
     """
     try:
         if stream:
-            events = EventStream(told.stream(), answers, end)  # made ready before there is a token to be sent
+            events = EventStream(writer.stream(), answers, end)  # made ready before there is a token to be sent
             await answers.begun()
             return events
         completions = await answers.ended()
-        response = await written(lambda: told.whole(completions), answers.characters)
+        response = await written(lambda: writer.whole(completions), answers.characters)
     except BaseException:
         answers.close()
         raise

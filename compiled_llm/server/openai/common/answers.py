@@ -267,7 +267,7 @@ class Choice:
         index: int,
         handle: RemoteHandle,
         answer: RemoteAnswer,
-        told: Callable[[RemoteAnswer], int],
+        writer: Callable[[RemoteAnswer], int],
         interval: int = 1,
     ) -> None:
         """Read it from the beginning.
@@ -282,7 +282,7 @@ class Choice:
         handle.text(answer.index)  # from now on it is decoded as it comes
         self.index = index
         self._answer = answer
-        self._told = told
+        self._told = writer
         self._interval = interval
         self._text: AnswerText = answer.begin_text()
         self._characters = self._tokens = 0

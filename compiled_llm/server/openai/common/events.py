@@ -62,10 +62,10 @@ class EventStream(Response):
 
 
 def _failed(error: Exception) -> bytes:
-    told = of_exception(error)
-    if told.status == 500:
+    writer = of_exception(error)
+    if writer.status == 500:
         logger.exception("compiled_llm: a stream has failed")
-    return named_event("error", told.body)
+    return named_event("error", writer.body)
 
 
 def event(chunk: BaseModel) -> bytes:

@@ -47,8 +47,8 @@ async def create_completion(body: CompletionRequest, request: Request) -> Any:
     prompts, params, form = await beside(prepared, len(await request.body()))
     salts = body.user, body.cache_salt
     answers = await api_server.submit(request, prompts, params, "prompt", *salts, form=form, priority=body.priority)
-    told = _CompletionResponseWriter(body, model, api_server.settings.names[0], answers)
-    return await answered(told, answers, bool(body.stream))
+    writer = _CompletionResponseWriter(body, model, api_server.settings.names[0], answers)
+    return await answered(writer, answers, bool(body.stream))
 
 
 def _tokens(prompt: str | list[int], params: SamplingParams, model: Model, body: CompletionRequest) -> list[int]:

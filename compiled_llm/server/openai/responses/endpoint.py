@@ -54,8 +54,8 @@ async def create_response(body: ResponsesRequest, request: Request) -> Any:
     tokens, params, form, reading = await beside(prepared, len(await request.body()))
     salts = body.user, body.cache_salt
     answers = await api_server.submit(request, [tokens], params, "input", *salts, form=form, priority=body.priority)
-    told = _ResponsesWriter(body, model, api_server.settings.names[0], answers, reading)
-    return await answered(told, answers, bool(body.stream), end=b"")
+    writer = _ResponsesWriter(body, model, api_server.settings.names[0], answers, reading)
+    return await answered(writer, answers, bool(body.stream), end=b"")
 
 
 class _ResponsesWriter:

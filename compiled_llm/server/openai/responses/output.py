@@ -80,8 +80,8 @@ class Output:
         item.content[0].text += text
         item.content[0].logprobs += new
         if text or new:
-            told = [entry.model_dump() for entry in new]
-            yield self._in_item("output_text.delta", content_index=0, delta=text, logprobs=told)
+            writer = [entry.model_dump() for entry in new]
+            yield self._in_item("output_text.delta", content_index=0, delta=text, logprobs=writer)
 
     def _call(self, piece: CallPiece) -> Iterator[bytes]:
         item = self._open

@@ -96,9 +96,11 @@ def read(spec: dict[str, Any], pieces: Sequence[str], cut: bool = False) -> Told
 @given(calls=st.lists(objects, max_size=3), cuts=cuts, before=st.sampled_from(["", "Well: ", "<think>Hm.</think>"]))
 def test_json_is_told_as_it_was_written(style: str, calls: list[tuple[str, str]], cuts: list[int], before: str) -> None:
     text = before + "\n".join(OBJECTS[style].format(*call) for call in calls)
-    told = read(SPECS[style], split(text, cuts))
-    assert told.calls == [(*call, True) for call in calls]
-    assert (told.content, told.reasoning) == (("Well:", "") if "Well" in before else ("", "Hm." if before else ""))
+    loss_reported = read(SPECS[style], split(text, cuts))
+    assert loss_reported.calls == [(*call, True) for call in calls]
+    assert (loss_reported.content, loss_reported.reasoning) == (
+        ("Well:", "") if "Well" in before else ("", "Hm." if before else "")
+    )
 
 
 xml_values = st.sampled_from(["3", "3.0", "three", "-1.5", "true", "null", '{"a": [1]}', "[2]", "{", 'say "hi"', ""])
@@ -142,10 +144,10 @@ def test_whatever_is_written_says_the_same_in_pieces(style: str, parts: list[str
 
 def told_after_each(spec: dict[str, Any], text: str) -> list[str]:
     reader = ResponseTemplate(tool_tokenizer(), spec).reader("", TOOLS)
-    told, all_told = "", []
+    loss_reported, all_told = "", []
     for character in text:
-        told += "".join(piece.arguments for piece in reader.read(character, over=False).pieces)
-        all_told.append(told)
+        loss_reported += "".join(piece.arguments for piece in reader.read(character, over=False).pieces)
+        all_told.append(loss_reported)
     return all_told
 
 
@@ -154,25 +156,25 @@ def test_each_character_of_arguments_is_told_at_once(style: str) -> None:
     given = '{"text": "a b\\n {c}", "where": {"a": 1}}'
     text = OBJECTS[style].format("look", given)
     begin = text.index(given)
-    told = told_after_each(SPECS[style], text)
+    loss_reported = told_after_each(SPECS[style], text)
     late = text.index('"name"') if style == "qwen3" else 0  # arguments before the name wait for it
     for place in range(max(begin, late + 12), len(text)):
-        assert told[place] == given[: place + 1 - begin]
+        assert loss_reported[place] == given[: place + 1 - begin]
 
 
 def test_each_character_of_a_tag_is_told_at_once() -> None:
     text = '<tool_call>\n<function=look>\n<parameter=text>\nsay "hi"\nnow\n</parameter>\n'
     text += "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
     texts = [text[:end] for end in range(1, len(text) + 1)]
-    told = dict(zip(texts, told_after_each(SPECS["qwen3_5"], text), strict=True))
+    loss_reported = dict(zip(texts, told_after_each(SPECS["qwen3_5"], text), strict=True))
     begin = text[: text.index("say")]
-    assert told[begin] == '{"text": "'
-    assert told[begin + 'say "h'] == '{"text": "say \\"h'
-    assert told[begin + 'say "hi"\n'] == '{"text": "say \\"hi\\"'  # it may end here
-    assert told[begin + 'say "hi"\nn'] == '{"text": "say \\"hi\\"\\nn'
-    assert told[text[: text.index("<parameter=days")]] == '{"text": "say \\"hi\\"\\nnow"'
-    assert told[text[: text.index("3") + 1]].endswith(', "days": ')  # a number is told whole
-    assert told[text[: text.index("</function")]].endswith(', "days": 3')
+    assert loss_reported[begin] == '{"text": "'
+    assert loss_reported[begin + 'say "h'] == '{"text": "say \\"h'
+    assert loss_reported[begin + 'say "hi"\n'] == '{"text": "say \\"hi\\"'  # it may end here
+    assert loss_reported[begin + 'say "hi"\nn'] == '{"text": "say \\"hi\\"\\nn'
+    assert loss_reported[text[: text.index("<parameter=days")]] == '{"text": "say \\"hi\\"\\nnow"'
+    assert loss_reported[text[: text.index("3") + 1]].endswith(', "days": ')  # a number is told whole
+    assert loss_reported[text[: text.index("</function")]].endswith(', "days": 3')
 
 
 HERMES, QWENS = "<tool_call>\n", "<tool_call><function=look>\n"
@@ -202,8 +204,8 @@ CUT = [
 @pytest.mark.parametrize("size", [1, 5, 1000])
 def test_what_is_cut_or_wrong(style: str, text: str, calls: Any, content: str, size: int) -> None:
     pieces = [text[begin : begin + size] for begin in range(0, len(text), size)]
-    told = read(SPECS[style], pieces)
-    assert (told.calls, told.content) == (calls, content)
+    loss_reported = read(SPECS[style], pieces)
+    assert (loss_reported.calls, loss_reported.content) == (calls, content)
 
 
 NO_ROOM = [
@@ -231,10 +233,10 @@ def test_a_call_that_there_was_no_room_for_is_no_content(
 ) -> None:
     before = before if style in ("hermes", "named", "members") else ""
     text = before + text
-    told = read(SPECS[style], [text[begin : begin + size] for begin in range(0, len(text), size)], cut=True)
-    if "c" in told.content[-1:]:  # what stands behind a call that has ended
+    loss_reported = read(SPECS[style], [text[begin : begin + size] for begin in range(0, len(text), size)], cut=True)
+    if "c" in loss_reported.content[-1:]:  # what stands behind a call that has ended
         return
-    assert (told.calls, told.content) == (calls, "Well:" if before else "")
+    assert (loss_reported.calls, loss_reported.content) == (calls, "Well:" if before else "")
 
 
 @pytest.mark.parametrize("style", SPECS)
@@ -252,8 +254,10 @@ def test_a_call_that_the_prompt_has_begun(style: str) -> None:
     other, text = OBJECTS[style].format("time", "{}"), OBJECTS[style].format("look", '{"text": "a"}')
     for end in range(text.index("{") - (style == "named"), text.rindex("}")):
         prompt = f"<|im_start|>assistant\n{other}\n{text[:end]}"
-        told = read_in_pieces(ResponseTemplate(tool_tokenizer(), SPECS[style]).reader(prompt, TOOLS), list(text[end:]))
-        assert told == Told("", "", [("look", '{"text": "a"}', True)]), text[:end]
+        loss_reported = read_in_pieces(
+            ResponseTemplate(tool_tokenizer(), SPECS[style]).reader(prompt, TOOLS), list(text[end:])
+        )
+        assert loss_reported == Told("", "", [("look", '{"text": "a"}', True)]), text[:end]
 
 
 LONG = 2**14

@@ -61,14 +61,14 @@ def test_an_api_server_is_told_what_it_is_to_be(ends: tuple[socket.socket, socke
 def test_each_word_has_its_own_connection(ends: tuple[socket.socket, socket.socket]) -> None:
     async def talk() -> list[tuple[bytes, bytes | None]]:
         heard: list[Word] = []
-        told = Channel(ends[0], lambda word, connection: None, nothing)
+        loss_reported = Channel(ends[0], lambda word, connection: None, nothing)
         Channel(ends[1], lambda word, connection: heard.append((word, connection)), nothing)
         peers = []
         for number in range(5):
             given, peer = socket.socketpair()
-            told.say(READY)
+            loss_reported.say(READY)
             with given:
-                assert told.give(given)
+                assert loss_reported.give(given)
             peer.send(b"%d" % number)
             peers.append(peer)
         await asyncio.wait_for(waited(lambda: len(heard) == 10), PATIENCE)
@@ -86,21 +86,21 @@ def test_an_end_that_reads_nothing_keeps_nobody_waiting_and_loses_no_word(
 ) -> None:
     async def talk() -> int:
         heard: list[bytes] = []
-        told = Channel(ends[0], lambda word, connection: None, nothing)
+        loss_reported = Channel(ends[0], lambda word, connection: None, nothing)
         given, peer = socket.socketpair()
         with given, peer:
             taken = 0
-            while told.give(given):
+            while loss_reported.give(given):
                 taken += 1
             for _ in range(100):
-                told.say(LEFT)
-            assert not told.give(given), "not before the words that wait"
+                loss_reported.say(LEFT)
+            assert not loss_reported.give(given), "not before the words that wait"
             assert len(os.listdir("/proc/self/fd")) < 100
             reading = Channel(
                 ends[1], lambda word, connection: (heard.append(word), connection and connection.close()), nothing
             )
             await asyncio.wait_for(waited(lambda: len(heard) == taken + 100), PATIENCE)
-            assert told.give(given)
+            assert loss_reported.give(given)
             reading.close()
         assert heard == [TAKE] * taken + [LEFT] * 100
         return taken
@@ -111,13 +111,13 @@ def test_an_end_that_reads_nothing_keeps_nobody_waiting_and_loses_no_word(
 def test_the_end_of_one_is_told_to_the_other_once(ends: tuple[socket.socket, socket.socket]) -> None:
     async def talk() -> None:
         lost: list[str] = []
-        told = Channel(ends[0], lambda word, connection: None, lambda: lost.append("told"))
+        loss_reported = Channel(ends[0], lambda word, connection: None, lambda: lost.append("told"))
         other = Channel(ends[1], lambda word, connection: None, lambda: lost.append("other"))
         other.close()
         other.close()
         await asyncio.wait_for(waited(lambda: lost), PATIENCE)
-        told.say(READY)
-        assert not told.give(ends[0])
+        loss_reported.say(READY)
+        assert not loss_reported.give(ends[0])
         await asyncio.sleep(0.01)
         assert lost == ["told"]
 

@@ -18,27 +18,27 @@ def device(decoding: int, tokens: int, per_token: float = 1e-5) -> float:
     return (0.002 + 1e-5 * decoding if decoding else 0.0) + (0.001 + per_token * tokens if tokens else 0.0)
 
 
-def run(pace: TokenBudget, steps: int, decoding: int, **speed: float) -> list[float]:
+def run(token_budget: TokenBudget, steps: int, decoding: int, **speed: float) -> list[float]:
     """Steps of as many tokens as the pace allows, beside rows whose own steps are known; returns how long they took."""
-    pace.ran(decoding, 0, device(decoding, 0))
+    token_budget.ran(decoding, 0, device(decoding, 0))
     lengths = []
     for _ in range(steps):
-        tokens = pace.tokens(decoding)
+        tokens = token_budget.tokens(decoding)
         lengths.append(device(decoding, tokens, **speed))
-        pace.ran(decoding, tokens, lengths[-1])
+        token_budget.ran(decoding, tokens, lengths[-1])
     return lengths
 
 
 def test_without_a_limit_chunks_are_as_long_as_they_may_be():
-    pace = TokenBudget(None, most=4096)
-    assert pace.tokens(0) == pace.tokens(200) == 4096
-    assert not pace.bounded
+    token_budget = TokenBudget(None, most=4096)
+    assert token_budget.tokens(0) == token_budget.tokens(200) == 4096
+    assert not token_budget.bounded
 
 
 @pytest.mark.parametrize("decoding", [0, 1, 30, 256])
 def test_steps_grow_to_the_limit_and_stay_below(decoding):
-    pace = TokenBudget(20.0, most=4096)
-    lengths = run(pace, 40, decoding)
+    token_budget = TokenBudget(20.0, most=4096)
+    lengths = run(token_budget, 40, decoding)
     assert max(lengths) <= 0.020
     assert lengths[-1] > 0.010, "a chunk twice as large would have been too long"
 
@@ -49,17 +49,17 @@ def test_prompts_go_on_however_short_the_limit():
 
 
 def test_one_odd_step_does_not_forbid_a_size_for_ever(seed):
-    pace = TokenBudget(20.0, most=4096)
-    before = run(pace, 40, 8)[-1]
-    pace.ran(8, 1024, 5.0)
-    assert run(pace, 1, 8)[0] < before
-    assert run(pace, 800, 8)[-1] == pytest.approx(before)
+    token_budget = TokenBudget(20.0, most=4096)
+    before = run(token_budget, 40, 8)[-1]
+    token_budget.ran(8, 1024, 5.0)
+    assert run(token_budget, 1, 8)[0] < before
+    assert run(token_budget, 800, 8)[-1] == pytest.approx(before)
 
 
 def test_a_device_that_becomes_slower_is_followed(seed):
-    pace = TokenBudget(20.0, most=4096)
-    run(pace, 40, 8)
-    assert run(pace, 40, 8, per_token=8e-5)[-1] <= 0.020
+    token_budget = TokenBudget(20.0, most=4096)
+    run(token_budget, 40, 8)
+    assert run(token_budget, 40, 8, per_token=8e-5)[-1] <= 0.020
 
 
 def test_the_engine_runs_prompts_in_chunks_that_it_has_timed(monkeypatch, seed):

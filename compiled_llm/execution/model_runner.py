@@ -29,14 +29,14 @@ from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.decode.deferred_sampling import Masks, prepare_deferred
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
+from compiled_llm.execution.graphs.graph_manager import GraphManager
 from compiled_llm.execution.graphs.model_watch import ModelWatch
-from compiled_llm.execution.graphs.readiness import GraphManager
 from compiled_llm.execution.growth import grown
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.execution.reporting.events import Events
-from compiled_llm.execution.state.device_state import RunnerState
 from compiled_llm.execution.state.prefill_room import PrefillRoom
+from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.state.staging import Readbacks
 from compiled_llm.execution.threads.executor import Executor
 from compiled_llm.execution.threads.interrupts import deferred
@@ -124,10 +124,10 @@ class ModelRunner:
             shapes=shapes.all() if config.captures_on(self.device.type) else [],
         )
         self._planner.load()
-        self.readiness = GraphManager(self.state, weights, thread, self.events, programs, artifacts)
+        self.graph_manager = GraphManager(self.state, weights, thread, self.events, programs, artifacts)
         build_sampling(self.vocabulary, model.dtype, self.device)  # then: programs have chosen what Triton builds with
-        self.prefill = Prefill(self.state, self.readiness, self._planner, shapes)
-        self.decode = Decode(self.state, self.readiness, self._planner)
+        self.prefill = Prefill(self.state, self.graph_manager, self._planner, shapes)
+        self.decode = Decode(self.state, self.graph_manager, self._planner)
 
     # ---- run
 
@@ -143,7 +143,7 @@ class ModelRunner:
             OutOfPagesError: a row has outgrown what it was promised, and no page is free; nothing has changed.
             ValueError: a row would have more tokens than the model has positions; nothing has changed.
         """
-        self.readiness.adopt()
+        self.graph_manager.adopt()
         if batch.extend:
             return self._extend(batch, persistent, unchanged)
         advances = unchanged and persistent.can_advance(batch.decode)
@@ -161,11 +161,11 @@ class ModelRunner:
         changes = self.pool.changes
         with grown(rows, [1] * len(rows), batch.promise, self.state.copy_pages) as copied:
             try:
-                stayed = persistent.seat(rows, bucket, copied)
+                stayed = persistent.place(rows, bucket, copied)
                 if batch.tokens is not None:
                     decode.feed(len(rows), bucket, batch.tokens)
                 outputs = decode.run(bucket, wanted)
-            except BaseException:  # the seats may have advanced
+            except BaseException:  # the decode buffers may have advanced
                 persistent.lose(rows)
                 raise
         for row in rows:
@@ -209,7 +209,7 @@ class ModelRunner:
         Raises:
             OutOfPagesError: as ``run``.
         """
-        self.readiness.adopt()
+        self.graph_manager.adopt()
         rows = _rows(extensions)
         with self._grown_by(extensions, promise):
             logits, _ = self.prefill.run(extensions, keep, embeddings, remember=False, exact=True)
@@ -242,7 +242,7 @@ class ModelRunner:
             persistent: as in ``run``.
             observer: as in ``Batch``.
         """
-        self.readiness.check_model()
+        self.graph_manager.check_model()
         state = self.state
         state.slots.ensure(rows)
         state.arena.flush()
@@ -254,15 +254,15 @@ class ModelRunner:
         return persistent.deferred.keep(step, observer)
 
     def sample_deferred(
-        self, persistent: PersistentBatch, masks: Masks | None = None, edited: Mapping[Row, Tensor] = _NOTHING
+        self, persistent: PersistentBatch, masks: Masks | None = None, processed: Mapping[Row, Tensor] = _NOTHING
     ) -> StepOutput:
         """Sample for the rows whose sampling is deferred, from what earlier launches have computed; wait for nothing.
 
         Otherwise as ``DeferredSampling.run``.
         """
-        if not edited and (rows := len(persistent.deferred.rows)):
+        if not processed and (rows := len(persistent.deferred.rows)):
             self.events.used[SamplingKey(self.decode.bucket_for(rows), masks is not None)] += 1
-        return persistent.deferred.run(masks, edited)
+        return persistent.deferred.run(masks, processed)
 
     def prepare_deferred(self, buckets: Sequence[int] = ()) -> None:
         """Have the kernels compiled that deferred sampling launch; nobody runs.
@@ -270,7 +270,7 @@ class ModelRunner:
         Args:
             buckets: for how many rows choices are captured on CUDA; others are launched one kernel after the other.
         """
-        self.readiness.check_model()
+        self.graph_manager.check_model()
         self.settle()
         prepare_deferred(self.state, buckets)
 
@@ -307,24 +307,24 @@ class ModelRunner:
         self.settle()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.readiness.release()
+        self.graph_manager.release()
         self.state.release()
         self._planner.release()
 
     def go_on(self) -> None:
         """Capture for a slice what steps have missed: one was launched, and its host would wait for the device."""
-        self.readiness.go_on()
+        self.graph_manager.go_on()
 
     def catch_up(self, wanted: Callable[[], object]) -> None:
         """Capture what steps have missed, since none is to run, until something is ``wanted``."""
-        while self.readiness.cuda_graphs.captures_beside and not wanted():
+        while self.graph_manager.cuda_graphs.captures_beside and not wanted():
             self.thread.call(self.go_on)
-            self.thread.call(self.readiness.adopt)
+            self.thread.call(self.graph_manager.adopt)
 
     @deferred()
     def settle(self) -> None:
         """Let nothing be captured any more beside steps: whoever runs none may wait for the whole device."""
-        self.readiness.cuda_graphs.settle()
+        self.graph_manager.cuda_graphs.settle()
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -345,7 +345,7 @@ class ModelRunner:
             "pages": self.state.page_bytes,
             "workspace": self._planner.workspace_bytes,
             "buffers": self.state.buffer_bytes + self.decode.table_bytes,
-            "graphs": self.readiness.cuda_graphs.nbytes,
+            "graphs": self.graph_manager.cuda_graphs.nbytes,
         }
 
 

@@ -21,7 +21,7 @@ from compiled_llm.compilation.graphs.validity import Guards
 from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED, Arguments, PreparedCall, Programs
 from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.reporting.progress import ProgressDisplay
-from compiled_llm.execution.state.device_state import RunnerState
+from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.threads.executor import Executor
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.memory import wait_for

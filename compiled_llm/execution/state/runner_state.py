@@ -41,7 +41,7 @@ class RunnerState:
         pool: who has which page.
         arena: what the host changes here and there.
         slots: where running rows keep their state.
-        decode_buffers: the seats that decode steps read and advance.
+        decode_buffers: the decode buffers that decode steps read and advance.
         cuda_graphs: all of them, within their budget.
         sampling_graphs: what deferred sampling read, if they are captured.
         prefill_indices: the page numbers of the prefill that runs.
@@ -123,17 +123,17 @@ class RunnerState:
             states: keys and values of each layer, ``[B, K, C', D]``, whose last column is the last of ``stored``; zeros
                 are written for columns that a layer no longer has.
         """
-        seats, columns = np.nonzero(stored)
+        batch_indices, columns = np.nonzero(stored)
         counts = stored.sum(axis=1).tolist()
         at = [np.arange(row.length - count, row.length) for row, count in zip(rows, counts, strict=True)]
         size = self.config.page_size
         pages = [np.array(row.pages, dtype=np.int64)[places // size] for row, places in zip(rows, at, strict=True)]
-        entries = [np.concatenate(pages), np.concatenate(at) % size, seats, columns]
-        page, slot, seat, column = self.staging.to_device(entries)
+        entries = [np.concatenate(pages), np.concatenate(at) % size, batch_indices, columns]
+        page, slot, batch_index, column = self.staging.to_device(entries)
         for target, layer in zip(self.pages, states, strict=True):
             both = torch.stack(layer)[..., -stored.shape[1] :, :]
             both = torch.nn.functional.pad(both, (0, 0, stored.shape[1] - both.shape[3], 0))
-            target[page, :, :, slot, : both.shape[4]] = both[:, seat, :, column]
+            target[page, :, :, slot, : both.shape[4]] = both[:, batch_index, :, column]
 
     def read(self, layer: int, row: Row) -> Tensor:
         """Return ``[2, K, length, D]``, a copy of a row's keys and values in one layer."""

@@ -23,7 +23,7 @@ from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm.execution.batch import Batch, Extension, StepOutput
 from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
-from compiled_llm.execution.device_model import ModelRunner
+from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.kvcache.row import Row
 from support.execution.twins import OPTIONS, SMALL, small_qwen3
 from support.gpu import needs_cuda
@@ -46,11 +46,11 @@ def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
         small_qwen3(request.config.getoption("seed")), **OPTIONS, backend=backend, mode=mode, progress=False
     )
     wrapped.compiled.warmup([1, 4, 8])
-    device_model = wrapped.compiled.device_model()
-    device_model.thread.call(device_model.prepare_deferred, [1, 4, 8])
-    assert device_model.state.sampling_graphs.buckets == ([1, 4, 8] if mode == "cuda-graphs" else [])
-    words = device_model.state.slots.tables.allowed.shape[1]
-    assert all(len(area.bytes) >= 8 * (4 * words + 24) for area in device_model.state.staging._areas)
+    model_runner = wrapped.compiled.model_runner()
+    model_runner.thread.call(model_runner.prepare_deferred, [1, 4, 8])
+    assert model_runner.state.sampling_graphs.buckets == ([1, 4, 8] if mode == "cuda-graphs" else [])
+    words = model_runner.state.slots.tables.allowed.shape[1]
+    assert all(len(area.bytes) >= 8 * (4 * words + 24) for area in model_runner.state.staging._areas)
     yield wrapped
     compiled_llm.unwrap(wrapped)
     gc.collect()
@@ -70,23 +70,23 @@ class Grammared:
     """A loop whose rows follow a toy grammar: of each token, every seventh may follow."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.device_model: ModelRunner = model.compiled.device_model()
-        self.persistent = PersistentBatch(self.device_model.state, self.device_model.decode)
+        self.model_runner: ModelRunner = model.compiled.model_runner()
+        self.persistent = PersistentBatch(self.model_runner.state, self.model_runner.decode)
         self.last: dict[Row, int] = {}
         self.launched: dict[Row, Tensor] = {}
 
     def admit(self, length: int, deferred: bool = True) -> Extension:
-        row, prompt = Row(self.device_model.pool, 0), np.random.default_rng(length).integers(3, WIDTH, length)
+        row, prompt = Row(self.model_runner.pool, 0), np.random.default_rng(length).integers(3, WIDTH, length)
         sampling = Sampling(temperature=0.0, presence_penalty=0.0 if deferred else 0.3)
         if deferred:
             sampling = Sampling(temperature=0.0, mask=mask_after(int(prompt[-1])), deferred=True)
             self.last[row] = int(prompt[-1])
-        self.device_model.thread.call(self.device_model.state.slots.admit, [row], [sampling])
+        self.model_runner.thread.call(self.model_runner.state.slots.admit, [row], [sampling])
         return Extension.of(row, prompt)
 
     def run(self, decode: Sequence[Row] = (), extend: Sequence[Extension] = (), unchanged: bool = False) -> StepOutput:
         batch = Batch(decode, extend)
-        step: StepOutput = self.device_model.thread.call(self.device_model.run, batch, self.persistent, unchanged)
+        step: StepOutput = self.model_runner.thread.call(self.model_runner.run, batch, self.persistent, unchanged)
         if step.logits is not None:
             self.launched |= dict(zip(step.rows, step.logits.clone(), strict=True))
         return step
@@ -94,13 +94,13 @@ class Grammared:
     def sample(self) -> StepOutput:
         rows = self.persistent.deferred.rows
         masks = Masks(rows, np.stack([mask_after(self.last[row]) for row in rows]))
-        step: StepOutput = self.device_model.thread.call(self.device_model.sample_deferred, self.persistent, masks)
+        step: StepOutput = self.model_runner.thread.call(self.model_runner.sample_deferred, self.persistent, masks)
         return step
 
     def check(self, step: StepOutput) -> None:
         """Each token is the likeliest that may follow, of the launch's own logits, and what the row feeds in next."""
         assert step.logits is not None
-        tables = self.device_model.state.slots.tables
+        tables = self.model_runner.state.slots.tables
         for row, logits, token in zip(step.rows, step.logits, step.tokens.tolist(), strict=True):
             if row in self.launched:
                 assert torch.equal(logits, self.launched[row])

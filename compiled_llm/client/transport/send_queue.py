@@ -12,7 +12,7 @@ _AT_ONCE = 2**16
 """Bytes that the thread sends together."""
 
 
-class Outbox:
+class SendQueue:
     """Sends frames whole and in their order, in any thread and any event loop."""
 
     def __init__(self, connection: socket.socket) -> None:

@@ -57,7 +57,7 @@ class RequestSampling:
         if params.repetition_penalty != 1:
             own = replace(own, seen=prompt)
         if own.temperature == 0:
-            return [own if own.edits else None] * params.n
+            return [own if own.adjustments else None] * params.n
         seed = params.seed if params.seed not in (None, -1) else int(torch.randint(SEEDS, (), device="cpu"))
         return [replace(own, seed=(int(seed) + number) % SEEDS) for number in range(params.n)]
 

@@ -37,7 +37,7 @@ def model(one_thread: None) -> Iterator[PreTrainedModel]:
     model = compiled_llm.wrap(tiny(), kv_memory="4000 tokens", **options)
     yield model
     assert_account_is_empty(model)
-    slots = model.compiled.device_model().state.slots
+    slots = model.compiled.model_runner().state.slots
     assert len(slots._free) == slots.padding == 2 * ROWS
 
 

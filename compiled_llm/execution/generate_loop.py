@@ -22,7 +22,7 @@ from compiled_llm.execution.admission import checked_prompt
 from compiled_llm.execution.batch import Batch, Extension, Observer, StepOutput
 from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
-from compiled_llm.execution.device_model import ModelRunner
+from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.state.unread import Unread
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.pool import Promise
@@ -36,56 +36,56 @@ class GenerateLoop:
     """Runs a changing set of rows, each step exact; several runners of one model take turns in its decode buffers.
 
     Attributes:
-        device_model: the model's device side.
+        model_runner: the model's device side.
         rows: the rows whose prompts have been admitted, in the order of ``step``'s forced tokens and ``logits``.
         steps: how many steps have been launched.
         promise: pages that the rows may take together, while a call holds it.
     """
 
-    def __init__(self, device_model: ModelRunner) -> None:
+    def __init__(self, model_runner: ModelRunner) -> None:
         """Start without rows."""
-        self.device_model = device_model
-        self._thread = device_model.thread
+        self.model_runner = model_runner
+        self._thread = model_runner.thread
         self.rows: list[Row] = []
         self.steps = 0
-        self.promise = Promise(device_model.pool)
+        self.promise = Promise(model_runner.pool)
         self._pending: list[tuple[Row, NDArray[np.int64], Sampling | None]] = []
         self._computed: Tensor | None = None
-        self._persistent = PersistentBatch(device_model.state, device_model.decode, exact=True)
+        self._persistent = PersistentBatch(model_runner.state, model_runner.decode, exact=True)
         self._every_row = Batch(decode=self.rows, promise=self.promise)  # the list is always the same
-        self._unread = Unread(device_model.readbacks)
+        self._unread = Unread(model_runner.readbacks)
         self._masks: Callable[[], Masks] | None = None
         self._finalizer = weakref.finalize(self, _free, self.rows)
 
     @property
     def max_positions(self) -> int:
         """How many positions the model was made for."""
-        return self.device_model.max_positions
+        return self.model_runner.max_positions
 
     @property
     def max_rows(self) -> int:
         """How many rows there can be."""
-        return self.device_model.max_batch_size
+        return self.model_runner.max_batch_size
 
     @property
     def windows(self) -> tuple[int, ...]:
         """How many tokens layers with sliding windows see, a query itself included."""
-        return self.device_model.windows
+        return self.model_runner.windows
 
     @property
     def vocabulary(self) -> int:
         """How many token ids the model can take."""
-        return self.device_model.vocabulary
+        return self.model_runner.vocabulary
 
     @property
     def asynchronous(self) -> bool:
         """Whether a step may still be running when ``step`` returns; else reading late gains nothing."""
-        return self.device_model.device.type != "cpu"
+        return self.model_runner.device.type != "cpu"
 
     @property
     def prepared(self) -> bool:
         """Whether the next decode step can be launched at once: nothing has to be compiled or captured for it."""
-        return self._persistent.bucket_for(len(self.rows)) in self.device_model.decode.ready
+        return self._persistent.bucket_for(len(self.rows)) in self.model_runner.decode.ready
 
     # ---- the three verbs
 
@@ -102,7 +102,7 @@ class GenerateLoop:
                 has too few positions for both, or there would be more rows than ``max_batch_size``.
             OutOfPagesError: the pages it may need are not free; nothing was taken.
         """
-        ids, stored = checked_prompt(self.device_model, prompt, max_new_tokens)
+        ids, stored = checked_prompt(self.model_runner, prompt, max_new_tokens)
         row = self.add_row(stored)
         self._pending.append((row, ids, sampling))
         return row
@@ -187,7 +187,7 @@ class GenerateLoop:
         """
         self._check_room(len(indices))
         old = list(self.rows)
-        rows = [old[index] if index == seat else old[index].fork() for seat, index in enumerate(indices)]
+        rows = [old[index] if index == batch_index else old[index].fork() for batch_index, index in enumerate(indices)]
         self.rows[:] = rows
         with self.promise.drawn_on():
             for row in old:
@@ -196,17 +196,17 @@ class GenerateLoop:
 
     def fork(self) -> GenerateLoop:
         """Return another runner with the same rows; pages are shared, not copied."""
-        runner = GenerateLoop(self.device_model)
-        runner.rows += [row.fork() for row in self.rows]
-        return runner
+        generate_loop = GenerateLoop(self.model_runner)
+        generate_loop.rows += [row.fork() for row in self.rows]
+        return generate_loop
 
-    def belongs_to(self, device_model: ModelRunner) -> bool:
-        """Whether these rows lie in the pages of ``device_model``."""
-        return self.device_model is device_model
+    def belongs_to(self, model_runner: ModelRunner) -> bool:
+        """Whether these rows lie in the pages of ``model_runner``."""
+        return self.model_runner is model_runner
 
     def runs(self, model: PreTrainedModel) -> bool:
         """Whether these rows are of ``model``, as it is now or as it was."""
-        return self.device_model.is_of(model)
+        return self.model_runner.is_of(model)
 
     # ---- around them
 
@@ -235,7 +235,7 @@ class GenerateLoop:
 
     def close(self) -> None:
         """Release all rows; the runner can be used again."""
-        self.device_model.settle()
+        self.model_runner.settle()
         self._finalizer()
         self._finalizer = weakref.finalize(self, _free, self.rows)
         self.rows.clear()
@@ -257,7 +257,7 @@ class GenerateLoop:
             OutOfPagesError: the pages are not free; nothing was taken.
         """
         self._check_room(len(self.rows) + 1)
-        row = Row(self.device_model.pool, tokens)
+        row = Row(self.model_runner.pool, tokens)
         self.rows.append(row)
         return row
 
@@ -298,13 +298,13 @@ class GenerateLoop:
             OutOfPagesError: the pages are not free; nothing has changed.
         """
         self._persistent.invalidate()
-        self._thread.call(self.device_model.fill, self.rows, stored, states, self.promise)
+        self._thread.call(self.model_runner.fill, self.rows, stored, states, self.promise)
         for row, position in zip(self.rows, positions, strict=True):
             row.position = position
 
     def stored(self, layer: int) -> list[Tensor]:
         """Return ``[2, K, length, D]`` for each row: copies of a layer's keys and values."""
-        return self._thread.call(lambda: [self.device_model.state.read(layer, row) for row in self.rows])
+        return self._thread.call(lambda: [self.model_runner.state.read(layer, row) for row in self.rows])
 
     def decode(self, tokens: Tensor, positions: Sequence[int] | None = None, unchanged: bool = False) -> Tensor:
         """Run one decode step of all rows with these tokens, and read nothing back.
@@ -336,7 +336,7 @@ class GenerateLoop:
     # ---- in the executor
 
     def _sample(self, masks: Masks | None) -> None:
-        self._unread.sampled(self.device_model.sample_deferred(self._persistent, masks))
+        self._unread.sampled(self.model_runner.sample_deferred(self._persistent, masks))
 
     def _launch(
         self,
@@ -350,41 +350,41 @@ class GenerateLoop:
         if self._persistent.deferred:
             self._sample(masks)
         if fed:
-            self.device_model.state.slots.feed(fed)
+            self.model_runner.state.slots.feed(fed)
         step = self._run(forced, unchanged)
         self._pending.clear()
         self._computed = None
         self.steps += 1
         self._unread.launched(step, unsampled=len(self._persistent.deferred.rows))
-        self.device_model.go_on()
+        self.model_runner.go_on()
 
     def _run(self, forced: Tensor | None, unchanged: bool) -> StepOutput:
         if not self._pending:
             batch = self._every_row if forced is None else self._every_row._replace(tokens=forced)
-            return self.device_model.run(batch, self._persistent, unchanged)
+            return self.model_runner.run(batch, self._persistent, unchanged)
         self._enter_settings()
         if self._computed is not None:
             rows, logits, observer = list(self.rows), self._computed.clone(), self._every_row.observer
-            return self.device_model.sample(rows, logits, self._persistent, observer)
+            return self.model_runner.sample(rows, logits, self._persistent, observer)
         extend = [Extension.of(row, ids) for row, ids, _ in self._pending]
-        return self.device_model.run(self._every_row._replace(decode=(), extend=extend), self._persistent, unchanged)
+        return self.model_runner.run(self._every_row._replace(decode=(), extend=extend), self._persistent, unchanged)
 
     def _enter_settings(self) -> None:
         """Give new rows slots, with their settings."""
         if new := [entry for entry in self._pending if entry[0].slot is None]:
             settings = [sampling and sampling.starting_at(row.position + len(ids)) for row, ids, sampling in new]
-            self.device_model.state.slots.admit([row for row, _, _ in new], settings)
+            self.model_runner.state.slots.admit([row for row, _, _ in new], settings)
 
     def _extend(
         self, extensions: Sequence[Extension], keep: NDArray[np.int64] | None, embeddings: Tensor | None
     ) -> Tensor:
         self._persistent.invalidate()
-        return self.device_model.extend(extensions, self.promise, keep, embeddings)
+        return self.model_runner.extend(extensions, self.promise, keep, embeddings)
 
     def _decode(self, tokens: Tensor, positions: Sequence[int] | None, unchanged: bool) -> Tensor:
         for row, position in zip(self.rows, positions or (), strict=positions is not None):
             row.position = position
-        self.device_model.run(self._every_row._replace(tokens=tokens), self._persistent, unchanged)
+        self.model_runner.run(self._every_row._replace(tokens=tokens), self._persistent, unchanged)
         return self._last_logits()
 
     def _last_logits(self) -> Tensor:

@@ -28,10 +28,10 @@ _HUGE = 1e30  # in place of infinities: no other logit is as large, and float32 
 _FORCED = 1e19  # so large are the logits of tokens that are forced
 
 
-class EditTables(NamedTuple):
+class AdjustmentTables(NamedTuple):
     """The tables of ``sample_tokens`` that change logits."""
 
-    edits: Tensor
+    adjustments: Tensor
     repetition_penalty: Tensor
     presence_penalty: Tensor
     frequency_penalty: Tensor
@@ -42,7 +42,7 @@ class EditTables(NamedTuple):
     growing: Tensor
 
     @classmethod
-    def of(cls, tables: Any) -> EditTables:
+    def of(cls, tables: Any) -> AdjustmentTables:
         """Take the fields of these names from other tables."""
         return cls(*(getattr(tables, name) for name in cls._fields))
 
@@ -59,7 +59,7 @@ class Places(NamedTuple):
     positions: Tensor
 
 
-def edited(logits: Tensor, places: Places, tables: EditTables, counts: Tensor, kinds: int) -> Tensor:
+def adjusted(logits: Tensor, places: Places, tables: AdjustmentTables, counts: Tensor, kinds: int) -> Tensor:
     """Return ``[R, V]`` float32 logits, as the tables change them.
 
     Args:
@@ -67,44 +67,44 @@ def edited(logits: Tensor, places: Places, tables: EditTables, counts: Tensor, k
         places: of the rows.
         tables: of ``sample_tokens``.
         counts: ``[R, V]`` int16, those of the rows before sampling.
-        kinds: the edits of all rows, or-ed together.
+        kinds: the logit adjustments of all rows, or-ed together.
     """
-    scores, edits = logits.float(), tables.edits[places.slots][:, None]
+    scores, adjustments = logits.float(), tables.adjustments[places.slots][:, None]
     if kinds >= BIASED:
-        scores = _biased(scores, places, tables, edits, followed(kinds))
+        scores = _biased(scores, places, tables, adjustments, followed(kinds))
     if kinds & COUNTED:
-        scores = _penalised(scores, places.slots[:, None], tables, edits, counts)
+        scores = _penalised(scores, places.slots[:, None], tables, adjustments, counts)
     if kinds & CLEANED:
-        scores = torch.where(edits & CLEANED != 0, scores.nan_to_num(0.0, _HUGE, -_HUGE), scores)
+        scores = torch.where(adjustments & CLEANED != 0, scores.nan_to_num(0.0, _HUGE, -_HUGE), scores)
     if kinds & GROWING:
-        scores = _grown(scores, places, tables, edits)
+        scores = _grown(scores, places, tables, adjustments)
     if kinds & MASKED:
         bits = torch.arange(32, dtype=torch.int32, device=scores.device)
         allowed = (tables.allowed[places.slots][:, :, None] >> bits & 1).flatten(1)[:, : scores.shape[1]]
-        scores = scores.masked_fill((edits & MASKED != 0) & (allowed == 0), -math.inf)
+        scores = scores.masked_fill((adjustments & MASKED != 0) & (allowed == 0), -math.inf)
     return scores
 
 
-def followed(edits: int) -> int:
+def followed(adjustments: int) -> int:
     """Return how many tokens back a row's biases look."""
-    return edits // FOLLOWING & MOST_FOLLOWED
+    return adjustments // FOLLOWING & MOST_FOLLOWED
 
 
-def _biased(scores: Tensor, places: Places, tables: EditTables, edits: Tensor, furthest: int) -> Tensor:
+def _biased(scores: Tensor, places: Places, tables: AdjustmentTables, adjustments: Tensor, furthest: int) -> Tensor:
     tokens, bits, first, end, *after = tables.biases[places.slots].unbind(dim=1)
     positions = places.positions[:, None]
-    exists = (torch.arange(tokens.shape[1], device=tokens.device) < edits // BIASED) & (tokens < scores.shape[1])
+    exists = (torch.arange(tokens.shape[1], device=tokens.device) < adjustments // BIASED) & (tokens < scores.shape[1])
     holds = exists & (first <= positions) & (positions < end)
     for back, wanted in enumerate(after[:furthest], start=1):
         has = tables.recent[places.slots, (places.positions - back) % (MOST_FOLLOWED + 1)][:, None]
-        holds &= (edits // FOLLOWING & MOST_FOLLOWED < back) | (wanted < 0) | (wanted == has)
+        holds &= (adjustments // FOLLOWING & MOST_FOLLOWED < back) | (wanted < 0) | (wanted == has)
     values = torch.where(holds, bits.contiguous().view(torch.float32), 0.0)
     return scores.scatter_add(1, torch.where(holds, tokens, 0).long(), values)
 
 
-def _penalised(scores: Tensor, slots: Tensor, tables: EditTables, edits: Tensor, counts: Tensor) -> Tensor:
-    counts = torch.where(edits & COUNTED != 0, counts, 0)
-    of_prompt = torch.where(edits & PROMPTED != 0, tables.seldom[slots, _PROMPT_PENALTY], 1.0)
+def _penalised(scores: Tensor, slots: Tensor, tables: AdjustmentTables, adjustments: Tensor, counts: Tensor) -> Tensor:
+    counts = torch.where(adjustments & COUNTED != 0, counts, 0)
+    of_prompt = torch.where(adjustments & PROMPTED != 0, tables.seldom[slots, _PROMPT_PENALTY], 1.0)
     scores = _repeated(scores, torch.where(counts & 1 != 0, of_prompt, 1.0))
     scores = _repeated(scores, torch.where(counts != 0, tables.repetition_penalty[slots], 1.0))
     times = counts >> 1
@@ -115,12 +115,12 @@ def _repeated(scores: Tensor, penalty: Tensor) -> Tensor:
     return torch.where(scores < 0, scores * penalty, scores / penalty)
 
 
-def _grown(scores: Tensor, places: Places, tables: EditTables, edits: Tensor) -> Tensor:
+def _grown(scores: Tensor, places: Places, tables: AdjustmentTables, adjustments: Tensor) -> Tensor:
     begins, *tokens = tables.growing[places.slots].unbind(dim=1)
     steps = (places.positions - begins).clamp(min=0)
     growth = ((steps * tables.seldom[places.slots, _GROWTH]).exp2() - 1)[:, None]
     for token in tokens:
-        grows = (edits & GROWING != 0) & (token >= 0)[:, None] & (token < scores.shape[1])[:, None]
+        grows = (adjustments & GROWING != 0) & (token >= 0)[:, None] & (token < scores.shape[1])[:, None]
         at = torch.where(grows, token[:, None], 0).long()
         logits = scores.gather(1, at)
         more = torch.where(grows & (logits.abs() < _FORCED), logits.abs() * growth, 0.0)

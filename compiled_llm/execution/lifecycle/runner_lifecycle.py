@@ -13,8 +13,8 @@ import torch
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.inputs import Shape
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.device_model import ModelRunner
 from compiled_llm.execution.lifecycle.kept import Kept
+from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.reporting.progress import ProgressDisplay
 from compiled_llm.execution.threads.executor import executor_for
@@ -100,32 +100,32 @@ class ModelRunnerLifecycle:
 
     def _current(self) -> ModelRunner:
         with self._allocation:
-            device_model, made_for = self.present, self._made_for_now()
-            if device_model is None or not self._still_fits(device_model, made_for):
-                if device_model is not None:
+            model_runner, made_for = self.present, self._made_for_now()
+            if model_runner is None or not self._still_fits(model_runner, made_for):
+                if model_runner is not None:
                     self._events.started_again()
-                device_model = self.present = None  # its memory goes back first
+                model_runner = self.present = None  # its memory goes back first
                 for holder in list(self._holders):
                     holder.let_go()
                 check_placement(self._facts.model, self._config)
                 check_layers(self._facts.model, self._facts.layers, self._config)
-                device_model = self._new(made_for)
-                self.present, self._made_for, self._kept = device_model, made_for, None
-            return device_model
+                model_runner = self._new(made_for)
+                self.present, self._made_for, self._kept = model_runner, made_for, None
+            return model_runner
 
-    def is_current(self, device_model: ModelRunner) -> bool:
-        """Whether ``device_model`` is the device side of the model as it is now; makes none."""
-        return device_model is self.present and self._still_fits(device_model, self._made_for_now())
+    def is_current(self, model_runner: ModelRunner) -> bool:
+        """Whether ``model_runner`` is the device side of the model as it is now; makes none."""
+        return model_runner is self.present and self._still_fits(model_runner, self._made_for_now())
 
     def _made_for_now(self) -> tuple[Hashable, ...]:
         model = self._facts.model
         return model.device, model.dtype, self._modules.hooks(model)
 
-    def _still_fits(self, device_model: ModelRunner, made_for: tuple[Hashable, ...]) -> bool:
+    def _still_fits(self, model_runner: ModelRunner, made_for: tuple[Hashable, ...]) -> bool:
         return (
             made_for == self._made_for
-            and self._positions.of(self._facts.model) <= device_model.max_positions
-            and self._max_rows <= device_model.config.max_batch_size
+            and self._positions.of(self._facts.model) <= model_runner.max_positions
+            and self._max_rows <= model_runner.config.max_batch_size
         )
 
     def _new(self, made_for: tuple[Hashable, ...]) -> ModelRunner:
@@ -151,7 +151,7 @@ class ModelRunnerLifecycle:
         """Give each fused weight its own memory again, on the device."""
         self.rise()
         if self.present is not None:
-            self.present.thread.call(self.present.readiness.separate_weights)
+            self.present.thread.call(self.present.graph_manager.separate_weights)
         elif self._kept is not None:
             with self._moving_weights():
                 self._kept.weights.separate()
@@ -195,10 +195,10 @@ class ModelRunnerLifecycle:
         kept = self._kept
         if self.asleep and kept is not None:
             try:
-                device_model = self._current()
-                prepare(device_model, kept.buckets, [kept.shapes], kept.embedded)
+                model_runner = self._current()
+                prepare(model_runner, kept.buckets, [kept.shapes], kept.embedded)
                 if kept.samplings:
-                    device_model.thread.call(device_model.prepare_deferred, kept.samplings)
+                    model_runner.thread.call(model_runner.prepare_deferred, kept.samplings)
             except BaseException:
                 self._release()
                 self._kept = kept
@@ -235,11 +235,11 @@ class ModelRunnerLifecycle:
 
     def _release(self) -> None:
         """Give the device side back, whoever holds it still; what takes no memory there is kept."""
-        device_model, self.present = self.present, None
-        if device_model is not None:
-            self._kept = Kept.of(device_model, self._made_for)
-            device_model.thread.call(device_model.release)
-        del device_model
+        model_runner, self.present = self.present, None
+        if model_runner is not None:
+            self._kept = Kept.of(model_runner, self._made_for)
+            model_runner.thread.call(model_runner.release)
+        del model_runner
         gc.collect()  # what tracing has left behind refers to the buffers
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -270,7 +270,7 @@ def is_host(device: torch.device) -> bool:
 
 
 def prepare(
-    device_model: ModelRunner,
+    model_runner: ModelRunner,
     buckets: Sequence[int],
     captured: Iterable[Sequence[Shape]],
     embedded: bool = False,
@@ -280,14 +280,14 @@ def prepare(
     """Compile, and on CUDA capture, what is not ready yet.
 
     Args:
-        device_model: of the model.
+        model_runner: of the model.
         buckets: of decode steps.
         captured: shapes of prefills, those together that are shown as one.
         embedded: prefill from embeddings, too.
         report: takes what is being prepared, in words.
         anchors: a few CUDA graphs in which all others could run, too.
     """
-    thread, prefill, decode = device_model.thread, device_model.prefill, device_model.decode
+    thread, prefill, decode = model_runner.thread, model_runner.prefill, model_runner.decode
     report("preparing prefill")
     thread.call(prefill.make_ready, anchors=anchors)
     if embedded:

@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 
-from compiled_llm.server.engine_process.transport import Outlet
+from compiled_llm.server.engine_process.transport import Transport
 from support.server.engine_processes import PATIENCE
 
 LARGE = 2**20
@@ -38,7 +38,7 @@ class Both:
         self.due, self.failures = Due(), list[Exception]()
         here, self.peer = socket.socketpair()
         here.setblocking(False)
-        self.outlet = Outlet(here, self.due, self.failures.append)
+        self.transport = Transport(here, self.due, self.failures.append)
 
     def read(self) -> bytes:
         """All that comes until the end."""
@@ -51,7 +51,7 @@ def with_both(use: Callable[[Both], Awaitable[None]]) -> None:
         both = Both()
         with both.peer:
             await use(both)
-            both.outlet.close()
+            both.transport.close()
 
     asyncio.run(asyncio.wait_for(running(), PATIENCE))
 
@@ -65,10 +65,10 @@ def in_thread(name: str, function: Callable[[], object]) -> threading.Thread:
 def test_what_is_due_is_sent_by_the_thread_that_says_so() -> None:
     async def use(both: Both) -> None:
         both.due.frames = [b"one ", b"two"]
-        in_thread("steps", both.outlet.flush).join(PATIENCE)  # the event loop stands still meanwhile
+        in_thread("steps", both.transport.flush).join(PATIENCE)  # the event loop stands still meanwhile
         assert both.peer.recv(100) == b"one two"
         assert both.due.threads == ["steps"]
-        assert not both.outlet.blocked
+        assert not both.transport.blocked
 
     with_both(use)
 
@@ -76,17 +76,17 @@ def test_what_is_due_is_sent_by_the_thread_that_says_so() -> None:
 def test_what_the_socket_does_not_take_goes_out_when_it_can_and_more_waits_until_then() -> None:
     async def use(both: Both) -> None:
         both.due.frames = [b"a" * LARGE]
-        in_thread("steps", both.outlet.flush).join(PATIENCE)
-        assert both.outlet.blocked
+        in_thread("steps", both.transport.flush).join(PATIENCE)
+        assert both.transport.blocked
         both.due.frames = [b"b", b"c"]
-        in_thread("steps", both.outlet.flush).join(PATIENCE)
+        in_thread("steps", both.transport.flush).join(PATIENCE)
         assert both.due.frames == [b"b", b"c"]
         reading = asyncio.create_task(asyncio.to_thread(both.read))
         await asyncio.sleep(0)
-        await both.outlet.taken()
+        await both.transport.taken()
         while both.due.frames:
             await asyncio.sleep(0)
-        both.outlet.close()
+        both.transport.close()
         assert await reading == b"a" * LARGE + b"bc"
 
     with_both(use)
@@ -100,15 +100,15 @@ def test_threads_that_flush_at_once_lose_nothing_and_mix_nothing() -> None:
             for _ in range(2000):
                 with lock:
                     both.due.frames.append(b"%d," % next(numbers))
-                both.outlet.flush()
+                both.transport.flush()
 
         reading = asyncio.create_task(asyncio.to_thread(both.read))
         workers = [in_thread("steps", work) for _ in range(4)]
         while any(worker.is_alive() for worker in workers):
             await asyncio.sleep(0)
-        while both.outlet.blocked or both.due.frames:
+        while both.transport.blocked or both.due.frames:
             await asyncio.sleep(0)
-        both.outlet.close()
+        both.transport.close()
         assert (await reading).split(b",") == [*(b"%d" % number for number in range(8000)), b""]
 
     with_both(use)
@@ -117,14 +117,14 @@ def test_threads_that_flush_at_once_lose_nothing_and_mix_nothing() -> None:
 def test_a_fault_is_told_of_in_the_event_loop_and_nothing_follows() -> None:
     async def use(both: Both) -> None:
         both.due.error = error = ValueError("a test")
-        in_thread("steps", both.outlet.flush).join(PATIENCE)
+        in_thread("steps", both.transport.flush).join(PATIENCE)
         both.due.error, both.due.frames = None, [b"more"]
-        both.outlet.flush()
+        both.transport.flush()
         assert both.failures == []
         while not both.failures:
             await asyncio.sleep(0)
         assert both.failures == [error]
-        both.outlet.close()
+        both.transport.close()
         assert both.read() == b""
 
     with_both(use)
@@ -133,9 +133,9 @@ def test_a_fault_is_told_of_in_the_event_loop_and_nothing_follows() -> None:
 def test_the_last_words_go_out_with_the_end() -> None:
     async def use(both: Both) -> None:
         both.due.frames = [b"the end"]
-        both.outlet.close()
-        both.outlet.close()
-        both.outlet.flush()
+        both.transport.close()
+        both.transport.close()
+        both.transport.flush()
         assert both.read() == b"the end"
         assert both.due.threads == ["MainThread"]
 
@@ -145,13 +145,13 @@ def test_the_last_words_go_out_with_the_end() -> None:
 def test_a_client_that_has_left_is_sent_nothing_and_nobody_waits_for_it() -> None:
     async def use(both: Both) -> None:
         both.due.frames = [b"a" * LARGE]
-        both.outlet.flush()
-        assert both.outlet.blocked
+        both.transport.flush()
+        assert both.transport.blocked
         both.peer.close()
-        await both.outlet.taken()
-        assert not both.outlet.blocked
+        await both.transport.taken()
+        assert not both.transport.blocked
         both.due.frames = [b"more"]
-        both.outlet.flush()
+        both.transport.flush()
         assert both.due.frames == [b"more"]
         while not both.failures:
             await asyncio.sleep(0)
@@ -169,14 +169,14 @@ def test_it_is_busy_while_a_thread_is_about_to_send() -> None:
             answered.wait(PATIENCE)
             yield bytearray(b"the end")
 
-        both.outlet._due = due
-        thread = in_thread("steps", both.outlet.flush)
+        both.transport._due = due
+        thread = in_thread("steps", both.transport.flush)
         assert asked.wait(PATIENCE)
-        assert both.outlet.busy
-        assert not both.outlet.blocked
+        assert both.transport.busy
+        assert not both.transport.blocked
         answered.set()
         thread.join(PATIENCE)
-        assert not both.outlet.busy
-        both.outlet._due = both.due
+        assert not both.transport.busy
+        both.transport._due = both.due
 
     with_both(use)

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from compiled_llm.engine.intake.constraints import check_tokenizer, constraints_for, stops_of
-from compiled_llm.engine.intake.prompts import Prompt, token_ids
-from compiled_llm.engine.intake.sampling import RequestSamplings
+from compiled_llm.engine.input_processing.constraints import check_tokenizer, constraints_for, stops_of
+from compiled_llm.engine.input_processing.prompts import Prompt, token_ids
+from compiled_llm.engine.input_processing.sampling import RequestSamplings
 from compiled_llm.engine.steps.request import Request
-from compiled_llm.execution.device_model import ModelRunner
+from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.model.inputs import vocabulary_of
 from compiled_llm.model.sizes import logits_width
 from compiled_llm.requests.sampling_params import SamplingParams
@@ -56,7 +56,7 @@ def requests_for(
     prompt: Prompt,
     params: SamplingParams,
     model: TokenFacts,
-    device_model: ModelRunner,
+    model_runner: ModelRunner,
     tokenizer: Any,
     *,
     priority: int = 0,
@@ -70,7 +70,7 @@ def requests_for(
         prompt: token ids, text or chat messages.
         params: how to answer.
         model: what of it answers follow.
-        device_model: its device side.
+        model_runner: its device side.
         tokenizer: for text and messages; None if there is none.
         priority: smaller ones run first.
         timeout: seconds after which they end with what they have.
@@ -85,7 +85,7 @@ def requests_for(
         raise ValueError(f"params: give SamplingParams(...); got a {type(params).__name__}")
     _check_waiting(priority, timeout, salt)
     ids, now = token_ids(prompt, tokenizer, model.vocabulary), time.monotonic()
-    most = _most_new(len(ids), params.max_tokens, device_model)
+    most = _most_new(len(ids), params.max_tokens, model_runner)
     if params.min_tokens > most:
         raise ValueError(f"min_tokens={params.min_tokens}: there is room for {most} after a prompt of {len(ids)}")
     stops, eos, width = frozenset(params.stop_token_ids or ()), model.ends, model.logits
@@ -132,20 +132,20 @@ def _check_waiting(priority: int, timeout: float | None, salt: Hashable) -> None
         raise ValueError(f"cache_salt={salt!r}: give something that can be hashed, as a string can")
 
 
-def _most_new(prompt: int, max_tokens: int | None, device_model: ModelRunner) -> int:
+def _most_new(prompt: int, max_tokens: int | None, model_runner: ModelRunner) -> int:
     """Return how many tokens an answer can have; without a limit, as many as there are positions and pages for.
 
     Raises:
         ValueError: they never fit.
     """
-    left, pool = device_model.max_positions - prompt, device_model.pool
-    _check_prompt(prompt, device_model, answered=max_tokens != 0)
+    left, pool = model_runner.max_positions - prompt, model_runner.pool
+    _check_prompt(prompt, model_runner, answered=max_tokens != 0)
     room = pool.total * pool.page_size - prompt + 1  # the last token is never stored
     most = min(left, max(1, room)) if max_tokens is None else int(max_tokens)
     if most > left:
         raise ValueError(
             f"max_tokens={max_tokens}: with a prompt of {prompt} tokens that is more than the model's "
-            f"{device_model.max_positions} positions; shorten the prompt, or give at most {left}"
+            f"{model_runner.max_positions} positions; shorten the prompt, or give at most {left}"
         )
     needed = pool.pages_for(prompt + max(1, most) - 1)
     if needed > pool.total:
@@ -156,9 +156,9 @@ def _most_new(prompt: int, max_tokens: int | None, device_model: ModelRunner) ->
     return most
 
 
-def _check_prompt(tokens: int, device_model: ModelRunner, answered: bool) -> None:
+def _check_prompt(tokens: int, model_runner: ModelRunner, answered: bool) -> None:
     """Check that there is room for a prompt, and for one token after it if it is ``answered``."""
-    positions, pool = device_model.max_positions, device_model.pool
+    positions, pool = model_runner.max_positions, model_runner.pool
     if tokens + answered > positions:
         raise ValueError(
             f"prompt: {tokens} tokens leave no room for an answer in the model's {positions} positions; shorten it"
