@@ -10,6 +10,7 @@ imports right:
 
 from __future__ import annotations
 
+import ast
 from collections import Counter
 from functools import cache
 from pathlib import Path

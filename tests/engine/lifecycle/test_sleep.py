@@ -249,7 +249,7 @@ def test_caches_that_others_hold_are_named(model, engine):
         with torch.no_grad(), pytest.raises(ValueError, match="PagedCache belongs to another model, or to this one"):
             model(torch.tensor([[5]]), past_key_values=stale)
     with pytest.raises(RuntimeError, match=r"given back by sleep\(\)"):
-        stale.runner.admit([5], 1) and stale.runner.step()
+        stale.generate_loop.admit([5], 1) and stale.generate_loop.step()
 
 
 # ---- asleep
