@@ -351,10 +351,10 @@ def prefill_timer(geometry: Geometry, rows: int, tokens: int, stored: int) -> Ca
     return microseconds
 
 
-# ---- recorded: `execution/graphs/captured_shapes.py`
+# ---- captured: `execution/graphs/captured_shapes.py`
 
 
-def recorded_cases(_: Machine, quick: bool) -> Iterator[Case]:
+def captured_cases(_: Machine, quick: bool) -> Iterator[Case]:
     """Prefills of one row: launched by the host as they are, or captured and padded to a multiple of something."""
     for model, (hidden, query, kv, intermediate) in MODELS.items():
         weights = hidden * (2 * query + 2 * kv + 3 * intermediate)
@@ -368,7 +368,7 @@ def recorded_cases(_: Machine, quick: bool) -> Iterator[Case]:
             candidates["launched"] = (tokens, False)
             chosen = "launched" if shape is None else f"captured, T={shape.tokens}"
             prepare = lambda sizes=(hidden, query, kv, intermediate): layer_timer(*sizes)  # noqa: E731
-            yield Case("recorded", f"{model}, T={tokens}", candidates, chosen, prepare)
+            yield Case("captured", f"{model}, T={tokens}", candidates, chosen, prepare)
 
 
 def layer_timer(hidden: int, query: int, kv: int, intermediate: int) -> Callable[[tuple[int, bool]], float]:
@@ -423,7 +423,7 @@ SWEEPS: dict[str, Callable[[Machine, bool], Iterator[Case]]] = {
     "normed": normed_cases,
     "attention": attention_cases,
     "splitting": splitting_cases,
-    "recorded": recorded_cases,
+    "captured": captured_cases,
     "cpu-linear": cpu_linear_cases,
 }
 

@@ -15,8 +15,6 @@ PACKAGES = ("compiled-llm", "torch", "transformers", "flashinfer-python", "trito
 
 def describe() -> dict[str, Any]:
     """Return versions, processor and load of this machine, and its GPU if torch is imported and sees one."""
-    torch: Any = sys.modules.get("torch")
-    gpu = torch is not None and torch.cuda.is_available()
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "commit": None,
@@ -24,8 +22,14 @@ def describe() -> dict[str, Any]:
         "versions": _versions(),
         "cpu": {"name": _cpu_name(), "cores": os.cpu_count()},
         "load": round(os.getloadavg()[0], 2),  # figures from a machine that is not quiet are worth little
-        "gpu": {"name": torch.cuda.get_device_name(), "cuda": torch.version.cuda} if gpu else None,
+        "gpu": _gpu(sys.modules.get("torch")),
     }
+
+
+def _gpu(torch: Any) -> dict[str, Any] | None:
+    if torch is None or not torch.cuda.is_available():
+        return None
+    return {"name": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
 
 
 def _versions() -> dict[str, str]:

@@ -33,7 +33,7 @@ OPTIONAL = (
     Package("accelerate", "accelerate", "demo", "loads GGUF files, and models with a device_map"),
     Package("gguf", "gguf", "demo", "loads GGUF files, the demo model's among them"),
     Package("typer", "typer", "demo", "the command line"),
-    Package("prompt_toolkit", "prompt_toolkit", "demo", "reads what is typed in `chat`"),
+    Package("prompt_toolkit", "prompt-toolkit", "demo", "reads what is typed in `chat`"),
     Package("msgspec", "msgspec", "server", "what `serve` and its clients say to each other"),
     Package("fastapi", "fastapi", "server", "answers HTTP"),
     Package("uvicorn", "uvicorn", "server", "listens for HTTP"),

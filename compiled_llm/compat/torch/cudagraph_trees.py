@@ -82,5 +82,5 @@ class _Messages(logging.Handler):
         super().__init__(level)
         self.messages: list[str] = []
 
-    def emit(self, capture: logging.LogRecord) -> None:
-        self.messages.append(capture.getMessage())
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
