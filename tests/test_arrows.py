@@ -53,7 +53,7 @@ LAZILY = {f"{OPS}.kernels", f"{OPS}.flashinfer"}  # they import Triton and Flash
 BACKENDS = (f"{OPS}.flashinfer", f"{OPS}.reference")
 DOORS = {folder: {f"{OPS}.backends"} for folder in BACKENDS}  # a backend, and the one module outside that imports it
 
-MOST_ROOMS = 16
+MAX_ROOMS = 16
 MODULES_IN_A_FOLDER = 14
 TESTS_IN_A_FOLDER = 30
 LONG = 600
@@ -187,7 +187,7 @@ def test_the_public_names_are_imported_for_types_from_where_they_are_found() -> 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
 def test_there_are_few_rooms_at_the_top(package: Path) -> None:
     rooms = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
-    assert len(rooms - {"__init__", "__main__"}) <= MOST_ROOMS
+    assert len(rooms - {"__init__", "__main__"}) <= MAX_ROOMS
 
 
 def test_no_test_imports_a_test() -> None:

@@ -190,12 +190,12 @@ def few_row_tilings(m: int, k: int) -> list[LinearTiling]:
 
 
 def tensor_core_tilings(m: int, k: int) -> list[LinearTiling]:
-    if m < 2 or m > linear_tiling.MOST_ROWS or k % linear_tiling.BLOCK:
+    if m < 2 or m > linear_tiling.MAX_ROWS or k % linear_tiling.BLOCK:
         return []
     rows = max(16, 1 << (m - 1).bit_length())
     found = []
-    for outputs in (16, 32, 64) if rows == linear_tiling.MOST_ROWS else (64,):  # tensor cores take 64 rows of a tile
-        for tiles in range(1, linear_tiling.MOST_TILES + 1):
+    for outputs in (16, 32, 64) if rows == linear_tiling.MAX_ROWS else (64,):  # tensor cores take 64 rows of a tile
+        for tiles in range(1, linear_tiling.MAX_TILES + 1):
             for inputs in (linear_tiling.BLOCK, 2 * linear_tiling.BLOCK):
                 stages = linear_tiling.stages_that_fit(rows, outputs * tiles, inputs)
                 if stages >= 3:
@@ -255,13 +255,13 @@ def normed_timer(n: int, k: int, plain: LinearTiling, gated: bool) -> Callable[[
 
 
 def attention_cases(machine: Machine, quick: bool) -> Iterator[Case]:
-    most_keys = 40_960  # of Qwen3's rows
+    max_keys = 40_960  # of Qwen3's rows
     for gqa in (2,) if quick else (2, 4, 8):
         for rows in (1, 8, 32) if quick else (1, 2, 4, 8, 16, 17, 32, 33, 64):
-            chosen = choose_attention_tiling(rows, KV_HEADS, gqa, HEAD_DIM, most_keys, *machine)
+            chosen = choose_attention_tiling(rows, KV_HEADS, gqa, HEAD_DIM, max_keys, *machine)
             candidates = [*attention_tilings(rows, quick), chosen._replace(share_equal=not chosen.share_equal)]
             for name, lengths in row_lengths(rows, quick).items():
-                prepare = lambda lengths=lengths, gqa=gqa: attention_timer(lengths, gqa, most_keys)  # noqa: E731
+                prepare = lambda lengths=lengths, gqa=gqa: attention_timer(lengths, gqa, max_keys)  # noqa: E731
                 yield case_of("attention", f"B={rows}, G={gqa}, {name}", candidates, chosen, prepare)
 
 
@@ -276,7 +276,7 @@ def row_lengths(rows: int, quick: bool) -> dict[str, list[int]]:
 
 def attention_tilings(rows: int, quick: bool) -> list[AttentionTiling]:
     """Blocks, pipelines, programs for a row and sizes of shares."""
-    row_tile = -(-rows // -(-rows // attention_tiling.MOST_ROWS))
+    row_tile = -(-rows // -(-rows // attention_tiling.MAX_ROWS))
     shapes = [(2**13, 3, 2), (2**13, 5, 2), (2**14, 3, 4), (2**14, 5, 4)]
     found = []
     for values, stages, warps in shapes if quick else [*shapes, (2**13, 3, 4), (2**13, 5, 4)]:
@@ -288,7 +288,7 @@ def attention_tilings(rows: int, quick: bool) -> list[AttentionTiling]:
     return found
 
 
-def attention_timer(lengths: Sequence[int], gqa: int, most_keys: int) -> Callable[[AttentionTiling], float]:
+def attention_timer(lengths: Sequence[int], gqa: int, max_keys: int) -> Callable[[AttentionTiling], float]:
     """One layer after the other, so many that no cache holds the keys of all."""
     from compiled_llm_ops.kernels.attention import decode
 
@@ -296,7 +296,7 @@ def attention_timer(lengths: Sequence[int], gqa: int, most_keys: int) -> Callabl
     pages = copies_of(torch.zeros(sum(counts), 2, KV_HEADS, PAGE_SIZE, HEAD_DIM, device="cuda", dtype=torch.bfloat16))
     starts = torch.tensor([0, *torch.tensor(counts[:-1]).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
     ends = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-    indices = torch.zeros(len(lengths) * most_keys // PAGE_SIZE, dtype=torch.int32, device="cuda")
+    indices = torch.zeros(len(lengths) * max_keys // PAGE_SIZE, dtype=torch.int32, device="cuda")
     indices[: sum(counts)] = torch.randperm(sum(counts), device="cuda")
     query = random(len(lengths), KV_HEADS * gqa, HEAD_DIM)
     key, value = random(2, len(lengths), KV_HEADS, HEAD_DIM)
@@ -358,7 +358,7 @@ def captured_cases(_: Machine, quick: bool) -> Iterator[Case]:
     """Prefills of one row: launched by the host as they are, or captured and padded to a multiple of something."""
     for model, (hidden, query, kv, intermediate) in MODELS.items():
         weights = hidden * (2 * query + 2 * kv + 3 * intermediate)
-        shapes = CapturedShapes(8, weights, longest=40_960, most_tokens=8192)
+        shapes = CapturedShapes(8, weights, longest=40_960, max_tokens=8192)
         for tokens in (20, 200, 1000) if quick else (10, 20, 40, 70, 130, 200, 300, 500, 700, 1000, 1500, 2500, 4000):
             shape = shapes.smallest(tokens, 2)
             padded = {-(-tokens // multiple) * multiple for multiple in (16, 64, 128, 256)}

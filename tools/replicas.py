@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace, replicas: int, tokens: int, **router: Any
         max_rows=16,
         warmup=1,
         quiet=True,
-        most_longer=arguments.most_longer,
+        max_longer=arguments.max_longer,
     )
     serve.run(app)
     try:

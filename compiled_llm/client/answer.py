@@ -21,7 +21,7 @@ class Received:
     """What has come of an answer; only the thread that reads the connection writes it.
 
     Attributes:
-        ends: tokens that end it.
+        stop_token_ids: tokens that end it.
         tokens: so far.
         logprobs: of each of them, if they are wanted.
         finish_reason: why it has ended; None while it has not.
@@ -29,7 +29,7 @@ class Received:
         error: what has, with ``"error"``.
     """
 
-    ends: frozenset[int]
+    stop_token_ids: frozenset[int]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[list[Entry]] | None = None
     finish_reason: FinishReason | None = None

@@ -222,5 +222,5 @@ class BaseClient:
 
 def _ends(params: SamplingParams, ready: Ready) -> frozenset[int]:
     """Return the tokens that end an answer, and have no text."""
-    eos = [] if params.ignore_eos else ready.ends
+    eos = [] if params.ignore_eos else ready.eos_token_ids
     return frozenset([*(params.stop_token_ids or ()), *eos, *(ready.form_ends if params.structured_outputs else ())])

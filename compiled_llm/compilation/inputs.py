@@ -33,7 +33,7 @@ class PrefillInputs(NamedTuple):
         ids: ``[1, T]`` int64; ``[1, T, hidden]`` in the model's dtype if it starts from embeddings.
         positions: ``[1, T]`` int64, rotary positions.
         keep: ``[L]`` int64, the tokens whose logits are returned.
-        ends: ``[C]`` int64, the entries of ``keep`` after which a token is sampled.
+        sampled: ``[C]`` int64, the entries of ``keep`` after which a token is sampled.
         slots: ``[C]`` int64, of those rows: their settings, and the place of the sampled token.
         token_rows: ``[T]`` int32, each token's row.
         token_positions: ``[T]`` int32, its place in the row.
@@ -46,7 +46,7 @@ class PrefillInputs(NamedTuple):
     ids: Tensor
     positions: Tensor
     keep: Tensor
-    ends: Tensor
+    sampled: Tensor
     slots: Tensor
     token_rows: Tensor
     token_positions: Tensor

@@ -43,8 +43,8 @@ def prefill_step(
         **{BATCH_ARGUMENT: batch},
     )
     logits: Tensor = out.logits[0]
-    sampled_at = inputs.positions[0, inputs.keep[inputs.ends]] + 1
-    return logits, sample(logits[inputs.ends], inputs.slots, sampled_at, tables)
+    sampled_at = inputs.positions[0, inputs.keep[inputs.sampled]] + 1
+    return logits, sample(logits[inputs.sampled], inputs.slots, sampled_at, tables)
 
 
 def decode_step(

@@ -24,18 +24,18 @@ class Extension(NamedTuple):
         row: in a ``Batch``, not yet grown by them; while they are packed, grown.
         ids: ``[Q]`` int64.
         positions: ``[Q]`` int64, rotary positions.
-        ends: whether a token is sampled after them; not after a chunk that others follow.
+        is_last: whether a token is sampled after them; not after a chunk that others follow.
     """
 
     row: Stored
     ids: NDArray[np.int64]
     positions: NDArray[np.int64]
-    ends: bool = True
+    is_last: bool = True
 
     @classmethod
-    def of(cls, row: Row, ids: NDArray[np.int64], ends: bool = True) -> Extension:
+    def of(cls, row: Row, ids: NDArray[np.int64], is_last: bool = True) -> Extension:
         """Return tokens at the positions that follow the row's last."""
-        return cls(row, ids, row.position + np.arange(len(ids)), ends)
+        return cls(row, ids, row.position + np.arange(len(ids)), is_last)
 
 
 class Batch(NamedTuple):

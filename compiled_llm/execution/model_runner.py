@@ -119,7 +119,7 @@ class ModelRunner:
             attention_geometries(self.state.stored_layers, config.page_size, model.dtype),
             config,
             self.device,
-            longest=self.max_positions,
+            max_row_tokens=self.max_positions,
             room=room,
             shapes=shapes.all() if config.captures_on(self.device.type) else [],
         )
@@ -183,7 +183,7 @@ class ModelRunner:
             sampled = None if decoded is None else decoded.tokens.clone()
             self.state.slots.ensure(rows)
             logits, tokens = self.prefill.run(batch.extend, unchanged=unchanged, exact=persistent.exact)
-        extended = StepOutput(_rows([extension for extension in batch.extend if extension.ends]), logits, tokens)
+        extended = StepOutput(_rows([extension for extension in batch.extend if extension.is_last]), logits, tokens)
         persistent.chose(extended)
         if extended.rows:
             persistent.deferred.keep(extended, batch.observer)
@@ -285,10 +285,11 @@ class ModelRunner:
             row.position = int(extension.positions[-1]) + 1
 
     def _check_positions(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
-        longest = max(row.length + count for row, count in zip(rows, counts, strict=True))
-        if longest > self.max_positions:
+        max_row_tokens = max(row.length + count for row, count in zip(rows, counts, strict=True))
+        if max_row_tokens > self.max_positions:
             raise ValueError(
-                f"a row cannot grow to {longest} tokens: the model has {self.max_positions} positions; release the row"
+                f"a row cannot grow to {max_row_tokens} tokens: the model has {self.max_positions} positions; "
+                "release the row"
             )
 
     # ---- around it

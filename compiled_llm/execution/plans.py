@@ -25,7 +25,7 @@ from compiled_llm_ops.protocol import CapturedLaunch, Plan
 
 logger = logging.getLogger("compiled_llm.graphs")
 
-MOST_FOR_CAPTURED = 256 * 2**20
+MAX_FOR_CAPTURED = 256 * 2**20
 """Bytes of workspace that captured prefills may ask for: those that need more gain least from capturing."""
 
 _NOT_CAPTURED = _BEST_VARIANT = -1
@@ -46,7 +46,7 @@ class Planner:
         config: WrapConfig,
         device: torch.device,
         *,
-        longest: int,
+        max_row_tokens: int,
         room: PrefillRoom,
         shapes: Sequence[Shape] = (),
     ) -> None:
@@ -63,7 +63,7 @@ class Planner:
         self._name = config.backend_on(device.type)
         self._backend = backend_named(self._name)
         self._device = device
-        self._longest = longest
+        self._max_row_tokens = max_row_tokens
         self._groups = list(dict.fromkeys(layers))
         self._group_of_layer = tuple(map(self._groups.index, layers))
         self.decodes = config.plans_decode_on(device.type)
@@ -180,9 +180,9 @@ class Planner:
             buckets = buckets_up_to(config.max_batch_size)
             decode = (CapturedLaunch(bucket, bucket, self._decode_variant(bucket)) for bucket in buckets)
             needed = max(needed, *(self._backend.workspace_bytes(self._groups, self._device, step) for step in decode))
-        if wanted > (config.workspace_bytes or max(needed, MOST_FOR_CAPTURED)):
+        if wanted > (config.workspace_bytes or max(needed, MAX_FOR_CAPTURED)):
             logger.info("not all prefills of long rows are captured: that takes workspace_bytes=%d", wanted)
-        return needed, min(wanted, MOST_FOR_CAPTURED)
+        return needed, min(wanted, MAX_FOR_CAPTURED)
 
     def _needed(self, shape: Shape) -> int:
         captured = CapturedLaunch(shape.tokens, shape.rows + 1, shape.variant)
@@ -190,11 +190,11 @@ class Planner:
 
     def _of_long_rows(self, shape: Shape) -> Shape:
         """Return the shape of the variant that is fastest for one row as long as rows may be."""
-        return shape._replace(variant=self._best([shape.tokens], [self._longest]))
+        return shape._replace(variant=self._best([shape.tokens], [self._max_row_tokens]))
 
     def _decode_variant(self, bucket: int) -> int:
         """Return the variant of all decode steps of a bucket: a captured launch has one."""
-        return self._best([1] * bucket, [self._longest] * bucket)
+        return self._best([1] * bucket, [self._max_row_tokens] * bucket)
 
     def _best(self, queries: Sequence[int], lengths: Sequence[int]) -> int:
         return self._backend.best_variant(self._groups, queries, lengths, self._device)

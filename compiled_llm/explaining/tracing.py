@@ -73,7 +73,7 @@ class Trace:
     owner: object = None
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Whether there is nothing more to learn: it cannot be compiled, or would be compiled at every step."""
         return self.error is not None or graph_count(self.function) > 1
 
@@ -134,7 +134,7 @@ def _whole(trace: Trace) -> Callable[..., Any]:
     compiled = torch.compile(trace.function, backend=trace.backend, fullgraph=True, dynamic=False)
 
     def run(*args: Any) -> Any:
-        if not trace.over:
+        if not trace.finished:
             try:
                 return compiled(*args)
             except Exception as error:  # of whatever kind: it is what we are here to explain

@@ -47,7 +47,7 @@ class CacheChoice:
     given: Any
     mode: GenerationMode
     rows: int
-    longest: int
+    max_columns: int
 
     @cached_property
     def others(self) -> list[str]:
@@ -62,13 +62,13 @@ class CacheChoice:
         return None if isinstance(self.given, PagedCache) else self.given
 
     @property
-    def most(self) -> int:
+    def max_row_tokens(self) -> int:
         """Upper bound of the columns that the cache holds at the end."""
         if self.users is None:
-            return self.longest
+            return self.max_columns
         if self.config.max_new_tokens is None:
-            return self.longest + int(self.users.get_seq_length())
-        return max(self.longest, self._width + int(self.config.max_new_tokens) - 1)
+            return self.max_columns + int(self.users.get_seq_length())
+        return max(self.max_columns, self._width + int(self.config.max_new_tokens) - 1)
 
     @property
     def _width(self) -> int:
@@ -137,7 +137,7 @@ class CacheChoice:
         pages, layers = self.runtime.model_runner().state.pages, self.runtime.facts.layers
         if not self._appends or self.config.use_cache is False or type(cache) not in READABLE:
             return False
-        if not readable(cache, layers, pages[0], self.rows, self.most):
+        if not readable(cache, layers, pages[0], self.rows, self.max_row_tokens):
             return False
         known = int(cache.get_seq_length())
         return known == 0 or self._width > known
@@ -148,7 +148,7 @@ class CacheChoice:
         if not windows or mask is None or (isinstance(self.given, PagedCache) and self.given.seen):
             return False
         shown: NDArray[np.bool_] = copies().of(mask).numpy() != 0
-        growth = max(0, self.most + (self.config.prompt_lookup_num_tokens or 0) - shown.shape[1])
+        growth = max(0, self.max_row_tokens + (self.config.prompt_lookup_num_tokens or 0) - shown.shape[1])
         return differing_window(shown, 0, growth, windows) is not None
 
     def _cannot_follow(self) -> bool:
@@ -168,7 +168,7 @@ class CacheChoice:
         model_runner = self.runtime.model_runner()
         if self.rows > model_runner.max_batch_size:
             return Reason("max_batch_size")
-        if self.most >= model_runner.max_positions:
+        if self.max_row_tokens >= model_runner.max_positions:
             return Reason("out_of_positions")
         pool = model_runner.pool
-        return None if self.rows * pool.pages_for(self.most) <= pool.available else Reason("out_of_pages")
+        return None if self.rows * pool.pages_for(self.max_row_tokens) <= pool.available else Reason("out_of_pages")

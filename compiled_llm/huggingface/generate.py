@@ -77,7 +77,7 @@ def fast_loop(call: PagedCall, settings: Sequence[Sampling | None]) -> Tensor | 
         begun = list(begin_rows(call, rows))
         if call.logits is None:
             for row, tokens, sampling in zip(rows, begun, settings, strict=True):
-                generate_loop.resume(row, tokens, sequences.most_new, sampling)
+                generate_loop.resume(row, tokens, sequences.max_new, sampling)
         else:
             generate_loop.begin(call.logits, settings)
         ends: dict[Row, int] = {}
@@ -89,7 +89,7 @@ def fast_loop(call: PagedCall, settings: Sequence[Sampling | None]) -> Tensor | 
             fed = _padded(sequences, ends, generate_loop.steps) if ends and observer is not None else {}
             chosen = (
                 generate_loop.step(None, unchanged, fed)
-                if generate_loop.steps < sequences.most_new
+                if generate_loop.steps < sequences.max_new
                 else generate_loop.drain()
             )
             if not chosen and not (generate_loop.asynchronous and generate_loop.prepared):
@@ -147,7 +147,7 @@ def begin_rows(call: PagedCall, rows: list[Row]) -> Iterator[NDArray[np.int64]]:
     """
     for row, leads, tokens, length in zip(rows, call.leaders, call.tokens, call.lengths, strict=True):
         shared = 0 if rows[leads] is row else row.begin_as(rows[leads], length)
-        row.reserve(length + call.most_new - 1)
+        row.reserve(length + call.max_new - 1)
         yield tokens[shared:]
 
 
@@ -196,17 +196,17 @@ class Sequences:
 
     Attributes:
         generated: G, how many tokens each row has.
-        most_new: how many it can get at most.
+        max_new: how many it can get at most.
         callbacks: see each step's tokens: criteria and a streamer.
         recorded: the outputs of each step that the caller gets.
     """
 
     def __init__(self, call: PagedCall) -> None:
         batch, self._prompt = call.input_ids.shape
-        self.most_new = call.most_new
+        self.max_new = call.max_new
         self.generated = 0
         self._call = call
-        self._ids = torch.empty((batch, self._prompt + self.most_new), dtype=torch.int64, device="cpu")
+        self._ids = torch.empty((batch, self._prompt + self.max_new), dtype=torch.int64, device="cpu")
         self._columns = self._ids.numpy()
         self._columns[:, : self._prompt] = call.ids
         self._running = set(range(batch))
@@ -241,7 +241,7 @@ class Sequences:
     @property
     def done(self) -> bool:
         """Whether every row has ended."""
-        return self.generated == self.most_new or not self._running
+        return self.generated == self.max_new or not self._running
 
     def append(self, tokens: Sequence[int]) -> list[int]:
         """Take one token a row; return the rows that ended with it and need no more steps."""

@@ -78,7 +78,7 @@ def run_our_loop(call: PagedCall) -> Any:
     processors = call.processors
     call, twins = with_twins(call)
     needed = call.pages_needed() + (0 if twins is None else twins.pages_needed(call))
-    with _alone(call, call.most_new, needed):
+    with _alone(call, call.max_new, needed):
         waits = call.waits
         if waits is not None:
             with call.cache.generate_loop.promise.reserved(needed), call.runtime.loop_lock.yielded(), allowed():
@@ -120,7 +120,7 @@ def run_huggingfaces_loop(
     if call is None:
         return arguments.run(original)
     needed = call.pages_needed_by_huggingface()
-    with _alone(call, call.most_new + call.drafted, needed):
+    with _alone(call, call.max_new + call.drafted, needed):
         took(call.runtime, "compiled forward", call.waits or reason or _reason_of_mode(call.config))
         with call.cache.generate_loop.promise.reserved(needed), call.runtime.loop_lock.yielded(), allowed():
             return _with_original(call, arguments.run(original))
@@ -132,10 +132,10 @@ def _reason_of_mode(config: GenerationConfig) -> Reason:
 
 
 @contextmanager
-def _alone(call: PagedCall, most_new: int, needed: int) -> Iterator[None]:
+def _alone(call: PagedCall, max_new: int, needed: int) -> Iterator[None]:
     """Run a loop while no other one runs, and once there are pages and slots for all its needs.
 
-    The cache gives its pages back at the end, unless it goes to the user. The loop may store ``most_new`` tokens of
+    The cache gives its pages back at the end, unless it goes to the user. The loop may store ``max_new`` tokens of
     each row, and take ``needed`` pages. ValueError if it does not fit the model, the batch size or the pages.
     """
     model_runner, cache, pool = call.model_runner, call.cache, call.model_runner.pool
@@ -151,7 +151,7 @@ def _alone(call: PagedCall, most_new: int, needed: int) -> Iterator[None]:
         with deferred(), call.runtime.loop_lock.taken(fits):
             try:
                 call.runtime.take_back(needed, pool)
-                check_fits(model_runner, call.lengths, most_new, needed, call.config.num_beams or 1)
+                check_fits(model_runner, call.lengths, max_new, needed, call.config.num_beams or 1)
                 yield
             finally:
                 model_runner.settle()

@@ -37,7 +37,7 @@ def processed_loop(call: PagedCall, twins: Twins | None = None) -> Tensor | Gene
     with counted(call, sequences), call.cache.extended(call.updates, call.last) as rows, ExitStack() as stack:
         steps = _Steps(call, twins, sequences)
         steps.begin(
-            rows, [] if twins is None else stack.enter_context(twins.beside(call.cache.generate_loop, call.most_new))
+            rows, [] if twins is None else stack.enter_context(twins.beside(call.cache.generate_loop, call.max_new))
         )
         while True:
             tokens = steps.sample()
@@ -113,7 +113,7 @@ class _Steps:
     def may_go_ahead(self) -> bool:
         """Whether the next forward can be launched before it is known to be needed."""
         generate_loop, sequences = self._generate_loop, self._sequences
-        return generate_loop.asynchronous and generate_loop.prepared and sequences.generated + 1 < sequences.most_new
+        return generate_loop.asynchronous and generate_loop.prepared and sequences.generated + 1 < sequences.max_new
 
     def launch(self, tokens: Tensor) -> None:
         """Launch the forward that feeds in ``tokens`` ``[B]``."""

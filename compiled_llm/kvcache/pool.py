@@ -47,7 +47,7 @@ class PagePool:
     are left.
 
     Attributes:
-        most_used: the most pages that rows have owned at one time.
+        peak_used: the most pages that rows have owned at one time.
         changes: how often rows shared pages (no row writes into them any more) or forgot tokens. A tree's calls are not
             counted: it owns full pages, into which no row writes, so a batch goes on.
         lock: a thread that holds it keeps all others from changing anything.
@@ -56,7 +56,7 @@ class PagePool:
     def __init__(self, pages: int, page_size: int) -> None:
         self.page_size = page_size
         self.total = pages - 1
-        self.most_used = 0
+        self.peak_used = 0
         self._free = list(range(pages - 1, NULL_PAGE, -1))
         self._owners = [0] * pages
         self._reserved = 0
@@ -101,7 +101,7 @@ class PagePool:
             pages = [self._free.pop() for _ in range(count)]
             for page in pages:
                 self._owners[page] = 1
-            self.most_used = max(self.most_used, self._used())
+            self.peak_used = max(self.peak_used, self._used())
         if pages:
             logger.debug("pages %s taken, %d free", pages, len(self._free))
         return pages
@@ -187,7 +187,7 @@ class PagePool:
                     self._cached -= 1
                 self._owners[page] += 1
                 shared += 1
-            self.most_used = max(self.most_used, self._used())
+            self.peak_used = max(self.peak_used, self._used())
             return shared
 
     def uncache(self, pages: Iterable[int]) -> None:

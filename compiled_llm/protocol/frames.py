@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-MOST_BYTES = 64 * 2**20
+MAX_BYTES = 64 * 2**20
 """How long a message may be: twice what waits for a client at most, each token with 20 others' log-probabilities."""
 
 _HEADER = 4
@@ -20,7 +20,7 @@ class FrameError(ValueError):
     """Received bytes, or a message to send, are no frame of the protocol."""
 
 
-def frame_of(message: msgspec.Struct, most_bytes: int = MOST_BYTES) -> bytearray:
+def frame_of(message: msgspec.Struct, max_bytes: int = MAX_BYTES) -> bytearray:
     """Return a message as a frame; FrameError if it is too long or has a number that is too large."""
     frame = bytearray(_HEADER)
     try:
@@ -28,8 +28,8 @@ def frame_of(message: msgspec.Struct, most_bytes: int = MOST_BYTES) -> bytearray
     except OverflowError:
         raise FrameError("a message with a number that is too large: 64 bits are sent") from None
     length = len(frame) - _HEADER
-    if length > most_bytes:
-        raise FrameError(f"a message of {length:,} bytes; it can have {most_bytes:,}")
+    if length > max_bytes:
+        raise FrameError(f"a message of {length:,} bytes; it can have {max_bytes:,}")
     frame[:_HEADER] = length.to_bytes(_HEADER, "big")
     return frame
 
@@ -37,10 +37,10 @@ def frame_of(message: msgspec.Struct, most_bytes: int = MOST_BYTES) -> bytearray
 class Frames(Generic[T]):
     """Turns bytes, however they are cut, into messages."""
 
-    def __init__(self, message: Any, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, message: Any, max_bytes: int = MAX_BYTES) -> None:
         """``message``: the type of received messages, a union."""
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message)
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[T]:
@@ -61,9 +61,9 @@ class Frames(Generic[T]):
         return frame
 
     def _checked(self, length: int) -> int:
-        if length > self._most_bytes:
+        if length > self._max_bytes:
             raise FrameError(
-                f"a frame that says it has {length:,} bytes, and can have {self._most_bytes:,}; only clients of "
+                f"a frame that says it has {length:,} bytes, and can have {self._max_bytes:,}; only clients of "
                 "compiled_llm are understood here"
             )
         return length

@@ -88,7 +88,7 @@ class Ready(Struct, tag="ready", frozen=True):
         tokenizer: the folder, or the name on the hub, that its tokenizer was loaded from; None if it has none.
         gguf_file: the file in the folder that the tokenizer is in, if it is one.
         vocabulary: how many token ids prompts can have.
-        ends: the model's end-of-sequence tokens.
+        eos_token_ids: the model's end-of-sequence tokens.
         max_tokens: how many tokens a request may have, prompt and answer together.
         max_rows: how many requests run at once.
         form_ends: tokens that end an answer with ``structured_outputs``; none if there is nothing to compile them.
@@ -97,7 +97,7 @@ class Ready(Struct, tag="ready", frozen=True):
 
     model: str
     vocabulary: int
-    ends: list[int]
+    eos_token_ids: list[int]
     max_tokens: int
     max_rows: int
     tokenizer: str | None = None

@@ -13,7 +13,7 @@ class Written(Protocol):
     """The part of a request that detokenization needs, here or in another process; ``ends`` are tokens that end it."""
 
     tokens: list[int]
-    ends: frozenset[int]
+    stop_token_ids: frozenset[int]
 
     @property
     def done(self) -> bool: ...
@@ -51,7 +51,7 @@ class TextFormat(NamedTuple):
 
     def textual(self, request: Written, tokens: list[int]) -> int:
         """Return how many tokens have a text: all but the one that has ended the answer."""
-        return len(tokens) - (bool(tokens) and not self.keeps_stop and tokens[-1] in request.ends)
+        return len(tokens) - (bool(tokens) and not self.keeps_stop and tokens[-1] in request.stop_token_ids)
 
 
 class AnswerText:
@@ -80,7 +80,7 @@ class AnswerText:
         done = self._request.done  # looked at first: no token comes after the end
         for token in self._request.tokens[self.count :]:
             self.count += 1
-            if self._format.keeps_stop or token not in self._request.ends:
+            if self._format.keeps_stop or token not in self._request.stop_token_ids:
                 self._add(self._detokenizer.add(token))
             if self.stop is not None:
                 return

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 
-MOST_BIASED = 300
+MAX_BIASED = 300
 """How many tokens ``logit_bias`` may have, as in OpenAI's API."""
 
 _LATER = (
@@ -149,7 +149,7 @@ class SamplingParams:
         self._keep("stop_token_ids", tuple, _are_tokens, "must be token ids")
         self._keep("allowed_token_ids", tuple, _are_some_tokens, "must be token ids, one at least, or None for all")
         self._keep("bad_words", tuple, _are_words, "must be words, none of them empty")
-        self._keep("logit_bias", dict, _are_biases, f"must be from -100 to 100, for {MOST_BIASED} tokens at most")
+        self._keep("logit_bias", dict, _are_biases, f"must be from -100 to 100, for {MAX_BIASED} tokens at most")
         for name in ("include_stop_str_in_output", "skip_special_tokens"):
             self._check(name, isinstance(getattr(self, name), bool), "must be True or False")
         self._keep("logits_processors", tuple, _are_functions, "must be functions of tokens and logits")
@@ -220,6 +220,6 @@ def _is_list(values: Any) -> bool:
 
 
 def _are_biases(values: Any) -> bool:
-    if not (isinstance(values, Mapping) and len(values) <= MOST_BIASED and _are_tokens(list(values))):
+    if not (isinstance(values, Mapping) and len(values) <= MAX_BIASED and _are_tokens(list(values))):
         return False
     return all(_is(Real, bias) and -100 <= bias <= 100 for bias in values.values())

@@ -144,7 +144,7 @@ class Guard:
         return limited
 
     def _check_length(self, length: int) -> None:
-        most = self._settings.most_body_bytes
+        most = self._settings.max_body_bytes
         if length > most:
             raise ApiError(413, f"the body can have {most:,} bytes", code="body_too_long")
 

@@ -48,7 +48,7 @@ class HttpServer(uvicorn.Server):
         self.why: str | None = None
         self.api_server: ApiServer = app.state.api_server
         protocol: Any = partial(
-            LimitedHttpTools, client_seconds=settings.client_seconds, most_connections=settings.most_connections
+            LimitedHttpTools, client_seconds=settings.client_seconds, max_connections=settings.max_connections
         )
         config = uvicorn.Config(
             app,

@@ -69,7 +69,7 @@ def with_room(settings: ApiServerSettings) -> ApiServerSettings:
 
     Processes that this one starts have the same limit.
     """
-    needed, (now, most) = settings.most_connections + _OTHER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed, (now, most) = settings.max_connections + _OTHER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
     if now == resource.RLIM_INFINITY or now >= needed:
         return settings
     files = needed if most == resource.RLIM_INFINITY else min(needed, most)
@@ -77,7 +77,7 @@ def with_room(settings: ApiServerSettings) -> ApiServerSettings:
     if files < needed:
         fewer = max(1, files - _OTHER_FILES)
         logger.warning("compiled_llm: at most %d connections: this process may open %d files (ulimit -Hn)", fewer, most)
-        return replace(settings, most_connections=fewer)
+        return replace(settings, max_connections=fewer)
     return settings
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS, MOST_UNSENT
+from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS, MAX_UNSENT
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _ALL_ADDRESSES = ("", "0.0.0.0", "::")
@@ -29,10 +29,10 @@ class ApiServerSettings:
         cors_origins: of pages of other servers that may use this one from a browser.
         ssl_certfile: with ``ssl_keyfile``, for HTTPS.
         ssl_keyfile: the certificate's.
-        most_body_bytes: of a request.
-        most_choices: answers that one request can ask for, prompts times ``n``.
-        most_connections: of clients, at a time.
-        most_unsent: tokens of a request that wait for a client that does not read, before it ends.
+        max_body_bytes: of a request.
+        max_choices: answers that one request can ask for, prompts times ``n``.
+        max_connections: of clients, at a time.
+        max_unsent: tokens of a request that wait for a client that does not read, before it ends.
         stream_interval: tokens of an answer for each event of its stream; the first token and the last come at once.
         client_seconds: in which a client has to send a head, and then a body, and to take something of an answer.
         request_seconds: after which an answer ends with what it has; None for never.
@@ -57,10 +57,10 @@ class ApiServerSettings:
     cors_origins: tuple[str, ...] = ()
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
-    most_body_bytes: int = 8 * 2**20
-    most_choices: int = 128
-    most_connections: int = MAX_CONNECTIONS
-    most_unsent: int = MOST_UNSENT
+    max_body_bytes: int = 8 * 2**20
+    max_choices: int = 128
+    max_connections: int = MAX_CONNECTIONS
+    max_unsent: int = MAX_UNSENT
     stream_interval: int = 1
     client_seconds: float = CLIENT_SECONDS
     request_seconds: float | None = None
@@ -80,8 +80,8 @@ class ApiServerSettings:
             )
         if not 0 <= self.port < 2**16:
             raise ValueError(f"--port {self.port}: must be from 0 to 65535")
-        if self.most_connections < 1:
-            raise ValueError(f"--max-connections {self.most_connections}: must be at least 1")
+        if self.max_connections < 1:
+            raise ValueError(f"--max-connections {self.max_connections}: must be at least 1")
         if not 1 <= self.stream_interval <= _LONGEST_INTERVAL:
             raise ValueError(f"--stream-interval {self.stream_interval}: must be from 1 to {_LONGEST_INTERVAL} tokens")
         if not 0 < self.client_seconds < math.inf:

@@ -18,7 +18,7 @@ from compiled_llm_ops.contracts import (
     FOLLOWING,
     GROWING,
     MASKED,
-    MOST_FOLLOWED,
+    MAX_FOLLOWED,
     PROMPTED,
     Seldom,
 )
@@ -87,7 +87,7 @@ def adjusted(logits: Tensor, places: Places, tables: AdjustmentTables, counts: T
 
 def followed(adjustments: int) -> int:
     """Return how many tokens back a row's biases look."""
-    return adjustments // FOLLOWING & MOST_FOLLOWED
+    return adjustments // FOLLOWING & MAX_FOLLOWED
 
 
 def _biased(scores: Tensor, places: Places, tables: AdjustmentTables, adjustments: Tensor, furthest: int) -> Tensor:
@@ -96,8 +96,8 @@ def _biased(scores: Tensor, places: Places, tables: AdjustmentTables, adjustment
     exists = (torch.arange(tokens.shape[1], device=tokens.device) < adjustments // BIASED) & (tokens < scores.shape[1])
     holds = exists & (first <= positions) & (positions < end)
     for back, wanted in enumerate(after[:furthest], start=1):
-        has = tables.recent[places.slots, (places.positions - back) % (MOST_FOLLOWED + 1)][:, None]
-        holds &= (adjustments // FOLLOWING & MOST_FOLLOWED < back) | (wanted < 0) | (wanted == has)
+        has = tables.recent[places.slots, (places.positions - back) % (MAX_FOLLOWED + 1)][:, None]
+        holds &= (adjustments // FOLLOWING & MAX_FOLLOWED < back) | (wanted < 0) | (wanted == has)
     values = torch.where(holds, bits.contiguous().view(torch.float32), 0.0)
     return scores.scatter_add(1, torch.where(holds, tokens, 0).long(), values)
 

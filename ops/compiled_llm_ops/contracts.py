@@ -227,16 +227,16 @@ DEFERRED = 512
 BIASED = 1024
 """Part of a row's logit adjustments for each of its biases; they are its largest part."""
 
-MOST_FOLLOWED = 7
+MAX_FOLLOWED = 7
 """How many tokens before the one that is sampled a bias can look at."""
 
-MOST_BIASES = 512
+MAX_BIASES = 512
 """How many biases a row can have."""
 
-MOST_GROWING = 15
+MAX_GROWING = 15
 """How many tokens can have logits that grow."""
 
-MOST_OF_TOP_H = 100
+MAX_OF_TOP_H = 100
 """How many of the largest scores top-h looks at, as HuggingFace's does."""
 
 
@@ -287,4 +287,4 @@ class TopLogprobs(NamedTuple):
 
     logits: Tensor
     tokens: Tensor
-    most: int
+    num_logprobs: int

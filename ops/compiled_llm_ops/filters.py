@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import MOST_OF_TOP_H
+from compiled_llm_ops.contracts import MAX_OF_TOP_H
 
 
 class Filters(NamedTuple):
@@ -51,7 +51,7 @@ def filtered(scores: Tensor, filters: Filters) -> Tensor:
 
 def _smallest_of_top_h(ordered: Tensor, top_h: Tensor) -> Tensor:
     """Return ``[R, 1]``, the last of the largest scores whose share of their entropy is within ``top_h`` ``[R, 1]``."""
-    largest = ordered[:, :MOST_OF_TOP_H]
+    largest = ordered[:, :MAX_OF_TOP_H]
     logs = largest.log_softmax(dim=-1)
     terms = torch.where(logs > -math.inf, -logs * logs.exp(), 0.0)
     within = (terms.cumsum(dim=-1) <= terms.sum(dim=-1, keepdim=True) * top_h) & (logs.exp() > 0)

@@ -15,7 +15,7 @@ _AT_ONCE = 2**24
 """Numbers of ``[R, V]`` float32 that are computed together on a CPU."""
 
 
-def top_logprobs(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
+def top_logprobs(logits: Tensor, tokens: Tensor, num_logprobs: int) -> Tensor:
     """Return the log-probability of a token of each row, its rank, and the most likely tokens; CUDA reads logits once.
 
     Args:
@@ -35,34 +35,34 @@ def top_logprobs(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
         ``torch.log_softmax`` and ``torch.topk``: https://docs.pytorch.org/docs/stable/generated/torch.topk.html. On
         CUDA ``kernels.logprobs``.
     """
-    packed: Tensor = _top_logprobs(logits, tokens, most)
+    packed: Tensor = _top_logprobs(logits, tokens, num_logprobs)
     return packed
 
 
 def _check(args: TopLogprobs) -> None:
-    logits, tokens, most = args
+    logits, tokens, num_logprobs = args
     if logits.dim() != 2 or not logits.dtype.is_floating_point:
         raise ValueError(f"top_logprobs: logits must be [R, V] floats; got {list(logits.shape)} {logits.dtype}")
     if tokens.shape != logits.shape[:1] or tokens.dtype != torch.int64:
         raise ValueError(
             f"top_logprobs: tokens must be [{logits.shape[0]}] int64; got {list(tokens.shape)} {tokens.dtype}"
         )
-    if not 0 <= most <= logits.shape[1]:
-        raise ValueError(f"top_logprobs: most={most} must be from 0 to {logits.shape[1]}")
+    if not 0 <= num_logprobs <= logits.shape[1]:
+        raise ValueError(f"top_logprobs: most={num_logprobs} must be from 0 to {logits.shape[1]}")
 
 
 def _cpu(args: TopLogprobs) -> Tensor:
     _check(args)
     rows = max(1, _AT_ONCE // args.logits.shape[1])
     parts = zip(args.logits.split(rows), args.tokens.split(rows), strict=True)
-    return torch.cat([_of_some(logits, tokens, args.most) for logits, tokens in parts])
+    return torch.cat([_of_some(logits, tokens, args.num_logprobs) for logits, tokens in parts])
 
 
-def _of_some(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
+def _of_some(logits: Tensor, tokens: Tensor, num_logprobs: int) -> Tensor:
     values = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     sampled = values.gather(1, tokens.clamp(min=0)[:, None])
     ranks = (values > sampled).sum(dim=-1, keepdim=True) + 1
-    best, places = values.topk(most)
+    best, places = values.topk(num_logprobs)
     return torch.cat([sampled.view(torch.int32), ranks.int(), best.view(torch.int32), places.int()], dim=1)
 
 
@@ -79,7 +79,7 @@ def _cuda(args: TopLogprobs) -> Tensor:
 _top_logprobs = define(
     "top_logprobs",
     TopLogprobs,
-    fake=lambda args: args.logits.new_empty(args.logits.shape[0], 2 + 2 * args.most, dtype=torch.int32),
+    fake=lambda args: args.logits.new_empty(args.logits.shape[0], 2 + 2 * args.num_logprobs, dtype=torch.int32),
     cpu=_cpu,
     cuda=_cuda,
 )

@@ -22,9 +22,9 @@ from compiled_llm_ops.contracts import (
     DEFERRED,
     FILTERED,
     FOLLOWING,
-    MOST_BIASES,
-    MOST_FOLLOWED,
-    MOST_GROWING,
+    MAX_BIASES,
+    MAX_FOLLOWED,
+    MAX_GROWING,
     TILE,
     SampleTokens,
     Seldom,
@@ -36,7 +36,7 @@ from compiled_llm_ops.race import winners
 NOT_A_TOKEN = -1
 """Stands for the next token of a row that is to be drawn from logits that are NaN, +inf or all -inf: none can be."""
 
-_MOST_COUNTED = 2**15 - 1
+_MAX_COUNTED = 2**15 - 1
 
 _builder = ThreadPoolExecutor(1, "compiled_llm_sampling")
 _builds: list[Future[None]] = []  # that a launch has not waited for yet
@@ -97,16 +97,16 @@ def sample_tokens(
         frequency_penalty: ``[X]`` float32, subtracted for each time that a token was counted.
         counts: ``[X, V]`` int16, written: twice how often a token was sampled, and 1 more if the prompt has it.
         allowed: ``[X, ceil(V / 32)]`` int32, a bit for each token, the lowest first: 0 forbids it.
-        biases: ``[X, 4 + MOST_FOLLOWED, MOST_BIASES]`` int32: tokens in ascending order; what is added to their logits,
+        biases: ``[X, 4 + MAX_FOLLOWED, MAX_BIASES]`` int32: tokens in ascending order; what is added to their logits,
             the bits of a float32; the first position at which it is, and the one at which it no longer is; the token
             that has to stand before it, and the one before that, and so on, or -1 for any.
-        recent: ``[X, MOST_FOLLOWED + 1]`` int32, written: the row's token at each position modulo that number, or -1.
+        recent: ``[X, MAX_FOLLOWED + 1]`` int32, written: the row's token at each position modulo that number, or -1.
         seldom: ``[X, 6]`` float32, settings that few rows have, in the order of ``Seldom``: ``top_h`` keeps the fewest
             of the 100 largest whose entropy exceeds that part of theirs, without the last; ``typical_p`` those whose
             information is closest to the entropy, ``epsilon_cutoff`` and ``eta_cutoff`` those that are not rare; 0.0,
             and 1.0 of ``typical_p``, keeps all. ``prompt_penalty`` divides and multiplies as ``repetition_penalty``,
             for tokens of the prompt. ``growth`` is the binary logarithm of the factor by which logits grow.
-        growing: ``[X, 1 + MOST_GROWING]`` int32: a position, and tokens whose logits grow from there on, or -1: by
+        growing: ``[X, 1 + MAX_GROWING]`` int32: a position, and tokens whose logits grow from there on, or -1: by
             their absolute value times ``2 ** (growth * positions since) - 1``; infinite and forced ones do not.
         deferred: sample the rows that are ``DEFERRED``, in place of all others.
 
@@ -192,10 +192,10 @@ def _shapes(rows: int, entries: int, vocabulary: int) -> dict[str, tuple[list[in
         "frequency_penalty": ([entries], torch.float32),
         "counts": ([entries, vocabulary], torch.int16),
         "allowed": ([entries, -(-vocabulary // 32)], torch.int32),
-        "biases": ([entries, 4 + MOST_FOLLOWED, MOST_BIASES], torch.int32),
-        "recent": ([entries, MOST_FOLLOWED + 1], torch.int32),
+        "biases": ([entries, 4 + MAX_FOLLOWED, MAX_BIASES], torch.int32),
+        "recent": ([entries, MAX_FOLLOWED + 1], torch.int32),
         "seldom": ([entries, len(Seldom._fields)], torch.float32),
-        "growing": ([entries, 1 + MOST_GROWING], torch.int32),
+        "growing": ([entries, 1 + MAX_GROWING], torch.int32),
     }
 
 
@@ -224,8 +224,8 @@ def _sample_rows(args: SampleTokens) -> Tensor:
         sampled = torch.where(greedy, sampled, _drawn_of_few(_draw(args, scores), scores, args, adjustments))
     sampled = torch.where(usable, sampled, NOT_A_TOKEN)
     _count(args.counts, slots, sampled, usable & (adjustments & COUNTED != 0))
-    remembered = usable & (adjustments // FOLLOWING & MOST_FOLLOWED > 0)
-    at = args.positions[remembered] % (MOST_FOLLOWED + 1)
+    remembered = usable & (adjustments // FOLLOWING & MAX_FOLLOWED > 0)
+    at = args.positions[remembered] % (MAX_FOLLOWED + 1)
     args.recent[slots[remembered], at] = sampled[remembered].int()
     return sampled
 
@@ -233,7 +233,7 @@ def _sample_rows(args: SampleTokens) -> Tensor:
 def _count(counts: Tensor, slots: Tensor, sampled: Tensor, counted: Tensor) -> None:
     at = slots[counted], sampled[counted]
     before = counts[at]
-    counts[at] = torch.where(before < _MOST_COUNTED - 1, before + 2, before)
+    counts[at] = torch.where(before < _MAX_COUNTED - 1, before + 2, before)
 
 
 def _adjusted(args: SampleTokens, adjustments: Tensor) -> Tensor:

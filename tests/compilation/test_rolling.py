@@ -228,10 +228,10 @@ def machine(budget: Budget) -> Any:
 
 
 TestUnbounded = machine(Budget())
-TestAFew = machine(Budget(most=2))
-TestSome = machine(Budget(most=4))
+TestAFew = machine(Budget(max_graphs=2))
+TestSome = machine(Budget(max_graphs=4))
 TestMemory = machine(Budget(nbytes=SHARED + 9))
-TestBoth = machine(Budget(nbytes=SHARED + 14, most=5))
+TestBoth = machine(Budget(nbytes=SHARED + 14, max_graphs=5))
 
 
 def filled(*keys: Key, budget: Budget = UNBOUNDED, replays: int = 0) -> RollingCudaGraphs:

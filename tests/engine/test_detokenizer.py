@@ -170,7 +170,7 @@ def naive(tokenizer: Any, tokens: list[int], stops: list[str], keeps: bool, unse
 
 
 def request_of(tokens: list[int]) -> Request:
-    return Request(prompt=np.array([1]), sampling=None, most=END, ends=frozenset({END}), tokens=tokens)
+    return Request(prompt=np.array([1]), sampling=None, max_tokens=END, stop_token_ids=frozenset({END}), tokens=tokens)
 
 
 def searched(form: TextFormat, tokens: list[int]) -> tuple[str, int, Any]:
@@ -277,7 +277,7 @@ def test_the_token_that_ends_an_answer_is_not_in_its_text_unless_it_is_kept() ->
     tokens = tokenizer("abx").input_ids
     for keeps, wanted in ((False, tokens[:-1]), (True, tokens)):
         request = request_of(tokens)
-        request.ends, request.finish_reason = frozenset({tokens[-1]}), "stop"
+        request.stop_token_ids, request.finish_reason = frozenset({tokens[-1]}), "stop"
         form = TextFormat(TokenDecoder(tokenizer), keeps_stop=keeps)
         text = AnswerText(request, form)
         text.read()

@@ -111,8 +111,8 @@ def test_two_thousand_steps_of_requests_that_come_and_go(
     stats, table = model.compiled.stats(), model.compiled.cuda_graphs
     print(table)
     assert (stats.graph_breaks, stats.recompiles, stats.cudagraph_skips, table.failures) == (0, 0, 0, 0)
-    if table.most is not None:
-        assert table.ready <= table.most
+    if table.max_graphs is not None:
+        assert table.ready <= table.max_graphs
         assert table.misses > 0
         assert table.evictions > 0
     check_greedy(seed, answered)

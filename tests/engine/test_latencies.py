@@ -17,7 +17,12 @@ from support.tiny_models import tiny_qwen3
 
 def request(submitted: float, admitted: float | None = None) -> Request:
     return Request(
-        prompt=np.array([1]), sampling=None, most=9, ends=frozenset(), submitted=submitted, admitted=admitted
+        prompt=np.array([1]),
+        sampling=None,
+        max_tokens=9,
+        stop_token_ids=frozenset(),
+        submitted=submitted,
+        admitted=admitted,
     )
 
 

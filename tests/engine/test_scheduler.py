@@ -51,7 +51,7 @@ class Watched(Scheduler):
         assert all(len(chunk.ids) for chunk in plan.extend)
         for request in plan.decode:
             chosen = request.running_row.length - len(request.prompt) + 1
-            assert len(request.tokens) <= chosen < request.most
+            assert len(request.tokens) <= chosen < request.max_tokens
         admitted = [request for request in self.running if request not in before]
         assert all(a.order < b.order for a in admitted for b in self._queue.ready), "somebody has been passed over"
         assert not admitted or (self.admits_until > 0 and self.preemptions == preempted)
@@ -109,8 +109,8 @@ class Crowd(RuleBasedStateMachine):
             request = Request(
                 prompt=np.array(prompt, dtype=np.int64),
                 sampling=sampling,
-                most=most,
-                ends=ENDS if stops else frozenset(),
+                max_tokens=most,
+                stop_token_ids=ENDS if stops else frozenset(),
                 priority=priority,
                 deadline=None if timeout is None else self.now + timeout,
                 salt=salt,
@@ -119,7 +119,7 @@ class Crowd(RuleBasedStateMachine):
                 constraint=Constraint() if late and seed is not None else None,
             )
             leader = leader or request
-            self.expected[request] = answer(prompt, sampling, most, request.ends.__contains__)
+            self.expected[request] = answer(prompt, sampling, most, request.stop_token_ids.__contains__)
             self.requests.append(request)
             self.scheduler.add(request)
 
@@ -204,13 +204,13 @@ class Crowd(RuleBasedStateMachine):
         for request in (*self.requests, *ended):
             tokens, reason = self.expected[request]
             if request in self.old:
-                assert len(request.tokens) <= request.most
+                assert len(request.tokens) <= request.max_tokens
             elif request.finish_reason in ("stop", "length") or isinstance(request.error, RequestError):
                 assert (request.tokens, request.finish_reason) == (tokens, reason)
             else:
                 assert request.tokens == tokens[: len(request.tokens)]
             if request.row is not None:
-                assert request.row.length < len(request.prompt) + request.most, "it runs on after its last token"
+                assert request.row.length < len(request.prompt) + request.max_tokens, "it runs on after its last token"
 
     @invariant()
     def everything_adds_up(self) -> None:
@@ -246,7 +246,7 @@ class Crowd(RuleBasedStateMachine):
         """Requests that gave their pages back after their last token was sampled, before it is read."""
         chosen = Counter(request for step in self.loop._launched for request in step.plan.sampled)
         for request, tokens in chosen.items():
-            if request.row is None and not request.done and len(request.tokens) + tokens == request.most:
+            if request.row is None and not request.done and len(request.tokens) + tokens == request.max_tokens:
                 yield request
 
     def teardown(self) -> None:
@@ -256,7 +256,9 @@ class Crowd(RuleBasedStateMachine):
         while self.others:
             self.others.pop().free()
         self.scheduler.admits_until = math.inf
-        steps = 2 + sum(len(request.prompt) + request.most + 2 for request in self.alive()) * 3  # 2: nobody's are read
+        steps = (
+            2 + sum(len(request.prompt) + request.max_tokens + 2 for request in self.alive()) * 3
+        )  # 2: nobody's are read
         while not self.loop.idle:
             self.loop.step()
             self.everything_adds_up()
@@ -281,7 +283,7 @@ def launch(scheduler: Scheduler) -> StepPlan:
 
 def test_who_has_left_before_the_last_token_was_read_waits_again_if_that_is_lost():
     scheduler = Scheduler(PagePool(9, 4), 2, lambda decoding: 100)
-    request = Request(prompt=np.array([1, 2, 3]), sampling=None, most=2, ends=frozenset())
+    request = Request(prompt=np.array([1, 2, 3]), sampling=None, max_tokens=2, stop_token_ids=frozenset())
     scheduler.add(request)
     lost = [*launch(scheduler).sampled, *launch(scheduler).sampled]
     assert lost == [request, request]
@@ -298,7 +300,9 @@ def test_who_has_left_before_the_last_token_was_read_waits_again_if_that_is_lost
 
 def test_who_comes_while_others_go_on_is_in_the_next_plan():
     scheduler = Scheduler(PagePool(99, 4), 3, lambda decoding: 100)
-    first, second = (Request(prompt=np.arange(5), sampling=None, most=50, ends=frozenset()) for _ in range(2))
+    first, second = (
+        Request(prompt=np.arange(5), sampling=None, max_tokens=50, stop_token_ids=frozenset()) for _ in range(2)
+    )
     scheduler.add(first)
     plans = [launch(scheduler) for _ in range(5)]
     assert plans[-1] is plans[-2], "the same plan holds"

@@ -196,7 +196,7 @@ def test_decode_steps_of_a_bucket_have_one_fixed_partition(monkeypatch: pytest.M
     config = WrapConfig(max_batch_size=4)
     windowed = GEOMETRY._replace(window_left=7)
     planner = Planner(
-        [GEOMETRY, windowed, GEOMETRY], config, torch.device("cpu"), longest=400, room=PrefillRoom(64, 4, 0)
+        [GEOMETRY, windowed, GEOMETRY], config, torch.device("cpu"), max_row_tokens=400, room=PrefillRoom(64, 4, 0)
     )
     monkeypatch.setattr(type(backend_named("reference")), "best_variant", lambda *args: 5)
     inputs = planner.for_decode(4)
@@ -220,7 +220,9 @@ def test_what_is_not_captured_is_planned_for_its_own_batch(
     found: list[tuple[int, int]] = []
     monkeypatch.setattr(ReferencePlan, "decide", lambda plan, batch: found.append(batch[-2:]))
     config, shape = WrapConfig(mode=mode, backend="reference", **OPTIONS), Shape(64, 2)
-    planner = Planner([GEOMETRY], config, torch.device("cpu"), longest=40, room=PrefillRoom(64, 3, 0), shapes=[shape])
+    planner = Planner(
+        [GEOMETRY], config, torch.device("cpu"), max_row_tokens=40, room=PrefillRoom(64, 3, 0), shapes=[shape]
+    )
     one = null_extension(5, 4)
     planner.plan_prefill(
         pack(padded([one], shape, 4), np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64), 4)[1], shape

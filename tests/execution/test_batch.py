@@ -51,7 +51,7 @@ class Scheduler:
                 self.twins[row].feed(ids)
             else:
                 self.twins[row] = Alone(tiny_qwen3(**OVERRIDES), ids)
-        chosen = [*(decode or []), *(extension.row for extension in extend or [] if extension.ends)]
+        chosen = [*(decode or []), *(extension.row for extension in extend or [] if extension.is_last)]
         assert step.rows == chosen
         assert step.tokens.tolist() == [self.twins[row].next for row in step.rows]
         assert (step.logits is None) == bool(decode and extend), "two launches have logits apart"
@@ -73,14 +73,14 @@ def ids_of(length: int, seed: int) -> NDArray[np.int64]:
 def test_a_prompt_in_chunks_gives_a_token_after_the_last(scheduler, seed):
     row, prompt = scheduler.row(), ids_of(11, seed)
     for start, stop in ((0, 4), (4, 5), (5, 11)):
-        scheduler.run(extend=[Extension.of(row, prompt[start:stop], ends=stop == 11)])
+        scheduler.run(extend=[Extension.of(row, prompt[start:stop], is_last=stop == 11)])
     for _ in range(4):
         scheduler.run(decode=[row])
 
 
 def test_chunks_and_whole_prompts_run_together(scheduler, seed):
     rows, prompts = [scheduler.row() for _ in range(3)], [ids_of(length, seed) for length in (7, 5, 4)]
-    first = [Extension.of(row, prompt[:2], ends=False) for row, prompt in zip(rows[:2], prompts[:2], strict=True)]
+    first = [Extension.of(row, prompt[:2], is_last=False) for row, prompt in zip(rows[:2], prompts[:2], strict=True)]
     scheduler.run(extend=[first[0], Extension.of(rows[2], prompts[2]), first[1]])
     scheduler.run(extend=[Extension.of(row, prompt[2:]) for row, prompt in zip(rows[:2], prompts[:2], strict=True)])
     for _ in range(3):
@@ -96,7 +96,7 @@ def test_rows_decode_beside_a_prompt_and_with_it_from_the_next_step_on(scheduler
     scheduler.run(decode=rows[:2], extend=[Extension.of(rows[2], ids_of(6, seed))])
     scheduler.run(decode=rows[:3])
     prompt = ids_of(9, seed)
-    scheduler.run(decode=rows[:3], extend=[Extension.of(rows[3], prompt[:5], ends=False)])
+    scheduler.run(decode=rows[:3], extend=[Extension.of(rows[3], prompt[:5], is_last=False)])
     scheduler.run(decode=rows[:3], extend=[Extension.of(rows[3], prompt[5:])])
     for _ in range(4):
         scheduler.run(decode=rows)

@@ -35,7 +35,7 @@ from support.parity import alone, assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
 OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 8, "progress": False}
-SHAPES = CapturedShapes(max_rows=8, weights=1, longest=1024, most_tokens=8192)
+SHAPES = CapturedShapes(max_rows=8, weights=1, max_row_tokens=1024, max_tokens=8192)
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +161,7 @@ def test_bounded_cuda_graphs_make_room_and_are_captured_again(seed):
         assert model.compiled.cuda_graphs.ready <= 4
     table, stats = model.compiled.cuda_graphs, model.compiled.stats()
     assert table.evictions == table.captures - table.ready > 3
-    assert (table.most, table.limit) == (4, None)
+    assert (table.max_graphs, table.limit) == (4, None)
     assert table.captures == stats.cuda_graphs + stats.prefill_cuda_graphs
     assert [row["replays"] for row in stats.cuda_graph_table] == [row.replays for row in table]
     assert sum(row.replays for row in table if row.phase == "decode") > 6 * 20
@@ -246,7 +246,7 @@ def test_prefills_that_fill_a_shape_or_nearly_give_huggingfaces_tokens(seed):
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 64])
 def test_recorded_prefills_are_padded_little_and_to_whole_tiles(rows):
-    shapes = CapturedShapes(64, weights=1, longest=40_960, most_tokens=8192)
+    shapes = CapturedShapes(64, weights=1, max_row_tokens=40_960, max_tokens=8192)
     for tokens in range(64, 4097):
         shape = shapes.smallest(tokens, rows)
         assert shape is not None
@@ -259,7 +259,7 @@ def test_recorded_prefills_are_padded_little_and_to_whole_tiles(rows):
 def test_prefills_that_take_the_device_longer_than_the_host_are_not_recorded():
     def most(hidden: int, intermediate: int, queries: int) -> int:
         weights = hidden * (2 * queries + 2 * 1024 + 3 * intermediate)
-        return max(shape.tokens for shape in CapturedShapes(64, weights, longest=40_960, most_tokens=8192).all())
+        return max(shape.tokens for shape in CapturedShapes(64, weights, max_row_tokens=40_960, max_tokens=8192).all())
 
     assert most(1024, 3072, 2048) == 4096  # Qwen3-0.6B: 9 ms there, 15 to 20 here
     assert most(4096, 12288, 4096) == 1280  # Qwen3-8B: 29 ms there, 19 here
@@ -274,7 +274,7 @@ def test_the_weights_of_a_layer_are_its_matrices():
 
 def test_all_shapes_fit_into_a_few_of_at_most_four_times_their_tokens():
     for most in (1, 8, 64):
-        shapes = CapturedShapes(most, weights=1, longest=40_960, most_tokens=8192)
+        shapes = CapturedShapes(most, weights=1, max_row_tokens=40_960, max_tokens=8192)
         anchors = shapes.anchors()
         assert len(anchors) <= 5
         assert set(anchors) <= set(shapes.all())
@@ -286,7 +286,7 @@ def test_all_shapes_fit_into_a_few_of_at_most_four_times_their_tokens():
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 64])
 def test_shapes_have_room_for_the_rows_and_no_more_than_there_can_be(rows):
     for most in (rows, 64):
-        shapes = CapturedShapes(most, weights=1, longest=40_960, most_tokens=8192)
+        shapes = CapturedShapes(most, weights=1, max_row_tokens=40_960, max_tokens=8192)
         assert all(rows <= shape.rows <= max(2, most) and shape.rows <= shape.tokens for shape in shapes.of(rows))
 
 

@@ -180,7 +180,7 @@ def begun(batch: Constrained, seed: int, *lengths: int) -> list[Row]:
 def test_a_prompt_in_chunks_ends_beside_rows_that_decode(batch, seed):
     rows, prompt, plain = begun(batch, seed, 5, 2), ids_of(7, seed), ids_of(6, seed)
     new, other = batch.admit(prompt), batch.admit(plain, constrained=False)
-    batch.run(decode=rows, extend=[Extension.of(new, prompt[:4], ends=False)])
+    batch.run(decode=rows, extend=[Extension.of(new, prompt[:4], is_last=False)])
     batch.sample()
     batch.run(decode=rows, extend=[Extension.of(new, prompt[4:]), Extension.of(other, plain)])
     batch.sample()
@@ -304,7 +304,7 @@ def test_captured_choices_are_replayed_and_more_of_them_are_captured(batch, seed
 def test_choices_whose_graphs_made_room_are_launched(captures, seed):
     batch = Constrained()
     rolling, graphs = batch.model_runner.state.cuda_graphs, batch.model_runner.state.sampling_graphs
-    rolling.budget = Budget(most=3)
+    rolling.budget = Budget(max_graphs=3)
     batch.call(batch.model_runner.prepare_deferred, [2, 5])
     assert set(rolling.of("sampling")) == {SamplingKey(5, False), SamplingKey(5, True), SamplingKey(2, False)}, (
         "there is room for three"

@@ -21,7 +21,7 @@ from compiled_llm.execution.state.slots import Slots
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import Row
-from compiled_llm_ops import MOST_BIASES, sample_tokens
+from compiled_llm_ops import MAX_BIASES, sample_tokens
 from compiled_llm_ops.contracts import OF_TILES, OF_TOKENS
 from compiled_llm_ops.race import exponentials, philox
 from compiled_llm_ops.sampling import smallest_kept
@@ -202,7 +202,7 @@ def test_every_pair_of_edits_equals_huggingfaces_processors_in_one_batch(seed):
 
 
 def test_as_many_biases_as_there_is_room_for(seed):
-    biases = packed(Bias(token * 7, token % 9 - 4.0, after=(5,) * (token % 8)) for token in range(MOST_BIASES))
+    biases = packed(Bias(token * 7, token % 9 - 4.0, after=(5,) * (token % 8)) for token in range(MAX_BIASES))
     setting = Sampling(biases=biases, start=995, output_ids=np.full(5, 5), tail=np.full(9, 5))
     seeds, logits, settings = some_seeds(64), torch.randn(64, 4000) * 2, [setting] * 64
     assert_wins(sample_tokens(*arguments(logits, seeds, settings)), seeds, logits, settings, 1e-6)

@@ -127,7 +127,7 @@ ON_CUDA: dict[str, Any] = {
     "cudagraph_skips": 1,
     "uploads": 7,
     "memory": {"pages": 101 * 2**20, "workspace": 2**20, "graphs": 0},
-    "most_pages": 50,
+    "peak_pages": 50,
 }
 
 

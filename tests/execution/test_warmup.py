@@ -254,7 +254,7 @@ def test_the_most_used_steps_are_prepared_as_far_as_there_is_room(
     prepare_profile(cast(ModelRunner, device), profile, lambda doing: None)
     used = [key for key in uses if not isinstance(key, SamplingKey)]
     used.sort(key=lambda key: (-uses[key], described(key)))
-    used = used[: budget.most]
+    used = used[: budget.max_graphs]
     ready = set(device.rolling.of("decode", "prefill"))
     assert device.choices == sorted({key.rows for key in uses if isinstance(key, SamplingKey)})
     if budget.nbytes is None:

@@ -56,7 +56,7 @@ def test_what_is_printed_shows_the_fault_again(monkeypatch: pytest.MonkeyPatch, 
     beams_keep_their_rows(monkeypatch)
     seed = first_difference(iter(range(CASES)), 6, "eager", Tally())
     assert seed is not None
-    printed = report(seed, 6, "eager", most_tried=4)
+    printed = report(seed, 6, "eager", max_tried=4)
     assert f"pytest tests/fuzz --fuzz-seed={seed} " in printed
     capsys.readouterr()
     exec(printed[printed.index("from support") :], {})
@@ -66,6 +66,6 @@ def test_what_is_printed_shows_the_fault_again(monkeypatch: pytest.MonkeyPatch, 
 def test_a_failing_case_becomes_as_small_as_it_can_be() -> None:
     case = random_case(10, steps=6)
     calls = (*case.steps, Generate(Prompt((5, 9), seed=3), {"num_beams": 3, "max_new_tokens": 4}), *case.steps)
-    smallest = shrink(replace(case, steps=calls), lambda smaller: "'num_beams': 3" in repr(smaller), most_tried=10_000)
+    smallest = shrink(replace(case, steps=calls), lambda smaller: "'num_beams': 3" in repr(smaller), max_tried=10_000)
     assert smallest == Case(case.family, steps=(Generate(Prompt((1,)), {"num_beams": 3}),))
     assert eval(repr(smallest)) == smallest

@@ -43,7 +43,7 @@ class Watched:
     """What happens to pages while a call runs."""
 
     def __init__(self) -> None:
-        self.most_used = 0
+        self.peak_used = 0
         self.copied = 0
         self.computed: list[int] = []
 
@@ -55,7 +55,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
     def taking(self: PagePool, count: int) -> list[int]:
         pages = take(self, count)
-        seen.most_used = max(seen.most_used, self.account().used)
+        seen.peak_used = max(seen.peak_used, self.account().used)
         return pages
 
     def copying(self: RunnerState, copies: list[PageCopy]) -> None:
@@ -88,7 +88,7 @@ def test_beams_share_the_prompt_and_copy_no_more_than_the_page_they_write(beams,
     assert watched.computed == [sum(lengths)]  # once, not once a beam
     assert 0 < watched.copied < (new - 1) * beams * len(lengths)
     alone = sum(-(-(length + new) // 4) for length in lengths)
-    assert watched.most_used < beams * alone
+    assert watched.peak_used < beams * alone
     del ours
     gc.collect()
     assert_account_is_empty(model)
@@ -152,7 +152,7 @@ def test_wrong_drafts_give_their_pages_back(plain, seed, watched):
     torch.testing.assert_close(greedy(model, inputs, new, assistant_model=helper), expected)
     assert len(watched.computed) > new // 2
     assert max(watched.computed[1:]) == 1 + 9
-    assert watched.most_used <= -(-(6 + new + 9) // 4)
+    assert watched.peak_used <= -(-(6 + new + 9) // 4)
     assert_account_is_empty(model)
 
 
@@ -216,7 +216,7 @@ def test_a_loop_needs_no_page_beyond_those_it_was_promised(name, model, seed, wa
     needed = pool.total - available[0]
     assert len(available) > 5
     assert set(available) == {pool.total - needed}, "others have as many pages at each step"
-    assert watched.most_used <= needed
+    assert watched.peak_used <= needed
     assert_account_is_empty(model)
     tight = compiled_llm.wrap(
         tiny_qwen3(eos_token_id=None), mode="eager", **{**OPTIONS, "kv_memory": f"{4 * needed} tokens"}

@@ -300,7 +300,7 @@ def test_generate_beside_it_runs_on_when_it_stops(plain, wrapped):
 
 def test_outputs_of_two_threads_come_in_order():
     """The thread that adds a request tells of it, and so does the engine's."""
-    request = Request(prompt=np.array([5]), sampling=None, most=2, ends=frozenset())
+    request = Request(prompt=np.array([5]), sampling=None, max_tokens=2, stop_token_ids=frozenset())
     seen: list[int] = []
 
     def finish() -> None:

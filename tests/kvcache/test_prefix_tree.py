@@ -229,10 +229,10 @@ def test_clearing_frees_what_no_row_holds(tree, pool):
 def test_the_most_used_counts_what_rows_own(tree, pool):
     store(tree, pool, text(1, 2, 3))
     store(tree, pool, text(4, 5))
-    assert pool.most_used == 3
+    assert pool.peak_used == 3
     tree.match(text(1, 2, 3, 0))
     tree.match(text(4, 5, 0))
-    assert pool.most_used == 5
+    assert pool.peak_used == 5
 
 
 # ---- rows

@@ -32,7 +32,7 @@ def test_rows_share_programs_for_the_device_or_a_few_each(rows: int, row_tile: i
 
 
 def test_rows_that_cannot_be_long_get_one_program() -> None:
-    tilings = [choose(64, 8, 2, 128, most_keys, **H200) for most_keys in (1024, 1025)]
+    tilings = [choose(64, 8, 2, 128, max_keys, **H200) for max_keys in (1024, 1025)]
     assert [(tiling.row_tile, tiling.programs) for tiling in tilings] == [(1, 1), (32, 128)]
     assert choose(2, 8, 2, 128, 600, **H200).programs == 10, "no more than there can be blocks for"
 

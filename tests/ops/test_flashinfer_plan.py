@@ -77,12 +77,12 @@ def test_workspace_holds_all_prefills_and_within_bounds_those_to_record(
     monkeypatch.setattr(backend, "Workspace", unallocated)
     group = Geometry(query_heads, 8, 128, 16, -1, 0.0, torch.bfloat16, torch.bfloat16)
     config = WrapConfig(max_batch_size=max_batch_size, workspace_bytes=given)
-    shapes = CapturedShapes(max_batch_size, weights=1, longest=40_960, most_tokens=8192).all()
+    shapes = CapturedShapes(max_batch_size, weights=1, max_row_tokens=40_960, max_tokens=8192).all()
     planner = Planner(
         [group],
         config,
         torch.device("cuda"),
-        longest=40_960,
+        max_row_tokens=40_960,
         room=PrefillRoom(8193, max_batch_size + 1, 0),
         shapes=shapes,
     )
@@ -312,10 +312,12 @@ def test_large_heads_need_a_version_with_their_kernels(mocked: Mocked) -> None:
 def test_plans_of_a_model_have_one_size(mocked: Mocked, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs take it as a constant: another one would compile them again."""
     monkeypatch.setattr(backend, "Workspace", lambda device, nbytes: mocked.workspace)
-    shapes = CapturedShapes(8, weights=1, longest=40_960, most_tokens=8192).all()
+    shapes = CapturedShapes(8, weights=1, max_row_tokens=40_960, max_tokens=8192).all()
     config = WrapConfig(max_batch_size=8, backend="flashinfer")
     groups = [GEOMETRY, GEOMETRY._replace(query_heads=16)]
-    planner = Planner(groups, config, torch.device("cuda"), longest=400, room=PrefillRoom(4096, 9, 0), shapes=shapes)
+    planner = Planner(
+        groups, config, torch.device("cuda"), max_row_tokens=400, room=PrefillRoom(4096, 9, 0), shapes=shapes
+    )
     keys = [planner.for_prefill(), planner.for_prefill(shapes[-1]), planner.for_decode(1), planner.for_decode(8)]
     sizes = {tensor.shape for plans in keys if plans is not None for tensor in plans.tensors}
     assert len(sizes) == 1

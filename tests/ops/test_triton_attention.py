@@ -26,7 +26,7 @@ from compiled_llm_ops import paged_attention_lse
 from compiled_llm_ops.attention.decode import _prepared
 from compiled_llm_ops.contracts import DecodeAttention
 from compiled_llm_ops.kernels import attention_tiling
-from compiled_llm_ops.kernels.attention_tiling import MOST_ROWS, MOST_SHARES, AttentionTiling
+from compiled_llm_ops.kernels.attention_tiling import MAX_ROWS, MAX_SHARES, AttentionTiling
 from compiled_llm_ops.kernels.attention_tiling import choose_attention_tiling as choose
 from support.ops.interpreting import INTERPRETED, check_interpreted, interpreted, needs_triton, not_interpreted
 from support.ops.op_cases import UNREAD, planned_table
@@ -229,8 +229,8 @@ def test_groups_of_rows_that_share_programs(row_tile: int, seed: int) -> None:
 def test_batches_of_mixed_rows(window_left: int, soft_cap: float, seed: int) -> None:
     for rows in (3, 16):
         batch = batch_of((2 ** (torch.rand(rows) * 11)).int().tolist(), 2, 16, 128)
-        most_keys = 4096 if window_left < 0 else window_left + 1
-        check(batch, fewer(choose(rows, KV_HEADS, 2, 128, most_keys, **H200)), window_left, soft_cap)
+        max_keys = 4096 if window_left < 0 else window_left + 1
+        check(batch, fewer(choose(rows, KV_HEADS, 2, 128, max_keys, **H200)), window_left, soft_cap)
 
 
 @interpreted
@@ -400,7 +400,7 @@ def dealt(blocks: Sequence[int], tiling: AttentionTiling, more: int = 0) -> list
     from support.ops.share_kernel import share_kernel
 
     found = torch.full((tiling.programs + more, 5), -1, dtype=torch.int32)
-    padded = 1 if tiling.row_tile == 1 else MOST_ROWS
+    padded = 1 if tiling.row_tile == 1 else MAX_ROWS
     share_kernel[(len(found),)](
         int32(blocks),
         found,
@@ -409,7 +409,7 @@ def dealt(blocks: Sequence[int], tiling: AttentionTiling, more: int = 0) -> list
         tiling.unsplit,
         tiling.min_share,
         padded,
-        MOST_SHARES,
+        MAX_SHARES,
         tiling.share_equal,
     )
     return [Share(*numbers) for numbers in found.tolist()]
@@ -441,7 +441,7 @@ def test_each_block_is_read_once(blocks: list[int], spare: int, unsplit: int, mi
     assert used <= tiling.programs
     assert all(share.count == 0 for share in shares[used:])
     assert all(
-        count == 1 if most <= unsplit else count <= MOST_SHARES for count, most in zip(counts, blocks, strict=True)
+        count == 1 if most <= unsplit else count <= MAX_SHARES for count, most in zip(counts, blocks, strict=True)
     )
     size = max(-(-sum(blocks) // (spare + 1)), min_share)
     ends = [0] * len(blocks)
@@ -450,7 +450,7 @@ def test_each_block_is_read_once(blocks: list[int], spare: int, unsplit: int, mi
         assert first + count > program >= first
         assert begin == ends[row] < end
         assert end - begin in (blocks[row] // count, -(-blocks[row] // count))
-        assert end - begin <= size or blocks[row] <= unsplit or count == MOST_SHARES
+        assert end - begin <= size or blocks[row] <= unsplit or count == MAX_SHARES
         ends[row] = end
     assert ends == blocks
 
@@ -565,7 +565,7 @@ def test_nothing_but_the_page_table_is_touched_before_waiting(
     padded, kernel = 1 << (group - 1).bit_length(), module._decode_paged_attention
     tiling = choose(rows, 8, group, head_dim, 40_960, **H200)
     constants = {
-        "ROWS": 1 if rows == 1 else MOST_ROWS, "MOST": MOST_SHARES,
+        "ROWS": 1 if rows == 1 else MAX_ROWS, "MOST": MAX_SHARES,
         "GQA": group, "PADDED": padded, "HEAD": head_dim, "DIM": head_dim, "PAGE": 16,
         "BLOCK": tiling.block, "CHUNK": max(1, module.MERGED_VALUES // (padded * head_dim)),
         "STAGES": tiling.stages, "CAPPED": False, "SHARE_EQUAL": tiling.share_equal, "PDL": True, **changes,

@@ -25,8 +25,8 @@ KINDS = ["normal", "ties", "filtered", "strided"]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_plain_pytorch(kind: str, dtype: torch.dtype, seed: int) -> None:
     logits, tokens = logits_of(kind, 5, 700, dtype), torch.tensor([0, 699, 5, -1, 44])
-    for most in (0, 1, 20, 700):
-        check_packed(top_logprobs(logits, tokens, most), logits, tokens, most)
+    for num_logprobs in (0, 1, 20, 700):
+        check_packed(top_logprobs(logits, tokens, num_logprobs), logits, tokens, num_logprobs)
 
 
 @pytest.mark.parametrize(
@@ -79,5 +79,5 @@ def test_kernels(vocabulary: int, dtype: torch.dtype, kind: str, seed: int) -> N
     from compiled_llm_ops.kernels import logprobs as kernels
 
     logits, tokens = logits_of(kind, 3, vocabulary, dtype), torch.tensor([0, vocabulary - 1, -1])
-    for most in (0, min(7, vocabulary)):
-        check_packed(kernels.top_logprobs(TopLogprobs(logits, tokens, most)), logits, tokens, most)
+    for num_logprobs in (0, min(7, vocabulary)):
+        check_packed(kernels.top_logprobs(TopLogprobs(logits, tokens, num_logprobs)), logits, tokens, num_logprobs)

@@ -129,7 +129,7 @@ def test_bytes_that_end_within_a_frame_are_noticed() -> None:
 
 def test_a_message_that_is_too_long_is_not_sent() -> None:
     with pytest.raises(FrameError, match=r"a message of .* bytes; it can have 100"):
-        frame_of(Submit(1, [1] * 200), most_bytes=100)
+        frame_of(Submit(1, [1] * 200), max_bytes=100)
 
 
 def test_damaged_frames_raise_nothing_else(seed: int) -> None:

@@ -393,7 +393,7 @@ def test_a_slow_reader_gets_merged_frames_and_loses_nothing(engine: Engine, engi
 
 def test_a_reader_that_is_too_slow_loses_its_requests_with_the_reason(engine: Engine, path: Path) -> None:
     params = {"max_tokens": 900, "ignore_eos": True, "logprobs": 20}
-    with engine_in_thread(engine, path, most_unsent=50), Bytes(path) as slow, Client(path) as quick:
+    with engine_in_thread(engine, path, max_unsent=50), Bytes(path) as slow, Client(path) as quick:
         slow.greet()
         ended = engine_ends(engine, 1)
         slow.send(Submit(1, PROMPT, params))
@@ -444,7 +444,7 @@ def test_clients_are_told_what_an_engine_process_does_before_it_is_ready(engine:
         assert doing == "loading weights"
         assert loss_reported == Refused(1, "unavailable", "the engine process is not ready (loading weights)")
         loop.server.open(engine, ready_of(engine._model, engine, "tiny"))
-        assert client.wait_until_ready(PATIENCE).ends == [1]
+        assert client.wait_until_ready(PATIENCE).eos_token_ids == [1]
         assert client.doing == "ready"
         assert_equal(*client.generate([PROMPT], settings()), *engine.generate([PROMPT], settings()))
     loop.close()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # imports FastAPI, which an engine process does not need
 
 logger = logging.getLogger("compiled_llm.server")
 
-_MOST_FRONTS = 64
+_MAX_FRONTS = 64
 _DRAIN_SECONDS = "1"
 """Of the engine process, which is told to end when all answers have."""
 
@@ -64,8 +64,8 @@ class HttpFlags(NamedTuple):
         from compiled_llm.server.settings import ApiServerSettings, check_certificate, keys_in
 
         count = self.api_server_count
-        if count is not None and not 1 <= count <= _MOST_FRONTS:
-            raise ValueError(f"--api-server-count {count}: must be from 1 to {_MOST_FRONTS}")
+        if count is not None and not 1 <= count <= _MAX_FRONTS:
+            raise ValueError(f"--api-server-count {count}: must be from 1 to {_MAX_FRONTS}")
         if self.ssl_certfile is not None and self.ssl_keyfile is not None:
             check_certificate(self.ssl_certfile, self.ssl_keyfile)
         return ApiServerSettings(
@@ -82,7 +82,7 @@ class HttpFlags(NamedTuple):
             salts_caches=self.salt_caches,
             escapes_special_tokens=self.escape_special_tokens,
             page=self.page,
-            most_connections=self.max_connections,
+            max_connections=self.max_connections,
             client_seconds=self.client_seconds,
             stream_interval=self.stream_interval,
         )
@@ -151,7 +151,7 @@ def _serving(
     from compiled_llm.server.processes.handover import Start
     from compiled_llm.server.processes.workers import ApiServers
 
-    share = replace(settings, most_connections=math.ceil(settings.most_connections / count), figures=figures)
+    share = replace(settings, max_connections=math.ceil(settings.max_connections / count), figures=figures)
     return ApiServers(Start(with_room(share), path, logs), listening, count)
 
 

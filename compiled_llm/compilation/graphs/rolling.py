@@ -46,11 +46,11 @@ class Budget(NamedTuple):
 
     Attributes:
         nbytes: device memory, the shared part included; None for any.
-        most: how many graphs; None for any number.
+        max_graphs: how many graphs; None for any number.
     """
 
     nbytes: int | None = None
-    most: int | None = None
+    max_graphs: int | None = None
 
 
 UNBOUNDED = Budget()
@@ -355,7 +355,7 @@ class RollingCudaGraphs:
         rows.sort(key=lambda row: (order[row.phase], row.rows, row.tokens, row.variant))
         shared = self.shared.total()
         nbytes = shared + self._leaving_nbytes + sum(row.nbytes for row in rows)
-        return CudaGraphTable(rows, nbytes, shared, self.budget.nbytes, self.budget.most)
+        return CudaGraphTable(rows, nbytes, shared, self.budget.nbytes, self.budget.max_graphs)
 
 
 def _used(entry: GraphEntry[Any]) -> float:

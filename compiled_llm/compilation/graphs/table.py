@@ -56,14 +56,14 @@ class CudaGraphTable:
         nbytes: device memory that all take now.
         shared_bytes: the part of it that they share: activations, logits and tokens.
         limit: what ``nbytes`` may be; None for any.
-        most: how many may be ready; None for any number.
+        max_graphs: how many may be ready; None for any number.
     """
 
     rows: Sequence[CudaGraphRow] = ()
     nbytes: int = 0
     shared_bytes: int = 0
     limit: int | None = None
-    most: int | None = None
+    max_graphs: int | None = None
 
     def __iter__(self) -> Iterator[CudaGraphRow]:
         return iter(self.rows)
@@ -113,7 +113,7 @@ class CudaGraphTable:
         return "\n".join([*shown, self._summary()])
 
     def _summary(self) -> str:
-        most = "" if self.most is None else f" of at most {self.most}"
+        most = "" if self.max_graphs is None else f" of at most {self.max_graphs}"
         limit = "" if self.limit is None else f" of at most {mib(self.limit)}"
         memory = f"{mib(self.nbytes)}{limit}, {mib(self.shared_bytes)} of them shared"
         counts = f"{self.captures} captures, {self.evictions} evictions, {self.misses} misses"

@@ -29,7 +29,7 @@ class Bias(NamedTuple):
     Attributes:
         first: the first step of the answer with it; step 0 samples the first token.
         end: the first step without it.
-        after: the tokens that have to precede it, at most ``MOST_FOLLOWED``.
+        after: the tokens that have to precede it, at most ``MAX_FOLLOWED``.
     """
 
     token: int

@@ -58,23 +58,23 @@ class ScoredTokens(NamedTuple):
     def unpacked(cls, numbers: NDArray[np.int32], rows: int) -> ScoredTokens:
         """Unpack the result of ``score_tokens``."""
         columns = numbers.reshape(rows, -1)
-        most = columns.shape[1] // 2 - 1
+        num_logprobs = columns.shape[1] // 2 - 1
         floats = columns.view(np.float32)
-        return cls(floats[:, 0], columns[:, 1], floats[:, 2 : 2 + most], columns[:, 2 + most :])
+        return cls(floats[:, 0], columns[:, 1], floats[:, 2 : 2 + num_logprobs], columns[:, 2 + num_logprobs :])
 
-    def packed(self, most: int) -> list[bytes]:
-        """Return the numbers of each row by itself: ``sampled``, ``ranks``, and values and tokens of at most ``most``.
+    def packed(self, num_logprobs: int) -> list[bytes]:
+        """Return each row's numbers by itself: ``sampled``, ``ranks``, and ``num_logprobs`` values and tokens.
 
         Each is a copy, so that keeping one row's does not keep the others'.
         """
-        floats = self.sampled[:, None], self.values[:, :most]
+        floats = self.sampled[:, None], self.values[:, :num_logprobs]
         sampled, values = (part.view(np.int32) for part in floats)
-        numbers = np.concatenate([sampled, self.ranks[:, None], values, self.tokens[:, :most]], axis=1)
+        numbers = np.concatenate([sampled, self.ranks[:, None], values, self.tokens[:, :num_logprobs]], axis=1)
         rows: list[bytes] = numbers.view(f"V{4 * numbers.shape[1]}").ravel().tolist()
         return rows
 
 
-def score_tokens(logits: Tensor, tokens: Tensor, most: int, draws: SampledDraws | None = None) -> Tensor:
+def score_tokens(logits: Tensor, tokens: Tensor, num_logprobs: int, draws: SampledDraws | None = None) -> Tensor:
     """Compute log-probabilities in float32, without waiting for the device.
 
     Args:
@@ -87,14 +87,14 @@ def score_tokens(logits: Tensor, tokens: Tensor, most: int, draws: SampledDraws 
         ``[R * (2 + 2 * K)]`` int32, for ``ScoredTokens.unpacked``.
     """
     if draws is None:
-        return top_logprobs(logits, tokens, most).view(-1)
+        return top_logprobs(logits, tokens, num_logprobs).view(-1)
     rows = max(1, _AT_ONCE // logits.shape[1])
     parts = []
     for start in range(0, len(logits), rows):
         some = slice(start, start + rows)
         places = draws._replace(slots=draws.slots[some], positions=draws.positions[some])
         scores = processed(logits[some], tokens[some], places)
-        parts.append(top_logprobs(scores, tokens[some], most))
+        parts.append(top_logprobs(scores, tokens[some], num_logprobs))
     return torch.cat(parts).view(-1)
 
 

@@ -30,9 +30,9 @@ from compiled_llm_ops import (
     FOLLOWING,
     GROWING,
     MASKED,
-    MOST_BIASES,
-    MOST_FOLLOWED,
-    MOST_GROWING,
+    MAX_BIASES,
+    MAX_FOLLOWED,
+    MAX_GROWING,
     PROMPTED,
     Seldom,
     sample_tokens,
@@ -64,13 +64,13 @@ class Sampling:
         seed: decides the row's draws.
         seen: ``[n]`` int64, tokens of the prompt that count as seen.
         output_ids: ``[n]`` int64, tokens that the answer has already.
-        biases: ``[4 + F, n]`` int32, packed, at most ``MOST_BIASES``.
+        biases: ``[4 + F, n]`` int32, packed, at most ``MAX_BIASES``.
         start: position of the answer's first token, from which on the steps of biases count.
         tail: ``[n]`` int64, the tokens before it that biases may look at.
         mask: ``[words]`` int32, a bit for each token, the lowest first: 0 forbids it; None for all tokens.
         growth: binary logarithm of the factor by which logits of ``growing`` grow at each step.
         grows_after: the step after which they do.
-        growing: tokens, at most ``MOST_GROWING``.
+        growing: tokens, at most ``MAX_GROWING``.
         deferred: its token is sampled by a launch of its own, once the host has seen the tokens before it.
     """
 
@@ -175,10 +175,10 @@ class SamplingTables(NamedTuple):
         seed: ``[X]`` int64.
         counts: ``[X, V]`` int16, twice how often the answer has a token, and 1 more if the prompt has it.
         allowed: ``[X, ceil(V / 32)]`` int32, a bit for each token.
-        biases: ``[X, 4 + MOST_FOLLOWED, MOST_BIASES]`` int32, packed, their steps as positions.
-        recent: ``[X, MOST_FOLLOWED + 1]`` int32, the latest tokens, at their positions modulo that.
+        biases: ``[X, 4 + MAX_FOLLOWED, MAX_BIASES]`` int32, packed, their steps as positions.
+        recent: ``[X, MAX_FOLLOWED + 1]`` int32, the latest tokens, at their positions modulo that.
         seldom: ``[X, len(Seldom._fields)]`` float32.
-        growing: ``[X, 1 + MOST_GROWING]`` int32, a position, and tokens whose logits grow from there on, or -1.
+        growing: ``[X, 1 + MAX_GROWING]`` int32, a position, and tokens whose logits grow from there on, or -1.
     """
 
     next_token: Tensor
@@ -215,10 +215,10 @@ def wide_tables(entries: int, vocabulary: int, device: torch.device) -> dict[str
     shapes = {
         "counts": ((entries, vocabulary), torch.int16),
         "allowed": ((entries, -(-vocabulary // 32)), torch.int32),
-        "biases": ((entries, 4 + MOST_FOLLOWED, MOST_BIASES), torch.int32),
-        "recent": ((entries, MOST_FOLLOWED + 1), torch.int32),
+        "biases": ((entries, 4 + MAX_FOLLOWED, MAX_BIASES), torch.int32),
+        "recent": ((entries, MAX_FOLLOWED + 1), torch.int32),
         "seldom": ((entries, len(Seldom._fields)), torch.float32),
-        "growing": ((entries, 1 + MOST_GROWING), torch.int32),
+        "growing": ((entries, 1 + MAX_GROWING), torch.int32),
     }
     return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
 

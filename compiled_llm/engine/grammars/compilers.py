@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 KEPT = 2**28
 """Bytes of compiled grammars that are kept, and of parts that they share with later ones."""
-MOST_VOCABULARIES = 4
+MAX_VOCABULARIES = 4
 """Of a model there is one, and one for tags; others, if the tokens that end answers are those that users name."""
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ class Latest(Generic[T]):
         """Return what is made for a vocabulary; the least recently used one makes room."""
         with self._lock:
             if key not in self._made:
-                full = len(self._made) == MOST_VOCABULARIES
+                full = len(self._made) == MAX_VOCABULARIES
                 place = next(iter(self._made.values()))[0] if full else len(self._made)
                 made = self._make(key, place)
                 if full:
@@ -117,7 +117,7 @@ def asked(constraint: Constraint) -> tuple[GrammarSource, Key]:
     return source, (constraint.vocabulary, constraint.stops, source.kind == "structural_tag")
 
 
-def most_at_once() -> int:
+def max_at_once() -> int:
     """Return how many grammars are compiled at once, and threads for one: others need the cores, too."""
     return max(1, min(4, (os.cpu_count() or 1) // 2))
 
@@ -126,7 +126,7 @@ def compiler(tokens: xgrammar.TokenizerInfo) -> xgrammar.GrammarCompiler:
     """Return a compiler of grammars for some tokens."""
     from xgrammar import GrammarCompiler
 
-    return GrammarCompiler(tokens, max_threads=most_at_once(), cache_limit_bytes=KEPT)
+    return GrammarCompiler(tokens, max_threads=max_at_once(), cache_limit_bytes=KEPT)
 
 
 def spelled(tokenizer: Any, key: Key) -> xgrammar.TokenizerInfo:

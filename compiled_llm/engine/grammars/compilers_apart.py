@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from compiled_llm.engine.grammars.compilers import Key, Latest, asked, compiler, most_at_once, spelled
+from compiled_llm.engine.grammars.compilers import Key, Latest, asked, compiler, max_at_once, spelled
 from compiled_llm.engine.grammars.worker_messages import Compile, Compiled, Failed, Vetted, WorkerVocabulary
 from compiled_llm.engine.grammars.worker_process import WorkerProcess
 from compiled_llm.engine.steps.constraint import Constraint
@@ -17,11 +17,11 @@ from compiled_llm.requests.structured_outputs.grammar_source import GrammarSourc
 if TYPE_CHECKING:
     import xgrammar
 
-MOST_MEMORY = 2**29
+MAX_MEMORY = 2**29
 """Bytes that a grammar may take in the worker process, beside what that has; a process for each, 16 at most."""
 _SHARE = 2 / 3
 """Of the seconds that a request waits for its grammar, what that may take of processor time."""
-_MOST_FATAL = 4096
+_MAX_FATAL = 4096
 """Forms that have ended a process and are known by their digests, of 32 bytes."""
 
 
@@ -55,7 +55,7 @@ class CompilersApart:
         source, key = asked(constraint)
         self.check(source)  # an equal one may have ended a process meanwhile
         tokens = self._tokens.of(key)
-        wish = Compile(tokens.sent.number, source, self._seconds, MOST_MEMORY)
+        wish = Compile(tokens.sent.number, source, self._seconds, MAX_MEMORY)
         match self._process.compile(wish, tokens.sent, wanted):
             case Compiled(grammar):
                 from xgrammar import CompiledGrammar
@@ -72,7 +72,7 @@ class CompilersApart:
 
     def _remember(self, source: GrammarSource, why: str) -> None:
         self._fatal[_digest(source)] = why
-        while len(self._fatal) > _MOST_FATAL:
+        while len(self._fatal) > _MAX_FATAL:
             self._fatal.popitem(last=False)
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class _Tokens(NamedTuple):
     @classmethod
     def of(cls, tokenizer: Any, key: Key, place: int) -> _Tokens:
         info = spelled(tokenizer, key)
-        return cls(info, WorkerVocabulary(place, info.serialize_json(), most_at_once()))
+        return cls(info, WorkerVocabulary(place, info.serialize_json(), max_at_once()))
 
 
 def _digest(source: GrammarSource) -> bytes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from compiled_llm.compat.condition import Condition
-from compiled_llm.engine.grammars.compilers import KEPT, Compilers, CompilersHere, UnwantedError, most_at_once
+from compiled_llm.engine.grammars.compilers import KEPT, Compilers, CompilersHere, UnwantedError, max_at_once
 from compiled_llm.engine.steps.constraint import Constraint
 from compiled_llm.engine.steps.request import InvalidRequestError, Request, RequestError
 from compiled_llm.requests.outputs import FinishReason
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from compiled_llm.engine.grammars.worker_process import WorkerProcess
 
-_MOST_THREADS = 16
+_MAX_THREADS = 16
 _LONG = 0.5
 """Seconds after which another thread compiles the next grammar, beside one that takes longer."""
 
@@ -154,7 +154,7 @@ class Grammars:
 
     @property
     def _limit(self) -> int:
-        return min(most_at_once() + self._long, _MOST_THREADS)
+        return min(max_at_once() + self._long, _MAX_THREADS)
 
     def _work(self) -> None:
         while (job := self._next()) is not None:

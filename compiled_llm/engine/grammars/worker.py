@@ -19,8 +19,8 @@ from typing import NamedTuple
 from xgrammar import CompiledGrammar, GrammarCompiler, TokenizerInfo
 
 from compiled_llm.engine.grammars.worker_messages import (
-    MOST_BYTES,
-    MOST_COMPILED,
+    MAX_BYTES,
+    MAX_COMPILED,
     Compile,
     Compiled,
     Failed,
@@ -155,9 +155,9 @@ def _compile(compiler: GrammarCompiler, asked: Compile, answer: socket.socket) -
 
 
 def _answer(found: CompiledGrammar) -> FromWorker:
-    if found.memory_size_bytes > MOST_COMPILED:
-        return Failed("limit", f"compiled, it has more than {MOST_COMPILED:,} bytes")
-    return Vetted() if 3 * found.memory_size_bytes > MOST_BYTES else Compiled(found.serialize_json())
+    if found.memory_size_bytes > MAX_COMPILED:
+        return Failed("limit", f"compiled, it has more than {MAX_COMPILED:,} bytes")
+    return Vetted() if 3 * found.memory_size_bytes > MAX_BYTES else Compiled(found.serialize_json())
 
 
 def _failure(error: Exception, asked: Compile) -> Failed:
@@ -185,4 +185,4 @@ def _limit(asked: Compile) -> None:
 
 def _send(end: socket.socket, message: FromWorker) -> None:
     with suppress(OSError):  # nobody waits any more
-        end.sendall(frame_of(message, MOST_BYTES))
+        end.sendall(frame_of(message, MAX_BYTES))

@@ -14,9 +14,9 @@ from compiled_llm.requests.structured_outputs.grammar_source import GrammarSourc
 
 NEXT = b"n"
 """To the worker, with one end of a pair of sockets: a message waits there, and its answer goes back there."""
-MOST_BYTES = 2**25
+MAX_BYTES = 2**25
 """Of a compiled grammar that is sent, and of the tokens of a tokenizer: to read one takes six times as much memory."""
-MOST_COMPILED = 2**27
+MAX_COMPILED = 2**27
 """Bytes of a compiled grammar in memory; serialised, it has up to three times as many."""
 _AT_ONCE = 2**20
 
@@ -94,7 +94,7 @@ def received(end: socket.socket, message: Any, wanted: Callable[[], bool] = lamb
         FrameError: it is none of these, or too long.
         UnwantedError: it is not wanted any more.
     """
-    frames: Frames[Any] = Frames(message, MOST_BYTES)
+    frames: Frames[Any] = Frames(message, MAX_BYTES)
     while wanted():
         try:
             data = end.recv(_AT_ONCE)

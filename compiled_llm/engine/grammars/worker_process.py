@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from compiled_llm.engine.grammars.worker_messages import (
-    MOST_BYTES,
+    MAX_BYTES,
     NEXT,
     Compile,
     Compiled,
@@ -117,7 +117,7 @@ class WorkerProcess:
         try:
             with theirs:
                 socket.send_fds(self._socket, [NEXT], [theirs.fileno()])
-            ours.sendall(frame_of(message, MOST_BYTES))
+            ours.sendall(frame_of(message, MAX_BYTES))
         except OSError:
             ours.close()
             raise

@@ -32,7 +32,7 @@ def constraints_for(
         Constraint(
             source=source,
             stops=frozenset() if source is None else stops_of(eos, params.stop_token_ids or (), vocabulary, tokenizer),
-            ends=frozenset(token for token in (*eos, *(params.stop_token_ids or ())) if token < vocabulary),
+            stop_token_ids=frozenset(token for token in (*eos, *(params.stop_token_ids or ())) if token < vocabulary),
             least=params.min_tokens,
             vocabulary=vocabulary,
             processors=tuple(map(Processor.of, params.logits_processors or ())),

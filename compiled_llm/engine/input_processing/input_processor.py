@@ -29,12 +29,12 @@ class TokenFacts(NamedTuple):
     Attributes:
         vocabulary: how many ids it can take.
         logits: how many logits a token has.
-        ends: the end-of-sequence tokens that ``generate`` would stop at.
+        eos_token_ids: the end-of-sequence tokens that ``generate`` would stop at.
     """
 
     vocabulary: int
     logits: int
-    ends: frozenset[int]
+    eos_token_ids: frozenset[int]
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> TokenFacts:
@@ -85,10 +85,10 @@ def requests_for(
         raise ValueError(f"params: give SamplingParams(...); got a {type(params).__name__}")
     _check_waiting(priority, timeout, salt)
     ids, now = token_ids(prompt, tokenizer, model.vocabulary), time.monotonic()
-    most = _most_new(len(ids), params.max_tokens, model_runner)
+    most = _max_new(len(ids), params.max_tokens, model_runner)
     if params.min_tokens > most:
         raise ValueError(f"min_tokens={params.min_tokens}: there is room for {most} after a prompt of {len(ids)}")
-    stops, eos, width = frozenset(params.stop_token_ids or ()), model.ends, model.logits
+    stops, eos, width = frozenset(params.stop_token_ids or ()), model.eos_token_ids, model.logits
     ends = stops if params.ignore_eos else stops | eos
     constraints = constraints_for(params, eos, width, tokenizer)
     requests: list[Request] = []
@@ -100,8 +100,8 @@ def requests_for(
         request = Request(
             prompt=ids,
             sampling=sampling,
-            most=most,
-            ends=ends,
+            max_tokens=most,
+            stop_token_ids=ends,
             stop_ids=stops if params.ignore_eos else stops - eos,
             priority=priority,
             deadline=None if timeout is None else now + timeout,
@@ -132,7 +132,7 @@ def _check_waiting(priority: int, timeout: float | None, salt: Hashable) -> None
         raise ValueError(f"cache_salt={salt!r}: give something that can be hashed, as a string can")
 
 
-def _most_new(prompt: int, max_tokens: int | None, model_runner: ModelRunner) -> int:
+def _max_new(prompt: int, max_tokens: int | None, model_runner: ModelRunner) -> int:
     """Return how many tokens an answer can have; without a limit, as many as there are positions and pages for.
 
     Raises:

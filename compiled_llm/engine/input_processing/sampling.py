@@ -14,7 +14,7 @@ from compiled_llm.compilation.sampling.bias import BARRED, Bias, packed_values
 from compiled_llm.compilation.sampling.masks import mask_of
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.requests.sampling_params import SEEDS, SamplingParams
-from compiled_llm_ops import MOST_BIASES, MOST_FOLLOWED
+from compiled_llm_ops import MAX_BIASES, MAX_FOLLOWED
 
 _COLDEST, _HOTTEST = 1e-20, 1e20
 """Temperatures from which on draws are the same; with others, scores would not be finite in float32."""
@@ -95,9 +95,9 @@ def _biases(params: SamplingParams, ends: Iterable[int], words: Iterable[tuple[i
     biases = [Bias(word[-1], BARRED, after=word[:-1]) for word in words if len(word) > 1]
     if params.min_tokens and params.structured_outputs is None:  # which have the last word on where an answer ends
         biases += [Bias(int(token), BARRED, 0, int(params.min_tokens)) for token in ends]
-    if (count := len(values) + len(biases)) > MOST_BIASES:
+    if (count := len(values) + len(biases)) > MAX_BIASES:
         raise ValueError(
-            f"logit_bias, bad_words and min_tokens: {count} biases, and there can be {MOST_BIASES}; give fewer "
+            f"logit_bias, bad_words and min_tokens: {count} biases, and there can be {MAX_BIASES}; give fewer "
             "words, or fewer stop_token_ids"
         )
     return packed_values(values, biases)
@@ -111,8 +111,8 @@ def _bad_words(words: Iterable[str], tokenizer: Any) -> Iterator[tuple[int, ...]
         first, inside = (tokenizer.encode(before + word.lstrip(), add_special_tokens=False) for before in ("", " "))
         another = len(inside) == len(first) and inside[0] != first[0]
         for tokens in (first, inside) if another else (first,):
-            if not 1 <= len(tokens) <= MOST_FOLLOWED + 1:
-                raise ValueError(f"bad_words: {word!r} is {len(tokens)} tokens, and it can be {MOST_FOLLOWED + 1}")
+            if not 1 <= len(tokens) <= MAX_FOLLOWED + 1:
+                raise ValueError(f"bad_words: {word!r} is {len(tokens)} tokens, and it can be {MAX_FOLLOWED + 1}")
             yield tuple(tokens)
 
 

@@ -73,7 +73,7 @@ class Constraint:
 
     source: GrammarSource | None = None
     stops: frozenset[int] = frozenset()
-    ends: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
     least: int = 0
     vocabulary: int = 0
     mask: NDArray[np.int32] | None = None
@@ -114,7 +114,7 @@ class Constraint:
         if tokens < self.least:
             without = allowed.copy()
             words = without.view(np.uint32)
-            for token in self.ends:
+            for token in self.stop_token_ids:
                 words[token >> 5] &= ~np.uint32(1 << (token & 31))
             if without.any():
                 allowed[:] = without

@@ -166,7 +166,9 @@ class LateSampling:
             fits = accept(requests.matchers, sampled)
             if not all(fits):
                 members = zip(requests.members, sampled, fits, strict=True)
-                lost = [each.request for each, token, fit in members if not fit and token not in each.request.ends]
+                lost = [
+                    each.request for each, token, fit in members if not fit and token not in each.request.stop_token_ids
+                ]
                 self.failed = {request: _lost(request) for request in lost}
         else:
             self._advance_one_by_one(requests.members, sampled)
@@ -176,7 +178,7 @@ class LateSampling:
         for request in itertools.compress(processed, nan):
             self.failed.setdefault(request, _unusable(request))
         for (_, request, row, constraint), token in zip(members, tokens, strict=True):
-            if token in request.ends or request in self.failed:
+            if token in request.stop_token_ids or request in self.failed:
                 continue
             if token == NOT_A_TOKEN and request in processed:
                 self.failed[request] = _unusable(request)

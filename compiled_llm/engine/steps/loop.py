@@ -250,7 +250,7 @@ class Loop:
             plain = [chunk for chunk in plan.extend if not chunk.scored]
             scored = [chunk for chunk in plan.extend if chunk.scored]
             ending = [
-                [chunk.request for chunk in chunks if chunk.ends] for chunks in (plain, *([each] for each in scored))
+                [chunk.request for chunk in chunks if chunk.is_last] for chunks in (plain, *([each] for each in scored))
             ]
             watch = Watch(self.model_runner, (plan.decode, *ending), self._logprobs_mode)
             rows = [request.running_row for request in plan.decode]
@@ -316,4 +316,4 @@ def _as_of_now(request: Request, sampling: Sampling | None) -> Sampling | None:
 
 
 def _extension(chunk: Chunk) -> Extension:
-    return Extension.of(chunk.request.running_row, chunk.ids, chunk.ends)
+    return Extension.of(chunk.request.running_row, chunk.ids, chunk.is_last)

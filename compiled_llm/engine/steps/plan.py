@@ -16,13 +16,13 @@ class Chunk(NamedTuple):
     Attributes:
         request: whose they are.
         ids: ``[Q]`` int64.
-        ends: whether they are the last ones, and a token is sampled after them.
+        is_last: whether they are the last ones, and a token is sampled after them.
         scored: whether log-probabilities of the prompt are computed with them, in a launch of their own.
     """
 
     request: Request
     ids: NDArray[np.int64]
-    ends: bool
+    is_last: bool
     scored: bool = False
 
 
@@ -42,4 +42,4 @@ class StepPlan(NamedTuple):
         """The requests that a token is sampled for, in the order in which a step returns them."""
         if not self.extend:
             return self.decode
-        return [*self.decode, *(chunk.request for chunk in self.extend if chunk.ends)]
+        return [*self.decode, *(chunk.request for chunk in self.extend if chunk.is_last)]

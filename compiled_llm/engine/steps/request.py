@@ -34,8 +34,8 @@ class Request:
     Attributes:
         prompt: ``[T]`` int64, at least one token.
         sampling: how its tokens are sampled; the most likely ones if None.
-        most: how many tokens it gets at most; with 0, what follows from its prompt is dropped.
-        ends: tokens that end it.
+        max_tokens: how many tokens it gets at most; with 0, what follows from its prompt is dropped.
+        stop_token_ids: tokens that end it.
         stop_ids: those of them that the user has named.
         priority: smaller ones run first.
         deadline: on ``time.monotonic``'s clock, when it ends with what it has; None for never.
@@ -65,8 +65,8 @@ class Request:
 
     prompt: NDArray[np.int64]
     sampling: Sampling | None
-    most: int
-    ends: frozenset[int]
+    max_tokens: int
+    stop_token_ids: frozenset[int]
     stop_ids: frozenset[int] = frozenset()
     priority: int = 0
     deadline: float | None = None
@@ -142,7 +142,7 @@ class Request:
     @property
     def stored(self) -> int:
         """How many tokens its row holds in the end: the last one is sampled and never fed in."""
-        return len(self.prompt) + max(1, self.most) - 1
+        return len(self.prompt) + max(1, self.max_tokens) - 1
 
     @property
     def text(self) -> NDArray[np.int64]:

@@ -132,7 +132,7 @@ class Scheduler:
         else:
             self._queue.remove(request)
         self._queue.release(request)
-        if reason in ("stop", "length") and request.most:
+        if reason in ("stop", "length") and request.max_tokens:
             self._likely += _WEIGHT * (len(request.tokens) - self._likely)
 
     def expire(self, now: float) -> list[Request]:
@@ -298,7 +298,7 @@ class Scheduler:
         for chunk in plan.extend:
             request, row = chunk.request, chunk.request.running_row
             self._keep(request, request.known[: row.length])
-            if chunk.ends:
+            if chunk.is_last:
                 self._queue.release(request)
         ended = [request for request in plan.sampled if request.fed]
         for request in ended:
@@ -328,14 +328,14 @@ class Scheduler:
             if token == NOT_A_TOKEN:
                 failed.append(request)
                 continue
-            if request.most == 0:  # it was only computed
+            if request.max_tokens == 0:  # it was only computed
                 ended.append((request, "length"))
                 continue
             request.tokens.append(token)
             got.append(request)
-            if token in request.ends:
+            if token in request.stop_token_ids:
                 ended.append((request, "stop"))
-            elif len(request.tokens) == request.most:
+            elif len(request.tokens) == request.max_tokens:
                 ended.append((request, "length"))
         self.new_tokens += len(got)
         self.latencies.read(got, now)
@@ -343,7 +343,7 @@ class Scheduler:
             self.end(request, reason)
         for request in failed:
             self._fail(request)
-        return got + [request for request, _ in ended if not request.most] + failed
+        return got + [request for request, _ in ended if not request.max_tokens] + failed
 
     def _fail(self, request: Request) -> None:
         """End a request whose logits no token can be drawn from."""

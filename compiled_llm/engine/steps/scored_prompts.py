@@ -25,12 +25,12 @@ def run_scored(model_runner: ModelRunner, persistent: PersistentBatch, chunk: Ch
     request, row, count = chunk.request, chunk.request.running_row, len(chunk.ids)
     start = row.length
     persistent.leave([row])
-    logits = model_runner.extend([Extension.of(row, chunk.ids, chunk.ends)], keep=np.arange(count))  # [Q, V]
+    logits = model_runner.extend([Extension.of(row, chunk.ids, chunk.is_last)], keep=np.arange(count))  # [Q, V]
     following = request.prompt[start + 1 : start + 1 + count]
     (tokens,) = model_runner.state.staging.to_device([following])
     most = min(request.prompt_logprobs or 0, logits.shape[1])
     numbers = score_tokens(logits[: len(following)], tokens, most)
     watch.add(ArrivingPrompt(request, start, len(following), model_runner.readbacks.start(numbers)))
-    if not chunk.ends:
+    if not chunk.is_last:
         return tokens[:0]
     return model_runner.sample([row], logits[-1:].clone(), persistent, watch.see).tokens  # all of them would be kept

@@ -54,9 +54,9 @@ class Scores:
 
     def __getitem__(self, index: int) -> TokenScores:
         """Return those of one token that are known; ``index`` is not negative."""
-        most = self._size // 8 - 1
-        sampled, rank, *rest = _form(most).unpack_from(self._numbers, index * self._size)
-        return TokenScores(sampled, rank, tuple(rest[:most]), tuple(rest[most:]))
+        num_logprobs = self._size // 8 - 1
+        sampled, rank, *rest = _form(num_logprobs).unpack_from(self._numbers, index * self._size)
+        return TokenScores(sampled, rank, tuple(rest[:num_logprobs]), tuple(rest[num_logprobs:]))
 
     def between(self, start: int, end: int) -> Iterator[TokenScores]:
         """Yield those of some tokens, as far as they are known."""
@@ -64,6 +64,6 @@ class Scores:
 
 
 @lru_cache(maxsize=64)
-def _form(most: int) -> Struct:
+def _form(num_logprobs: int) -> Struct:
     """Return how the numbers of one token lie, with so many of the likeliest ones."""
-    return Struct(f"=fi{most}f{most}i")
+    return Struct(f"=fi{num_logprobs}f{num_logprobs}i")

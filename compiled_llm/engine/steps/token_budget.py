@@ -20,7 +20,7 @@ class TokenBudget:
     twice as large as any that was seen is taken to last twice as long, so chunks grow step by step.
     """
 
-    def __init__(self, max_step_ms: float | None, most: int) -> None:
+    def __init__(self, max_step_ms: float | None, max_tokens: int) -> None:
         """Know of no step yet.
 
         Args:
@@ -28,7 +28,7 @@ class TokenBudget:
             most: tokens of a chunk.
         """
         self._limit = math.inf if max_step_ms is None else max_step_ms / 1000
-        self._most = most
+        self._most = max_tokens
         self._decode: dict[int, float] = {}
         self._chunk: dict[int, float] = {}
 

@@ -76,12 +76,12 @@ class EngineThread:
 
     # ---- messages, from any thread
 
-    def add(self, handles: Sequence[RequestHandle], most_waiting: int | None = None) -> None:
+    def add(self, handles: Sequence[RequestHandle], max_waiting: int | None = None) -> None:
         """Let requests wait for their turn; those that are not ``ready`` have to ``arrive`` later.
 
         Args:
             handles: of the requests.
-            most_waiting: how many requests may wait with them; None for any number.
+            max_waiting: how many requests may wait with them; None for any number.
 
         Raises:
             RuntimeError: the engine is closed, or asleep.
@@ -90,7 +90,7 @@ class EngineThread:
         requests = {request: handle for handle in handles for request in handle.requests}
         with self._changed:
             self.check.check_awake()
-            check_queue(self.waiting, len(requests), most_waiting)
+            check_queue(self.waiting, len(requests), max_waiting)
             self.request_table.paused_requests.arrive([request for request in requests if request.ready])
             self.request_table.update(requests)
 

@@ -73,4 +73,4 @@ class JoinedCalls:
 
 
 def _waits(request: Request) -> bool:
-    return not request.done and request.row is None and len(request.tokens) < request.most - 1
+    return not request.done and request.row is None and len(request.tokens) < request.max_tokens - 1

@@ -112,7 +112,7 @@ class _Work:
         self._closed = False
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         return self._closed and not self._handles
 
     def add(self, handles: Iterable[PromptRequests]) -> bool:
@@ -144,7 +144,7 @@ class _Work:
 
 
 def _serve(work: _Work, arrivals: Arrivals) -> None:
-    while not work.over:
+    while not work.finished:
         try:
             _read(work.take(), arrivals)
         except BaseException as error:  # no request's: what a tokenizer or a listener raises has been dealt with

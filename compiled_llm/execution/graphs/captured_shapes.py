@@ -29,21 +29,21 @@ class CapturedShapes:
         spare: so many tokens the device computes in half the time that the host takes to launch a prefill.
     """
 
-    def __init__(self, max_rows: int, weights: int, longest: int, most_tokens: int) -> None:
+    def __init__(self, max_rows: int, weights: int, max_row_tokens: int, max_tokens: int) -> None:
         """Choose them.
 
         Args:
             max_rows: most rows there can be.
             weights: numbers in the matrices of a layer.
             longest: tokens that a row may have.
-            most_tokens: tokens of a chunk.
+            max_tokens: tokens of a chunk.
         """
         most = max(2, max_rows)  # a symbolic size is at least 2
         worth = [tokens for tokens in _CAPTURED_TOKENS if tokens * weights <= _DEVICE_BOUND]
         self.spare = _DEVICE_BOUND // (4 * max(1, weights))  # what is packed counts as no weights
         self._by_rows: dict[int, list[Shape]] = {}
         for rows in sorted({2, min(8, most), most}):
-            needed = max(rows, min(most_tokens, min(rows, max_rows) * longest))
+            needed = max(rows, min(max_tokens, min(rows, max_rows) * max_row_tokens))
             self._by_rows[rows] = [Shape(count, rows) for count in _up_to(needed, worth) if count >= rows]
 
     def of(self, rows: int) -> list[Shape]:

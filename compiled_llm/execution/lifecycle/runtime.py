@@ -159,7 +159,7 @@ class Runtime:
             patterns=model_runner.graph_manager.programs.pattern_matches(),
             buckets=model_runner.graph_manager.ready_buckets,
             pages=model_runner.pool.account(),
-            most_pages=model_runner.pool.most_used,
+            peak_pages=model_runner.pool.peak_used,
             page_size=self.config.page_size,
             memory=model_runner.memory(),
             cuda_graph_table=self.cuda_graphs.as_dicts(),

@@ -26,7 +26,7 @@ ProfilePath = str | os.PathLike[str]
 Report = Callable[[str], None]
 """Takes what is being prepared, in words."""
 
-_MOST_ON_CPU = 8
+_MAX_ON_CPU = 8
 """Rows of the largest step that ``"auto"`` prepares on a CPU: nothing is captured there, and each size takes long."""
 
 
@@ -98,7 +98,7 @@ class Warmup:
     def _auto(self, max_rows: int) -> list[int]:
         all_sizes = buckets_up_to(max_rows)
         on_cpu = self._facts.model.device.type == "cpu"
-        return [size for size in all_sizes if size <= _MOST_ON_CPU] if on_cpu else all_sizes
+        return [size for size in all_sizes if size <= _MAX_ON_CPU] if on_cpu else all_sizes
 
     def prepare(self, wanted: Wanted, report: Report) -> None:
         """Compile, and on CUDA capture, what is wanted; the device side has room for so many rows.

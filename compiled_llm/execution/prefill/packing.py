@@ -37,7 +37,7 @@ class Packed(NamedTuple):
     ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     keep: NDArray[np.int64]
-    ends: NDArray[np.int64]
+    sampled: NDArray[np.int64]
     slots: NDArray[np.int64]
     token_rows: NDArray[np.int32]
     token_positions: NDArray[np.int32]
@@ -90,7 +90,7 @@ def pack(
         packed.token_rows[start:end] = number
         packed.token_positions[start:end] = np.arange(first, first + count, dtype=np.int32)
         start = end
-    packed.keep[:], packed.ends[:], packed.slots[:] = keep, np.arange(len(slots)), slots
+    packed.keep[:], packed.sampled[:], packed.slots[:] = keep, np.arange(len(slots)), slots
     packed.qo_indptr[:], packed.indptr[:], packed.last_page_len[:] = table.qo_indptr, table.indptr, table.last_page_len
     return packed, table
 
@@ -139,5 +139,5 @@ def _part(extension: Extension, start: int, stop: int, page_size: int) -> Extens
         return extension
     length = extension.row.length - len(extension.ids) + stop
     row = Span(extension.row.pages[: -(-length // page_size)], length)
-    ends = extension.ends and stop == len(extension.ids)
+    ends = extension.is_last and stop == len(extension.ids)
     return Extension(row, extension.ids[start:stop], extension.positions[start:stop], ends)

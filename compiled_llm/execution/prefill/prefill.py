@@ -104,7 +104,7 @@ class Prefill:
         self.capture_shapes(sorted(self._anchors), only_with_room=True)
 
     def _find_anchors(self) -> list[Shape]:
-        variant, most = self._planner.variants[0], self._state.cuda_graphs.budget.most
+        variant, most = self._planner.variants[0], self._state.cuda_graphs.budget.max_graphs
         shapes = [shape._replace(variant=variant) for shape in self._shapes.anchors()]
         shapes = [shape for shape in shapes if self._planner.fits(shape)]
         # If there may be but a few, half of them are for decode steps, and for what is used most.
@@ -145,9 +145,9 @@ class Prefill:
             embeddings = embeddings.detach().clone()  # whether it was made in inference mode would be compiled in
         slots = self._state.slots.of([], 0)
         if keep is None:
-            ending = [extension for extension in extensions if extension.ends]
+            ending = [extension for extension in extensions if extension.is_last]
             lasts = np.cumsum([len(extension.ids) for extension in extensions]) - 1
-            keep = lasts[[extension.ends for extension in extensions]]
+            keep = lasts[[extension.is_last for extension in extensions]]
             rows = [cast(Row, extension.row) for extension in ending] if remember else []
             slots = self._state.slots.of(rows, len(ending))
         self._state.arena.flush()

@@ -66,7 +66,7 @@ class Stats:
             there is no ``rotary``: only our own kernel takes that over.
         buckets: decode batch sizes that are ready.
         pages: the page account, or None while nothing is allocated.
-        most_pages: how many pages were used at one time, at most.
+        peak_pages: how many pages were used at one time, at most.
         page_size: tokens in a page.
         memory: bytes on the device: ``weights``, ``pages``, ``workspace`` (the backend's), ``buffers`` (page tables and
             sampling settings) and ``graphs`` (what capturing CUDA graphs took from the allocator).
@@ -96,7 +96,7 @@ class Stats:
     patterns: dict[str, int] = field(default_factory=dict)
     buckets: list[int] = field(default_factory=list)
     pages: PageAccount | None = None
-    most_pages: int = 0
+    peak_pages: int = 0
     page_size: int = 0
     memory: dict[str, int] = field(default_factory=dict)
     cuda_graph_table: list[dict[str, object]] = field(default_factory=list)
@@ -152,10 +152,10 @@ class Stats:
     def _page_rows(self, pages: PageAccount) -> Iterator[tuple[str, str]]:
         cached = f", {pages.cached} cached" if pages.cached else ""
         tokens = pages.total * self.page_size
-        yield "pages", f"{pages.used} used, {self.most_pages} at most{cached}, of {pages.total} ({tokens} tokens)"
+        yield "pages", f"{pages.used} used, {self.peak_pages} at most{cached}, of {pages.total} ({tokens} tokens)"
         for name, size in self.memory.items():
             if size:
-                used = size * self.most_pages / (pages.total + 1)  # beside the null page
+                used = size * self.peak_pages / (pages.total + 1)  # beside the null page
                 most = f", of which {_mib(used)} were used at most" if name == "pages" else ""
                 yield f"memory: {name}", f"{_mib(size)}{most}"
 

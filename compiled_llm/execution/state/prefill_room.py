@@ -37,7 +37,12 @@ class PrefillRoom(NamedTuple):
 
     @classmethod
     def of_all(
-        cls, layers: Sequence[Layer], config: WrapConfig, device: torch.device, longest: int, shapes: Sequence[Shape]
+        cls,
+        layers: Sequence[Layer],
+        config: WrapConfig,
+        device: torch.device,
+        max_row_tokens: int,
+        shapes: Sequence[Shape],
     ) -> PrefillRoom:
         """Return the room that every launch finds place in.
 
@@ -49,7 +54,7 @@ class PrefillRoom(NamedTuple):
             shapes: prefills that are captured.
         """
         size, rows = config.page_size, config.max_batch_size
-        pages, compiled = rows * _pages(longest, size), compiled_length(layers, device, longest, size)
+        pages, compiled = rows * _pages(max_row_tokens, size), compiled_length(layers, device, max_row_tokens, size)
         launches = [
             cls(COMPILED_ROWS * compiled, COMPILED_ROWS, COMPILED_ROWS * _pages(compiled, size)),
             # A chunk as it comes; a row of one null token joins a single row.
@@ -64,9 +69,9 @@ def _pages(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
 
 
-def compiled_length(layers: Sequence[Layer], device: torch.device, longest: int, page_size: int) -> int:
+def compiled_length(layers: Sequence[Layer], device: torch.device, max_row_tokens: int, page_size: int) -> int:
     """Return the tokens of each row that prefill is compiled with; a symbolic size is at least 2."""
-    most = min(typical_tokens(layers, device), longest)
+    most = min(typical_tokens(layers, device), max_row_tokens)
     return max(2, most // COMPILED_ROWS // page_size * page_size)
 
 

@@ -22,9 +22,9 @@ from compiled_llm.compilation.sampling.sampling import GREEDY, NUMBERS, Sampling
 from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm.kvcache.memory import free, mark_static
-from compiled_llm_ops import MOST_FOLLOWED, MOST_GROWING, Seldom
+from compiled_llm_ops import MAX_FOLLOWED, MAX_GROWING, Seldom
 
-_MOST_COUNTED = (2**15 - 1) // 2
+_MAX_COUNTED = (2**15 - 1) // 2
 _KINDS = {name: torch.empty(0, dtype=dtype, device="cpu").numpy().dtype for name, dtype in NUMBERS.items()}
 _LARGEST = {kind: math.inf if kind.kind == "f" else np.iinfo(kind).max for kind in _KINDS.values()}
 _COMMON = Seldom()
@@ -171,7 +171,7 @@ def _counts(settings: Mapping[int, Sampling], vocabulary: int) -> tuple[NDArray[
     answers = _places(slots, [own.output_ids for own in settings.values()], vocabulary)
     places, which = np.unique(np.concatenate([prompts, answers]), return_inverse=True)
     prompted, times = (np.bincount(part, minlength=len(places)) for part in np.split(which, [len(prompts)]))
-    counts = 2 * np.minimum(times, _MOST_COUNTED) + (prompted > 0)
+    counts = 2 * np.minimum(times, _MAX_COUNTED) + (prompted > 0)
     return slots, places, counts.astype(np.int16)
 
 
@@ -212,12 +212,12 @@ def _biases(settings: Mapping[int, Sampling]) -> tuple[NDArray[Any], ...]:
 
 
 def _recent(settings: Mapping[int, Sampling]) -> tuple[NDArray[Any], ...]:
-    """Return the slots, and the latest tokens of their rows ``[n, MOST_FOLLOWED + 1]``."""
+    """Return the slots, and the latest tokens of their rows ``[n, MAX_FOLLOWED + 1]``."""
     if not settings:
         return ()
-    table = np.full((len(settings), MOST_FOLLOWED + 1), -1, dtype=np.int32)
+    table = np.full((len(settings), MAX_FOLLOWED + 1), -1, dtype=np.int32)
     for row, own in zip(table, settings.values(), strict=True):
-        text, end = np.concatenate([own.tail, own.output_ids])[-MOST_FOLLOWED:], own.start + len(own.output_ids)
+        text, end = np.concatenate([own.tail, own.output_ids])[-MAX_FOLLOWED:], own.start + len(own.output_ids)
         row[np.arange(end - len(text), end) % len(row)] = text
     return _slots(settings), table
 
@@ -229,10 +229,10 @@ def _seldom(settings: Mapping[int, Sampling]) -> tuple[NDArray[Any], ...]:
 
 
 def _growing(settings: Mapping[int, Sampling]) -> tuple[NDArray[Any], ...]:
-    """Return the slots, and which logits grow after which position ``[n, 1 + MOST_GROWING]``."""
+    """Return the slots, and which logits grow after which position ``[n, 1 + MAX_GROWING]``."""
     if not settings:
         return ()
-    table = np.full((len(settings), 1 + MOST_GROWING), -1, dtype=np.int32)
+    table = np.full((len(settings), 1 + MAX_GROWING), -1, dtype=np.int32)
     for row, own in zip(table, settings.values(), strict=True):
         row[: 1 + len(own.growing)] = (own.start + own.grows_after, *own.growing)
     return _slots(settings), table

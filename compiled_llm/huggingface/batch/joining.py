@@ -41,7 +41,7 @@ def engine_to_join(call: PagedCall) -> EngineThread | None:
 
 def _fits(call: PagedCall) -> bool:
     pool = call.model_runner.pool
-    return pool.pages_for(max(call.lengths) + call.most_new - 1) <= pool.total
+    return pool.pages_for(max(call.lengths) + call.max_new - 1) <= pool.total
 
 
 def run_in_engine(
@@ -53,7 +53,7 @@ def run_in_engine(
         ValueError: it does not fit the model or the batch size.
         RuntimeError: a row is drawn and its logits are NaN, +inf or all -inf.
     """
-    check_fits(call.model_runner, call.lengths, call.most_new, needed=0)
+    check_fits(call.model_runner, call.lengths, call.max_new, needed=0)
     sequences = Sequences(call)
     requests = _requests(call, sequences, settings)
     handle = RequestHandle(requests, engine_thread.cancel, check=engine_thread.step_lock.check_elsewhere)
@@ -80,8 +80,8 @@ def _requests(call: PagedCall, sequences: Sequences, settings: Sequence[Sampling
         request = Request(
             prompt=tokens,
             sampling=sampling,
-            most=call.most_new,
-            ends=sequences.eos,
+            max_tokens=call.max_new,
+            stop_token_ids=sequences.eos,
             leader=requests[leads] if leads < len(requests) else None,
             submitted=time.monotonic(),
         )

@@ -92,7 +92,7 @@ class PagedCall(LoopArguments):
         last = max(cache.seen, first + tokens)
         updates = cache.updates(batch, copies.of(mask), first, last)
         call = cls(**vars(arguments), runtime=runtime, cache=cache, copies=copies, first=first, updates=updates)
-        cache.check_windows(updates, last, growth=call.most_new - 1 + call.drafted)
+        cache.check_windows(updates, last, growth=call.max_new - 1 + call.drafted)
         return call
 
     @property
@@ -124,9 +124,9 @@ class PagedCall(LoopArguments):
         return self.first + self.input_ids.shape[1]
 
     @property
-    def most_new(self) -> int:
+    def max_new(self) -> int:
         """How many tokens each row can get at most."""
-        return most_new(self.criteria, self.input_ids)
+        return max_new(self.criteria, self.input_ids)
 
     @property
     def lengths(self) -> list[int]:
@@ -178,12 +178,12 @@ class PagedCall(LoopArguments):
                 0 if leads == batch_index else self.lengths[batch_index] - 1
                 for batch_index, leads in enumerate(self.leaders)
             ]
-            return pages_needed(self.model_runner, self.lengths, self.most_new, common)
-        return sum(row.missing(length, kept) for row, length, kept in self._grown(self.most_new))
+            return pages_needed(self.model_runner, self.lengths, self.max_new, common)
+        return sum(row.missing(length, kept) for row, length, kept in self._grown(self.max_new))
 
     def pages_needed_by_huggingface(self) -> int:
         """Return how many pages HuggingFace's loop may need, whose beams continue from each other."""
-        most, beams = self.most_new + self.drafted, self.config.num_beams or 1
+        most, beams = self.max_new + self.drafted, self.config.num_beams or 1
         if not self.cache.generate_loop.rows:
             copies = 1 if self.embedded or self.waits else max(beams, self.config.num_return_sequences or 1)
             common = [length if batch_index % copies else 0 for batch_index, length in enumerate(self.lengths)]
@@ -193,13 +193,13 @@ class PagedCall(LoopArguments):
         pool = self.model_runner.pool
         return sum(pool.pages_for(length) - kept // pool.page_size for _, length, kept in self._grown(most))
 
-    def _grown(self, most_new: int) -> list[tuple[Row, int, int]]:
+    def _grown(self, max_new: int) -> list[tuple[Row, int, int]]:
         """Return each row, its final length, and how many of its tokens it keeps."""
         both = zip(self.cache.generate_loop.rows, self.updates, strict=True)
-        return [(row, update.length + most_new - 1, update.kept) for row, update in both]
+        return [(row, update.length + max_new - 1, update.kept) for row, update in both]
 
 
-def most_new(criteria: StoppingCriteriaList, input_ids: Tensor) -> int:
+def max_new(criteria: StoppingCriteriaList, input_ids: Tensor) -> int:
     """Return how many tokens each row can get at most; HuggingFace checks lengths after a token, so never none.
 
     A subclass of ``MaxLengthCriteria`` has a rule of its own, in addition to the limit that ``generate`` sets.

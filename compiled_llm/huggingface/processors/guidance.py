@@ -53,15 +53,15 @@ class Twins:
     positions: list[NDArray[np.int64]]
 
     def pages_needed(self, call: PagedCall) -> int:
-        return pages_needed(call.model_runner, [len(tokens) for tokens in self.tokens], call.most_new)
+        return pages_needed(call.model_runner, [len(tokens) for tokens in self.tokens], call.max_new)
 
     @contextmanager
-    def beside(self, generate_loop: GenerateLoop, most_new: int) -> Iterator[list[Row]]:
-        """Let the twins be the last rows of ``generate_loop`` for the block; each may grow by ``most_new`` tokens."""
+    def beside(self, generate_loop: GenerateLoop, max_new: int) -> Iterator[list[Row]]:
+        """Let the twins be the last rows of ``generate_loop`` for the block; each may grow by ``max_new`` tokens."""
         first = len(generate_loop.rows)
         try:
             for tokens in self.tokens:
-                generate_loop.add_row(len(tokens) + most_new - 1)
+                generate_loop.add_row(len(tokens) + max_new - 1)
             yield generate_loop.rows[first:]
         finally:
             for row in generate_loop.rows[first:]:
@@ -118,6 +118,6 @@ def _fit(twins: Twins, call: PagedCall) -> bool:
     model_runner = call.model_runner
     return (
         2 * len(twins.tokens) <= model_runner.max_batch_size
-        and max(int(columns[-1]) + 1 for columns in twins.positions) + call.most_new <= model_runner.max_positions
+        and max(int(columns[-1]) + 1 for columns in twins.positions) + call.max_new <= model_runner.max_positions
         and all(int(ids.min()) >= 0 and int(ids.max()) < model_runner.vocabulary for ids in twins.tokens)
     )

@@ -48,7 +48,7 @@ from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.huggingface.inspection.host_copies import HostCopies
 from compiled_llm.huggingface.processors.grammar import Grammar, all_tokens
 from compiled_llm.model.sizes import logits_width
-from compiled_llm_ops import MOST_BIASES, MOST_FOLLOWED, MOST_GROWING
+from compiled_llm_ops import MAX_BIASES, MAX_FOLLOWED, MAX_GROWING
 
 _WARPERS: tuple[type[LogitsProcessor], ...] = (
     TemperatureLogitsWarper,
@@ -125,7 +125,7 @@ def samplings_of(processors: Iterable[LogitsProcessor], do_sample: bool, prompts
     if (seen := _seen(found, prompts)) is None:
         return None
     settings = replace(_numbers(found, do_sample), **adjustments)
-    tails = prompts.ids[:, -MOST_FOLLOWED:] if settings.followed else [seen[0][:0]] * len(seen)
+    tails = prompts.ids[:, -MAX_FOLLOWED:] if settings.followed else [seen[0][:0]] * len(seen)
     return [replace(settings, seen=tokens, tail=tail) for tokens, tail in zip(seen, tails, strict=True)]
 
 
@@ -164,7 +164,7 @@ def _kind(processor: LogitsProcessor) -> type[LogitsProcessor]:
 def _is_of_tokens(processor: Any) -> bool:
     """Whether the graph has the processor, which names tokens, or sequences that are not too long."""
     if type(processor) in (SequenceBiasLogitsProcessor, NoBadWordsLogitsProcessor):
-        return all(len(sequence) <= MOST_FOLLOWED + 1 for sequence in processor.sequence_bias)
+        return all(len(sequence) <= MAX_FOLLOWED + 1 for sequence in processor.sequence_bias)
     return _kind(processor) in _ORDER and type(processor) not in _NUMBERS
 
 
@@ -219,7 +219,7 @@ def _adjustments(found: _Found, prompts: Prompts) -> dict[str, Any] | None:
     suppressed, biases = _suppressed(found, prompts), list(_biases(found, prompts))
     width = prompts.vocabulary
     ours = all(bias.token < width and (bias.value in (BARRED, FORCED) or abs(bias.value) <= LARGEST) for bias in biases)
-    if not ours or len(biases) > MOST_BIASES or _order_decides(found, biases, suppressed):
+    if not ours or len(biases) > MAX_BIASES or _order_decides(found, biases, suppressed):
         return None
     if (growing := _growing(found, prompts)) is None:
         return None
@@ -236,7 +236,7 @@ def _growing(found: _Found, prompts: Prompts) -> dict[str, Any] | None:
     if (decay := found.get(ExponentialDecayLengthPenalty)) is None:
         return {}
     tokens = dict.fromkeys(_listed(decay.eos_token_id, prompts))
-    if len(tokens) > MOST_GROWING or decay.regulation_factor <= 0:
+    if len(tokens) > MAX_GROWING or decay.regulation_factor <= 0:
         return None
     if any(not 0 <= token < prompts.vocabulary for token in tokens):  # HuggingFace's processor says so
         return None

@@ -75,10 +75,10 @@ def check_room(call: PagedCall) -> None:
         return  # before the device is asked for its memory: that takes longer than all else before the first token
     rows, width = len(call.input_ids), logits_width(call.runtime.facts.model)
     kinds = 1 + (call.wants_scores("output_scores") and call.wants_scores("output_logits") and bool(call.processors))
-    needed, free = 4 * call.most_new * rows * width * kinds, free_bytes(call.model_runner.device)
+    needed, free = 4 * call.max_new * rows * width * kinds, free_bytes(call.model_runner.device)
     if needed > free:
         raise ValueError(
-            f"output_scores, output_logits: {call.most_new} steps of {rows} rows and {width} tokens take "
+            f"output_scores, output_logits: {call.max_new} steps of {rows} rows and {width} tokens take "
             f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; give fewer rows or max_new_tokens, wrap "
             "with a smaller kv_memory, or let compiled_llm.Engine give the logprobs of the likeliest tokens"
         )

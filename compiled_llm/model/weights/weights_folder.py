@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_MOST_BYTES = 2**26
+_MAX_BYTES = 2**26
 """Of a file of JSON; the index of a model with a million tensors has less."""
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _ADAPTER = "adapter_model.safetensors"
@@ -107,7 +107,7 @@ def _united(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTens
 def _json(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            found = json.loads(file.read(_MOST_BYTES))
+            found = json.loads(file.read(_MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"update_weights: {str(path)!r} cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):

@@ -10,19 +10,19 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-MOST_CHARACTERS = 2**18
+MAX_CHARACTERS = 2**18
 """Of a form, as JSON, rules or a list of choices."""
-MOST_LEVELS = 128
+MAX_LEVELS = 128
 """Brackets or groups inside one another, in JSON, patterns and rules."""
-MOST_PATTERN = 2**16
+MAX_PATTERN = 2**16
 """Characters of a regular expression."""
-MOST_GROUPS = 1000
+MAX_GROUPS = 1000
 """Opening parentheses of a regular expression, wherever they stand: no reading of it has more levels."""
-MOST_REPEATS = 256
+MAX_REPEATS = 256
 """Places of a regular expression that are optional or repeated: the time to compile grows with their cube."""
-MOST_TIMES = 1_000_000
+MAX_TIMES = 1_000_000
 """How often something is repeated by number; numbers inside one another are multiplied."""
-MOST_REFERENCED = 2**13
+MAX_REFERENCED = 2**13
 """Different ``$ref`` times levels of the schema: how deep a reader may go that follows each of them once."""
 
 _CLASS = r"\[(?:\\.|[^\]\\])*\]?"
@@ -42,7 +42,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def check_length(text: str) -> None:
-    _check(len(text), MOST_CHARACTERS, "characters")
+    _check(len(text), MAX_CHARACTERS, "characters")
 
 
 def check_json(text: str) -> None:
@@ -53,11 +53,11 @@ def check_json(text: str) -> None:
 
 def check_pattern(pattern: str) -> None:
     """Check a regular expression; ValueError if it is too long, too deep, or repeats too much."""
-    _check(len(pattern), MOST_PATTERN, "characters in a pattern")
-    _check(pattern.count("("), MOST_GROUPS, "parentheses in a pattern")
+    _check(len(pattern), MAX_PATTERN, "characters in a pattern")
+    _check(pattern.count("("), MAX_GROUPS, "parentheses in a pattern")
     marks = list(_REGEX.finditer(pattern))
     repeats = sum(mark.lastgroup in ("some", "times") for mark in marks)
-    _check(repeats, MOST_REPEATS, "repeats in a pattern")
+    _check(repeats, MAX_REPEATS, "repeats in a pattern")
     _check_marks(iter(marks))
 
 
@@ -81,8 +81,8 @@ def check_parts(found: Any) -> None:
     while waiting:
         part, level = waiting.pop()
         parts, levels = parts + 1, max(levels, level)
-        _check(levels - 1, MOST_LEVELS, "levels, one inside the other")
-        _check(parts, MOST_CHARACTERS, "parts")
+        _check(levels - 1, MAX_LEVELS, "levels, one inside the other")
+        _check(parts, MAX_CHARACTERS, "parts")
         if isinstance(part, Mapping):
             _check_texts(part)
             if isinstance(part.get("$ref"), str):
@@ -90,7 +90,7 @@ def check_parts(found: Any) -> None:
             waiting += [(value, level + 1) for value in part.values()]
         elif isinstance(part, (list, tuple)):
             waiting += [(value, level + 1) for value in part]
-    _check(len(references) * levels, MOST_REFERENCED, "levels behind $ref, if each leads to another")
+    _check(len(references) * levels, MAX_REFERENCED, "levels behind $ref, if each leads to another")
 
 
 def _check_texts(part: Mapping[Any, Any]) -> None:
@@ -111,7 +111,7 @@ def _check_marks(marks: Iterator[re.Match[str]]) -> None:
         if kind == "open":
             times.append(1)
             end = -1
-            _check(len(times) - 1, MOST_LEVELS, "levels, one inside the other")
+            _check(len(times) - 1, MAX_LEVELS, "levels, one inside the other")
             continue
         if kind == "close":
             last = times.pop() if len(times) > 1 else 1
@@ -123,7 +123,7 @@ def _check_marks(marks: Iterator[re.Match[str]]) -> None:
             last = inner if kind == "some" else 1
         end = mark.end()
         times[-1] = max(times[-1], last)
-        _check(last, MOST_TIMES, "repeats, inside one another multiplied")
+        _check(last, MAX_TIMES, "repeats, inside one another multiplied")
 
 
 def _is_blank(mark: re.Match[str], end: int) -> bool:

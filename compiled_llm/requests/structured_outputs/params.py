@@ -21,7 +21,7 @@ from compiled_llm.requests.structured_outputs.json_schema import check_reference
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _ANY_OBJECT = '{"type": "object"}'
 
-MOST_BLANKS = 32
+MAX_BLANKS = 32
 """Blanks between two parts of JSON, unless a user says otherwise: enough for deep indentation, and not for ever."""
 
 
@@ -58,7 +58,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
-    max_whitespace_cnt: int | None = MOST_BLANKS
+    max_whitespace_cnt: int | None = MAX_BLANKS
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) is not None]

@@ -26,7 +26,7 @@ from compiled_llm.protocol.messages import (
     Summary,
     Update,
 )
-from compiled_llm.server.defaults import MOST_UNSENT
+from compiled_llm.server.defaults import MAX_UNSENT
 from compiled_llm.server.engine_process.beginnings import Beginnings, takes_long
 from compiled_llm.server.engine_process.transport import Transport
 
@@ -39,7 +39,7 @@ _AT_ONCE = 2**16
 """Bytes that are read together."""
 _PATIENCE = 30.0
 """Seconds that a client has to say hello, and at the end to take the last message."""
-_MOST_WAITING = 1000
+_MAX_WAITING = 1000
 """Messages that wait for a client that does not read, before nothing more is read of it."""
 
 
@@ -72,7 +72,7 @@ class ClientConnection:
         desk: Desk,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        most_unsent: int = MOST_UNSENT,
+        max_unsent: int = MAX_UNSENT,
     ) -> None:
         """Begin with somebody who has not said hello.
 
@@ -80,14 +80,14 @@ class ClientConnection:
             desk: the engine process's.
             reader: of the socket.
             writer: of the socket.
-            most_unsent: tokens that wait for a client that does not read, before its requests end.
+            max_unsent: tokens that wait for a client that does not read, before its requests end.
         """
         self.streams: dict[int, Stream] = {}
         self.greeted = False
         self._desk = desk
         self._reader = reader
         self._writer = writer
-        self._most_unsent = most_unsent
+        self._max_unsent = max_unsent
         self._frames: Frames[FromClient] = Frames(FromClient)
         self._messages: deque[Struct] = deque()
         self._long: set[int] = set()  # requests whose news takes long to write
@@ -110,8 +110,8 @@ class ClientConnection:
             self._transport.flush_soon()
         else:
             self._transport.flush()
-        if self._transport.blocked and sum(stream.unsent for stream in self._streams()) > self._most_unsent:
-            self.end_all(f"the client has not read, and more than {self._most_unsent:,} tokens wait for it")
+        if self._transport.blocked and sum(stream.unsent for stream in self._streams()) > self._max_unsent:
+            self.end_all(f"the client has not read, and more than {self._max_unsent:,} tokens wait for it")
 
     def beat(self) -> None:
         """Say, in any thread, that this process runs, unless something else waits to be sent."""
@@ -199,7 +199,7 @@ class ClientConnection:
         for message in self._frames.feed(data):
             self._handle(message)
             await asyncio.sleep(0)  # others have their turn, and the engine's thread may have the GIL
-        if len(self._messages) > _MOST_WAITING:
+        if len(self._messages) > _MAX_WAITING:
             await self._transport.taken()
 
     def _handle(self, message: FromClient) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from compiled_llm.protocol.messages import VERSION, Leaving, Preparing, Ready, Refused, Submit, Welcome
-from compiled_llm.server.defaults import MOST_UNSENT
+from compiled_llm.server.defaults import MAX_UNSENT
 from compiled_llm.server.engine_process.connection import ClientConnection
 from compiled_llm.server.engine_process.socket_file import listen, remove
 
@@ -45,12 +45,12 @@ class EngineServer:
         when_lost: called in the event loop once the engine's device runs nothing more.
     """
 
-    def __init__(self, path: Path, most_unsent: int = MOST_UNSENT) -> None:
+    def __init__(self, path: Path, max_unsent: int = MAX_UNSENT) -> None:
         """Listen; who connects is answered once it runs.
 
         Args:
             path: of its socket.
-            most_unsent: tokens that wait for a client that does not read, before its requests end.
+            max_unsent: tokens that wait for a client that does not read, before its requests end.
 
         Raises:
             ValueError: there can be no socket that is safe.
@@ -61,7 +61,7 @@ class EngineServer:
         self.when_lost: Callable[[], None] = lambda: None
         self._path = path
         self._listening = listen(path)
-        self._most_unsent = most_unsent
+        self._max_unsent = max_unsent
         self._engine: Engine | None = None
         self._ready: Ready | None = None
         self._connections: set[ClientConnection] = set()
@@ -120,7 +120,7 @@ class EngineServer:
                 connection.send(message)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = ClientConnection(self, reader, writer, self._most_unsent)
+        connection = ClientConnection(self, reader, writer, self._max_unsent)
         self._connections.add(connection)
         try:
             await connection.serve()

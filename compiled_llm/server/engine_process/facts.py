@@ -36,7 +36,7 @@ def ready_of(
     return Ready(
         model=name,
         vocabulary=runtime.model_runner().vocabulary,
-        ends=sorted(end_tokens(model)),
+        eos_token_ids=sorted(end_tokens(model)),
         form_ends=_form_ends(model, tokenizer),
         max_tokens=described.max_tokens,
         max_rows=described.max_rows,

@@ -35,7 +35,7 @@ logger = logging.getLogger("compiled_llm.server")
 BodyT = TypeVar("BodyT", bound=Struct)
 Answer = dict[str, Any]
 
-_MOST_BYTES = 2**16
+_MAX_BYTES = 2**16
 _PATIENCE = 5.0
 """Seconds that the answers which are being sent have at the end."""
 
@@ -200,8 +200,8 @@ async def _body(request: Request) -> bytes:
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > _MOST_BYTES:
-            raise HTTPException(413, f"the body can have {_MOST_BYTES:,} bytes")
+        if len(body) > _MAX_BYTES:
+            raise HTTPException(413, f"the body can have {_MAX_BYTES:,} bytes")
     return bytes(body)
 
 

@@ -26,16 +26,16 @@ class EngineProcess:
     Its standard input is a pipe that only this process holds: however this one ends, the engine process reads its end.
     """
 
-    def __init__(self, arguments: Sequence[str], most_restarts: int = 3) -> None:
+    def __init__(self, arguments: Sequence[str], max_restarts: int = 3) -> None:
         """Start nothing yet.
 
         Args:
             arguments: of ``compiled-llm``, with ``--leashed``.
-            most_restarts: how often it is started again in an hour.
+            max_restarts: how often it is started again in an hour.
         """
         self._arguments = own_command(*arguments)
-        self._most_restarts = most_restarts
-        self._restarts = Restarts(most_restarts)
+        self._max_restarts = max_restarts
+        self._restarts = Restarts(max_restarts)
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self, was_ready: Callable[[], bool]) -> str:
@@ -54,7 +54,7 @@ class EngineProcess:
             if not was_ready():
                 return f"the engine process has ended before it was ready (exit code {code})"
             if not self._restarts.may():
-                return f"the engine process has ended again, after {self._most_restarts} restarts within an hour"
+                return f"the engine process has ended again, after {self._max_restarts} restarts within an hour"
             why = "its device has failed" if code == DEVICE_LOST else f"exit code {code}"
             logger.error("compiled_llm: the engine process has ended (%s), and is started again", why)
 

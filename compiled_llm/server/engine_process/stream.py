@@ -21,7 +21,7 @@ from compiled_llm.requests.structured_outputs.params import StructuredOutputsPar
 
 logger = logging.getLogger("compiled_llm.server")
 
-MOST_ANSWERS = 1024
+MAX_ANSWERS = 1024
 """How many answers to one prompt a client can ask for: each takes memory at once."""
 _SCORES_AT_ONCE = 256
 """Tokens of a prompt whose log-probabilities are told together: some milliseconds, for which others wait."""
@@ -44,9 +44,9 @@ def begun(engine: Engine, submit: Submit) -> Stream | Refused:
 
 def _submitted(engine: Engine, submit: Submit) -> RequestHandle:
     params = _params(submit.params)
-    if params.n > MOST_ANSWERS:
+    if params.n > MAX_ANSWERS:
         raise ValueError(
-            f"SamplingParams: n={params.n}: an engine process gives at most {MOST_ANSWERS} answers to a prompt"
+            f"SamplingParams: n={params.n}: an engine process gives at most {MAX_ANSWERS} answers to a prompt"
         )
     return engine.submit(
         submit.prompt, params, priority=submit.priority, timeout=submit.timeout, cache_salt=submit.cache_salt

@@ -15,7 +15,7 @@ from compiled_llm.client.errors import EngineBusyError, EngineDeadError, EngineP
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _PARAMETER = re.compile(r"^(?:SamplingParams: )?([\w.]+)[=:]")
-_MOST_ERRORS = 1000
+_MAX_ERRORS = 1000
 _LONGEST = 1000
 """Characters of a sentence, or of a parameter's name."""
 _BUSY_SECONDS, _LOADING_SECONDS = "1", "5"
@@ -107,7 +107,7 @@ def of_validation(error: RequestValidationError) -> ApiError:
 
     A value that may be of several types is wrong in several ways: of these, the one farthest inside it is told.
     """
-    found = [(_path(entry["loc"], error.body), entry) for entry in error.errors()[:_MOST_ERRORS]]
+    found = [(_path(entry["loc"], error.body), entry) for entry in error.errors()[:_MAX_ERRORS]]
     outer = found[0][0] or ""
     param, first = max((entry for entry in found if (entry[0] or "").startswith(outer)), key=_depth)
     if first["type"] == "json_invalid":

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from compiled_llm.server.http.api_error import invalid
 
-MOST_VALUES = 2**16
+MAX_VALUES = 2**16
 """Texts, names, arrays and objects of a body."""
 
 
 def values_in(text: bytes) -> int:
-    """Return how many values JSON has besides numbers; if they are more than ``MOST_VALUES``, about how many.
+    """Return how many values JSON has besides numbers; if they are more than ``MAX_VALUES``, about how many.
 
     Args:
         text: as it came; what is no JSON is counted somehow.
     """
     plain = text.replace(rb"\\", b"").replace(rb"\"", b"")
     texts = plain.count(b'"') // 2
-    if texts <= MOST_VALUES and _opened(plain) + texts > MOST_VALUES:  # else there are few, brackets in texts included
+    if texts <= MAX_VALUES and _opened(plain) + texts > MAX_VALUES:  # else there are few, brackets in texts included
         plain = b"".join(plain.split(b'"')[::2])
     return _opened(plain) + texts
 
@@ -30,9 +30,9 @@ def check_values(body: bytes) -> None:
     Raises:
         ApiError: it has.
     """
-    if len(body) > MOST_VALUES and values_in(body) > MOST_VALUES:
+    if len(body) > MAX_VALUES and values_in(body) > MAX_VALUES:
         raise invalid(
-            f"the body has more than {MOST_VALUES:,} texts, arrays and objects; send fewer at once",
+            f"the body has more than {MAX_VALUES:,} texts, arrays and objects; send fewer at once",
             code="too_many_values",
         )
 

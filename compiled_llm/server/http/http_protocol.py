@@ -70,7 +70,7 @@ class LimitedHttpTools(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         client_seconds: float,
-        most_connections: int,
+        max_connections: int,
     ) -> None:
         """Wait for a connection.
 
@@ -80,12 +80,12 @@ class LimitedHttpTools(HttpToolsProtocol):
             app_state: uvicorn's.
             _loop: to run in.
             client_seconds: in which a head has to come, and something of an answer has to be taken.
-            most_connections: at a time.
+            max_connections: at a time.
         """
         super().__init__(config, server_state, app_state, _loop)
         self.when_lost: Callable[[], object] = lambda: None
         self._client_seconds = client_seconds
-        self._most_connections = most_connections
+        self._max_connections = max_connections
         self._looking: asyncio.TimerHandle | None = None
         self._in_head, self._in_body, self._has_body = True, False, False
         self._head_bytes = self._field_bytes = 0
@@ -96,7 +96,7 @@ class LimitedHttpTools(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin with a head, unless there are too many connections."""
         super().connection_made(transport)
-        if len(self.connections) > self._most_connections:
+        if len(self.connections) > self._max_connections:
             self._refuse()
         else:
             self._owed_since = self.loop.time()
@@ -174,7 +174,7 @@ class LimitedHttpTools(HttpToolsProtocol):
     # ---- clients that do not do their part
 
     def _refuse(self) -> None:
-        error = unavailable(f"the server has {self._most_connections:,} connections", "too_many_connections")
+        error = unavailable(f"the server has {self._max_connections:,} connections", "too_many_connections")
         body = msgspec.json.encode(error.body)
         head = (
             f"HTTP/1.1 503 Service Unavailable\r\nRetry-After: {error.headers['Retry-After']}\r\nConnection: close\r\n"

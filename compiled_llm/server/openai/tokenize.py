@@ -21,7 +21,7 @@ from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
 
 router = APIRouter(route_class=BodyRoute)
 
-_MOST_TOKENS = 2**18
+_MAX_TOKENS = 2**18
 """That are made text at once: that takes some hundredths of a second, and nothing else has the GIL meanwhile."""
 
 
@@ -52,7 +52,7 @@ class DetokenizeRequest(Body):
     """Tokens."""
 
     model: str | None = None
-    tokens: Annotated[Entries[int], Field(max_length=_MOST_TOKENS)]
+    tokens: Annotated[Entries[int], Field(max_length=_MAX_TOKENS)]
 
 
 class DetokenizeResponse(BaseModel):

@@ -43,7 +43,7 @@ class ApiServers:
         start: Start,
         listening: socket.socket,
         count: int,
-        most_restarts: int = 3,
+        max_restarts: int = 3,
     ) -> None:
         """Start nothing yet.
 
@@ -51,13 +51,13 @@ class ApiServers:
             start: what each of them is told.
             listening: where clients connect.
             count: how many there are.
-            most_restarts: how often one of them is started again in an hour.
+            max_restarts: how often one of them is started again in an hour.
         """
         self.was_ready = self.at_once = False
         self._start = start
         self._listening = listening
-        self._most_restarts = most_restarts
-        self._restarts = Restarts(most_restarts)
+        self._max_restarts = max_restarts
+        self._restarts = Restarts(max_restarts)
         self._api_servers: list[ApiServerProcess | None] = [None] * count
         self._all_ready = self._has_begun = False
         self._ending = asyncio.Event()
@@ -138,7 +138,7 @@ class ApiServers:
         elif not self._has_begun:
             self._give_up(f"an API server has ended before it took connections (exit code {code})")
         elif not self._restarts.may():
-            self._give_up(f"an API server has ended again, after {self._most_restarts} restarts within an hour")
+            self._give_up(f"an API server has ended again, after {self._max_restarts} restarts within an hour")
         else:
             logger.error("compiled_llm: an API server has ended (exit code %d), and is started again", code)
 

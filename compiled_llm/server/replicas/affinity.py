@@ -27,17 +27,17 @@ class Affinity(Generic[R]):
     them, so what is known of a prompt is always a beginning.
     """
 
-    def __init__(self, most_pages: int, most_longer: int, least_share: float) -> None:
+    def __init__(self, max_pages: int, max_longer: int, least_share: float) -> None:
         """Know nothing yet.
 
         Args:
-            most_pages: that are remembered.
-            most_longer: by how many requests a replica's queue may be longer than the shortest one.
+            max_pages: that are remembered.
+            max_longer: by how many requests a replica's queue may be longer than the shortest one.
             least_share: of a prompt's pages that a replica has to have, to be asked for their sake: what nearly all
                 prompts begin with would bring them all to one replica.
         """
-        self._most_pages = most_pages
-        self._most_longer = most_longer
+        self._max_pages = max_pages
+        self._max_longer = max_longer
         self._least_share = least_share
         self._owners: OrderedDict[bytes, set[R]] = OrderedDict()  # those asked for last at the end
 
@@ -59,7 +59,7 @@ class Affinity(Generic[R]):
 
     def _owner(self, pages: Sequence[bytes], queues: Mapping[R, int]) -> R | None:
         """Return who has most of the pages, of those that are not much busier than others."""
-        longest = min(queues.values()) + self._most_longer
+        longest = min(queues.values()) + self._max_longer
         known = {replica: 0 for replica, length in queues.items() if length <= longest}
         for number, page in enumerate(pages, start=1):
             owners = self._owners.get(page, set()) & known.keys()
@@ -73,7 +73,7 @@ class Affinity(Generic[R]):
         for page in reversed(pages):  # the first page last: it is forgotten after those that it leads to
             self._owners.setdefault(page, set()).add(replica)
             self._owners.move_to_end(page)
-        while len(self._owners) > self._most_pages:
+        while len(self._owners) > self._max_pages:
             self._owners.popitem(last=False)
 
     def keep(self, replicas: set[R]) -> None:

@@ -27,11 +27,11 @@ operations on it."""
 class Routing(NamedTuple):
     """How prompts are routed: the arguments of ``ray_app`` that the router gets."""
 
-    most_longer: int
+    max_longer: int
     least_share: float
     page_size: int
-    most_leading: int
-    most_pages: int
+    max_leading: int
+    max_pages: int
 
     def check(self) -> None:
         """Check them here: an error in a router would keep requests waiting.
@@ -40,7 +40,7 @@ class Routing(NamedTuple):
             ValueError: one is impossible.
         """
         for name, value in self._asdict().items():
-            least = 0 if name in ("most_longer", "least_share") else 1
+            least = 0 if name in ("max_longer", "least_share") else 1
             if value < least:
                 raise ValueError(f"ray_app: {name}={value}: must be at least {least}")
 
@@ -74,7 +74,7 @@ class Options(NamedTuple):
         return ["serve", self.model, *(flag for name, value in given.items() for flag in _flags(name, value))]
 
     @property
-    def most_requests(self) -> int:
+    def max_requests(self) -> int:
         """How many requests a replica has at most: those that run and those that wait; others are refused."""
         return int(self.given.get("max_rows") or MAX_ROWS) + int(self.given.get("max_queue") or MAX_QUEUE)
 

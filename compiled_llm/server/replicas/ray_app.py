@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from compiled_llm.server.settings import ApiServerSettings
 
 REPLICA = "engine"
-_MOST_OF_A_FRONT = 2**16
+_MAX_OF_A_FRONT = 2**16
 """Requests that Ray gives an API server at once: replicas say how many they take, and answer others with 429."""
 _ROUTER = "compiled_llm.server.replicas.ray_router.LeadingPagesRouter"
 
@@ -26,11 +26,11 @@ def ray_app(
     replicas: int = 1,
     api_servers: int = 1,
     num_gpus: float | None = None,
-    most_longer: int = 32,
+    max_longer: int = 32,
     least_share: float = 0.25,
     page_size: int = 16,
-    most_leading: int = 1024,
-    most_pages: int = 100_000,
+    max_leading: int = 1024,
+    max_pages: int = 100_000,
     replica_options: Mapping[str, Any] | None = None,
     api_server_options: Mapping[str, Any] | None = None,
     **options: Any,
@@ -45,13 +45,13 @@ def ray_app(
         replicas: engine processes, each with an engine of its own.
         API servers: processes that answer HTTP; each remembers for itself who has which pages.
         num_gpus: of a replica; 1 unless given, 0 with ``device="cpu"``.
-        most_longer: by how many requests the queue of a prompt's replica may be longer than the shortest one, before
+        max_longer: by how many requests the queue of a prompt's replica may be longer than the shortest one, before
             another replica answers.
         least_share: of a prompt's pages that a replica has to have, to be chosen for their sake. With 0, what all
             prompts begin with would bring them all to one replica.
         page_size: tokens of the pages that are compared.
-        most_leading: pages of a prompt that are compared.
-        most_pages: that an API server remembers.
+        max_leading: pages of a prompt that are compared.
+        max_pages: that an API server remembers.
         replica_options: further options of the replicas' ``serve.deployment``: ``autoscaling_config``,
             ``ray_actor_options``, ...
         api_server_options: those of the API servers'.
@@ -68,7 +68,7 @@ def ray_app(
     """
     told = Options(model, options)
     told.check()
-    routing = Routing(most_longer, least_share, page_size, most_leading, most_pages)
+    routing = Routing(max_longer, least_share, page_size, max_leading, max_pages)
     routing.check()
     settings, serve = told.settings(), _serve()
     from compiled_llm.server.replicas.ray_replica import Replica
@@ -77,11 +77,11 @@ def ray_app(
     replica: dict[str, Any] = {
         "num_replicas": replicas,
         "ray_actor_options": {"num_cpus": 1, "num_gpus": gpus},
-        "max_ongoing_requests": told.most_requests,
+        "max_ongoing_requests": told.max_requests,
         "logging_config": {"enable_access_log": False},  # API servers have one
         "request_router_config": {"request_router_class": _ROUTER, "request_router_kwargs": routing._asdict()},
     }
-    api_server = {"num_replicas": api_servers, "max_ongoing_requests": _MOST_OF_A_FRONT}
+    api_server = {"num_replicas": api_servers, "max_ongoing_requests": _MAX_OF_A_FRONT}
     engine_processes = serve.deployment(Replica, name=REPLICA, **_with(replica, replica_options)).bind(told.arguments())
     ingress = serve.ingress(_application(settings))()
     return serve.deployment(ingress, name="api-server", **_with(api_server, api_server_options)).bind(engine_processes)

@@ -20,20 +20,20 @@ class LeadingPagesRouter(RequestRouter):  # type: ignore[misc]  # Ray's types ar
     """Sends prompts with the same leading pages and salt to the same replica, unless its queue is too long."""
 
     def initialize_state(
-        self, most_longer: int, least_share: float, page_size: int, most_leading: int, most_pages: int
+        self, max_longer: int, least_share: float, page_size: int, max_leading: int, max_pages: int
     ) -> None:
         """Take the settings, which are those of ``ray_app``; Ray calls this once.
 
         Args:
-            most_longer: by how many requests a replica's queue may be longer than the shortest.
+            max_longer: by how many requests a replica's queue may be longer than the shortest.
             least_share: of a prompt's pages that a replica has to have, to be asked for their sake.
             page_size: tokens of a page.
-            most_leading: pages of a prompt that are looked at.
-            most_pages: that are remembered.
+            max_leading: pages of a prompt that are looked at.
+            max_pages: that are remembered.
         """
-        self._affinity: Affinity[ReplicaID] = Affinity(most_pages, most_longer, least_share)
+        self._affinity: Affinity[ReplicaID] = Affinity(max_pages, max_longer, least_share)
         self._page_size = page_size
-        self._most_leading = most_leading
+        self._max_leading = max_leading
         self._routed = RoutedFigure()
 
     async def choose_replicas(
@@ -62,7 +62,7 @@ class LeadingPagesRouter(RequestRouter):  # type: ignore[misc]  # Ray's types ar
         submit = request.args[0] if request is not None and request.args else None
         if not isinstance(submit, Submit):
             return shorter_of_two(queues)
-        pages = leading_pages(submit.prompt, submit.cache_salt, self._page_size, self._most_leading)
+        pages = leading_pages(submit.prompt, submit.cache_salt, self._page_size, self._max_leading)
         chosen = self._affinity.choose(pages, queues)
         self._routed.count(chosen.by_pages)
         return chosen.replica

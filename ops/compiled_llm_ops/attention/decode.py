@@ -249,10 +249,10 @@ def _cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None
     (rows, heads, _), (_, _, kv_heads, page_size, padded) = args.query.shape, args.pages.shape
     device = _device(args.query.device)
     # Nothing that changes from step to step: a captured launch is replayed with rows of other lengths.
-    most_keys = args.indices.shape[0] * page_size
-    most_keys = most_keys if args.window_left < 0 else min(most_keys, args.window_left + 1)
+    max_keys = args.indices.shape[0] * page_size
+    max_keys = max_keys if args.window_left < 0 else min(max_keys, args.window_left + 1)
     tiling = attention_tiling.choose_attention_tiling(
-        rows, kv_heads, heads // kv_heads, padded, most_keys, device.processors, device.shared_memory
+        rows, kv_heads, heads // kv_heads, padded, max_keys, device.processors, device.shared_memory
     )
     lse = torch.empty((rows, heads), dtype=torch.float32, device=args.query.device) if wants_lse else None
     with torch.cuda.device(args.query.device):  # Triton launches on the current one

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm_ops.contracts import Geometry, PlannedBatch
-from compiled_llm_ops.flashinfer.splitting import SPLIT, most_tiles, worth_splitting
+from compiled_llm_ops.flashinfer.splitting import SPLIT, max_tiles, worth_splitting
 from compiled_llm_ops.flashinfer.versions import idle_blocks_read_the_plan, uniform_q_len_argument
 from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace
 
@@ -184,7 +184,7 @@ def with_blocks_for_tiles(numbers: list[int], geometry: Geometry, tokens: int, r
     multiprocessors: on an H200, 1 row of 512 new tokens takes 29 us instead of 19.
     """
     changed = list(numbers)
-    changed[_BLOCKS] = most_tiles(geometry, tokens, rows, numbers[_TILE])
+    changed[_BLOCKS] = max_tiles(geometry, tokens, rows, numbers[_TILE])
     return changed
 
 

@@ -15,7 +15,7 @@ _BLOCKS_AT_ONCE = 2  # resident blocks per multiprocessor; FlashInfer splits row
 
 def split_bytes(geometry: Geometry, processors: int) -> int:
     """Return an upper bound on the workspace of a plan whose launches are not captured, in bytes."""
-    return _partial_results(geometry, _most_blocks(geometry, processors), _largest_tile(geometry))
+    return _partial_results(geometry, _max_blocks(geometry, processors), _largest_tile(geometry))
 
 
 def captured_split_bytes(geometry: Geometry, tokens: int, rows: int, processors: int) -> int:
@@ -24,16 +24,16 @@ def captured_split_bytes(geometry: Geometry, tokens: int, rows: int, processors:
     Such a plan counts every row as split, since a later batch's may be, and so has room for all queries.
     """
     tile = captured_tile(geometry, tokens, rows)
-    tiles = most_tiles(geometry, tokens, rows, tile)
-    return _partial_results(geometry, max(_most_blocks(geometry, processors), tiles), tile)
+    tiles = max_tiles(geometry, tokens, rows, tile)
+    return _partial_results(geometry, max(_max_blocks(geometry, processors), tiles), tile)
 
 
-def most_tiles(geometry: Geometry, tokens: int, rows: int, tile: int) -> int:
+def max_tiles(geometry: Geometry, tokens: int, rows: int, tile: int) -> int:
     """Return the most tiles of (token, head of the group) pairs that the tokens of these rows can have."""
     return -(-tokens * (geometry.query_heads // geometry.kv_heads) // tile) + rows - 1
 
 
-def _most_blocks(geometry: Geometry, processors: int) -> int:
+def _max_blocks(geometry: Geometry, processors: int) -> int:
     """Return how many blocks split rows get for each kv head."""
     return _BLOCKS_AT_ONCE * processors // geometry.kv_heads
 
@@ -86,7 +86,7 @@ def worth_splitting(geometry: Geometry, queries: Sequence[int], lengths: Sequenc
             seen = min(length, most)
             longest = max(longest, seen)
             pairs += -(-count * group // tile) * seen
-    alone = most_tiles(geometry, tokens, len(queries), tile) * geometry.kv_heads <= processors
+    alone = max_tiles(geometry, tokens, len(queries), tile) * geometry.kv_heads <= processors
     shared = pairs * geometry.kv_heads / (_BLOCKS_AT_ONCE * processors)
     merging = 64 + tokens * geometry.query_heads / 18
     return longest * (0.6 if alone else 1) - shared > merging

@@ -28,7 +28,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_llm_ops.contracts import DecodeAttention
-from compiled_llm_ops.kernels.attention_tiling import MOST_ROWS, MOST_SHARES, AttentionTiling
+from compiled_llm_ops.kernels.attention_tiling import MAX_ROWS, MAX_SHARES, AttentionTiling
 from compiled_llm_ops.kernels.counters import zeroed_counters
 
 MERGED_VALUES = 2**12
@@ -312,7 +312,7 @@ def decode(args: DecodeAttention, lse: Tensor | None, *, tiling: AttentionTiling
     if args.logits_soft_cap > 0:
         factor, cap = args.scale / args.logits_soft_cap, args.logits_soft_cap * math.log2(math.e)
     constants: dict[str, Any] = {
-        "ROWS": 1 if tiling.row_tile == 1 else MOST_ROWS, "MOST": MOST_SHARES,
+        "ROWS": 1 if tiling.row_tile == 1 else MAX_ROWS, "MOST": MAX_SHARES,
         "GQA": gqa, "PADDED": padded, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,
         "BLOCK": tiling.block, "CHUNK": max(1, MERGED_VALUES // (padded * stored)), "STAGES": tiling.stages,
         "CAPPED": cap > 0, "SHARE_EQUAL": tiling.share_equal, "PDL": pdl, "num_warps": tiling.warps,

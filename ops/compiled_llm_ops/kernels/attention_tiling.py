@@ -19,10 +19,10 @@ FEW = 4
 BUSY_VALUES = 2**17
 """Values of keys that one program reads alone while others keep the device busy: 1,024 keys of size 128."""
 
-MOST_SHARES = 64
+MAX_SHARES = 64
 """Programs that share a row at most: the last of them reads the results of all."""
 
-MOST_ROWS = 32
+MAX_ROWS = 32
 """Rows that share programs at most: one for each thread of a warp, which sums over them in one instruction."""
 
 SMALL_BLOCK, LARGE_BLOCK = 2**13, 2**14
@@ -31,21 +31,21 @@ SMALL_BLOCK, LARGE_BLOCK = 2**13, 2**14
 LARGE_PROGRAM = 160 * 1024
 """Bytes of shared memory that a program with large blocks needs."""
 
-MOST_LARGE = 0.75
+MAX_LARGE = 0.75
 """Rows and kv heads for each multiprocessor up to which large programs are faster than several small ones.
 
 Measured in whole steps of Qwen3-0.6B, where 8 rows decode 6% faster with large ones, 16 rows 1% and 32 rows 3% slower;
 alone, launch after launch, attention of 8 long rows is faster with small ones.
 """
 
-MOST_DEEP = 3
+MAX_DEEP = 3
 """Rows and kv heads for each multiprocessor up to which small programs need a deep pipeline, and up to which rows of
 about equal lengths are shared: with more, they end together anyway, and sharing 64 of 1,100 keys took 9% longer."""
 
 DEEP, SHALLOW = 5, 3
 """Stages of the pipeline: two blocks and the page numbers of two more are being loaded at a time, or one block."""
 
-MOST_GQA = 16
+MAX_GQA = 16
 """Query heads of a kv head up to which registers hold more than the results: with more, blocks are small."""
 
 
@@ -53,7 +53,7 @@ class AttentionTiling(NamedTuple):
     """How programs share the keys of rows, and how each of them reads its own.
 
     Attributes:
-        row_tile: rows that share programs, next to each other: 1 or up to MOST_ROWS.
+        row_tile: rows that share programs, next to each other: 1 or up to MAX_ROWS.
         programs: for each kv head of these rows; one for each row at least.
         unsplit: blocks up to which one program reads all keys of a row.
         min_share: the fewest blocks of a share; rows are cut evenly into as few as are no larger.
@@ -75,7 +75,7 @@ class AttentionTiling(NamedTuple):
 
 
 def choose_attention_tiling(
-    rows: int, kv_heads: int, gqa: int, head_dim: int, most_keys: int, processors: int, shared_memory: int
+    rows: int, kv_heads: int, gqa: int, head_dim: int, max_keys: int, processors: int, shared_memory: int
 ) -> AttentionTiling:
     """Return how keys are shared, by constant properties: not by lengths, since a captured launch is replayed.
 
@@ -89,25 +89,25 @@ def choose_attention_tiling(
         kv_heads: K.
         gqa: G.
         head_dim: D'.
-        most_keys: a bound on the keys that a query can see.
+        max_keys: a bound on the keys that a query can see.
         processors: multiprocessors of the device.
         shared_memory: bytes of a multiprocessor.
     """
     items = rows * kv_heads
-    if gqa > MOST_GQA:
+    if gqa > MAX_GQA:
         values, stages, warps = SMALL_BLOCK, SHALLOW, 4
-    elif items <= MOST_LARGE * processors and shared_memory >= LARGE_PROGRAM:
+    elif items <= MAX_LARGE * processors and shared_memory >= LARGE_PROGRAM:
         values, stages, warps = LARGE_BLOCK, DEEP, 4
     else:
-        values, stages, warps = SMALL_BLOCK, DEEP if items <= MOST_DEEP * processors else SHALLOW, 2
+        values, stages, warps = SMALL_BLOCK, DEEP if items <= MAX_DEEP * processors else SHALLOW, 2
     splits, unsplit, min_share = processors // items, ALONE, 1
     if splits < FEW:
         splits, unsplit, min_share = FEW, BUSY_VALUES // values, BUSY_VALUES // values
     block = values // head_dim
-    blocks = -(-most_keys // block)
+    blocks = -(-max_keys // block)
     if blocks <= unsplit:
         return AttentionTiling(1, 1, unsplit, min_share, block, stages, warps)
-    row_tile = -(-rows // -(-rows // MOST_ROWS))
-    programs = row_tile * min(splits, blocks, MOST_SHARES)
-    share_equal = items <= MOST_DEEP * processors
+    row_tile = -(-rows // -(-rows // MAX_ROWS))
+    programs = row_tile * min(splits, blocks, MAX_SHARES)
+    share_equal = items <= MAX_DEEP * processors
     return AttentionTiling(row_tile, programs, unsplit, min_share, block, stages, warps, share_equal)

@@ -19,10 +19,10 @@ from torch import Tensor
 TILE, BLOCK = 64, 128
 """Outputs of a tile, which is what tensor cores take of their first operand, and inputs of a block."""
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 """Rows up to which the kernels were measured."""
 
-MOST_TILES = 3
+MAX_TILES = 3
 """Tiles of a program: their sums are 96 registers of a thread, with 64 rows."""
 
 FEWEST_STAGES = 4
@@ -44,7 +44,7 @@ FEW_OUTPUTS, MANY_OUTPUTS = 2, 4
 LEAST_FOR_MANY = 16
 """Outputs for each multiprocessor from which on a program without tensor cores computes MANY_OUTPUTS."""
 
-MOST_OUTPUTS_OF_TWO = 16
+MAX_OUTPUTS_OF_TWO = 16
 """Outputs for each multiprocessor up to which two rows are multiplied without tensor cores."""
 
 LEAST_OUTPUTS = 7
@@ -53,7 +53,7 @@ LEAST_OUTPUTS = 7
 FEW_NORMING = 8
 """Programs for each multiprocessor from which on half as many, with twice the outputs, norm the row faster."""
 
-MOST_NORMING = 16
+MAX_NORMING = 16
 """Programs for each multiprocessor that may each norm the row: about as many as run at a time."""
 
 SHARED_MEMORY = 226 * 1024
@@ -102,14 +102,14 @@ def choose_linear_tiling(m: int, n: int, k: int, processors: int = 132) -> Linea
 
     In short: one program on a multiprocessor, which loads as many bytes at a time as it holds; no sum over programs.
     """
-    if m == 1 or (m == 2 and n <= MOST_OUTPUTS_OF_TWO * processors):
+    if m == 1 or (m == 2 and n <= MAX_OUTPUTS_OF_TWO * processors):
         return _without_tensor_cores(m, n, k, processors)
-    if not 2 <= m <= MOST_ROWS or n % 16 or k % BLOCK or n < LEAST_OUTPUTS * processors:
+    if not 2 <= m <= MAX_ROWS or n % 16 or k % BLOCK or n < LEAST_OUTPUTS * processors:
         return None
     rows, outputs = max(16, 1 << (m - 1).bit_length()), TILE
-    while rows == MOST_ROWS and outputs > 16 and n / (outputs * processors) < FEWEST_FULL_TILES:
+    while rows == MAX_ROWS and outputs > 16 and n / (outputs * processors) < FEWEST_FULL_TILES:
         outputs //= 2
-    tiles = min(MOST_TILES, -(-n // (outputs * processors)))
+    tiles = min(MAX_TILES, -(-n // (outputs * processors)))
     inputs = BLOCK if stages_that_fit(rows, outputs * tiles, 2 * BLOCK) < FEWEST_STAGES else 2 * BLOCK
     return LinearTiling(rows, outputs, tiles, inputs, stages_that_fit(rows, outputs * tiles, inputs), prefetched=0)
 
@@ -139,4 +139,4 @@ def choose_normed_tiling(n: int, k: int, processors: int = 132) -> LinearTiling 
     fits = 2 * twice.outputs * tiling.prefetched * tiling.inputs <= PREFETCHED_WEIGHTS  # beside the row itself
     if fits and n > FEW_NORMING * tiling.outputs * processors:
         tiling = twice
-    return tiling if n <= MOST_NORMING * tiling.outputs * processors else None
+    return tiling if n <= MAX_NORMING * tiling.outputs * processors else None

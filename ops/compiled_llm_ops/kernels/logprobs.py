@@ -40,11 +40,11 @@ def top_logprobs(args: TopLogprobs) -> Tensor:
     largest = torch.empty(rows, spans, dtype=torch.float32, device=device)
     mass = torch.empty(rows, spans, dtype=torch.float32, device=device)
     likelier = torch.empty(rows, spans, dtype=torch.int32, device=device)
-    packed = torch.empty(rows, 2 + 2 * args.most, dtype=torch.int32, device=device)
+    packed = torch.empty(rows, 2 + 2 * args.num_logprobs, dtype=torch.int32, device=device)
     shared = (logits, logits.stride(0), args.tokens, vocabulary, peaks, tiles, largest, mass, likelier, spans)
     _summarise_for_logprobs[(rows, spans)](*shared, num_warps=_WARPS)
     _take_likeliest[(rows,)](
-        *shared, packed, args.most, padded_tiles=triton.next_power_of_2(tiles),
+        *shared, packed, args.num_logprobs, padded_tiles=triton.next_power_of_2(tiles),
         padded_spans=triton.next_power_of_2(spans), num_warps=_WARPS,
     )  # fmt: skip
     return packed
@@ -72,11 +72,11 @@ def _summarise_for_logprobs(
 
 @triton.jit(do_not_specialize=["most"])
 def _take_likeliest(
-    logits, stride, tokens, vocabulary, peaks, tiles, largest, mass, likelier, spans, packed, most,
+    logits, stride, tokens, vocabulary, peaks, tiles, largest, mass, likelier, spans, packed, num_logprobs,
     padded_tiles: tl.constexpr, padded_spans: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    source, result = logits + row * stride, packed + row * (2 + 2 * most)
+    source, result = logits + row * stride, packed + row * (2 + 2 * num_logprobs)
     span = tl.arange(0, padded_spans)
     inside = span < spans
     of_spans = tl.load(largest + row * spans + span, mask=inside, other=float("-inf"))
@@ -92,7 +92,7 @@ def _take_likeliest(
     tile, lane = tl.arange(0, padded_tiles), tl.arange(0, _TILE)
     left = tl.load(peaks + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
     value, token = peak + 1.0, tl.max(tile, axis=0) * 0 - 1  # above all others
-    for number in range(most):
+    for number in range(num_logprobs):
         first = tl.argmax(left, axis=0) * _TILE
         place = first + lane
         scores = tl.load(source + place, mask=place < vocabulary, other=float("-inf")).to(tl.float32)
@@ -102,6 +102,6 @@ def _take_likeliest(
         token = tl.min(tl.where(remains & (scores == value), place, _NO_TOKEN), axis=0)
         token = tl.minimum(token, vocabulary - 1)
         tl.store(result + 2 + number, (value - normaliser).to(tl.int32, bitcast=True))
-        tl.store(result + 2 + most + number, token)
+        tl.store(result + 2 + num_logprobs + number, token)
         remains = remains & ((scores < value) | (place > token))
         left = tl.where(tile * _TILE == first, tl.max(tl.where(remains, scores, float("-inf")), axis=0), left)

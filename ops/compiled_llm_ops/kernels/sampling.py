@@ -33,10 +33,10 @@ from compiled_llm_ops.contracts import (
     FOLLOWING,
     GROWING,
     MASKED,
-    MOST_BIASES,
-    MOST_FOLLOWED,
-    MOST_GROWING,
-    MOST_OF_TOP_H,
+    MAX_BIASES,
+    MAX_FOLLOWED,
+    MAX_GROWING,
+    MAX_OF_TOP_H,
     PROMPTED,
     TILE,
     SampleTokens,
@@ -56,14 +56,14 @@ _COUNTED, _MASKED, _CLEANED, _BIASED = (tl.constexpr(kind) for kind in (COUNTED,
 _FOLLOWING, _FILTERED = tl.constexpr(FOLLOWING), tl.constexpr(FILTERED)
 _GROWING, _PROMPTED = tl.constexpr(GROWING), tl.constexpr(PROMPTED)
 _TOP_H, _TYPICAL, _EPSILON, _ETA, _PROMPT_PENALTY, _GROWTH = (tl.constexpr(at) for at in range(len(Seldom._fields)))
-_SELDOM, _MOST_GROWING = tl.constexpr(len(Seldom._fields)), tl.constexpr(MOST_GROWING)
-_MOST_OF_TOP_H = tl.constexpr(MOST_OF_TOP_H)
+_SELDOM, _MAX_GROWING = tl.constexpr(len(Seldom._fields)), tl.constexpr(MAX_GROWING)
+_MAX_OF_TOP_H = tl.constexpr(MAX_OF_TOP_H)
 _FORCED = tl.constexpr(1e19)
 _DEFERRED = tl.constexpr(DEFERRED)
-_MOST_FOLLOWED = tl.constexpr(MOST_FOLLOWED)
-_MOST_BIASES = tl.constexpr(MOST_BIASES)
+_MAX_FOLLOWED = tl.constexpr(MAX_FOLLOWED)
+_MAX_BIASES = tl.constexpr(MAX_BIASES)
 _NO_TOKEN = tl.constexpr(2**31 - 1)
-_MOST_COUNTED = tl.constexpr(2**15 - 1)
+_MAX_COUNTED = tl.constexpr(2**15 - 1)
 _HUGE = tl.constexpr(1e30)
 # Whose turn it is in ``_band``: top-h keeps a hundred, finds the score at which its limit is reached, and judges it.
 _HUNDRED, _LIMIT, _PASSING, _LAST_OF_TOP_H, _TOP_K_TURN, _TOP_P_TURN, _TYPICAL_TURN, _EPSILON_TURN, _ETA_TURN = (
@@ -159,8 +159,8 @@ def _source(
     source = (
         logits + row * stride, tl.load(adjustments + slot), vocabulary, scale, positions + row, repetition + slot,
         presence + slot, frequency + slot, counts + slot * vocabulary, allowed + slot * tl.cdiv(vocabulary, 32),
-        biases + slot * ((4 + _MOST_FOLLOWED) * _MOST_BIASES), recent + slot * (_MOST_FOLLOWED + 1),
-        seldom + slot * _SELDOM, growing + slot * (1 + _MOST_GROWING),
+        biases + slot * ((4 + _MAX_FOLLOWED) * _MAX_BIASES), recent + slot * (_MAX_FOLLOWED + 1),
+        seldom + slot * _SELDOM, growing + slot * (1 + _MAX_GROWING),
     )  # fmt: skip
     return source, row, slot, row_temperature
 
@@ -212,15 +212,15 @@ def _biased(logits, token, biases, recent, adjustments, position):
     at = _entries_below(biases, total, first_token)
     own = tl.load(biases + at, mask=at < total, other=_NO_TOKEN)
     exists = own < first_token + _TILE  # a second search for the end would take as long as all else here
-    followed = (adjustments // _FOLLOWING) & _MOST_FOLLOWED
+    followed = (adjustments // _FOLLOWING) & _MAX_FOLLOWED
     while tl.max(exists.to(tl.int32), axis=0) != 0:
         bias = biases + at
-        value = tl.load(bias + _MOST_BIASES, mask=exists, other=0).to(tl.float32, bitcast=True)
-        holds = exists & (tl.load(bias + 2 * _MOST_BIASES, mask=exists, other=0) <= position)
-        holds = holds & (position < tl.load(bias + 3 * _MOST_BIASES, mask=exists, other=0))
+        value = tl.load(bias + _MAX_BIASES, mask=exists, other=0).to(tl.float32, bitcast=True)
+        holds = exists & (tl.load(bias + 2 * _MAX_BIASES, mask=exists, other=0) <= position)
+        holds = holds & (position < tl.load(bias + 3 * _MAX_BIASES, mask=exists, other=0))
         for back in range(1, followed + 1):
-            wanted = tl.load(bias + (3 + back) * _MOST_BIASES, mask=exists, other=-1)
-            holds = holds & ((wanted < 0) | (wanted == tl.load(recent + ((position - back) & _MOST_FOLLOWED))))
+            wanted = tl.load(bias + (3 + back) * _MAX_BIASES, mask=exists, other=-1)
+            holds = holds & ((wanted < 0) | (wanted == tl.load(recent + ((position - back) & _MAX_FOLLOWED))))
         logits += tl.where(token == tl.where(holds, own, -1)[:, None], value[:, None], 0.0)
         at += 1
         own = tl.load(biases + at, mask=at < total, other=_NO_TOKEN)
@@ -264,7 +264,7 @@ def _grown(logits, source, token):
     """Let the logits of some tokens grow with the position."""
     steps = tl.maximum(tl.load(source[4]) - tl.load(source[13]), 0).to(tl.float32)
     growth = tl.exp2(steps * tl.load(source[12] + _GROWTH)) - 1.0
-    for number in range(1, _MOST_GROWING + 1):
+    for number in range(1, _MAX_GROWING + 1):
         grows = (token == tl.load(source[13] + number)) & (tl.abs(logits) < _FORCED)
         logits += tl.where(grows, tl.abs(logits) * growth, 0.0)
     return logits
@@ -276,9 +276,9 @@ def _count(source, token):
     if (source[1] & _COUNTED) != 0:
         place = source[8] + token
         before = tl.load(place).to(tl.int32)
-        tl.store(place, tl.where(before < _MOST_COUNTED - 1, before + 2, before).to(tl.int16))
-    if ((source[1] // _FOLLOWING) & _MOST_FOLLOWED) != 0:
-        tl.store(source[11] + (tl.load(source[4]) & _MOST_FOLLOWED), token.to(tl.int32))
+        tl.store(place, tl.where(before < _MAX_COUNTED - 1, before + 2, before).to(tl.int16))
+    if ((source[1] // _FOLLOWING) & _MAX_FOLLOWED) != 0:
+        tl.store(source[11] + (tl.load(source[4]) & _MAX_FOLLOWED), token.to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["deferred"])
@@ -588,10 +588,10 @@ def _band(source, peak, total, bound, floor, k, p):
                 kept, moment, most, least, count = _moments(source, smallest, centre, furthest, above, peak)
             low, high, needed = smallest, peak + tl.abs(peak) * 1e-6 + 1e-30, kept
             if turn == _HUNDRED:
-                needed = kept * 0.0 + _MOST_OF_TOP_H
+                needed = kept * 0.0 + _MAX_OF_TOP_H
             if turn == _LIMIT:
                 # As the last of the hundred are more, which top-h does not see.
-                more = tl.maximum(count - _MOST_OF_TOP_H, 0).to(tl.float32) * tl.exp(least - peak)
+                more = tl.maximum(count - _MAX_OF_TOP_H, 0).to(tl.float32) * tl.exp(least - peak)
                 total = kept - more
                 limit = top_h * (tl.log(total) - (moment - more * (least - peak)) / total)
                 needed = limit

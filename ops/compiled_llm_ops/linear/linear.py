@@ -48,9 +48,9 @@ def has_kernel(weight: Tensor, rows: int | None = None) -> bool:
     """
     if weight.device.type == "cpu":
         return weight.dtype is torch.float32
-    from compiled_llm_ops.kernels.linear_tiling import MOST_ROWS, tiling_for
+    from compiled_llm_ops.kernels.linear_tiling import MAX_ROWS, tiling_for
 
-    counts = range(1, MOST_ROWS + 1) if rows is None else [rows]
+    counts = range(1, MAX_ROWS + 1) if rows is None else [rows]
     return any(tiling_for(count, weight) is not None for count in counts)
 
 
@@ -63,7 +63,7 @@ def _check(args: SkinnyLinear) -> None:
         )
 
 
-MOST_ROWS_LEFT, MOST_ROWS_LEFT_OF_LARGE, LARGE_WEIGHT = 4, 8, 8192
+MAX_ROWS_LEFT, MAX_ROWS_LEFT_OF_LARGE, LARGE_WEIGHT = 4, 8, 8192
 """Rows up to which BLAS is faster with the weight on the left: with any weight, and with so many outputs or more."""
 
 
@@ -72,7 +72,7 @@ def weight_goes_left(count: int, outputs: int) -> bool:
 
     Fitted on a CPU with torch's own BLAS in float32; ``tools/fit_tilings.py --only cpu-linear`` measures it again.
     """
-    return count <= MOST_ROWS_LEFT or (count <= MOST_ROWS_LEFT_OF_LARGE and outputs >= LARGE_WEIGHT)
+    return count <= MAX_ROWS_LEFT or (count <= MAX_ROWS_LEFT_OF_LARGE and outputs >= LARGE_WEIGHT)
 
 
 def _cpu(args: SkinnyLinear) -> Tensor:

@@ -132,7 +132,7 @@ def worker() -> Iterator[tuple[Any, WorkerVocabulary]]:
 def deepest_references() -> dict[str, Any]:
     """As many levels in as many definitions as may be, the deepest of each of which leads to the next one."""
     levels = 64
-    count = bounds.MOST_REFERENCED // (levels + 3)
+    count = bounds.MAX_REFERENCED // (levels + 3)
     inner = [
         {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{n + 1}"}}, "required": ["x"]} for n in range(count)
     ]

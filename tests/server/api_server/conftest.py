@@ -36,7 +36,7 @@ def engine_process(engine: Engine) -> Iterator[Loop]:
 
 @pytest.fixture(scope="module")
 def api_server(engine_process: Loop) -> Iterator[RunningServer]:
-    with running_server(engine_process.server._path, most_choices=16, most_body_bytes=2**17) as api_server:
+    with running_server(engine_process.server._path, max_choices=16, max_body_bytes=2**17) as api_server:
         yield api_server
 
 

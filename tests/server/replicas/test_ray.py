@@ -97,7 +97,7 @@ def start(folder: Path, port: int, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def client(start: Callable[..., httpx.Client]) -> httpx.Client:
-    return start(most_longer=2)
+    return start(max_longer=2)
 
 
 def sockets() -> list[str]:

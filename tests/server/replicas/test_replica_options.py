@@ -35,7 +35,7 @@ def test_engine_processes_get_theirs_as_the_command_takes_them() -> None:
         *("serve", "demo", f"--max-queue={MAX_QUEUE}", "--drain-seconds=1"),
         *("--mode=eager", "--warmup=1,8", "--quiet", "--max-rows=8"),
     ]
-    assert options.most_requests == 8 + MAX_QUEUE
+    assert options.max_requests == 8 + MAX_QUEUE
 
 
 def test_api_servers_get_theirs(tmp_path: Path) -> None:
@@ -57,12 +57,12 @@ def test_api_servers_get_theirs(tmp_path: Path) -> None:
         ("port", "ray_app: port: is for one server"),
         ("max_row", "ray_app: max_row: there is no such option"),
         ("page_size", "ray_app: page_size=0: must be at least 1"),
-        ("most_longer", "ray_app: most_longer=-1: must be at least 0"),
+        ("max_longer", "ray_app: max_longer=-1: must be at least 0"),
     ],
 )
 def test_an_option_that_is_none_is_refused_by_name(option: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ray_app("demo", **{option: -1 if option == "most_longer" else 0})
+        ray_app("demo", **{option: -1 if option == "max_longer" else 0})
 
 
 def test_a_replica_that_asks_for_more_of_ray_keeps_its_gpu() -> None:

@@ -122,7 +122,7 @@ class NaiveDevice:
     def run(self, batch: Batch, persistent: Any, unchanged: bool = False) -> StepOutput:
         self.fault("run")
         entries = [(row, [self.next[row]], True) for row in batch.decode]
-        entries += [(entry.row, entry.ids.tolist(), entry.ends) for entry in batch.extend]  # type: ignore[misc]
+        entries += [(entry.row, entry.ids.tolist(), entry.is_last) for entry in batch.extend]  # type: ignore[misc]
         rows = [row for row, _, _ in entries]
         assert len(set(rows)) == len(rows), "a row is twice in a step"
         for extension in batch.extend:

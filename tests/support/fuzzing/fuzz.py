@@ -13,7 +13,7 @@ from support.fuzzing.case import Case
 from support.fuzzing.draws import unevenness
 from support.fuzzing.playing import Played, play
 from support.fuzzing.random_cases import random_case
-from support.fuzzing.shrinking import MOST_TRIED, shrink
+from support.fuzzing.shrinking import MAX_TRIED, shrink
 
 UNLIKELY = 8.0
 """How uneven draws may be: once in a hundred million runs by chance."""
@@ -74,12 +74,12 @@ def first_difference(seeds: Iterator[int], steps: int, mode: str, tally: Tally) 
     return None
 
 
-def report(seed: int, steps: int, mode: str, most_tried: int = MOST_TRIED) -> str:
+def report(seed: int, steps: int, mode: str, max_tried: int = MAX_TRIED) -> str:
     """What a person pastes and runs."""
     case = random_case(seed, steps, mode=mode)
     with quiet():
         case = replace(case, steps=case.steps[: play(case).step + 1])
-        smallest = shrink(case, _differs, most_tried)
+        smallest = shrink(case, _differs, max_tried)
         played = play(smallest)
     return (
         f"{played.difference}\n\nThe whole case:\n\n    pytest tests/fuzz --fuzz-seed={seed} --fuzz-cases=1 "

@@ -9,13 +9,13 @@ from typing import Any
 from support.fuzzing.case import Case
 from support.fuzzing.data import Data, Prompt, default_of
 
-MOST_TRIED = 300
+MAX_TRIED = 300
 
 
-def shrink(case: Case, fails: Callable[[Case], bool], most_tried: int = MOST_TRIED) -> Case:
+def shrink(case: Case, fails: Callable[[Case], bool], max_tried: int = MAX_TRIED) -> Case:
     """The smallest failing case that can be reached by making one thing smaller at a time."""
     candidates = _smaller(case)
-    for _ in range(most_tried):
+    for _ in range(max_tried):
         candidate = next(candidates, None)
         if candidate is None:
             break

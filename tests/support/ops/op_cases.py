@@ -23,9 +23,9 @@ from compiled_llm_ops import (
     FOLLOWING,
     GROWING,
     MASKED,
-    MOST_BIASES,
-    MOST_FOLLOWED,
-    MOST_GROWING,
+    MAX_BIASES,
+    MAX_FOLLOWED,
+    MAX_GROWING,
     PROMPTED,
     Geometry,
     append_paged_kv,
@@ -218,8 +218,8 @@ def sample_cases() -> list[SampleTokens]:
             "top_k": [0, 3, 0],
             "adjustments": [0, COUNTED + MASKED + CLEANED + FILTERED + GROWING + PROMPTED + FOLLOWING + BIASED, 0],
         }
-        shapes = {"allowed": (3, 1), "biases": (3, 4 + MOST_FOLLOWED, MOST_BIASES), "recent": (3, MOST_FOLLOWED + 1)}
-        shapes["growing"] = (3, 1 + MOST_GROWING)
+        shapes = {"allowed": (3, 1), "biases": (3, 4 + MAX_FOLLOWED, MAX_BIASES), "recent": (3, MAX_FOLLOWED + 1)}
+        shapes["growing"] = (3, 1 + MAX_GROWING)
         return {
             **{name: torch.tensor(column) for name, column in numbers.items()},
             **{name: torch.tensor(column, dtype=torch.int32) for name, column in whole.items()},

@@ -18,12 +18,12 @@ class Told(NamedTuple):
 
 def read_in_pieces(reader: PartsReader, pieces: Iterable[str], cut: bool = False) -> Told:
     whole = Parts()
-    for parts in [*(reader.read(piece, over=False) for piece in pieces), reader.read("", over=True, cut=cut)]:
+    for parts in [*(reader.read(piece, finished=False) for piece in pieces), reader.read("", finished=True, cut=cut)]:
         whole.reasoning, whole.content = whole.reasoning + parts.reasoning, whole.content + parts.content
         for piece in parts.pieces:
             assert (piece.name is None) == any(piece.id == earlier.id for earlier in whole.pieces)
             whole.call(piece)
     assert len({piece.id for piece in whole.pieces}) == len(whole.pieces), "pieces of a call come one after another"
     return Told(
-        whole.reasoning, whole.content, [(piece.name or "", piece.arguments, piece.ends) for piece in whole.pieces]
+        whole.reasoning, whole.content, [(piece.name or "", piece.arguments, piece.finished) for piece in whole.pieces]
     )

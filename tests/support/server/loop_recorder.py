@@ -22,7 +22,7 @@ from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
 
 FOLDER = "LOOP_RECORDER"
 """The variable that names the folder in which each process has a file."""
-MOST_CALLS, MOST_CHARACTERS = 100_000, 300_000
+MAX_CALLS, MAX_CHARACTERS = 100_000, 300_000
 """More are noted: 50 ms of Python, and some milliseconds of a library that reads or writes JSON."""
 
 
@@ -54,14 +54,14 @@ def record(folder: Path) -> None:
             run(handle)
         finally:
             sys.setprofile(None)
-        if calls > MOST_CALLS:
+        if calls > MAX_CALLS:
             note("calls", calls, repr(getattr(handle._callback, "__self__", handle)))
 
     def watched(owner: Any, name: str, size: Callable[..., int]) -> None:
         function = getattr(owner, name)
 
         def watching(*arguments: Any, **options: Any) -> Any:
-            if getattr(loops, "runs", False) and (found := size(*arguments)) > MOST_CHARACTERS:
+            if getattr(loops, "runs", False) and (found := size(*arguments)) > MAX_CHARACTERS:
                 note(f"{owner.__name__}.{name}", found, "")
             return function(*arguments, **options)
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.requests.structured_outputs.params import MOST_BLANKS
+from compiled_llm.requests.structured_outputs.params import MAX_BLANKS
 from compiled_llm.server.http.api_error import ApiError, invalid
 from compiled_llm.server.openai.chat.prompt import ChatPrompt
-from compiled_llm.server.openai.fields.response_format import MOST_SCHEMA
+from compiled_llm.server.openai.fields.response_format import MAX_SCHEMA
 from compiled_llm.server.openai.fields.structured_outputs import Form, named_form
 from compiled_llm.server.openai.parsing.call_form import CallForm
 
@@ -35,7 +35,7 @@ def with_form(params: SamplingParams, form: Form | None, prompt: ChatPrompt) -> 
     return replace(params, **changed) if changed else params
 
 
-def answer_form(wanted: Form | None, prompt: ChatPrompt, blanks: int | None = MOST_BLANKS) -> Form | None:
+def answer_form(wanted: Form | None, prompt: ChatPrompt, blanks: int | None = MAX_BLANKS) -> Form | None:
     """Return the form of whole answers; None for any text.
 
     Args:
@@ -77,8 +77,8 @@ def _calls(wanted: Form | None, prompt: ChatPrompt, blanks: int | None) -> tuple
 
 
 def _call_form(prompt: ChatPrompt, blanks: int | None, param: str, instead: str) -> CallForm:
-    if len(json.dumps(prompt.offer.plain())) > MOST_SCHEMA:
-        raise invalid(f"tools: the schemas have more than {MOST_SCHEMA:,} characters; {instead}", "tools")
+    if len(json.dumps(prompt.offer.plain())) > MAX_SCHEMA:
+        raise invalid(f"tools: the schemas have more than {MAX_SCHEMA:,} characters; {instead}", "tools")
     form = prompt.vocabulary.call_form
     if form is None:
         raise _not_held(f"{param}: is not served: calls of this model cannot be held to a form; {instead}", param)

@@ -53,7 +53,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
     def prepared() -> tuple[list[int], SamplingParams, Form | None, list[Reading]]:
         params = body.sampling()
         prompt = prompt_of(body, model)
-        form = answer_form(body.form, prompt, body.most_blanks)
+        form = answer_form(body.form, prompt, body.max_blanks)
         params = with_form(params, form, prompt)
         tokens = body.cut(prompt.tokens, model.ready.max_tokens - (params.max_tokens or 1))
         return tokens, params, form, [Reading(prompt.reader()) for _ in range(body.answers)]
@@ -162,11 +162,11 @@ class _ChatResponseWriter:
 
     def _news(self, index: int, news: News, text: TextEvent) -> list[bytes]:
         """Return an event for each part of which there is something new; the last one says why the answer has ended."""
-        reading, over = self._readings[index], news.finish_reason is not None
+        reading, finished = self._readings[index], news.finish_reason is not None
         parts = self._read(index, news.text, news.finish_reason)
         if news.is_text and parts.is_content and not self._tells_of_tokens:
             return [text(parts.content)] if parts.content else []
-        deltas = reading.deltas(parts, over)
+        deltas = reading.deltas(parts, finished)
         if not deltas and (news.logprobs or self._body.return_token_ids):  # of tokens whose text comes later
             deltas = [Delta(content="")]
         new = [ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None) for delta in deltas]

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from compiled_llm.server.http.api_error import invalid
-from compiled_llm.server.http.body_values import MOST_VALUES, values_in
+from compiled_llm.server.http.body_values import MAX_VALUES, values_in
 from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, RefusedField
 
 
@@ -27,8 +27,8 @@ def _values_of(arguments: str) -> int:
 
 def arguments_of(text: str) -> str:
     """Return arguments of a call as they are, if they are a JSON object."""
-    if _values_of(text) > MOST_VALUES:
-        most = f"{MOST_VALUES:,}"
+    if _values_of(text) > MAX_VALUES:
+        most = f"{MAX_VALUES:,}"
         raise PydanticCustomError("value_error", "has more than {most} texts, arrays and objects", {"most": most})
     try:
         found = json.loads(text or "{}")
@@ -104,9 +104,9 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         ApiError: arguments of calls have too many values.
     """
     calls = [call for message in messages for call in message.tool_calls or ()]
-    if sum(_values_of(call.function.arguments) for call in calls) > MOST_VALUES:
+    if sum(_values_of(call.function.arguments) for call in calls) > MAX_VALUES:
         raise invalid(
-            f"messages: arguments of calls have more than {MOST_VALUES:,} texts, arrays and objects", "messages"
+            f"messages: arguments of calls have more than {MAX_VALUES:,} texts, arrays and objects", "messages"
         )
     names = {call.id: call.function.name for call in calls}
     return [_plain(message, names) for message in messages]

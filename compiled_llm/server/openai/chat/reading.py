@@ -23,21 +23,21 @@ class Reading:
 
     def read(self, text: str, reason: FinishReason | None) -> Parts:
         """Return what is new, by the next piece of text; nothing comes after one with a ``reason`` why it has ended."""
-        parts = self._reader.read(text, over=reason is not None, cut=reason == "length")
+        parts = self._reader.read(text, finished=reason is not None, cut=reason == "length")
         if parts.reasoning:
             self._thoughts.append(parts.reasoning)
         for piece in parts.pieces:
             self._numbers.setdefault(piece.id, len(self._numbers))
         return parts
 
-    def deltas(self, parts: Parts, over: bool) -> list[Delta]:
+    def deltas(self, parts: Parts, finished: bool) -> list[Delta]:
         """Return what was read last; one at least of what is over."""
         deltas = [Delta(reasoning_content=parts.reasoning)] if parts.reasoning else []
         if parts.content:
             deltas.append(Delta(content=parts.content))
         for piece in parts.pieces:
             deltas += [Delta(tool_calls=[new]) for new in NewCall.of(piece, self._numbers[piece.id])]
-        return deltas or ([Delta()] if over else [])
+        return deltas or ([Delta()] if finished else [])
 
     def reason(self, reason: FinishReason) -> FinishReason:
         """Return why the answer has ended, once it has been read."""

@@ -45,7 +45,7 @@ class Answers:
         handles: Sequence[RemoteHandle],
         request: Request,
         keeps_ends: bool,
-        most_unsent: int,
+        max_unsent: int,
         stream_interval: int = 1,
         form: str | None = None,
     ) -> None:
@@ -55,14 +55,14 @@ class Answers:
             handles: one for each prompt.
             request: its client's; the body has been read.
             keeps_ends: whether a token that has ended an answer is told of.
-            most_unsent: tokens that wait for a client that does not read a stream, before they end.
+            max_unsent: tokens that wait for a client that does not read a stream, before they end.
             stream_interval: tokens of an answer that are told of together, between its first and its last.
             form: the field of the request that their form is from; None if they have none.
         """
         self.handles = handles
-        self.over = False
+        self.finished = False
         self._keeps_ends = keeps_ends
-        self._most_unsent = most_unsent
+        self._max_unsent = max_unsent
         self._interval = stream_interval
         self._form = form
         self._choices: list[Choice] = []
@@ -97,12 +97,12 @@ class Answers:
         with ExitStack() as listening:
             for handle in self.handles:
                 listening.enter_context(handle.listeners.listening(event))
-            self.over = False
-            while not self.over:
+            self.finished = False
+            while not self.finished:
                 event.clear()
-                self.over = self._are_over()
+                self.finished = self._are_finished()
                 yield
-                if not self.over:
+                if not self.finished:
                     await event.wait()
 
     async def begun(self) -> None:
@@ -143,7 +143,7 @@ class Answers:
 
     def _told(self, answer: RemoteAnswer) -> int:
         """Return how many tokens of an answer that has ended are told of."""
-        tokens, ends = answer.received.tokens, answer.received.ends
+        tokens, ends = answer.received.tokens, answer.received.stop_token_ids
         return len(tokens) - (bool(tokens) and tokens[-1] in ends and not self._keeps_ends)
 
     def _is_due(self) -> bool:
@@ -151,7 +151,7 @@ class Answers:
         streamed, ended = bool(self._choices), all(handle.done for handle in self.handles)
         return not streamed or ended or any(choice.is_due for choice in self._choices)
 
-    def _are_over(self) -> bool:
+    def _are_finished(self) -> bool:
         """Whether all have ended; looked at before what they are read for, and in each step of each.
 
         Raises:
@@ -159,16 +159,16 @@ class Answers:
         """
         if self._unread is not None:
             raise self._unread
-        over = True
+        finished = True
         for handle in self.handles:
-            over &= handle.done
+            finished &= handle.done
             if handle.refused is not None:
                 raise self._as_sent(handle.refused)
             for answer in handle.answers:
                 if answer.done and answer.error is not None:
                     raise self._as_sent(answer.error)
-                over &= answer.text is None or answer.text.ended  # it is made after the last token has come
-        return over
+                finished &= answer.text is None or answer.text.ended  # it is made after the last token has come
+        return finished
 
     def _as_sent(self, error: BaseException) -> BaseException:
         """Return an error of the form by the name of the client's own field, of which the engine does not know."""
@@ -197,10 +197,10 @@ class Answers:
 
     def _look(self) -> None:
         """End all if the client does not read: what comes meanwhile becomes one piece, up to a limit."""
-        if sum(choice.untold for choice in self._choices if choice.is_due) <= self._most_unsent:
+        if sum(choice.untold for choice in self._choices if choice.is_due) <= self._max_unsent:
             self._look_later()
             return
-        message = f"the client has not read, and more than {self._most_unsent:,} tokens wait for it"
+        message = f"the client has not read, and more than {self._max_unsent:,} tokens wait for it"
         logger.warning("compiled_llm: a request ends: %s", message)
         self._unread = ApiError(408, message, code="not_read")
         self.cancel()
@@ -286,7 +286,7 @@ class Choice:
         self._interval = interval
         self._text: AnswerText = answer.begin_text()
         self._characters = self._tokens = 0
-        self._over = False
+        self._finished = False
 
     @property
     def untold(self) -> int:
@@ -296,7 +296,7 @@ class Choice:
     @property
     def is_due(self) -> bool:
         """Whether enough has come to be told of: the first token, as many as an interval has, or the last."""
-        if self._over:
+        if self._finished:
             return False
         return not self._tokens or self.untold >= self._interval or self._answer.done
 
@@ -306,15 +306,15 @@ class Choice:
             return None
         received, text = self._answer.received, self._text
         count = text.count  # first: if it is not over, none of these has ended it
-        self._over = received.done and text.ended
-        tokens = received.tokens[self._tokens : self._told(self._answer) if self._over else count]
+        self._finished = received.done and text.ended
+        tokens = received.tokens[self._tokens : self._told(self._answer) if self._finished else count]
         piece = text.text[self._characters : text.shown]
-        if not (piece or tokens or self._over):
+        if not (piece or tokens or self._finished):
             return None
         logprobs = received.logprobs and received.logprobs[self._tokens : self._tokens + len(tokens)]
         self._characters += len(piece)
         self._tokens += len(tokens)
-        if not self._over:
+        if not self._finished:
             return News(piece, tokens, logprobs, None, self._tokens)
         ending, reason = tuple(received.tokens[self._tokens :]), finish_reason_of(received.finish_reason)
         return News(piece, tokens, logprobs, reason, len(received.tokens), ending, received.stop_reason)

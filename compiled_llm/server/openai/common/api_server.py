@@ -20,7 +20,7 @@ from compiled_llm.server.openai.common.engine_link import EngineLink, Model
 from compiled_llm.server.openai.fields.structured_outputs import Form
 from compiled_llm.server.settings import ApiServerSettings
 
-_MOST_ENTRIES = 2**18
+_MAX_ENTRIES = 2**18
 """Log-probabilities of prompts that a request can ask for; each takes hundreds of bytes."""
 
 
@@ -99,7 +99,7 @@ class ApiServer:
             return self._begun(model.client, prompts, params, salt, priority or 0)
 
         handles = await beside(begun, CHARACTERS * sum(map(len, prompts)))
-        limits = self.settings.most_unsent, self.settings.stream_interval
+        limits = self.settings.max_unsent, self.settings.stream_interval
         return Answers(handles, request, params.include_stop_str_in_output, *limits, form and form.field)
 
     def check_answers(self, prompts: int, answers: int) -> None:
@@ -112,7 +112,7 @@ class ApiServer:
         Raises:
             ApiError: it is too much.
         """
-        if prompts * answers > (most := self.settings.most_choices):
+        if prompts * answers > (most := self.settings.max_choices):
             raise invalid(f"n: {prompts} prompts with {answers} answers each; at most {most} at once", "n")
 
     def _begun(
@@ -145,9 +145,9 @@ class ApiServer:
 
 def _check(prompts: Sequence[Sequence[int]], params: SamplingParams, param: str, ready: Ready) -> None:
     entries = 0 if params.prompt_logprobs is None else (1 + params.prompt_logprobs) * sum(map(len, prompts))
-    if entries > _MOST_ENTRIES:
+    if entries > _MAX_ENTRIES:
         raise invalid(
-            f"logprobs: {entries:,} of the tokens of prompts; there can be {_MOST_ENTRIES:,}: give fewer or shorter "
+            f"logprobs: {entries:,} of the tokens of prompts; there can be {_MAX_ENTRIES:,}: give fewer or shorter "
             "prompts, or smaller logprobs",
             "logprobs",
         )

@@ -50,7 +50,7 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async for group in self._groups:
                 events = b"".join(group)
-                if self._answers.over:  # nothing is waited for any more: all that follows goes out together
+                if self._answers.finished:  # nothing is waited for any more: all that follows goes out together
                     last += events
                 elif events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})

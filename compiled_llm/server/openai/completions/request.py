@@ -13,7 +13,7 @@ from compiled_llm.server.openai.fields.response_format import ResponseFormat
 from compiled_llm.server.openai.fields.sampling import ChoiceFields
 from compiled_llm.server.openai.fields.structured_outputs import Form
 
-_MOST_TOKENS = 16
+_MAX_TOKENS = 16
 """As OpenAI's, where a request does not say."""
 
 
@@ -69,7 +69,7 @@ class CompletionRequest(ChoiceFields):
             raise invalid(f"best_of: has to be n={self.answers}; no answers are drawn and left out", "best_of")
         self.check_stream()
         scores = [most for most in (self.logprobs if self.echo else None, self.prompt_logprobs) if most is not None]
-        most = _MOST_TOKENS if self.max_tokens is None else self.max_tokens
+        most = _MAX_TOKENS if self.max_tokens is None else self.max_tokens
         return self.params(
             max_tokens=most,
             logprobs=self.logprobs,

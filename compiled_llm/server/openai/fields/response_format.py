@@ -8,7 +8,7 @@ from pydantic import Field
 
 from compiled_llm.server.openai.fields.fields import Body, NoEffect
 
-MOST_SCHEMA = 2**16
+MAX_SCHEMA = 2**16
 """Characters of a schema: it takes time to compile."""
 
 

@@ -15,9 +15,9 @@ from compiled_llm.server.openai.fields.structured_outputs import FormFields
 T = TypeVar("T")
 Several = Annotated[Entries[T], Field(max_length=256)]
 """Things that each take time in every step, or in each answer."""
-MOST_CHARACTERS = 2**13
+MAX_CHARACTERS = 2**13
 """Of a request's stop strings together, and of its bad words."""
-_MOST_TOKENS = 2**18
+_MAX_TOKENS = 2**18
 """That a request can name; the largest vocabularies have as many."""
 _LONGEST_SALT = 1024
 """Characters of a name for what a request shares; the prefix cache keeps it."""
@@ -25,8 +25,8 @@ _LONGEST_SALT = 1024
 
 def _of_few_characters(given: Any) -> Any:
     texts = [given] if isinstance(given, str) else given or ()
-    if (characters := sum(map(len, texts))) > MOST_CHARACTERS:
-        numbers = {"characters": f"{characters:,}", "most": f"{MOST_CHARACTERS:,}"}
+    if (characters := sum(map(len, texts))) > MAX_CHARACTERS:
+        numbers = {"characters": f"{characters:,}", "most": f"{MAX_CHARACTERS:,}"}
         raise PydanticCustomError("too_long", "has {characters} characters; there can be {most}", numbers)
     return given
 
@@ -71,7 +71,7 @@ class SamplingFields(FormFields):
     stop_token_ids: Several[int] | None = None
     ignore_eos: bool | None = None
     bad_words: Annotated[Several[str] | None, Short] = None
-    allowed_token_ids: Annotated[Entries[int] | None, Field(max_length=_MOST_TOKENS)] = None
+    allowed_token_ids: Annotated[Entries[int] | None, Field(max_length=_MAX_TOKENS)] = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: Annotated[str | None, Field(max_length=_LONGEST_SALT)] = None

@@ -6,10 +6,10 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from compiled_llm.requests.structured_outputs.params import MOST_BLANKS, StructuredOutputsParams
+from compiled_llm.requests.structured_outputs.params import MAX_BLANKS, StructuredOutputsParams
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.openai.fields.fields import Body, NoEffect, RefusedField
-from compiled_llm.server.openai.fields.response_format import MOST_SCHEMA, AnyFormat, form_of
+from compiled_llm.server.openai.fields.response_format import MAX_SCHEMA, AnyFormat, form_of
 
 _OLDER_NAMES = {
     "guided_json": "json",
@@ -84,10 +84,10 @@ class FormFields(Body):
     guided_whitespace_pattern: Annotated[Any, _NOT_FOLLOWED] = None
 
     @property
-    def most_blanks(self) -> int | None:
+    def max_blanks(self) -> int | None:
         """How many blanks JSON may have in a row; None for any number."""
         said = {} if self.structured_outputs is None else self.structured_outputs.blanks
-        most: int | None = said.get("max_whitespace_cnt", MOST_BLANKS)
+        most: int | None = said.get("max_whitespace_cnt", MAX_BLANKS)
         return most
 
     def form_beside(self, wanted: AnyFormat | None, field: str = "response_format") -> Form | None:
@@ -130,6 +130,6 @@ def named_form(field: str, **form: Any) -> Form:
 
 
 def _short(form: Form) -> Form:
-    if (length := len(form.params.source.text)) > MOST_SCHEMA:
-        raise invalid(f"{form.field}: the schema has {length:,} characters; at most {MOST_SCHEMA:,}", form.field)
+    if (length := len(form.params.source.text)) > MAX_SCHEMA:
+        raise invalid(f"{form.field}: the schema has {length:,} characters; at most {MAX_SCHEMA:,}", form.field)
     return form

@@ -10,7 +10,7 @@ from pydantic import Field
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.openai.fields.fields import Body, Entries
 
-MOST_TOOLS = 128
+MAX_TOOLS = 128
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 
@@ -56,7 +56,7 @@ class NamedTool(Body):
     function: NamedFunction
 
 
-Tools = Annotated[Entries[Tool], Field(max_length=MOST_TOOLS)]
+Tools = Annotated[Entries[Tool], Field(max_length=MAX_TOOLS)]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 

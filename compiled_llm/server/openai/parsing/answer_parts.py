@@ -25,13 +25,13 @@ class CallPiece(NamedTuple):
         id: of the call.
         name: of the function, if the call begins with this piece.
         arguments: what is new of them.
-        ends: whether the model has ended it; a call that is cut never ends.
+        finished: whether the model has finished it; a call that is cut never is.
     """
 
     id: str
     name: str | None
     arguments: str
-    ends: bool
+    finished: bool
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Parts:
     def call(self, piece: CallPiece) -> None:
         """Add what is new of a call; two pieces of one call become one."""
         if self.pieces and (last := self.pieces[-1]).id == piece.id:
-            self.pieces[-1] = CallPiece(last.id, last.name, last.arguments + piece.arguments, piece.ends)
+            self.pieces[-1] = CallPiece(last.id, last.name, last.arguments + piece.arguments, piece.finished)
         else:
             self.pieces.append(piece)
 
@@ -69,7 +69,7 @@ class Parts:
 class PartsReader(Protocol):
     """Reads one answer as it comes."""
 
-    def read(self, text: str, over: bool, cut: bool = False) -> Parts:
+    def read(self, text: str, finished: bool, cut: bool = False) -> Parts:
         """Return what is new, by the next piece of text.
 
         Args:
@@ -83,6 +83,6 @@ class PartsReader(Protocol):
 class PlainReader:
     """Reads an answer that is all content."""
 
-    def read(self, text: str, over: bool, cut: bool = False) -> Parts:
+    def read(self, text: str, finished: bool, cut: bool = False) -> Parts:
         """Return the text."""
         return Parts(content=text)

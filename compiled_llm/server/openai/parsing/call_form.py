@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from compiled_llm.requests.structured_outputs.params import MOST_BLANKS
+from compiled_llm.requests.structured_outputs.params import MAX_BLANKS
 from compiled_llm.server.openai.fields.tools import Function
 from compiled_llm.server.openai.parsing.answer_parts import Parts
 
@@ -52,7 +52,7 @@ class CallForm:
     end: str
     separator: str | None
     style: str = "json"
-    blanks: int | None = MOST_BLANKS
+    blanks: int | None = MAX_BLANKS
 
     def several(self, functions: Sequence[Function], several: bool) -> dict[str, Any]:
         """Return calls, one at least, as a structural tag of xgrammar's has them.

@@ -53,13 +53,13 @@ class JsonCall:
         self._name_key, self._argument_keys = name, arguments
         self._called: str | None = None
         self._new: str | None = None  # of the arguments; None before them
-        self._rest, self._before, self._over = "", _FIRST, False
+        self._rest, self._before, self._finished = "", _FIRST, False
         self._member: _ObjectMember | None = None
 
     def read(self, text: str) -> str:
         """Return what is new of the arguments; they wait for the name."""
-        self._rest = "" if self._over else self._rest + text
-        while self._rest and not self._over and self._step():
+        self._rest = "" if self._finished else self._rest + text
+        while self._rest and not self._finished and self._step():
             pass
         if self._called is None or self._new is None:
             return ""
@@ -82,18 +82,18 @@ class JsonCall:
         self._rest = self._rest[len(text) :]
         if self._member.streams:
             self._new = (self._new or "") + text
-        if self._member.value.over:
+        if self._member.value.finished:
             self._end_member(self._member)
         return self._member is None
 
     def _begin_member(self) -> bool:
         found = self._before.match(self._rest, partial=True)
         if found is None:  # the object ends here, or this is none
-            self._over = True
+            self._finished = True
             if self._new is None and self._before is _NEXT and _END.match(self._rest):
                 self._new = "{}"  # a call of what takes nothing may have none
         elif found.end() > _LONGEST_NAME:
-            self._over = True
+            self._finished = True
         elif not found.partial:
             key, self._rest = found["key"], self._rest[found.end() :]
             self._member = _ObjectMember(key, self._is_arguments(key) and self._rest[0] == "{")
@@ -109,7 +109,7 @@ class JsonCall:
         try:
             value = json.loads(member.text)
         except (ValueError, RecursionError):
-            self._over = True
+            self._finished = True
             return
         if member.key == self._name_key and self._called is None:
             self._called = value if isinstance(value, str) and value else None
@@ -168,7 +168,7 @@ class _ObjectMember:
 
     def take(self, text: str) -> str:
         """Return what belongs to it of the next piece."""
-        new = text[: self.value.take(text)] if text and not self.value.over else ""
+        new = text[: self.value.take(text)] if text and not self.value.finished else ""
         if not self.streams:
             self.text += new
         return new

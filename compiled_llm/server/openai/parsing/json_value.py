@@ -17,7 +17,7 @@ class JsonValue:
 
     def __init__(self) -> None:
         """Begin before its first character."""
-        self.over = False
+        self.finished = False
         self._begun = self._is_scalar = self._in_string = self._escaped = False
         self._depth = 0
 
@@ -27,10 +27,10 @@ class JsonValue:
             self._begun, self._is_scalar = True, text[0] not in '{["'
         if self._is_scalar:
             end = _SCALAR_ENDS.search(text)
-            self.over = end is not None
+            self.finished = end is not None
             return len(text) if end is None else end.start()
         place = 0
-        while place < len(text) and not self.over:
+        while place < len(text) and not self.finished:
             place = self._next(text, place)
         return place
 
@@ -51,5 +51,5 @@ class JsonValue:
                 self._depth += 1
             case _:
                 self._depth -= 1
-        self.over = self._depth == 0 and not self._in_string
+        self.finished = self._depth == 0 and not self._in_string
         return found.end()

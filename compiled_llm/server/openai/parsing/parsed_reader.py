@@ -49,7 +49,7 @@ class ParsedReader:
         self._begin_call = begin_call
         self._finds_calls = finds_calls
         self._call: _PartialCall | None = None
-        self._most_calls = None if several_calls else 1
+        self._max_calls = None if several_calls else 1
         self._calls = 0
         self._untold = ""  # what was fed and has become no part yet
         self._later = ""  # what was not fed yet
@@ -72,12 +72,12 @@ class ParsedReader:
             self._prompt = ""  # otherwise the parser may say only later that a call has begun there
         return [piece for piece in parts.pieces if self._call is not None and piece.id == self._call.id]
 
-    def read(self, text: str, over: bool, cut: bool = False) -> Parts:
+    def read(self, text: str, finished: bool, cut: bool = False) -> Parts:
         """Return what is new."""
         parts, self._begun = Parts(pieces=self._begun), []
         for piece in [text] if self._delimiters.are_far_from(text) else _PIECES.split(text):
             self._feed(piece, parts)
-        if over:
+        if finished:
             self._feed_later(parts)
             (self._cut if cut else self._finish)(parts)
         return parts
@@ -185,7 +185,7 @@ class ParsedReader:
         new = call.text.end(bool(closing))
         if self._cuts_call and not closing:
             call.text.cut()
-        self._tell(call, new, parts, ends=bool(closing))
+        self._tell(call, new, parts, finished=bool(closing))
         if call.text.name is None:
             self._tell_content(call.raw + closing, parts)
         self._call = None
@@ -197,22 +197,22 @@ class ParsedReader:
         else:
             parts.reasoning += text
 
-    def _tell(self, call: _PartialCall, new: str, parts: Parts, ends: bool = False) -> None:
+    def _tell(self, call: _PartialCall, new: str, parts: Parts, finished: bool = False) -> None:
         """Tell of a call, from when it is certain that it is one."""
         begins = call.number is None and call.text.name is not None
         if begins:
             self._calls, call.number = self._calls + 1, self._calls
-        if call.number is not None and self._is_told(call.number) and (begins or new or ends):
-            parts.call(CallPiece(call.id, call.text.name if begins else None, new, ends))
+        if call.number is not None and self._is_told(call.number) and (begins or new or finished):
+            parts.call(CallPiece(call.id, call.text.name if begins else None, new, finished))
 
     def _tell_whole(self, value: Any, parts: Parts) -> None:
         for call in [_call(entry) for entry in (value if isinstance(value, list) else [value])]:
             if self._is_told(self._calls):
-                parts.call(CallPiece(*call, ends=True))
+                parts.call(CallPiece(*call, finished=True))
             self._calls += 1
 
     def _is_told(self, number: int) -> bool:
-        return self._most_calls is None or number < self._most_calls
+        return self._max_calls is None or number < self._max_calls
 
 
 class _PartialCall:

@@ -48,7 +48,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Any:
         messages, kwargs = body.messages(), body.template_kwargs
         prompt = chat_prompt(model.vocabulary, messages, body.offer, kwargs, add_generation_prompt=True)
         tokens = body.cut(prompt.tokens, model.ready.max_tokens - (params.max_tokens or 1))
-        form = answer_form(body.form, prompt, body.most_blanks)
+        form = answer_form(body.form, prompt, body.max_blanks)
         return tokens, with_form(params, form, prompt), form, Reading(prompt.reader())
 
     tokens, params, form, reading = await beside(prepared, len(await request.body()))

@@ -92,7 +92,7 @@ class Output:
         item.arguments += piece.arguments
         if piece.arguments:
             yield self._in_item("function_call_arguments.delta", delta=piece.arguments)
-        if piece.ends:
+        if piece.finished:
             yield from self._close()
 
     def _begin(self, item: OutputMessage | Reasoning, content: list[_Part], part: _Part) -> Iterator[bytes]:

@@ -20,7 +20,7 @@ from compiled_llm.server.openai.fields.response_format import (
 )
 from compiled_llm.server.openai.fields.sampling import SamplingFields, StreamOptions
 from compiled_llm.server.openai.fields.structured_outputs import Form
-from compiled_llm.server.openai.fields.tools import MOST_TOOLS, Function, NamedFunction, Offer, Tool
+from compiled_llm.server.openai.fields.tools import MAX_TOOLS, Function, NamedFunction, Offer, Tool
 from compiled_llm.server.openai.responses.input import InputItem, messages_of
 
 _NOT_STORED = "nothing is stored"
@@ -82,7 +82,7 @@ class ResponsesRequest(SamplingFields):
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     include: Entries[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     text: TextOptions | None = None
-    tools: Annotated[Entries[FlatTool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[Entries[FlatTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None

@@ -44,7 +44,7 @@ def load_vocabulary(ready: Ready, escapes: bool = False) -> Vocabulary:
     try:
         if ready.gguf_file is None:  # one of a GGUF file is read by HuggingFace's code for weights
             go_without_torch()
-        return Vocabulary(tokenizer_of(True, ready), ready.model_type, ready.ends, ready.max_tokens, escapes)
+        return Vocabulary(tokenizer_of(True, ready), ready.model_type, ready.eos_token_ids, ready.max_tokens, escapes)
     except BaseException as error:  # in a thread that does nothing else; a panic of tokenizers is no Exception
         raise TokenizerError(f"the tokenizer cannot be loaded: {type(error).__name__}: {error}") from error
 
@@ -73,7 +73,7 @@ class Vocabulary:
         tokenizer: Any,
         model_type: str = "",
         ends: Sequence[int] = (),
-        most_tokens: int = sys.maxsize,
+        max_tokens: int = sys.maxsize,
         escapes: bool = False,
     ) -> None:
         """Use a tokenizer.
@@ -82,13 +82,13 @@ class Vocabulary:
             tokenizer: HuggingFace's.
             model_type: of the model's configuration.
             ends: tokens that end an answer.
-            most_tokens: that a prompt can have with its answer.
+            max_tokens: that a prompt can have with its answer.
             escapes: whether special tokens in clients' texts are text.
         """
         self.tokenizer = tokenizer
         self.response_template = response_template_of(tokenizer, model_type)
         self._ends = ends
-        self._length = TextLength(tokenizer, most_tokens)
+        self._length = TextLength(tokenizer, max_tokens)
         self._special = SpecialTokenBreaker(tokenizer) if escapes else None
         self._has_told = False
 
@@ -179,7 +179,7 @@ class Vocabulary:
         ends = [text for text in (*map(self.text, ([end] for end in self._ends)), self.tokenizer.eos_token) if text]
 
         def read(text: str) -> Parts:
-            return template.reader(prompt, [SAMPLE_TOOL]).read(thought + text, over=True)
+            return template.reader(prompt, [SAMPLE_TOOL]).read(thought + text, finished=True)
 
         return call_form(prompt, one, two, ends, read)
 

@@ -190,7 +190,7 @@ def test_whoever_takes_nothing_of_an_answer_is_cut_off(hasty: RunningServer, eng
 def test_a_stream_that_is_not_read_ends_at_a_limit_and_nobody_else_waits(engine_process: Loop, engine: Engine) -> None:
     before = engine.stats()
     body = json.dumps({**WORDY, "stream": True, "max_tokens": 900}).encode()
-    with running_server(engine_process.server._path, most_unsent=100) as api_server:
+    with running_server(engine_process.server._path, max_unsent=100) as api_server:
         api_server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**12)
         with connected(api_server) as peer:
             peer.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
@@ -209,7 +209,7 @@ def test_a_stream_that_is_not_read_ends_at_a_limit_and_nobody_else_waits(engine_
 
 
 def test_there_are_so_many_connections_and_the_next_is_told(engine_process: Loop) -> None:
-    with running_server(engine_process.server._path, most_connections=2) as api_server:
+    with running_server(engine_process.server._path, max_connections=2) as api_server:
         with connected(api_server) as first, connected(api_server):
             with connected(api_server) as third:
                 received = rest(third)

@@ -19,7 +19,7 @@ from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.protocol.messages import Update
 from compiled_llm.server.http.api_error import ANSWERED, ApiError, respond
 from compiled_llm.server.http.body_route import BodyRoute, decoded
-from compiled_llm.server.http.body_values import MOST_VALUES, check_values
+from compiled_llm.server.http.body_values import MAX_VALUES, check_values
 from compiled_llm.server.openai.common.answering import answered
 from compiled_llm.server.openai.common.answers import Answers
 from compiled_llm.server.openai.completions.request import CompletionRequest
@@ -74,10 +74,10 @@ def test_values_are_counted_outside_of_texts(text: str) -> None:
     def check(others: int) -> None:
         check_values(json.dumps({"a": [text * 2**17, *[{}] * others]}).encode())
 
-    check(MOST_VALUES - 5)
-    check(MOST_VALUES - 4)  # two objects and arrays around them, a name and a text
+    check(MAX_VALUES - 5)
+    check(MAX_VALUES - 4)  # two objects and arrays around them, a name and a text
     with pytest.raises(ApiError, match="65,536"):
-        check(MOST_VALUES - 3)
+        check(MAX_VALUES - 3)
 
 
 def test_errors_of_an_endpoint_are_answered_and_faults_are_the_guards() -> None:

@@ -146,7 +146,7 @@ def told_after_each(spec: dict[str, Any], text: str) -> list[str]:
     reader = ResponseTemplate(tool_tokenizer(), spec).reader("", TOOLS)
     loss_reported, all_told = "", []
     for character in text:
-        loss_reported += "".join(piece.arguments for piece in reader.read(character, over=False).pieces)
+        loss_reported += "".join(piece.arguments for piece in reader.read(character, finished=False).pieces)
         all_told.append(loss_reported)
     return all_told
 
@@ -274,9 +274,9 @@ def test_what_may_become_something_is_not_read_again_for_each_piece(text: str, m
     feed, begin = reading._parser.feed, JsonCall._begin_member
     monkeypatch.setattr(reading._parser, "feed", lambda piece: (looked.append(len(reading._untold)), feed(piece))[1])
     monkeypatch.setattr(JsonCall, "_begin_member", lambda call: (looked.append(len(call._rest)), begin(call))[1])
-    reading.read(text, over=False)
+    reading.read(text, finished=False)
     for _ in range(LONG // 4):
-        reading.read(4 * (text[-1] if text.isspace() else "a" if text[-1] == '"' else " "), over=False)
+        reading.read(4 * (text[-1] if text.isspace() else "a" if text[-1] == '"' else " "), finished=False)
     assert sum(looked) < 100 * LONG
-    said = reading.read("", over=True)
+    said = reading.read("", finished=True)
     assert not said.calls

@@ -98,12 +98,12 @@ class Ending:
     """Answers that end with the last but one of these events."""
 
     def __init__(self) -> None:
-        self.over = self.closed = False
+        self.finished = self.closed = False
 
     async def events(self, error: Exception | None = None) -> AsyncIterator[list[bytes]]:
         yield [b"one ", b"and "]
         yield []
-        self.over = True
+        self.finished = True
         yield [b"two, "]
         if error is not None:
             raise error
