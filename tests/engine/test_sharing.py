@@ -216,13 +216,13 @@ def test_whoever_serves_is_called_even_if_another_has_taken_the_message():
 def test_an_engine_lets_an_old_device_side_go_before_a_new_one_is_made(model, engine, monkeypatch, asked):
     engine.generate(PROMPT, greedy(2))
     old, made = weakref.ref(model.compiled.model_runner()), []
-    original = runner_lifecycle.DeviceModel
+    original = runner_lifecycle.ModelRunner
 
     def new(*args: Any, **kwargs: Any) -> Any:
         made.append(old() is None)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(runner_lifecycle, "DeviceModel", new)
+    monkeypatch.setattr(runner_lifecycle, "ModelRunner", new)
     model.to(torch.float64)
     if asked == "model":
         alone(model, PROMPT, 2)
@@ -236,13 +236,13 @@ def test_requests_of_a_model_that_was_moved_end_and_its_old_device_side_goes_fir
     handle = engine.submit(PROMPT, greedy(120))
     next(iter(handle))
     old, made = weakref.ref(model.compiled.model_runner()), []
-    original = runner_lifecycle.DeviceModel
+    original = runner_lifecycle.ModelRunner
 
     def new(*args: Any, **kwargs: Any) -> Any:
         made.append(old() is None)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(runner_lifecycle, "DeviceModel", new)
+    monkeypatch.setattr(runner_lifecycle, "ModelRunner", new)
     with engine.paused():
         model.to(torch.float64)
     with pytest.raises(RuntimeError, match="moved or converted while requests were running"):

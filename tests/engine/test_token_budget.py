@@ -30,26 +30,26 @@ def run(token_budget: TokenBudget, steps: int, decoding: int, **speed: float) ->
 
 
 def test_without_a_limit_chunks_are_as_long_as_they_may_be():
-    token_budget = TokenBudget(None, max_graphs=4096)
+    token_budget = TokenBudget(None, max_tokens=4096)
     assert token_budget.tokens(0) == token_budget.tokens(200) == 4096
     assert not token_budget.bounded
 
 
 @pytest.mark.parametrize("decoding", [0, 1, 30, 256])
 def test_steps_grow_to_the_limit_and_stay_below(decoding):
-    token_budget = TokenBudget(20.0, max_graphs=4096)
+    token_budget = TokenBudget(20.0, max_tokens=4096)
     lengths = run(token_budget, 40, decoding)
     assert max(lengths) <= 0.020
     assert lengths[-1] > 0.010, "a chunk twice as large would have been too long"
 
 
 def test_prompts_go_on_however_short_the_limit():
-    assert TokenBudget(0.001, max_graphs=4096).tokens(64) == 16
-    assert TokenBudget(50.0, max_graphs=8).tokens(0) == 8
+    assert TokenBudget(0.001, max_tokens=4096).tokens(64) == 16
+    assert TokenBudget(50.0, max_tokens=8).tokens(0) == 8
 
 
 def test_one_odd_step_does_not_forbid_a_size_for_ever(seed):
-    token_budget = TokenBudget(20.0, max_graphs=4096)
+    token_budget = TokenBudget(20.0, max_tokens=4096)
     before = run(token_budget, 40, 8)[-1]
     token_budget.ran(8, 1024, 5.0)
     assert run(token_budget, 1, 8)[0] < before
@@ -57,7 +57,7 @@ def test_one_odd_step_does_not_forbid_a_size_for_ever(seed):
 
 
 def test_a_device_that_becomes_slower_is_followed(seed):
-    token_budget = TokenBudget(20.0, max_graphs=4096)
+    token_budget = TokenBudget(20.0, max_tokens=4096)
     run(token_budget, 40, 8)
     assert run(token_budget, 40, 8, per_token=8e-5)[-1] <= 0.020
 

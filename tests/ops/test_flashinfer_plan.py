@@ -74,7 +74,7 @@ def test_workspace_holds_all_prefills_and_within_bounds_those_to_record(
     def unallocated(device: torch.device, nbytes: int) -> SimpleNamespace:
         return SimpleNamespace(buffer=torch.empty(nbytes, dtype=torch.uint8, device="meta"))
 
-    monkeypatch.setattr(backend, "Workspace", unallocated)
+    monkeypatch.setattr(backend, "FlashInferWorkspace", unallocated)
     group = Geometry(query_heads, 8, 128, 16, -1, 0.0, torch.bfloat16, torch.bfloat16)
     config = WrapConfig(max_batch_size=max_batch_size, workspace_bytes=given)
     shapes = CapturedShapes(max_batch_size, weights=1, max_row_tokens=40_960, max_tokens=8192).all()
@@ -311,7 +311,7 @@ def test_large_heads_need_a_version_with_their_kernels(mocked: Mocked) -> None:
 
 def test_plans_of_a_model_have_one_size(mocked: Mocked, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs take it as a constant: another one would compile them again."""
-    monkeypatch.setattr(backend, "Workspace", lambda device, nbytes: mocked.workspace)
+    monkeypatch.setattr(backend, "FlashInferWorkspace", lambda device, nbytes: mocked.workspace)
     shapes = CapturedShapes(8, weights=1, max_row_tokens=40_960, max_tokens=8192).all()
     config = WrapConfig(max_batch_size=8, backend="flashinfer")
     groups = [GEOMETRY, GEOMETRY._replace(query_heads=16)]

@@ -95,7 +95,9 @@ def test_a_window_bounds_what_is_gone_over() -> None:
 
 def test_on_a_cpu_nothing_is_shared() -> None:
     row = Extension(Span([1] * 2000, 30_000), np.zeros(64, dtype=np.int64), np.zeros(64, dtype=np.int64))
-    planner = Planner([QWEN3_SMALL], WrapConfig(), torch.device("cpu"), longest=40_960, room=PrefillRoom(64, 2, 0))
+    planner = Planner(
+        [QWEN3_SMALL], WrapConfig(), torch.device("cpu"), max_row_tokens=40_960, room=PrefillRoom(64, 2, 0)
+    )
     assert planner.variants == (0,)
     assert planner.variant_for([row]) == 0
     assert not planner.fits(Shape(64, 2, variant=1))

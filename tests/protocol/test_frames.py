@@ -16,7 +16,7 @@ from compiled_llm.protocol.messages import (
     Cancel,
     Ended,
     FromClient,
-    FromGenerator,
+    FromEngine,
     Hello,
     Leaving,
     PageCounts,
@@ -70,7 +70,7 @@ FROM_GENERATOR: list[Struct] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "messages"), [(FromClient, FROM_CLIENT), (FromGenerator, FROM_GENERATOR)])
+@pytest.mark.parametrize(("kind", "messages"), [(FromClient, FROM_CLIENT), (FromEngine, FROM_GENERATOR)])
 def test_messages_arrive_as_they_were_sent_however_they_are_cut(kind: Any, messages: list[Struct], seed: int) -> None:
     sent, draw = b"".join(map(frame_of, messages)), random.Random(seed)
     for longest in (1, 7, len(sent)):
@@ -86,7 +86,7 @@ def test_messages_arrive_as_they_were_sent_however_they_are_cut(kind: Any, messa
 
 def test_all_messages_are_tried() -> None:
     assert {type(message) for message in FROM_CLIENT} == set(FromClient.__args__)
-    assert {type(message) for message in FROM_GENERATOR} == set(FromGenerator.__args__)
+    assert {type(message) for message in FROM_GENERATOR} == set(FromEngine.__args__)
 
 
 def test_fields_that_a_reader_does_not_know_are_passed_over() -> None:

@@ -222,7 +222,7 @@ def test_a_step_is_one_frame_for_all_requests_of_a_client(engine: Engine, path: 
         peer.greet()
         with engine.paused():
             peer.send(*(Submit(number, PROMPT, {"max_tokens": 30, "ignore_eos": True}) for number in range(8)))
-            while engine._driver.waiting < 8:
+            while engine._engine_thread.waiting < 8:
                 loop.call(lambda: None)
         got: dict[int, int] = dict.fromkeys(range(8), 0)
         frames, ended = 0, 0
@@ -257,7 +257,7 @@ def test_tokens_come_while_the_event_loop_is_busy(client: Client, engine: Engine
 
     with engine.paused():
         handle = client.submit(PROMPT, settings(max_tokens=40))
-        until(lambda: engine._driver.waiting)
+        until(lambda: engine._engine_thread.waiting)
         threading.Thread(target=engine_process.call, args=(be_busy,)).start()
         assert is_busy.wait(PATIENCE)
     assert list(handle) == expected.token_ids
@@ -358,7 +358,7 @@ def test_a_client_that_nobody_holds_leaves(engine_process: Loop, path: Path) -> 
 
 def engine_ends(engine: Engine, count: int) -> threading.Event:
     """An event that is set when so many more requests have ended."""
-    ended, before, end = threading.Event(), engine.stats().finished, engine._driver.request_table.notify
+    ended, before, end = threading.Event(), engine.stats().finished, engine._engine_thread.request_table.notify
 
     def notify(changed: Any) -> bool:
         has_ended = end(changed)
@@ -366,7 +366,7 @@ def engine_ends(engine: Engine, count: int) -> threading.Event:
             ended.set()
         return has_ended
 
-    engine._driver.request_table.notify = notify  # type: ignore[method-assign]
+    engine._engine_thread.request_table.notify = notify  # type: ignore[method-assign]
     return ended
 
 
@@ -544,7 +544,7 @@ def test_a_step_that_fails_is_told_without_its_files(client: Client, engine: Eng
     handle = client.submit(PROMPT, endless())
     next(iter(handle))
     with engine.paused():
-        fail_once(monkeypatch, engine._driver.loop, "step", OSError("/home/me/secret"), after=1)
+        fail_once(monkeypatch, engine._engine_thread.loop, "step", OSError("/home/me/secret"), after=1)
     with pytest.raises(
         EngineProcessError, match=r"^the request has failed of OSError; the engine process's log says more$"
     ):
@@ -561,7 +561,7 @@ def test_a_device_that_fails_ends_all_requests_and_the_engine_process_hears_of_i
         next(iter(running))
         with engine.paused():
             error = torch.AcceleratorError("CUDA error: device-side assert triggered")
-            fail_once(monkeypatch, engine._driver.loop, "step", error, after=1)
+            fail_once(monkeypatch, engine._engine_thread.loop, "step", error, after=1)
         for handle in (running, waiting):
             with pytest.raises(EngineProcessError, match=r"the device has failed \(device-side assert triggered\)"):
                 handle.result(PATIENCE)

@@ -159,7 +159,7 @@ def test_who_runs_ends_with_the_old_weights_first(served: Served, http: httpx.Cl
         next(iter(running))
         updating = threading.Thread(target=post, args=(http, "/update_weights", {"folder": str(weights)}))
         updating.start()
-        while not running.done and served.engine._driver.request_table.held._early is None:
+        while not running.done and served.engine._engine_thread.request_table.paused_requests._early is None:
             pass
         late = client.submit(PROMPT, SHORT)
         assert running.result(PATIENCE).outputs[0].token_ids == huggingfaces(plain(0), 200)

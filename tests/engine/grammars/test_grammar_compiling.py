@@ -99,7 +99,7 @@ def test_new_weights_wait_for_requests_that_wait_for_their_grammar(
     assert compiler.begun.wait(PATIENCE)
     updating = threading.Thread(target=engine.update_weights, args=(tmp_path,))
     updating.start()
-    while engine._engine_thread.request_table.held._early is None:
+    while engine._engine_thread.request_table.paused_requests._early is None:
         pass
     late = engine.submit([5], matching("slow[ab]"))  # compiled at the same moment, and kept
     compiler.go_on.set()

@@ -372,7 +372,7 @@ def test_what_fails_to_wake_is_asleep_and_can_be_woken_again(monkeypatch, engine
         def fail(*_: Any) -> None:
             raise kind("planted")
 
-        patch.setattr(runner_lifecycle if place == "prepare" else runner_lifecycle.DeviceSide, place, fail)
+        patch.setattr(runner_lifecycle if place == "prepare" else runner_lifecycle.ModelRunnerLifecycle, place, fail)
         with pytest.raises(kind, match="planted"):
             engine.wake()
     assert engine.asleep

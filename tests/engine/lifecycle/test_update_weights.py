@@ -77,7 +77,7 @@ class Updating:
         self._engine = engine
         self._thread = threading.Thread(target=self._update, args=(folder, requests))
         self._thread.start()
-        while self._thread.is_alive() and engine._engine_thread.request_table.held._early is None:
+        while self._thread.is_alive() and engine._engine_thread.request_table.paused_requests._early is None:
             pass
 
     def _update(self, folder: Path, requests: Any) -> None:

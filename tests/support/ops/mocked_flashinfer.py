@@ -32,7 +32,7 @@ NUMBERS = [0, 2, *range(2, 15)]
 class Mocked(NamedTuple):
     """A workspace on the CPU, and FlashInfer's wrapper class as a mock with the real signatures."""
 
-    workspace: workspace.Workspace
+    workspace: workspace.FlashInferWorkspace
     prefill: mock.Mock
 
     @property
@@ -66,7 +66,7 @@ def mocked(monkeypatch: pytest.MonkeyPatch) -> Mocked:
     versions.uniform_q_len_argument.cache_clear()
     # The mock stands for the class; whether the planner takes one argument more is read off the real one.
     monkeypatch.setattr(prefill, "plan", PREFILL.plan)
-    return Mocked(workspace.Workspace("cpu", 1024), prefill)
+    return Mocked(workspace.FlashInferWorkspace("cpu", 1024), prefill)
 
 
 class MockedPlan:

@@ -150,7 +150,7 @@ def test_a_prefill_whose_client_has_left_ends_at_its_next_chunk(
             steps += 1
             if steps == 3:
                 peer.close()
-                while not engine._driver._inbox:
+                while not engine._engine_thread._arrivals:
                     time.sleep(0.002)
             return step(loop, unchanged)
 
