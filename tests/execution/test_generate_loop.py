@@ -1,4 +1,4 @@
-"""The Runner: rows come and go, and each gets HuggingFace's logits and tokens as if it were alone."""
+"""The generate loop: rows come and go, and each gets HuggingFace's logits and tokens as if it were alone."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class PlantedError(Exception):
 
 
 class NaiveDevice:
-    """Stands in for ``DeviceModel``.
+    """Stands in for ``ModelRunner``.
 
     Attributes:
         version: of the weights; what pages hold was computed with one.
