@@ -358,7 +358,7 @@ def captured_cases(_: Machine, quick: bool) -> Iterator[Case]:
     """Prefills of one row: launched by the host as they are, or captured and padded to a multiple of something."""
     for model, (hidden, query, kv, intermediate) in MODELS.items():
         weights = hidden * (2 * query + 2 * kv + 3 * intermediate)
-        shapes = CapturedShapes(8, weights, longest=40_960, max_tokens=8192)
+        shapes = CapturedShapes(8, weights, max_row_tokens=40_960, max_tokens=8192)
         for tokens in (20, 200, 1000) if quick else (10, 20, 40, 70, 130, 200, 300, 500, 700, 1000, 1500, 2500, 4000):
             shape = shapes.smallest(tokens, 2)
             padded = {-(-tokens // multiple) * multiple for multiple in (16, 64, 128, 256)}

@@ -21,7 +21,7 @@ def top_logprobs(logits: Tensor, tokens: Tensor, num_logprobs: int) -> Tensor:
     Args:
         logits: ``[R, V]`` of any floating dtype, computed with in float32, with any stride between rows.
         tokens: ``[R]`` int64, one a row; a negative one counts as the first.
-        most: K, how many of the most likely tokens, from 0 to V.
+        num_logprobs: K, how many of the most likely tokens, from 0 to V.
 
     Returns:
         ``[R, 2 + 2 * K]`` int32: the bits of the token's log-probability in float32; its rank, which is 1 plus the
@@ -48,7 +48,7 @@ def _check(args: TopLogprobs) -> None:
             f"top_logprobs: tokens must be [{logits.shape[0]}] int64; got {list(tokens.shape)} {tokens.dtype}"
         )
     if not 0 <= num_logprobs <= logits.shape[1]:
-        raise ValueError(f"top_logprobs: most={num_logprobs} must be from 0 to {logits.shape[1]}")
+        raise ValueError(f"top_logprobs: num_logprobs={num_logprobs} must be from 0 to {logits.shape[1]}")
 
 
 def _cpu(args: TopLogprobs) -> Tensor:

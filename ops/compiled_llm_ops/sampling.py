@@ -86,7 +86,7 @@ def sample_tokens(
         top_k: ``[X]`` int32, keep the k largest; 0 keeps all.
         top_p: ``[X]`` float32, keep the fewest of the largest ones whose probability reaches p; 1.0 keeps all.
         min_p: ``[X]`` float32, keep those at least p times as probable as the most probable; 0.0 keeps all.
-        edits: ``[X]`` int32, flags of logit adjustments before the temperature: ``COUNTED`` for penalties,
+        adjustments: ``[X]`` int32, flags of logit adjustments before the temperature: ``COUNTED`` for penalties,
             ``MASKED`` for ``allowed``, ``CLEANED`` if NaN becomes 0 and infinities become finite, ``GROWING`` for
             ``growing``, ``PROMPTED`` for the penalty of ``seldom``, ``BIASED`` for each bias, and ``FOLLOWING`` for
             each token that the bias which looks back furthest looks at; and ``FILTERED`` if ``seldom`` has filters.

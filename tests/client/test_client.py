@@ -207,7 +207,7 @@ def test_whom_it_cannot_talk_to_is_said(path: Path, answers: list[Any], kind: ty
         Client(path)
 
 
-@pytest.mark.parametrize("told", [[], [WELCOME, Problem("out of memory")]])
+@pytest.mark.parametrize("loss_reported", [[], [WELCOME, Problem("out of memory")]])
 def test_an_event_loop_hears_of_it_too(path: Path, loss_reported: list[Any]) -> None:
     async def main() -> None:
         async with AsyncClient(path):

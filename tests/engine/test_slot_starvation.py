@@ -100,7 +100,7 @@ def test_whoever_waits_for_engines_that_are_paused_says_so(
 ) -> None:
     monkeypatch.setattr(starvation, "_LONG", 0.05)
     said = threading.Event()
-    monkeypatch.setattr(starvation.Starvation, "_say", _then(starvation.Shortage._say, said))
+    monkeypatch.setattr(starvation.Starvation, "_say", _then(starvation.Starvation._say, said))
     handles = [begun(engine) for engine in engines[:2]]
     with engines[0].paused(weights_stay=True), engines[1].paused(weights_stay=True):
         late = [engines[2].submit([5, 6, number], params(PENALTY)) for number in range(ROWS)]

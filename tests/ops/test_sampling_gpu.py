@@ -62,7 +62,7 @@ def test_each_row_is_sampled_by_its_own_settings(vocabulary: int, spread: float,
 
 @seeded
 @pytest.mark.parametrize(
-    "setting", [own for own in SETTINGS if own.temperature], ids=lambda own: f"edits {own.adjustments}"
+    "setting", [own for own in SETTINGS if own.temperature], ids=lambda own: f"adjustments {own.adjustments}"
 )
 def test_sampled_sets_are_exact(setting: Sampling, seed: int) -> None:
     """Each token has a row whose seed lets it win, as far as any does: another one more or less would show."""

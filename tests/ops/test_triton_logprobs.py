@@ -33,7 +33,7 @@ def test_plain_pytorch(kind: str, dtype: torch.dtype, seed: int) -> None:
     ("given", "message"),
     [
         ((torch.zeros(2, 5), torch.zeros(3, dtype=torch.int64), 1), r"tokens must be \[2\] int64; got \[3\]"),
-        ((torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64), 6), "most=6 must be from 0 to 5"),
+        ((torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64), 6), "num_logprobs=6 must be from 0 to 5"),
         ((torch.zeros(5), torch.zeros(5, dtype=torch.int64), 1), r"logits must be \[R, V\] floats"),
     ],
 )
@@ -59,7 +59,7 @@ def test_kernels_compile_without_a_gpu(dtype: str, tiles: int, tmp_path: Path, m
     from compiled_llm_ops.kernels import logprobs as kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    numbers = dict.fromkeys(("stride", "vocabulary", "tiles", "spans", "most"), "i32")
+    numbers = dict.fromkeys(("stride", "vocabulary", "tiles", "spans", "num_logprobs"), "i32")
     types = {"logits": f"*{dtype}", "tokens": "*i64", "likelier": "*i32", "packed": "*i32", **numbers}
     for kernel, constants in (
         (kernels._summarise_for_logprobs, {}),

@@ -153,7 +153,7 @@ def test_every_branch_follows_the_distribution(vocabulary: int, spread: float, d
 @pytest.mark.parametrize(
     "setting",
     [own for own in SETTINGS if own.temperature and own.top_p != 0.999 and not (own.adjustments and own.top_k == 700)],
-    ids=lambda own: f"edits {own.adjustments}",
+    ids=lambda own: f"adjustments {own.adjustments}",
 )
 def test_sets_are_exact(setting: Sampling, seed: int) -> None:
     """The rarest token that is kept would win, and so would the likeliest that is not."""
@@ -235,7 +235,7 @@ def test_counts_stay_in_their_range(before: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("choose", [launch, sample_tokens])
+@pytest.mark.parametrize("sample", [launch, sample_tokens])
 def test_a_launch_serves_rows_of_one_kind_and_leaves_the_others_as_they_are(sample: Any, seed: int) -> None:
     kinds = [Sampling(temperature=0.0), COUNTING, SETTINGS[4], Sampling(**EVERYTHING)]
     settings = [replace(own, deferred=deferred) for own in kinds for deferred in (False, True)]

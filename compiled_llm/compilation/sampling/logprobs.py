@@ -80,7 +80,7 @@ def score_tokens(logits: Tensor, tokens: Tensor, num_logprobs: int, draws: Sampl
     Args:
         logits: ``[R, V]``, at least one row.
         tokens: ``[R]`` int64, the sampled ones; an invalid one (-1) counts as the first.
-        most: K, at most V.
+        num_logprobs: K, at most V.
         draws: changes of the distribution that tokens were sampled from; None for that of the model.
 
     Returns:

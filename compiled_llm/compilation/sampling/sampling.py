@@ -168,7 +168,7 @@ class SamplingTables(NamedTuple):
         top_k: ``[X]`` int32.
         top_p: ``[X]`` float32.
         min_p: ``[X]`` float32.
-        edits: ``[X]`` int32, flags: the tables below that change the row's logits.
+        adjustments: ``[X]`` int32, flags: the tables below that change the row's logits.
         repetition_penalty: ``[X]`` float32.
         presence_penalty: ``[X]`` float32.
         frequency_penalty: ``[X]`` float32.

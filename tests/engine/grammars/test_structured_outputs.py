@@ -320,7 +320,7 @@ def test_answers_go_on_after_sleep_and_after_steps_are_lost(
     assert_account_is_empty(model)
 
 
-@pytest.mark.parametrize("place", [(ModelRunner, "sample_deferred"), (deferred_sampling, "choose")], ids=["call", "op"])
+@pytest.mark.parametrize("place", [(ModelRunner, "sample_deferred"), (deferred_sampling, "sample")], ids=["call", "op"])
 def test_a_choice_that_fails_ends_what_runs_and_later_requests_are_served(
     engine: Engine, place: tuple[Any, str], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
