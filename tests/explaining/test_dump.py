@@ -22,9 +22,8 @@ from compiled_llm.compilation.tracing import layer_marks
 from compiled_llm.explaining import timings
 from compiled_llm.explaining.dump import dump
 from compiled_llm.explaining.dump.bytecode import readable
-from compiled_llm.explaining.dump.links import SourceLink, kernels_of, lines_of_nodes
+from compiled_llm.explaining.dump.links import SourceLink, kernels_of, lines_of_nodes, parts_of
 from compiled_llm.explaining.dump.pages import DumpPages, link_to
-from compiled_llm.explaining.dump.parts import parts_of
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.tracing import Sandbox
 from compiled_llm.model.places import Place
@@ -295,15 +294,14 @@ def new_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_without_a_depyf_that_works_bytecode_is_disassembled(spoil: Callable[..., None], said: str, monkeypatch):
     code = plant.__code__
-    python = readable(code)
-    assert (python.is_python, python.note) == (True, "")
-    assert "def plant" in python.text
+    python, note = readable(code)
+    assert note == ""
+    assert "def plant" in python
     spoil(monkeypatch)
-    found = readable(code)
-    assert not found.is_python
-    assert re.search(said, found.note)
-    assert found.note in found.text
-    assert "RETURN_VALUE" in found.text
+    bytecode, note = readable(code)
+    assert re.search(said, note)
+    assert note in bytecode
+    assert "RETURN_VALUE" in bytecode
 
 
 def test_a_dump_is_whole_but_for_what_fails(tmp_path, monkeypatch):

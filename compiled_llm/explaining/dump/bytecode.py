@@ -4,51 +4,25 @@ from __future__ import annotations
 
 import dis
 import io
+from importlib.metadata import version
 from types import CodeType
-from typing import NamedTuple
 
 
-class Readable(NamedTuple):
-    """Bytecode as text.
-
-    Attributes:
-        text: Python, or the disassembled code.
-        is_python: which of the two.
-        note: why it is not Python; empty if it is.
-    """
-
-    text: str
-    is_python: bool
-    note: str = ""
-
-
-def readable(code: CodeType) -> Readable:
-    """Return the code as text, whatever is installed."""
+def readable(code: CodeType) -> tuple[str, str]:
+    """Return the code as Python and an empty note, or disassembled and a note that says why."""
     try:
         from depyf import decompile
-    except ModuleNotFoundError as error:
-        if error.name != "depyf":
-            return _disassembled(code, _failure(error))
-        return _disassembled(code, "depyf is not installed, so bytecode is shown as such: pip install depyf")
+
+        return decompile(code), ""
     except Exception as error:  # depyf reaches into torch, and knows the versions of its day
-        return _disassembled(code, _failure(error))
-    try:
-        return Readable(decompile(code), True)
-    except Exception as error:  # the same
-        return _disassembled(code, _failure(error))
-
-
-def _failure(error: Exception) -> str:
-    from importlib.metadata import version
-
-    said = str(error).strip().partition("\n")[0]
-    return (
-        f"depyf {version('depyf')} does not know this Python or torch ({type(error).__name__}: {said}), so bytecode is "
-        "shown as such"
-    )
-
-
-def _disassembled(code: CodeType, note: str) -> Readable:
+        note = _why_not(error)
     text = io.StringIO()
     dis.dis(code, file=text)
-    return Readable(f"# {note}\n\n{text.getvalue()}", False, note)
+    return f"# {note}\n\n{text.getvalue()}", note
+
+
+def _why_not(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name == "depyf":
+        return "depyf is not installed, so bytecode is shown as such: pip install depyf"
+    said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return f"depyf {version('depyf')} does not know this Python or torch ({said}), so bytecode is shown as such"

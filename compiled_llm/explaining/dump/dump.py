@@ -15,16 +15,23 @@ from typing import Any
 
 from compiled_llm.compat import CompiledGraph, compiled_graphs
 from compiled_llm.explaining.dump.bytecode import readable
-from compiled_llm.explaining.dump.files import ATEN, BYTECODE, GRAPH, GUARDS, INDUCTOR, STAGES, DumpedProgram
 from compiled_llm.explaining.dump.links import links_of
-from compiled_llm.explaining.dump.pages import DumpPages
+from compiled_llm.explaining.dump.pages import GRAPH, INDUCTOR, DumpedProgram, DumpPages
 from compiled_llm.explaining.page import page
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.tracing import BrokenPrograms, Sandbox, Trace
 from compiled_llm.model.checks import belongs_to_another
 
 _PROVENANCE = "inductor_provenance_tracking_node_mappings.json"
-_MOVED = {ATEN: "fx_graph_transformed.py", INDUCTOR: "output_code.py"}
+_BYTECODE, _GUARDS, _ATEN = "1_bytecode.py", "2_guards.txt", "4_aten_graph.py"
+_STAGES = {
+    _BYTECODE: "what Dynamo runs in the function's place",
+    _GUARDS: "what the graph relies on, checked at each call",
+    GRAPH: "Dynamo's graph, with the line of each operation",
+    _ATEN: "the same in operators, after Inductor's rewriting",
+    INDUCTOR: "Inductor's code: the kernels, and their calls in order",
+}
+_INDUCTORS = {_ATEN: "fx_graph_transformed.py", INDUCTOR: "output_code.py"}
 
 
 def new_folder(path: Path) -> Path:
@@ -41,29 +48,21 @@ def new_folder(path: Path) -> Path:
     return path.resolve()
 
 
-def folder_of(program: str, root: Path) -> Path:
-    """Return the folder of a program."""
-    return root / re.sub(r"\W+", "-", program)
-
-
 class Dump:
-    """Writes one dump.
+    """Writes one dump into a folder that is empty.
 
     Attributes:
-        root: its folder.
-        programs: what has been written.
-        notes: what could not be, and why.
+        notes: what could not be written, and why.
     """
 
     def __init__(self, root: Path) -> None:
-        """Write into ``root``, which is empty."""
-        self.root = root
-        self.programs: list[DumpedProgram] = []
         self.notes: list[str] = []
+        self._root = root
+        self._programs: list[DumpedProgram] = []
 
     def add_programs(self, traces: Sequence[Trace], sandbox: Sandbox) -> None:
         """Write the programs that are one graph each; and if all are, Inductor's files."""
-        folders = {trace.name: folder_of(trace.name, self.root) / "inductor" for trace in traces}
+        folders = {trace.name: self._folder(trace.name) / "inductor" for trace in traces}
         if traces and all(trace.error is None for trace in traces):
             self._attempt("Inductor's code is missing", lambda: sandbox.inductor(folders))
         else:
@@ -74,11 +73,9 @@ class Dump:
 
     def _add(self, trace: Trace) -> None:
         program = self._program(trace.name)
-        graphs = compiled_graphs(trace.function)
-        self._write_compiled(program, graphs[:1])
+        self._write_compiled(program, compiled_graphs(trace.function)[:1])
         self._write(program, GRAPH, trace.graphs[0].print_readable(print_output=False))
-        provenance = self._take_inductors(program)
-        program.links = links_of(trace.graphs[0], provenance)
+        program.links = links_of(trace.graphs[0], self._take_inductors(program))
 
     def add_frames(self, programs: BrokenPrograms) -> None:
         """Write what Dynamo made of programs that are not one graph, frame by frame."""
@@ -92,26 +89,27 @@ class Dump:
 
     def finish(self, report: Report) -> Path:
         """Write the report and the index; returns the path of the index."""
-        (self.root / "report.json").write_text(json.dumps(report.data, indent=1), encoding="utf-8")
-        (self.root / "report.html").write_text(page(report.data, home="index.html"), encoding="utf-8")
-        return DumpPages(self.root).write(self.programs, report)
+        (self._root / "report.json").write_text(json.dumps(report.data, indent=1), encoding="utf-8")
+        (self._root / "report.html").write_text(page(report.data, home="index.html"), encoding="utf-8")
+        return DumpPages(self._root).write(self._programs, report)
 
     def _attempt(self, what: str, work: Callable[[], object]) -> None:
-        """Do some work; if it fails, add a note and go on: the rest is worth having."""
         try:
             work()
-        except Exception as error:
+        except Exception as error:  # the rest is worth having
             self._note(f"{what}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
 
     def _note(self, text: str) -> None:
-        """Add a note, unless there is one that says the same."""
         if text and text not in self.notes:
             self.notes.append(text)
 
+    def _folder(self, program: str) -> Path:
+        return self._root / re.sub(r"\W+", "-", program)
+
     def _program(self, name: str) -> DumpedProgram:
-        program = DumpedProgram(name, folder_of(name, self.root))
+        program = DumpedProgram(name, self._folder(name))
         program.folder.mkdir(exist_ok=True)
-        self.programs.append(program)
+        self._programs.append(program)
         return program
 
     def _write_compiled(
@@ -119,25 +117,25 @@ class Dump:
     ) -> None:
         for number, graph in enumerate(graphs, 1):
             start = f"{prefix}_{number}_" if prefix else ""
-            code = readable(graph.code)
-            self._note(code.note)
-            bytecode = BYTECODE if code.is_python else BYTECODE.replace(".py", ".txt")
-            self._write(program, start + bytecode, code.text, STAGES[BYTECODE] + place)
-            self._write(program, start + GUARDS, graph.guards, STAGES[GUARDS] + place)
+            text, note = readable(graph.code)
+            self._note(note)
+            name = _BYTECODE.replace(".py", ".txt") if note else _BYTECODE
+            self._write(program, start + name, text, _STAGES[_BYTECODE] + place)
+            self._write(program, start + _GUARDS, graph.guards, _STAGES[_GUARDS] + place)
 
     def _write(self, program: DumpedProgram, name: str, text: str, what: str = "") -> None:
         (program.folder / name).write_text(text, encoding="utf-8")
-        program.files[name] = what or STAGES[name]
+        program.files[name] = what or _STAGES[name]
 
     def _take_inductors(self, program: DumpedProgram) -> dict[str, Any]:
         """Give Inductor's files their names; return which node became which kernel."""
         traces = sorted((program.folder / "inductor").glob("torchinductor/*/"))
         if not traces:
             return {}
-        for name, theirs in _MOVED.items():
+        for name, theirs in _INDUCTORS.items():
             if (traces[0] / theirs).exists():
                 shutil.copy(traces[0] / theirs, program.folder / name)
-                program.files[name] = STAGES[name]
+                program.files[name] = _STAGES[name]
         mapping = traces[0] / _PROVENANCE
         if not mapping.exists():
             self._note("This torch does not say which kernels compute which nodes, so they are not linked.")

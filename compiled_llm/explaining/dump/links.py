@@ -1,10 +1,11 @@
-"""From a line of source to the graph nodes that it became, and to the kernels that compute them."""
+"""From a line of source to the graph nodes that it became, and to the kernels that compute them; part by part."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from torch import fx
@@ -13,6 +14,7 @@ from compiled_llm.model.places import Place, blame, stack_in
 
 _HANDLE = re.compile(r"\[Provenance debug handles\] (?P<name>\S+:\d+)")
 _NODE = re.compile(r"^\s+(?P<name>\w+)(?:: .*?)? = ")
+_LAYER = re.compile(r"(?P<list>.*)\.(?P<number>\d+)")
 
 
 @dataclass
@@ -21,7 +23,6 @@ class SourceLink:
 
     Attributes:
         module: the path of the module that ran it; empty around the model.
-        place: the line.
         nodes: names in Dynamo's graph.
         kernels: names in Inductor's code, each with the number of its call.
     """
@@ -47,7 +48,7 @@ class SourceLink:
 
 
 def links_of(graph: fx.GraphModule, provenance: Mapping[str, Any]) -> list[SourceLink]:
-    """Return the graph's lines in the order in which they run.
+    """Return the lines of Dynamo's graph in the order in which they run.
 
     Args:
         graph: Dynamo's.
@@ -109,3 +110,60 @@ def _first_lines(code: str, pattern: re.Pattern[str]) -> dict[str, int]:
         if match := pattern.search(line):
             lines.setdefault(match["name"], number)
     return lines
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module, or several layers that are alike: their paths, in the order in which they run, and the links of each.
+
+    The path of the code around the model is empty.
+    """
+
+    modules: list[str]
+    links: list[list[SourceLink]]
+
+    @property
+    def title(self) -> str:
+        """``model.layers.0-29, alike``."""
+        if len(self.modules) == 1:
+            return self.modules[0] or "around the model"
+        layers = [module.rpartition(".") for module in self.modules]
+        numbers = ", ".join(_ranges([int(number) for *_, number in layers]))
+        return f"{layers[0][0]}.{numbers}, alike"
+
+    @property
+    def shown(self) -> int:
+        """The number of the module that stands for all: the middle one, as ends are fused with what is around them."""
+        return len(self.modules) // 2
+
+    def figures(self) -> tuple[int, int, int]:
+        """Return how many lines the module that is shown has, and how many nodes and kernels they became."""
+        links = self.links[self.shown]
+        kernels = {kernel for link in links for kernel in link.kernels}
+        return len(links), sum(len(link.nodes) for link in links), len(kernels)
+
+
+def parts_of(links: Iterable[SourceLink]) -> list[Part]:
+    """Return the parts of a model in the order in which they run first."""
+    by_module: dict[str, list[SourceLink]] = {}
+    for link in links:
+        by_module.setdefault(link.layer, []).append(link)
+    alike: dict[Any, Part] = {}
+    for module, own in by_module.items():
+        part = alike.setdefault(_signature(module, own), Part([], []))
+        part.modules.append(module)
+        part.links.append(own)
+    return list(alike.values())
+
+
+def _signature(module: str, links: Sequence[SourceLink]) -> Any:
+    # Without kernels, as Inductor fuses a layer with what comes before and after it.
+    layer = _LAYER.fullmatch(module)
+    became = tuple((link.module.removeprefix(module), link.place, len(link.nodes)) for link in links)
+    return (layer["list"], became) if layer else module
+
+
+def _ranges(numbers: list[int]) -> Iterator[str]:
+    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        first, *_, last = [number for _, number in run] * 2
+        yield str(first) if first == last else f"{first}-{last}"

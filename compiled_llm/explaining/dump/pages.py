@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import TypeAlias
@@ -15,15 +16,13 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer, TextLexer
 
 from compiled_llm.explaining.document import document, named_values
-from compiled_llm.explaining.dump.files import GRAPH, INDUCTOR, DumpedProgram
-from compiled_llm.explaining.dump.links import SourceLink, lines_of_kernels, lines_of_nodes
-from compiled_llm.explaining.dump.parts import Part, parts_of
+from compiled_llm.explaining.dump.links import Part, SourceLink, lines_of_kernels, lines_of_nodes, parts_of
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.subject import head_rows, title_of
 from compiled_llm.model.places import Place
 
-PAGES = "pages"
-"""The folder of a dump that holds all pages but the index and the report."""
+GRAPH, INDUCTOR = "3_graph.py", "5_inductor.py"
+"""The files whose lines pages link to."""
 _LEGEND = (
     "<p>Part by part, the tables count the <b>lines</b> of Python that compute something, the <b>nodes</b> that these "
     f"became in Dynamo's graph ({GRAPH}), and the <b>kernels</b>, or calls into a library, that compute the nodes "
@@ -55,6 +54,22 @@ table.links { table-layout: fixed; width: 100% } .links td { overflow-wrap: anyw
 """
 
 
+@dataclass
+class DumpedProgram:
+    """The files of one program.
+
+    Attributes:
+        folder: where the files lie.
+        files: their names and what each is, in order.
+        links: lines, nodes and kernels; empty if there is not one graph.
+    """
+
+    name: str
+    folder: Path
+    files: dict[str, str] = field(default_factory=dict)
+    links: list[SourceLink] = field(default_factory=list)
+
+
 def link_to(page: Path, seen_from: Path, line: int = 0) -> str:
     """Return the address of a page, or of a line in it, as another page writes it."""
     address = quote(Path(os.path.relpath(page, seen_from.parent)).as_posix())
@@ -70,7 +85,7 @@ class DumpPages:
 
     def __init__(self, root: Path) -> None:
         self.index = root / "index.html"
-        self._root = root / PAGES
+        self._root = root / "pages"
         self._sources: dict[str, Path] = {}
 
     def write(self, programs: Sequence[DumpedProgram], report: Report) -> Path:
@@ -81,7 +96,7 @@ class DumpPages:
             f'<p>{verdict} <a href="report.html">The report</a>.</p>',
             *(f"<p>{escape(note)}</p>" for note in report.data["notes"]),
             _LEGEND if any(program.links for program in programs) else "",
-            *(self._program(program) for program in programs),
+            *map(self._program, programs),
         ]
         title = title_of(report.data)
         heading = f"<h1>{escape(title)} <small>from lines to kernels</small></h1>"
@@ -89,7 +104,7 @@ class DumpPages:
         return self.index
 
     def _program(self, program: DumpedProgram) -> str:
-        """Return a program's files and parts as tables, and write the pages that these lead to."""
+        """Return a program's files and parts as tables, whose pages are written meanwhile."""
         files = "".join(
             f"<tr><td>{_link(self._listed(program, name), self.index, name)}</td><td>{escape(what)}</td></tr>"
             for name, what in program.files.items()
@@ -103,8 +118,6 @@ class DumpPages:
             f"{heading}<div class=scroll><table><thead><tr><th>part</th>{columns}</tr></thead>"
             f"<tbody>{parts}</tbody></table></div>"
         )
-
-    # ---- parts
 
     def _parts(self, program: DumpedProgram) -> Iterator[str]:
         """Yield the row of each part, and write its page: its lines, their nodes, and the kernels of these."""
@@ -147,8 +160,6 @@ class DumpPages:
             return escape(str(place))
         link = _link(listing, page, f"{Path(place.file).name}:{place.line}", place.line, str(place))
         return f"{link}<br><code>{escape(place.source)}</code>"
-
-    # ---- listings
 
     def of_source(self, place: Place) -> Path | None:
         """Return the page that lists the file in which a line is; None if that cannot be read."""
