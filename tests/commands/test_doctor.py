@@ -25,9 +25,9 @@ from compiled_llm.commands.app import app
 from compiled_llm.commands.doctor import packages
 from compiled_llm.commands.doctor import report as doctor_report
 from compiled_llm.commands.doctor import trial as doctor_build
-from compiled_llm.commands.doctor.checks import examine
 from compiled_llm.commands.doctor.finding import DoctorFinding, essence
 from compiled_llm.commands.doctor.machine import cpu
+from compiled_llm.commands.doctor.report import examine
 from compiled_llm_ops.flashinfer.install import missing_for_cuda
 from support.commands.foreign_folder import ForeignFolder
 

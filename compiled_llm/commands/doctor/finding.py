@@ -24,7 +24,6 @@ class DoctorFinding:
     Attributes:
         part: the heading it belongs under.
         needed: nothing can run here without it.
-        seconds: how long it took, if that matters.
     """
 
     part: str

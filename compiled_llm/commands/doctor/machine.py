@@ -21,8 +21,6 @@ _GIB = 2**30
 _LITTLE_MEMORY = 2 * _GIB
 _OLDEST_CAPABILITY, _BFLOAT16_CAPABILITY = (7, 5), (8, 0)
 
-# ---- devices
-
 
 def nvidia_driver() -> Outcome:
     """Return the version of NVIDIA's driver."""
@@ -96,9 +94,6 @@ def _driver_version() -> str | None:
     return "of unknown version" if found is None else found[0]
 
 
-# ---- compilers
-
-
 def cxx() -> Outcome:
     """Look for the C++ compiler that Inductor and Triton run."""
     from compiled_llm.compat import cpp_compiler
@@ -119,16 +114,6 @@ def python_headers() -> Outcome:
     return Outcome("missing", f"{header} is not there", fix)
 
 
-def nvcc(cuda: bool) -> Outcome:
-    """Look for the nvcc that FlashInfer runs."""
-    return _cuda_tool("nvcc", find_nvcc(), "release.*", cuda)
-
-
-def ninja(cuda: bool) -> Outcome:
-    """Look for the ninja that FlashInfer runs."""
-    return _cuda_tool("ninja", shutil.which("ninja"), ".+", cuda)
-
-
 def find_nvcc() -> str | None:
     """Return the nvcc that FlashInfer builds its kernels with, if it has to build them."""
     from compiled_llm_ops.backends import backend_named
@@ -136,9 +121,11 @@ def find_nvcc() -> str | None:
     return backend_named("flashinfer").compiler()
 
 
-def _cuda_tool(name: str, path: str | None, version: str, cuda: bool) -> Outcome:
+def cuda_tool(name: str, cuda: bool) -> Outcome:
+    """Look for nvcc or ninja, which FlashInfer runs."""
     if cuda and (missing := missing_for_cuda(name)):
         return missing
+    path, version = (find_nvcc(), "release.*") if name == "nvcc" else (shutil.which(name), ".+")
     if path is None:
         why = "FlashInfer's kernels are installed already built" if cuda else "not found: only CUDA needs it"
         return Outcome("not needed", why)
@@ -157,7 +144,11 @@ def _output(*command: str) -> str:
     return done.stdout.strip()
 
 
-# ---- caches
+def inductor_cache() -> Outcome:
+    """Look at the folder of Inductor's code and kernels."""
+    from compiled_llm.compat import inductor_cache
+
+    return cache(inductor_cache(), "TORCHINDUCTOR_CACHE_DIR")
 
 
 def flashinfer_cache() -> Outcome:

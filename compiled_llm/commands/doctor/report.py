@@ -1,4 +1,8 @@
-"""The report of `compiled-llm doctor`: a line for each finding, under the heading of its part, or JSON."""
+"""All that `compiled-llm doctor` looks at, and its report: a line for each finding, or JSON.
+
+No finding may depend on another's health: torch and the rest are imported inside each check, and a check that fails
+says so in its finding.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +10,32 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
+from typing import TypeAlias
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from compiled_llm import __version__
-from compiled_llm.commands.doctor.checks import examine, has_cuda
-from compiled_llm.commands.doctor.finding import DoctorFinding
+from compiled_llm.commands.doctor import machine, packages
+from compiled_llm.commands.doctor.finding import DoctorFinding, Outcome, essence
 from compiled_llm.commands.doctor.trial import try_builds
 from compiled_llm.commands.importing import ended_by_ctrl_c
+from compiled_llm.env import Env
 from compiled_llm.execution.reporting.progress import ProgressDisplay
 
 _STYLES = {"ok": "green", "warning": "yellow", "missing": "yellow", "failed": "red"}
 _INDENT = 14
 
+_Check: TypeAlias = tuple[str, str, Callable[[], Outcome], bool]
+"""Part, name, check, and whether nothing runs without it."""
+
 
 def report(quick: bool = False, as_json: bool = False) -> bool:
     """Examine this machine and write what was found to stdout, progress to stderr.
-
-    Args:
-        quick: do not try to build kernels.
-        as_json: write one JSON object.
 
     Returns:
         Whether compiled_llm can run here, on CUDA if there is a device, else on the CPU.
@@ -67,7 +73,6 @@ def _verdict(findings: Sequence[DoctorFinding], cuda: bool) -> str:
 
 
 def _print(console: Console, heading: str, findings: Iterable[DoctorFinding]) -> None:
-    """Write a line for each finding; one too long for a terminal goes on in its column."""
     if heading:
         console.print(Text(heading, "bold"))
     for finding in findings:
@@ -75,7 +80,56 @@ def _print(console: Console, heading: str, findings: Iterable[DoctorFinding]) ->
         seconds = "" if finding.seconds is None else f", {finding.seconds:.1f} s"
         what = Text(f"{finding.name}: {finding.detail}{seconds}")
         what.append(f" -> {finding.fix}" if finding.fix else "", "cyan")
-        if console.is_terminal:
+        if console.is_terminal:  # where a long line goes on in its column
             lines = what.wrap(console, max(console.width - _INDENT, 1))
             what = Text("\n" + " " * _INDENT).join(lines)
         console.print(Text.assemble("  ", (f"{finding.status:<10}", style), "  ", what), soft_wrap=True)
+
+
+def examine(cuda: bool) -> Iterator[DoctorFinding]:
+    """Yield a finding for each thing that compiled_llm uses, on CUDA or on the CPU."""
+    for part, name, check, needed in _checks(cuda):
+        try:
+            outcome = check()
+        except Exception as error:
+            outcome = Outcome("warning", f"cannot be checked: {essence(error)}")
+        yield DoctorFinding(part, name, *outcome, needed=needed and outcome.status != "not needed")
+
+
+def has_cuda() -> bool:
+    """Return whether torch works and sees a CUDA device."""
+    try:
+        import torch
+
+        return torch.cuda.is_available()
+    except Exception:  # the finding about torch says why
+        return False
+
+
+def _checks(cuda: bool) -> Iterator[_Check]:
+    yield "packages", "Python", packages.python, True
+    yield "packages", "compiled_llm", packages.ourselves, True
+    for package in packages.REQUIRED:
+        yield "packages", package.module, partial(packages.imported, package), True
+    yield "packages", "flashinfer", partial(packages.flashinfer, cuda), cuda
+    triton = partial(packages.imported, packages.TRITON, "missing" if cuda else "not needed")
+    yield "packages", "triton", triton, cuda
+    yield "devices", "NVIDIA driver", machine.nvidia_driver, False
+    yield from _gpus() if cuda else [("devices", "CUDA", machine.no_gpu, False)]
+    yield "devices", "CPU", partial(machine.cpu, cuda), False
+    yield "compilers", "C++ compiler", machine.cxx, True
+    yield "compilers", "Python headers", machine.python_headers, True
+    yield "compilers", "nvcc", partial(machine.cuda_tool, "nvcc", cuda), cuda
+    yield "compilers", "ninja", partial(machine.cuda_tool, "ninja", cuda), cuda
+    yield "caches", "compiled_llm", lambda: machine.cache(Env.from_environ().cache, "COMPILED_LLM_CACHE"), False
+    yield "caches", "Inductor", machine.inductor_cache, False
+    yield "caches", "FlashInfer", machine.flashinfer_cache, False
+    for package in packages.OPTIONAL:
+        yield "extras", package.module, partial(packages.imported, package, "optional"), False
+
+
+def _gpus() -> Iterator[_Check]:
+    import torch
+
+    for index in range(torch.cuda.device_count()):  # `cuda` stands for the first
+        yield "devices", f"cuda:{index}", partial(machine.gpu, index), index == 0

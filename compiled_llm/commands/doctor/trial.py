@@ -1,7 +1,4 @@
-"""Builds kernels and runs a tiny model here, and checks the tokens that it generates.
-
-Shapes: T prompt tokens, G generated tokens, V vocabulary.
-"""
+"""Builds kernels and runs a tiny model here, and checks the tokens that it generates."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ if TYPE_CHECKING:
     import torch
 
     from compiled_llm.config import Mode
-    from compiled_llm.execution.reporting.stats import Stats
 
 _PART = "kernel builds"
 _PROMPT_TOKENS, _NEW_TOKENS = 40, 16
@@ -83,11 +79,7 @@ def _advice(error: Exception) -> str:
 
 
 def build_with_inductor(device: str) -> str:
-    """Compile a kernel that no cache holds, and check what it computes.
-
-    Raises:
-        RuntimeError: it does not compile, or computes something else.
-    """
+    """Compile a kernel that no cache holds; raises RuntimeError if it does not compile, or computes something else."""
     import torch
 
     from compiled_llm.compat import keep_probes_from_current_folder
@@ -106,11 +98,7 @@ def build_with_inductor(device: str) -> str:
 
 
 def build_with_nvcc(compiler: str) -> str:
-    """Compile CUDA and C++ with nvcc and its host compiler.
-
-    Raises:
-        RuntimeError: it does not compile.
-    """
+    """Compile CUDA and C++ with nvcc and its host compiler; raises RuntimeError if that fails."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "scale.cu"
         source.write_text(_CUDA_SOURCE)
@@ -125,7 +113,6 @@ class Trial:
     """A tiny random model, wrapped in several modes and compared with HuggingFace's own forward."""
 
     def __init__(self, device: str) -> None:
-        """Make the model; it leaves torch's random numbers as they are."""
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -142,11 +129,15 @@ class Trial:
             pad_token_id=0,
             eos_token_id=None,
         )
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # leaves the caller's random numbers as they are
             torch.manual_seed(0)
             model: Any = LlamaForCausalLM(config)
             self.prompt = torch.randint(3, 128, (1, _PROMPT_TOKENS), device="cpu").to(device)
-        self.model = model.eval().to(device, _dtype(device))
+        if device == "cpu":
+            dtype = torch.float32
+        else:
+            dtype = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
+        self.model = model.eval().to(device, dtype)
 
     def run(self, mode: Mode) -> str:
         """Generate in a mode and check the tokens.
@@ -167,7 +158,7 @@ class Trial:
                 max_new_tokens=_NEW_TOKENS,
                 do_sample=False,
             )
-            stats: Stats = wrapped.compiled.stats()
+            stats = wrapped.compiled.stats()
         finally:
             compiled_llm.unwrap(wrapped)
         if stats.generate_calls != {"fast loop": 1}:
@@ -177,13 +168,10 @@ class Trial:
         return f"{how}, {_NEW_TOKENS} tokens, each HuggingFace's choice"
 
     def check(self, tokens: torch.Tensor) -> None:
-        """Check that HuggingFace's forward would have chosen the tokens, up to rounding.
-
-        Args:
-            tokens: ``[1, T + G]``.
+        """Check that HuggingFace's forward would have chosen the tokens ``[1, T + G]`` of prompt and answer.
 
         Raises:
-            WrongTokensError: it would not.
+            WrongTokensError: it would not, and by more than rounding.
         """
         import torch
 
@@ -197,11 +185,3 @@ class Trial:
                 f"of {_NEW_TOKENS} tokens HuggingFace would have chosen {len(wrong)} differently, the first of them "
                 f"number {wrong[0] + 1}"
             )
-
-
-def _dtype(device: str) -> torch.dtype:
-    import torch
-
-    if device == "cpu":
-        return torch.float32
-    return torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
