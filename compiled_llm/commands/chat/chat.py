@@ -40,11 +40,7 @@ _SILENT_SECONDS = 0.5
 
 
 class Chat:
-    """Reads questions and writes answers until there are no more questions.
-
-    Attributes:
-        failed: whether a question could not be answered.
-    """
+    """Reads questions and writes answers until there are no more questions; ``failed`` once one was not answered."""
 
     def __init__(
         self, partner: Partner, conversation: Conversation, params: SamplingParams, terminal: Terminal
@@ -77,7 +73,7 @@ class Chat:
                 self._terminal.tell("Ctrl-C again, or Ctrl-D, ends the chat")
 
     def _take(self, text: str) -> bool:
-        """Do what a line asks for; whether Ctrl-C has ended it."""
+        """Answer a question or obey a command; return whether Ctrl-C has ended it."""
         try:
             found = _COMMAND.fullmatch(text)
             if found is None or (found[2] and found[1] != "/system"):  # a text may begin with a slash
@@ -124,7 +120,7 @@ class Chat:
             self._last = handle.result()
         finally:
             self._conversation.add(question, "".join(answer))
-            if "".join(answer):
+            if any(answer):
                 self._terminal.write("\n")
         if interrupted:
             self._terminal.tell("stopped; Ctrl-C again, or Ctrl-D, ends the chat")
@@ -133,11 +129,11 @@ class Chat:
         return interrupted
 
     async def _write(self, handle: RequestHandle | RemoteHandle, answer: list[str]) -> bool:
-        """Write an answer as it comes, and keep its pieces; whether Ctrl-C has ended it, as it does in a terminal."""
-        interruptions: list[None] = []
+        """Write an answer as it comes, and keep its pieces; return whether Ctrl-C has ended it in a terminal."""
+        interrupted = asyncio.Event()
 
         def interrupt() -> None:
-            interruptions.append(None)
+            interrupted.set()
             handle.cancel()
 
         if self._terminal.interactive:
@@ -153,14 +149,9 @@ class Chat:
         async for piece in pieces:
             answer.append(piece)
             self._terminal.write(piece)
-        return bool(interruptions)
+        return interrupted.is_set()
 
     def _params_for(self, prompt: int) -> SamplingParams:
-        """Return how to answer a prompt of so many tokens: with as many as are wanted, and as there is room for.
-
-        Raises:
-            ValueError: there is none.
-        """
         most = self._partner.max_tokens
         if prompt >= most:
             raise ValueError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -34,9 +35,6 @@ from compiled_llm.commands.options.shared import (
     TopP,
     WeightsDtype,
 )
-
-if TYPE_CHECKING:
-    from compiled_llm.requests.sampling_params import SamplingParams
 
 _OF_OWN_MODEL = ("mode", "backend", "dtype", "device")
 
@@ -84,8 +82,12 @@ def chat(
         _check(context, model, uds, options)
         params = flags.params(max_new_tokens, stop or [])
         terminal = Terminal(quiet, COMMANDS)
-        failed = _chat(model or DEMO, uds, options, system, params, terminal)
-    raise typer.Exit(1 if failed and not terminal.interactive else 0)
+        with _partner(model or DEMO, uds, options, terminal) as partner:
+            chat = Chat(partner, Conversation(partner.tokenizer, system), params, terminal)
+            if terminal.interactive:
+                terminal.say(f"{partner.name}; /help says what can be done, Ctrl-D ends the chat")
+            chat.run()
+    raise typer.Exit(1 if chat.failed and not terminal.interactive else 0)
 
 
 def _check(context: typer.Context, model: str | None, uds: Path | None, options: RunningOptions) -> None:
@@ -101,26 +103,9 @@ def _check(context: typer.Context, model: str | None, uds: Path | None, options:
             raise ValueError(f"--{name}: the engine process of --uds runs its model in its own way; leave it out")
 
 
-def _chat(
-    model: str,
-    uds: Path | None,
-    options: RunningOptions,
-    system: str | None,
-    params: SamplingParams,
-    terminal: Terminal,
-) -> bool:
-    """Chat, and return whether a question could not be answered."""
+def _partner(
+    model: str, uds: Path | None, options: RunningOptions, terminal: Terminal
+) -> AbstractContextManager[Partner]:
     if uds is not None:
-        with engine_process_partner(uds, options.quiet) as partner:
-            return _run(partner, system, params, terminal)
-    with own_model(locate(model, progress=not options.quiet), options) as (partner, compiled):
-        terminal.say(compiled)
-        return _run(partner, system, params, terminal)
-
-
-def _run(partner: Partner, system: str | None, params: SamplingParams, terminal: Terminal) -> bool:
-    chat = Chat(partner, Conversation(partner.tokenizer, system), params, terminal)
-    if terminal.interactive:
-        terminal.say(f"{partner.name}; /help says what can be done, Ctrl-D ends the chat")
-    chat.run()
-    return chat.failed
+        return engine_process_partner(uds, options.quiet)
+    return own_model(locate(model, progress=not options.quiet), options, terminal.say)

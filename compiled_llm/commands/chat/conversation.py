@@ -6,20 +6,10 @@ from typing import Any
 
 
 class Conversation:
-    """Questions and their answers.
-
-    Attributes:
-        tokenizer: HuggingFace's; it has the template.
-        system: the system message; None for none.
-        messages: questions and answers since the chat began.
-    """
+    """Questions and their answers since the chat began, in ``messages``; ``system`` is the system message, if any."""
 
     def __init__(self, tokenizer: Any, system: str | None) -> None:
-        """Begin a chat.
-
-        Raises:
-            ValueError: there is no template, or it takes no system message.
-        """
+        """Begin a chat; raises ValueError if there is no template, or if it takes no system message."""
         check_template(tokenizer)
         self.tokenizer = tokenizer
         self.system = system
@@ -56,10 +46,6 @@ class Conversation:
 
 
 def check_template(tokenizer: Any) -> None:
-    """Check that a tokenizer can write chats.
-
-    Raises:
-        ValueError: it has no template for them.
-    """
+    """Raise ValueError if a tokenizer has no template for chats."""
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("chat: this model's tokenizer has no chat template; `compiled-llm generate` continues a text")

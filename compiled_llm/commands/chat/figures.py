@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 
 def figures_of(stats: EngineStats | StatsReply, last: RequestOutput | None) -> str:
-    """Return figures as a table.
-
-    Args:
-        stats: of the engine, or of the engine process with all of its clients.
-        last: the last answer; None before the first.
-    """
+    """Return the figures of the engine, or of the engine process with all of its clients, and of the last answer."""
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in (*_of_answer(last), *_of_engine(stats)):
         table.add_row(name, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +24,7 @@ if TYPE_CHECKING:  # Client needs the extra `server`
 
 @dataclass
 class Partner:
-    """A model that answers.
-
-    Attributes:
-        engine: takes prompts.
-        name: of the model.
-        tokenizer: HuggingFace's.
-        max_tokens: how many tokens a prompt may have with its answer.
-    """
+    """A model that answers; ``max_tokens`` are those that a prompt may have with its answer."""
 
     engine: Engine | Client
     name: str
@@ -39,7 +32,7 @@ class Partner:
     max_tokens: int
 
     def refresh(self) -> bool:
-        """Wait until it answers, with the attributes of then; whether it is another model than before."""
+        """Wait until it answers, take its attributes, and return whether it is another model than before."""
         return False
 
 
@@ -59,7 +52,6 @@ class ClientPartner(Partner):
         self.refresh()
 
     def refresh(self) -> bool:
-        """As a partner's."""
         before, ready = self._ready, wait_until_ready(self._client, self._quiet)
         if ready is not before:
             with ProgressDisplay(not self._quiet).task("loading the tokenizer"):
@@ -78,8 +70,8 @@ def engine_process_partner(path: Path, quiet: bool) -> Iterator[Partner]:
 
 
 @contextmanager
-def own_model(source: Source, options: RunningOptions) -> Iterator[tuple[Partner, str]]:
-    """Load a model, and compile what a chat needs; yield it, and what was compiled, in words.
+def own_model(source: Source, options: RunningOptions, say: Callable[[str], object]) -> Iterator[Partner]:
+    """Load a model for the block, compile what a chat needs, and say what was compiled.
 
     Raises:
         ValueError: the options do not fit the model or the machine, or there is no chat template.
@@ -98,5 +90,5 @@ def own_model(source: Source, options: RunningOptions) -> Iterator[tuple[Partner
     with compiled_llm.Engine(model, tokenizer=tokenizer, max_rows=1) as engine:
         with Preparation() as preparation:
             engine.warmup(1)
-        partner = Partner(engine, source.name, tokenizer, engine.describe().max_tokens)
-        yield partner, preparation.figures(model.compiled.stats())
+        say(preparation.figures(model.compiled.stats()))
+        yield Partner(engine, source.name, tokenizer, engine.describe().max_tokens)

@@ -12,26 +12,20 @@ import typer
 from compiled_llm.commands.printable import printable
 
 _FENCE = '"""'
-"""Begins and ends a question of several lines."""
 
 
 class Terminal:
-    """Answers go to stdout, all else to stderr, so that a pipe gets answers alone.
-
-    Attributes:
-        interactive: whether stdin is a terminal.
-        quiet: whether to say nothing but answers, errors and what was asked for.
-    """
+    """Answers go to stdout, all else to stderr, so that a pipe gets answers alone; ``interactive`` tells of stdin."""
 
     def __init__(self, quiet: bool = False, commands: Mapping[str, str] | None = None) -> None:
         """Begin to read.
 
         Args:
-            quiet: as the attribute.
+            quiet: write nothing but answers, errors and what was asked for.
             commands: completed as one types, each shown with its description.
 
         Raises:
-            ValueError: there is nothing to read from.
+            ValueError: there is no stdin.
         """
         if sys.stdin is None:
             raise ValueError("chat: there is no stdin to read questions from")
@@ -45,11 +39,7 @@ class Terminal:
                 sys.stdin.reconfigure(errors="replace")
 
     def question(self) -> str | None:
-        """Return the next question; None once there are no more.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C was pressed.
-        """
+        """Return the next question; None once there are no more."""
         try:
             text = self._read()
         except EOFError:
