@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 from common import checkout
 from shapes import SHAPES, build, made_up_tokenizer
 
-from compiled_llm.commands.bench import machine
+from compiled_llm.commands.bench.report import describe_machine
 
 ITEM = {"name": {"type": "string"}, "count": {"type": "integer"}, "kind": {"enum": ["red", "green", "blue"]}}
 BOUNDED = {**ITEM, "name": {"type": "string", "minLength": 3, "maxLength": 60}}
@@ -106,7 +106,7 @@ def main() -> None:
     for kind, rates in found.items():
         print(f"| {kind} | {statistics.median(rates):,.0f} | {100 * (1 - statistics.median(rates) / base):.1f}% |")
     if options.json is not None:
-        described = {"machine": {**machine.describe(), "commit": options.commit or checkout()}, "command": sys.argv}
+        described = {"machine": {**describe_machine(), "commit": options.commit or checkout()}, "command": sys.argv}
         options.json.write_text(json.dumps({**described, "tokens_per_second": found}, indent=1) + "\n")
 
 

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 
 from compiled_llm.commands.bench.report import BenchReport, Result
 
-KINDS = ("svg", "png", "pdf")
-PANELS_IN_A_ROW = 4
+_KINDS = ("svg", "png", "pdf")
+_PANELS_IN_A_ROW = 4
 NAMES = {
     "hf-eager": "HuggingFace",
     "hf-static": "HuggingFace, compiled",
@@ -50,11 +50,7 @@ class Speeds(NamedTuple):
 
 
 def speeds_of(report: BenchReport) -> Speeds:
-    """Return the rates of a report; greedy ones, if both were measured.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Return the rates of a report, of greedy decoding if both were measured; raises ValueError without any."""
     found: list[Result] = report.results.get("latency", [])
     found = [result for result in found if not result["sampled"]] or found
     if not found:
@@ -84,18 +80,14 @@ def speeds_of(report: BenchReport) -> Speeds:
 
 
 def draw(speeds: Speeds, path: Path) -> None:
-    """Write the chart, as the kind of picture that the file's name ends with.
-
-    Raises:
-        ValueError: it ends with none of ``KINDS``.
-    """
+    """Write the chart as the kind of picture that the file's name ends with; raises ValueError for other kinds."""
     kind = path.suffix.removeprefix(".").lower()
-    if kind not in KINDS:
-        raise ValueError(f"{path}: the name of a picture ends with .{', .'.join(KINDS)}")
+    if kind not in _KINDS:
+        raise ValueError(f"{path}: the name of a picture ends with .{', .'.join(_KINDS)}")
     with mpl.rc_context():
         mpl.rcdefaults()  # not those of a matplotlibrc in the current folder
         mpl.rcParams.update({"font.size": 10, "svg.hashsalt": "compiled_llm"})  # with a salt, SVGs can be repeated
-        columns = min(PANELS_IN_A_ROW, len(speeds.rates))
+        columns = min(_PANELS_IN_A_ROW, len(speeds.rates))
         rows = -(-len(speeds.rates) // columns)
         figure = Figure(figsize=(10, 1.2 + 0.32 * len(speeds.contenders) * rows), layout="constrained")
         panels = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)

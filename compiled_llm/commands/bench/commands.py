@@ -156,11 +156,9 @@ def show(
 
 def new_report(model: dict[str, str]) -> BenchReport:
     """Begin a report of this machine."""
-    from compiled_llm.commands.bench import machine
-    from compiled_llm.commands.bench.report import BenchReport
+    from compiled_llm.commands.bench.report import BenchReport, describe_machine
 
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    return BenchReport(command, machine.describe(), model)
+    return BenchReport(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), describe_machine(), model)
 
 
 @contextmanager

@@ -31,12 +31,7 @@ def loaded(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedMod
 
 @dataclass
 class Setup:
-    """What all contenders of a run share: the model's name, and all that will be asked of it.
-
-    Attributes:
-        log: takes one line about what is being done.
-        load: makes the model.
-    """
+    """The model of all contenders of a run, and all that will be asked of it; ``log`` takes a line on what is done."""
 
     name: str
     device: torch.device
@@ -66,12 +61,12 @@ class Setup:
         return self._model
 
     def drop_model(self) -> None:
-        """Give the model's memory back, for another process or because its state is in doubt."""
+        """Give the model's memory back, for another process, or because a failure may have changed the model."""
         self._model = None
         self.free_memory()
 
     def free_memory(self) -> None:
-        """Give back what nothing refers to."""
+        """Give back memory that nothing refers to."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -83,14 +78,13 @@ class Setup:
 
 
 class BenchSession:
-    """A model of this process, wrapped or not, and how ``generate`` is called on it.
+    """A model of this process, wrapped or not; ``options`` are further ones of ``generate``.
 
     Attributes:
         versions: of packages that this process does not have.
     """
 
     def __init__(self, setup: Setup, model: PreTrainedModel, **options: Any) -> None:
-        """Take the model, and further ``options`` of ``generate``."""
         self.setup, self.options = setup, options
         self.model: Any = model
         self.versions: dict[str, str] = {}

@@ -15,11 +15,10 @@ from compiled_llm.commands.bench.load import Asked, LoadAnswer, answered
 
 
 class HttpClient:
-    """Asks one model of a server.
+    """Asks the ``model`` of a server.
 
     Attributes:
-        model: the name that the server has for it.
-        busy: the most of a pass in which this process computed: near 1, it was the client that was slow.
+        busy: the largest share of a pass in which this process computed; near 1, the client limited the rate.
     """
 
     busy = 0.0
@@ -37,11 +36,7 @@ class HttpClient:
         self.model = model or self._loop.run_until_complete(self._first_model())
 
     def run(self, asked: Sequence[Asked], concurrency: int | None) -> list[LoadAnswer]:
-        """Ask, and return answers with their times from the begin.
-
-        Raises:
-            RuntimeError: a request has failed.
-        """
+        """Send requests, and return answers with their times from the begin; raises RuntimeError if one fails."""
         gc.collect()
         gc.disable()  # the server is measured, not this
         spent, begin = time.process_time(), time.perf_counter()

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from compiled_llm.commands.bench.contenders import BenchSession, Contender, Setup
 from compiled_llm.commands.bench.report import BenchReport, Result, failure
-from compiled_llm.commands.bench.timing import CallTiming, Spread
+from compiled_llm.commands.bench.timing import Spread
 from compiled_llm.commands.bench.workload import Workload
 from compiled_llm.explaining.profile.step_bytes import step_bytes
 
@@ -56,17 +56,13 @@ def _result(name: str, session: BenchSession, work: Workload, runs: int, ceiling
     for number in range(runs):
         setup.log(f"{name}, {work}: run {number + 1} of {runs}")
         timings.append(session.run(work))
-    measured = {"first_s": [timing.first for timing in timings], "total_s": [timing.total for timing in timings]}
-    figures = _figures(work, timings, ceiling)
-    return {"contender": name, **asdict(work), **measured, "ready_s": ready, "ceiling": ceiling, "figures": figures}
-
-
-def _figures(work: Workload, timings: list[CallTiming], ceiling: float | None) -> Result:
     decode = Spread.of_rates(work.batch * (work.new - 1) / (timing.total - timing.first) for timing in timings)
-    return {
+    figures = {
         "context": work.context,
         "first_s": Spread.of_times(timing.first for timing in timings)._asdict(),
         "decode_tokens_per_s": decode._asdict(),
         "end_to_end_tokens_per_s": Spread.of_rates(work.batch * work.new / one.total for one in timings)._asdict(),
         "of_ceiling": None if ceiling is None else decode.median / ceiling,
     }
+    measured = {"first_s": [timing.first for timing in timings], "total_s": [timing.total for timing in timings]}
+    return {"contender": name, **asdict(work), **measured, "ready_s": ready, "ceiling": ceiling, "figures": figures}

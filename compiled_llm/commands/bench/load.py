@@ -32,11 +32,7 @@ class Lengths(NamedTuple):
 
     @classmethod
     def parse(cls, option: str, text: str) -> Lengths:
-        """Read ``100-1024``, or one length.
-
-        Raises:
-            ValueError: it is no range from 1.
-        """
+        """Read ``100-1024``, or one length; raises ValueError if the text is no range from 1."""
         found = re.fullmatch(r"\s*([1-9]\d*)(?:-(\d+))?\s*", text)
         if found is None or int(found[1]) > int(found[2] or found[1]):
             raise ValueError(f"{option} {text!r}: give a range of tokens, such as 100-1024, or one length")
@@ -73,12 +69,11 @@ Run = Callable[[Sequence[Asked], int | None], list[LoadAnswer]]
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of a server: so many requests, ``concurrency`` of them at once, or at a rate for some seconds.
+    """The load on a server: a number of requests, ``concurrency`` of them at once, or a rate for some seconds.
 
     Attributes:
         rate: requests that arrive in a second, on average (a Poisson process).
         system_prompt: tokens that all prompts of a pass begin with, before ``prompts``.
-        seed: of all that is drawn.
         vocabulary: tokens are drawn below this.
     """
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import sys
+import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
+_PACKAGES = ("compiled-llm", "torch", "transformers", "flashinfer-python", "triton", "numpy")
+
 Result = dict[str, Any]
 """One contender under one workload: what was asked, every time that was measured, and ``figures`` made of these."""
 
@@ -17,7 +24,7 @@ class BenchReport:
     """One run of the bench.
 
     Attributes:
-        machine: versions, GPU, CPU, commit; see ``machine.py``.
+        machine: what ``describe_machine`` returns.
         read_bandwidth: bytes/s, measured in this run; None if nothing needed it.
         memory: bytes on the device by contender.
         unavailable: why contenders could not take part; ``failures``: why others did not get to their end.
@@ -34,7 +41,7 @@ class BenchReport:
     results: dict[str, list[Result]] = field(default_factory=dict)
 
     def add(self, kind: str, result: Result) -> None:
-        """Note a result."""
+        """Add a result to the others of its kind."""
         self.results.setdefault(kind, []).append(result)
 
     def save(self, path: Path | None) -> None:
@@ -42,7 +49,7 @@ class BenchReport:
         if path is not None:
             found = asdict(self)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"schema": SCHEMA, **found, **found.pop("results")}, indent=1) + "\n")
+            path.write_text(json.dumps({"schema": 1, **found, **found.pop("results")}, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> BenchReport:
@@ -69,3 +76,36 @@ class BenchReport:
 def failure(doing: str, error: BaseException) -> str:
     """Return one line that says what failed and why."""
     return f"{doing}: {type(error).__name__}: {' '.join(str(error).split())[:1000]}"
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return versions, processor and load of this machine, and its GPU if torch is imported and sees one.
+
+    ``tools/bench`` adds commit, driver and clocks.
+    """
+    torch: Any = sys.modules.get("torch")
+    has_gpu = torch is not None and torch.cuda.is_available()
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "commit": None,
+        "python": platform.python_version(),
+        "versions": _versions(),
+        "cpu": {"name": _cpu_name(), "cores": os.cpu_count()},
+        "load": round(os.getloadavg()[0], 2),  # figures from a machine that is not quiet are worth little
+        "gpu": {"name": torch.cuda.get_device_name(), "cuda": torch.version.cuda} if has_gpu else None,
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _cpu_name() -> str:
+    with suppress(OSError), open("/proc/cpuinfo") as lines:
+        names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        return next(names, platform.machine())
+    return platform.processor() or platform.machine()

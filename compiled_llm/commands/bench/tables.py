@@ -53,12 +53,12 @@ def percentiles(times: dict[str, float]) -> str:
 
 
 def ratio(spread: dict[str, Any], base: dict[str, Any] | None) -> str:
-    """Return how many times the median of the base it is."""
+    """Return the ratio of both medians."""
     return "" if base is None else f"{spread['median'] / base['median']:.2f}"
 
 
 def percent(share: float | None) -> str:
-    """Return a share with one digit that says something; nothing if it is not known."""
+    """Return a share with at least one digit other than 0; an empty text if the share is not known."""
     return "" if share is None else f"{share:.0%}" if share >= 0.01 else f"{100 * share:.1g}%"
 
 
@@ -119,7 +119,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], Iterator[Table]]] = {"latency": l
 
 
 def tables_of(report: BenchReport) -> list[Table]:
-    """Return every table that the report has figures for."""
+    """Return a report's tables."""
     found = [table for kind, results in report.results.items() if kind in TABLES for table in TABLES[kind](results)]
     kinds = list(dict.fromkeys(kind for memory in report.memory.values() for kind in memory))
     rows = [
@@ -130,7 +130,7 @@ def tables_of(report: BenchReport) -> list[Table]:
 
 
 def header(report: BenchReport) -> list[str]:
-    """Return lines that say what was measured, with what and where."""
+    """Return the lines above the tables: the model, the machine and the versions."""
     machine, model, bandwidth = report.machine, report.model, report.read_bandwidth
     where = (machine["gpu"] or machine["cpu"])["name"]
     versions = ", ".join(f"{package} {number}" for package, number in machine["versions"].items())
@@ -144,7 +144,7 @@ def header(report: BenchReport) -> list[str]:
 
 
 def footer(report: BenchReport) -> list[str]:
-    """Return lines on who could not take part and what failed."""
+    """Return the lines below the tables: contenders that could not take part, and failures."""
     absent = [f"Not available: {name}: {reason}." for name, reason in report.unavailable.items()]
     return [*absent, *(f"Failed: {line}" for line in report.failures)]
 

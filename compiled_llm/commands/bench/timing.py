@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-RUNS_OF_A_PERCENTILE = 100
+_RUNS_OF_A_PERCENTILE = 100
 """With fewer runs, the 99th percentile would be the worst one."""
 
 
@@ -19,11 +19,7 @@ class CallTiming(NamedTuple):
     total: float
 
     def checked(self) -> CallTiming:
-        """Return it.
-
-        Raises:
-            ValueError: decode took no time.
-        """
+        """Return the timing; raises ValueError if decode took no time."""
         if not 0 < self.first < self.total:
             raise ValueError(f"first token after {self.first:.6f} s of {self.total:.6f} s: measure more new tokens")
         return self
@@ -41,7 +37,7 @@ class Spread(NamedTuple):
     def of_times(cls, seconds: Iterable[float]) -> Spread:
         """Summarise times: the shortest is best."""
         values = sorted(seconds)
-        p99 = values[math.ceil(0.99 * len(values)) - 1] if len(values) >= RUNS_OF_A_PERCENTILE else None
+        p99 = values[math.ceil(0.99 * len(values)) - 1] if len(values) >= _RUNS_OF_A_PERCENTILE else None
         return cls(values[0], statistics.median(values), len(values), p99)
 
     @classmethod
@@ -75,7 +71,7 @@ class TokenClock:
         self._has_prompt = False
 
     def put(self, value: Any) -> None:
-        """Note the time; the prompt is not a token."""
+        """Keep the time, unless this is the prompt."""
         if self._has_prompt:
             self.times.append(time.perf_counter())
         self._has_prompt = True

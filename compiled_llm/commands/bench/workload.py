@@ -13,8 +13,6 @@ class Workload:
     """One call: ``batch`` prompts of ``prompt`` tokens, ``new`` tokens for each.
 
     Attributes:
-        batch: B.
-        prompt: T.
         new: tokens generated for each row; no row ends earlier.
         sampled: drawn with ``SAMPLING``, or else the most likely ones.
     """
