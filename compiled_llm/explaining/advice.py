@@ -1,7 +1,7 @@
-"""What to say about a reason and what to do about it: two tables, and a look-up.
+"""Reasons in plain words with their remedies: two tables, and a look-up.
 
-A pattern is searched in what Dynamo, or our own check, said, followed by the source line at fault. The first that is
-found counts.
+Patterns are searched in the message of Dynamo, or of our own check, followed by the source line at fault. The first
+pattern that is found counts.
 """
 
 from __future__ import annotations
@@ -11,13 +11,7 @@ from typing import NamedTuple
 
 
 class Advice(NamedTuple):
-    """One entry of the table.
-
-    Attributes:
-        pattern: a regular expression.
-        reason: what is the matter, in a sentence.
-        remedy: what to do.
-    """
+    """A regular expression, and two sentences: the reason of what it finds, and the remedy."""
 
     pattern: str
     reason: str

@@ -17,14 +17,14 @@ _AT = re.compile(r"Graph break in user code at (?P<file>.+):(?P<line>\d+)")
 
 
 def findings_in(messages: Iterable[str]) -> list[Finding]:
-    """Return a finding for each message; marked as following if only an earlier break made it happen."""
+    """Return a finding for each message, marked as a consequence if an earlier break may have caused it."""
     found = [_finding(message) for message in messages]
     certain = any(is_users(finding.place) for finding in found)
     return [replace(finding, follows=certain and not is_users(finding.place)) for finding in found]
 
 
 def finding_of(error: Exception, program: str) -> Finding:
-    """Return the finding for what stopped a program from being compiled whole."""
+    """Return the finding for the error that kept a program from being compiled whole."""
     said = str(error)
     place = blame(stack_in(said))
     reason, advice = advise_break(said, place.source)

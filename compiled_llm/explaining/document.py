@@ -40,9 +40,9 @@ def document(title: str, body: str, heading: str = "", wide: bool = False, style
     """Return a whole page.
 
     Args:
-        title: what a browser shows on its tab.
+        title: plain text, for the browser's tab.
         body: HTML.
-        heading: HTML, what the page begins with; the title if empty.
+        heading: HTML at the top of the page; the title if empty.
         wide: take more room than is good for reading sentences.
         style: more CSS.
     """

@@ -109,9 +109,8 @@ class _Subject:
     """A model, wrapped or not.
 
     Attributes:
-        model: the model.
         config: the options that it is or would be wrapped with.
-        refusal: why ``wrap`` would not take it.
+        refusal: why ``wrap`` would not take the model.
     """
 
     def __init__(self, model: PreTrainedModel, runtime: Runtime | None) -> None:
@@ -121,7 +120,7 @@ class _Subject:
         self.refusal = ""
 
     def facts(self, findings: Findings) -> ModelFacts | None:
-        """Return what is known of the model; None, and a finding, if it cannot run over pages."""
+        """Return the facts of the model; None, and a finding, if it cannot run over pages."""
         if self._runtime is not None:
             return self._runtime.facts
         try:
@@ -138,11 +137,8 @@ class _Subject:
         cause: Exception | None = None
         for fake in (False,) if changes_in_first_call(self.model) else (True, False):
             try:
-                with (
-                    restored(self.model),
-                    self._paged(),
-                    LinearRecorder() as recorder,
-                ):  # not one fake tensor may stay behind
+                # Not one fake tensor may stay behind.
+                with restored(self.model), self._paged(), LinearRecorder() as recorder:
                     layers = probe_layers(self.model, BATCH_ARGUMENT, fake=fake)
                 layers = check_patterns(self.model, layers)
                 return ModelFacts.of(self.model, type(self.model), layers, recorder.groups(self.model))
@@ -173,7 +169,7 @@ def _trace(model: PreTrainedModel, dump: Dump | None, sandbox: Sandbox, findings
         traces = sandbox.whole()
         if not _whole(traces):
             findings.extend(breaks.findings_in(sandbox.broken(None if dump is None else dump.add_frames)))
-    except Exception as error:  # the model's own: it is what we are here to explain
+    except Exception as error:  # the model's own: this is the error to explain
         findings.add(_raised(error))
     if dump is not None:
         dump.add_programs(traces, sandbox)

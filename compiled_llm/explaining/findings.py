@@ -29,15 +29,13 @@ class Finding:
     """One thing that is wrong.
 
     Attributes:
-        kind: what the matter is.
         place: the line at fault.
-        reason: why, in a sentence.
-        advice: what to do.
-        programs: which of our programs it was found in.
-        detail: what torch said, in its own words.
-        pinned_by: for a recompile, what the graph relied on.
-        old: its value when the graph was compiled.
-        new: its value when the graph did not fit any more.
+        reason: a sentence.
+        advice: the remedy.
+        programs: the names of our programs in which it was found.
+        detail: torch's own words.
+        pinned_by: for a recompile, the name or attribute that the graph relied on; ``old`` is its value when the graph
+            was compiled, ``new`` its value when the graph did not fit any more.
         follows: whether it was seen only after tracing had stopped already, and may be a consequence.
     """
 
@@ -78,7 +76,7 @@ class Findings:
     entries: dict[tuple[str, str, int, str], Finding] = field(default_factory=dict)
 
     def add(self, finding: Finding) -> None:
-        """Add one, or its programs to the one that says the same."""
+        """Add a finding, or its programs to the finding that says the same."""
         key = (finding.kind, finding.place.file, finding.place.line, finding.reason)
         known = self.entries.get(key)
         if known is None:
@@ -93,7 +91,7 @@ class Findings:
             self.add(finding)
 
     def sorted(self) -> list[Finding]:
-        """Return them: causes before consequences, else in the order in which they were found."""
+        """Return causes before consequences, each in the order in which they were found."""
         return sorted(self.entries.values(), key=lambda finding: finding.follows)
 
 

@@ -16,7 +16,7 @@ from compiled_llm.model.places import blame, stack_in
 
 
 def uncapturable(trace: Trace, device: torch.device) -> Iterator[Finding]:
-    """Yield what keeps a program from being captured, or makes the host wait for the device."""
+    """Yield findings on nodes that keep a program from being captured, or make the host wait for the device."""
     for graph in trace.graphs[:1]:
         yield from _data_dependent(graph, trace.name)
         if device.type == "cuda":

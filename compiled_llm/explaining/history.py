@@ -39,9 +39,8 @@ def timings_of(runtime: Runtime, wanted: bool | Sequence[int], prompts: Prompts 
     """Return where the time of a wrapped model's programs goes; other calls wait.
 
     Args:
-        runtime: of the model.
-        wanted: batch sizes; where True those that are ready because calls have used them.
-        prompts: what rows begin with; meaningless tokens if None.
+        wanted: batch sizes; if True, those that are ready because calls have used them.
+        prompts: the beginnings of rows; meaningless tokens if None.
     """
     sizes = (runtime.model_runner().decode.wanted_buckets or [1]) if wanted is True else list(wanted or ())
     runtime.check_sizes("timings", sizes)
@@ -50,7 +49,7 @@ def timings_of(runtime: Runtime, wanted: bool | Sequence[int], prompts: Prompts 
 
 
 def history_of(runtime: Runtime) -> tuple[dict[str, Any], list[Finding]]:
-    """Return counters as plain data, and what slowed calls down."""
+    """Return counters as plain data, and findings on the causes of slow calls."""
     stats = dataclasses.asdict(runtime.stats())
     stats["pages"] = {} if stats["pages"] is None else stats["pages"]._asdict()
     again, moved = runtime.recaptures()
@@ -76,9 +75,8 @@ def history_of(runtime: Runtime) -> tuple[dict[str, Any], list[Finding]]:
 
 
 def _cold_starts(cold_starts: Sequence[ColdStart]) -> Iterator[Finding]:
-    """Yield what ``warmup`` could have prepared; without one, the first call of each size does it, as documented."""
     for cold in cold_starts:
-        if cold.warmed:
+        if cold.warmed:  # without a warmup, the first call of each size prepares it, as documented
             reason = f"{wait_of(cold).capitalize()} for {cold.what}: {cause_of(cold)}."
             advice = f"model.compiled.warmup([..., {cold.rows}]), after everything that changes the model."
             yield general("cold start", reason, advice)

@@ -22,12 +22,7 @@ from compiled_llm.explaining.wording import (
 
 
 def page(data: dict[str, Any], home: str = "") -> str:
-    """Return the page for a report's data.
-
-    Args:
-        data: of the report.
-        home: where a link back leads to; no link if empty.
-    """
+    """Return the page for a report's data, with a link back to ``home`` unless that is empty."""
     title = title_of(data)
     back = f'<nav><a href="{home}">All stages, from lines to kernels</a></nav>' if home else ""
     return document(

@@ -22,7 +22,7 @@ _FORGOTTEN = "what failed is no longer known (Dynamo remembers the last 64 compi
 
 
 def recompiles_of(function: Callable[..., Any], program: str, model: nn.Module) -> list[Finding]:
-    """Return why a program was compiled again, each time it was."""
+    """Return a finding for each time that a program was compiled again."""
     graphs, reasons = compiled_graphs(function), recompile_reasons(function)
     found = [_finding(reason, number, graphs, program, model) for number, reason in reasons.items()]
     if not found and len(graphs) > 1:
@@ -32,7 +32,7 @@ def recompiles_of(function: Callable[..., Any], program: str, model: nn.Module) 
 
 
 def environment_in(function: Callable[..., Any], program: str) -> list[Finding]:
-    """Return where the user's code reads environment variables, which end up in the graph."""
+    """Return findings on environment variables that the user's code reads, which end up in the graph."""
     guards = [line for graph in compiled_graphs(function) for line in graph.guards.splitlines()]
     places = [commented_place(line) for line in guards if re.search(r"\benviron\b", line)]
     reason, advice = advise_change("environment")

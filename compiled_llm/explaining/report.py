@@ -46,7 +46,6 @@ class Report:
     """
 
     def __init__(self, data: dict[str, Any]) -> None:
-        """Show ``data``."""
         self.data = data
 
     @classmethod
@@ -59,14 +58,10 @@ class Report:
         timings: Sequence[Timing] = (),
         notes: Sequence[str] = (),
     ) -> Report:
-        """Collect what was found.
+        """Collect findings, and the traces and timings of programs.
 
         Args:
-            model: the model.
-            findings: what is wrong.
-            traces: what became of its programs.
-            history: counters of what has happened, of a wrapped one.
-            timings: where the time of its programs goes.
+            history: counters of a wrapped model; None if it is not wrapped.
             notes: sentences on what could not be looked at, or was written elsewhere.
         """
         return cls(

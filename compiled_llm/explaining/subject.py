@@ -50,13 +50,13 @@ def head_rows(data: dict[str, Any]) -> dict[str, str]:
 
 
 def title_of(data: dict[str, Any]) -> str:
-    """Return what tells a report from others: the model and the device."""
+    """Return the title of a report: the model and the device."""
     named = f" ({Path(*Path(data['name']).parts[-2:])})" if data["name"] else ""
     return f"{data['model']}{named} on {data['device']}"
 
 
 def cpu_name() -> str:
-    """Return what the processor calls itself."""
+    """Return the name of the processor."""
     with suppress(OSError):
         match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         if match:

@@ -41,9 +41,7 @@ class Timing:
 
     Attributes:
         program: ``prefill``, or ``decode``.
-        rows: B.
-        tokens: in prefill, all new tokens; in decode, those of an average row, in the middle of what was profiled.
-        breakdown: where the time goes.
+        tokens: in prefill, all new tokens; in decode, those of an average row, in the middle of the profiled steps.
     """
 
     program: str
@@ -66,14 +64,12 @@ def tokens_to_hold(batches: Sequence[int], prompts: Prompts | None, page_size: i
 def measure(
     model_runner: ModelRunner, model: PreTrainedModel, batches: Sequence[int], prompts: Prompts | None, progress: bool
 ) -> list[Timing]:
-    """Time prefill and a decode step at some batch sizes; what is not compiled yet is compiled first.
+    """Time prefill and a decode step at some batch sizes; buckets that are not compiled yet are compiled first.
 
     Args:
-        model_runner: where the model runs; its pages must hold ``tokens_to_hold``.
-        model: the model.
-        batches: how many rows.
-        prompts: what rows begin with, in turn; meaningless tokens if None.
-        progress: show on stderr what is being timed.
+        model_runner: its pages must hold ``tokens_to_hold``.
+        prompts: the beginnings of rows, in turn; meaningless tokens if None.
+        progress: show progress on stderr.
 
     Raises:
         OutOfPagesError: the pages are in use.
@@ -114,14 +110,11 @@ def _prompts(prompts: Prompts | None, rows: int, model_runner: ModelRunner) -> P
 
 
 class _Stopwatch:
-    """Drives a runner and reads the clock."""
-
     def __init__(self, model_runner: ModelRunner, model: PreTrainedModel, bandwidth: float) -> None:
         self._model_runner, self._model, self._bandwidth = model_runner, model, bandwidth
         self._cuda = model_runner.device.type == "cuda"
 
     def prefill(self, prompts: Prompts) -> Timing:
-        """Time the prefill of ``prompts``."""
         for _ in range(_WARM):
             self._seconds_of_prefill(prompts)
         seconds = statistics.median(self._seconds_of_prefill(prompts) for _ in range(_RUNS))
@@ -137,7 +130,6 @@ class _Stopwatch:
         return Timing("prefill", len(prompts), tokens, found)
 
     def decode(self, prompts: Prompts) -> Timing:
-        """Time steps after the prompts."""
         with self._admitted(prompts) as generate_loop:
             generate_loop.step()
             generate_loop.step()  # checks that the model is as it was captured; the others need not

@@ -57,12 +57,11 @@ class Trace:
     """The trace of one program.
 
     Attributes:
-        name: which one.
-        function: what was compiled; Dynamo's caches hang on it.
-        graphs: what Dynamo handed to the compiler.
+        function: the function that was compiled; Dynamo's caches hang on it.
+        graphs: the graphs that Dynamo handed to the compiler.
         mutated: nodes that wrote to an input that has no fixed address.
-        error: why it could not be compiled whole.
-        owner: what frees the function's graphs when it goes.
+        error: why the program could not be compiled whole.
+        owner: the object whose end frees the function's graphs.
     """
 
     name: str
@@ -74,7 +73,7 @@ class Trace:
 
     @property
     def finished(self) -> bool:
-        """Whether there is nothing more to learn: it cannot be compiled, or would be compiled at every step."""
+        """Whether the program cannot be compiled, or would be compiled at every step, so more runs tell nothing."""
         return self.error is not None or graph_count(self.function) > 1
 
     def backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -87,14 +86,12 @@ class MutationWatch(fx.Interpreter):
     """Runs a graph and notes which nodes write to inputs that CUDA graphs would have to copy."""
 
     def __init__(self, graph: fx.GraphModule, mutated: list[fx.Node]) -> None:
-        """Note nodes in ``mutated``."""
         super().__init__(graph)
         self._mutated = mutated
         self._placeholders = graph.graph.find_nodes(op="placeholder")
         self._moving: list[Tensor] = []
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graph."""
         nodes = self._placeholders
         self._moving = [
             value
@@ -104,7 +101,7 @@ class MutationWatch(fx.Interpreter):
         return super().run(*args, **kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node and look at what it wrote."""
+        """Run a node, and compare the versions of the inputs before and after it."""
         before = [version_of(tensor) for tensor in self._moving]
         result = super().run_node(n)
         if n not in self._mutated and before != [version_of(tensor) for tensor in self._moving]:
@@ -120,7 +117,6 @@ class WholePrograms(Programs):
     """The programs as ``wrap`` compiles them, with Dynamo but no compiler; one that fails runs uncompiled."""
 
     def __init__(self, facts: ModelFacts, config: WrapConfig, device: torch.device) -> None:
-        """Prepare like ``Programs``."""
         super().__init__(config, facts, device)
         self.traces = [
             Trace(PREFILL, self.prefill_function, owner=self),
@@ -137,7 +133,7 @@ def _whole(trace: Trace) -> Callable[..., Any]:
         if not trace.finished:
             try:
                 return compiled(*args)
-            except Exception as error:  # of whatever kind: it is what we are here to explain
+            except Exception as error:  # of any kind: this is the error to explain
                 trace.error = error
         return trace.function(*args)
 
@@ -152,7 +148,6 @@ class BrokenPrograms(Programs):
     """
 
     def __init__(self, facts: ModelFacts, config: WrapConfig, device: torch.device) -> None:
-        """Prepare like ``Programs``."""
         super().__init__(config, facts, device)
         self.graphs: list[fx.GraphModule] = []
         self._backend = self._keep
@@ -172,7 +167,7 @@ class BrokenPrograms(Programs):
 
     @contextmanager
     def cleaned(self) -> Iterator[None]:
-        """Take what the block compiled off the user's functions; what others compiled stays."""
+        """Remove from the user's functions the code that the block compiled, and only that."""
         try:
             yield
         finally:
@@ -190,12 +185,7 @@ class BrokenPrograms(Programs):
 
 
 class CompiledFrame(NamedTuple):
-    """A frame that was compiled because one around it could not be.
-
-    Attributes:
-        code: the frame's own.
-        graphs: what it was compiled into.
-    """
+    """A frame that was compiled because one around it could not be, and the graphs that it became."""
 
     code: CodeType
     graphs: list[CompiledGraph]
@@ -228,15 +218,7 @@ class InductorPrograms(Programs):
         weights: FusedWeights,
         folders: Mapping[str, Path],
     ) -> None:
-        """Prepare like ``Programs``.
-
-        Args:
-            facts: what is known of the model.
-            config: the options of ``wrap``.
-            device: where the model lives.
-            weights: what is multiplied as one.
-            folders: where each program's files go.
-        """
+        """Prepare like ``Programs``; ``folders`` are where the files of each program go."""
         self._folders = folders
         super().__init__(config, facts, device, weights)
 
@@ -249,13 +231,7 @@ class Sandbox:
     """A model on a few pages of its own, away from the ones that serve."""
 
     def __init__(self, facts: ModelFacts, config: WrapConfig, prompts: Sequence[NDArray[np.int64]]) -> None:
-        """Remember what to run.
-
-        Args:
-            facts: what is known of the model.
-            config: the options it is or would be wrapped with.
-            prompts: what to feed it.
-        """
+        """Prepare a model to run the prompts with the options that it is or would be wrapped with."""
         longest = max(1, max_positions_of(facts.model) + 1 - _STEPS)
         self._prompts = [prompts[index % len(prompts)][:longest] for index in range(_MAX_ROWS - 1)]
         self._given = config

@@ -30,12 +30,12 @@ _HIDES_OTHERS = ("refused", "error", "graph break")
 
 
 def place_of(finding: dict[str, Any]) -> str:
-    """Return where it is, in words."""
+    """Return the place of a finding, in words."""
     return str(Place(finding["file"], finding["line"], finding["function"]))
 
 
 def change_of(finding: dict[str, Any]) -> str:
-    """Return what changed, in words; empty if nothing did."""
+    """Return the old and the new value that caused a recompile, in words; an empty text for other findings."""
     if not finding["pinned_by"]:
         return ""
     values = f": {finding['old'] or '?'} → {finding['new'] or 'another'}" if finding["old"] or finding["new"] else ""
@@ -43,25 +43,26 @@ def change_of(finding: dict[str, Any]) -> str:
 
 
 def heading_of(finding: dict[str, Any]) -> tuple[str, str]:
-    """Return what the matter is, and in which programs; some of their names have commas in them."""
+    """Return the kind of a finding, and the programs in which it was found."""
+    # Some names of programs have commas in them.
     return finding["kind"], f"in {'; '.join(finding['programs'])}" if finding["programs"] else ""
 
 
 def more_of(findings: list[dict[str, Any]]) -> str:
-    """Return that there may be more to find, in words; empty if all was looked at."""
+    """Return a sentence that says that these findings may hide others; an empty text if they cannot."""
     if not any(finding["kind"] in _HIDES_OTHERS for finding in findings):
         return ""
     return "More may show once this is mended: explain again then."
 
 
 def following(consequences: list[dict[str, Any]]) -> str:
-    """Return in a sentence how many findings may be there only because of others."""
+    """Return a phrase with the number of findings that may be consequences."""
     breaks = f"{len(consequences)} more graph break{'s' * (len(consequences) > 1)}"
     return f"{breaks}, seen only after the above and perhaps because of it"
 
 
 def timed_in(timing: dict[str, Any]) -> str:
-    """Return what was timed, in words."""
+    """Return the program, rows and tokens of a timing, in words."""
     rows = f"{timing['rows']} row{'s' * (timing['rows'] > 1)}"
     if timing["program"] == "prefill":
         return f"prefill of {rows}, {timing['tokens']} tokens"
@@ -69,7 +70,7 @@ def timed_in(timing: dict[str, Any]) -> str:
 
 
 def speed_of(timing: dict[str, Any]) -> str:
-    """Return what the memory is capable of, and what a step costs the host, in words."""
+    """Return the read bandwidth, and the host's time for a step, in words."""
     speed = (
         f"This memory was read at {timing['read_bandwidth'] / 1e9:,.1f} GB/s at best, just before; the last column is "
         "a share of it."
@@ -82,7 +83,7 @@ def speed_of(timing: dict[str, Any]) -> str:
 
 
 def breakdown_of(timing: dict[str, Any]) -> Breakdown:
-    """Return a timing's data as the record it was."""
+    """Return the breakdown that a timing's data was made of."""
     names = [field.name for field in dataclasses.fields(Breakdown)]
     lists = {
         "kinds": [Kind(**kind) for kind in timing["kinds"]],
@@ -92,17 +93,17 @@ def breakdown_of(timing: dict[str, Any]) -> Breakdown:
 
 
 def wait_of(cold: ColdStart) -> str:
-    """Return how long which call waited, in words."""
+    """Return the rows and the seconds of a call that waited, in words."""
     return f"a call of {cold.rows} row{'s' * (cold.rows > 1)} waited {cold.seconds:.1f} s"
 
 
 def cause_of(cold: ColdStart) -> str:
-    """Return why it waited, in words."""
+    """Return the cause of a cold start, in words."""
     return COLD_CAUSES[cold.cause].format(rows=cold.rows)
 
 
 def history_rows(history: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield names and values, those that say nothing left out."""
+    """Yield names and values, without those that are empty."""
     for name, value in history.items():
         if name == "cold_starts":
             for cold in [ColdStart(**entry) for entry in value]:

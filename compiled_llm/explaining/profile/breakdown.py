@@ -16,10 +16,8 @@ class Kind:
     """Kernels of one kind in one step.
 
     Attributes:
-        name: the kind.
         us: their time, in microseconds.
-        launches: how many.
-        nbytes: what they have to read or write, or None if that is not counted.
+        nbytes: the bytes that they have to read or write; None if these are not counted.
     """
 
     name: str
@@ -44,13 +42,12 @@ class Breakdown:
     Attributes:
         measured: ``kernels``, or on a CPU ``operators``.
         step_us: one step without the profiler, in microseconds: the median over the runs.
-        busy_us: how long any kernel ran in a step.
+        busy_us: the time in a step during which any kernel ran, in microseconds.
         steps: how many steps were profiled.
-        weight_bytes: the weights that a step reads, or None where that is not known.
-        kv_bytes: the keys and values that it reads.
+        weight_bytes: the weights that a step reads; None where that is not known.
+        kv_bytes: the keys and values that a step reads.
         read_bandwidth: bytes/s, measured in the same run.
-        host_us: what launching a step costs the host, or None where that was not measured.
-        kinds: time by kind.
+        host_us: the host's time for the launch of a step, in microseconds; None where that was not measured.
         kernels: the kernels that took longest.
     """
 
@@ -67,7 +64,7 @@ class Breakdown:
 
     @property
     def gaps_us(self) -> float:
-        """How long no kernel ran."""
+        """The time of a step in which no kernel ran, in microseconds."""
         return max(0.0, self.step_us - self.busy_us)
 
     @property
@@ -107,8 +104,7 @@ def kinds_of(launches: Sequence[Launch], steps: int, moved: Mapping[str, int | N
     """Return time and bytes by kind, for one step; kinds that never ran are left out.
 
     Args:
-        launches: what ran in all of the steps.
-        steps: how many there were.
+        launches: those of all steps.
         moved: bytes that one step has to move, by kind.
     """
     kinds = []
@@ -126,9 +122,6 @@ def kernels_of(launches: Sequence[Launch], steps: int) -> list[Kernel]:
         spent.setdefault(launch.name, []).append(launch.us)
     longest = sorted(spent, key=lambda name: sum(spent[name]), reverse=True)[:TOP]
     return [Kernel(name[:160], sum(spent[name]) / steps, len(spent[name]) / steps) for name in longest]
-
-
-# ---- as a table
 
 
 def columns_of(result: Breakdown) -> list[str]:

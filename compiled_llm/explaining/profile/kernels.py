@@ -34,11 +34,8 @@ class Launch:
     """One kernel that ran; on a CPU, one operator.
 
     Attributes:
-        name: its name.
         kind: one of ``KINDS``.
-        us: its own time, in microseconds.
-        start: when it began, in microseconds.
-        end: when it ended.
+        us: its own time, in microseconds; so are ``start`` and ``end``.
     """
 
     name: str
@@ -49,11 +46,7 @@ class Launch:
 
 
 def kind_of(names: Iterable[str]) -> str:
-    """Return the kind of a kernel.
-
-    Args:
-        names: its name, and the operators it ran in: what runs inside an attention operator is attention.
-    """
+    """Return the kind of a kernel by its name and those of the operators around it: in attention, all is attention."""
     kinds = [next(kind for kind, pattern in KINDS if re.search(pattern, name.lower())) for name in names]
     return next((kind for kind in kinds[1:] if kind in ("attention", "page append")), kinds[0])
 
@@ -68,14 +61,9 @@ def busy_us(launches: Iterable[Launch]) -> float:
 
 
 class KernelProfiler:
-    """Records what runs between ``start`` and ``stop``, on any thread.
-
-    Attributes:
-        launches: what ran, after the block.
-    """
+    """Records kernels between ``start`` and ``stop``, on any thread; ``launches`` has them after the block."""
 
     def __init__(self, device: torch.device) -> None:
-        """Prepare to look at ``device``."""
         self._cuda = device.type == "cuda"
         self.launches: list[Launch] = []
         self._profile: Any = None
@@ -133,5 +121,5 @@ def _names(event: Any) -> Iterator[str]:
 
 
 def _is_annotation(event: Any) -> bool:
-    """Ranges that code was marked with, which enclose kernels."""
+    # A range that code was marked with, which encloses kernels.
     return bool(getattr(event, "is_user_annotation", False)) or event.name.startswith(_ANNOTATIONS)

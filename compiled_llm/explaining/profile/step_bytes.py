@@ -42,7 +42,6 @@ def step_bytes(model: PreTrainedModel, context: int) -> StepBytes:
 
 
 def _windows(config: Any) -> list[int | None]:
-    """The sliding window of each layer, or None."""
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     window = getattr(config, "sliding_window", None)
     return [window if kind == "sliding_attention" else None for kind in types]
