@@ -12,9 +12,9 @@ from typing import Any, Literal, get_args
 
 Mode = Literal["eager", "compile", "reduce-overhead", "cuda-graphs", "piecewise"]
 CUDA_GRAPH_MODES = ("cuda-graphs", "piecewise")
-"""Those that capture steps as CUDA graphs of ours."""
+"""The modes that capture steps as our own CUDA graphs."""
 WAITING_MODES = ("eager", "piecewise")
-"""Those in which attention may wait for the device."""
+"""The modes in which attention may wait for the device."""
 
 Backend = Literal["auto", "flashinfer", "reference"]
 
@@ -75,8 +75,8 @@ class WrapConfig:
         progress: show on stderr what is being traced, compiled or captured; with ``mode="eager"`` there is nothing to
             wait for on a CPU, and nothing is shown.
         artifacts: a folder that ``compiled-llm compile`` has written, on such a machine, for this model and these
-            options: what would be compiled is taken from there, and nothing is compiled. Its code is run, so nobody but
-            you and root may be able to write it.
+            options: compiled code is taken from there, and nothing is compiled. As that code is run, only you and root
+            may be able to write the folder.
     """
 
     mode: Mode = "cuda-graphs"

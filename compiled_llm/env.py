@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LOGS = ("uploads", "graphs", "pages")
-"""What ``COMPILED_LLM_LOGS`` can name: the loggers ``compiled_llm.uploads``, ``.graphs`` and ``.pages``."""
+"""The names in ``COMPILED_LLM_LOGS``, of the loggers ``compiled_llm.uploads``, ``.graphs`` and ``.pages``."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Env:
 
 @contextmanager
 def replaced(values: Mapping[str, str]) -> Iterator[None]:
-    """Give some variables of this process other values for the block; afterwards they are what they were, or unset."""
+    """Give some variables of this process other values for the block, and restore them after it."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -58,7 +58,7 @@ def replaced(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def enable_logs(names: Iterable[str]) -> None:
-    """Write all that the named loggers say to stderr, and a warning about a name that is no logger's."""
+    """Write the records of the named loggers to stderr; warn of a name that is no logger's."""
     for name in names:
         if name not in LOGS:
             logging.getLogger("compiled_llm").warning("COMPILED_LLM_LOGS: %r is none of %s", name, ", ".join(LOGS))

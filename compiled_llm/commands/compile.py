@@ -30,7 +30,7 @@ _PREPARED = "What it is compiled for"
 
 
 class Prepared(NamedTuple):
-    """The sizes that artifacts are made for, beside the model and the options of ``wrap``.
+    """The sizes that artifacts are made for, in addition to the model and the options of ``wrap``.
 
     Attributes:
         max_rows: room for so many rows.

@@ -35,8 +35,8 @@ class CacheChoice:
     Attributes:
         given: the cache that the user gave, of any kind.
         mode: HuggingFace's decoding method.
-        rows: B, how many rows the call has.
-        longest: how many columns the cache holds at the end, but for those that it held before if the call is given
+        rows: B.
+        max_columns: how many columns the cache holds at the end, but for those that it held before if the call is given
             only new tokens.
     """
 
@@ -51,7 +51,7 @@ class CacheChoice:
 
     @cached_property
     def others(self) -> list[str]:
-        """Names of inputs that the model reads besides tokens, mask, positions and cache."""
+        """The names of inputs that the model reads besides tokens, mask, positions and cache."""
         known = _KNOWN_INPUTS | ignored_inputs(type(self.model).forward)
         given = without_what_says_nothing(self.model, self.inputs, copies())
         return [name for name, value in given.items() if name not in known and value is not None]

@@ -41,7 +41,7 @@ from compiled_llm.huggingface.processors.step_scores import StepScores
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.modules import has_hooks
 
-# What these do between steps is known; classes derived from them may do anything.
+# These are known not to change the model between steps; classes derived from them may do anything.
 _HARMLESS = (
     ConfidenceCriteria,
     MaxTimeCriteria,
@@ -195,9 +195,9 @@ class Sequences:
     """The sequences on the host, and HuggingFace's rules for when each one ends.
 
     Attributes:
-        generated: G, how many tokens each row has.
-        max_new: how many it can get at most.
-        callbacks: see each step's tokens: criteria and a streamer.
+        generated: G, the tokens of each row.
+        max_new: the most tokens that a row can get.
+        callbacks: criteria and a streamer, which see each step's tokens.
         recorded: the outputs of each step that the caller gets.
     """
 
@@ -231,7 +231,7 @@ class Sequences:
 
     @property
     def new_tokens(self) -> int:
-        """How many tokens all rows have together, without pads after a row's end."""
+        """The tokens of all rows, without pads after a row's end."""
         return self._tokens_of_ended + len(self._running) * self.generated
 
     @property

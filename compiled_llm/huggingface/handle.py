@@ -50,7 +50,7 @@ class CompiledModel(Runtime):
         return report_of(self, timings)
 
     def obstacle(self) -> Reason | None:
-        """Return why no loop of ours can run the model now, or None."""
+        """Return why our loops cannot run the model now, or None."""
         return model_obstacle(self.facts.model, self.modules, self.overrides)
 
     def new_cache(self) -> PagedCache:

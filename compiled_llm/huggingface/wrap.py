@@ -48,7 +48,7 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
         TypeError: ``model`` is no HuggingFace model, or an option does not exist.
         ValueError: an option is impossible or not what it was, or the model's state or placement does not allow it.
         UnsupportedModelError: a model of this kind cannot run over pages (a ValueError).
-        RuntimeError: a tool that the machine needs for it is not installed.
+        RuntimeError: a tool that compilation needs is not installed.
 
     Examples:
         >>> model = compiled_llm.wrap(AutoModelForCausalLM.from_pretrained(name))  # doctest: +SKIP
@@ -82,7 +82,7 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
 
 
 def unwrap(model: ModelT) -> ModelT:
-    """Turn a wrapped model back into what it was, and free its device memory; return any other model as it is.
+    """Give a wrapped model its own class again, and free its device memory; return any other model as it is.
 
     Caches that it handed out keep their pages until they are dropped. Fused weights get memory of their own again, one
     group of them after the other.
@@ -97,5 +97,5 @@ def unwrap(model: ModelT) -> ModelT:
         model.compiled.separate_weights()
         _, model.__class__ = type(model).__bases__  # as ``wrapped_class`` put them
         del model.compiled
-        gc.collect()  # what tracing left behind refers to the buffers
+        gc.collect()  # cycles that tracing left behind refer to the buffers
     return model

@@ -17,7 +17,7 @@ from compiled_llm.commands.bench.timing import BenchPercentiles, Spread
 VOCABULARY = 10_000
 """Any model that is worth measuring has so many tokens."""
 _STRIDE = 101
-"""What is added to each token of a pass, so that no prefix cache knows it from the pass before."""
+"""Added to each token of a pass, so that no prefix cache knows it from the pass before."""
 _TOGETHER = 50e-6
 """Seconds between pieces that came together and were only read one after the other; a step takes longer."""
 _UNTIMED = 2.0

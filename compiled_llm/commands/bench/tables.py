@@ -115,7 +115,7 @@ def serve_tables(results: Sequence[Result]) -> Iterator[Table]:
 
 
 TABLES: dict[str, Callable[[Sequence[Result]], Iterator[Table]]] = {"latency": latency_tables, "serve": serve_tables}
-"""What makes tables of each kind of result; ``tools/bench`` adds its own."""
+"""Makes the tables of each kind of result; ``tools/bench`` adds its own."""
 
 
 def tables_of(report: BenchReport) -> list[Table]:

@@ -63,7 +63,7 @@ MinP = Annotated[
     float | None,
     typer.Option(
         "--min-p",
-        help="Sample among tokens at least this fraction as likely as the likeliest.",
+        help="Sample among tokens at least this fraction as likely as the most likely one.",
         rich_help_panel=SAMPLING,
     ),
 ]

@@ -1,4 +1,4 @@
-"""`compiled-llm api-server`: what `compiled-llm serve --api-server-count` starts several of; nobody else does."""
+"""`compiled-llm api-server`, which only `compiled-llm serve --api-server-count` starts."""
 
 from __future__ import annotations
 

@@ -25,13 +25,12 @@ if TYPE_CHECKING:  # imports FastAPI, which an engine process does not need
 
 logger = logging.getLogger("compiled_llm.server")
 
-_MAX_FRONTS = 64
-_DRAIN_SECONDS = "1"
-"""Of the engine process, which is told to end when all answers have."""
+_MAX_API_SERVERS = 64
+_DRAIN_SECONDS = "1"  # of the engine process, which is told to end when all answers have ended
 
 
 class HttpFlags(NamedTuple):
-    """What the command says of HTTP."""
+    """The command's options of HTTP."""
 
     host: str | None = None
     port: int | None = None
@@ -52,20 +51,16 @@ class HttpFlags(NamedTuple):
 
     @property
     def given(self) -> bool:
-        """Whether it says anything."""
+        """Whether any option differs from its default."""
         return self != HttpFlags()
 
     def settings(self, source: Source, drain_seconds: float) -> ApiServerSettings:
-        """Return the settings of the API server.
-
-        Raises:
-            ValueError: they contradict each other, or a file is not what it should be.
-        """
+        """Return the settings of the API server; ValueError if they contradict each other, or if a file is unfit."""
         from compiled_llm.server.settings import ApiServerSettings, check_certificate, keys_in
 
         count = self.api_server_count
-        if count is not None and not 1 <= count <= _MAX_FRONTS:
-            raise ValueError(f"--api-server-count {count}: must be from 1 to {_MAX_FRONTS}")
+        if count is not None and not 1 <= count <= _MAX_API_SERVERS:
+            raise ValueError(f"--api-server-count {count}: must be from 1 to {_MAX_API_SERVERS}")
         if self.ssl_certfile is not None and self.ssl_keyfile is not None:
             check_certificate(self.ssl_certfile, self.ssl_keyfile)
         return ApiServerSettings(
@@ -111,12 +106,10 @@ def run_with_api_server(
     """Run an engine process and its API servers until SIGTERM or Ctrl-C.
 
     Args:
-        flags: what the command says of HTTP.
-        source: the model.
-        uds: where the engine process listens; None for a folder that is gone afterwards.
-        arguments: of ``compiled-llm`` for the engine process, but for its socket.
-        drain_seconds: how long requests may go on.
-        say: tells the user something; None for nothing, and no log.
+        uds: the socket of the engine process; None for one in a folder that is removed afterwards.
+        arguments: of ``compiled-llm`` for the engine process, without its socket.
+        drain_seconds: the time that requests have to end.
+        say: writes a line to the user; None for no lines and no log.
 
     Raises:
         ValueError: the flags are impossible.
@@ -141,7 +134,7 @@ def run_with_api_server(
 def _serving(
     settings: ApiServerSettings, count: int, listening: socket.socket, path: Path, figures: Path, logs: bool
 ) -> Serving:
-    """Return what answers HTTP: an API server in this process, or several, which have the connections between them."""
+    """Return an API server in this process, or several processes that share the connections."""
     from compiled_llm.server.serving import with_room
 
     if count == 1:
@@ -174,7 +167,7 @@ def _warn(flags: HttpFlags, say: Callable[[str], None]) -> None:
 
 
 class _Printable(logging.Formatter):
-    """Spells out what a terminal would obey: a client may have sent it, as the id of a request behind a proxy."""
+    """Spells out control characters: a client may have sent them, as the id of a request behind a proxy."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))

@@ -29,7 +29,7 @@ class BatchAnswers:
     def __init__(
         self, states: Sequence[RequestState], router: OutputRouter, ended: Callable[[BatchAnswers], object]
     ) -> None:
-        """``router`` takes outputs; ``ended`` is called once all answers have ended."""
+        """Deliver outputs to ``router``, and call ``ended`` once all answers have ended."""
         self.states = states
         self.handle: RequestHandle | None = None
         self._router = router
@@ -44,14 +44,14 @@ class BatchAnswers:
 
     @property
     def running(self) -> bool:
-        """Whether a row has been given to it."""
+        """Whether a request has been admitted to the batch."""
         return self.handle is not None and any(request.admitted is not None for request in self.handle.requests)
 
     def _is_over(self, state: RequestState) -> bool:
         return state.status >= RequestStatus.FINISHED or state.request_id in self._cancelled
 
     def follow(self, handle: RequestHandle) -> None:
-        """Report the progress of the engine's requests, from now on."""
+        """Report the progress of the engine's requests from now on."""
         with self._lock:
             self.handle, cancelled = handle, [state.request_id in self._cancelled for state in self.states]
         for index in itertools.compress(range(len(cancelled)), cancelled):
@@ -80,7 +80,7 @@ class BatchAnswers:
             self.handle.cancel()
 
     def _tell(self) -> None:
-        """Hand out outputs that are due; runs between two steps of the engine."""
+        """Deliver outputs that are due; runs between two steps of the engine."""
         with self._lock:
             requests = () if self.handle is None else self.handle.requests
             both = zip(self.states, requests, strict=False)
@@ -88,13 +88,12 @@ class BatchAnswers:
             self._deliver(due)
 
     def _deliver(self, due: Sequence[RequestState]) -> None:
-        """Hand out outputs, under the lock: the last one stays the last."""
-        if due:
+        if due:  # under the lock, so that the last output is delivered last
             try:
                 self._router.deliver_batch([state.to_generation_output() for state in due])
             except BaseException as error:  # an event loop that is closed, or a callback of the user's
                 raise_interrupt(error)
-                logger.warning("compiled_llm: generate_batch: nobody takes %s: %s", due[0].request_id, error)
+                logger.warning("compiled_llm: generate_batch: an output of %s is lost: %s", due[0].request_id, error)
         if self.done:
             self._ended(self)
 

@@ -1,4 +1,4 @@
-"""Judges the two configs of ``generate_batch``: settings of ours, none, or HuggingFace's own manager."""
+"""Reads the two configs of ``generate_batch`` into our settings, or finds the reason for HuggingFace's own manager."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ UNREAD = {
     "token_healing": False,
     "compile_config": None,
 }
-"""Settings of a generation config that no continuous batching reads, HuggingFace's own included, and what is none."""
+"""Settings of a generation config that no continuous batching reads, HuggingFace's included, with their defaults."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +94,10 @@ class BatchSettings:
     """How the requests of one manager are answered.
 
     Attributes:
-        generation: the config, as HuggingFace's manager would have it.
-        batching: the other one.
+        generation: the generation config, as HuggingFace's manager would have it.
         processors: those of the generation config that the graph has, as a prompt of a few tokens would have them.
-        obstacle: why only HuggingFace's own manager can do it, or None.
-        replaced: whether a user has given the processors, in place of the config.
+        obstacle: why only HuggingFace's own manager can serve the requests, or None.
+        replaced: whether the user has given the processors, in place of the config.
     """
 
     generation: GenerationConfig

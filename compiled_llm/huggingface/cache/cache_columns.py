@@ -41,7 +41,7 @@ def row_updates(stored: NDArray[np.bool_], mask: NDArray[np.bool_] | None, first
     """Return the changes in each row of a cache.
 
     Args:
-        stored: ``[B, C]``, which columns lie in pages.
+        stored: ``[B, C]``, True for columns that lie in pages.
         mask: ``[B, C']`` that ends with column ``last``, False where hidden; None hides nothing new.
         first: the column of the first token at hand.
         last: one past the column of the last.
@@ -74,7 +74,7 @@ def _row_update(stored: NDArray[np.bool_], wanted: NDArray[np.bool_]) -> RowUpda
 
 
 def with_updates(stored: NDArray[np.bool_], rows: Sequence[RowUpdate], last: int) -> NDArray[np.bool_]:
-    """Return ``[B, last]``, which columns lie in pages once the updates are stored."""
+    """Return ``[B, last]``, True for the columns that lie in pages once the updates are stored."""
     after = np.zeros((len(rows), last), dtype=bool)
     for row, update in enumerate(rows):
         after[row, : update.unchanged] = stored[row, : update.unchanged]
@@ -98,7 +98,7 @@ def same_rows(ids: NDArray[np.int64], positions: NDArray[np.int64], fresh: Seque
 
 
 def counted_positions(rows: Sequence[RowUpdate], first: int, new: int) -> Tensor:
-    """``[B, Q]``, for each new token how many stored ones are before it."""
+    """Return ``[B, Q]``, the number of stored tokens before each new one."""
     positions = torch.zeros(len(rows), new, dtype=torch.int64, device="cpu")
     for batch_index, row in enumerate(rows):
         positions[batch_index, torch.from_numpy(row.columns - first)] = torch.arange(row.kept, row.length, device="cpu")

@@ -21,10 +21,10 @@ def check_windows(stored: NDArray[np.bool_], first: int, growth: int, windows: S
     """Raise HiddenInWindowError if windows see other tokens when they count stored tokens instead of columns.
 
     Args:
-        stored: ``[B, C]``, which columns lie in pages.
+        stored: ``[B, C]``, True for columns that lie in pages.
         first: the column of the first query.
         growth: how many tokens each row may get after column C.
-        windows: how many tokens the layers see, a query itself included.
+        windows: the layers' windows in tokens, a query itself included.
     """
     if (found := differing_window(stored, first, growth, windows)) is not None:
         row, window = found

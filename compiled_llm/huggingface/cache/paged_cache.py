@@ -37,9 +37,8 @@ class PagedCache(Cache):
     """The rows of one ``generate`` call, or of one conversation; dropping it gives their pages back.
 
     Attributes:
-        runner: owns the rows.
-        stored: ``[B, C]`` bool on the host: for each token that a row was given, whether it lies in pages; masked ones
-            do not.
+        generate_loop: owns the rows.
+        stored: ``[B, C]`` bool on the host: True for each token of a row that lies in pages; masked ones do not.
     """
 
     def __init__(self, generate_loop: GenerateLoop) -> None:
@@ -117,10 +116,10 @@ class PagedCache(Cache):
         """Drop the last tokens of every row, and give back the pages that only they took.
 
         Args:
-            tokens_to_remove: how many, masked ones included, as a negative number, as HuggingFace has it.
+            tokens_to_remove: their number, masked ones included, as a negative number, as in HuggingFace.
 
         Raises:
-            ValueError: it is positive, or more than the cache was given.
+            ValueError: the number is positive, or exceeds the tokens that the cache was given.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop: tokens_to_remove={tokens_to_remove} must be a negative number of tokens")
@@ -180,12 +179,11 @@ class PagedCache(Cache):
         """Check that no hidden token lies between others in a sliding window; see ``hidden_columns.check_windows``.
 
         Args:
-            updates: of the call.
-            last: one past the column of its last token.
+            last: one past the column of the call's last token.
             growth: how many tokens each row may get after that.
 
         Raises:
-            HiddenInWindowError: one does.
+            HiddenInWindowError: a hidden token does.
         """
         windows = self.generate_loop.windows
         if windows and last + growth > min(windows):

@@ -125,12 +125,12 @@ class PagedCall(LoopArguments):
 
     @property
     def max_new(self) -> int:
-        """How many tokens each row can get at most."""
+        """The most tokens that a row can get."""
         return max_new(self.criteria, self.input_ids)
 
     @property
     def lengths(self) -> list[int]:
-        """How many tokens each row has before its first new one."""
+        """The tokens of each row before its first new one."""
         return [row.length for row in self.updates]
 
     @cached_property
@@ -164,7 +164,7 @@ class PagedCall(LoopArguments):
 
     @property
     def drafted(self) -> int:
-        """How many tokens HuggingFace's loop may store beyond the last; draft models keep to it."""
+        """The tokens that HuggingFace's loop may store beyond the last; draft models keep to this number."""
         return max(0, (self.config.prompt_lookup_num_tokens or 0) - 1)
 
     @property

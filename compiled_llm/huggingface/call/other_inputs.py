@@ -26,7 +26,7 @@ def without_what_says_nothing(
 
 
 def _says_nothing(model: PreTrainedModel, name: str, value: Any, copies: HostCopies) -> bool:
-    if isinstance(value, dict):  # what ``generate`` has computed of images and videos
+    if isinstance(value, dict):  # the features of images and videos that ``generate`` has computed
         return all(features is None for features in value.values())
     if name not in _TOKEN_TYPES or not isinstance(value, Tensor) or not sees(model):
         return False

@@ -31,7 +31,7 @@ from compiled_llm.kvcache.pool import OutOfPagesError
 from compiled_llm.model.inputs import check_ids, check_ready
 
 _counted: ContextVar[list[str] | None] = ContextVar("counted", default=None)
-"""What the forwards inside one of the user's were counted as."""
+"""The paths that forwards inside a forward of the user's were counted on."""
 
 
 def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -86,7 +86,7 @@ def _run_prefill(original: Any, self: Any, arguments: Mapping[str, Any], cache: 
 
 
 def _run_over(cache: PagedCache, original: Any, self: Any, arguments: Mapping[str, Any]) -> Any:
-    """Run the compiled forward over a cache of ours; HuggingFace's own takes only one that ``generate`` has made."""
+    """Run the compiled forward over our cache; HuggingFace's own takes only one that ``generate`` has made."""
     runtime, call = self.compiled, current_call.get()
     replaceable = call is not None and any(made is cache for made in call.caches)
     reason = forward_obstacle(original, self, arguments)

@@ -31,7 +31,7 @@ _TAKEN = frozenset(
 _KNOWN = _TAKEN.union(MORE_OUTPUTS)
 _IGNORED_LABEL = -100
 _HANDED_ON = frozenset({"tokenizer", "assistant_tokenizer", "streamer"})
-"""What ``generate`` takes for itself, and hands on to beam search too, which hands it on to the model."""
+"""Inputs of ``generate`` itself that it passes to beam search too, which passes them to the model."""
 
 
 def by_name(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

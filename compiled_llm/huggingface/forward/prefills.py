@@ -23,7 +23,7 @@ OF_PREFILLS = frozenset(
         *("image_grid_thw", "video_grid_thw"),
     }
 )
-"""What a vision-language model reads of images and videos while it computes a prompt, and not afterwards."""
+"""Inputs of images and videos that a vision-language model reads while it computes a prompt, and not afterwards."""
 
 
 def prefill_reason(others: Sequence[str], inputs: Mapping[str, Any], known: int | None) -> Reason | None:
@@ -46,7 +46,7 @@ def prefill_reason(others: Sequence[str], inputs: Mapping[str, Any], known: int 
 
 
 def prefill_obstacle(model: PreTrainedModel, config: GenerationConfig, inputs: Mapping[str, Any]) -> bool:
-    """Whether decode steps of ours cannot follow a prefill of HuggingFace's."""
+    """Whether our decode steps cannot follow HuggingFace's prefill."""
     positions = inputs.get("position_ids")
     if config.use_cache is False or config.prefill_chunk_size is not None or "inputs_embeds" in inputs:
         return True

@@ -37,7 +37,7 @@ def inner_reasons(model: PreTrainedModel, modules: InnerModules) -> Iterator[Rea
 
 
 def model_obstacle(model: PreTrainedModel, modules: InnerModules, overrides: Overrides) -> Reason | None:
-    """Return why no loop of ours can run the model now, or None."""
+    """Return why our loops cannot run the model now, or None."""
     for reason in forward_reasons(model, modules):
         return reason
     if names := overrides.of(model):

@@ -1,1 +1,1 @@
-"""HuggingFace's logits processors, as steps of ours."""
+"""HuggingFace's logits processors in our loops."""

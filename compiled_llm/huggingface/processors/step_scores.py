@@ -80,7 +80,7 @@ def check_room(call: PagedCall) -> None:
         raise ValueError(
             f"output_scores, output_logits: {call.max_new} steps of {rows} rows and {width} tokens take "
             f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; give fewer rows or max_new_tokens, wrap "
-            "with a smaller kv_memory, or let compiled_llm.Engine give the logprobs of the likeliest tokens"
+            "with a smaller kv_memory, or let compiled_llm.Engine give the logprobs of the most likely tokens"
         )
 
 
