@@ -9,7 +9,7 @@ import signal
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from compiled_llm.commands.chat.conversation import Conversation, check_template
+from compiled_llm.commands.chat.conversation import Conversation
 from compiled_llm.commands.chat.figures import figures_of
 from compiled_llm.commands.chat.partner import Partner
 from compiled_llm.commands.chat.terminal import Terminal
@@ -107,7 +107,6 @@ class Chat:
     def _answer(self, question: str) -> bool:
         if self._partner.refresh():
             self._terminal.say(f"the engine process has another model now: {self._partner.name}")
-        check_template(self._partner.tokenizer)
         self._conversation.tokenizer = self._partner.tokenizer
         prompt = self._conversation.prompt(question)
         answer: list[str] = []

@@ -10,11 +10,10 @@ class Conversation:
 
     def __init__(self, tokenizer: Any, system: str | None) -> None:
         """Begin a chat; raises ValueError if there is no template, or if it takes no system message."""
-        check_template(tokenizer)
         self.tokenizer = tokenizer
         self.system = system
         self.messages: list[dict[str, str]] = []
-        self.prompt("Hi")  # whether it takes the system message is told at once
+        self.prompt("Hi")  # a template that does not take the system message is refused at once
 
     def prompt(self, question: str) -> list[int]:
         """Return the token ids of the chat with a further question, and the beginning of an answer at the end.
@@ -24,6 +23,7 @@ class Conversation:
         """
         from jinja2 import TemplateError
 
+        check_template(self.tokenizer)
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages = [*first, *self.messages, {"role": "user", "content": question}]
         try:

@@ -80,7 +80,7 @@ class EngineManager(ManagerParts):
     """HuggingFace's manager, whose requests an engine answers."""
 
     def __init__(self, model: PreTrainedModel, settings: BatchSettings, rows: int, requests: int = 0) -> None:
-        """``rows``: how many requests run at once, at most; ``requests``: how many are expected, 0 if unknown."""
+        """Run at most ``rows`` requests at once; ``requests`` are expected, 0 if their number is unknown."""
         super().__init__(model, settings.generation, settings.batching)
         self._settings = settings
         self._rows = rows
@@ -151,9 +151,9 @@ class EngineManager(ManagerParts):
 
         Args:
             block: wait for the end.
-            timeout: seconds to wait at most; None for no limit.
-            keep_for_next_session: keep the manager, and all that it has compiled, for the model's next call.
-            hard_stop: unfinished requests fail.
+            timeout: the longest wait in seconds; None for no limit.
+            keep_for_next_session: keep the manager with its compiled code for the model's next call.
+            hard_stop: let unfinished requests fail.
         """
         if not self.started:
             logger.warning("compiled_llm: generate_batch: the manager was not started")

@@ -22,8 +22,8 @@ class RowUpdate(NamedTuple):
     """The changes of a call in one row.
 
     Attributes:
-        kept: tokens of the row that stay.
-        unchanged: columns of the cache that stay as they are.
+        kept: how many tokens of the row stay.
+        unchanged: how many columns of the cache stay as they are.
         columns: the columns that are stored, ascending; column 0 is the first one that the cache ever got.
     """
 

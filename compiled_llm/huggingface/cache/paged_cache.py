@@ -135,11 +135,7 @@ class PagedCache(Cache):
             self.close()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row b continue from row ``beam_idx[b]``; pages are shared, not copied.
-
-        Args:
-            beam_idx: ``[B]`` integers.
-        """
+        """Let row b continue from row ``beam_idx[b]`` (``[B]`` integers); pages are shared, not copied."""
         self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -20,10 +20,10 @@ class GenerateCall:
     """A call of ``generate`` in progress.
 
     Attributes:
-        taken: the paths that it has taken, together with the calls inside it.
+        taken: the paths of this call and the calls inside it.
+        caches: the caches that the call has made; the user has not seen them.
+        original: why the call's forwards are HuggingFace's own; empty if they are not.
         custom: whether the loop is that of ``custom_generate``.
-        caches: those that it has made; the user has not seen them.
-        original: why its forwards are HuggingFace's own; empty if they are not.
     """
 
     taken: list[Path]

@@ -209,10 +209,7 @@ def _checked_forward(runtime: CompiledModel, cache: PagedCache, arguments: Mappi
 
 
 def check_belongs(runtime: CompiledModel, cache: PagedCache) -> None:
-    """Check at the beginning of a call that a cache lies in the present pages of this model.
-
-    ValueError if it is another model's, or this one's from before it was moved, converted and so on.
-    """
+    """Raise ValueError, at the beginning of a call, unless a cache lies in the present pages of this model."""
     if not cache.generate_loop.belongs_to(runtime.model_runner()):
         raise _foreign()
 

@@ -49,11 +49,10 @@ class PreparedConfigs:
         """Return the result of ``prepare(of_call, **arguments)``, with a new config each time.
 
         Args:
-            prepare: HuggingFace's, which depends on these arguments alone.
+            prepare: HuggingFace's function, which depends on these arguments alone.
             config: the model's; HuggingFace reads which of its attributes are set.
             of_model: the model's generation config.
-            of_call: the generation config that the call was given, if any.
-            arguments: those of the call.
+            of_call: the call's own generation config, if any.
         """
         plain = {name: value for name, value in arguments.items() if _is_plain(value)}
         contents = _content(of_model), None if of_call is None else _content(of_call), marshal.dumps(plain, 2)

@@ -43,9 +43,9 @@ class Twins:
     """The second rows of a call.
 
     Attributes:
-        processor: the first of the call's.
-        tokens: the negative prompt of each, on the host.
-        positions: their rotary positions.
+        processor: the call's first one.
+        tokens: each row's negative prompt, on the host.
+        positions: the rotary positions of ``tokens``.
     """
 
     processor: GuidanceByTwins

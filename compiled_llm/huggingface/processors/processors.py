@@ -90,7 +90,6 @@ class Prompts(NamedTuple):
 
     Attributes:
         ids: ``[B, T]`` int64, padding included.
-        copies: of their tensors, on the host.
         scored: whether the caller gets each step's scores.
     """
 
