@@ -33,9 +33,8 @@ class Prepared(NamedTuple):
     """The sizes that artifacts are made for, in addition to the model and the options of ``wrap``.
 
     Attributes:
-        max_rows: room for so many rows.
-        sizes: whose kernels are built; all if there are none.
-        profile: file of what processes that start with them prepare.
+        sizes: the batch sizes whose kernels are built; all if empty.
+        profile: a file with the sizes that later processes prepare at their start.
     """
 
     max_rows: int
@@ -108,13 +107,11 @@ def _load(source: Source, dtype: str, device: str, *, progress: bool) -> tuple[A
 def write_artifacts(
     target: Path, load: Callable[[], tuple[Any, Any]], options: dict[str, Any], prepared: Prepared
 ) -> Manifest:
-    """Write artifacts in a process that does nothing else: what it compiles goes into the new folder.
+    """Write artifacts into a new folder, in a process that does nothing else.
 
     Args:
-        target: the folder.
         load: returns a model that is not wrapped, and its tokenizer or None.
         options: of ``wrap``, ``progress`` among them.
-        prepared: what they are made for.
 
     Raises:
         ValueError: the folder is there already.
@@ -161,7 +158,7 @@ def _compiled_into(folder: Path, loaded: Any, tokenizer: Any, options: dict[str,
 
 
 def _run_some_requests(engine: Any) -> None:
-    """Have kernels built that no graph holds: those of settings that most requests do without."""
+    """Build kernels that no graph holds: those of settings that few requests use."""
     from compiled_llm.requests.sampling_params import SamplingParams
 
     drawn: dict[str, Any] = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 0}

@@ -35,6 +35,5 @@ def check_on_hub(model: str) -> None:
 
 
 def _without_request(error: Exception) -> str:
-    """Return an error of the hub's without the number of the request."""
     lines = [line for line in str(error).splitlines() if line and "Request ID" not in line]
     return " ".join(lines) or type(error).__name__

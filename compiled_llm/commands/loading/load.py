@@ -91,7 +91,7 @@ def dtype_of(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
     """Return a dtype by its name; ``auto`` is float32 on the CPU, bfloat16 elsewhere.
 
     Raises:
-        ValueError: weights cannot have it.
+        ValueError: it is unknown, or no dtype for weights.
     """
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -116,7 +116,7 @@ def _prepare_for_batches(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _refuse_hub_kernels(source: Source) -> None:
-    """A config can name a repository of compiled attention kernels, which transformers would fetch and run."""
+    # A config can name a repository of compiled attention kernels, which transformers would fetch and run.
     if source.gguf_file is not None:
         return
     config = AutoConfig.from_pretrained(_base_of(source.location), trust_remote_code=False)

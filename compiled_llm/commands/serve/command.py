@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 
 class ServeOptions(NamedTuple):
-    """What an engine process serves, and how: the options of the command."""
+    """The options of an engine process."""
 
     model: str
     mode: str
@@ -89,12 +89,11 @@ class ServeOptions(NamedTuple):
         return {"max_rows": self.max_rows, "max_queue": self.max_queue, "max_step_ms": self.max_step_ms}
 
     def prepare(self, engine: Engine, structured: bool, report: Callable[[str], None]) -> None:
-        """Prepare what requests of earlier runs have used, or else the sizes that are asked for.
+        """Prepare the sizes that requests of earlier runs have used, or else those of ``--warmup``.
 
         Args:
-            engine: serves them.
-            structured: whether answers can have forms.
-            report: takes what is being prepared, in words.
+            structured: whether answers can follow grammars.
+            report: takes a line on the progress.
         """
         if self.profile is not None and self.profile.exists():
             engine.warmup(profile=self.profile, structured=structured, report=report)
@@ -104,7 +103,7 @@ class ServeOptions(NamedTuple):
         engine.warmup(self.warmup or "auto", report=report)
 
     def arguments(self) -> list[str]:
-        """Return the command that serves it to an API server's clients, of whom a few thousand may wait."""
+        """Return the arguments of an engine process for API servers, whose clients may wait by the thousand."""
         options = self._asdict() | {
             "max_queue": MAX_QUEUE if self.max_queue is None else self.max_queue,
             "warmup": ",".join(map(str, self.warmup)) or None,
