@@ -307,7 +307,7 @@ def test_a_form_that_crashes_costs_its_request_alone_and_is_refused_from_then_on
 
 
 def test_the_forms_that_are_refused_take_bounded_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compiled_llm.engine.grammars.compilers_apart._MOST_FATAL", 2)
+    monkeypatch.setattr("compiled_llm.engine.grammars.compilers_apart._MAX_FATAL", 2)
     compilers = engine._grammars._compilers
     assert isinstance(compilers, CompilersApart)
     sources = [GrammarSource("regex", text) for text in "abc"]
