@@ -83,8 +83,9 @@ def describe_machine() -> dict[str, Any]:
 
     ``tools/bench`` adds commit, driver and clocks.
     """
-    torch: Any = sys.modules.get("torch")
-    has_gpu = torch is not None and torch.cuda.is_available()
+    torch, gpu = sys.modules.get("torch"), None
+    if torch is not None and torch.cuda.is_available():
+        gpu = {"name": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "commit": None,
@@ -92,7 +93,7 @@ def describe_machine() -> dict[str, Any]:
         "versions": _versions(),
         "cpu": {"name": _cpu_name(), "cores": os.cpu_count()},
         "load": round(os.getloadavg()[0], 2),  # figures from a machine that is not quiet are worth little
-        "gpu": {"name": torch.cuda.get_device_name(), "cuda": torch.version.cuda} if has_gpu else None,
+        "gpu": gpu,
     }
 
 
