@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM as Llama
-from transformers import Qwen3ForCausalLM as Qwen3
+from transformers import LlamaForCausalLM as Llama, Qwen3ForCausalLM as Qwen3
 
 from compiled_llm.compilation import backend as inductor
 from compiled_llm.execution.generate_loop import GenerateLoop

@@ -24,15 +24,13 @@ from transformers import (
     GenerationConfig,
     GenerationMixin,
     LlamaConfig,
+    LlamaForCausalLM as Llama,
     MixtralConfig,
 )
-from transformers import LlamaForCausalLM as Llama
 from transformers.core_model_loading import revert_weight_conversion
 
 import compiled_llm
-from compiled_llm.compat import huggingface as compat
-from compiled_llm.compat import response_templates
-from compiled_llm.compat import tokenizers as tokenizer_parts
+from compiled_llm.compat import huggingface as compat, response_templates, tokenizers as tokenizer_parts
 from compiled_llm.huggingface.wrapped_model import WrappedModel
 from compiled_llm.server.openai.parsing.answer_parts import REASONING
 from support.engine.text_tokenizers import byte_fallback, byte_level, word_pieces

@@ -32,10 +32,12 @@ from transformers.generation.continuous_batching.cb_logits_processors import Con
 from transformers.generation.continuous_batching.continuous_api import (
     BackgroundThreadStatus,
     ContinuousBatchingManager,
+    OutputRouter as OutputRouter,
 )
-from transformers.generation.continuous_batching.continuous_api import OutputRouter as OutputRouter
-from transformers.generation.continuous_batching.requests import RequestState as RequestState
-from transformers.generation.continuous_batching.requests import RequestStatus as RequestStatus
+from transformers.generation.continuous_batching.requests import (
+    RequestState as RequestState,
+    RequestStatus as RequestStatus,
+)
 
 from compiled_llm.compat.huggingface import with_end_tokens
 

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from compiled_llm.engine.device_loss import DeviceLostError as DeviceLostError
 from compiled_llm.engine.engine_options import check_options, is_count
 from compiled_llm.engine.grammars.compiling import Grammars, compilers_of
-from compiled_llm.engine.input_processing.input_processor import QueueFullError as QueueFullError
-from compiled_llm.engine.input_processing.input_processor import requests_for
+from compiled_llm.engine.input_processing.input_processor import QueueFullError as QueueFullError, requests_for
 from compiled_llm.engine.input_processing.prompts import Prompt
 from compiled_llm.engine.input_processing.sampling import RequestSamplings
 from compiled_llm.engine.lifecycle.sleep import let_rise, put_to_sleep, wake_up

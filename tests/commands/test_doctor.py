@@ -22,9 +22,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from compiled_llm.commands.app import app
-from compiled_llm.commands.doctor import packages
-from compiled_llm.commands.doctor import report as doctor_report
-from compiled_llm.commands.doctor import trial as doctor_build
+from compiled_llm.commands.doctor import packages, report as doctor_report, trial as doctor_build
 from compiled_llm.commands.doctor.finding import DoctorFinding, essence
 from compiled_llm.commands.doctor.machine import cpu
 from compiled_llm.commands.doctor.report import examine

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, fx
 
 import compiled_llm
-from compiled_llm.compilation import backend as inductor
-from compiled_llm.compilation import programs as programs
+from compiled_llm.compilation import backend as inductor, programs as programs
 from compiled_llm.compilation.backend import Pass
 from compiled_llm.compilation.passes.attention import PreparedInAttention
 from compiled_llm.compilation.passes.normed_products import NormedProducts

@@ -18,8 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Q
 
 import compiled_llm
 from compiled_llm.compat import Fakes
-from compiled_llm.compilation import backend as inductor
-from compiled_llm.compilation import programs as programs
+from compiled_llm.compilation import backend as inductor, programs as programs
 from compiled_llm.compilation.graphs.validity import Weights
 from compiled_llm.compilation.programs import Arguments
 from compiled_llm.compilation.regions import Examples, cut, without_symbols

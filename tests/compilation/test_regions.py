@@ -16,8 +16,7 @@ from torch._inductor.utils import fresh_cache
 
 import compiled_llm
 from compiled_llm.compat import storage_number
-from compiled_llm.compilation import backend as inductor
-from compiled_llm.compilation import programs as programs
+from compiled_llm.compilation import backend as inductor, programs as programs
 from compiled_llm.compilation.regions import Examples, Region, cut, join, without_symbols
 from compiled_llm_ops import paged_attention
 from support.compilation.traced import Inputs, inputs_of, traced

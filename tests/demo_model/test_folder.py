@@ -15,8 +15,7 @@ import compiled_llm
 from compiled_llm.commands.loading import load as loading
 from compiled_llm.commands.loading.load import load
 from compiled_llm.commands.loading.source import Source
-from compiled_llm.demo_model import folder as demo_folder
-from compiled_llm.demo_model import wheel
+from compiled_llm.demo_model import folder as demo_folder, wheel
 from compiled_llm.demo_model.bars import without_bars
 from compiled_llm.demo_model.folder import folder, is_whole
 from compiled_llm.demo_model.gguf import parsed_once

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from compiled_llm.compat.tokenizers import backend_of, cleans_up

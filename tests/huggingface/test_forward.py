@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, OPTConfig, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
-from transformers import OPTForCausalLM as OptForCausalLM
+from transformers import (
+    DynamicCache,
+    OPTConfig,
+    OPTForCausalLM as OptForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import compiled_llm
 from compiled_llm.huggingface.cache.paged_cache import PagedCache

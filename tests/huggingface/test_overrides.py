@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers import Qwen3ForCausalLM as Qwen3
+from transformers import PreTrainedModel, Qwen3ForCausalLM as Qwen3
 
 import compiled_llm
 from support.huggingface.overriding import BIAS, embed_prompt, prefer_tokens, shift_ids, skip_positions

@@ -20,8 +20,7 @@ from compiled_llm.compilation.backend import Inductor
 from compiled_llm.compilation.passes.products import FusedProducts
 from compiled_llm.model.weights.fused_weights import FusedGroup, FusedWeights
 from support.fused_heads import QKV, Heads, fuse
-from support.huggingface.families import FAMILIES as OTHER_FAMILIES
-from support.huggingface.families import make
+from support.huggingface.families import FAMILIES as OTHER_FAMILIES, make
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import TINY, tiny_llama, tiny_qwen3
 

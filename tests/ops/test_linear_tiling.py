@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from compiled_llm_ops.kernels.linear_tiling import LinearTiling
-from compiled_llm_ops.kernels.linear_tiling import choose_linear_tiling as choose
-from compiled_llm_ops.kernels.linear_tiling import choose_normed_tiling as choose_normed
+from compiled_llm_ops.kernels.linear_tiling import (
+    LinearTiling,
+    choose_linear_tiling as choose,
+    choose_normed_tiling as choose_normed,
+)
 
 pytestmark = pytest.mark.core
 

@@ -18,16 +18,19 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from torch import Tensor
 
 from compiled_llm_ops import paged_attention_lse
 from compiled_llm_ops.attention.decode import _prepared
 from compiled_llm_ops.contracts import DecodeAttention
 from compiled_llm_ops.kernels import attention_tiling
-from compiled_llm_ops.kernels.attention_tiling import MAX_ROWS, MAX_SHARES, AttentionTiling
-from compiled_llm_ops.kernels.attention_tiling import choose_attention_tiling as choose
+from compiled_llm_ops.kernels.attention_tiling import (
+    MAX_ROWS,
+    MAX_SHARES,
+    AttentionTiling,
+    choose_attention_tiling as choose,
+)
 from support.ops.interpreting import INTERPRETED, check_interpreted, interpreted, needs_triton, not_interpreted
 from support.ops.op_cases import UNREAD, planned_table
 

@@ -10,9 +10,14 @@ from typing import Any
 
 import pytest
 
-from compiled_llm.client import AsyncClient, Client, EngineDeadError, EngineProcessError
-from compiled_llm.client import async_client as async_client_file
-from compiled_llm.client import client as client_file
+from compiled_llm.client import (
+    AsyncClient,
+    Client,
+    EngineDeadError,
+    EngineProcessError,
+    async_client as async_client_file,
+    client as client_file,
+)
 from compiled_llm.client.base import BaseClient
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams

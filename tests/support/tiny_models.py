@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
-from transformers import LlamaForCausalLM as Llama
-from transformers import Qwen3ForCausalLM as Qwen3
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM as Llama,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM as Qwen3,
+)
 
 TINY: dict[str, Any] = {
     "vocab_size": 128,

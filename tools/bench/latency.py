@@ -13,8 +13,7 @@ import typer
 from common import Commit, Contenders, DeviceName, Json, Model, Sglang, Vllm, bench, integers
 from peers import HFStatic, Peer
 
-from compiled_llm.commands.bench import contenders as ours
-from compiled_llm.commands.bench import latency
+from compiled_llm.commands.bench import contenders as ours, latency
 from compiled_llm.commands.bench.commands import DecodingOption
 from compiled_llm.commands.bench.workload import Workload
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-from tokenizers import models as tokenizer_models
+from tokenizers import AddedToken, Tokenizer, decoders, models as tokenizer_models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
 
 from compiled_llm.commands.bench.contenders import loaded

@@ -75,8 +75,7 @@ def latency(
         check_driver(device.value)
         check_plot(plot)
         with progress() as log:
-            from compiled_llm.commands.bench import contenders as known
-            from compiled_llm.commands.bench import latency as experiment
+            from compiled_llm.commands.bench import contenders as known, latency as experiment
             from compiled_llm.commands.bench.workload import Workload
             from compiled_llm.commands.loading.load import device_of, dtype_of
             from compiled_llm.explaining.profile.bandwidth import read_bandwidth

@@ -33,11 +33,11 @@ from compiled_llm_ops import (
     MAX_BIASES,
     MAX_FOLLOWED,
     MAX_GROWING,
+    NOT_A_TOKEN as NOT_A_TOKEN,
     PROMPTED,
     Seldom,
     sample_tokens,
 )
-from compiled_llm_ops import NOT_A_TOKEN as NOT_A_TOKEN
 
 _NO_TOKENS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 

@@ -6,8 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from compiled_llm.server.replicas.affinity import Affinity, shorter_of_two
 from compiled_llm.server.replicas.leading_pages import leading_pages

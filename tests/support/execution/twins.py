@@ -7,9 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM as Llama
-from transformers import PretrainedConfig, PreTrainedModel, Qwen3Config
-from transformers import Qwen3ForCausalLM as Qwen3
+from transformers import (
+    LlamaForCausalLM as Llama,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM as Qwen3,
+)
 
 import compiled_llm
 from support.parity import mixed_prompts

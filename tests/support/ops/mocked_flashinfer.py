@@ -13,8 +13,7 @@ from torch import Tensor
 
 from compiled_llm_ops import Geometry, PageTable
 from compiled_llm_ops.contracts import PagedAttention, PlannedBatch
-from compiled_llm_ops.flashinfer import plan as plans
-from compiled_llm_ops.flashinfer import versions, workspace
+from compiled_llm_ops.flashinfer import plan as plans, versions, workspace
 from compiled_llm_ops.flashinfer.plan import FlashInferPlan
 from compiled_llm_ops.flashinfer.splitting import SPLIT
 

@@ -8,8 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from compiled_llm.compat.response_templates import known_response_template
 from compiled_llm.server.openai.parsing.call_text import JsonCall
