@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -15,7 +14,6 @@ from compiled_llm.requests.pending import PendingAnswers
 
 if TYPE_CHECKING:  # what makes text imports torch
     from compiled_llm.requests.answer_text import TextFormat
-    from compiled_llm.requests.text_stream import TextStream
 
 Cancelling = Callable[[int | None], None]
 """Ends an answer by its index, or all."""
@@ -28,7 +26,6 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
 
     Attributes:
         prompt: its token ids.
-        has_text: whether somebody reads it as text.
         refused: why the engine process has ended the whole request, or never began it.
         prompt_logprobs: of the prompt's tokens, as far as they have come; None before that, or if they are not wanted.
     """
@@ -54,19 +51,11 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
         """
         super().__init__([RemoteAnswer(index, Received(ends), form) for index in range(count)], Listeners(check))
         self.prompt = prompt
-        self.has_text = False
         self.refused: Exception | None = None
         self._cancel = cancel
         self._figures: Figures | None = None
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._submitted = time.monotonic()
-        self._reading = threading.Lock()
-
-    def __repr__(self) -> str:
-        """How far it is."""
-        tokens = ", ".join(str(answer.tokens) for answer in self.answers)
-        reasons = ", ".join(answer.received.finish_reason or "under way" for answer in self.answers)
-        return f"<{type(self).__name__}: {tokens} tokens, {reasons}>"
 
     @property
     def done(self) -> bool:
@@ -100,23 +89,6 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
             **self._figures,
         )
 
-    def text(self, index: int | None = None) -> TextStream:
-        """Return an answer's text, to be read piece by piece with ``for`` or ``async for``.
-
-        Args:
-            index: of which answer; needed if there are several.
-
-        Raises:
-            ValueError: there are several answers, or the client has no tokenizer.
-        """
-        from compiled_llm.requests.text_stream import TextStream
-
-        answer = self._only() if index is None else self.answers[index]
-        with self._reading:
-            text, self.has_text = answer.begin_text(), True
-        self.read_text()
-        return TextStream(answer, text, self.listeners)
-
     # ---- in the thread that reads the connection
 
     def take(self, update: Update) -> None:
@@ -145,6 +117,9 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
         self.refused = error
         seconds = time.monotonic() - self._submitted
         self._figures = Figures(cached_tokens=0, queue_seconds=None, first_token_seconds=None, seconds=seconds)
+
+    def _catch_up(self) -> None:
+        self.read_text()
 
     def read_text(self) -> None:
         """Make the text of the tokens that have come."""

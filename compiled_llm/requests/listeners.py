@@ -34,7 +34,7 @@ class Listeners:
             check_process: raises an error in a process in which nothing ever changes.
         """
         self._check = check
-        self._check_process = check_process
+        self.check_process = check_process
         self._changed = Condition()
         self._threads = 0
         self._functions: set[Callable[[], object]] = set()
@@ -43,14 +43,14 @@ class Listeners:
 
     def add(self, function: Callable[[], object]) -> None:
         """Call ``function`` whenever something has changed, once for all requests that a step has changed."""
-        self._check_process()
+        self.check_process()
         with self._changing():
             self._functions.add(function)
 
     def wait_until(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait in this thread, ``timeout`` seconds at most; return whether it is ``ready``."""
         if not ready():
-            self._check_process()
+            self.check_process()
             self._check()
         with self._changed:
             # Whoever does not see this has changed everything before, and ``ready`` is asked now.
@@ -65,7 +65,7 @@ class Listeners:
     @contextmanager
     def listening(self, event: asyncio.Event | None = None) -> Iterator[asyncio.Event]:
         """Yield an event of the running event loop that is set whenever something has changed; a new one if None."""
-        self._check_process()
+        self.check_process()
         event = asyncio.Event() if event is None else event
         task = asyncio.get_running_loop(), event
         with self._changing():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from compiled_llm.requests.listeners import Listeners
 from compiled_llm.requests.outputs import RequestOutput
-from compiled_llm.requests.token_stream import PendingAnswer, TokenStream
+from compiled_llm.requests.pending_answer import PendingAnswer
+from compiled_llm.requests.text_stream import TextStream
+from compiled_llm.requests.token_stream import TokenStream
 
 A = TypeVar("A", bound=PendingAnswer)
 
@@ -18,11 +21,22 @@ class PendingAnswers(ABC, Generic[A]):
 
     Attributes:
         answers: read-only.
+        has_text: whether text is made of the tokens as they come.
     """
 
     def __init__(self, answers: Sequence[A], listeners: Listeners) -> None:
         self.answers = answers
         self.listeners = listeners
+        self.has_text = False
+        self._reading = threading.Lock()
+
+    def __repr__(self) -> str:
+        """How far it is."""
+        tokens = ", ".join(str(answer.tokens) for answer in self.answers)
+        return f"<{type(self).__name__}: {tokens} tokens, {', '.join(map(self._place, self.answers))}>"
+
+    def _place(self, answer: A) -> str:
+        return answer.finish_reason or "under way"
 
     @property
     def done(self) -> bool:
@@ -73,6 +87,26 @@ class PendingAnswers(ABC, Generic[A]):
             ValueError: there are several answers.
         """
         return TokenStream(self._only() if index is None else self.answers[index], self.listeners)
+
+    def text(self, index: int | None = None) -> TextStream:
+        """Return an answer's text, to be read piece by piece with ``for`` or ``async for``.
+
+        Args:
+            index: of the answer; needed if there are several.
+
+        Raises:
+            ValueError: there are several answers, or there is no tokenizer.
+        """
+        answer = self._only() if index is None else self.answers[index]
+        self.listeners.check_process()
+        with self._reading:
+            text, self.has_text = answer.begin_text(), True
+        self._catch_up()
+        return TextStream(answer, text, self.listeners)
+
+    @abstractmethod
+    def _catch_up(self) -> None:
+        """Have the text made of the tokens that have come already."""
 
     def __iter__(self) -> Iterator[int]:
         """Yield the tokens' ids as they come.

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from compiled_llm.requests.answer_text import AnswerText
 from compiled_llm.requests.listeners import Listeners
+from compiled_llm.requests.pending_answer import PendingAnswer
 
-
-class Answered(Protocol):
-    """The end of an answer, here or in another process."""
-
-    @property
-    def done(self) -> bool: ...
-
-    @property
-    def error(self) -> BaseException | None: ...
+if TYPE_CHECKING:  # imports torch
+    from compiled_llm.requests.answer_text import AnswerText
 
 
 class TextStream:
@@ -26,7 +19,7 @@ class TextStream:
     the output.
     """
 
-    def __init__(self, answer: Answered, text: AnswerText, listeners: Listeners) -> None:
+    def __init__(self, answer: PendingAnswer, text: AnswerText, listeners: Listeners) -> None:
         self._answer = answer
         self._text = text
         self._listeners = listeners

@@ -2,34 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import AsyncIterator, Iterator
+from typing import NamedTuple
 
 from compiled_llm.requests.listeners import Listeners
 from compiled_llm.requests.outputs import Logprob
-
-
-class PendingAnswer(Protocol):
-    """One answer on its way."""
-
-    @property
-    def done(self) -> bool: ...
-
-    @property
-    def tokens(self) -> int: ...
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error that has ended it with ``"error"``."""
-        ...
-
-    def tokens_behind(self, count: int) -> list[int]:
-        """Return its tokens after the first ``count``."""
-        ...
-
-    def logprobs_behind(self, count: int) -> Sequence[dict[int, Logprob]] | None:
-        """Return the entries of at least as many tokens after the first ``count``; None if not asked for."""
-        ...
+from compiled_llm.requests.pending_answer import PendingAnswer
 
 
 class Token(NamedTuple):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 
-from compiled_llm.engine.answer import Answer, tokenizer_failure
+from compiled_llm.engine.answer import Answer
 from compiled_llm.engine.steps.logprobs import prompt_logprobs
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.thread.output_processor import OutputProcessor
@@ -14,8 +13,6 @@ from compiled_llm.requests.answer_text import AnswerText, TextFormat
 from compiled_llm.requests.listeners import Listeners
 from compiled_llm.requests.outputs import Figures, RequestOutput
 from compiled_llm.requests.pending import PendingAnswers
-from compiled_llm.requests.text_stream import TextStream
-from compiled_llm.requests.users_code import raise_interrupt
 
 
 class RequestHandle(PendingAnswers[Answer]):
@@ -27,7 +24,6 @@ class RequestHandle(PendingAnswers[Answer]):
         requests: the answers as the engine's loop knows them, to be read only.
         answers: the same as their reader sees them, to be read only.
         listeners: who waits for them.
-        has_text: whether somebody reads them as text, or stop strings end them.
     """
 
     def __init__(
@@ -53,15 +49,10 @@ class RequestHandle(PendingAnswers[Answer]):
         self.requests = requests
         self.has_text = form is not None and bool(form.stop)
         self._cancel = cancel
-        self._check_process = check_process
         self._output = output
-        self._reading = threading.Lock()
 
-    def __repr__(self) -> str:
-        """How far it is."""
-        tokens = ", ".join(str(answer.tokens) for answer in self.answers)
-        reasons = ", ".join(answer.finish_reason or answer.request.place for answer in self.answers)
-        return f"<{type(self).__name__}: {tokens} tokens, {reasons}>"
+    def _place(self, answer: Answer) -> str:
+        return answer.finish_reason or answer.request.place
 
     def cancel(self, index: int | None = None) -> None:
         """End what has not ended, or the answer of that index alone; tokens so far stay."""
@@ -99,22 +90,9 @@ class RequestHandle(PendingAnswers[Answer]):
             if (error := answer.error) is not None and not isinstance(error, RequestError):
                 raise error
 
-    def text(self, index: int | None = None) -> TextStream:
-        """Return an answer's text, to be read piece by piece with ``for`` or ``async for``.
-
-        Args:
-            index: of which answer; needed if there are several.
-
-        Raises:
-            ValueError: there are several answers, or the engine has no tokenizer.
-        """
-        answer = self._only() if index is None else self.answers[index]
-        self._check_process()
-        with self._reading:
-            text, self.has_text = answer.begin_text(), True
+    def _catch_up(self) -> None:
         if self._output is not None:
             self._output.read([self])
-        return TextStream(answer, text, self.listeners)
 
     # ---- used by the engine
 
@@ -123,15 +101,8 @@ class RequestHandle(PendingAnswers[Answer]):
         with self._reading:
             for answer in self.answers:
                 if answer.text is not None and not answer.text.ended:
-                    self._read(answer, answer.text)
-
-    def _read(self, answer: Answer, text: AnswerText) -> None:
-        try:
-            text.read()
-        except BaseException as error:  # ends this answer alone
-            raise_interrupt(error)
-            text.fail(tokenizer_failure(error))
-        self._end_with(answer, text)
+                    answer.read_text()
+                    self._end_with(answer, answer.text)
 
     def lose_text(self, error: RequestError) -> None:
         """End the answers whose text has not ended: it cannot be made."""
