@@ -1,4 +1,4 @@
-"""Private parts of transformers that we depend on, all of them; ``tests/test_huggingface_compat.py`` tests each.
+"""Private parts of transformers that we depend on, all of them; ``tests/compat/test_huggingface.py`` tests each.
 
 Methods that a wrapped model overrides (``huggingface/wrapped_model.py``):
 

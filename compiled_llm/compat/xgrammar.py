@@ -3,12 +3,12 @@
 Importing this module imports neither xgrammar nor torch. The processor's ``__call__`` takes in the last token of each
 row, fills ``token_bitmask``, and applies it to the scores. Called with scores of no tokens it does all but the last.
 That attribute is not documented: if it goes, or the class does more, no processor is recognised
-(``tests/test_xgrammar_compat.py`` tells), and such calls are slower, and right. Ends when xgrammar offers the mask by
+(``tests/compat/test_xgrammar.py`` tells), and such calls are slower, and right. Ends when xgrammar offers the mask by
 itself.
 
 ``import xgrammar`` imports torch and transformers, in 2 seconds and 300 MB, for matchers and tokenizers that a process
 which only compiles has no use for. ``import_compiler`` imports the modules that compile, in a tenth of both. Which
-they are is not documented: if one needs more, that process imports all of it (``tests/test_xgrammar_compat.py`` tells),
+they are is not documented: if one needs more, that process imports all of it (``tests/compat/test_xgrammar.py`` tells),
 and starts later. Ends when xgrammar imports them lazily.
 """
 

@@ -6,7 +6,6 @@ import ast
 import copy
 import functools
 import inspect
-import itertools
 import pickle
 import re
 import textwrap
@@ -30,10 +29,8 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 import compiled_llm
-from compiled_llm.compat import huggingface as compat, response_templates, tokenizers as tokenizer_parts
+from compiled_llm.compat import huggingface as compat
 from compiled_llm.huggingface.wrapped_model import WrappedModel
-from compiled_llm.server.openai.parsing.answer_parts import REASONING
-from support.engine.text_tokenizers import byte_fallback, byte_level, word_pieces
 from support.huggingface import vision
 from support.huggingface.families import CLASSES, FAMILIES, make
 from support.in_threads import in_thread
@@ -303,7 +300,7 @@ def test_what_generate_writes_into_a_model_is_read_by_no_forward_with_positions(
 
 
 def test_private_attributes_of_transformers_are_used_in_one_module_only():
-    """`test_compat.py` finds those that are not in the table."""
+    """`test_private_parts.py` finds those that are not in the table."""
     assert compat.__doc__ is not None
     attributes = set(re.findall(r"[`.](_\w+)", compat.__doc__.partition("Attributes")[2]))
     assert len(attributes) == 9
@@ -321,67 +318,6 @@ def test_hooks_that_huggingface_leaves_on_modules_are_recognized():
     assert not compat.captures_outputs(lambda *_: None)
 
 
-# ---- tokenizers
-
-
-@pytest.mark.parametrize("kind", [byte_level, byte_fallback, word_pieces])
-def test_fast_tokenizers_decode_as_their_backend_and_clean_up_unless_it_is_bpe(kind: Callable[[], Any]) -> None:
-    tokenizer = kind()
-    tokens = list(range(len(tokenizer)))
-    backend = tokenizer_parts.backend_of(tokenizer)
-    for skip in (True, False):
-        text = backend.decode(tokens, skip_special_tokens=skip)
-        if tokenizer_parts.cleans_up(tokenizer):
-            text = tokenizer.clean_up_tokenization(text)
-        assert tokenizer.decode(tokens, skip_special_tokens=skip) == text
-        kept = [token for token in tokens if not (skip and token in tokenizer_parts.special_tokens(backend))]
-        assert tokenizer.decode(kept) == text
-    cleaned = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
-    bpe = type(backend.model).__name__ == "BPE"
-    with pytest.MonkeyPatch.context() as patch:
-        for spaces, forced in itertools.product((True, False), repeat=2):
-            patch.setattr(tokenizer, "clean_up_tokenization_spaces", spaces)
-            patch.setattr(tokenizer, cleaned, forced)
-            patch.setattr(tokenizer, "clean_up_tokenization", lambda text: "cleaned up")
-            assert tokenizer_parts.cleans_up(tokenizer) == (spaces and (forced or not bpe))
-            assert (tokenizer.decode(tokens) == "cleaned up") == tokenizer_parts.cleans_up(tokenizer)
-
-
-# ---- response templates
-
-
-def test_huggingface_knows_templates_of_models_whose_tokenizers_have_none() -> None:
-    assert response_templates.known_response_template("no such model") is None
-    for model_type in ("qwen2", "qwen3", "qwen3_moe", "qwen3_5", "gemma4"):
-        spec = response_templates.known_response_template(model_type)
-        assert spec is not None
-        assert {"content", "tool_calls"} < set(spec["fields"])
-        assert set(spec["fields"]) & set(REASONING)
-        assert byte_level().get_response_parser(spec, prefix="").initial_events == []
-
-
-def test_answers_are_read_as_events() -> None:
-    """What ``server/openai/parsing/answer_parts.py`` reads of them is public, and documented by examples alone."""
-    spec = response_templates.known_response_template("qwen3")
-    parser = byte_level().get_response_parser(spec, prefix="<|im_start|>assistant\n<think>a", tools=[])
-    (thinking,) = set(spec["fields"]) & set(REASONING)
-    begun = [{"type": "region_open", "field": thinking}]
-    chunk = {"type": "region_chunk", "field": thinking, "text": "a", "dirty": False}
-    assert parser.initial_events == [*begun, chunk]
-    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    close, _, raw, called = [*parser.feed(f"</think>{call}")]
-    assert close == {"type": "region_close", "field": thinking, "value": "a"}
-    assert raw["dirty"]
-    function = {"name": "f", "arguments": {}}
-    assert called["field"] == "tool_calls"
-    assert called["value"] == {"type": "function", "function": function}
-    parser.feed("b")
-    _, (end,) = parser.finalize()
-    assert end == {"type": "region_close", "field": "content", "value": "b"}
-    with pytest.raises(ValueError, match="JSON"):
-        byte_level().get_response_parser(spec, prefix="").feed("<tool_call>{</tool_call>")
-
-
 @pytest.mark.parametrize("misfit", ["none", "missing", "unexpected", "mismatched"])
 def test_a_checkpoint_becomes_the_tensors_of_a_model(misfit: str) -> None:
     """Mixtral's files have each expert by itself, and its model has all of them in one tensor."""
@@ -389,18 +325,15 @@ def test_a_checkpoint_becomes_the_tensors_of_a_model(misfit: str) -> None:
     into = copy.deepcopy(model).to("meta")
     stored = {name: tensor.double() for name, tensor in revert_weight_conversion(model, model.state_dict()).items()}
     assert any(".experts.1." in name for name in stored)
-    if misfit == "missing":
-        del stored["model.norm.weight"]
-    if misfit == "unexpected":
-        stored["other"] = torch.ones(1)
-    if misfit == "mismatched":
-        stored["model.norm.weight"] = torch.ones(1)
-    misfits = compat.load_checkpoint(model, into, stored)
     norm = "model.norm.weight"
+    if misfit == "missing":
+        del stored[norm]
+    elif misfit != "none":
+        stored["other" if misfit == "unexpected" else norm] = torch.ones(1)
+    misfits = compat.load_checkpoint(model, into, stored)
     assert misfits.missing == ({norm} if misfit == "missing" else set())
     assert misfits.unexpected == ({"other"} if misfit == "unexpected" else set())
-    size = len(model.model.norm.weight)
-    assert misfits.mismatched == ([(norm, [1], [size])] if misfit == "mismatched" else [])
+    assert misfits.mismatched == ([(norm, [1], [len(model.model.norm.weight)])] if misfit == "mismatched" else [])
     assert misfits.failed == {}
     expected = model.state_dict()
     for name, tensor in into.state_dict().items():

@@ -49,12 +49,20 @@ def test_a_capture_that_fails_is_ended(monkeypatch):
 
 
 def test_generators_hand_over_their_state():
-    mine, own = torch.Generator(), torch.Generator()
-    assert hasattr(mine, "graphsafe_get_state")
-    assert hasattr(own, "graphsafe_set_state")
+    assert all(hasattr(torch.Generator(), f"graphsafe_{verb}_state") for verb in ("get", "set"))
 
 
 def test_a_thread_that_never_had_cudagraph_trees_has_recorded_none():
     """Before torch 2.13 only the thread that imports them first has any, and to ask for them fails in all others."""
     compat.prepare_cudagraph_trees()
     assert in_thread(lambda: compat.cudagraph_tree_graphs(torch.device("cuda:0"))) == 0
+
+
+def test_messages_about_cuda_graphs_are_collected():
+    from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
+
+    before = compat.cudagraph_skips()
+    with compat.cudagraph_messages() as messages:
+        log_cudagraph_skip_and_bump_counter("skipping cudagraphs due to a test")
+    assert messages == ["skipping cudagraphs due to a test"]
+    assert compat.cudagraph_skips() == before + 1

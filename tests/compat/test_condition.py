@@ -12,8 +12,6 @@ import pytest
 from compiled_llm.compat.condition import Condition
 from support.in_threads import in_thread
 
-INTERRUPTS = 400
-
 
 def interrupted(condition: threading.Condition, after: float) -> None:
     """Take a condition and leave it, again and again, until Ctrl-C is pressed."""
@@ -25,10 +23,10 @@ def interrupted(condition: threading.Condition, after: float) -> None:
 
 
 @pytest.mark.core
-def test_no_interrupt_leaves_the_lock_taken(seed: int) -> None:
+def test_no_interrupt_leaves_the_lock_taken(seed: int, request: pytest.FixtureRequest) -> None:
     """With ``threading.Condition`` the first few do."""
     draw = random.Random(seed)
-    for number in range(INTERRUPTS):
+    for number in range(400 if request.config.getoption("--whole") else 60):
         condition = Condition()
         with pytest.raises(KeyboardInterrupt):
             interrupted(condition, after=draw.random() * 0.002)
