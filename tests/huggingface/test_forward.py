@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
-    DynamicCache,
     OPTConfig,
     OPTForCausalLM as OptForCausalLM,
     PreTrainedModel,
@@ -21,21 +19,18 @@ from transformers import (
 
 import compiled_llm
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
+from support.huggingface.pairs import OPTIONS, pair
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
-from support.tiny_models import TINY, tiny_qwen3
+from support.tiny_models import TINY
 
-OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "400 tokens", "max_batch_size": 4}
 CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
 LENGTH = 11
-
-
-def pair(**overrides: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
-    return tiny_qwen3(**overrides), compiled_llm.wrap(tiny_qwen3(**overrides), progress=False, **OPTIONS)
+FEW = {"kv_memory": "400 tokens", "max_batch_size": 4}
 
 
 @pytest.fixture
 def models() -> tuple[PreTrainedModel, PreTrainedModel]:
-    return pair(eos_token_id=None)
+    return pair(FEW, eos_token_id=None)
 
 
 def masks() -> dict[str, Tensor]:
@@ -89,18 +84,6 @@ def test_positions_of_ones_own_are_kept(padding, models, ids):
     assert_forwards(models[1], compiled=2)
 
 
-@pytest.mark.parametrize("keep", [1, 3, LENGTH, 20, torch.tensor([0, 4, 10]), torch.tensor([10, 2, 2, -1])])
-def test_logits_are_kept_where_asked(keep, models, ids):
-    mask = masks()["right"]
-    with torch.no_grad():
-        theirs, ours = (model(ids, mask, logits_to_keep=keep, use_cache=False) for model in models)
-    columns = keep if isinstance(keep, Tensor) else torch.arange(LENGTH)[-keep:]
-    seen = mask[:, columns] != 0
-    assert ours.logits.shape == theirs.logits.shape
-    torch.testing.assert_close(ours.logits[seen], theirs.logits[seen], **CLOSE)
-    assert_account_is_empty(models[1])
-
-
 @pytest.mark.core
 @pytest.mark.parametrize("padding", masks())
 def test_the_loss_is_huggingfaces(padding, models, ids):
@@ -140,7 +123,7 @@ def test_embeddings_take_the_place_of_tokens(padding, models, ids):
 def test_the_result_is_of_the_models_own_class():
     config = Qwen3MoeConfig(**TINY, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
     plain = Qwen3MoeForCausalLM(config).eval()
-    wrapped = compiled_llm.wrap(copy.deepcopy(plain), progress=False, **OPTIONS)
+    wrapped = compiled_llm.wrap(copy.deepcopy(plain), **OPTIONS)
     ids = torch.randint(3, 128, (2, LENGTH))
     with torch.no_grad():
         theirs, ours = (model(ids, labels=ids) for model in (plain, wrapped))
@@ -157,7 +140,7 @@ def test_a_model_that_counts_positions_by_the_mask_does_so():
         max_position_embeddings=64, word_embed_proj_dim=32, dropout=0.0, init_std=0.3,
     )  # fmt: skip
     plain = OptForCausalLM(config).eval()
-    wrapped = compiled_llm.wrap(copy.deepcopy(plain), progress=False, **OPTIONS)
+    wrapped = compiled_llm.wrap(copy.deepcopy(plain), **OPTIONS)
     ids = torch.randint(3, 128, (3, LENGTH))
     for mask in masks().values():
         with torch.no_grad():
@@ -225,53 +208,15 @@ def test_the_cache_of_a_forward_goes_on_in_generate(models, ids):
     assert_account_is_empty(models[1])
 
 
-def test_the_result_is_a_tuple_if_asked_for(models, ids):
-    with torch.no_grad():
-        theirs, ours = (model(ids, labels=ids, return_dict=False, use_cache=False) for model in models)
-    assert isinstance(ours, tuple)
-    torch.testing.assert_close(ours, theirs, **CLOSE)
-
-
-ORIGINAL = {
-    "output_hidden_states": {"output_hidden_states": True},
-    "output_attentions": {"output_attentions": True},
-    "a cache of ones own": {"past_key_values": "dynamic"},
-    "a mask with four dimensions": {"attention_mask": torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]},
-    "labels together with logits_to_keep": {"labels": torch.full((3, 2), 7), "logits_to_keep": 2},
-    "more arguments of the loss": {"labels": torch.full((3, LENGTH), 7), "num_items_in_batch": 9},
-}
-
-
 @pytest.mark.core
-@pytest.mark.parametrize("name", ORIGINAL)
-def test_what_pages_cannot_give_is_huggingfaces_own_counted_and_said_once(name, ids, caplog):
-    models = pair(attn_implementation="eager")
-    for _ in range(2):
-        results = []
-        for model in models:
-            options = dict(ORIGINAL[name])
-            if options.get("past_key_values") == "dynamic":
-                options["past_key_values"] = DynamicCache(config=model.config)
-            with torch.no_grad():
-                results.append(model(ids, **options))
-        theirs, ours = results
-        assert list(ours) == list(theirs)
-        assert type(ours.past_key_values) is type(theirs.past_key_values)
-        for key in ("loss", "logits", "hidden_states", "attentions"):
-            torch.testing.assert_close(ours.get(key), theirs.get(key), rtol=0, atol=0)
-    assert_forwards(models[1], original=2)
-    assert list(models[1].compiled.stats().slow_paths.values()) == [2]
-    records = [record for record in caplog.records if record.name == "compiled_llm.generate"]
-    assert [record.levelno for record in records] == [logging.WARNING]
-    assert models[1].compiled.stats().pages is None or models[1].compiled.stats().pages.used == 0
-
-
-def test_autocast_is_huggingfaces_own(models, ids):
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        theirs, ours = (model(ids) for model in models)
-    assert ours.logits.dtype == theirs.logits.dtype
-    torch.testing.assert_close(ours.logits, theirs.logits, rtol=0, atol=0)
+@pytest.mark.parametrize("options", [{"logits_to_keep": 2}, {"num_items_in_batch": 9}], ids=" ".join)
+def test_losses_that_are_counted_otherwise_are_huggingfaces_own(options, models, ids):
+    labels = torch.full((3, options.get("logits_to_keep", LENGTH)), 7)
+    with torch.no_grad():
+        theirs, ours = (model(ids, labels=labels, **options) for model in models)
+    torch.testing.assert_close((ours.loss, ours.logits), (theirs.loss, theirs.logits), rtol=0, atol=0)
     assert_forwards(models[1], original=1)
+    assert list(models[1].compiled.stats().slow_paths.values()) == [1]
 
 
 def test_hooks_see_what_huggingface_shows_them(models, ids):
@@ -356,9 +301,7 @@ def test_frozen_weights_need_no_gradients(models, ids):
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_inductor")
 def test_one_graph_for_tokens_and_one_for_embeddings():
-    plain = tiny_qwen3(eos_token_id=None)
-    options = {**OPTIONS, "mode": "compile", "max_batch_size": 8}
-    wrapped = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), progress=False, **options)
+    plain, wrapped = pair({"mode": "compile", "max_batch_size": 8, "progress": False}, eos_token_id=None)
     embeddings = plain.get_input_embeddings()
 
     def score(lengths: list[int], seed: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import logging
 from pathlib import Path
 from typing import Any, get_args
 
@@ -45,7 +46,8 @@ def unwrapped(call: Any, plain: Any) -> Any:
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", CASES)
-def test_a_feature_takes_the_path_on_the_page_with_huggingfaces_result(name: str) -> None:
+def test_a_feature_takes_the_path_on_the_page_with_huggingfaces_result(name: str, caplog: Any) -> None:
+    caplog.set_level(logging.DEBUG, "compiled_llm.generate")
     feature = CASES[name]
     plain, wrapped = pair(feature)
     taken: list[set[str]] = []
@@ -62,9 +64,23 @@ def test_a_feature_takes_the_path_on_the_page_with_huggingfaces_result(name: str
             assert_account_is_empty(wrapped)
     assert all(paths == taken[0] for paths in taken)
     assert line(feature, taken[0]) in written(), "run `python tests/support/huggingface/generate_features.py`"
-    stats = wrapped.compiled.stats()
-    slow = taken[0] & {"processed loop", "original"} and taken[0] != {"refused"}
-    assert bool(stats.slow_paths) >= bool(slow), "a slower path is counted with its reason"
+    assert_reasons_are_counted_and_said_once(wrapped, caplog)
+    assert caplog.records == [] or taken[0] != {"fast loop"} or wrapped.compiled.stats().slow_paths
+
+
+def assert_reasons_are_counted_and_said_once(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    counters = model.compiled.counters
+    for counted, calls in (
+        (counters.slow_generates, counters.generate_calls),
+        (counters.slow_forwards, counters.forward_calls),
+    ):
+        slow = sum(calls[path] for path in ("processed loop", "compiled forward", "original"))
+        assert slow <= counted.total() <= calls.total()
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    said = [line for line in lines if line.startswith("compiled_llm: ") and "takes a slower path" in line]
+    expected = {*counters.slow_generates, *counters.slow_forwards}
+    assert len(said) == len(expected)
+    assert all(any(f"because {reason}. {reason.advice}" in line for line in said) for reason in expected)
 
 
 def written() -> list[str]:

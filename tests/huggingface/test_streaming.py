@@ -175,13 +175,18 @@ class Noting(BaseStreamer):
         return torch.full((len(ids),), ids.shape[1] == 9)
 
 
-def test_streamer_and_criteria_are_called_as_huggingface_calls_them(plain, wrapped, seed):
-    inputs, calls = mixed_prompts([5], 128, seed), ([], [])
+@pytest.mark.parametrize("lengths", [[5], [4, 9, 6]])
+def test_streamer_and_criteria_are_called_as_huggingface_calls_them(lengths, plain, wrapped, seed):
+    inputs, calls = mixed_prompts(lengths, 128, seed), ([], [])
+    eos = int(greedy(plain, inputs, 12)[0, -4])
     for model, notes in zip((plain, wrapped), calls, strict=True):
         streamer = Noting(notes)
-        greedy(model, inputs, 20, streamer=streamer, stopping_criteria=StoppingCriteriaList([streamer.criterion]))
+        criteria = StoppingCriteriaList([streamer.criterion])
+        greedy(model, inputs, 30, eos_token_id=eos, streamer=streamer, stopping_criteria=criteria)
     assert calls[1] == calls[0]
-    assert len(calls[0]) == 1 + 2 * 4 + 1, "the prompt, four tokens, the end"
+    assert calls[0][-1] == "end"
+    assert len(lengths) > 1 or len(calls[0]) == 1 + 2 * 4 + 1, "the prompt, four tokens, the end"
+    assert wrapped.compiled.stats().generate_calls.keys() == {"fast loop"}
 
 
 class Own(TextStreamer):

@@ -14,28 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
 from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.huggingface.cache.cache_columns import row_updates, with_only_kept, with_updates
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.kvcache.pool import OutOfPagesError
+from support.huggingface.callbacks import Raising
+from support.huggingface.pairs import OPTIONS, pair
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
-OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "2000 tokens", "max_batch_size": 8}
 CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
 PAD = 0
-
-
-def pair(**overrides: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
-    return tiny_qwen3(**overrides), compiled_llm.wrap(tiny_qwen3(**overrides), progress=False, **OPTIONS)
-
-
-@pytest.fixture
-def models() -> tuple[PreTrainedModel, PreTrainedModel]:
-    return pair(eos_token_id=None)
 
 
 @pytest.fixture
@@ -122,7 +113,7 @@ def test_a_chat_goes_on_in_our_loops_with_huggingfaces_tokens(mask, loop, models
 
 
 @pytest.mark.parametrize("hides", [False, True])
-def test_a_chat_whose_rows_end_early(hides, inputs, computed):
+def test_a_chat_whose_rows_end_early(hides, reading, inputs):
     models = pair()
     eos = [int(token) for token in greedy(models[0], inputs, 12, eos_token_id=None)[[0, 2], [12, 16]]]
     chats = [Chat(model, inputs, eos_token_id=eos) for model in models]
@@ -199,19 +190,6 @@ def test_two_live_caches_do_not_disturb_each_other(models):
     assert_all_given_back(models[1])
 
 
-class Raising(BaseStreamer):
-    def __init__(self, after: int) -> None:
-        self.left = after
-
-    def put(self, value: Tensor) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise KeyboardInterrupt
-
-    def end(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 3}], ids=["fast loop", "processed loop"])
 @pytest.mark.parametrize("after", [1, 2, 5])
 def test_an_interrupted_call_leaves_the_cache_as_it_was(after, options, models, inputs):
@@ -224,7 +202,7 @@ def test_an_interrupted_call_leaves_the_cache_as_it_was(after, options, models, 
     with pytest.raises(KeyboardInterrupt):
         greedy(
             models[1], {"input_ids": ours.ids, "attention_mask": ours.mask}, 40,
-            past_key_values=ours.cache, streamer=Raising(after), **options,
+            past_key_values=ours.cache, streamer=Raising(after, KeyboardInterrupt), **options,
         )  # fmt: skip
     assert (models[1].compiled.stats().pages, ours.cache.get_seq_length()) == before
     assert models[1].compiled.model_runner().pool.available == before[0].free
@@ -448,8 +426,8 @@ def test_a_cache_repeated_beyond_the_batch_is_refused_and_stays_as_it_is(models)
     ids = torch.randint(3, 128, (3, 5))
     with torch.no_grad():
         models[1](ids, past_key_values=cache)
-    with pytest.raises(ValueError, match=r"9 rows are more than max_batch_size=8"):
-        cache.batch_repeat_interleave(3)
+    with pytest.raises(ValueError, match=r"18 rows are more than max_batch_size=16"):
+        cache.batch_repeat_interleave(6)
     assert [row.length for row in cache.generate_loop.rows] == [5, 5, 5]
     assert cache.get_seq_length() == 5
 
@@ -465,7 +443,7 @@ def test_a_cache_is_not_pickled_and_its_copy_is_no_pickle(models, inputs):
 
 
 def test_a_cache_of_another_model_is_refused(models, inputs):
-    other = compiled_llm.wrap(tiny_qwen3(seed=1), progress=False, **OPTIONS)
+    other = compiled_llm.wrap(tiny_qwen3(seed=1), **OPTIONS)
     with torch.no_grad():
         cache = other(**inputs).past_key_values
         length = cache.get_seq_length()
@@ -510,7 +488,7 @@ def test_a_mask_that_needs_a_token_that_is_not_at_hand_is_refused(models, inputs
 def test_a_first_call_that_finds_no_pages_leaves_an_empty_cache_for_any_batch(models):
     cache = models[1].compiled.new_cache()
     with pytest.raises(OutOfPagesError):
-        models[1](torch.randint(3, 128, (3, 1000)), past_key_values=cache)
+        models[1](torch.randint(3, 128, (5, 1000)), past_key_values=cache)
     assert cache.get_seq_length() == 0
     assert_account_is_empty(models[1])
     with torch.no_grad():

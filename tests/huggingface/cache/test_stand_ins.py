@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
-from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
 from support.huggingface import vision
+from support.huggingface.callbacks import Raising
 from support.huggingface.families import FAMILIES, make
 from support.huggingface.overriding import embed_prompt, shift_ids, skip_positions
 from support.huggingface.pairs import OPTIONS, pair
-from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.parity import assert_account_is_empty, greedy
 
 pytestmark = pytest.mark.core
 
@@ -39,12 +39,7 @@ def models_of(family: str, seed: int, **overrides: Any) -> tuple[PreTrainedModel
     if family == "Qwen3":
         return pair(**overrides)
     twins = [make(family, {**FAMILIES[family], **overrides}, seed) for _ in range(2)]
-    return twins[0], compiled_llm.wrap(twins[1], progress=False, **OPTIONS)
-
-
-@pytest.fixture
-def inputs(seed: int) -> dict[str, Tensor]:
-    return mixed_prompts([4, 9, 6], 128, seed)
+    return twins[0], compiled_llm.wrap(twins[1], **OPTIONS)
 
 
 @pytest.fixture
@@ -267,19 +262,6 @@ def test_caches_on_other_devices_and_in_fewer_bits_stay_huggingfaces(inputs):
     assert wrapped.compiled.stats().slow_paths == {"cache_implementation": 2}
 
 
-class Failing(BaseStreamer):
-    def __init__(self, after: int) -> None:
-        self.left = after
-
-    def put(self, value: Tensor) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise ArithmeticError("enough")
-
-    def end(self) -> None:
-        pass
-
-
 def test_a_call_that_fails_leaves_no_page_in_use_and_the_next_one_works(inputs):
     plain, wrapped = pair(eos_token_id=None)
     one = {name: value[1:2].flip(1) for name, value in inputs.items()}
@@ -287,7 +269,7 @@ def test_a_call_that_fails_leaves_no_page_in_use_and_the_next_one_works(inputs):
     cache = DynamicCache(config=wrapped.config)
     for given in ({}, {"past_key_values": cache}):
         with pytest.raises(ArithmeticError):
-            greedy(wrapped, one, 9, streamer=Failing(3), **given)
+            greedy(wrapped, one, 9, streamer=Raising(3, ArithmeticError), **given)
         gc.collect()
         assert_account_is_empty(wrapped)
     assert cache.get_seq_length() == 9, "as far as HuggingFace's own forward had come"

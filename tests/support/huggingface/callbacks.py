@@ -30,6 +30,29 @@ class Silent(BaseStreamer):
         pass
 
 
+class Collected(BaseStreamer):
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def put(self, value: Tensor) -> None:
+        self.calls.append(value.tolist())
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+
+class Raising(Silent):
+    """Raises an error at the call after so many."""
+
+    def __init__(self, after: int, error: type[BaseException]) -> None:
+        self.left, self.error = after, error
+
+    def put(self, value: Tensor) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise self.error("enough")
+
+
 class LaterLength(MaxLengthCriteria):
     """Ends rows three tokens later than the length says."""
 

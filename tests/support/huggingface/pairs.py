@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -12,6 +14,8 @@ from support.tiny_models import tiny_qwen3
 OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "4000 tokens", "max_batch_size": 16}
 
 
-def pair(**overrides: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A model and a wrapped twin."""
-    return tiny_qwen3(**overrides), compiled_llm.wrap(tiny_qwen3(**overrides), **OPTIONS)
+def pair(
+    options: Mapping[str, Any] = MappingProxyType({}), **overrides: Any
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A model and a twin, wrapped with these options."""
+    return tiny_qwen3(**overrides), compiled_llm.wrap(tiny_qwen3(**overrides), **{**OPTIONS, **options})
