@@ -1,22 +1,14 @@
-"""``SamplingParams``: what they do to tokens is what HuggingFace's processors do, and what is impossible is refused."""
+"""``SamplingParams``: counts survive preemption, answers count their own tokens, and what is impossible is refused."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-)
 
 import compiled_llm
 from compiled_llm.compilation.sampling.bias import packed_values
@@ -27,21 +19,9 @@ from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.execution.state.slots import Slots
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+from support.engine.sampling_settings import COMBINED, ENDS, GREEDY, VOCABULARY, Setting, generated, together
+from support.engine.text_tokenizers import byte_level
 from support.tiny_models import tiny_qwen3
-
-ENDS = [2, 5, 31, 77, 90, 101]
-VOCABULARY = 128
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "presence": {"presence_penalty": 1.5},
-    "frequency": {"frequency_penalty": 0.9},
-    "repetition": {"repetition_penalty": 1.6},
-    "bias": {"logit_bias": {3: 4.0, 40: -100, 77: 1.5}},
-    "allowed": {"allowed_token_ids": list(range(0, VOCABULARY, 3))},
-    "bad words": {"bad_words": ["9", "12", "57", *(f"{token} {token}" for token in range(0, VOCABULARY, 3))]},
-    "min_tokens": {"min_tokens": 9},
-    "stops": {"stop_token_ids": list(range(60, 70)), "ignore_eos": True},
-}
 
 
 class Numbers:
@@ -55,59 +35,17 @@ class Numbers:
         return " ".join(map(str, tokens))
 
 
-class OfTheAnswer(LogitsProcessor):
-    """Penalties as OpenAI's API describes them, and words as vLLM bars them: only what was generated counts."""
-
-    def __init__(self, prompt: int, params: SamplingParams) -> None:
-        self.prompt, self.params = prompt, params
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
-        answers = input_ids[:, self.prompt :]
-        if self.params.bad_words:
-            words = [[int(token) for token in word.split()] for word in self.params.bad_words]
-            scores = NoBadWordsLogitsProcessor(words)(answers, scores)  # type: ignore[arg-type,assignment]
-        times = torch.stack([torch.bincount(row, minlength=scores.shape[1]) for row in answers])
-        return scores - self.params.frequency_penalty * times - self.params.presence_penalty * (times > 0)
-
-
-def by_huggingface(model: Any, prompt: list[int], params: SamplingParams) -> list[int]:
-    """What ``generate`` makes of a greedy request."""
-    ends = [*(params.stop_token_ids or ()), *([] if params.ignore_eos else ENDS)]
-    allowed = params.allowed_token_ids or range(VOCABULARY)
-    options: dict[str, Any] = {
-        "sequence_bias": {(token,): float(bias) for token, bias in (params.logit_bias or {}).items()} or None,
-        "suppress_tokens": [token for token in range(VOCABULARY) if token not in allowed] or None,
-        "eos_token_id": ends,
-        "logits_processor": LogitsProcessorList(
-            [
-                OfTheAnswer(len(prompt), params),
-                MinNewTokensLengthLogitsProcessor(len(prompt), params.min_tokens, [*ENDS, *ends]),
-            ]
-        ),
-    }
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=params.max_tokens,
-        do_sample=False,
-        repetition_penalty=params.repetition_penalty,
-        **{name: value for name, value in options.items() if value is not None},
-    )
-    return out[0, len(prompt) :].tolist()
-
-
 @pytest.fixture(scope="module")
 def plain() -> Any:
-    return tiny_qwen3(eos_token_id=ENDS)
+    return tiny_qwen3(eos_token_id=ENDS, vocab_size=VOCABULARY)
 
 
-def make_engine(tokens: int = 4000, **options: Any) -> Engine:
-    model = tiny_qwen3(eos_token_id=ENDS)
+def make_engine(tokens: int = 4000, tokenizer: Any = None, **options: Any) -> Engine:
+    model = tiny_qwen3(eos_token_id=ENDS, vocab_size=VOCABULARY)
     compiled_llm.wrap(
         model, mode="eager", max_batch_size=16, page_size=16, kv_memory=f"{tokens} tokens", progress=False
     )
-    return Engine(model, tokenizer=Numbers(), **options)
+    return Engine(model, tokenizer=tokenizer or Numbers(), **options)
 
 
 @pytest.fixture(scope="module")
@@ -116,32 +54,21 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
-def test_every_pair_of_settings_equals_huggingface_in_one_batch(plain: Any, engine: Engine, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    requests = []
-    for first, second in itertools.combinations_with_replacement(SETTINGS, 2):
-        length = int(torch.randint(1, 20, (), generator=generator))
-        prompt = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
-        requests.append((prompt, SamplingParams(**SETTINGS[first] | SETTINGS[second], temperature=0, max_tokens=14)))
-    outputs = engine.generate([prompt for prompt, _ in requests], [params for _, params in requests])
-    for (prompt, params), output in zip(requests, outputs, strict=True):
-        assert output.token_ids == by_huggingface(plain, prompt, params), params
-
-
 def test_preempted_requests_go_on_with_what_they_have_counted(
     plain: Any, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     monkeypatch.setattr(Loop, "asynchronous", True)
     monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)  # answers are longer than that: requests are preempted
-    everything = {name: value for settings in SETTINGS.values() for name, value in settings.items()}
-    each = [everything, {}, SETTINGS["frequency"], SETTINGS["min_tokens"], SETTINGS["presence"], everything]
-    params = [SamplingParams(**settings, temperature=0, max_tokens=40) for settings in each]
-    prompts = torch.randint(3, VOCABULARY, (len(each), 12), generator=torch.Generator().manual_seed(seed)).tolist()
-    with make_engine(tokens=112, max_rows=6) as engine:
+    everything, none = together(COMBINED), Setting({}, {})
+    settings = [everything, none, GREEDY["frequency_penalty"], GREEDY["min_tokens"], GREEDY["bad_words"], everything]
+    params = [SamplingParams(**setting.params, temperature=0, max_tokens=40) for setting in settings]
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(3, VOCABULARY, (len(settings), 12), generator=generator).tolist()
+    with make_engine(tokens=112, tokenizer=byte_level(), max_rows=6) as engine:
         outputs = engine.generate(prompts, params)
         assert engine.stats().preemptions > 0
-    for prompt, own, output in zip(prompts, params, outputs, strict=True):
-        assert output.token_ids == by_huggingface(plain, prompt, own), own
+    for prompt, setting, output in zip(prompts, settings, outputs, strict=True):
+        assert output.token_ids == generated(plain, prompt, setting, 40), setting.params
 
 
 def test_several_answers_count_their_own_tokens(engine: Engine) -> None:
@@ -234,8 +161,8 @@ def test_impossible_settings_name_field_value_and_range(values: dict[str, Any], 
 
 
 AT_SUBMIT: list[tuple[dict[str, Any], str]] = [
-    ({"logit_bias": {VOCABULARY: 1}}, "logit_bias: token ids are from 0 to 127; got 128"),
-    ({"allowed_token_ids": [3, 900]}, "allowed_token_ids: token ids are from 0 to 127; got 900"),
+    ({"logit_bias": {VOCABULARY: 1}}, "logit_bias: token ids are from 0 to 379; got 380"),
+    ({"allowed_token_ids": [3, 900]}, "allowed_token_ids: token ids are from 0 to 379; got 900"),
     ({"bad_words": ["3 " * 9]}, "is 9 tokens, and it can be 8"),
     ({"allowed_token_ids": [9], "bad_words": ["9"]}, "leave no token to choose"),
     ({"allowed_token_ids": ENDS, "min_tokens": 1}, "leave no token to choose"),

@@ -354,30 +354,6 @@ def test_the_seed_decides_the_tokens(wrapped, seed):
     assert_account_is_empty(wrapped)
 
 
-def test_sampled_tokens_follow_the_models_distribution(wrapped, seed):
-    inputs = mixed_prompts([6], 128, seed)
-    with torch.no_grad():
-        probabilities = tiny_qwen3()(**inputs).logits[0, -1].div(1.5).softmax(dim=-1)
-    draws = [
-        generate_sampled(wrapped, inputs, 1, temperature=1.5, top_k=0, num_return_sequences=50)[:, -1]
-        for _ in range(30)
-    ]
-    assert_drawn_from(torch.cat(draws), probabilities)
-
-
-def test_top_k_of_one_is_greedy(wrapped, seed):
-    inputs = mixed_prompts([4, 9], 128, seed)
-    torch.testing.assert_close(generate_sampled(wrapped, inputs, 40, top_k=1), greedy(wrapped, inputs, 40))
-
-
-def test_greedy_with_a_repetition_penalty_equals_huggingface(wrapped, seed):
-    inputs = mixed_prompts([4, 9, 2], 128, seed)
-    plain = tiny_qwen3(eos_token_id=None)
-    options = {"repetition_penalty": 1.7}
-    torch.testing.assert_close(greedy(wrapped, inputs, 60, **options), greedy(plain, inputs, 60, **options))
-    assert wrapped.compiled.stats().generate_calls["fast loop"] > 0
-
-
 @pytest.mark.parametrize(
     "options",
     [

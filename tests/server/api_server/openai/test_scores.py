@@ -54,24 +54,6 @@ def test_prompts_are_scored_without_an_answer(client: openai.OpenAI, engine: Eng
     assert (ours.usage.prompt_tokens, ours.usage.completion_tokens) == (sum(len(ids(prompt)) for prompt in PROMPTS), 0)
 
 
-def test_a_harness_sums_what_follows_a_context(api_server: RunningServer, engine: Engine) -> None:
-    """As lm-evaluation-harness does: the continuation's tokens are those behind the context's, all in one batch."""
-    pairs = [("the quick", " fox"), ("over the lazy", " dog and"), ("a", "b")]
-    whole = [ids(context) + ids(rest) for context, rest in pairs]
-    body = {"prompt": whole, "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0, "seed": 1234}
-    response = api_server.http.post(TEXT, json=body)
-    assert response.status_code == 200, response.text
-    for (context, _), tokens, choice in zip(pairs, whole, response.json()["choices"], strict=True):
-        (output,) = engine.generate([tokens], SamplingParams(max_tokens=1, prompt_logprobs=1))
-        behind = list(output.prompt_logprobs or ())[len(ids(context)) :]
-        sums = sum(next(iter((place or {}).values())).logprob for place in behind)
-        scores = choice["logprobs"]["token_logprobs"][len(ids(context)) :]
-        assert sum(scores) == pytest.approx(sums, abs=1e-3)
-        greedy = all(next(iter((place or {}).values())).rank == 1 for place in behind)
-        top = choice["logprobs"]["top_logprobs"][len(ids(context)) :]
-        assert all(score == max(best.values()) for score, best in zip(scores, top, strict=True)) == greedy
-
-
 def test_a_prompt_that_fills_all_positions_is_scored(api_server: RunningServer) -> None:
     longest = api_server.http.get("/v1/models").json()["data"][0]["max_model_len"]
     body = {"prompt": [[5, 6] * (longest // 2)], "max_tokens": 0, "echo": True, "logprobs": 0}
