@@ -27,28 +27,28 @@ _KEEP_ALIVE_SECONDS = 30
 class HttpServer(uvicorn.Server):
     """Serves an API server.
 
+    Args:
+        settings: of the API server.
+        path: of the engine process's socket.
+        changed: is called with whether there is an engine process to answer requests, when that changes.
+
     Attributes:
-        API server: what it answers with.
-        why: it has ended though nobody has told it to; None if somebody has.
+        why: it has ended though it was not told to; None if it was.
     """
 
     def __init__(
         self, settings: ApiServerSettings, path: Path, changed: Callable[[bool], object] = lambda has_model: None
     ) -> None:
-        """Serve nobody yet.
-
-        Args:
-            settings: of the API server.
-            path: of the engine process's socket.
-            changed: is told when there is an engine process to answer requests (True), and when there is none (False).
-        """
         escapes = settings.escapes_special_tokens
         link = EngineLink(lambda tokenizer: AsyncClient(path, tokenizer=tokenizer), changed, self._fail, escapes)
         app = application(settings, link)
         self.why: str | None = None
         self.api_server: ApiServer = app.state.api_server
         protocol: Any = partial(
-            LimitedHttpTools, client_seconds=settings.client_seconds, max_connections=settings.max_connections
+            LimitedHttpTools,
+            client_seconds=settings.client_seconds,
+            max_connections=settings.max_connections,
+            when_lost=self.lost_connection,
         )
         config = uvicorn.Config(
             app,
@@ -69,6 +69,9 @@ class HttpServer(uvicorn.Server):
     def _fail(self, why: str) -> None:
         self.why = why
         self.should_exit = True
+
+    def lost_connection(self) -> None:
+        """Do nothing: a connection has ended."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Let requests end at the first signal, and end them at the second, whichever it is."""

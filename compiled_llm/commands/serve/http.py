@@ -138,7 +138,7 @@ def _serving(
     from compiled_llm.server.serving import with_room
 
     if count == 1:
-        from compiled_llm.server.processes.one_worker import ApiServerHere
+        from compiled_llm.server.processes.worker import ApiServerHere
 
         return ApiServerHere(with_room(settings), path, listening)
     from compiled_llm.server.processes.handover import Start

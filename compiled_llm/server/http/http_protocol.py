@@ -58,8 +58,11 @@ class LimitedHttpTools(HttpToolsProtocol):
     it has refused one is passed over, for as long again. Whoever takes nothing of what is sent is cut off. Those beyond
     a number of connections are told so: uvicorn's ``limit_concurrency`` counts only whoever has sent a head.
 
-    Attributes:
-        when_lost: called when the connection has ended.
+    Args:
+        config: uvicorn's, as are the next three.
+        client_seconds: in which a head has to come, and something of an answer has to be taken.
+        max_connections: at a time.
+        when_lost: is called when the connection has ended.
     """
 
     def __init__(
@@ -71,19 +74,10 @@ class LimitedHttpTools(HttpToolsProtocol):
         *,
         client_seconds: float,
         max_connections: int,
+        when_lost: Callable[[], object] = lambda: None,
     ) -> None:
-        """Wait for a connection.
-
-        Args:
-            config: uvicorn's.
-            server_state: uvicorn's.
-            app_state: uvicorn's.
-            _loop: to run in.
-            client_seconds: in which a head has to come, and something of an answer has to be taken.
-            max_connections: at a time.
-        """
         super().__init__(config, server_state, app_state, _loop)
-        self.when_lost: Callable[[], object] = lambda: None
+        self._when_lost = when_lost
         self._client_seconds = client_seconds
         self._max_connections = max_connections
         self._looking: asyncio.TimerHandle | None = None
@@ -107,7 +101,7 @@ class LimitedHttpTools(HttpToolsProtocol):
         super().connection_lost(exc)
         if self._looking is not None:
             self._looking.cancel()
-        self.when_lost()
+        self._when_lost()
 
     def data_received(self, data: bytes) -> None:
         """Take what has come."""

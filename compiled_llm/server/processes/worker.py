@@ -1,110 +1,153 @@
-"""An API server in a process of its own: it answers the connections that the server's process gives it."""
+"""API servers as their own process has them: one that listens itself, and one that is given its connections."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import os
 import signal
 import socket
 import sys
 from contextlib import suppress
-from types import FrameType
+from pathlib import Path
 from typing import Any
 
 from compiled_llm.server.http.http_protocol import LimitedHttpTools
 from compiled_llm.server.http_server import HttpServer
-from compiled_llm.server.processes.handover import BEGUN, CANNOT_SERVE, LEFT, NOT_READY, READY, Channel, Start
-from compiled_llm.server.processes.one_worker import freeze
+from compiled_llm.server.processes.handover import BEGUN, CANNOT_SERVE, LEFT, NOT_READY, READY, Start
 from compiled_llm.server.serving import SIGNALS
+from compiled_llm.server.settings import ApiServerSettings
 
 logger = logging.getLogger("compiled_llm.server")
 
 
+class ApiServerHere(HttpServer):
+    """The one API server of a server, in the process that was started; see ``Serving``."""
+
+    def __init__(self, settings: ApiServerSettings, path: Path, listening: socket.socket) -> None:
+        super().__init__(settings, path, self._changed)
+        self._listening = listening
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether it could ask the engine process, once."""
+        return self.api_server.link.was_ready
+
+    @property
+    def at_once(self) -> bool:
+        """Whether requests are not waited for any more."""
+        return self.force_exit
+
+    async def run(self) -> str | None:
+        """As of ``Serving``."""
+        await self.serve(sockets=[self._listening])
+        return self.why
+
+    def end(self) -> None:
+        """As of ``Serving``."""
+        self.should_exit = True
+
+    def _changed(self, has_model: bool) -> None:
+        if has_model:
+            _freeze_once(self)
+            logger.info("compiled_llm: ready")
+
+
 class GivenApiServer(HttpServer):
-    """Listens nowhere, and ends with the process that it has its connections from."""
+    """Listens nowhere: it answers the connections that the server's process gives it, and ends when that has gone.
 
-    def __init__(self, start: Start, end: socket.socket) -> None:
-        """Serve nobody yet.
+    Args:
+        start: what it was sent.
+        given: where connections come from.
+        words: a pipe to the server's process, to write to. It has room for more words than there are connections, so a
+            write never waits.
+    """
 
-        Args:
-            start: what it was told.
-            end: of the channel to the server's process.
-        """
+    def __init__(self, start: Start, given: socket.socket, words: int) -> None:
         super().__init__(start.settings, start.path, self._changed)
         self.api_server.all_ready = False
-        self._end_of_channel = end
-        self._channel: Channel | None = None
+        given.setblocking(False)
+        self._given, self._words = given, words
         self._taking: set[asyncio.Task[None]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin, and say so."""
-        self._channel = Channel(self._end_of_channel, self._heard, self._left_alone)
+        asyncio.get_running_loop().add_reader(self._given, self._read)
         await super().startup(sockets=[])
-        self._channel.say(BEGUN)
+        self._say(BEGUN)
+
+    def _say(self, word: bytes) -> None:
+        with suppress(BrokenPipeError):
+            os.write(self._words, word)
+
+    def lost_connection(self) -> None:
+        """Say so."""
+        self._say(LEFT)
 
     def _changed(self, has_model: bool) -> None:
-        if has_model and not self.api_server.link.was_ready:
-            freeze()
-        if self._channel is not None:
-            self._channel.say(READY if has_model else NOT_READY)
+        if has_model:
+            _freeze_once(self)
+        self._say(READY if has_model else NOT_READY)
 
-    def _heard(self, word: bytes, connection: socket.socket | None) -> None:
-        if connection is None:
-            self.api_server.all_ready = word == READY
-        elif self.should_exit:
-            self._drop(connection)
-        else:
-            task = asyncio.create_task(self._take(connection))
+    def _read(self) -> None:
+        try:
+            word, files, _, _ = socket.recv_fds(self._given, 1, 1)  # alone: a connection belongs to its word
+        except BlockingIOError:
+            return
+        except OSError:
+            word, files = b"", []
+        if files:
+            task = asyncio.create_task(self._take(socket.socket(fileno=files[0])))
             self._taking.add(task)
             task.add_done_callback(self._taking.discard)
+        elif word:
+            self.api_server.all_ready = word == READY
+        else:  # the server's process has gone, so that nothing would end this one
+            asyncio.get_running_loop().remove_reader(self._given)
+            self.should_exit = self.force_exit = True
 
     async def _take(self, connection: socket.socket) -> None:
-        """Answer a client."""
         connection.setblocking(False)
         try:
+            if self.should_exit:
+                raise ConnectionAbortedError("the server ends")
             await asyncio.get_running_loop().connect_accepted_socket(self._protocol, connection, ssl=self.config.ssl)
         except Exception as error:  # the client has left, or speaks no TLS
             logger.debug("compiled_llm: a connection has failed: %s", error)
-            self._drop(connection)
-
-    def _drop(self, connection: socket.socket) -> None:
-        connection.close()
-        self._left()
+            connection.close()
+            self.lost_connection()
 
     def _protocol(self) -> LimitedHttpTools:
         new: Any = self.config.http_protocol_class
         protocol: LimitedHttpTools = new(self.config, self.server_state, self.lifespan.state)
-        protocol.when_lost = self._left
         return protocol
 
-    def _left(self) -> None:
-        if self._channel is not None:
-            self._channel.say(LEFT)
 
-    def _left_alone(self) -> None:
-        """End at once: nobody would tell it to any more, and the engine process has lost its process, too."""
-        self.should_exit = self.force_exit = True
+def _freeze_once(server: HttpServer) -> None:
+    """Have the garbage collector pass over all that is imported and loaded: streams would wait for it."""
+    if not server.api_server.link.was_ready:
+        gc.collect()
+        gc.freeze()
 
 
-def run_given_api_server(start: Start, end: socket.socket) -> None:
-    """Serve until SIGTERM or Ctrl-C, or until the other end of the channel has gone; the second signal ends requests.
+def run_given_api_server(start: Start, given: socket.socket) -> None:
+    """Serve until SIGTERM or Ctrl-C, or until the server's process has gone; the second signal ends requests.
 
     Args:
-        start: what this process was told.
-        end: of the channel.
+        start: what this process was sent.
+        given: where connections come from; words go to standard output.
 
     Raises:
         SystemExit: it cannot serve, and another API server could not either (exit code ``CANNOT_SERVE``).
     """
-    server = GivenApiServer(start, end)
+    words = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no word
+    server = GivenApiServer(start, given, words)
     for number in SIGNALS:
-        signal.signal(number, _passed_over)  # uvicorn raises it again at the end
+        signal.signal(number, lambda *_: None)  # uvicorn raises it again at the end
     with suppress(asyncio.CancelledError):
         asyncio.run(server.serve())
     if server.why is not None:
         logger.error("compiled_llm: %s", server.why)
         sys.exit(CANNOT_SERVE)
-
-
-def _passed_over(sig: int, frame: FrameType | None) -> None:
-    pass

@@ -8,15 +8,16 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 
+from prometheus_client.multiprocess import mark_process_dead
+
 from compiled_llm.server.own_process import own_command
-from compiled_llm.server.processes.handover import BEGUN, LEFT, NOT_READY, READY, Channel, Start, send_start
+from compiled_llm.server.processes.handover import BEGUN, LEFT, NOT_READY, READY, TAKE, Start, send_start
 
 
 class ApiServerProcess:
-    """Answers the connections that it is given; it ends when its channel does.
+    """Answers the connections that it is given; it ends when nothing can give it one any more.
 
     Attributes:
-        begun: whether it has ever taken connections.
         takes: whether it takes connections now.
         ready: whether it can ask the engine process now.
         counts: whether the server is only ready if it is: clients may reach it.
@@ -24,77 +25,74 @@ class ApiServerProcess:
     """
 
     def __init__(self, start: Start, changed: Callable[[], object], counts: bool) -> None:
-        """Start nothing yet.
-
-        Args:
-            start: what it is told.
-            changed: called when it has begun, has become ready or not, or has gone.
-            counts: whether it is waited for before the server is ready.
-        """
-        self.begun = self.takes = self.ready = False
+        self.takes = self.ready = False
         self.counts = counts
         self.connections = 0
         self._start = start
         self._changed = changed
         self._told_ready = False
         self._early: int | None = None  # a signal before there was a process
-        self._channel: Channel | None = None
         self._process: asyncio.subprocess.Process | None = None
-
-    @property
-    def pid(self) -> int:
-        """Of its process."""
-        assert self._process is not None
-        return self._process.pid
+        self._giving: socket.socket  # once it takes connections
+        self._words: asyncio.StreamWriter
 
     async def run(self) -> int:
         """Start it, and wait for its end; return its exit code."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = await asyncio.create_subprocess_exec(
+        self._giving, given = socket.socketpair()
+        figures = str(self._start.settings.figures)
+        with given:
+            self._process = process = await asyncio.create_subprocess_exec(
                 *own_command("api-server"),
-                stdin=theirs.fileno(),
+                stdin=given.fileno(),
+                stdout=asyncio.subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C is for the server, which tells it
-                env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self._start.settings.figures)},
+                env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": figures},
             )
         if self._early is not None:
             self.signal(self._early)
         with suppress(OSError):  # it has ended already
-            send_start(ours, self._start)
-        self._channel = Channel(ours, self._heard, self._lost)
-        code = await self._process.wait()
-        self._channel.close()
-        self._lost()
+            send_start(self._giving, self._start)
+        _, self._words = await asyncio.open_unix_connection(sock=self._giving)
+        assert process.stdout is not None
+        while words := await process.stdout.read(1024):
+            for word in words:
+                self._heard(bytes([word]))
+        self.takes = self.ready = self.counts = False
+        self.connections = 0
+        self._words.close()
+        self._changed()
+        code = await process.wait()
+        mark_process_dead(process.pid, figures)
         return code
 
-    def _heard(self, word: bytes, connection: socket.socket | None) -> None:
+    def _heard(self, word: bytes) -> None:
         if word == LEFT:
             self.connections -= 1
             return
         if word == BEGUN:
-            self.begun = self.takes = True
+            self.takes = True
         else:
             self.ready = word == READY
             self.counts |= self.ready
         self._changed()
 
-    def _lost(self) -> None:
-        self.takes = self.ready = self.counts = False
-        self.connections = 0
-        self._changed()
-
     def give(self, connection: socket.socket) -> bool:
-        """Have it answer a client; whether it will."""
-        given = self._channel is not None and self._channel.give(connection)
-        self.connections += given
-        self.counts |= given
-        return given
+        """Have it answer a client; whether it will: not if it reads nothing, or has gone."""
+        if not self.takes or self._words.transport.get_write_buffer_size():  # words come before the connections after
+            return False
+        try:
+            socket.send_fds(self._giving, [TAKE], [connection.fileno()])
+        except OSError:
+            return False
+        self.connections += 1
+        self.counts = True
+        return True
 
     def tell(self, all_ready: bool) -> None:
         """Tell it whether all API servers are ready."""
-        if self._channel is not None and self._told_ready != all_ready:
+        if self.takes and self._told_ready != all_ready:
             self._told_ready = all_ready
-            self._channel.say(READY if all_ready else NOT_READY)
+            self._words.write(READY if all_ready else NOT_READY)
 
     def signal(self, number: int) -> None:
         """Send it a signal, if it lives, or as soon as it does."""

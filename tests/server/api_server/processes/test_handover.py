@@ -1,33 +1,42 @@
-"""What the server's process and its API servers tell each other arrives whole, in order, and waits for nobody."""
+"""The server's process gives each API server its connections, whole and in order, and waits for none of them."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import pickle
+import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from compiled_llm.server.processes import worker_process
-from compiled_llm.server.processes.handover import (
-    CANNOT_SERVE,
-    LEFT,
-    READY,
-    TAKE,
-    Channel,
-    Start,
-    receive_start,
-    send_start,
-)
+from compiled_llm.server.processes.handover import CANNOT_SERVE, READY, TAKE, Start, receive_start, send_start
+from compiled_llm.server.processes.worker import GivenApiServer
+from compiled_llm.server.processes.worker_process import ApiServerProcess
 from compiled_llm.server.processes.workers import ApiServers
 from compiled_llm.server.settings import ApiServerSettings
 from support.server.engine_processes import PATIENCE
 
-Word = tuple[bytes, "socket.socket | None"]
+CHILD = """
+import os, signal, socket
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+given = socket.socket(fileno=0)
+given.recv(int.from_bytes(given.recv(4, socket.MSG_WAITALL), "big"), socket.MSG_WAITALL)
+os.write(1, b"b")
+signal.sigwait([signal.SIGUSR1])
+words = b""
+while True:
+    word, files, _, _ = socket.recv_fds(given, 1, 1)
+    words += word
+    for file in files:
+        os.write(file, words)
+        os.close(file)
+        os.write(1, b"l")
+"""
+"""In place of an API server: it reads from a signal on, and tells each connection which words have come by then."""
 
 
 @pytest.fixture
@@ -37,13 +46,23 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield one, other
 
 
-async def waited(condition: object) -> None:
-    assert callable(condition)
-    while not condition():
-        await asyncio.sleep(0.001)
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    return Start(ApiServerSettings(names=("tiny",), port=0, figures=tmp_path), tmp_path / "engine", False)
 
 
-def nothing() -> None: ...
+@pytest.fixture
+def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has another program run in place of API servers."""
+    return lambda code: monkeypatch.setattr(worker_process, "own_command", lambda *_: [sys.executable, "-c", code])
+
+
+async def waited(condition: Callable[[], object]) -> None:
+    async def wait() -> None:
+        while not condition():
+            await asyncio.sleep(0.001)
+
+    await asyncio.wait_for(wait(), PATIENCE)
 
 
 def test_an_api_server_is_told_what_it_is_to_be(ends: tuple[socket.socket, socket.socket]) -> None:
@@ -52,83 +71,80 @@ def test_an_api_server_is_told_what_it_is_to_be(ends: tuple[socket.socket, socke
     ends[0].sendall(READY)
     assert receive_start(ends[1]) == start
     assert ends[1].recv(10) == READY, "and no byte more is read"
-    ends[0].sendall(len(pickle.dumps(start)).to_bytes(4, "big") + b"half")
     ends[0].close()
     with pytest.raises(EOFError):
         receive_start(ends[1])
 
 
-def test_each_word_has_its_own_connection(ends: tuple[socket.socket, socket.socket]) -> None:
-    async def talk() -> list[tuple[bytes, bytes | None]]:
-        heard: list[Word] = []
-        loss_reported = Channel(ends[0], lambda word, connection: None, nothing)
-        Channel(ends[1], lambda word, connection: heard.append((word, connection)), nothing)
-        peers = []
-        for number in range(5):
-            given, peer = socket.socketpair()
-            loss_reported.say(READY)
-            with given:
-                assert loss_reported.give(given)
-            peer.send(b"%d" % number)
-            peers.append(peer)
-        await asyncio.wait_for(waited(lambda: len(heard) == 10), PATIENCE)
-        read = [(word, connection and connection.recv(10)) for word, connection in heard]
-        for each in [*peers, *(connection for _, connection in heard if connection)]:
-            each.close()
-        return read
-
-    pairs = [[(READY, None), (TAKE, b"%d" % number)] for number in range(5)]
-    assert asyncio.run(talk()) == [word for pair in pairs for word in pair]
-
-
-def test_an_end_that_reads_nothing_keeps_nobody_waiting_and_loses_no_word(
-    ends: tuple[socket.socket, socket.socket],
+def test_an_api_server_that_reads_nothing_is_not_waited_for_and_misses_nothing(
+    start: Start, child: Callable[[str], None]
 ) -> None:
-    async def talk() -> int:
-        heard: list[bytes] = []
-        loss_reported = Channel(ends[0], lambda word, connection: None, nothing)
-        given, peer = socket.socketpair()
-        with given, peer:
-            taken = 0
-            while loss_reported.give(given):
-                taken += 1
-            for _ in range(100):
-                loss_reported.say(LEFT)
-            assert not loss_reported.give(given), "not before the words that wait"
-            assert len(os.listdir("/proc/self/fd")) < 100
-            reading = Channel(
-                ends[1], lambda word, connection: (heard.append(word), connection and connection.close()), nothing
-            )
-            await asyncio.wait_for(waited(lambda: len(heard) == taken + 100), PATIENCE)
-            assert loss_reported.give(given)
-            reading.close()
-        assert heard == [TAKE] * taken + [LEFT] * 100
-        return taken
+    child(CHILD)
 
-    assert asyncio.run(talk()) > 10
-
-
-def test_the_end_of_one_is_told_to_the_other_once(ends: tuple[socket.socket, socket.socket]) -> None:
     async def talk() -> None:
-        lost: list[str] = []
-        loss_reported = Channel(ends[0], lambda word, connection: None, lambda: lost.append("told"))
-        other = Channel(ends[1], lambda word, connection: None, lambda: lost.append("other"))
-        other.close()
-        other.close()
-        await asyncio.wait_for(waited(lambda: lost), PATIENCE)
-        loss_reported.say(READY)
-        assert not loss_reported.give(ends[0])
-        await asyncio.sleep(0.01)
-        assert lost == ["told"]
+        process = ApiServerProcess(start, lambda: None, counts=True)
+        running, peers = asyncio.create_task(process.run()), list[socket.socket]()
+
+        def given() -> bool:
+            connection, peer = socket.socketpair()
+            peers.append(peer)
+            with connection:
+                return process.give(connection)
+
+        assert not given(), "before it takes connections"
+        await waited(lambda: process.takes)
+        peers.clear()
+        while given():
+            pass
+        peers.pop()
+        taken = process.connections
+        assert taken == len(peers) > 10
+        for all_ready in (True, False, True):
+            process.tell(all_ready)
+        assert not given(), "not before the words that wait"
+        peers.pop()
+        process.signal(signal.SIGUSR1)
+        await waited(lambda: process.connections == 0)
+        await waited(given)
+        await waited(lambda: process.connections == 0)
+        words = [peer.recv(10_000) for peer in (*peers[:taken], peers[-1])]
+        assert words == [TAKE * (number + 1) for number in range(taken)] + [TAKE * taken + b"rnr" + TAKE]
+        process.signal(signal.SIGKILL)
+        assert await asyncio.wait_for(running, PATIENCE) == -signal.SIGKILL
+        assert not process.takes
+        assert not given()
 
     asyncio.run(talk())
 
 
-def test_an_api_server_that_cannot_serve_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = f"import sys; sys.exit({CANNOT_SERVE})"
-    monkeypatch.setattr(worker_process, "own_command", lambda *_: [sys.executable, "-c", code])
-    settings = ApiServerSettings(names=("tiny",), port=0, figures=tmp_path)
+def test_an_api_server_answers_whom_it_is_given_and_ends_with_the_process_that_gives(start: Start) -> None:
+    async def talk() -> None:
+        ours, theirs = socket.socketpair()
+        reading, words = os.pipe()
+        server = GivenApiServer(start, theirs, words)
+        serving = asyncio.create_task(server.serve())
+        for request, answer in [(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n", b"HTTP/1.1 200"), (b"", b"")]:
+            connection, peer = socket.socketpair()
+            with connection, peer:
+                socket.send_fds(ours, [TAKE], [connection.fileno()])
+                connection.close()
+                peer.setblocking(False)
+                await asyncio.get_running_loop().sock_sendall(peer, request)
+                if answer:
+                    assert (await asyncio.get_running_loop().sock_recv(peer, 1000)).startswith(answer)
+        ours.send(READY)
+        await waited(lambda: server.api_server.all_ready)
+        await waited(lambda: not server.server_state.connections)
+        ours.close()
+        await asyncio.wait_for(serving, PATIENCE)
+        assert os.read(reading, 100) == b"bll"
+
+    asyncio.run(talk())
+
+
+def test_an_api_server_that_cannot_serve_is_not_started_again(start: Start, child: Callable[[str], None]) -> None:
+    child(f"import sys; sys.exit({CANNOT_SERVE})")
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        api_servers = ApiServers(Start(settings, tmp_path / "generator", False), listening, 1)
+        api_servers = ApiServers(start, listening, 1)
         api_servers._has_begun = True  # others may have
         assert asyncio.run(api_servers.run()) == "an API server cannot serve; it has said why"
