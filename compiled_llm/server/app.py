@@ -1,4 +1,4 @@
-"""The application: what answers requests of HTTP."""
+"""The application, which answers requests of HTTP."""
 
 from __future__ import annotations
 
@@ -22,12 +22,7 @@ from compiled_llm.server.settings import ApiServerSettings
 
 
 def application(settings: ApiServerSettings, link: EngineLink) -> FastAPI:
-    """Return what serves an engine process's model by OpenAI's API.
-
-    Args:
-        settings: of the API server.
-        link: to the engine process.
-    """
+    """Return the application that serves an engine process's model by OpenAI's API."""
     app = FastAPI(
         title="compiled_llm", version=version("compiled-llm"), lifespan=_lifespan, docs_url=None, redoc_url=None
     )

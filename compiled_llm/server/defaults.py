@@ -3,7 +3,7 @@
 MAX_ROWS = 256
 """That run at once."""
 MAX_QUEUE = 2048
-"""That wait behind an API server, before others are refused."""
+"""That wait for an API server to answer; further ones are refused."""
 MAX_UNSENT = 2**16
 """Tokens that wait for a client that does not read: of an engine process's client, or of a request to an API server."""
 MAX_CONNECTIONS = 4096

@@ -1,4 +1,4 @@
-"""Who may come in, and with what: host, origin, key, the kind of a body and its length; and a line in the log."""
+"""Checks requests before they are read: host, origin, key, the kind of a body and its length; and logs each."""
 
 from __future__ import annotations
 
@@ -34,16 +34,9 @@ _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
 
 
 class Guard:
-    """Lets requests through that may come in; others are answered here."""
+    """Lets requests through that may come in, and answers the others."""
 
     def __init__(self, app: ASGIApp, settings: ApiServerSettings, metrics: ApiServerMetrics) -> None:
-        """Stand before an application.
-
-        Args:
-            app: what answers requests.
-            settings: who may come in.
-            metrics: what counts responses.
-        """
         self._app = app
         self._settings = settings
         self._hosts = settings.hosts
@@ -51,7 +44,6 @@ class Guard:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or have it answered."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
@@ -74,7 +66,7 @@ class Guard:
         finally:
             entry.close()
 
-    # ---- who
+    # ---- from where
 
     def _check(self, scope: Scope, headers: _Headers) -> None:
         self._check_host(headers)
@@ -113,7 +105,7 @@ class Guard:
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
-    # ---- with what
+    # ---- of the body
 
     def _check_body(self, headers: _Headers) -> None:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -122,7 +114,7 @@ class Guard:
         self._check_length(int(length) if (length := headers.get("content-length", "0")).isdecimal() else 0)
 
     def _limited(self, receive: Receive) -> Receive:
-        """Return what receives a body that may be so long, and take so long; then what comes after it."""
+        """Return a ``receive`` that bounds the length of a body, and the time until it has come."""
         seconds, length, more = self._settings.client_seconds, 0, True
         deadline = anyio.current_time() + seconds
 
@@ -150,7 +142,7 @@ class Guard:
 
 
 class _LoggedRequest:
-    """One request in the log and in the metrics; its id goes out with the response."""
+    """One request in the log and in the metrics; the response has its id."""
 
     def __init__(self, scope: Scope, send: Send, metrics: ApiServerMetrics, behind_proxy: bool) -> None:
         named = _first_of_each(scope).get(_ID) if behind_proxy else None
@@ -165,7 +157,6 @@ class _LoggedRequest:
 
     @property
     def begun(self) -> bool:
-        """Whether the status was sent."""
         return self._status != 0
 
     async def send(self, message: Message) -> None:
@@ -177,12 +168,12 @@ class _LoggedRequest:
 
     def close(self) -> None:
         seconds, route = time.monotonic() - self._came, self._scope.get("route")
-        path = getattr(route, "path", "other")  # as it was declared: what a client makes up is not counted apart
+        path = getattr(route, "path", "other")  # as declared: paths that a client makes up are not counted apart
         self._metrics.open.dec()
         self._metrics.count(path, self._status, seconds)
         level = logging.DEBUG if path in _POLLED and self._status == 200 else logging.INFO
-        what = self.id, self._scope["method"], path, self._status
-        logger.log(level, "compiled_llm: %s %s %s %s %.3f s", *what, seconds)
+        request = self.id, self._scope["method"], path, self._status
+        logger.log(level, "compiled_llm: %s %s %s %s %.3f s", *request, seconds)
 
 
 def _check_one_host(scope: Scope) -> None:
@@ -192,13 +183,13 @@ def _check_one_host(scope: Scope) -> None:
 
 
 def _first_of_each(scope: Scope) -> _Headers:
-    """Return the headers by name; of several, the first."""
+    """Return the headers by name; of several with one name, the first."""
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
 
 
 @lru_cache(_KNOWN)
 def _is_loopback(address: str) -> bool:
-    """Whether a client is of this machine; without a key, others are refused: a proxy may listen where they can."""
+    """Whether a client is on this machine; without keys, others are refused: a proxy may listen where they can."""
     try:
         return ip_address(address).is_loopback
     except ValueError:
@@ -207,7 +198,7 @@ def _is_loopback(address: str) -> bool:
 
 @lru_cache(_KNOWN)
 def _host_name(host: str) -> str:
-    """Return the name in a ``Host`` header, without the port; nothing if it is no name with a port."""
+    """Return the name in a ``Host`` header, without the port; empty if it is malformed."""
     found = _HOST.fullmatch(host)
     return "" if found is None else (found[1] or found[2]).lower()
 

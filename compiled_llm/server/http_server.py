@@ -25,7 +25,7 @@ _KEEP_ALIVE_SECONDS = 30
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an API server.
+    """Serves an API server by uvicorn, which reads and writes HTTP.
 
     Args:
         settings: of the API server.

@@ -9,12 +9,9 @@ _MAIN = Path(__file__).resolve().parents[1] / "__main__.py"
 
 
 def own_command(*arguments: str) -> list[str]:
-    """Return what runs `compiled-llm` with this Python and this package.
+    """Return a command that runs `compiled-llm` with this Python and this package.
 
     With ``-m`` and ``-c`` Python looks in the current folder first, even for what it runs modules with; ``-P``, which
     keeps it from that, is new in 3.11. The path of a script is looked up nowhere.
-
-    Args:
-        *arguments: of the command.
     """
     return [sys.executable, str(_MAIN), *arguments]

@@ -9,21 +9,16 @@ _HOUR = 3600.0
 
 
 class Restarts:
-    """Counts restarts of the last hour."""
+    """Counts the restarts of the last hour, of which there may be ``max_restarts``."""
 
-    def __init__(self, most: int) -> None:
-        """Begin with none.
-
-        Args:
-            most: in an hour.
-        """
-        self._most = most
-        self._times: deque[float] = deque(maxlen=most)
+    def __init__(self, max_restarts: int) -> None:
+        self._max_restarts = max_restarts
+        self._times: deque[float] = deque(maxlen=max_restarts)
 
     def may(self) -> bool:
-        """Whether there may be another one now; it counts."""
+        """Whether there may be another one now; if so, it counts."""
         now = time.monotonic()
-        if len(self._times) == self._most and (not self._times or now - self._times[0] < _HOUR):
+        if len(self._times) == self._max_restarts and (not self._times or now - self._times[0] < _HOUR):
             return False
         self._times.append(now)
         return True

@@ -25,7 +25,7 @@ _OTHER_FILES = 100
 
 
 class Serving(Protocol):
-    """What answers HTTP: an API server in this process, or several in their own."""
+    """Answers HTTP: an API server in this process, or several in their own."""
 
     @property
     def was_ready(self) -> bool:
@@ -34,11 +34,11 @@ class Serving(Protocol):
 
     @property
     def at_once(self) -> bool:
-        """Whether nobody is to be waited for any more."""
+        """Whether requests are not waited for any more."""
         ...
 
-    async def run(self) -> str | None:
-        """Serve until it is told to end, by a signal or ``end``; return why it has ended, if nobody has told it to."""
+    async def answer(self) -> str | None:
+        """Serve until a signal or ``end``; return why it has ended, if neither has come."""
         ...
 
     def end(self) -> None:
@@ -47,11 +47,7 @@ class Serving(Protocol):
 
 
 def listen(settings: ApiServerSettings) -> socket.socket:
-    """Return a socket that listens where the server is to.
-
-    Raises:
-        RuntimeError: somebody listens there, or there is no such address.
-    """
+    """Return a socket that listens where the server is to; RuntimeError if it cannot."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         listening = socket.create_server((settings.host, settings.port), family=family, backlog=_QUEUE)
@@ -65,9 +61,9 @@ def listen(settings: ApiServerSettings) -> socket.socket:
 
 
 def with_room(settings: ApiServerSettings) -> ApiServerSettings:
-    """Raise the process's limit of open files, often 1,024, to what connections need; have fewer if it ends before.
+    """Raise this process's limit of open files, often 1,024, for all connections; or else allow fewer connections.
 
-    Processes that this one starts have the same limit.
+    Processes that this one starts inherit the limit.
     """
     needed, (now, most) = settings.max_connections + _OTHER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
     if now == resource.RLIM_INFINITY or now >= needed:
@@ -84,16 +80,12 @@ def with_room(settings: ApiServerSettings) -> ApiServerSettings:
 async def serve(serving: Serving, engine_process: EngineProcess) -> str | None:
     """Serve until SIGTERM or Ctrl-C; requests may end then, the second signal ends them.
 
-    Args:
-        serving: answers HTTP.
-        engine_process: to be run beside it.
-
     Returns:
-        Why it has ended, if nobody has told it to.
+        Why the server has ended, if it was not told to.
     """
     for number in SIGNALS:
         signal.signal(number, _passed_over)  # the engine process still runs when the last answer has gone out
-    answering = asyncio.create_task(serving.run())
+    answering = asyncio.create_task(serving.answer())
     running = asyncio.create_task(engine_process.run(lambda: serving.was_ready))
     try:
         await asyncio.wait([answering, running], return_when=asyncio.FIRST_COMPLETED)
@@ -106,7 +98,7 @@ async def serve(serving: Serving, engine_process: EngineProcess) -> str | None:
 
 
 async def _stop(engine_process: EngineProcess, at_once: bool) -> None:
-    """End an engine process; a signal that comes while it takes long ends it by force."""
+    """End an engine process; a further signal ends it by force."""
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, engine_process.kill)

@@ -1,4 +1,4 @@
-"""What an API server is told when it starts."""
+"""The settings of an API server."""
 
 from __future__ import annotations
 
@@ -22,25 +22,21 @@ class ApiServerSettings:
 
     Attributes:
         names: that requests call the model by; the first one is in answers.
-        host: name or address to listen at.
         port: to listen at; 0 for one that is free.
         api_keys: one of which requests have to bear; none for no check.
         allowed_hosts: further names in the ``Host`` header; ``*`` for any.
         cors_origins: of pages of other servers that may use this one from a browser.
-        ssl_certfile: with ``ssl_keyfile``, for HTTPS.
-        ssl_keyfile: the certificate's.
         max_body_bytes: of a request.
         max_choices: answers that one request can ask for, prompts times ``n``.
         max_connections: of clients, at a time.
         max_unsent: tokens of a request that wait for a client that does not read, before it ends.
         stream_interval: tokens of an answer for each event of its stream; the first token and the last come at once.
         client_seconds: in which a client has to send a head, and then a body, and to take something of an answer.
-        request_seconds: after which an answer ends with what it has; None for never.
+        request_seconds: after which an answer ends with the tokens that it has; None for never.
         drain_seconds: how long requests may go on after the first signal.
-        behind_proxy: whether what listens is a proxy, which names requests by ``X-Request-Id`` and tells their clients.
-        salts_caches: whether requests read only what those with their own key, or ``user``, have left in the prefix
-            cache.
-        escapes_special_tokens: whether special tokens in the texts of requests are text, as the tokenizer sees them.
+        behind_proxy: whether clients are a proxy's, which names requests by ``X-Request-Id``.
+        salts_caches: whether requests share prefixes in the cache only with their own key, or ``user``.
+        escapes_special_tokens: whether special tokens in the texts of requests are plain text.
         page: whether there is a page to chat on.
         figures: a folder in which the API servers of a server count together; None for an API server alone.
         created: when the server has begun, in seconds since 1970.
@@ -73,7 +69,6 @@ class ApiServerSettings:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        """Check what contradicts itself."""
         if not self.is_local and not self.api_keys:
             raise ValueError(
                 f"--host {self.host}: other machines could use the model; give --api-key-file, or listen at 127.0.0.1"
@@ -95,12 +90,12 @@ class ApiServerSettings:
 
     @property
     def is_local(self) -> bool:
-        """Whether only programs of this machine reach the API server."""
+        """Whether only programs of this machine can reach the API server."""
         return self.host in LOOPBACK
 
     @property
     def has_name(self) -> bool:
-        """Whether ``host`` is one that clients can use, and not all addresses of the machine."""
+        """Whether clients can use ``host``, which may be all addresses of the machine."""
         return self.host not in _ALL_ADDRESSES
 
     @property
@@ -111,16 +106,11 @@ class ApiServerSettings:
 
     @property
     def scheme(self) -> str:
-        """``http``, or ``https`` with a certificate."""
         return "http" if self.ssl_certfile is None else "https"
 
 
 def keys_in(file: Path) -> tuple[str, ...]:
-    """Return the keys of a file, one a line.
-
-    Raises:
-        ValueError: it cannot be read, there is none, or one is so short that it can be guessed.
-    """
+    """Return the keys of a file, one a line; ValueError if there are none, or one can be guessed."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -137,7 +127,7 @@ def keys_in(file: Path) -> tuple[str, ...]:
 
 
 def readers_of(file: Path) -> str | None:
-    """Return who else may read a file with secrets, as a warning; None if nobody may, or that cannot be told."""
+    """Return a warning that other users may read a file with secrets; None if they cannot, or it is unknown."""
     with suppress(OSError):
         mode = file.stat().st_mode & 0o777
         if mode & 0o044:
@@ -147,11 +137,7 @@ def readers_of(file: Path) -> str | None:
 
 
 def check_certificate(certfile: Path, keyfile: Path) -> None:
-    """Check that a server can show a certificate.
-
-    Raises:
-        ValueError: it cannot be read, or the key is that of another one, or takes a password.
-    """
+    """Check that a certificate can be used with its key, which has no password; ValueError if it cannot."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password=lambda: b"")
     except OSError as error:  # ssl's own errors are some

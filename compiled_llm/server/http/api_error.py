@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API has them: a status, and what is wrong with which parameter."""
+"""Errors as OpenAI's API has them: a status, the parameter that is wrong, and why."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ _BUSY_SECONDS, _LOADING_SECONDS = "1", "5"
 
 
 class ApiError(Exception):
-    """What a client is told in place of an answer.
+    """An error as a client is told of it, by its ``status`` of HTTP.
 
     Attributes:
-        status: of HTTP.
-        message: a sentence.
         param: the parameter that is wrong, if one is.
         code: a word for programs.
         headers: of the response.
@@ -40,7 +38,6 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Describe it."""
         super().__init__(message)
         self.status, self.code = status, code
         self.message, self.param = _shortened(message), None if param is None else _shortened(param)
@@ -48,22 +45,20 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """What is sent."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """Return it as a response."""
         return JSONResponse(self.body, self.status, self.headers)
 
 
 def _shortened(text: str) -> str:
-    """Return the beginning of what may repeat a text of megabytes that a client has sent."""
+    """Return the beginning of a text that may repeat megabytes that a client has sent."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return the error of a request that never can be answered."""
+    """Return the error of a request that can never be answered."""
     return ApiError(400, message, param, code)
 
 
@@ -73,7 +68,7 @@ def unavailable(message: str, code: str = "unavailable", seconds: str = _LOADING
 
 
 def of_exception(error: BaseException) -> ApiError:
-    """Return what a client is told of an exception; of one that nobody expected nothing but that it was."""
+    """Return an exception as a client is told of it; an unexpected one says nothing but that it was one."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineBusyError):
@@ -93,12 +88,11 @@ def of_exception(error: BaseException) -> ApiError:
 
 
 def unexpected() -> ApiError:
-    """Return what a client is told of an error of ours: that it was."""
+    """Return the error of a request that has failed by our own fault."""
     return ApiError(500, "an error of the server; its log has it under the request's id", code="internal_error")
 
 
 def _plain(error: BaseException) -> str:
-    """Return a message without the name of a class that clients do not know."""
     return str(error).removeprefix("SamplingParams: ")
 
 
@@ -130,7 +124,7 @@ def _of_value(param: str | None, found: Mapping[str, Any]) -> str:
 
 
 def _path(location: Sequence[int | str], body: Any) -> str | None:
-    """Return ``messages[0].role`` for a place in the body; what stands there beside is which type was tried."""
+    """Return ``messages[0].role`` for a place in the body; other parts of the place name the type that was tried."""
     path, missing = "", len(location) - 1
     for number, part in enumerate(location[1:], start=1):
         if isinstance(part, int) and isinstance(body, list):
@@ -143,11 +137,10 @@ def _path(location: Sequence[int | str], body: Any) -> str | None:
 
 
 ANSWERED = (RequestValidationError, HTTPException, ApiError, EngineProcessError, ValueError, RecursionError)
-"""What an endpoint raises, and ``respond`` tells its client."""
+"""Errors of endpoints that ``respond`` answers with."""
 
 
 async def respond(request: Request, error: Exception) -> JSONResponse:
-    """Answer a request that has failed."""
     if isinstance(error, RequestValidationError):
         return of_validation(error).response()
     if isinstance(error, HTTPException):

@@ -21,11 +21,10 @@ from compiled_llm.server.http.worker_thread import beside
 class BodyRoute(APIRoute):
     """Calls ``endpoint(body, request)``, which returns a response, with the pydantic model that it declares.
 
-    FastAPI describes the route, and would read the body too: all of it in the event loop, whatever is in it.
+    FastAPI describes the route, and would read the body too: all of it in the event loop, however long it is.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return what answers a request whose headers the guard has checked."""
         endpoint, kind = self.endpoint, get_type_hints(self.endpoint)["body"]
 
         async def handle(request: Request) -> Response:
@@ -41,7 +40,7 @@ def _read(content: bytes, kind: type[BaseModel]) -> BaseModel:
     """Return a body as its model.
 
     Raises:
-        ApiError: it is missing, is no JSON, or has too many values.
+        ApiError: it is missing, is not JSON, or has too many values.
         RequestValidationError: something in it is wrong.
         RecursionError: it has too many levels.
     """
@@ -62,11 +61,7 @@ def _read(content: bytes, kind: type[BaseModel]) -> BaseModel:
 
 
 def decoded(body: bytes) -> Any:
-    """Return what ``json.loads`` does, in a fraction of the time for what is strictly JSON.
-
-    Raises:
-        ValueError: it is no JSON.
-    """
+    """Return what ``json.loads`` does, or raise ValueError as it does; strict JSON takes a fraction of its time."""
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):  # NaN is none, nor is half a character; Python reads both

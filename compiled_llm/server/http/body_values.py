@@ -1,4 +1,4 @@
-"""How much a body may hold besides text and numbers: what is read from it takes a hundred bytes for each such value."""
+"""Bounds the values of a body besides numbers: each takes a hundred bytes and more once it is read."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ MAX_VALUES = 2**16
 
 
 def values_in(text: bytes) -> int:
-    """Return how many values JSON has besides numbers; if they are more than ``MAX_VALUES``, about how many.
-
-    Args:
-        text: as it came; what is no JSON is counted somehow.
-    """
+    """Return how many values besides numbers a JSON text has; if more than ``MAX_VALUES``, about how many."""
     plain = text.replace(rb"\\", b"").replace(rb"\"", b"")
     texts = plain.count(b'"') // 2
     if texts <= MAX_VALUES and _opened(plain) + texts > MAX_VALUES:  # else there are few, brackets in texts included
@@ -22,14 +18,7 @@ def values_in(text: bytes) -> int:
 
 
 def check_values(body: bytes) -> None:
-    """Check that JSON has no more values than are read in some milliseconds, before any of them is made.
-
-    Args:
-        body: as it came.
-
-    Raises:
-        ApiError: it has.
-    """
+    """Check, before any of them is made, that JSON has no more than ``MAX_VALUES`` values; ApiError if it has."""
     if len(body) > MAX_VALUES and values_in(body) > MAX_VALUES:
         raise invalid(
             f"the body has more than {MAX_VALUES:,} texts, arrays and objects; send fewer at once",
@@ -38,5 +27,4 @@ def check_values(body: bytes) -> None:
 
 
 def _opened(body: bytes) -> int:
-    """Return how many arrays and objects begin."""
     return body.count(b"[") + body.count(b"{")

@@ -1,4 +1,4 @@
-"""HTTP by httptools: half of what h11 costs for each event of a stream. Clients that do not do their part are left."""
+"""HTTP by httptools: half of what h11 costs for each event of a stream. Clients that stall are cut off."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOOKS = 4
 
 
 class _HeadWithBody:
-    """A transport for one response, whose head goes out with the beginning of its body: a write costs as much again."""
+    """A transport for one response; it sends the head with the beginning of the body: a write costs as much again."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
@@ -52,11 +52,12 @@ class _HeadWithBody:
 
 
 class LimitedHttpTools(HttpToolsProtocol):
-    """Closes connections that nobody uses as they are meant; uvicorn and httptools would keep them as they are.
+    """Closes connections of clients that break its limits, which uvicorn and httptools would keep.
 
-    A head may have so many bytes, and has to come in time; so has a body, which the guard waits for: what comes after
-    it has refused one is passed over, for as long again. Whoever takes nothing of what is sent is cut off. Those beyond
-    a number of connections are told so: uvicorn's ``limit_concurrency`` counts only whoever has sent a head.
+    The size of a head is bounded, and so is the time until it has come. So is the time of a body, which the guard
+    waits for; once the guard has refused one, the rest of it is passed over for as long again. A client that takes
+    nothing of an answer is cut off. Connections beyond a number are refused with a reason: uvicorn's
+    ``limit_concurrency`` counts only those that have sent a head.
 
     Args:
         config: uvicorn's, as are the next three.
@@ -88,7 +89,6 @@ class LimitedHttpTools(HttpToolsProtocol):
         self._unsent_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin with a head, unless there are too many connections."""
         super().connection_made(transport)
         if len(self.connections) > self._max_connections:
             self._refuse()
@@ -97,14 +97,12 @@ class LimitedHttpTools(HttpToolsProtocol):
         self._look_later()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Look no more."""
         super().connection_lost(exc)
         if self._looking is not None:
             self._looking.cancel()
         self._when_lost()
 
     def data_received(self, data: bytes) -> None:
-        """Take what has come."""
         if self._owed_since is None:
             self._owed_since = self.loop.time()
         self._has_body = False
@@ -117,27 +115,21 @@ class LimitedHttpTools(HttpToolsProtocol):
             self.send_400_response(_TOO_LONG)
 
     def on_message_begin(self) -> None:
-        """Begin with a head."""
         self._in_head, self._owed_since = True, self.loop.time()
         self._field_bytes = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Take a part of the request's target."""
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header, or a trailer."""
+        """Count a header, or a trailer."""
         self._count(len(name) + len(value))
         super().on_header(name, value)
 
     def _count(self, count: int) -> None:
-        """Count bytes of a head, which may come whole with one read.
-
-        Raises:
-            ValueError: there are too many; the parser reads no further.
-        """
+        """Count bytes of a head, which may come whole with one read; ValueError stops the parser."""
         self._field_bytes += count
         if self._field_bytes > HEAD_BYTES:
             self.send_400_response(_TOO_LONG)
@@ -149,14 +141,12 @@ class LimitedHttpTools(HttpToolsProtocol):
             super().send_400_response(msg)
 
     def on_headers_complete(self) -> None:
-        """Go on with the body."""
         self._in_head, self._in_body, self._owed_since = False, True, self.loop.time()
         super().on_headers_complete()
         cycle: Any = self.cycle
         cycle.transport = _HeadWithBody(self.transport, self.loop)
 
     def on_body(self, body: bytes) -> None:
-        """Take a part of the body."""
         self._has_body = True
         super().on_body(body)
 
@@ -165,7 +155,7 @@ class LimitedHttpTools(HttpToolsProtocol):
         self._in_body, self._owed_since = False, None
         super().on_message_complete()
 
-    # ---- clients that do not do their part
+    # ---- clients that stall
 
     def _refuse(self) -> None:
         error = unavailable(f"the server has {self._max_connections:,} connections", "too_many_connections")
@@ -191,14 +181,14 @@ class LimitedHttpTools(HttpToolsProtocol):
                 self.transport.close()
 
     def _takes_nothing(self) -> bool:
-        """Whether the client has taken nothing for too long of what is to be sent."""
+        """Whether bytes wait to be sent of which the client has taken none for too long."""
         unsent, now = self.transport.get_write_buffer_size(), self.loop.time()
         if not unsent or unsent != self._unsent:
             self._unsent, self._unsent_since = unsent, now
         return now - self._unsent_since >= self._client_seconds
 
     def _owes_request(self) -> bool:
-        """Whether the rest of a request has not come for too long; while an earlier one is answered, it may wait."""
+        """Whether the rest of a request is overdue; while an earlier one is answered, it may wait."""
         if self._owed_since is None:
             return False
         if self._answers_earlier():

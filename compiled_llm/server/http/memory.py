@@ -1,4 +1,4 @@
-"""What long requests have taken goes back to the system: the C library keeps it for others, which may never come."""
+"""Memory of long requests goes back to the system: the C library would keep it for others, which may never come."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import ctypes
 from typing import Any
 
 _SECONDS = 0.5
-"""After a long piece of work, so that what it has left is free by then; at most once in that time."""
+"""After a long piece of work, so that its memory is free by then; at most once in that time."""
 
 
 class Memory:
-    """Gives back what is free, now and then."""
+    """Gives free memory back to the system, now and then; only glibc can."""
 
     def __init__(self) -> None:
-        """Find how, if the C library can do it: glibc's can."""
         self._trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
         self._due = 0.0
 
     def give_back_soon(self) -> None:
-        """Give back what will be free soon, beside this event loop."""
+        """Give back, in another thread, the memory that will be free soon."""
         loop = asyncio.get_running_loop()
         if self._trim is not None and loop.time() >= self._due:
             self._due = loop.time() + _SECONDS

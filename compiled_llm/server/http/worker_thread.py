@@ -1,4 +1,4 @@
-"""What takes long is done beside the event loop, so that nobody else waits."""
+"""Long work runs in another thread, so that the event loop serves other requests."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from compiled_llm.server.http.memory import Memory
 T = TypeVar("T")
 
 _LONG = 20_000
-"""Characters from which on a text is made tokens beside the event loop: others would wait for milliseconds."""
+"""Characters from which on a text is tokenized in another thread: other requests would wait for milliseconds."""
 _HUGE = 2**17
 """Characters from which on megabytes are left."""
 _memory = Memory()
 
 
 async def beside(function: Callable[[], T], characters: int) -> T:
-    """Return what a function makes of so many characters; beside the event loop if they are many."""
+    """Return ``function()``; it runs in another thread if it takes many characters."""
     if characters < _LONG:
         return function()
     try:
@@ -32,6 +32,6 @@ async def beside(function: Callable[[], T], characters: int) -> T:
 
 
 async def written(made: Callable[[], BaseModel], characters: int) -> Response:
-    """Return a response of so many characters as JSON; made beside the event loop if they are many."""
+    """Return a response of about so many characters as JSON; a long one is made in another thread."""
     body = await beside(lambda: made().model_dump_json(), characters)
     return Response(body, media_type="application/json")

@@ -1,4 +1,4 @@
-"""An engine process's figures as Prometheus knows them: fields of its ``Stats``, and what they say."""
+"""An engine process's figures as Prometheus knows them: fields of its ``Stats``, and their meanings."""
 
 GAUGES = {
     "running": "Requests that run",

@@ -1,4 +1,4 @@
-"""``/metrics``: what the API server counts, and how the engine process is doing, for Prometheus."""
+"""``/metrics``: the counts of the API server and the figures of the engine process, for Prometheus."""
 
 from __future__ import annotations
 
@@ -24,19 +24,14 @@ _PATIENCE = 5.0
 
 
 class ApiServerMetrics:
-    """What the API server counts.
+    """The API server's own counts.
 
-    Attributes:
-        registry: of these metrics.
+    Args:
+        shared: a folder in which several API servers count together; prometheus_client has to know of it when it is
+            imported (``PROMETHEUS_MULTIPROC_DIR``).
     """
 
     def __init__(self, shared: Path | None = None) -> None:
-        """Begin at zero.
-
-        Args:
-            shared: a folder in which several API servers count together; prometheus_client has to know of it when it is
-                imported (``PROMETHEUS_MULTIPROC_DIR``).
-        """
         self.registry = CollectorRegistry()
         self._shared = shared
         names = ["path", "status"]
@@ -54,12 +49,11 @@ class ApiServerMetrics:
         )
 
     def count(self, path: str, status: int, seconds: float) -> None:
-        """Count a response."""
         self._requests.labels(path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
 
     def text(self) -> bytes:
-        """Return what all API servers have counted, as Prometheus reads it."""
+        """Return the counts of all API servers, as Prometheus reads them."""
         if self._shared is None:
             return generate_latest(self.registry)
         registry = CollectorRegistry()
@@ -68,7 +62,7 @@ class ApiServerMetrics:
 
 
 class _EngineCollector(Collector):
-    """The engine process's figures, as they were a moment ago."""
+    """The engine process's figures."""
 
     def __init__(self, stats: StatsReply) -> None:
         self._stats = stats

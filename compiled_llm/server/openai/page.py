@@ -18,7 +18,7 @@ _SCRIPTS = ("markdown.js", "server.js", "figures.js", "chat.js")
 
 
 class Page(NamedTuple):
-    """The page, and what a browser lets it do."""
+    """The page, and headers that bound what a browser lets it do."""
 
     html: str
     headers: dict[str, str]
@@ -26,7 +26,7 @@ class Page(NamedTuple):
 
 @router.get("/", response_class=HTMLResponse)
 async def page() -> HTMLResponse:
-    """Return the page; it says nothing of the model, so nobody needs a key for it."""
+    """Return the page; it says nothing of the model, so that it needs no key."""
     return HTMLResponse(assembled().html, headers=assembled().headers)
 
 

@@ -1,4 +1,4 @@
-"""``/health``, ``/ready``, ``/version`` and ``/v1/models``: whether somebody answers, and who."""
+"""``/health``, ``/ready``, ``/version`` and ``/v1/models``: whether requests are answered, and by which model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Health(BaseModel):
 
 
 class ReadyStatus(BaseModel):
-    """Whether requests are answered, and what is done before they are."""
+    """Whether requests are answered, and the step before they are."""
 
     ready: bool
     doing: str
@@ -61,7 +61,7 @@ async def health() -> Health:
 
 @router.get("/ready", response_model=ReadyStatus, responses={503: {"model": ReadyStatus}})
 async def ready(request: Request) -> JSONResponse:
-    """Say whether requests are answered; with status 503, what is done before."""
+    """Say whether requests are answered; with status 503, the step before."""
     api_server = api_server_of(request)
     found = ReadyStatus(ready=api_server.is_ready, doing=api_server.doing)
     return JSONResponse(found.model_dump(), 200 if found.ready else 503)

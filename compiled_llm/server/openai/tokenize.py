@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``: what the model sees of a text, and what tokens say."""
+"""``/tokenize`` and ``/detokenize``: a text as the model sees it, and the text of tokens."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class ApiServerHere(HttpServer):
         """Whether requests are not waited for any more."""
         return self.force_exit
 
-    async def run(self) -> str | None:
+    async def answer(self) -> str | None:
         """As of ``Serving``."""
         await self.serve(sockets=[self._listening])
         return self.why
@@ -58,7 +58,7 @@ class GivenApiServer(HttpServer):
     """Listens nowhere: it answers the connections that the server's process gives it, and ends when that has gone.
 
     Args:
-        start: what it was sent.
+        start: its settings.
         given: where connections come from.
         words: a pipe to the server's process, to write to. It has room for more words than there are connections, so a
             write never waits.
@@ -135,7 +135,7 @@ def run_given_api_server(start: Start, given: socket.socket) -> None:
     """Serve until SIGTERM or Ctrl-C, or until the server's process has gone; the second signal ends requests.
 
     Args:
-        start: what this process was sent.
+        start: the settings that this process was sent.
         given: where connections come from; words go to standard output.
 
     Raises:

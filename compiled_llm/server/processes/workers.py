@@ -1,4 +1,4 @@
-"""Several API servers, each in a process of its own, behind one port: more than one core can read and write HTTP."""
+"""Several API servers, each in a process of its own, at one port: more than one core can read and write HTTP."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ApiServers:
         self._ending = asyncio.Event()
         self._why: str | None = None
 
-    async def run(self) -> str | None:
+    async def answer(self) -> str | None:
         """As of ``Serving``; the first signal lets requests end, the second ends them."""
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
@@ -139,7 +139,7 @@ class ApiServers:
     async def _accept(self) -> None:
         """Accept connections while an API server takes them; else they wait."""
         self._listening.setblocking(False)
-        with self._listening:  # closed at the end: whoever connects then is refused
+        with self._listening:  # closed at the end: clients that connect then are refused
             while True:
                 await self._taken.wait()
                 try:

@@ -1,4 +1,4 @@
-"""The form that an answer has by what a request asks for: JSON, calls of tools, and thinking before either."""
+"""The form of an answer that a request asks for: JSON, calls of tools, and thinking before either."""
 
 from __future__ import annotations
 
@@ -19,16 +19,7 @@ Format = dict[str, Any]
 
 
 def with_form(params: SamplingParams, form: Form | None, prompt: ChatPrompt) -> SamplingParams:
-    """Return settings by which answers have their form, and what reads them finds what it looks for.
-
-    Args:
-        params: settings.
-        form: as of ``answer_form``.
-        prompt: whose answers are read.
-
-    Raises:
-        ValueError: the settings contradict the form.
-    """
+    """Return settings with a form, as of ``answer_form``, and with the special tokens that readers need."""
     changed: dict[str, Any] = {} if form is None else {"structured_outputs": form.params}
     if prompt.template is not None and prompt.template.needs_special_tokens:
         changed["skip_special_tokens"] = False
@@ -39,7 +30,7 @@ def answer_form(wanted: Form | None, prompt: ChatPrompt, blanks: int | None = MA
     """Return the form of whole answers; None for any text.
 
     Args:
-        wanted: the form of what is no call; None for any text.
+        wanted: the form of an answer that calls no tool; None for any text.
         prompt: with the tools that may be, or have to be, called.
         blanks: how many calls may have in a row; None for any number.
 
@@ -61,7 +52,7 @@ def answer_form(wanted: Form | None, prompt: ChatPrompt, blanks: int | None = MA
 
 
 def _calls(wanted: Form | None, prompt: ChatPrompt, blanks: int | None) -> tuple[str, Format] | None:
-    """Return the form of an answer as far as it calls tools, after the fields that say it; None if that is free."""
+    """Return the form of an answer that calls tools, after the fields that ask for it; None if that is free."""
     offer = prompt.offer
     if offer.called is not None:
         form = _call_form(prompt, blanks, "tool_choice", "give 'auto'")
@@ -86,7 +77,7 @@ def _call_form(prompt: ChatPrompt, blanks: int | None, param: str, instead: str)
 
 
 def _after(thinking: str, form: Format, field: str) -> Format:
-    """Return a form that begins once the thinking that the prompt has begun is over."""
+    """Return a form that begins after the thinking that the prompt has begun."""
     if not thinking:
         raise _not_held(f"{field}: is not served: where this model's thinking ends is not known", field)
     thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": thinking}
@@ -94,11 +85,7 @@ def _after(thinking: str, form: Format, field: str) -> Format:
 
 
 def as_format(wanted: Form) -> Format:
-    """Return a form as a part of a structural tag.
-
-    Raises:
-        ApiError: it cannot be one.
-    """
+    """Return a form as a part of a structural tag; ApiError if it cannot be one."""
     params = wanted.params
     if params.disable_any_whitespace:
         raise _not_held(f"{wanted.field}: disable_any_whitespace is not served beside tools or thinking", wanted.field)

@@ -66,11 +66,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
 
 
 def prompt_of(body: ChatRequest, model: Model) -> ChatPrompt:
-    """Return a chat as the model sees it.
-
-    Raises:
-        ApiError: the chat template does not take it.
-    """
+    """Return a chat as the model sees it; ApiError if the chat template does not take it."""
     messages = plain_messages(body.messages)
     return chat_prompt(model.vocabulary, messages, body.offer, body.template_kwargs, **end_of_chat(body))
 
@@ -93,14 +89,13 @@ class _ChatResponseWriter:
         return ChatCompletion(choices=choices, usage=self._usage(), **self._of_prompt(), **self._head)
 
     def _of_prompt(self) -> dict[str, Any]:
-        """Return what is wanted of the prompt."""
         (handle,), found = self._answers.handles, self._ids("prompt_token_ids", self._answers.handles[0].prompt)
         if self._body.prompt_logprobs is not None:
             found["prompt_logprobs"] = prompt_logprobs(handle.prompt_logprobs or (), self._names)
         return found
 
     def _ids(self, name: str, tokens: Sequence[int]) -> dict[str, Any]:
-        """Return tokens by their ids, if they are wanted."""
+        """Return token ids, if they are wanted."""
         return {name: list(tokens)} if self._body.return_token_ids else {}
 
     def _choice(self, index: int, completion: Completion) -> ChatChoice:
@@ -122,7 +117,6 @@ class _ChatResponseWriter:
         )
 
     def _read(self, index: int, text: str, reason: FinishReason | None) -> Parts:
-        """Return what is to be told by the next piece of an answer's text."""
         parts = self._readings[index].read(text, reason)
         if self._body.include_reasoning is False:
             parts.reasoning = ""

@@ -11,7 +11,7 @@ from compiled_llm.server.openai.common.prompt_response import PromptLogprob, Pro
 from compiled_llm.server.openai.tokenizer.token_bytes import TokenNames
 
 LEAST = -9999.0
-"""What OpenAI writes for what JSON has no number for: a token that cannot be chosen."""
+"""OpenAI's log-probability of a token that cannot be sampled; JSON has no infinity."""
 
 
 def entries_of(logprobs: Iterable[dict[int, Logprob]]) -> list[list[Entry]]:
@@ -20,13 +20,7 @@ def entries_of(logprobs: Iterable[dict[int, Logprob]]) -> list[list[Entry]]:
 
 
 def chat_logprobs(places: Sequence[Sequence[Entry]], likeliest: int, names: TokenNames) -> ChatLogprobs:
-    """Return what is written of some tokens.
-
-    Args:
-        places: for each token its own entry, then those of the likeliest ones.
-        likeliest: how many of these are wanted.
-        names: say what tokens are called.
-    """
+    """Return the log-probabilities of tokens: for each its own entry, and so many of the ``likeliest``."""
     return ChatLogprobs(content=[_place(entries, likeliest, names) for entries in places], refusal=None)
 
 
@@ -47,7 +41,7 @@ def _entry(entry: Entry, names: TokenNames) -> TopLogprob:
 
 
 def prompt_logprobs(places: Iterable[Mapping[int, Logprob] | None], names: TokenNames) -> list[PromptPlace | None]:
-    """Return what vLLM writes of a prompt's tokens: by their ids, each place's own first; None for the first."""
+    """Return vLLM's log-probabilities of a prompt: by token ids, each place's own first; None for the first."""
     return [None if place is None else _by_ids(place, names) for place in places]
 
 

@@ -26,7 +26,7 @@ def _values_of(arguments: str) -> int:
 
 
 def arguments_of(text: str) -> str:
-    """Return arguments of a call as they are, if they are a JSON object."""
+    """Return arguments of a call, if they are a JSON object."""
     if _values_of(text) > MAX_VALUES:
         most = f"{MAX_VALUES:,}"
         raise PydanticCustomError("value_error", "has more than {most} texts, arrays and objects", {"most": most})
@@ -40,13 +40,12 @@ def arguments_of(text: str) -> str:
 
 
 class FunctionCall(Body):
-    """What was called, and the arguments as JSON."""
+    """The function that was called, and the arguments as JSON."""
 
     name: str
     arguments: Annotated[str, AfterValidator(arguments_of)]
 
     def plain(self) -> dict[str, Any]:
-        """Return it as chat templates read it."""
         return {"name": self.name, "arguments": json.loads(self.arguments or "{}")}
 
 
@@ -60,7 +59,7 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """A message of a chat; ``developer`` is what ``system`` was, ``tool`` is what a tool has returned."""
+    """A message of a chat; ``developer`` is a new name of ``system``, ``tool`` returns a tool's output."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | Entries[TextPart] | None, Field(validate_default=True)] = None
@@ -91,18 +90,13 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        """What it says."""
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or ""
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages as chat templates read them.
-
-    Raises:
-        ApiError: arguments of calls have too many values.
-    """
+    """Return messages as chat templates read them; ApiError if arguments of calls have too many values."""
     calls = [call for message in messages for call in message.tool_calls or ()]
     if sum(_values_of(call.function.arguments) for call in calls) > MAX_VALUES:
         raise invalid(

@@ -14,14 +14,7 @@ from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A chat as the model sees it.
-
-    Attributes:
-        tokens: of the prompt.
-        text: of them; empty without a response template.
-        offer: tools that answers may call.
-        vocabulary: that has made it.
-    """
+    """A chat as the model sees it; its text is empty without a response template."""
 
     tokens: list[int]
     text: str
@@ -30,11 +23,10 @@ class ChatPrompt:
 
     @property
     def template(self) -> ResponseTemplate | None:
-        """How answers are written; None if all of them is content."""
         return self.vocabulary.response_template
 
     def reader(self) -> PartsReader:
-        """Return what reads an answer; one for each."""
+        """Return a reader of one answer."""
         if self.template is None:
             return PlainReader()
         return self.template.reader(self.text, self.offer.plain(), self.offer.several)
@@ -48,7 +40,7 @@ class Ending(Protocol):
 
 
 def end_of_chat(asked: Ending) -> dict[str, Any]:
-    """Return the options of ``apply_chat_template``: the answer begins, unless the last message goes on."""
+    """Return options of ``apply_chat_template``: the answer begins, unless the last message goes on."""
     goes_on, begins = bool(asked.continue_final_message), asked.add_generation_prompt
     return {"add_generation_prompt": not goes_on if begins is None else begins, "continue_final_message": goes_on}
 
@@ -63,10 +55,10 @@ def chat_prompt(
     """Return a chat as the model sees it; a long one takes seconds.
 
     Args:
-        vocabulary: makes it.
+        vocabulary: of the model.
         messages: as templates read them.
         offer: tools that answers may call.
-        template: what the template reads besides.
+        template: further variables of the template.
         **options: of ``apply_chat_template``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""One answer of a chat as it is told: its parts as they come, and what they come to."""
+"""One answer of a chat as it is told: its parts as they come, and the facts at its end."""
 
 from __future__ import annotations
 
@@ -9,20 +9,15 @@ from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
 
 
 class Reading:
-    """Reads an answer, and keeps what its end depends on."""
+    """Reads one answer, and keeps the facts that its end depends on."""
 
     def __init__(self, reader: PartsReader) -> None:
-        """Begin before the first token.
-
-        Args:
-            reader: of the answer.
-        """
         self._reader = reader
         self._thoughts: list[str] = []
         self._numbers: dict[str, int] = {}  # of calls, by their ids
 
     def read(self, text: str, reason: FinishReason | None) -> Parts:
-        """Return what is new, by the next piece of text; nothing comes after one with a ``reason`` why it has ended."""
+        """Return the parts of the next piece of text; it is the last one if there is a ``reason`` for the end."""
         parts = self._reader.read(text, finished=reason is not None, cut=reason == "length")
         if parts.reasoning:
             self._thoughts.append(parts.reasoning)
@@ -31,7 +26,7 @@ class Reading:
         return parts
 
     def deltas(self, parts: Parts, finished: bool) -> list[Delta]:
-        """Return what was read last; one at least of what is over."""
+        """Return parts as deltas; one at least if the answer has ended."""
         deltas = [Delta(reasoning_content=parts.reasoning)] if parts.reasoning else []
         if parts.content:
             deltas.append(Delta(content=parts.content))
@@ -44,6 +39,6 @@ class Reading:
         return "tool_calls" if self._numbers and reason == "stop" else reason
 
     def reasoning_tokens(self, vocabulary: Vocabulary) -> int:
-        """Return how many tokens its thinking has, as it would be tokenized."""
+        """Return how many tokens its thinking has, by tokenizing it again."""
         text = "".join(self._thoughts)
         return len(vocabulary.of_text(text, add_special_tokens=False)) if text else 0

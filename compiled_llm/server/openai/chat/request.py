@@ -20,7 +20,7 @@ Effort = Annotated[str, Field(max_length=32)]
 
 
 def effort_kwargs(effort: str | None) -> dict[str, Any]:
-    """Return what chat templates read of it; some read ``enable_thinking`` alone."""
+    """Return it as chat templates read it; some read ``enable_thinking`` alone."""
     if effort is None:
         return {}
     return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
@@ -67,41 +67,27 @@ class ChatRequest(ChoiceFields):
 
     @property
     def offer(self) -> Offer:
-        """The tools that answers may call.
-
-        Raises:
-            ApiError: they are at odds.
-        """
+        """The tools that answers may call; ApiError if they contradict each other."""
         return Offer(self.tools or (), choice_of(self.tool_choice), self.parallel_tool_calls is not False)
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """What the template reads besides messages and tools."""
+        """Variables of the template besides messages and tools."""
         return effort_kwargs(self.reasoning_effort) | (self.chat_template_kwargs or {})
 
     @property
     def echoed(self) -> str:
-        """What stands before each answer: the assistant's own last message, if that is asked for."""
+        """The text before each answer: the assistant's own last message, if that is asked for."""
         last = self.messages[-1]
         return last.text if self.echo and last.role == "assistant" else ""
 
     @property
     def form(self) -> Form | None:
-        """The form of the answer.
-
-        Raises:
-            ApiError: there are several, or it is too long.
-            ValueError: there is no such form.
-        """
+        """The form of the answer; ApiError or ValueError as of ``form_beside``."""
         return self.form_beside(self.response_format)
 
     def sampling(self) -> SamplingParams:
-        """Return what the engine is asked for, but for the form.
-
-        Raises:
-            ApiError: something contradicts itself.
-            ValueError: as of ``SamplingParams``.
-        """
+        """Return the sampling parameters without the form; ApiError or ValueError if fields contradict each other."""
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid("top_logprobs: only with logprobs=true", "top_logprobs")
         self.check_stream()

@@ -1,4 +1,4 @@
-"""What ``/v1/chat/completions`` answers."""
+"""Responses of ``/v1/chat/completions``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ChatLogprobs(BaseModel):
 
 
 class CalledFunction(BaseModel):
-    """What is called, and the arguments as JSON."""
+    """The function that is called, and the arguments as JSON."""
 
     name: str
     arguments: str
@@ -49,7 +49,6 @@ class CalledTool(BaseModel):
 
     @classmethod
     def of(cls, call: ToolCallPart) -> Self:
-        """Return it by these names."""
         return cls(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
 
 
@@ -88,14 +87,14 @@ class ChatCompletion(BaseModel):
 
 
 class NewFunction(BaseModel):
-    """What is called, at first, and what is new of the arguments."""
+    """The function that is called, at first, and the new part of the arguments."""
 
     name: str | None = None
     arguments: str
 
 
 class NewCall(BaseModel):
-    """What is new of a call of a tool, and its number in the answer; at first who is called, without arguments."""
+    """The new part of a call, and its number in the answer; the first has the function's name, and no arguments."""
 
     index: int
     id: str | None = None
@@ -104,7 +103,7 @@ class NewCall(BaseModel):
 
     @classmethod
     def of(cls, piece: CallPiece, index: int) -> list[Self]:
-        """Return what is new by these names: who is called, and arguments, are told one after another."""
+        """Return the deltas of a piece: the function's name and the arguments are told one after another."""
         news = []
         if piece.name is not None:
             news.append(
@@ -116,7 +115,7 @@ class NewCall(BaseModel):
 
 
 class Delta(BaseModel):
-    """What is new of an answer."""
+    """The new part of an answer."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -125,7 +124,7 @@ class Delta(BaseModel):
 
 
 class ChunkChoice(BaseModel):
-    """What is new of one of ``n`` answers."""
+    """The new part of one of ``n`` answers."""
 
     index: int
     delta: Delta
@@ -136,7 +135,7 @@ class ChunkChoice(BaseModel):
 
 
 class ChatChunk(BaseModel):
-    """What a stream has of the answers at a time."""
+    """A chunk of a stream."""
 
     id: str
     object: Literal["chat.completion.chunk"]

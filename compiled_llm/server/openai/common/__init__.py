@@ -1,1 +1,1 @@
-"""What endpoints share: errors, events, answers on their way."""
+"""Shared by the endpoints: errors, events, answers on their way."""

@@ -15,29 +15,19 @@ from compiled_llm.server.openai.common.events import DONE, EventStream
 
 
 class ResponseWriter(Protocol):
-    """Writes answers in the form that an endpoint has."""
+    """Writes answers in the form of an endpoint."""
 
     def stream(self) -> AsyncIterator[Iterable[bytes]]:
-        """Make ready, then yield events, those together that came together."""
+        """Make ready, then yield groups of events, those together that came together."""
         ...
 
     def whole(self, completions: Sequence[Completion]) -> BaseModel:
-        """Return what answers without events; many tokens take long."""
+        """Return the response without events; many tokens take long."""
         ...
 
 
 async def answered(writer: ResponseWriter, answers: Answers, stream: bool, end: bytes = DONE) -> Response:
-    """Wait for answers, and return the response; they end with it.
-
-    Args:
-        told: writes them.
-        answers: what the engine process says.
-        stream: whether to send events as they come, once there is a token.
-        end: the last event.
-
-    Raises:
-        Exception: why there is no answer.
-    """
+    """Wait for answers, and return the response, whole or as events that end with ``end``; the answers end with it."""
     try:
         if stream:
             events = EventStream(writer.stream(), answers, end)  # made ready before there is a token to be sent

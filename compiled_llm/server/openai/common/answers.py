@@ -1,4 +1,4 @@
-"""Answers of one HTTP request on their way, and what of them is new."""
+"""Answers of one HTTP request on their way, and the new parts of them."""
 
 from __future__ import annotations
 
@@ -33,11 +33,18 @@ _LOOKING = 0.5
 
 
 class Answers:
-    """What was asked of the engine process for one HTTP request; whoever leaves gives its pages back.
+    """Answers to one HTTP request; those of a client that leaves, or reads nothing, are cancelled and free their pages.
+
+    Args:
+        handles: one for each prompt.
+        request: the client's; its body has been read.
+        keeps_ends: whether a token that has ended an answer is told of.
+        max_unsent: tokens that may wait for a client that does not read a stream.
+        stream_interval: tokens of an answer that are told of together, between its first and its last.
+        form: the field of the request that their form is from; None if they have none.
 
     Attributes:
-        handles: one for each prompt.
-        over: whether all have ended, at the last of ``changes`` and after it.
+        finished: whether all have ended, at the last of ``changes`` and after it.
     """
 
     def __init__(
@@ -49,16 +56,6 @@ class Answers:
         stream_interval: int = 1,
         form: str | None = None,
     ) -> None:
-        """Cancel them if the client leaves, or does not read.
-
-        Args:
-            handles: one for each prompt.
-            request: its client's; the body has been read.
-            keeps_ends: whether a token that has ended an answer is told of.
-            max_unsent: tokens that wait for a client that does not read a stream, before they end.
-            stream_interval: tokens of an answer that are told of together, between its first and its last.
-            form: the field of the request that their form is from; None if they have none.
-        """
         self.handles = handles
         self.finished = False
         self._keeps_ends = keeps_ends
@@ -76,23 +73,18 @@ class Answers:
         self.cancel()
 
     def cancel(self) -> None:
-        """End what has not ended."""
         for handle in self.handles:
             handle.cancel()
 
     def close(self) -> None:
-        """End what has not ended, and watch the client no more."""
+        """Cancel them, and watch the client no more."""
         self.cancel()
         self._watching.cancel()
         if self._looking is not None:
             self._looking.cancel()
 
     async def changes(self) -> AsyncGenerator[None, None]:
-        """Yield whenever something has changed, until all have ended; a stream's, whenever it is to be told of.
-
-        Raises:
-            Exception: why one was refused, or has failed.
-        """
+        """Yield at each change (a stream: at each that is due) until all have ended; raise why one has failed."""
         event = asyncio.Event() if self._interval == 1 else _IntervalEvent(self._is_due)
         with ExitStack() as listening:
             for handle in self.handles:
@@ -106,29 +98,21 @@ class Answers:
                     await event.wait()
 
     async def begun(self) -> None:
-        """Wait for the first token.
-
-        Raises:
-            Exception: why there is none.
-        """
+        """Wait for the first token, or raise why there is none."""
         async with aclosing(self.changes()) as changes:  # else the event loop is woken to close it
             async for _ in changes:
                 if any(answer.tokens for handle in self.handles for answer in handle.answers):
                     return
 
     async def ended(self) -> list[Completion]:
-        """Wait for the end, and return the answers of all prompts.
-
-        Raises:
-            Exception: what one has failed of.
-        """
+        """Wait for the end, and return all answers, or raise why one has failed."""
         async for _ in self.changes():
             pass
         return await beside(self._completions, self.characters)
 
     @property
     def characters(self) -> int:
-        """How long they are, as far as it decides how long it takes to read and to write them."""
+        """About how many characters they are as JSON: reading and writing them takes so long."""
         answers = [answer for handle in self.handles for answer in handle.answers]
         entries = sum(_entries(answer.received.logprobs or ()) for answer in answers)
         entries += sum(_entries(handle.prompt_logprobs or ()) for handle in self.handles)
@@ -136,12 +120,12 @@ class Answers:
 
     def _completions(self) -> list[Completion]:
         return [
-            replace(completion, logprobs=completion.logprobs and completion.logprobs[: self._told(answer)])
+            replace(completion, logprobs=completion.logprobs and completion.logprobs[: self._count_told(answer)])
             for handle in self.handles
             for answer, completion in zip(handle.answers, handle.output().outputs, strict=True)
         ]
 
-    def _told(self, answer: RemoteAnswer) -> int:
+    def _count_told(self, answer: RemoteAnswer) -> int:
         """Return how many tokens of an answer that has ended are told of."""
         tokens, ends = answer.received.tokens, answer.received.stop_token_ids
         return len(tokens) - (bool(tokens) and tokens[-1] in ends and not self._keeps_ends)
@@ -152,11 +136,7 @@ class Answers:
         return not streamed or ended or any(choice.is_due for choice in self._choices)
 
     def _are_finished(self) -> bool:
-        """Whether all have ended; looked at before what they are read for, and in each step of each.
-
-        Raises:
-            Exception: why one was refused, or has failed.
-        """
+        """Whether all have ended; asked before they are read. Raises why one has failed."""
         if self._unread is not None:
             raise self._unread
         finished = True
@@ -171,7 +151,7 @@ class Answers:
         return finished
 
     def _as_sent(self, error: BaseException) -> BaseException:
-        """Return an error of the form by the name of the client's own field, of which the engine does not know."""
+        """Return an error of the form by the name of the client's own field, which the engine does not know."""
         message = str(error)
         if self._form is None or not message.startswith(_ENGINES_NAME):
             return error
@@ -185,7 +165,8 @@ class Answers:
         """Return all answers, to be read as they come."""
         every = [(handle, answer) for handle in self.handles for answer in handle.answers]
         self._choices = [
-            Choice(number, handle, answer, self._told, self._interval) for number, (handle, answer) in enumerate(every)
+            Choice(number, handle, answer, self._count_told, self._interval)
+            for number, (handle, answer) in enumerate(every)
         ]
         self._look_later()
         return self._choices
@@ -196,7 +177,7 @@ class Answers:
         self._looking = asyncio.get_running_loop().call_later(_LOOKING, self._look)
 
     def _look(self) -> None:
-        """End all if the client does not read: what comes meanwhile becomes one piece, up to a limit."""
+        """End all if the client does not read: up to a limit, the parts that come meanwhile become one."""
         if sum(choice.untold for choice in self._choices if choice.is_due) <= self._max_unsent:
             self._look_later()
             return
@@ -224,15 +205,15 @@ class _IntervalEvent(asyncio.Event):
 
 
 class News(NamedTuple):
-    """What is new of an answer.
+    """The new part of an answer.
 
     Attributes:
         text: that is certain by now.
         tokens: that were read for it.
         logprobs: of these tokens, if they are wanted.
-        finish_reason: why it has ended; None while it has not.
-        total: how many tokens the answer has so far, the one that has ended it included.
-        ending: the token that has ended it, if one has, and it is not told of.
+        finish_reason: why the answer has ended; None while it has not.
+        total: tokens of the answer so far, the one that has ended it included.
+        ending: the token that has ended it, if it is not told of.
         stop_reason: the stop string, or the one of ``stop_token_ids``, that has ended it.
     """
 
@@ -246,7 +227,6 @@ class News(NamedTuple):
 
     @property
     def token_ids(self) -> list[int]:
-        """All new tokens."""
         return [*self.tokens, *self.ending]
 
     @property
@@ -256,10 +236,14 @@ class News(NamedTuple):
 
 
 class Choice:
-    """One answer of a stream, and how much of it was told.
+    """One answer of a stream, by its ``index`` in the response, and how much of it was told.
 
-    Attributes:
-        index: its number in the response.
+    Args:
+        index: of the answer.
+        handle: of its prompt.
+        answer: one of the prompt's.
+        count_told: returns how many tokens of it are told of, once it has ended.
+        interval: tokens that are told of together, between the first and the last.
     """
 
     def __init__(
@@ -267,22 +251,13 @@ class Choice:
         index: int,
         handle: RemoteHandle,
         answer: RemoteAnswer,
-        writer: Callable[[RemoteAnswer], int],
+        count_told: Callable[[RemoteAnswer], int],
         interval: int = 1,
     ) -> None:
-        """Read it from the beginning.
-
-        Args:
-            index: its number in the response.
-            handle: of its prompt.
-            answer: one of the prompt's.
-            told: how many tokens of it are told of, once it has ended.
-            interval: tokens that are told of together, between the first and the last.
-        """
         handle.text(answer.index)  # from now on it is decoded as it comes
         self.index = index
         self._answer = answer
-        self._told = writer
+        self._count_told = count_told
         self._interval = interval
         self._text: AnswerText = answer.begin_text()
         self._characters = self._tokens = 0
@@ -295,19 +270,19 @@ class Choice:
 
     @property
     def is_due(self) -> bool:
-        """Whether enough has come to be told of: the first token, as many as an interval has, or the last."""
+        """Whether there is enough to tell of: the first token, as many as an interval has, or the last."""
         if self._finished:
             return False
         return not self._tokens or self.untold >= self._interval or self._answer.done
 
     def news(self) -> News | None:
-        """Return what is new; None for nothing, or too little."""
+        """Return the new part; None if there is none, or too little."""
         if not self.is_due:
             return None
         received, text = self._answer.received, self._text
         count = text.count  # first: if it is not over, none of these has ended it
         self._finished = received.done and text.ended
-        tokens = received.tokens[self._tokens : self._told(self._answer) if self._finished else count]
+        tokens = received.tokens[self._tokens : self._count_told(self._answer) if self._finished else count]
         piece = text.text[self._characters : text.shown]
         if not (piece or tokens or self._finished):
             return None

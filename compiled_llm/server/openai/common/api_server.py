@@ -1,4 +1,4 @@
-"""What endpoints share: the engine process, the settings, and how a request becomes answers."""
+"""Shared by the endpoints: the engine process, the settings, and the way from a request to its answers."""
 
 from __future__ import annotations
 
@@ -25,41 +25,29 @@ _MAX_ENTRIES = 2**18
 
 
 class ApiServer:
-    """What requests are answered with.
+    """The engine process and the settings by which requests are answered.
 
     Attributes:
-        settings: of the API server.
-        link: to the engine process.
         all_ready: whether the server's other API servers, if there are any, can be asked, too.
     """
 
     def __init__(self, settings: ApiServerSettings, link: EngineLink) -> None:
-        """Know of no engine process yet.
-
-        Args:
-            settings: of the API server.
-            link: to the engine process.
-        """
         self.settings = settings
         self.link = link
         self.all_ready = True
 
     @property
     def doing(self) -> str:
-        """What is done before requests are answered, or ``"ready"``."""
+        """The step before requests are answered, or ``"ready"``."""
         return "waiting for the other API servers" if self.link.is_ready and not self.all_ready else self.link.doing
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are answered, whichever API server of the server they reach."""
+        """Whether requests are answered by all API servers of the server."""
         return self.link.is_ready and self.all_ready
 
     def model_for(self, name: str | None) -> Model:
-        """Return the model, if it is the one that a request names.
-
-        Raises:
-            ApiError: it is another one, or the model is not ready.
-        """
+        """Return the model; ApiError if a request names another one, or it is not ready."""
         if name is not None and name not in self.settings.names:
             known = ", ".join(self.settings.names)
             raise ApiError(404, f"model: there is no {name!r} here; there is {known}", "model", "model_not_found")
@@ -80,9 +68,9 @@ class ApiServer:
         Args:
             request: whose client may leave.
             prompts: token ids.
-            params: how to answer.
+            params: of all answers.
             param: the field that the prompts are from.
-            *salts: what keeps its cached pages from others: the user, if that is asked for, and a salt of its own.
+            *salts: keep its cached pages from others: the user, if that is asked for, and a salt of its own.
             form: of the answers, which ``params`` have; None for any text.
             priority: smaller ones run first; 0 unless given.
 
@@ -103,15 +91,7 @@ class ApiServer:
         return Answers(handles, request, params.include_stop_str_in_output, *limits, form and form.field)
 
     def check_answers(self, prompts: int, answers: int) -> None:
-        """Check how much a request asks for, before anything is made of its prompts.
-
-        Args:
-            prompts: how many there are.
-            answers: to each of them.
-
-        Raises:
-            ApiError: it is too much.
-        """
+        """Check, before its prompts are looked at, how many answers a request asks for; ApiError if too many."""
         if prompts * answers > (most := self.settings.max_choices):
             raise invalid(f"n: {prompts} prompts with {answers} answers each; at most {most} at once", "n")
 
@@ -136,7 +116,7 @@ class ApiServer:
         return handles
 
     def _salt(self, request: Request, user: str | None, salt: str | None = None) -> str | None:
-        """Return what a request shares its cached pages by; with ``salts_caches``, only with its own kind."""
+        """Return the salt of a request's cached pages; with ``salts_caches``, of its own key and user."""
         if not self.settings.salts_caches:
             return salt
         parts = (request.headers.get("authorization", ""), user or "", salt or "")
@@ -158,11 +138,7 @@ def _check(prompts: Sequence[Sequence[int]], params: SamplingParams, param: str,
 
 
 def check_length(prompt: Sequence[int], params: SamplingParams, param: str, ready: Ready) -> None:
-    """Check that there is room for an answer to a prompt.
-
-    Raises:
-        ApiError: there is none.
-    """
+    """Check that there is room for an answer to a prompt; ApiError if not."""
     if len(prompt) + (params.max_tokens != 0) > ready.max_tokens:
         raise invalid(
             f"{param}: {len(prompt)} tokens, and with the answer there can be {ready.max_tokens}; shorten it",
@@ -172,10 +148,9 @@ def check_length(prompt: Sequence[int], params: SamplingParams, param: str, read
 
 
 def api_server_of(request: Request) -> ApiServer:
-    """Return the API server that has a request."""
     return cast(ApiServer, request.app.state.api_server)
 
 
 def new_id(prefix: str) -> str:
-    """Return a name for an answer that no other has."""
+    """Return a unique name for an answer."""
     return f"{prefix}-{secrets.token_hex(16)}"

@@ -28,7 +28,7 @@ _HANGS = "the process that runs the model has said nothing for {:g} s: it is sto
 
 
 class Model(NamedTuple):
-    """What answers requests: an engine process that is ready, and its tokenizer."""
+    """A model that answers requests: an engine process that is ready, and its tokenizer."""
 
     client: AsyncClient
     ready: Ready
@@ -39,7 +39,13 @@ class Model(NamedTuple):
 class EngineLink:
     """Connects to an engine process, waits until it is ready, and begins again when it has gone.
 
-    An engine process whose process hangs is connected, and not ready. It is left alone: it may go on.
+    An engine process that hangs is connected, and not ready. It is left alone: it may go on.
+
+    Args:
+        client: makes one that has not connected, with a tokenizer or None.
+        changed: is called with whether requests can be answered, when that changes.
+        failed: is called with the reason if they never can be; unless given, it is logged.
+        escapes: whether special tokens in clients' texts are text.
 
     Attributes:
         was_ready: whether it has been, once.
@@ -52,14 +58,6 @@ class EngineLink:
         failed: Callable[[str], object] | None = None,
         escapes: bool = False,
     ) -> None:
-        """Know of no engine process yet.
-
-        Args:
-            client: makes one that has not connected, with a tokenizer or None.
-            changed: is told when there is somebody to answer requests (True), and when nobody is left (False).
-            failed: is told why there will never be anybody; unless given, the log is.
-            escapes: whether special tokens in clients' texts are text.
-        """
         self.was_ready = False
         self._new_client, self._escapes = client, escapes
         self._changed = changed
@@ -71,7 +69,7 @@ class EngineLink:
 
     @property
     def doing(self) -> str:
-        """What the engine process does: ``"ready"``, or what comes before."""
+        """The engine process's state: ``"ready"``, or the step before."""
         if self._has_failed:
             return "failed; the log says why"
         if self._hangs:
@@ -82,22 +80,17 @@ class EngineLink:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests can be answered."""
         return self._model is not None and not self._hangs and self._model.client.doing == "ready"
 
     @property
     def model(self) -> Model:
-        """What answers requests.
-
-        Raises:
-            ApiError: nothing does now.
-        """
+        """The model, with its engine process and tokenizer; ApiError if it is not ready."""
         if self._model is None or not self.is_ready:
             raise unavailable(f"the model is not ready: {self.doing}", "not_ready")
         return self._model
 
     async def run(self) -> None:
-        """Stay connected until it is cancelled, or until what fails would fail again."""
+        """Stay connected until it is cancelled, or fails in a way that would repeat."""
         watching = asyncio.create_task(self._watch())
         try:
             await self._serve()
@@ -106,7 +99,7 @@ class EngineLink:
         except BaseException as error:  # of a tokenizer's code, whose panics are no Exception
             self._has_failed = True
             if not isinstance(error, TokenizerError):
-                logger.error("compiled_llm: an error that nobody expected", exc_info=error)
+                logger.error("compiled_llm: an unexpected error", exc_info=error)
             self._failed(str(error))
         finally:
             watching.cancel()
@@ -151,7 +144,7 @@ class EngineLink:
         self._tell()
 
     def _tell(self) -> None:
-        """Say whether there is somebody to answer requests, if that has changed."""
+        """Say whether requests can be answered, if that has changed."""
         has_model = self._model is not None and not self._hangs
         if has_model != self._told:
             self._told = has_model
@@ -172,7 +165,7 @@ class EngineLink:
                 self._turn(client, hangs=not self._hangs)
 
     def _turn(self, client: AsyncClient, hangs: bool) -> None:
-        """Take note that the process hangs, of which its requests are told, or that it goes on."""
+        """Note that the process hangs, and tell its requests so; or that it goes on."""
         self._hangs = hangs
         logger.warning("compiled_llm: %s", _HANGS.format(_SILENT_SECONDS) if hangs else "the engine process goes on")
         if hangs:

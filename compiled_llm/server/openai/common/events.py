@@ -17,25 +17,18 @@ from compiled_llm.server.openai.common.answers import Answers
 logger = logging.getLogger("compiled_llm.server")
 
 DONE = b"data: [DONE]\n\n"
-_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies are to pass on what has come
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies are to pass events on at once
 
 _MARK = "\ue000\uf8ff\ue000"
-"""A text that no model's name has: characters that nobody has given a meaning."""
+"""A text that is part of no model's name: characters without a meaning in Unicode."""
 
 
 class EventStream(Response):
-    """Sends events as they come; it does not watch the client, which the answers do."""
+    """Sends groups of events as they come, then ``end``; the answers, which watch the client, end with it."""
 
     media_type = "text/event-stream"
 
     def __init__(self, groups: AsyncIterator[Iterable[bytes]], answers: Answers, end: bytes = DONE) -> None:
-        """Send nothing yet.
-
-        Args:
-            groups: events, those together that came together.
-            answers: where they come from; they end with the response.
-            end: what is sent if all went well.
-        """
         self.status_code = 200
         self.background = None
         self.init_headers(_HEADERS)
@@ -44,7 +37,6 @@ class EventStream(Response):
         self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all of them."""
         last, end = b"", self._end
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -69,26 +61,19 @@ def _failed(error: Exception) -> bytes:
 
 
 def event(chunk: BaseModel) -> bytes:
-    """Return what is set of a chunk, as an event."""
+    """Return an event with the fields of a chunk that are set."""
     return b"data: " + chunk.model_dump_json(exclude_unset=True).encode() + b"\n\n"
 
 
 class TextEvent:
-    """Writes events that differ in a text alone, as almost all of an answer do: what they share is written once."""
+    """Writes events that differ in a text alone, as most of an answer do: the rest is written once, by ``written``."""
 
     def __init__(self, written: Callable[[str], bytes]) -> None:
-        """Look at how one is written.
-
-        Args:
-            written: writes an event with a text.
-        """
         self._before, self._after = written(_MARK).split(msgspec.json.encode(_MARK))
 
     def __call__(self, text: str) -> bytes:
-        """Return the event with a text."""
         return self._before + msgspec.json.encode(text) + self._after
 
 
 def named_event(name: str, data: Mapping[str, Any]) -> bytes:
-    """Return data as an event that has a name."""
     return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"

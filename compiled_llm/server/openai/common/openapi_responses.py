@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 
 class ErrorDescription(BaseModel):
-    """What is wrong."""
+    """The error."""
 
     message: str
     type: str
@@ -17,7 +17,7 @@ class ErrorDescription(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """What is sent in place of an answer."""
+    """Sent in place of an answer."""
 
     error: ErrorDescription
 
@@ -43,4 +43,4 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {}}, "description": "The answer, whole or as it comes."},
     **ERRORS,
 }
-"""Of what answers as a whole, or as events."""
+"""Of endpoints that answer as a whole, or as events."""

@@ -1,4 +1,4 @@
-"""What answers say of their prompt, as vLLM's do."""
+"""Log-probabilities of a prompt in its response, as vLLM writes them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(BaseModel):
-    """What the prefix cache had of the prompts."""
+    """Tokens of the prompts that the prefix cache had."""
 
     cached_tokens: int
 
@@ -35,7 +35,7 @@ class Usage(BaseModel):
 
 
 def usage_so_far(handle: RemoteHandle, tokens: int) -> Usage:
-    """Return what one answer has taken that goes on; ``tokens`` of it have come."""
+    """Return the tokens of one answer that goes on; ``tokens`` of it have come."""
     prompt = len(handle.prompt)
     return Usage(
         prompt_tokens=prompt,
@@ -47,12 +47,7 @@ def usage_so_far(handle: RemoteHandle, tokens: int) -> Usage:
 
 
 def usage_of(handles: Sequence[RemoteHandle], reasoning: int = 0) -> Usage:
-    """Return what requests have taken that have ended; a prompt counts once, however many answers it has.
-
-    Args:
-        handles: one for each prompt.
-        reasoning: how many tokens the thinking of all answers has.
-    """
+    """Return the tokens of requests that have ended; a prompt counts once, however many answers it has."""
     prompt = sum(len(handle.prompt) for handle in handles)
     answers = sum(answer.tokens for handle in handles for answer in handle.answers)
     cached = sum(handle.cached_tokens for handle in handles)
@@ -66,5 +61,5 @@ def usage_of(handles: Sequence[RemoteHandle], reasoning: int = 0) -> Usage:
 
 
 def finish_reason_of(reason: str | None) -> FinishReason:
-    """Return one of OpenAI's reasons: an answer whose time is over was cut, as one that was too long."""
+    """Return OpenAI's reason: an answer whose time is over counts as one that was too long."""
     return "stop" if reason == "stop" else "length"

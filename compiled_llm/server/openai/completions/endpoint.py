@@ -90,7 +90,6 @@ class _CompletionResponseWriter:
         )
 
     def _handle(self, index: int) -> RemoteHandle:
-        """Return the handle of an answer's prompt."""
         return self._answers.handles[index // self._body.answers]
 
     def _prompt_logprobs(self, index: int) -> list[PromptPlace | None] | None:
@@ -98,7 +97,7 @@ class _CompletionResponseWriter:
         return prompt_logprobs(self._handle(index).prompt_logprobs or (), self._names) if wanted else None
 
     def _ids(self, tokens: list[int], index: int | None = None) -> dict[str, Any]:
-        """Return tokens by their ids, if they are wanted; with the index of an answer, those of its prompt, too."""
+        """Return token ids, if they are wanted; with the index of an answer, those of its prompt, too."""
         if not self._body.return_token_ids:
             return {}
         prompt = {} if index is None else {"prompt_token_ids": list(self._handle(index).prompt)}
@@ -159,7 +158,6 @@ class _CompletionResponseWriter:
         return event(TextCompletion(choices=[choice], **usage, **self._head))
 
     def _begun(self, choice: Choice, scores: CompletionScores) -> CompletionChoice:
-        """Return what repeats the prompt."""
         places, first = self._prompt_places(choice.index)
         logprobs = scores.written(places, first) if places else None
         index, text = choice.index, self._echo(choice.index)
@@ -189,6 +187,6 @@ class _CompletionResponseWriter:
 
 
 def _likeliest(place: list[Entry], most: int) -> list[Entry]:
-    """Return the token that stands in a place, and the likeliest ones, of which there may be more."""
+    """Return a place's own token, and the likeliest ones, of which there may be more than are wanted."""
     own, *others = place
     return [own, *(entry for entry in others if entry[2] <= most)]

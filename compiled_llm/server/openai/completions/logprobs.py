@@ -14,16 +14,11 @@ class CompletionScores:
     """Writes log-probabilities of one answer, from its beginning on; text offsets go on from piece to piece."""
 
     def __init__(self, names: TokenNames) -> None:
-        """Begin at the beginning of the text.
-
-        Args:
-            names: say what tokens are called.
-        """
         self._names = names
         self._offset = 0
 
     def written(self, places: Sequence[Sequence[Entry] | None], first: int | None = None) -> CompletionLogprobs:
-        """Return what is written of further tokens.
+        """Return the log-probabilities of further tokens.
 
         Args:
             places: for each token its own entry, then those of the likeliest; None if it has none.
@@ -38,7 +33,6 @@ class CompletionScores:
         )
 
     def _top(self, entries: Sequence[Entry]) -> dict[str, float]:
-        """Return the chosen token, and the likeliest ones."""
         return {self._names(token): max(logprob, LEAST) for token, logprob, _ in entries}
 
     def _advanced(self, token: int | None) -> int:

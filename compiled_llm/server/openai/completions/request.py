@@ -32,11 +32,7 @@ class CompletionRequest(ChoiceFields):
     suffix: Annotated[Any, RefusedField("text is continued, and not filled in", ("",))] = None
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """Return each prompt.
-
-        Raises:
-            ApiError: there is none.
-        """
+        """Return each prompt; ApiError if there is none."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt:
@@ -47,24 +43,11 @@ class CompletionRequest(ChoiceFields):
 
     @property
     def form(self) -> Form | None:
-        """The form of the answer.
-
-        Raises:
-            ApiError: there are several, or it is too long.
-            ValueError: there is no such form.
-        """
+        """The form of the answer; ApiError or ValueError as of ``form_beside``."""
         return self.form_beside(self.response_format)
 
     def sampling(self, form: Form | None) -> SamplingParams:
-        """Return what the engine is asked for.
-
-        Args:
-            form: of the answer.
-
-        Raises:
-            ApiError: something contradicts itself.
-            ValueError: as of ``SamplingParams``.
-        """
+        """Return the sampling parameters with a form; ApiError or ValueError if fields contradict each other."""
         if self.best_of not in (None, self.answers):
             raise invalid(f"best_of: has to be n={self.answers}; no answers are drawn and left out", "best_of")
         self.check_stream()

@@ -1,4 +1,4 @@
-"""What ``/v1/completions`` answers, whole or as it comes."""
+"""Responses of ``/v1/completions``, whole or as they come."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CompletionChoice(BaseModel):
 
 
 class TextCompletion(BaseModel):
-    """All answers, or what a stream has of them at a time."""
+    """All answers, or the new parts of them in a chunk of a stream."""
 
     id: str
     object: Literal["text_completion"]

@@ -1,4 +1,4 @@
-"""What is said of a request's field that no answer depends on: that it has no effect, or that it is refused."""
+"""Request fields that are accepted and ignored, and fields that are rejected."""
 
 from __future__ import annotations
 
@@ -15,25 +15,21 @@ Entries = Annotated[list[T], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
-    """What is sent as JSON: nothing that is not declared, and nothing of another type."""
+    """JSON with the declared fields alone, each of its own type."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 @dataclass(frozen=True)
 class NoEffect:
-    """A field that is taken, since it cannot change the answer.
-
-    Attributes:
-        why: it cannot.
-    """
+    """A field that is accepted and ignored, since it cannot change the answer: ``why`` not."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class RefusedField:
-    """A field that is not served: only values that ask for nothing are taken.
+    """A field that is not served: only values that ask for nothing are accepted.
 
     Attributes:
         why: it is not served, or what to give in its place.
@@ -44,11 +40,9 @@ class RefusedField:
     neutral: tuple[Any, ...] = ()
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Check a value in place of its type."""
         return core_schema.no_info_plain_validator_function(self._checked)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Describe it for OpenAPI."""
         return {"enum": [None, *self.neutral], "description": f"Not served: {self.why}."}
 
     def _checked(self, value: Any) -> Any:

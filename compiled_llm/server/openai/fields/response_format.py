@@ -34,7 +34,7 @@ class NamedSchema(Body):
 
 
 class JsonSchemaFormat(Body):
-    """What a JSON schema describes."""
+    """JSON that follows a schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
@@ -54,7 +54,7 @@ ResponseFormat = Annotated[AnyFormat, Field(discriminator="type")]
 
 
 def form_of(wanted: AnyFormat | None) -> dict[str, Any] | None:
-    """Return what ``StructuredOutputsParams`` have for a form; None for any text."""
+    """Return a form as arguments of ``StructuredOutputsParams``; None for any text."""
     if isinstance(wanted, JsonObjectFormat):
         return {"json_object": True}
     if isinstance(wanted, JsonSchemaFormat):

@@ -20,7 +20,7 @@ MAX_CHARACTERS = 2**13
 _MAX_TOKENS = 2**18
 """That a request can name; the largest vocabularies have as many."""
 _LONGEST_SALT = 1024
-"""Characters of a name for what a request shares; the prefix cache keeps it."""
+"""Characters of a salt; the prefix cache keeps it."""
 
 
 def _of_few_characters(given: Any) -> Any:
@@ -43,7 +43,7 @@ _SAME_NAMES = (
 
 
 class StreamOptions(Body):
-    """What a stream has besides pieces of the answer."""
+    """The parts of a stream besides the answer."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -51,7 +51,7 @@ class StreamOptions(Body):
 
 
 class SamplingFields(FormFields):
-    """What every kind of request can say of how its answer is drawn, and of its prompt."""
+    """Fields of every kind of request: how its answer is sampled, and how its prompt is read."""
 
     model: str | None = None
     temperature: Annotated[float | None, Field(ge=0)] = None
@@ -83,15 +83,7 @@ class SamplingFields(FormFields):
     length_penalty: Annotated[Any, RefusedField("it is for beam search", (1.0, 1))] = None
 
     def params(self, **others: Any) -> SamplingParams:
-        """Return what the engine is asked for.
-
-        Args:
-            **others: settings that have other names, or other defaults.
-
-        Raises:
-            ApiError: something contradicts itself.
-            ValueError: as of ``SamplingParams``.
-        """
+        """Return the sampling parameters, with ``others`` besides; ApiError or ValueError if they are impossible."""
         same = {name: value for name in _SAME_NAMES if (value := getattr(self, name, None)) not in (None, [])}
         return SamplingParams(**same, logit_bias=self._biases(), **others)
 
@@ -114,7 +106,6 @@ class SamplingFields(FormFields):
         return prompt[:kept] if self.truncation_side == "right" else prompt[-kept:]
 
     def _biases(self) -> dict[int, float] | None:
-        """Return the biases by token; JSON has them by text."""
         try:
             return {int(token): bias for token, bias in self.logit_bias.items()} if self.logit_bias else None
         except ValueError:
@@ -122,7 +113,7 @@ class SamplingFields(FormFields):
 
 
 class ChoiceFields(SamplingFields):
-    """What requests can say of which answers come, and of what is told of them."""
+    """Fields of chats and completions: how many answers they want, and what else of each."""
 
     n: Annotated[int | None, Field(ge=1)] = None
     stream_options: StreamOptions | None = None
@@ -132,7 +123,6 @@ class ChoiceFields(SamplingFields):
 
     @property
     def answers(self) -> int:
-        """How many are wanted of each prompt."""
         return self.n or 1
 
     @property
@@ -146,11 +136,7 @@ class ChoiceFields(SamplingFields):
         return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def check_stream(self) -> None:
-        """Check that nothing contradicts how the answers come.
-
-        Raises:
-            ApiError: something does.
-        """
+        """Check that no field contradicts ``stream``; ApiError if one does."""
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options: only for stream=true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:

@@ -21,18 +21,13 @@ _OLDER_NAMES = {
     "regex": "regex",
     "ebnf": "grammar",
 }
-"""What vLLM called them before, and what SGLang does."""
+"""Their former names in vLLM, and their names in SGLang."""
 _NOT_FOLLOWED = RefusedField("no grammar follows it; give structured_outputs.max_whitespace_cnt")
 _Choice = Annotated[list[str], Field(max_length=4096, fail_fast=True)]
 
 
 class Form(NamedTuple):
-    """The form that an answer has.
-
-    Attributes:
-        field: of the request, that says it; several, if it is made of what several say.
-        params: what it is.
-    """
+    """The form of an answer, and the field of the request, or the several fields, that ask for it."""
 
     field: str
     params: StructuredOutputsParams
@@ -54,7 +49,7 @@ class StructuredOutputs(Body):
 
     @property
     def blanks(self) -> dict[str, Any]:
-        """What is said of white space; null is a number, too: any."""
+        """The bounds of white space; null is a bound, too: none."""
         said: dict[str, Any] = {"disable_any_whitespace": bool(self.disable_any_whitespace)}
         return said | ({"max_whitespace_cnt": self.max_whitespace_cnt} if self._says("max_whitespace_cnt") else {})
 
@@ -69,7 +64,7 @@ class StructuredOutputs(Body):
 
 
 class FormFields(Body):
-    """What every kind of request can say of its answer's form."""
+    """Fields of every kind of request for the form of its answer."""
 
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -91,11 +86,7 @@ class FormFields(Body):
         return most
 
     def form_beside(self, wanted: AnyFormat | None, field: str = "response_format") -> Form | None:
-        """Return the form of an answer; None for any text.
-
-        Args:
-            wanted: its ``response_format``.
-            field: says that.
+        """Return the form of an answer, ``wanted`` by its ``field`` or by one of these; None for any text.
 
         Raises:
             ApiError: there are several forms, or one is too long.
@@ -114,15 +105,7 @@ class FormFields(Body):
 
 
 def named_form(field: str, **form: Any) -> Form:
-    """Return a form whose errors name the field that the client has sent.
-
-    Args:
-        field: says it.
-        **form: it, as of ``StructuredOutputsParams``.
-
-    Raises:
-        ValueError: there is no such form.
-    """
+    """Return a form, as of ``StructuredOutputsParams``, whose errors name the field that the client has sent."""
     try:
         return Form(field, StructuredOutputsParams(**form))
     except ValueError as error:

@@ -16,7 +16,7 @@ _NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
 class Function(Body):
-    """A function, and what it takes, as a JSON schema."""
+    """A function, and its parameters as a JSON schema."""
 
     name: Name
     description: str | None = None
@@ -25,7 +25,7 @@ class Function(Body):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        """What it takes; nothing unless it says so."""
+        """Its parameters; none unless it says so."""
         return self.parameters or _NO_PARAMETERS
 
 
@@ -36,7 +36,6 @@ class Tool(Body):
     function: Function
 
     def plain(self) -> dict[str, Any]:
-        """Return it as chat templates read it."""
         function = self.function
         described = {} if function.description is None else {"description": function.description}
         parameters = {"parameters": function.schema_of_arguments}
@@ -63,23 +62,20 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 class Offer:
     """Tools as a request offers them.
 
+    Args:
+        tools: all of them.
+        choice: ``"none"``, ``"auto"``, ``"required"``, or ``=`` and the name of one.
+        several: whether an answer may have several calls.
+
     Attributes:
         functions: that the model sees; none with ``tool_choice="none"``.
-        called: those of them one of which an answer has to call; None if it need not.
-        several: whether an answer may have several calls.
+        called: functions one of which an answer has to call; None if it need not.
+
+    Raises:
+        ApiError: two have one name, or the one that has to be called is missing.
     """
 
     def __init__(self, tools: Sequence[Tool], choice: str | None, several: bool = True) -> None:
-        """Check that they are not at odds.
-
-        Args:
-            tools: all of them.
-            choice: ``"none"``, ``"auto"``, ``"required"``, or ``=`` and the name of one.
-            several: whether an answer may have several calls.
-
-        Raises:
-            ApiError: two have one name, or what has to be called is not among them.
-        """
         self.tools = [] if choice == "none" else list(tools)
         self.functions = [tool.function for tool in self.tools]
         self.several = several and choice in (None, "none", "auto", "required")  # a named one is called once
@@ -110,5 +106,4 @@ class Offer:
 
 
 def choice_of(choice: str | NamedTool | None) -> str | None:
-    """Return the choice as ``Offer`` reads it."""
     return f"={choice.function.name}" if isinstance(choice, NamedTool) else choice

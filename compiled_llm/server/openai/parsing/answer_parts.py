@@ -1,4 +1,4 @@
-"""What an answer consists of: reasoning, content, and calls of tools."""
+"""The parts of an answer: reasoning, content, and calls of tools."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class ToolCallPart(NamedTuple):
 
 
 class CallPiece(NamedTuple):
-    """What is new of a call of a tool.
+    """The new part of a call of a tool.
 
     Attributes:
         id: of the call.
         name: of the function, if the call begins with this piece.
-        arguments: what is new of them.
-        finished: whether the model has finished it; a call that is cut never is.
+        arguments: that are new, as JSON.
+        finished: whether the model has finished the call; one that is cut never is.
     """
 
     id: str
@@ -36,7 +36,7 @@ class CallPiece(NamedTuple):
 
 @dataclass
 class Parts:
-    """Parts of an answer, or what is new of them."""
+    """Parts of an answer, or the new ones of them."""
 
     reasoning: str = ""
     content: str = ""
@@ -44,12 +44,12 @@ class Parts:
 
     @property
     def is_content(self) -> bool:
-        """Whether there is nothing but content, which may be none."""
+        """Whether there is nothing but content, which may be empty."""
         return not (self.reasoning or self.pieces)
 
     @property
     def calls(self) -> list[ToolCallPart]:
-        """Calls of an answer that is whole."""
+        """Calls of a whole answer."""
         found = {
             piece.id: ToolCallPart(piece.id, piece.name or "", "") for piece in self.pieces if piece.name is not None
         }
@@ -59,7 +59,7 @@ class Parts:
         return list(found.values())
 
     def call(self, piece: CallPiece) -> None:
-        """Add what is new of a call; two pieces of one call become one."""
+        """Add a piece of a call; two pieces of one call become one."""
         if self.pieces and (last := self.pieces[-1]).id == piece.id:
             self.pieces[-1] = CallPiece(last.id, last.name, last.arguments + piece.arguments, piece.finished)
         else:
@@ -70,12 +70,12 @@ class PartsReader(Protocol):
     """Reads one answer as it comes."""
 
     def read(self, text: str, finished: bool, cut: bool = False) -> Parts:
-        """Return what is new, by the next piece of text.
+        """Return the new parts in the next piece of text.
 
         Args:
             text: the next piece.
-            over: nothing comes after it.
-            cut: if it is over, there was no room for more: a call that has not ended is no content.
+            finished: whether it is the last one.
+            cut: whether the answer was cut at its last piece: a call that has not ended is no content.
         """
         ...
 
@@ -84,5 +84,4 @@ class PlainReader:
     """Reads an answer that is all content."""
 
     def read(self, text: str, finished: bool, cut: bool = False) -> Parts:
-        """Return the text."""
         return Parts(content=text)

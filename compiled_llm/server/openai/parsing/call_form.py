@@ -20,7 +20,7 @@ _ARGUMENTS = {
 """How a template may have written the sample's arguments, by xgrammar's name for the style."""
 _SCHEMA = {"type": "object", "properties": {_KEY: {"type": "string"}}}
 SAMPLE_TOOL = {"type": "function", "function": {"name": _NAME, "description": "a sample", "parameters": _SCHEMA}}
-"""What is called, as chat templates read it."""
+"""The tool of the sample, as chat templates read it."""
 
 Read = Callable[[str], Parts]
 """Returns the parts of an answer."""
@@ -36,7 +36,7 @@ def sample_chat(calls: int) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class CallForm:
-    """What stands around a call's name and arguments.
+    """The texts around a call's name and arguments.
 
     Attributes:
         before_name: begins a call.
@@ -55,12 +55,7 @@ class CallForm:
     blanks: int | None = MAX_BLANKS
 
     def several(self, functions: Sequence[Function], several: bool) -> dict[str, Any]:
-        """Return calls, one at least, as a structural tag of xgrammar's has them.
-
-        Args:
-            functions: that may be called.
-            several: whether there may be more than one call.
-        """
+        """Return calls, one at least, as a structural tag of xgrammar's; more than one only if ``several``."""
         one = {"type": "or", "elements": [self._call(function) for function in functions]}
         if not several or self.separator is None:
             return one
@@ -69,13 +64,13 @@ class CallForm:
         return {"type": "sequence", "elements": [one, {"type": "star", "content": again}]}
 
     def beside_text(self, functions: Sequence[Function], several: bool) -> dict[str, Any]:
-        """Return text that may have calls in it, as a structural tag of xgrammar's has it."""
+        """Return text that may have calls in it, as a structural tag of xgrammar's."""
         trigger = self.before_name.split()[0]
         tags = [self._tag(function) for function in functions]
         return {"type": "triggered_tags", "triggers": [trigger], "tags": tags, "stop_after_first": not several}
 
     def is_proved(self, arguments: str, read: Read) -> bool:
-        """Whether calls in this form, with the sample's arguments, are read as what they are."""
+        """Whether calls in this form, with the sample's arguments, are read as calls."""
         one = f"{self.before_name}{_NAME}{self.before_arguments}{arguments}{self.end}"
         several = [one] if self.separator is None else [one, one + self.separator + one]
         return all(_is_read(read(text), number) for number, text in enumerate(several, start=1))
@@ -115,7 +110,7 @@ def call_form(prompt: str, one: str, two: str | None, ends: Sequence[str], read:
 
 
 def _around(match: re.Match[str], prompt: str, two: str | None, ends: Sequence[str], style: str) -> CallForm:
-    """Return the form of a call that has its arguments at a place of a chat."""
+    """Return the form of a call whose arguments a match has found in a chat."""
     before, rest = match.string[: match.start()], match.string[match.end() :]
     end = rest[: min((place for text in ends if (place := rest.find(text)) >= 0), default=len(rest))].rstrip()
     again = _again(before, end, two, style)
@@ -126,7 +121,7 @@ def _around(match: re.Match[str], prompt: str, two: str | None, ends: Sequence[s
 
 
 def _again(before: str, end: str, two: str | None, style: str) -> str | None:
-    """Return what stands between the end of a call and the arguments of the next; None if calls do not repeat."""
+    """Return the text between the end of a call and the arguments of the next; None if calls do not repeat."""
     matches = list(_ARGUMENTS[style].finditer(two or ""))
     if two is None or len(matches) != 2:
         return None

@@ -15,10 +15,10 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 class Begun(NamedTuple):
-    """What is known of a call when it begins.
+    """The facts of a call when it begins.
 
     Attributes:
-        captures: what the template has found before its text.
+        captures: that the template has found before its text.
         tools: that may be called, as chat templates read them.
         read: returns the arguments of the call with a text as HuggingFace's parser reads them, all at once.
     """
@@ -28,22 +28,18 @@ class Begun(NamedTuple):
     read: Callable[[str], Mapping[str, Any]]
 
     def properties(self, name: str) -> Mapping[str, Any]:
-        """Return what a function takes, as JSON schemas; nothing of one that there is not."""
+        """Return a function's parameters as JSON schemas; none of an unknown function."""
         functions = [tool["function"] for tool in self.tools]
         found = [function["parameters"].get("properties") for function in functions if function["name"] == name]
         return found[0] if found and isinstance(found[0], Mapping) else {}
 
 
 CallStyle = Callable[[Begun], CallText]
-"""Returns what reads a call."""
+"""Returns a reader of one call."""
 
 
 def call_style_of(field: Mapping[str, Any]) -> CallStyle | None:
-    """Return how calls are written; None if HuggingFace's parser alone can read them, once they are whole.
-
-    Args:
-        field: of calls, in a response template.
-    """
+    """Return how a response template's field writes calls; None if only HuggingFace's parser can read them, whole."""
     transform = field.get("transform")
     function = transform.get("function") if isinstance(transform, Mapping) else None
     if function == _CONTENT and not field.get("transform_each"):
@@ -61,7 +57,7 @@ def call_style_of(field: Mapping[str, Any]) -> CallStyle | None:
 
 
 def text_of_calls(field: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the field of calls so that HuggingFace's parser finds where they are, and reads nothing in them."""
+    """Return the field of calls so that HuggingFace's parser finds their places, and reads nothing in them."""
     return {**field, "content": "text", "content_args": {"strip": False}, "transform": {"text": _CONTENT}}
 
 

@@ -1,4 +1,4 @@
-"""Calls of tools as they come: who is called, and then the arguments as JSON, piece by piece."""
+"""Calls of tools as they come: the name of the function, then the arguments as JSON, piece by piece."""
 
 from __future__ import annotations
 
@@ -18,37 +18,27 @@ _END = regex.compile(r"\s*\}")
 
 
 class CallText(Protocol):
-    """Reads the text of one call.
-
-    Attributes:
-        name: of the function; None until it is certain that this is a call.
-    """
+    """Reads the text of one call; the function's ``name`` is None until it is certain that this is a call."""
 
     name: str | None
 
     def read(self, text: str) -> str:
-        """Return what is new of the arguments by the next piece; nothing before there is a name."""
+        """Return the new part of the arguments; empty before there is a name."""
         ...
 
     def end(self, closed: bool) -> str:
-        """Return what the end adds to the arguments; ``closed`` says whether the model itself has ended the call."""
+        """Return the end of the arguments; ``closed`` says whether the model itself has ended the call."""
         ...
 
     def cut(self) -> None:
-        """Know that there was no room for more: with a name, it is a call."""
+        """Note that there was no room for more: with a name, it is a call."""
         ...
 
 
 class JsonCall:
-    """A call whose text is an object of JSON: the name is one of its members, the arguments are another."""
+    """A call whose text is an object of JSON: its name and its arguments are members, under one of these keys."""
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
-        """Begin before its text.
-
-        Args:
-            name: key of the name.
-            arguments: keys that the arguments may have.
-        """
         self.name: str | None = None
         self._name_key, self._argument_keys = name, arguments
         self._called: str | None = None
@@ -57,7 +47,7 @@ class JsonCall:
         self._member: _ObjectMember | None = None
 
     def read(self, text: str) -> str:
-        """Return what is new of the arguments; they wait for the name."""
+        """As of ``CallText``; arguments wait for the name."""
         self._rest = "" if self._finished else self._rest + text
         while self._rest and not self._finished and self._step():
             pass
@@ -67,11 +57,10 @@ class JsonCall:
         return new
 
     def end(self, closed: bool) -> str:
-        """Return nothing: what was cut stays as it is."""
+        """As of ``CallText``; a cut call stays as it is."""
         return ""
 
     def cut(self) -> None:
-        """As of ``CallText``."""
         self.name = self._called
 
     def _step(self) -> bool:
@@ -91,7 +80,7 @@ class JsonCall:
         if found is None:  # the object ends here, or this is none
             self._finished = True
             if self._new is None and self._before is _NEXT and _END.match(self._rest):
-                self._new = "{}"  # a call of what takes nothing may have none
+                self._new = "{}"  # a call without arguments may leave them out
         elif found.end() > _LONGEST_NAME:
             self._finished = True
         elif not found.partial:
@@ -121,17 +110,11 @@ class JsonArguments:
     """A call whose text is its arguments as JSON; the name stands before it."""
 
     def __init__(self, name: str) -> None:
-        """Begin before its text.
-
-        Args:
-            name: of the function.
-        """
         self.name: str | None = None
         self._called = name
         self._member: _ObjectMember | None = None
 
     def read(self, text: str) -> str:
-        """Return what is new of them."""
         if self._member is None:
             text = text.lstrip()
             self._member = _ObjectMember("", text[0] == "{") if text else None
@@ -144,7 +127,7 @@ class JsonArguments:
         return new
 
     def end(self, closed: bool) -> str:
-        """Return arguments that are no object, which come whole."""
+        """As of ``CallText``; arguments that are no object come whole."""
         if self._member is None or self._member.streams:
             return ""
         try:
@@ -155,19 +138,18 @@ class JsonArguments:
         return value if isinstance(value, str) else self._member.text
 
     def cut(self) -> None:
-        """As of ``CallText``."""
         self.name = self._called
 
 
 class _ObjectMember:
-    """A member of an object on its way; its text is kept unless it streams."""
+    """A member of an object that is being read; its text is kept unless it streams."""
 
     def __init__(self, key: str, streams: bool) -> None:
         self.key, self.streams = key, streams
         self.value, self.text = JsonValue(), ""
 
     def take(self, text: str) -> str:
-        """Return what belongs to it of the next piece."""
+        """Return the part of the next piece that belongs to it."""
         new = text[: self.value.take(text)] if text and not self.value.finished else ""
         if not self.streams:
             self.text += new

@@ -1,4 +1,4 @@
-"""What the parts of an answer begin and end with, and which text is clear of it, so that no parser needs to see it."""
+"""The delimiters of an answer's parts; a text that is clear of them needs no parser."""
 
 from __future__ import annotations
 
@@ -10,18 +10,13 @@ from typing import Any
 import regex  # type: ignore[import-untyped]  # transformers' parser uses it; it finds matches that only begin
 
 _LETTERS = "aé漢"
-"""Whatever begins with one of these may begin with anything."""
+"""A pattern that can begin with one of these can begin with anything."""
 
 
 class Delimiters:
-    """Those of a response template."""
+    """The delimiters in the fields of a response template, and the characters that they can begin with."""
 
     def __init__(self, fields: Mapping[str, Mapping[str, Any]]) -> None:
-        """Find which characters they can begin with.
-
-        Args:
-            fields: of the response template.
-        """
         self._patterns = dict(_patterns(fields))
         patterns = list(self._patterns.values())
         self._are_known = not any(_looks_around(pattern) or _begins(pattern, _LETTERS) for pattern in patterns)
@@ -35,11 +30,11 @@ class Delimiters:
         self._soft = tuple(soft)
 
     def opening(self, name: str, text: str) -> Any:
-        """Return the match of what begins a part, the first in a text; None if nothing does."""
+        """Return the first match of a part's beginning in a text; None if there is none."""
         return self._match(f"{name} open", text)
 
     def begun_opening(self, name: str, text: str) -> Any:
-        """Return the match of what begins a part at the end of a text, or may go on to; None if nothing does.
+        """Return the match of a part's beginning at the end of a text, whole or partial; None if there is none.
 
         A single character is no beginning: it may be anything.
         """
@@ -49,13 +44,13 @@ class Delimiters:
         return found if ends_text else None
 
     def last_opening(self, name: str, text: str) -> str:
-        """Return a text from where a part begins for the last time; nothing if none does."""
+        """Return a text from the last beginning of a part on; empty if there is none."""
         pattern = self._patterns.get(f"{name} open")
         places = [] if pattern is None else [found.start() for found in pattern.finditer(text)]
         return text[places[-1] :] if places else ""
 
     def closing(self, name: str, text: str) -> Any:
-        """Return the match of what ends a part, the first in a text; None if nothing does."""
+        """Return the first match of a part's end in a text; None if there is none."""
         return self._match(f"{name} close", text)
 
     def _match(self, which: str, text: str) -> Any:
@@ -68,7 +63,7 @@ class Delimiters:
 
 
 def _patterns(fields: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield what parts begin and end with, by the names of both; of several texts the longest is looked for first."""
+    """Yield patterns of beginnings and ends by the names of both; of several literals the longest is tried first."""
     for part, field in fields.items():
         for name in ("open", "close"):
             given = field.get(name, [])
@@ -79,12 +74,11 @@ def _patterns(fields: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, An
 
 
 def _looks_around(pattern: Any) -> bool:
-    """Whether a pattern can depend on what stands before it."""
+    """Whether a pattern can depend on the text before it."""
     return re.search(r"\(\?<[=!]|\\[bBAG]|(?<!\[)\^", pattern.pattern) is not None
 
 
 def _begins(pattern: Any, characters: str) -> bool:
-    """Whether a pattern can begin with one of some characters."""
     return any(_matches(pattern, character) for character in characters)
 
 

@@ -9,14 +9,9 @@ _IN_STRING, _OUTSIDE = re.compile(r'["\\]'), re.compile(r'["{}\[\]]')
 
 
 class JsonValue:
-    """Finds the end of a value by its strings and brackets alone: what stands between them is not looked at.
-
-    Attributes:
-        over: whether it has ended.
-    """
+    """Finds the end of a value by its strings and brackets alone: other text is not looked at."""
 
     def __init__(self) -> None:
-        """Begin before its first character."""
         self.finished = False
         self._begun = self._is_scalar = self._in_string = self._escaped = False
         self._depth = 0
@@ -35,7 +30,7 @@ class JsonValue:
         return place
 
     def _next(self, text: str, place: int) -> int:
-        """Pass over the next character that means something, and what stands before it."""
+        """Pass over the next character that means something, and all before it."""
         if self._escaped:
             self._escaped = False
             return place + 1

@@ -18,11 +18,21 @@ _LOOKS, _SHORT = 8, 1024
 """How often a text that has become no part is looked at while it doubles, and how long it is to be for that."""
 
 BeginCall = Callable[[str, dict[str, str]], CallText]
-"""Returns what reads a call, by the text that begins it and what the template has found there."""
+"""Returns a reader of one call, by the text that begins it and the template's captures in that."""
 
 
 class ParsedReader:
-    """Reads an answer by HuggingFace's parser; what that cannot read is content."""
+    """Reads an answer by HuggingFace's parser; text that it cannot read is content.
+
+    Args:
+        parser: of ``tokenizer.get_response_parser``.
+        fields: of the response template.
+        delimiters: of these fields.
+        several_calls: whether calls after the first one are told of.
+        begin_call: for calls that are read as they come, whose texts the parser leaves as they are.
+        prompt: that the parser has seen.
+        finds_calls: whether the parser looks for calls.
+    """
 
     def __init__(
         self,
@@ -34,25 +44,14 @@ class ParsedReader:
         prompt: str = "",
         finds_calls: bool = True,
     ) -> None:
-        """Begin with what the prompt has begun.
-
-        Args:
-            parser: of ``tokenizer.get_response_parser``.
-            fields: of the response template.
-            delimiters: of these fields.
-            several_calls: whether calls after the first one are told of.
-            begin_call: for calls that are read as they come, whose texts the parser leaves as they are.
-            prompt: that the parser has seen.
-            finds_calls: whether the parser looks for calls.
-        """
         self._parser: Any = parser
         self._begin_call = begin_call
         self._finds_calls = finds_calls
         self._call: _PartialCall | None = None
         self._max_calls = None if several_calls else 1
         self._calls = 0
-        self._untold = ""  # what was fed and has become no part yet
-        self._later = ""  # what was not fed yet
+        self._untold = ""  # was fed, and has become no part yet
+        self._later = ""  # was not fed yet
         self._delimiters = delimiters
         self._implicit = CONTENT if _is_implicit(fields.get(CONTENT)) else None
         self._part: str | None = self._implicit
@@ -63,7 +62,7 @@ class ParsedReader:
         self._begun = self._begin(parser.initial_events)
 
     def _begin(self, events: Sequence[Mapping[str, Any]]) -> list[CallPiece]:
-        """Take what the prompt has begun, and return what is to be told of it: a call that has not ended."""
+        """Read what the prompt has begun, and return a call that has not ended, to be told of."""
         parts = Parts()
         for event in events:
             self._take(event, parts)
@@ -73,7 +72,6 @@ class ParsedReader:
         return [piece for piece in parts.pieces if self._call is not None and piece.id == self._call.id]
 
     def read(self, text: str, finished: bool, cut: bool = False) -> Parts:
-        """Return what is new."""
         parts, self._begun = Parts(pieces=self._begun), []
         for piece in [text] if self._delimiters.are_far_from(text) else _PIECES.split(text):
             self._feed(piece, parts)
@@ -91,7 +89,7 @@ class ParsedReader:
             self._feed_later(parts)
 
     def _feed_later(self, parts: Parts) -> None:
-        """Feed what waits; the parser looks again at all that it does not understand yet, blanks for instance."""
+        """Feed the text that waits; the parser looks again at all that it does not understand yet."""
         piece, self._later = self._later, ""
         self._has_fed |= bool(piece)
         self._untold += piece
@@ -102,11 +100,11 @@ class ParsedReader:
 
     @property
     def _holds_nothing(self) -> bool:
-        """Whether the parser has nothing that it waits to understand; at first the prompt's end may be that."""
+        """Whether no text waits in the parser to be understood; at first the prompt's end may."""
         return self._has_fed and not self._untold
 
     def _cut(self, parts: Parts) -> None:
-        """Finish without what there was no room for."""
+        """Finish without the part that there was no room for."""
         found = self._delimiters.begun_opening(CALLS, self._untold) if self._part == self._implicit else None
         if found is None or not self._finds_calls:
             self._cuts_call = self._part == CALLS
@@ -127,7 +125,7 @@ class ParsedReader:
         try:
             for event in events():
                 self._take(event, parts)
-        except Exception:  # whatever a template does with what the model should not have written
+        except Exception:  # templates fail in many ways on a text that the model should not have written
             self._parser, self._part = None, CONTENT
             self._tell_rest(parts)
 
@@ -198,7 +196,7 @@ class ParsedReader:
             parts.reasoning += text
 
     def _tell(self, call: _PartialCall, new: str, parts: Parts, finished: bool = False) -> None:
-        """Tell of a call, from when it is certain that it is one."""
+        """Tell of a call, as soon as it is certain that it is one."""
         begins = call.number is None and call.text.name is not None
         if begins:
             self._calls, call.number = self._calls + 1, self._calls
@@ -216,7 +214,7 @@ class ParsedReader:
 
 
 class _PartialCall:
-    """A call on its way, and all that was read of it: if it is none, that is content."""
+    """A call that is being read, and all of its text: if it is no call, that is content."""
 
     def __init__(self, opening: str, text: CallText) -> None:
         self.id = _new_id()
@@ -225,7 +223,6 @@ class _PartialCall:
         self.number: int | None = None  # in the answer; None before it is certain
 
     def read(self, text: str) -> str:
-        """Return what is new of the arguments."""
         if self.text.name is None:
             self.raw += text
         return self.text.read(text)
@@ -240,7 +237,7 @@ class _Trimmed:
         self._space = ""
 
     def add(self, text: str) -> str:
-        """Return what is certain by now."""
+        """Return the part that is certain by now."""
         if not self._strips:
             return text
         text = self._space + text if self._begun else text.lstrip()
@@ -260,11 +257,7 @@ def _strips(spec: Mapping[str, Any]) -> bool:
 
 
 def _call(value: Mapping[str, Any]) -> ToolCallPart:
-    """Return a call as the parser gives it.
-
-    Raises:
-        ValueError: it has no name.
-    """
+    """Return a call as the parser gives it; ValueError if it has no name."""
     function = value["function"]
     name, arguments = function["name"], function.get("arguments", function.get("parameters", {}))
     if not isinstance(name, str) or not name:

@@ -1,4 +1,4 @@
-"""How a model writes what its answers consist of: HuggingFace's response template, and the parser that reads by it."""
+"""How a model writes the parts of its answers: HuggingFace's response template, and the parser that reads by it."""
 
 from __future__ import annotations
 
@@ -20,22 +20,17 @@ _SAMPLE = [{"role": "user", "content": "hi"}]
 
 
 class ResponseTemplate:
-    """A model's response template.
+    """A model's response template; parts that are not served are content.
+
+    Args:
+        tokenizer: HuggingFace's.
+        spec: the template; ValueError if HuggingFace does not understand it.
 
     Attributes:
         has_calls: whether it says how tools are called.
     """
 
     def __init__(self, tokenizer: Any, spec: dict[str, Any]) -> None:
-        """Take what is served of it: a part that it has besides is content.
-
-        Args:
-            tokenizer: HuggingFace's.
-            spec: the template.
-
-        Raises:
-            ValueError: HuggingFace does not understand it.
-        """
         self._tokenizer = tokenizer
         fields = {name: field for name, field in spec["fields"].items() if name in _KNOWN}
         self._with_calls = {**spec, "fields": fields}
@@ -48,7 +43,7 @@ class ResponseTemplate:
         self._whole_parser(None)
 
     def reader(self, prompt: str, tools: Sequence[dict[str, Any]] | None, several_calls: bool = True) -> ParsedReader:
-        """Return what reads an answer; one for each.
+        """Return a reader of one answer.
 
         Args:
             prompt: as the model sees it, which may have begun to answer.
@@ -60,7 +55,7 @@ class ResponseTemplate:
         return ParsedReader(parser, fields, self._delimiters, several_calls, begin_call, prompt, bool(tools))
 
     def _begin_call(self, tools: Sequence[dict[str, Any]]) -> BeginCall | None:
-        """Return what begins to read calls; None if they are read once they are whole."""
+        """Return a function that begins to read calls; None if they are read once they are whole."""
         style = self._style
         if style is None:
             return None
@@ -73,7 +68,6 @@ class ResponseTemplate:
         return self._tokenizer.get_response_parser(spec, prefix=prompt, tools=tools)
 
     def _arguments(self, call: str, tools: Sequence[dict[str, Any]]) -> Mapping[str, Any]:
-        """Return the arguments of a call as HuggingFace's parser reads them."""
         parser = self._whole_parser(tools)
         parser.feed(call)
         found = parser.finalize()[0][CALLS]
@@ -99,14 +93,14 @@ class ResponseTemplate:
 
     @cached_property
     def needs_special_tokens(self) -> bool:
-        """Whether special tokens begin or end a part, so that an answer is read with them in its text."""
+        """Whether special tokens begin or end a part, so that they have to be in the text."""
         special = [token for token in self._tokenizer.all_special_tokens if token]
         marks = [mark for field in self._with_calls["fields"].values() for mark in _marks(field)]
         return any(token in mark.replace("\\", "") for token in special for mark in marks)
 
 
 def _marks(field: dict[str, Any]) -> list[str]:
-    """Return the texts, or patterns, that a part begins and ends with; none of one that needs no beginning."""
+    """Return the texts, or patterns, of a part's beginning and end; none of one that needs no beginning."""
     if not ("open" in field or "open_pattern" in field):
         return []
     given = (field.get(name, []) for name in ("open", "open_pattern", "close", "close_pattern"))

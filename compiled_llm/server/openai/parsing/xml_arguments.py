@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import regex  # type: ignore[import-untyped]  # as transformers' parser: what a blank is, they have to agree on
+import regex  # type: ignore[import-untyped]  # as transformers' parser: both need the same blanks
 
 _CHARACTER = r"[^\\()\[\]{}*+?.|^$]"
 _LITERAL = rf"(?:{_CHARACTER}|\\s\*)*{_CHARACTER}"
@@ -22,7 +22,7 @@ _PATTERN = re.compile(
 _SPACES = "".join(space for space in map(chr, range(0x3001)) if regex.match(r"\s", space))
 
 _LONGEST_TAG = 1024
-"""Characters of what begins an argument, with its name."""
+"""Characters of the beginning of an argument, with its name."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class XmlTags:
     """How an argument is written.
 
     Attributes:
-        begin: matches what stands before a value, with its ``key``.
+        begin: matches the text before a value, with its ``key``.
         spaces_before: are no part of a value if it begins with them.
         spaces_after: if it ends with them.
         end: stands after a value.
@@ -51,7 +51,7 @@ class XmlTags:
         return cls(regex.compile(found["begin"], regex.DOTALL), before, after, found["end"])
 
     def sure(self, text: str) -> str:
-        """Return what of a value's text stays as it is, whatever comes."""
+        """Return the part of a value's text that stays as it is, whatever follows."""
         begun = next((size for size in range(len(self.end) - 1, 0, -1) if text.endswith(self.end[:size])), 0)
         return text[: len(text) - begun].rstrip(self.spaces_after)
 
@@ -59,21 +59,16 @@ class XmlTags:
 class XmlArguments:
     """Reads the arguments of one call: those that are texts piece by piece, others whole.
 
-    Attributes:
+    Args:
         name: of the function.
+        tags: of its arguments.
+        properties: its parameters, as JSON schemas.
+        read: returns arguments by their tags, with the types of the schemas.
     """
 
     def __init__(
         self, name: str, tags: XmlTags, properties: Mapping[str, Any], read: Callable[[str], Mapping[str, Any]]
     ) -> None:
-        """Begin before the first tag.
-
-        Args:
-            name: of the function.
-            tags: of its arguments.
-            properties: what it takes, as JSON schemas.
-            read: returns arguments by their tags, with the types of the schemas.
-        """
         self.name: str | None = name
         self._tags, self._properties, self._read = tags, properties, read
         self._rest = self._tag = ""
@@ -81,7 +76,6 @@ class XmlArguments:
         self._count = 0
 
     def read(self, text: str) -> str:
-        """Return what is new of them."""
         self._rest += text
         found = []
         while (new := self._begin() if self._key is None else self._value(self._key)) is not None:
@@ -89,7 +83,7 @@ class XmlArguments:
         return "".join(found)
 
     def end(self, closed: bool) -> str:
-        """Return what ends them; what was cut stays so, lest it looks whole."""
+        """As of ``CallText``; a cut call stays so, lest it looks whole."""
         if not closed:
             return ""
         last = "" if self._key is None else self.read(self._tags.end)
@@ -111,7 +105,7 @@ class XmlArguments:
         return f"{before}{_json(key)}: " + ('"' if self._is_text(key) else "")
 
     def _value(self, key: str) -> str | None:
-        """Return what is new of a value; None for nothing."""
+        """Return the new part of a value; None if there is none."""
         if not self._is_begun:
             self._rest = self._rest.lstrip(self._tags.spaces_before)
         text, end, rest = self._rest.partition(self._tags.end)
@@ -125,7 +119,7 @@ class XmlArguments:
         return _json(text)[1:-1]
 
     def _is_text(self, key: str) -> bool:
-        """Whether the value of an argument is what the model writes, whatever that is."""
+        """Whether the value of an argument is the model's text as it is."""
         schema = self._properties.get(key)
         if not isinstance(schema, Mapping):
             return True
@@ -135,7 +129,7 @@ class XmlArguments:
     def _typed(self, key: str, text: str) -> str:
         try:
             return _json(self._read(self._tag + text + self._tags.end)[key])
-        except Exception:  # of a parser that is HuggingFace's, by what a model has written
+        except Exception:  # of HuggingFace's parser, on a text of the model's
             return _json(text)
 
 

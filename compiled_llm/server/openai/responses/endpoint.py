@@ -91,7 +91,7 @@ class _ResponsesWriter:
             if (news := choice.news()) is not None:
                 reason = news.finish_reason
                 yield list(self._news(news))
-        assert reason is not None, "what has ended has a reason"
+        assert reason is not None, "an answer that has ended has a reason"
         response = await beside(lambda: self._ended(reason), self._answers.characters)
         yield [self._event(f"response.{response.status}", response=response.model_dump())]
 
@@ -108,7 +108,6 @@ class _ResponsesWriter:
         return chat_logprobs(places or [], self._body.top_logprobs or 0, names).content or []
 
     def _ended(self, reason: FinishReason) -> ResponseBody:
-        """Return the response to an answer that has ended."""
         usage = self._answers.usage(self._reading.reasoning_tokens(self._model.vocabulary))
         return self._response(
             _status(reason),

@@ -1,4 +1,4 @@
-"""The input of ``/v1/responses``: messages, what was thought and called in answers, and what calls have returned."""
+"""The input of ``/v1/responses``: messages, thinking and calls of earlier answers, and outputs of calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOT_STORED = NoEffect("nothing is stored")
 
 
 class InputText(Body):
-    """A piece of a message, a user's or what was answered before."""
+    """A piece of a message, a user's or an earlier answer's."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -46,7 +46,7 @@ class CallItem(Body):
 
 
 class CallOutput(Body):
-    """What a call has returned."""
+    """The output of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -57,14 +57,14 @@ class CallOutput(Body):
 
 
 class ThoughtText(Body):
-    """What was thought, or a summary of it."""
+    """Thinking, or a summary of it."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
 class ReasoningItem(Body):
-    """What was thought in an answer."""
+    """The thinking of an answer."""
 
     type: Literal["reasoning"]
     content: Entries[ThoughtText] | None = None
@@ -75,7 +75,7 @@ class ReasoningItem(Body):
 
 
 class ItemReference(Body):
-    """What OpenAI would have stored."""
+    """An item that OpenAI would have stored."""
 
     type: Annotated[Any, RefusedField("nothing is stored; send the item itself, as clients do with store=false")]
     id: str
@@ -100,7 +100,7 @@ _Item = InputMessage | CallItem | CallOutput | ReasoningItem | ItemReference
 
 
 def messages_of(items: Sequence[_Item]) -> list[Message]:
-    """Return items as messages of a chat: what stands in one answer is one message."""
+    """Return items as messages of a chat: the items of one answer are one message."""
     groups: list[list[_Item]] = []
     for item in items:
         if groups and _goes_on(groups[-1][-1], item):
@@ -122,7 +122,7 @@ def _goes_on(last: _Item, item: _Item) -> bool:
 
 
 def _message(items: Sequence[_Item]) -> Message:
-    """Return what is one message: an answer may be of several items."""
+    """Return one message of the items of an answer, or of a single other item."""
     first = items[0]
     assert not isinstance(first, ItemReference), "it is refused"
     if isinstance(first, CallOutput):

@@ -22,33 +22,22 @@ _Part = TypeVar("_Part", OutputText, ReasoningText)
 
 
 class Event(Protocol):
-    """Writes an event."""
+    """Writes an event, by its kind and its other fields."""
 
-    def __call__(self, kind: str, **others: object) -> bytes:
-        """Return it, by its kind and what it has."""
-        ...
+    def __call__(self, kind: str, **others: object) -> bytes: ...
 
 
 class Output:
-    """Items of an answer as it comes, one after another; only the last one is open.
-
-    Attributes:
-        items: so far.
-    """
+    """The ``items`` of an answer as it comes, one after another; only the last one is open."""
 
     def __init__(self, event: Event) -> None:
-        """Begin before the first token.
-
-        Args:
-            event: writes events.
-        """
         self.items: list[Item] = []
         self._event = event
         self._open: Item | None = None
         self._logprobs: list[TokenLogprob] = []
 
     def take(self, parts: Parts, logprobs: list[TokenLogprob]) -> Iterator[bytes]:
-        """Take what is new, and yield events of it."""
+        """Take new parts, and yield events of them."""
         self._logprobs += logprobs
         if parts.reasoning:
             yield from self._think(parts.reasoning)
@@ -102,7 +91,7 @@ class Output:
         yield self._in_item("content_part.added", content_index=0, part=part.model_dump())
 
     def _add(self, item: Item) -> Iterator[bytes]:
-        """Close what is open, and open an item."""
+        """Close the open item, and open another."""
         yield from self._close()
         yield self._event("response.output_item.added", output_index=len(self.items), item=item.model_dump())
         self.items.append(item)
@@ -127,6 +116,6 @@ class Output:
         yield self._in_item("content_part.done", content_index=0, part=part)
 
     def _in_item(self, kind: str, **others: object) -> bytes:
-        assert self._open is not None, "somebody is being told of"
+        assert self._open is not None, "an item is open"
         place = {"item_id": self._open.id, "output_index": len(self.items) - 1}
         return self._event(f"response.{kind}", **place, **others)

@@ -28,7 +28,7 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class SchemaFormat(NamedSchema):
-    """What a JSON schema describes."""
+    """JSON that follows a schema."""
 
     type: Literal["json_schema"]
 
@@ -41,7 +41,7 @@ class TextOptions(Body):
 
     @property
     def form(self) -> AnyFormat | None:
-        """What chats have for it."""
+        """As chats have it."""
         wanted = self.format
         if not isinstance(wanted, SchemaFormat):
             return wanted
@@ -52,8 +52,8 @@ class ReasoningOptions(Body):
     """How the model is to think."""
 
     effort: Effort | None = None
-    summary: Annotated[str | None, NoEffect("what the model thinks comes as it is")] = None
-    generate_summary: Annotated[str | None, NoEffect("what the model thinks comes as it is")] = None
+    summary: Annotated[str | None, NoEffect("the model's thinking comes as it is")] = None
+    generate_summary: Annotated[str | None, NoEffect("the model's thinking comes as it is")] = None
 
 
 class FlatTool(Function):
@@ -63,7 +63,7 @@ class FlatTool(Function):
 
     @property
     def tool(self) -> Tool:
-        """What chats have for it."""
+        """As chats have it."""
         return Tool(type="function", function=Function(**self.model_dump(exclude={"type"})))
 
 
@@ -111,33 +111,23 @@ class ResponsesRequest(SamplingFields):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether log-probabilities are to be in the answer."""
         return _LOGPROBS in (self.include or ()) or self.top_logprobs is not None
 
     @property
     def offer(self) -> Offer:
-        """The tools that answers may call.
-
-        Raises:
-            ApiError: they are at odds.
-        """
+        """The tools that answers may call; ApiError if they contradict each other."""
         choice = self.tool_choice
         wanted = f"={choice.name}" if isinstance(choice, FlatNamedTool) else choice
         return Offer([tool.tool for tool in self.tools or ()], wanted, self.parallel_tool_calls is not False)
 
     @property
     def form(self) -> Form | None:
-        """The form of the answer.
-
-        Raises:
-            ApiError: there are several, or it is too long.
-            ValueError: there is no such form.
-        """
+        """The form of the answer; ApiError or ValueError as of ``form_beside``."""
         return self.form_beside(None if self.text is None else self.text.form, "text.format")
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """What the template reads besides messages and tools."""
+        """Variables of the template besides messages and tools."""
         effort = None if self.reasoning is None else self.reasoning.effort
         return effort_kwargs(effort) | (self.chat_template_kwargs or {})
 
@@ -148,12 +138,7 @@ class ResponsesRequest(SamplingFields):
         return plain_messages([*first, *said])
 
     def sampling(self) -> SamplingParams:
-        """Return what the engine is asked for, but for the form.
-
-        Raises:
-            ApiError: something contradicts itself.
-            ValueError: as of ``SamplingParams``.
-        """
+        """Return the sampling parameters without the form; ApiError or ValueError if fields contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options: only for stream=true", "stream_options")
         return self.params(

@@ -1,4 +1,4 @@
-"""What ``/v1/responses`` answers."""
+"""Responses of ``/v1/responses``."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class OutputMessage(BaseModel):
 
 
 class ReasoningText(BaseModel):
-    """What the model thinks."""
+    """A text of the model's thinking."""
 
     type: Literal["reasoning_text"] = "reasoning_text"
     text: str
 
 
 class Reasoning(BaseModel):
-    """What the model thinks before it answers."""
+    """The model's thinking before it answers."""
 
     id: str
     type: Literal["reasoning"] = "reasoning"
@@ -85,7 +85,6 @@ class ResponseUsage(BaseModel):
 
     @classmethod
     def of(cls, usage: Usage) -> ResponseUsage:
-        """Return it by these names."""
         return cls(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=usage.prompt_tokens_details,
@@ -98,7 +97,7 @@ class ResponseUsage(BaseModel):
 
 
 class ResponseBody(BaseModel):
-    """The answer, what it was asked with, and what it has taken."""
+    """The answer, the options of its request, and the tokens that it has taken."""
 
     id: str
     object: Literal["response"] = "response"

@@ -12,19 +12,14 @@ _AT_ONCE = 1024
 
 
 class SpecialTokenBreaker:
-    """Breaks special tokens in clients' texts, so that a tokenizer does not see them, and makes tokens of what is left.
+    """Breaks special tokens in clients' texts, so that a tokenizer does not see them, and tokenizes the rest.
 
     A chat template writes its own special tokens around these texts. So those of the texts get a mark inside before the
-    template runs; what it has written is parted at the marks, and each piece is made tokens by itself. One of a single
+    template runs; its output is parted at the marks, and each piece is tokenized by itself. One of a single
     character cannot be parted, and is left alone.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Look at what a tokenizer has for special.
-
-        Args:
-            tokenizer: HuggingFace's.
-        """
         self._tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         names = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
@@ -33,9 +28,9 @@ class SpecialTokenBreaker:
         self._beginnings = tuple({name[:stop] for name in self._names for stop in range(1, len(name))})
 
     def broken(self, value: Any) -> Any:
-        """Return what JSON can write with a mark in each special token of its texts, and in names of entries.
+        """Return JSON values with a mark in each special token of their texts and names.
 
-        A text that ends as a special token begins ends with a mark, too: a template may write another one behind it.
+        A text that ends as a special token begins ends with a mark, too: a template may write the rest of one.
         """
         if isinstance(value, str):
             broken = self._broken(value)
@@ -55,12 +50,7 @@ class SpecialTokenBreaker:
         return text
 
     def tokens(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Return the tokens of a text with marks.
-
-        Args:
-            text: as ``broken`` returns it, or a template has written it.
-            add_special_tokens: whether the tokenizer puts its own around it.
-        """
+        """Return the tokens of a text with marks; ``add_special_tokens`` adds the tokenizer's own around it."""
         pieces = [piece for piece in text.split(_MARK) if piece]
         tokens = list(self._tokens(pieces))
         if not add_special_tokens:
@@ -74,7 +64,7 @@ class SpecialTokenBreaker:
                 yield from tokens
 
     def _around(self, text: str) -> tuple[list[int], list[int]]:
-        """Return what the tokenizer puts before and behind a text."""
+        """Return the tokens that the tokenizer puts before and after a text."""
         inner, whole = (list(self._tokenizer(text, add_special_tokens=own)["input_ids"]) for own in (False, True))
         starts = range(len(whole) - len(inner) + 1)
         start = next(start for start in starts if whole[start : start + len(inner)] == inner)

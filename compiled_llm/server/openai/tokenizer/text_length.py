@@ -14,15 +14,9 @@ _EACH = 2
 
 
 class TextLength:
-    """Tells texts that a model has no room for."""
+    """Finds texts of more than ``max_tokens``, the room of the model with the answer."""
 
     def __init__(self, tokenizer: Any, most: int) -> None:
-        """Look at a tokenizer when the first long text comes.
-
-        Args:
-            tokenizer: HuggingFace's.
-            most: tokens that there is room for, with the answer.
-        """
         self._tokenizer = tokenizer
         self._most = most
 
@@ -31,17 +25,10 @@ class TextLength:
         return characters > self._most
 
     def check(self, text: str, param: str) -> None:
-        """Check a text, as far as that is told without all of its tokens.
+        """Raise ApiError, of the field ``param``, if a text surely has too many tokens.
 
         A long one is counted in pieces, until it has too many tokens. Where it is cut, it may have more of them than as
         a whole, as many as the longest token has bytes.
-
-        Args:
-            text: to be made tokens.
-            param: the field that it is from.
-
-        Raises:
-            ApiError: it has too many.
         """
         if not self.is_long(len(text)):
             return
@@ -57,7 +44,7 @@ class TextLength:
 
     @cached_property
     def _longest(self) -> int:
-        """How many characters a token has at most; one that stands for what is unknown counts for one."""
+        """The most characters of a token; a token of unknown text counts for one."""
         return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def _count(self, text: str) -> int:

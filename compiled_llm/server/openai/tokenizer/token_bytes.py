@@ -13,11 +13,6 @@ class TokenBytes:
     """Tells the bytes of a tokenizer's tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Look at how it decodes.
-
-        Args:
-            tokenizer: HuggingFace's.
-        """
         self._tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._is_byte_level = "ByteLevel" in str(getattr(backend, "decoder", None))
@@ -25,7 +20,6 @@ class TokenBytes:
         self._added = {token: str(entry.content) for token, entry in added.items()}
 
     def __call__(self, token: int) -> bytes:
-        """Return the bytes of a token."""
         if token in self._added:
             return self._added[token].encode()
         piece = self._tokenizer.convert_ids_to_tokens(token)
@@ -39,24 +33,16 @@ class TokenBytes:
 
 
 class TokenNames:
-    """Says what tokens are called where their log-probabilities stand."""
+    """Names tokens where their log-probabilities stand: by their texts, or ``token_id:7``; texts may be the same."""
 
     def __init__(self, token_bytes: TokenBytes, as_ids: bool = False) -> None:
-        """Call them by their texts, or by their ids.
-
-        Args:
-            token_bytes: of a tokenizer.
-            as_ids: call them ``token_id:7``; texts of several tokens may be the same.
-        """
         self.bytes = token_bytes
         self._as_ids = as_ids
 
     def text(self, token: int) -> str:
-        """Return the text of a token."""
         return self.bytes(token).decode("utf-8", "replace")
 
     def __call__(self, token: int) -> str:
-        """Return what a token is called."""
         return f"token_id:{token}" if self._as_ids else self.text(token)
 
 

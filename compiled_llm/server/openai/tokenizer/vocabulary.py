@@ -32,15 +32,7 @@ class TokenizerError(RuntimeError):
 
 
 def load_vocabulary(ready: Ready, escapes: bool = False) -> Vocabulary:
-    """Return a vocabulary of the tokenizer that an engine process names.
-
-    Args:
-        ready: what it has said of its model.
-        escapes: whether special tokens in clients' texts are text.
-
-    Raises:
-        TokenizerError: it names none, or it cannot be loaded.
-    """
+    """Return the vocabulary of the tokenizer that an engine process names; TokenizerError if it cannot be loaded."""
     try:
         if ready.gguf_file is None:  # one of a GGUF file is read by HuggingFace's code for weights
             go_without_torch()
@@ -61,11 +53,17 @@ def go_without_torch() -> None:
 
 
 class Vocabulary:
-    """Makes prompts of what requests have, and says what a token is.
+    """Tokenizes the prompts of requests, and decodes tokens.
+
+    Args:
+        tokenizer: HuggingFace's.
+        model_type: of the model's configuration.
+        ends: tokens that end an answer.
+        max_tokens: that a prompt can have with its answer.
+        escapes: whether special tokens in clients' texts are text.
 
     Attributes:
-        tokenizer: HuggingFace's.
-        response_template: how the model writes its answers; None if all of them is content.
+        response_template: how the model writes its answers; None if they are all content.
     """
 
     def __init__(
@@ -76,15 +74,6 @@ class Vocabulary:
         max_tokens: int = sys.maxsize,
         escapes: bool = False,
     ) -> None:
-        """Use a tokenizer.
-
-        Args:
-            tokenizer: HuggingFace's.
-            model_type: of the model's configuration.
-            ends: tokens that end an answer.
-            max_tokens: that a prompt can have with its answer.
-            escapes: whether special tokens in clients' texts are text.
-        """
         self.tokenizer = tokenizer
         self.response_template = response_template_of(tokenizer, model_type)
         self._ends = ends
@@ -93,11 +82,7 @@ class Vocabulary:
         self._has_told = False
 
     def of_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of a text.
-
-        Raises:
-            ApiError: it is none, though JSON can write it; or it surely has too many.
-        """
+        """Return the tokens of a text; ApiError if it cannot be encoded, or surely has too many."""
         _check(text, "prompt")
         self._length.check(text, "prompt")
         if self._special is not None and (broken := self._special.broken(text)) != text:
@@ -115,7 +100,7 @@ class Vocabulary:
 
         Args:
             messages: as templates read them.
-            template: what the template reads besides.
+            template: further variables of the template.
             tools: that the model may call, as templates read them.
             **options: of ``apply_chat_template``.
 
@@ -142,19 +127,19 @@ class Vocabulary:
             raise invalid(f"messages: the model's chat template does not take them: {said}", "messages") from error
 
     def _written(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        """Return a chat as its template writes it, if it has not too many tokens."""
+        """Return a chat as its template writes it; ApiError if it is too long."""
         written = str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
         self._length.check(written, "messages")
         return written
 
     def _check_template(self, given: Mapping[str, Any]) -> None:
-        """Check that a request says nothing but what the template reads: no template of its own, which could loop."""
+        """Check that a request gives variables of the template alone: no template of its own, which could loop."""
         own = inspect.signature(self.tokenizer.apply_chat_template).parameters
         if taken := [name for name in given if name in own]:
             raise invalid(f"chat_template_kwargs: {taken[0]} is not for the template to read", "chat_template_kwargs")
 
     def _check_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
-        """Check that the model sees tools; say once that nothing finds calls in its answers, if so."""
+        """Check that the template writes tools; log once if calls in answers cannot be found."""
         if not tools:
             return
         check_texts(tools, "tools")
@@ -184,7 +169,7 @@ class Vocabulary:
         return call_form(prompt, one, two, ends, read)
 
     def _sample(self, calls: int) -> str | None:
-        """Return a chat that ends with so many calls, or before the answer; None if the chat template takes no such."""
+        """Return a chat that ends with so many calls, or before the answer; None if the template does not take it."""
         options = {"tools": [SAMPLE_TOOL], "add_generation_prompt": not calls}
         try:
             return str(self.tokenizer.apply_chat_template(sample_chat(calls), tokenize=False, **options))
@@ -197,17 +182,13 @@ class Vocabulary:
 
 
 def check_texts(value: Any, param: str) -> None:
-    """Check all texts in what JSON can write.
-
-    Raises:
-        ApiError: one is none.
-    """
+    """Check all texts in a JSON value; ApiError if one cannot be encoded."""
     for text in texts_of(value):
         _check(text, param)
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """Yield all texts in what JSON can write."""
+    """Yield all texts in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -147,4 +147,4 @@ def test_an_api_server_that_cannot_serve_is_not_started_again(start: Start, chil
     with socket.create_server(("127.0.0.1", 0)) as listening:
         api_servers = ApiServers(start, listening, 1)
         api_servers._has_begun = True  # others may have
-        assert asyncio.run(api_servers.run()) == "an API server cannot serve; it has said why"
+        assert asyncio.run(api_servers.answer()) == "an API server cannot serve; it has said why"
