@@ -11,8 +11,6 @@ import compiled_llm
 from support.huggingface.families import FAMILIES, REFUSED, make
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 
-OTHERS = [name for name in FAMILIES if name != "Gemma2"]
-
 
 def assert_equal_tokens(family: str, mode: str, seed: int) -> None:
     model = make(family, FAMILIES[family], seed)
@@ -35,9 +33,15 @@ def test_tokens_equal_huggingface(family, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["Gemma2", *(pytest.param(name, marks=pytest.mark.whole) for name in OTHERS)])
+@pytest.mark.usefixtures("without_inductor")
+def test_soft_caps_and_alternating_windows_are_compiled(seed):
+    assert_equal_tokens("Gemma2", "compile", seed)
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+@pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_huggingface_when_compiled(family, seed):
-    """Gemma 2 has soft caps and alternating windows."""
     assert_equal_tokens(family, "compile", seed)
 
 

@@ -120,14 +120,9 @@ def test_two_wrapped_models_of_one_class_do_not_share_graphs(seed):
     second = compiled_llm.wrap(tiny_qwen3(seed=4, num_hidden_layers=1), page_size=4, progress=False)
     inputs = mixed_prompts([3, 8], 128, seed)
     outputs = [greedy(model, inputs, 12, eos_token_id=None) for model in (first, second, first, second)]
-    torch.testing.assert_close(
-        outputs[0], greedy(tiny_qwen3(seed=3, num_hidden_layers=1), inputs, 12, eos_token_id=None)
-    )
-    torch.testing.assert_close(
-        outputs[1], greedy(tiny_qwen3(seed=4, num_hidden_layers=1), inputs, 12, eos_token_id=None)
-    )
-    torch.testing.assert_close(outputs[2], outputs[0])
-    torch.testing.assert_close(outputs[3], outputs[1])
+    for number, output in enumerate(outputs):
+        plain = tiny_qwen3(seed=3 + number % 2, num_hidden_layers=1)
+        torch.testing.assert_close(output, greedy(plain, inputs, 12, eos_token_id=None))
     assert first.compiled.stats().recompiles == second.compiled.stats().recompiles == 0
     del first, second
     gc.collect()
@@ -144,7 +139,7 @@ def all_cores() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("all_cores")
-@pytest.mark.parametrize(("layers", "tokens"), [(2, 40), pytest.param(None, 200, marks=pytest.mark.whole)])
+@pytest.mark.parametrize(("layers", "tokens"), [(1, 40), pytest.param(None, 200, marks=pytest.mark.whole)])
 def test_real_weights(layers, tokens, demo_model_dir, seed):
     """Of its first layers, unless asked for the whole: Inductor takes the longer the more there are."""
     from compiled_llm.commands.loading.load import load

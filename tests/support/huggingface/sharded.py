@@ -1,11 +1,10 @@
-"""Run as a program under torchrun: each rank has a part of a model, and prints what `wrap` says of it."""
+"""Run as a program under torchrun: each rank has a part of each model, and prints what `wrap` says of it."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -14,12 +13,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import compiled_llm
 
 RANKS = 2
+KINDS = ("whole", "fully_shard", "parallelize_module", "tp_plan")
 
 
 def loaded(folder: str, kind: str) -> PreTrainedModel:
     if kind == "tp_plan":
         return AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
-    dist.init_process_group("gloo")
     model = AutoModelForCausalLM.from_pretrained(folder)
     if kind == "whole":
         return model
@@ -32,17 +31,21 @@ def loaded(folder: str, kind: str) -> PreTrainedModel:
     return model
 
 
-def main(folder: str, kind: str) -> None:
-    model = loaded(folder, kind)
+def said_of(model: PreTrainedModel) -> str:
     try:
         compiled_llm.wrap(model, mode="eager", kv_memory="2000 tokens")
     except compiled_llm.UnsupportedModelError as error:
-        said = f"refused: {error}"
-    else:
-        said = "wrapped"
-    os.write(1, f"{said}\n".encode())  # at once: ranks write into one pipe
-    dist.barrier()
-    assert torch.distributed.get_world_size() == RANKS
+        return f"refused: {error}"
+    return "wrapped"
+
+
+def main(folder: str) -> None:
+    dist.init_process_group("gloo")
+    for kind in KINDS:
+        said = said_of(loaded(folder, kind))
+        os.write(1, f"{kind}: {said}\n".encode())  # at once: ranks write into one pipe
+        dist.barrier()
+    assert dist.get_world_size() == RANKS
     dist.destroy_process_group()
 
 
