@@ -1,4 +1,4 @@
-"""One answer of an engine process, as far as it has come."""
+"""One answer of an engine process, with the tokens that have come."""
 
 from __future__ import annotations
 
@@ -17,15 +17,11 @@ if TYPE_CHECKING:  # imports torch
 
 @dataclass
 class Received:
-    """What has come of an answer; only the thread that reads the connection writes it.
+    """An answer as it comes; only the reader of the connection writes it.
 
     Attributes:
-        stop_token_ids: tokens that end it.
-        tokens: so far.
-        logprobs: of each of them, if they are wanted.
-        finish_reason: why it has ended; None while it has not.
-        stop_reason: the stop string or token that has ended it.
-        error: what has, with ``"error"``.
+        logprobs: of each token; None if they are not wanted.
+        finish_reason: None while it has not ended.
     """
 
     stop_token_ids: frozenset[int]
@@ -49,7 +45,7 @@ class Received:
         if (ended := update.ended) is not None:
             self.stop_reason = ended.stop_reason
             self.error = None if ended.error is None else refusal(ended.kind, ended.error)
-            self.finish_reason = ended.finish_reason  # last: whoever sees it finds the rest
+            self.finish_reason = ended.finish_reason  # last: a thread that sees it finds the rest
 
 
 class RemoteAnswer(PendingAnswer):

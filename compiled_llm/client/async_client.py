@@ -6,19 +6,21 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
-from compiled_llm.client.base import RETURNS_WITHIN, BaseClient
+from compiled_llm.client.base import BaseClient
 from compiled_llm.client.errors import EngineDeadError, EngineProcessError
-from compiled_llm.client.gathering import Gathering
 from compiled_llm.client.plain import Prompt
 from compiled_llm.client.tokenizer import Given
 from compiled_llm.client.transport.connection import Line
-from compiled_llm.client.transport.link import ClientLink
 from compiled_llm.client.transport.loop_connection import LoopConnection, loop_closed
+from compiled_llm.client.transport.session import ClientSession
 from compiled_llm.protocol.messages import Ready, StatsReply
 from compiled_llm.requests.listeners import Listeners
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
+
+T = TypeVar("T")
 
 
 class AsyncClient(BaseClient):
@@ -35,11 +37,11 @@ class AsyncClient(BaseClient):
     """
 
     def __init__(self, path: str | Path, *, tokenizer: Given = None, busy_poll: float = 0.0) -> None:
-        """Connect to nobody yet; ``connect`` does, or ``async with``.
+        """Do not connect yet; ``connect`` does, or ``async with``.
 
         Args:
             path: of the engine process's socket.
-            tokenizer: as of ``Client``; it is loaded beside the event loop.
+            tokenizer: as of ``Client``; a thread loads it.
             busy_poll: seconds, such as 0.01, for which the event loop does not sleep after each message, sent or
                 received. Where a sleeping process is now and then woken late, tokens come more evenly, and the loop
                 takes a whole core while they come.
@@ -70,21 +72,12 @@ class AsyncClient(BaseClient):
 
     async def wait_until_ready(self, timeout: float | None = None) -> Ready:
         """As of ``Client``; then the tokenizer is loaded, too."""
-        if self._link_to_use().broken:
-            self._loop = asyncio.get_running_loop()
-            seconds = RETURNS_WITHIN if timeout is None else min(timeout, RETURNS_WITHIN)
-            await asyncio.to_thread(self._reconnect, seconds)
-        session = self._session
-        if not await _until(session.listeners, session.is_decided, timeout):
-            raise session.not_ready_after(timeout)
-        ready = session.check_ready()
-        await asyncio.to_thread(self._load_tokenizer)
-        return ready
+        return await self._wait_until_ready(timeout)
 
     async def wait_until_lost(self) -> EngineDeadError:
         """Wait until the engine process has gone, or the client was closed, and return why."""
         session = self._session
-        await _until(session.listeners, lambda: session.lost is not None)
+        await self._until(session.listeners, lambda: session.lost is not None)
         assert session.lost is not None
         return session.lost
 
@@ -94,37 +87,49 @@ class AsyncClient(BaseClient):
 
     async def stats(self, timeout: float | None = 60) -> StatsReply:
         """As of ``Client``."""
-        await self._rejoin()
-        session, number = self._ask_stats()
-        try:
-            if not await _until(session.listeners, lambda: session.has_answered(number), timeout):
-                raise session.no_answer_after(timeout)
-            return session.stats(number)
-        finally:
-            session.forget(number)
+        return await self._stats(timeout)
 
     async def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """As of ``Client``; if it is cancelled, its requests end."""
-        await self._rejoin()
-        with Gathering(self._submit_all(prompts, params)) as gathering:
-            await _until(gathering.listeners, gathering.is_over)
-            return gathering.outputs()
+        return await self._generate(prompts, params)
+
+    async def _wait_until_ready(self, timeout: float | None = None) -> Ready:
+        if self._session_to_use().broken:
+            self._loop = asyncio.get_running_loop()
+        ready = await super()._wait_until_ready(timeout)
+        await asyncio.to_thread(lambda: self._decoding)  # it takes seconds to load
+        return ready
 
     async def _rejoin(self) -> None:
-        """Wait for the next engine process, if the last one was lost."""
-        if self._link_to_use().broken:
-            await self.wait_until_ready()
+        self._session_to_use()
+        await super()._rejoin()
 
     def _dial(self) -> Line:
         assert self._loop is not None, "it was not connected"
         return LoopConnection(self._path, self._loop, self._busy_poll)
 
-    def _link_to_use(self) -> ClientLink:
+    async def _until(self, listeners: Listeners, ready: Callable[[], bool], timeout: float | None = None) -> bool:
+        async def waiting() -> None:
+            with listeners.listening() as event:
+                while not ready():
+                    await event.wait()
+                    event.clear()
+
+        try:
+            await asyncio.wait_for(waiting(), timeout)
+        except asyncio.TimeoutError:
+            return ready()
+        return True
+
+    async def _apart(self, function: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.to_thread(function, *arguments)
+
+    def _session_to_use(self) -> ClientSession:
         if self._loop is not None and self._loop.is_closed() and self._session.lost is None:
             self._session.lose(loop_closed())  # it may have been closed without an end of its tasks
-        return self._link
+        return self._session
 
     async def __aenter__(self) -> AsyncClient:
         """Connect, and wait until the engine process is ready; the client is closed at the end of the block."""
@@ -140,19 +145,3 @@ class AsyncClient(BaseClient):
     ) -> None:
         """Close it."""
         self.close()
-
-
-async def _until(listeners: Listeners, ready: Callable[[], bool], timeout: float | None = None) -> bool:
-    """Wait in this event loop, ``timeout`` seconds at most; whether it is ``ready``."""
-
-    async def waiting() -> None:
-        with listeners.listening() as event:
-            while not ready():
-                await event.wait()
-                event.clear()
-
-    try:
-        await asyncio.wait_for(waiting(), timeout)
-    except asyncio.TimeoutError:
-        return ready()
-    return True

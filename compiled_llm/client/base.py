@@ -1,98 +1,108 @@
-"""What clients for threads and for event loops have in common: requests, which any thread and event loop can use."""
+"""The one set of logic of both clients. It is written for an event loop; ``Client`` runs it in its caller's thread."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.client.plain import Prompt, plain_params, token_ids
 from compiled_llm.client.text_of_prompt import TextOfPrompt
 from compiled_llm.client.tokenizer import Given, tokenizer_of
-from compiled_llm.client.transport.connection import Line, ThreadConnection
-from compiled_llm.client.transport.link import ClientLink
+from compiled_llm.client.transport.connection import Line
 from compiled_llm.client.transport.session import ClientSession
-from compiled_llm.protocol.messages import AskStats, Cancel, Ready, Submit
+from compiled_llm.protocol.messages import Cancel, Ready, StatsReply, Submit
+from compiled_llm.requests.listeners import Listeners, tell
+from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.several_prompts import with_params
 
-if TYPE_CHECKING:  # what makes text imports torch
+if TYPE_CHECKING:  # import torch
     from compiled_llm.requests.answer_text import TextFormat
     from compiled_llm.requests.detokenizer import TokenDecoder
 
+T = TypeVar("T")
 
 RETURNS_WITHIN = 5.0
-"""Seconds in which an engine process that was lost may begin to listen again, for who waits for it."""
+"""Seconds in which the successor of a lost engine process may begin to listen, for a call that waits for it."""
 
 
-class BaseClient:
-    """Sends requests over a connection, and brings what comes of them to their handles."""
+class BaseClient(ABC):
+    """Sends requests over a connection, and makes another one once that is lost."""
 
     def __init__(self, path: str | Path, tokenizer: Given) -> None:
-        """Connect to nobody yet.
-
-        Args:
-            path: of the engine process's socket.
-            tokenizer: as the user gave it.
-        """
         self._path = Path(path).expanduser()
         self._tokenizer_given = tokenizer
-        self._link = ClientLink()
-        self._linking = threading.Lock()
+        self._session = ClientSession()
+        self._reconnecting = threading.Lock()
         self._finalizer: weakref.finalize[..., BaseClient] | None = None
 
-    def _connect(self) -> None:
-        """Connect.
+    # ---- how the two clients differ
 
-        Raises:
-            EngineDeadError: there is no engine process.
-            EngineProcessError: it does not want to talk to this client.
-        """
-        self._link.connect(self._dial)
-        self._finalizer = weakref.finalize(self, self._link.close)
+    @abstractmethod
+    def _dial(self) -> Line:
+        """Connect, and say hello."""
+
+    @abstractmethod
+    async def _until(self, listeners: Listeners, ready: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait ``timeout`` seconds at most, and return whether it is ``ready``."""
+
+    @abstractmethod
+    async def _apart(self, function: Callable[..., T], *arguments: object) -> T:
+        """Call a function that may block."""
+
+    @abstractmethod
+    def _session_to_use(self) -> ClientSession:
+        """Return the session that takes requests."""
+
+    # ---- the connection
+
+    def _connect(self) -> None:
+        self._session.connect(self._dial)
+        self._finalizer = weakref.finalize(self, self._session.close)
 
     def _reconnect(self, seconds: float = 0.0) -> None:
-        """Connect again if the engine process was lost.
+        """Connect again if the engine process was lost; its successor may begin to listen within so many seconds."""
+        with self._reconnecting:
+            if not (lost := self._session).broken:
+                return
+            session = ClientSession()
+            session.connect(self._dial, seconds)
+            if lost.closed:  # meanwhile, by another thread
+                session.close()
+            self.close()
+            self._session = session
+            self._finalizer = weakref.finalize(self, session.close)
+            if self._tokenizer_given is True:  # the next engine process may have another model
+                for name in ("_tokenizer", "_decoding"):
+                    self.__dict__.pop(name, None)
 
-        Args:
-            seconds: in which the next one may begin to listen.
+    async def _wait_until_ready(self, timeout: float | None = None) -> Ready:
+        if self._session.broken:
+            await self._apart(self._reconnect, RETURNS_WITHIN if timeout is None else min(timeout, RETURNS_WITHIN))
+        return await self._until_ready(timeout)
 
-        Raises:
-            EngineDeadError: there is none.
-            EngineProcessError: it does not want to talk to this client.
-        """
-        with self._linking:
-            if (lost := self._link).broken:
-                link = ClientLink()
-                link.connect(self._dial, seconds)
-                if lost.closed:  # meanwhile, by another thread
-                    link.close()
-                self._replace(link)
+    async def _until_ready(self, timeout: float | None = None) -> Ready:
+        session = self._session
+        decided = await self._until(
+            session.listeners, lambda: session.ready is not None or session.lost is not None, timeout
+        )
+        if not decided:
+            raise TimeoutError(f"the engine process is not ready after {timeout} s: {session.doing}")
+        return session.check_ready()
 
-    def _replace(self, link: ClientLink) -> None:
-        self.close()
-        self._link = link
-        self._finalizer = weakref.finalize(self, link.close)
-        if self._tokenizer_given is True:  # the next engine process may have another model
-            for name in ("_tokenizer", "_decoding"):
-                self.__dict__.pop(name, None)
-
-    def _link_to_use(self) -> ClientLink:
-        return self._link
-
-    @property
-    def _session(self) -> ClientSession:
-        return self._link.session
-
-    def _dial(self) -> Line:
-        return ThreadConnection(self._path)
+    def close(self) -> None:
+        """End the connection, and with it the client's requests. Closing it again does nothing."""
+        if self._finalizer is not None:
+            self._finalizer()
 
     def __repr__(self) -> str:
-        """Whom it talks to."""
+        """The path, and what the engine process does."""
         return f"<{type(self).__name__}: {self._path}, {self._session.lost or self._session.doing}>"
 
     @property
@@ -104,6 +114,8 @@ class BaseClient:
     def heard(self) -> int:
         """How often something has come of the engine process, whose heartbeat comes every few seconds."""
         return self._session.heard
+
+    # ---- requests, which any thread and any event loop may use
 
     def submit(
         self,
@@ -127,25 +139,27 @@ class BaseClient:
             ValueError: the prompt or its settings cannot be sent.
             EngineProcessError: the engine process is not ready, or is gone.
         """
-        params, link = params or SamplingParams(), self._link_to_use()
-        session = link.session
+        params, session = params or SamplingParams(), self._session_to_use()
         ready, number = session.check_ready(), session.number()
         ids = token_ids(prompt, self._tokenizer)
         submit = Submit(number, ids, plain_params(params), priority, timeout, cache_salt)
-        cancel = partial(self._cancel, link, number)
-        handle = RemoteHandle(ids, params.n, _ends(params, ready), self._form(params), cancel, link.check_may_wait)
+        cancel = partial(self._cancel, session, number)  # it keeps the client, and so the connection, while it is kept
+        handle = RemoteHandle(ids, params.n, _ends(params, ready), self._form(params), cancel, session.check_may_wait)
         session.expect(number, handle)
         try:
-            link.send(submit)
+            session.send(submit)
         except BaseException:
             session.forget(number)
             raise
         return handle
 
+    def _cancel(self, session: ClientSession, number: int, index: int | None) -> None:
+        session.send(Cancel(number, index))
+
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> TextOfPrompt:
         """Answer a prompt, and give the text piece by piece with ``for`` or ``async for``.
 
-        Whoever leaves the loop ends the request. Without a tokenizer, iterate over what ``submit`` returns: its tokens.
+        To leave the loop ends the request. Without a tokenizer, iterate over what ``submit`` returns: its tokens.
 
         Args:
             prompt: token ids, text or chat messages.
@@ -158,8 +172,53 @@ class BaseClient:
         """
         return TextOfPrompt(self.submit(prompt, params, **options))
 
-    def _cancel(self, link: ClientLink, number: int, index: int | None) -> None:
-        link.send(Cancel(number, index))
+    async def _generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[RequestOutput]:
+        await self._rejoin()
+        handles: list[RemoteHandle] = []
+        listeners = Listeners()
+        try:
+            handles.extend(self.submit(*entry) for entry in with_params(prompts, params))
+            remaining = list(handles)
+
+            def changed() -> None:
+                tell([listeners])
+
+            def over() -> bool:  # asked after each step, so one that has ended is not asked again
+                while remaining and remaining[-1].done and remaining[-1].refused is None:
+                    remaining.pop()
+                return not remaining or any(handle.refused is not None for handle in remaining)
+
+            for handle in handles:
+                handle.when_changed(changed)
+            await self._until(listeners, over)
+            for handle in handles:
+                if handle.refused is not None:
+                    raise handle.refused
+            return [handle.output() for handle in handles]
+        finally:
+            for handle in handles:
+                handle.cancel()
+
+    async def _stats(self, timeout: float | None) -> StatsReply:
+        await self._rejoin()
+        session = self._session
+        session.check_ready()
+        number = session.ask()
+        try:
+            if not await self._until(session.listeners, lambda: session.has_answered(number), timeout):
+                raise TimeoutError(f"the engine process has not answered for {timeout} s")
+            return session.stats(number)
+        finally:
+            session.forget(number)
+
+    async def _rejoin(self) -> None:
+        """Wait for the next engine process, if the last one was lost."""
+        if self._session.broken:
+            await self._wait_until_ready()
+
+    # ---- the tokenizer
 
     @property
     def tokenizer(self) -> Any:
@@ -169,10 +228,6 @@ class BaseClient:
     @cached_property
     def _tokenizer(self) -> Any:
         return tokenizer_of(self._tokenizer_given, self._session.check_ready())
-
-    def _load_tokenizer(self) -> None:
-        """Load what makes tokens of text and text of tokens, if it is wanted: that takes seconds."""
-        _ = self._decoding
 
     @cached_property
     def _decoding(self) -> TokenDecoder | None:
@@ -188,36 +243,6 @@ class BaseClient:
         from compiled_llm.requests.answer_text import TextFormat
 
         return TextFormat.of(params, self._decoding)
-
-    def _ask_stats(self) -> tuple[ClientSession, int]:
-        """Ask how the engine process is doing, and return whom, and the number of the question.
-
-        Raises:
-            EngineProcessError: it is not ready, or is gone.
-        """
-        link = self._link
-        link.session.check_ready()
-        number = link.session.ask()
-        link.send(AskStats(number))
-        return link.session, number
-
-    def _submit_all(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[RemoteHandle]:
-        """Begin to answer one prompt or several; all or none."""
-        handles: list[RemoteHandle] = []
-        try:
-            handles += (self.submit(*entry) for entry in with_params(prompts, params))
-        except BaseException:
-            for handle in handles:
-                handle.cancel()
-            raise
-        return handles
-
-    def close(self) -> None:
-        """End the connection, and with it the client's requests. Closing it again does nothing."""
-        if self._finalizer is not None:
-            self._finalizer()
 
 
 def _ends(params: SamplingParams, ready: Ready) -> frozenset[int]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any, TypeVar
 
-from compiled_llm.client.base import RETURNS_WITHIN, BaseClient
-from compiled_llm.client.gathering import Gathering
+from compiled_llm.client.base import BaseClient
 from compiled_llm.client.plain import Prompt
 from compiled_llm.client.tokenizer import Given
-from compiled_llm.client.transport.link import ClientLink
+from compiled_llm.client.transport.connection import Line, ThreadConnection
+from compiled_llm.client.transport.session import ClientSession
 from compiled_llm.protocol.messages import Ready, StatsReply
+from compiled_llm.requests.listeners import Listeners
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
+
+T = TypeVar("T")
 
 
 class Client(BaseClient):
@@ -44,7 +48,7 @@ class Client(BaseClient):
         super().__init__(path, tokenizer)
         self._connect()
         if wait:
-            self._until_ready(None)
+            _finished(self._until_ready())
 
     def wait_until_ready(self, timeout: float | None = None) -> Ready:
         """Wait until the engine process takes requests, and return what it says of its model.
@@ -54,16 +58,9 @@ class Client(BaseClient):
 
         Raises:
             TimeoutError: it is not ready by then.
-            EngineDeadError: it has ended, or nobody has taken its place within 5 seconds.
+            EngineDeadError: it has ended, and no other has taken its place within 5 seconds.
         """
-        self._reconnect(RETURNS_WITHIN if timeout is None else min(timeout, RETURNS_WITHIN))
-        return self._until_ready(timeout)
-
-    def _until_ready(self, timeout: float | None) -> Ready:
-        session = self._session
-        if not session.listeners.wait_until(session.is_decided, timeout):
-            raise session.not_ready_after(timeout)
-        return session.check_ready()
+        return _finished(self._wait_until_ready(timeout))
 
     def stats(self, timeout: float | None = 60) -> StatsReply:
         """Ask how the engine process is doing.
@@ -75,14 +72,7 @@ class Client(BaseClient):
             EngineProcessError: it is not ready, or is gone.
             TimeoutError: it has not answered by then.
         """
-        self._rejoin()
-        session, number = self._ask_stats()
-        try:
-            if not session.listeners.wait_until(lambda: session.has_answered(number), timeout):
-                raise session.no_answer_after(timeout)
-            return session.stats(number)
-        finally:
-            session.forget(number)
+        return _finished(self._stats(timeout))
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -103,19 +93,20 @@ class Client(BaseClient):
             EngineBusyError: there are more than may wait; those that were taken are ended.
             EngineProcessError: the engine process takes no requests, or is gone.
         """
-        self._rejoin()
-        with Gathering(self._submit_all(prompts, params)) as gathering:
-            gathering.listeners.wait_until(gathering.is_over)
-            return gathering.outputs()
+        return _finished(self._generate(prompts, params))
 
-    def _link_to_use(self) -> ClientLink:
+    def _dial(self) -> Line:
+        return ThreadConnection(self._path)
+
+    async def _until(self, listeners: Listeners, ready: Callable[[], bool], timeout: float | None = None) -> bool:
+        return listeners.wait_until(ready, timeout)
+
+    async def _apart(self, function: Callable[..., T], *arguments: object) -> T:
+        return function(*arguments)
+
+    def _session_to_use(self) -> ClientSession:
         self._reconnect()
-        return self._link
-
-    def _rejoin(self) -> None:
-        """Wait for the next engine process, if the last one was lost."""
-        if self._link.broken:
-            self.wait_until_ready()
+        return self._session
 
     def __enter__(self) -> Client:
         """Return the client; it is closed at the end of the block."""
@@ -126,3 +117,13 @@ class Client(BaseClient):
     ) -> None:
         """Close it."""
         self.close()
+
+
+def _finished(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine of this client's, which waits in this thread and so ends in its first step."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError("it waits for an event loop")

@@ -1,4 +1,4 @@
-"""What a client raises of its engine process."""
+"""Errors of an engine process, as its clients raise them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from compiled_llm.protocol.messages import Kind
 
 
 class EngineProcessError(RuntimeError):
-    """What an engine process cannot do, or has failed of."""
+    """An engine process has failed, or cannot do what it was asked."""
 
 
 class EngineBusyError(EngineProcessError):
-    """As many requests wait as may; try again later."""
+    """As many requests wait as may wait; try again later."""
 
 
 class EngineDeadError(EngineProcessError):
-    """There is no engine process, or no more: requests that it had not ended are lost."""
+    """There is no engine process, or it has gone; requests that it had not ended are lost."""
 
 
 def refusal(kind: Kind, message: str) -> Exception:
-    """Return the error that a request ends with which is refused, or has failed."""
+    """Return the error that ends a request which was refused or has failed."""
     if kind == "invalid":
         return ValueError(message)
     return (EngineBusyError if kind == "full" else EngineProcessError)(message)

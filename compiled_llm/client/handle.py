@@ -1,4 +1,4 @@
-"""What ``Client.submit`` returns: the answers to a prompt, on their way from another process."""
+"""``Client.submit`` returns this: the answers to a prompt, on their way from another process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
         cancel: Cancelling,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait for answers.
+        """Wait for ``count`` answers.
 
         Args:
             prompt: token ids.

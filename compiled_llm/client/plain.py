@@ -1,4 +1,4 @@
-"""What users give, as plain data that can be sent."""
+"""Users' prompts and settings as plain data that can be sent."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 def plain_params(params: SamplingParams) -> dict[str, Any]:
-    """Return the settings that are not the defaults.
-
-    Raises:
-        ValueError: one cannot be sent.
-    """
+    """Return the settings that are not the defaults; ValueError if one cannot be sent."""
     return {name: _plain(name, value) for name, value in _given(params).items()}
 
 
@@ -69,11 +65,7 @@ def _number(value: Any) -> Any:
 
 
 def token_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
-    """Return a prompt's tokens; whether the model has them is the engine process's to say.
-
-    Args:
-        prompt: as the user gave it.
-        tokenizer: for text and messages; None if there is none.
+    """Return a prompt's tokens, of which the engine process checks whether the model has them.
 
     Raises:
         ValueError: it is no prompt, or there is no tokenizer for it.

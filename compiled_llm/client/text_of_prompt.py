@@ -1,4 +1,4 @@
-"""The text of an answer, for a loop that may be left."""
+"""The text of an answer, for a loop that ends the request when it is left."""
 
 from __future__ import annotations
 
@@ -8,14 +8,9 @@ from compiled_llm.client.handle import RemoteHandle
 
 
 class TextOfPrompt:
-    """The text of an answer, piece by piece; a loop that is left ends the request.
-
-    Attributes:
-        handle: the request.
-    """
+    """The text of a request's only answer, piece by piece; a loop that is left ends the request, its ``handle``."""
 
     def __init__(self, handle: RemoteHandle) -> None:
-        """Read the text of a request that has one answer."""
         self.handle = handle
         try:
             self._text = handle.text()

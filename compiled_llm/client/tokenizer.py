@@ -12,14 +12,10 @@ Given = str | Path | Literal[True] | Any | None
 
 
 def tokenizer_of(given: Given, ready: Ready) -> Any:
-    """Return a tokenizer; to load one takes transformers, which is imported here.
-
-    Args:
-        given: as the user gave it.
-        ready: what the engine process has said of its model.
+    """Return a tokenizer; to load one imports transformers.
 
     Raises:
-        ValueError: the engine process names none.
+        ValueError: the engine process is to name one, and names none.
     """
     if given is True:
         if ready.tokenizer is None:

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -101,9 +102,11 @@ def test_without_a_tokenizer_neither_torch_nor_transformers_is_imported(path: Pa
 
 def test_several_prompts_are_told_from_one(path: Path) -> None:
     given: list[Any] = [[1, 2], np.array([3, 4]), [np.array([5]), torch.tensor([6, 7])], torch.tensor([[8], [9]])]
-    with answering(path, WELCOME, READY) as received, Client(path) as client:
-        for prompts in given:
-            client._submit_all(prompts, None)
+    with answering(path, WELCOME, READY) as received, ThreadPoolExecutor() as pool, Client(path) as client:
+        for prompts, count in zip(given, (1, 2, 4, 6), strict=True):
+            pool.submit(client.generate, prompts)
+            while len(received) < 1 + count:
+                time.sleep(0.001)
     sent = [[1, 2], [3, 4], [5], [6, 7], [8], [9]]
     assert [message.prompt for message in received[1 : 1 + len(sent)]] == sent
 

@@ -125,7 +125,7 @@ def test_an_engine_process_that_is_started_again_is_found(model_folder: Path, en
         client = Client(path, tokenizer=True, wait=False)
         partner = ClientPartner(client, quiet=True)
         first = client.submit([5, 6], params).result(60)
-    while not client._link.broken:  # until the client has heard of it
+    while not client._session.broken:  # until the client has heard of it
         time.sleep(0.01)
     loop = Loop(path)
     ready = ready_of(engine._model, engine, "tiny", engine._tokenizer, str(model_folder))
@@ -171,7 +171,7 @@ def test_an_engine_process_that_comes_back_with_another_model_is_asked_in_its_ow
     def replaced() -> None:
         nonlocal second
         first.close()
-        until(lambda: client._link.broken)  # the client has heard of it
+        until(lambda: client._session.broken)  # the client has heard of it
         second = Loop(path)
         second.server.open(engine, ready_of(engine._model, engine, "other", engine._tokenizer, str(tmp_path)))
 

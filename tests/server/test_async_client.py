@@ -52,7 +52,7 @@ def test_what_comes_is_taken_in_the_event_loop(engine_process: Loop, monkeypatch
 
 def test_a_client_that_closes_reads_no_more_and_its_requests_end(engine_process: Loop) -> None:
     async def use(client: AsyncClient) -> None:
-        connection: Any = client._link._line
+        connection: Any = client._session._line
         descriptor = connection._socket.fileno()
         handle = client.submit([1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True))
         client.close()
@@ -120,7 +120,7 @@ def test_who_waits_for_an_answer_is_told_when_the_event_loop_that_reads_it_ends(
         handles.append(handle)
         waiting.append(others.submit(handle.result, PATIENCE))
         await anext(aiter(handle))
-        connection: Any = client._link._line
+        connection: Any = client._session._line
         sockets.append(connection._socket)
 
     handles: list[RemoteHandle] = []

@@ -534,7 +534,7 @@ def test_a_request_number_can_be_used_again_once_it_has_ended(engine_process: Lo
 
 def test_the_package_is_named(path: Path, engine_process: Loop) -> None:
     with Client(path) as client:
-        assert client._link._line.welcome.package == f"compiled-llm {compiled_llm.__version__}"
+        assert client._session._line.welcome.package == f"compiled-llm {compiled_llm.__version__}"
 
 
 # ---- faults of the model

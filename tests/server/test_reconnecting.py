@@ -10,14 +10,7 @@ from typing import Any
 
 import pytest
 
-from compiled_llm.client import (
-    AsyncClient,
-    Client,
-    EngineDeadError,
-    EngineProcessError,
-    async_client as async_client_file,
-    client as client_file,
-)
+from compiled_llm.client import AsyncClient, Client, EngineDeadError, EngineProcessError, base
 from compiled_llm.client.base import BaseClient
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
@@ -33,8 +26,7 @@ LONG = SamplingParams(max_tokens=900, ignore_eos=True)
 
 @pytest.fixture(autouse=True)
 def _short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    for file in (client_file, async_client_file):
-        monkeypatch.setattr(file, "RETURNS_WITHIN", 0.1)
+    monkeypatch.setattr(base, "RETURNS_WITHIN", 0.1)
 
 
 def vanish(loop: Loop) -> None:
@@ -71,7 +63,7 @@ def test_requests_under_way_end_and_the_next_one_connects_again(engine: Engine, 
 def test_who_waits_finds_an_engine_process_that_comes_back(
     engine: Engine, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_file, "RETURNS_WITHIN", PATIENCE)
+    monkeypatch.setattr(base, "RETURNS_WITHIN", PATIENCE)
     with engine_in_thread(engine, path) as first, Client(path) as client:
         expected = client.generate([PROMPT], SHORT)[0].token_ids
         vanish(first)
@@ -139,7 +131,7 @@ def test_text_is_that_of_the_next_engine_processes_tokenizer(engine: Engine, pat
 
 
 def test_a_client_that_was_closed_stays_so(engine: Engine, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_file, "RETURNS_WITHIN", PATIENCE)
+    monkeypatch.setattr(base, "RETURNS_WITHIN", PATIENCE)
     with engine_in_thread(engine, path) as first:
         client = Client(path)
         vanish(first)

@@ -20,7 +20,7 @@ from compiled_llm.protocol.messages import VERSION, FromEngine, Hello, Problem, 
 _AT_ONCE = 2**18
 """Bytes that are read together."""
 _PATIENCE = 30
-"""Seconds in which an engine process, though it may be busy, answers the first message, and reads something later."""
+"""Seconds in which an engine process answers the first message, however busy it is, and reads something later."""
 
 Handle = Callable[[Iterable[FromEngine]], None]
 """Takes messages, those that have come together."""
@@ -29,36 +29,23 @@ Lose = Callable[[EngineDeadError], None]
 
 
 class Line(Protocol):
-    """What carries a client's messages to an engine process, and the engine process's back."""
+    """A way for messages to an engine process and back: a connection, or one to several replicas."""
 
     def start(self, handle: Handle, lost: Lose) -> None:
         """Have what comes handled from now on."""
-        ...
 
     def send(self, message: Struct) -> None:
         """Send a message, without waiting."""
-        ...
 
     def check_may_wait(self) -> None:
-        """Check that this thread may wait for what comes.
-
-        Raises:
-            RuntimeError: nothing would come meanwhile.
-        """
-        ...
+        """Raise RuntimeError if nothing would come while this thread waits."""
 
     def close(self) -> None:
         """End it, and with it the requests of the client."""
-        ...
 
 
 class ThreadConnection:
-    """Sends messages, and has those that come handled by a thread of its own.
-
-    Attributes:
-        path: of the socket.
-        welcome: what the engine process has said of itself.
-    """
+    """Sends messages, and has those that come handled by a thread of its own; ``welcome`` is the first of them."""
 
     def __init__(self, path: str | Path) -> None:
         """Connect, and say hello.
@@ -95,41 +82,28 @@ class ThreadConnection:
         return first
 
     def start(self, handle: Handle, lost: Lose) -> None:
-        """Have a thread read from now on.
-
-        Args:
-            handle: takes messages, those that have come together.
-            lost: is told at the end why nothing more comes.
-        """
-        handle(self._early)  # here: whoever has connected finds the engine process ready, if it is
+        """Have a thread read from now on."""
+        handle(self._early)  # here: a client that has just connected knows whether the engine process is ready
         threading.Thread(target=self._serve, args=(handle, lost), name="compiled_llm client", daemon=True).start()
 
     def _serve(self, handle: Handle, lost: Lose) -> None:
         try:
             while True:
                 handle(self._read())
-        except BaseException as error:  # whatever ends the thread: those who wait for messages hear of it
+        except BaseException as error:  # whatever ends the thread: those that wait for messages hear of it
             lost(loss_of(error))
 
     def _read(self) -> list[FromEngine]:
-        """Return the messages that have come, one at least.
-
-        Raises:
-            EngineDeadError: none will.
-        """
+        """Wait for messages, one at least; EngineDeadError if none will come."""
         while not (messages := self.receive()):
             pass
         return messages
 
     def receive(self, flags: int = 0) -> list[FromEngine]:
-        """Receive some bytes, and return the messages that they complete.
-
-        Args:
-            flags: of ``socket.recv``.
+        """Receive some bytes, with ``flags`` of ``socket.recv``, and return the messages that they complete.
 
         Raises:
             EngineDeadError: no more will come.
-            OSError: as of ``socket.recv``.
         """
         try:
             data = self._socket.recv(_AT_ONCE, flags)
@@ -146,7 +120,7 @@ class ThreadConnection:
         return EngineDeadError(f"the engine process at {self.path} has gone: its process has ended")
 
     def send(self, message: Struct) -> None:
-        """Send a message without waiting; if that cannot be, the thread that reads learns why.
+        """Send a message without waiting; if the connection has ended, the reader learns why.
 
         Raises:
             ValueError: it is too long.
@@ -160,7 +134,7 @@ class ThreadConnection:
         self._send_queue.put(frame)
 
     def check_may_wait(self) -> None:
-        """Any thread may wait: none of those that do reads the connection."""
+        """Let any thread wait: a thread of its own reads the connection."""
 
     def close(self) -> None:
         """End the connection, and with it the requests of the client."""
@@ -170,7 +144,7 @@ class ThreadConnection:
 
 
 def loss_of(error: BaseException) -> EngineDeadError:
-    """Return why nothing more comes after an error, whatever it was: whoever waits has to hear of it."""
+    """Return why nothing more comes after an error, whatever it was."""
     if isinstance(error, EngineDeadError):
         return error
     return EngineDeadError(f"the client has failed: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""A connection that an event loop reads: a thread would have to be woken for each step's tokens, and then the loop."""
+"""A connection that an event loop reads: a reading thread would be woken for each step's tokens, and then the loop."""
 
 from __future__ import annotations
 
@@ -18,17 +18,7 @@ class LoopConnection(ThreadConnection):
     """Has what comes handled in an event loop."""
 
     def __init__(self, path: Path, loop: asyncio.AbstractEventLoop, busy_poll: float = 0.0) -> None:
-        """Connect, and say hello.
-
-        Args:
-            path: of the socket.
-            loop: that reads.
-            busy_poll: seconds for which the loop does not sleep after each message, sent or received.
-
-        Raises:
-            EngineDeadError: there is no engine process.
-            EngineProcessError: it does not want to talk to this client.
-        """
+        """``busy_poll``: seconds for which the loop does not sleep after each message, sent or received."""
         self._loop = loop
         self._busy_poll = busy_poll
         self._awake_until = 0.0
@@ -37,12 +27,7 @@ class LoopConnection(ThreadConnection):
         self._ending: asyncio.Task[None] | None = None  # kept here: an event loop knows its tasks only weakly
 
     def start(self, handle: Handle, lost: Lose) -> None:
-        """Have the event loop read from now on.
-
-        Args:
-            handle: takes messages, those that have come together.
-            lost: is told at the end why nothing more comes.
-        """
+        """Have the event loop read from now on."""
         self._loop.call_soon_threadsafe(self._begin, handle, lost)
 
     def _begin(self, handle: Handle, lost: Lose) -> None:
@@ -63,14 +48,14 @@ class LoopConnection(ThreadConnection):
                 ended.set_result(loss_of(error))
 
     def send(self, message: Struct) -> None:
-        """Send a message, as any connection; what answers it may come soon."""
+        """Send a message, whose answer may come soon."""
         super().send(message)
         if self._busy_poll:
-            with suppress(RuntimeError):  # the loop is closed: nobody reads an answer
+            with suppress(RuntimeError):  # the loop is closed: no answer is read
                 self._loop.call_soon_threadsafe(self._stay_awake)
 
     def _stay_awake(self) -> None:
-        """Keep the loop from sleeping for a while: being woken may take longer than what comes takes to be read."""
+        """Keep the loop from sleeping for a while: to wake it may take longer than to read what comes."""
         if not self._busy_poll:
             return
         self._awake_until = self._loop.time() + self._busy_poll
@@ -94,15 +79,10 @@ class LoopConnection(ThreadConnection):
             lost(error)
 
     def check_may_wait(self) -> None:
-        """Check that this thread may wait for what comes.
-
-        Raises:
-            RuntimeError: it runs the event loop that reads it.
-        """
         check_may_wait(self._loop)
 
     def close(self) -> None:
-        """End the connection; the loop finds the end, and closes the socket, which it must not find closed."""
+        """End the connection. The loop finds the end, and closes the socket: it must not find it closed."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._loop.is_closed():
@@ -110,16 +90,11 @@ class LoopConnection(ThreadConnection):
 
 
 def loop_closed() -> EngineDeadError:
-    """Return why nothing more comes, though the engine process may be there."""
     return EngineDeadError("the event loop that has read the connection is closed")
 
 
 def check_may_wait(loop: asyncio.AbstractEventLoop) -> None:
-    """Check that this thread may wait for what an event loop reads.
-
-    Raises:
-        RuntimeError: it is the one that runs the loop.
-    """
+    """Raise RuntimeError if this thread runs the event loop that reads what it is about to wait for."""
     if running_loop() is loop:
         raise RuntimeError(
             "nothing would come while this thread waits: its event loop reads the connection; await the handle, or use "

@@ -1,4 +1,4 @@
-"""What a client sends: at once as far as the socket takes it, the rest by a thread, so that nobody waits."""
+"""A client's messages are sent at once as far as the socket takes them, and the rest by a thread: no sender waits."""
 
 from __future__ import annotations
 
@@ -16,18 +16,13 @@ class SendQueue:
     """Sends frames whole and in their order, in any thread and any event loop."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Have nothing to send.
-
-        Args:
-            connection: the socket.
-        """
         self._socket = connection
         self._changing = threading.Lock()
         self._frames: deque[memoryview] = deque()  # that wait; the thread is sending the first
         self._progress = 0.0
 
     def put(self, frame: bytearray) -> None:
-        """Send a frame; if that cannot be, nothing is said: whoever reads the socket learns it."""
+        """Send a frame; if the connection has ended, only its reader learns it."""
         with self._changing:
             if self._frames:
                 self._frames.append(memoryview(frame))

@@ -1,14 +1,19 @@
-"""What a client knows of its engine process: whether it is ready, and the requests and questions under way."""
+"""A client's connection from the first word to the end, and what comes of it; if it is lost, another one follows."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
+
+from msgspec import Struct
 
 from compiled_llm.client.errors import EngineDeadError, EngineProcessError, refusal
 from compiled_llm.client.handle import RemoteHandle
+from compiled_llm.client.transport.connection import Line
 from compiled_llm.protocol.messages import (
+    AskStats,
     FromEngine,
     Leaving,
     Preparing,
@@ -21,9 +26,12 @@ from compiled_llm.protocol.messages import (
 )
 from compiled_llm.requests.listeners import Listeners, tell
 
+_PAUSE = 0.05
+"""Seconds between two tries to connect."""
+
 
 class ClientSession:
-    """Brings what an engine process says to whoever waits for it.
+    """Brings what an engine process says to the threads and tasks that wait for it.
 
     Attributes:
         listeners: told when the engine process is ready, has answered a question, or is gone.
@@ -31,105 +39,124 @@ class ClientSession:
         doing: what the engine process does before it is ready, in words.
         ready: what it has said when it was; None while it is not.
         lost: why nothing more comes; None while something may.
-        told: whether somebody has heard of that.
+        loss_reported: whether that was raised.
+        closed: whether this side has ended it.
     """
 
     def __init__(self) -> None:
-        """Know nothing yet."""
         self.listeners = Listeners()
         self.heard = 0
         self.doing = "starting"
         self.ready: Ready | None = None
         self.lost: EngineDeadError | None = None
-        self.loss_reported = False
+        self.loss_reported = self.closed = False
+        self._line: Line | None = None
         self._said: str | None = None  # why the engine process ends
         self._numbers = itertools.count(1)
         self._changing = threading.Lock()
         self._handles: dict[int, RemoteHandle] = {}
         self._questions: dict[int, StatsReply | Exception | None] = {}  # and their answers
 
+    # ---- the connection
+
+    def connect(self, dial: Callable[[], Line], seconds: float = 0.0) -> None:
+        """Connect, and have what comes read from now on.
+
+        Args:
+            dial: connects, and says hello.
+            seconds: in which an engine process may begin to listen.
+        """
+        deadline = time.monotonic() + seconds
+        while self._line is None:
+            try:
+                self._line = dial()
+            except EngineDeadError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_PAUSE)
+        self._line.start(self.take, self.lose)
+
+    @property
+    def line(self) -> Line:
+        assert self._line is not None, "it was not connected"
+        return self._line
+
+    def send(self, message: Struct) -> None:
+        self.line.send(message)
+
+    def check_may_wait(self) -> None:
+        """Raise RuntimeError if nothing would come while this thread waits."""
+        self.line.check_may_wait()
+
+    @property
+    def broken(self) -> bool:
+        """Whether the other side has ended it, and another one may follow.
+
+        Why an engine process has never been ready is raised before that.
+        """
+        return self.lost is not None and not self.closed and (self.loss_reported or self.ready is not None)
+
+    def close(self) -> None:
+        """End the connection, and with it its requests."""
+        self.closed = True
+        self.lost = self.lost or EngineDeadError("the client is closed; make another one")
+        if self._line is not None:
+            self._line.close()
+
+    # ---- requests and questions
+
     def number(self) -> int:
-        """Return a number for a request that no other has."""
+        """Return a number that no other request or question has."""
         return next(self._numbers)
 
     def ask(self) -> int:
-        """Return a number for a question, which is about to be sent."""
+        """Ask how the engine process is doing, and return the number of the question."""
         number = self.number()
         self._questions[number] = None
+        self.send(AskStats(number))
         return number
 
     def check(self) -> None:
-        """Check that the engine process is there.
-
-        Raises:
-            EngineDeadError: it is not.
-        """
+        """Raise EngineDeadError if the engine process is gone."""
         if self.lost is not None:
             self.loss_reported = True
             raise self.lost
 
     def check_ready(self) -> Ready:
-        """Return what the engine process has said of its model.
-
-        Raises:
-            EngineDeadError: it is gone.
-            EngineProcessError: it takes no requests yet.
-        """
+        """Return what the engine process has said of its model; EngineProcessError if it is gone or not ready."""
         self.check()
         if self.ready is None:
             raise EngineProcessError(f"the engine process is not ready ({self.doing}); wait_until_ready() waits for it")
         return self.ready
 
     def expect(self, number: int, handle: RemoteHandle) -> None:
-        """Let a handle take what comes for a request, which is about to be sent.
-
-        Raises:
-            EngineDeadError: nothing will come.
-        """
+        """Let a handle take what comes for a request, which is about to be sent; EngineDeadError if nothing will."""
         with self._changing:
             self.check()
             self._handles[number] = handle
 
     def forget(self, number: int) -> None:
-        """Expect nothing for a request or a question: it could not be sent, or nobody waits any more."""
+        """Expect nothing for a request or a question."""
         self._handles.pop(number, None)
         self._questions.pop(number, None)
-
-    # ---- what is waited for
-
-    def is_decided(self) -> bool:
-        """Whether the engine process takes requests, or never will."""
-        return self.ready is not None or self.lost is not None
-
-    def not_ready_after(self, timeout: float | None) -> TimeoutError:
-        """Return what is raised if it is not decided in time."""
-        return TimeoutError(f"the engine process is not ready after {timeout} s: {self.doing}")
 
     def has_answered(self, number: int) -> bool:
         """Whether a question has its answer, or never will have."""
         return self._questions[number] is not None or self.lost is not None
 
-    def no_answer_after(self, timeout: float | None) -> TimeoutError:
-        """Return what is raised if there is no answer in time."""
-        return TimeoutError(f"the engine process has not answered for {timeout} s")
-
     def stats(self, number: int) -> StatsReply:
-        """Return the answer to a question.
-
-        Raises:
-            EngineProcessError: the engine process takes no questions now, or is gone.
-        """
+        """Return the answer to a question; EngineProcessError if it was refused, or the engine process is gone."""
         answer = self._questions[number]
         if isinstance(answer, StatsReply):
             return answer
         self.check()
-        assert answer is not None, "nobody has answered"
+        assert answer is not None, "it has no answer yet"
         raise answer
 
     # ---- in the thread that reads the connection
 
     def take(self, messages: Iterable[FromEngine]) -> None:
-        """Take messages, then wake whoever waits for what they say."""
+        """Take messages, then wake the threads and tasks that wait for them."""
         self.heard += 1
         changed: dict[RemoteHandle, None] = {}
         for message in messages:
