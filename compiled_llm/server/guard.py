@@ -61,7 +61,7 @@ class Guard:
             await error.response()(scope, receive, entry.send)
         except Exception:  # of ours
             logger.exception("compiled_llm: %s has failed", entry.id)
-            if not entry.begun:
+            if not entry.status:
                 await unexpected().response()(scope, receive, entry.send)
         finally:
             entry.close()
@@ -151,17 +151,13 @@ class _LoggedRequest:
         self._scope = scope
         self._send = send
         self._metrics = metrics
-        self._status = 0
+        self.status = 0
         self._came = time.monotonic()
         metrics.open.inc()
 
-    @property
-    def begun(self) -> bool:
-        return self._status != 0
-
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._status = message["status"]
+            self.status = message["status"]
             if self._tells:
                 message["headers"] = [*message.get("headers", ()), (_ID.encode(), self.id.encode())]
         await self._send(message)
@@ -170,9 +166,9 @@ class _LoggedRequest:
         seconds, route = time.monotonic() - self._came, self._scope.get("route")
         path = getattr(route, "path", "other")  # as declared: paths that a client makes up are not counted apart
         self._metrics.open.dec()
-        self._metrics.count(path, self._status, seconds)
-        level = logging.DEBUG if path in _POLLED and self._status == 200 else logging.INFO
-        request = self.id, self._scope["method"], path, self._status
+        self._metrics.count(path, self.status, seconds)
+        level = logging.DEBUG if path in _POLLED and self.status == 200 else logging.INFO
+        request = self.id, self._scope["method"], path, self.status
         logger.log(level, "compiled_llm: %s %s %s %s %.3f s", *request, seconds)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -11,8 +11,8 @@ from pydantic import BaseModel, Field
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.http.body_route import BodyRoute
 from compiled_llm.server.http.worker_thread import written
-from compiled_llm.server.openai.chat.message import Message, plain_messages
-from compiled_llm.server.openai.chat.prompt import chat_prompt, end_of_chat
+from compiled_llm.server.openai.chat.message import ChatEnd, Message, plain_messages
+from compiled_llm.server.openai.chat.prompt import chat_prompt
 from compiled_llm.server.openai.common.api_server import api_server_of
 from compiled_llm.server.openai.common.openapi_responses import ERRORS
 from compiled_llm.server.openai.fields.fields import Body, Entries
@@ -25,7 +25,7 @@ _MAX_TOKENS = 2**18
 """That are made text at once: that takes some hundredths of a second, and nothing else has the GIL meanwhile."""
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(ChatEnd):
     """A text, or the messages of a chat."""
 
     model: str | None = None
@@ -33,10 +33,7 @@ class TokenizeRequest(Body):
     messages: Annotated[Entries[Message], Field(min_length=1)] | None = None
     tools: Tools | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class TokenizeResponse(BaseModel):
@@ -81,7 +78,7 @@ def _tokens(body: TokenizeRequest, vocabulary: Vocabulary) -> list[int]:
     if body.prompt is not None:
         return vocabulary.of_text(body.prompt, body.add_special_tokens)
     offer, messages = Offer(body.tools or (), None), plain_messages(body.messages or ())
-    return chat_prompt(vocabulary, messages, offer, body.chat_template_kwargs, **end_of_chat(body)).tokens
+    return chat_prompt(vocabulary, messages, offer, body.chat_template_kwargs, **body.end).tokens
 
 
 @router.post("/detokenize", response_model=DetokenizeResponse, responses=ERRORS)

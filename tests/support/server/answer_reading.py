@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from compiled_llm.server.openai.parsing.answer_parts import Parts, PartsReader
+from compiled_llm.server.openai.parsing.answer_parts import Parts
+from compiled_llm.server.openai.parsing.parsed_reader import ParsedReader
 
 
 class Told(NamedTuple):
@@ -16,7 +17,7 @@ class Told(NamedTuple):
     calls: list[tuple[str, str, bool]]
 
 
-def read_in_pieces(reader: PartsReader, pieces: Iterable[str], cut: bool = False) -> Told:
+def read_in_pieces(reader: ParsedReader, pieces: Iterable[str], cut: bool = False) -> Told:
     whole = Parts()
     for parts in [*(reader.read(piece, finished=False) for piece in pieces), reader.read("", finished=True, cut=cut)]:
         whole.reasoning, whole.content = whole.reasoning + parts.reasoning, whole.content + parts.content

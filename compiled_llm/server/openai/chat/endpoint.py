@@ -16,7 +16,7 @@ from compiled_llm.server.http.worker_thread import beside
 from compiled_llm.server.openai.chat.answer_form import answer_form, with_form
 from compiled_llm.server.openai.chat.logprobs import chat_logprobs, entries_of, prompt_logprobs
 from compiled_llm.server.openai.chat.message import plain_messages
-from compiled_llm.server.openai.chat.prompt import ChatPrompt, chat_prompt, end_of_chat
+from compiled_llm.server.openai.chat.prompt import ChatPrompt, chat_prompt
 from compiled_llm.server.openai.chat.reading import Reading
 from compiled_llm.server.openai.chat.request import ChatRequest
 from compiled_llm.server.openai.chat.response import (
@@ -35,7 +35,7 @@ from compiled_llm.server.openai.common.api_server import api_server_of, new_id
 from compiled_llm.server.openai.common.engine_link import Model
 from compiled_llm.server.openai.common.events import TextEvent, event
 from compiled_llm.server.openai.common.openapi_responses import ANSWERS
-from compiled_llm.server.openai.common.usage import FinishReason, Usage, finish_reason_of, usage_so_far
+from compiled_llm.server.openai.common.usage import FinishReason, Usage, finish_reason_of, usage_of, usage_so_far
 from compiled_llm.server.openai.fields.structured_outputs import Form
 from compiled_llm.server.openai.parsing.answer_parts import Parts
 from compiled_llm.server.openai.tokenizer.token_bytes import TokenNames
@@ -59,8 +59,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
         return tokens, params, form, [Reading(prompt.reader()) for _ in range(body.answers)]
 
     tokens, params, form, readings = await beside(prepared, len(await request.body()))
-    salts = body.user, body.cache_salt
-    answers = await api_server.submit(request, [tokens], params, "messages", *salts, form=form, priority=body.priority)
+    answers = await api_server.submit(request, [tokens], params, "messages", body, form)
     writer = _ChatResponseWriter(body, model, api_server.settings.names[0], answers, readings)
     return await answered(writer, answers, bool(body.stream))
 
@@ -68,7 +67,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
 def prompt_of(body: ChatRequest, model: Model) -> ChatPrompt:
     """Return a chat as the model sees it; ApiError if the chat template does not take it."""
     messages = plain_messages(body.messages)
-    return chat_prompt(model.vocabulary, messages, body.offer, body.template_kwargs, **end_of_chat(body))
+    return chat_prompt(model.vocabulary, messages, body.offer, body.template_kwargs, **body.end)
 
 
 class _ChatResponseWriter:
@@ -123,7 +122,8 @@ class _ChatResponseWriter:
         return parts
 
     def _usage(self) -> Usage:
-        return self._answers.usage(sum(reading.reasoning_tokens(self._model.vocabulary) for reading in self._readings))
+        reasoning = sum(reading.reasoning_tokens(self._model.vocabulary) for reading in self._readings)
+        return usage_of(self._answers.handles, reasoning)
 
     def stream(self) -> AsyncIterator[list[bytes]]:
         choices = self._answers.choices()
@@ -158,7 +158,7 @@ class _ChatResponseWriter:
         """Return an event for each part of which there is something new; the last one says why the answer has ended."""
         reading, finished = self._readings[index], news.finish_reason is not None
         parts = self._read(index, news.text, news.finish_reason)
-        if news.is_text and parts.is_content and not self._tells_of_tokens:
+        if news.is_text and parts.is_content and not self._body.tells_of_tokens:
             return [text(parts.content)] if parts.content else []
         deltas = reading.deltas(parts, finished)
         if not deltas and (news.logprobs or self._body.return_token_ids):  # of tokens whose text comes later
@@ -173,11 +173,6 @@ class _ChatResponseWriter:
         if news.stop_reason is not None:
             new[-1].stop_reason = news.stop_reason
         return [self._chunk([choice], news.total) for choice in new]
-
-    @property
-    def _tells_of_tokens(self) -> bool:
-        """Whether each chunk says something of its tokens, so that no two are alike."""
-        return self._body.wants_usage_always or bool(self._body.return_token_ids)
 
     def _text_event(self, choice: Choice) -> TextEvent:
         nothing: dict[str, Any] = {"logprobs": None, "finish_reason": None}

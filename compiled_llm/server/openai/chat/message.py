@@ -95,6 +95,20 @@ class Message(Body):
         return self.content or ""
 
 
+class ChatEnd(Body):
+    """How a chat ends, and what else its template reads."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def end(self) -> dict[str, Any]:
+        """Options of ``apply_chat_template``: the answer begins, unless the last message goes on."""
+        goes_on, begins = bool(self.continue_final_message), self.add_generation_prompt
+        return {"add_generation_prompt": not goes_on if begins is None else begins, "continue_final_message": goes_on}
+
+
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages as chat templates read them; ApiError if arguments of calls have too many values."""
     calls = [call for message in messages for call in message.tool_calls or ()]

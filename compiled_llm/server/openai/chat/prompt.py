@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from compiled_llm.server.openai.fields.tools import Offer
-from compiled_llm.server.openai.parsing.answer_parts import PartsReader, PlainReader
+from compiled_llm.server.openai.parsing.parsed_reader import ParsedReader
 from compiled_llm.server.openai.parsing.response_template import ResponseTemplate
 from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
 
@@ -25,24 +25,11 @@ class ChatPrompt:
     def template(self) -> ResponseTemplate | None:
         return self.vocabulary.response_template
 
-    def reader(self) -> PartsReader:
-        """Return a reader of one answer."""
+    def reader(self) -> ParsedReader | None:
+        """Return a reader of one answer; None if all of it is content."""
         if self.template is None:
-            return PlainReader()
+            return None
         return self.template.reader(self.text, self.offer.plain(), self.offer.several)
-
-
-class Ending(Protocol):
-    """A request that may say how a chat ends."""
-
-    add_generation_prompt: bool | None
-    continue_final_message: bool | None
-
-
-def end_of_chat(asked: Ending) -> dict[str, Any]:
-    """Return options of ``apply_chat_template``: the answer begins, unless the last message goes on."""
-    goes_on, begins = bool(asked.continue_final_message), asked.add_generation_prompt
-    return {"add_generation_prompt": not goes_on if begins is None else begins, "continue_final_message": goes_on}
 
 
 def chat_prompt(

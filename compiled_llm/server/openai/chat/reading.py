@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from compiled_llm.server.openai.chat.response import Delta, NewCall
 from compiled_llm.server.openai.common.usage import FinishReason
-from compiled_llm.server.openai.parsing.answer_parts import Parts, PartsReader
+from compiled_llm.server.openai.parsing.answer_parts import Parts
+from compiled_llm.server.openai.parsing.parsed_reader import ParsedReader
 from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
 
 
 class Reading:
     """Reads one answer, and keeps the facts that its end depends on."""
 
-    def __init__(self, reader: PartsReader) -> None:
+    def __init__(self, reader: ParsedReader | None) -> None:
         self._reader = reader
         self._thoughts: list[str] = []
         self._numbers: dict[str, int] = {}  # of calls, by their ids
 
     def read(self, text: str, reason: FinishReason | None) -> Parts:
         """Return the parts of the next piece of text; it is the last one if there is a ``reason`` for the end."""
+        if self._reader is None:
+            return Parts(content=text)
         parts = self._reader.read(text, finished=reason is not None, cut=reason == "length")
         if parts.reasoning:
             self._thoughts.append(parts.reasoning)

@@ -8,11 +8,9 @@ from pydantic import Field
 
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.http.api_error import invalid
-from compiled_llm.server.openai.chat.message import Message
-from compiled_llm.server.openai.fields.fields import Entries, NoEffect, RefusedField
-from compiled_llm.server.openai.fields.response_format import ResponseFormat
+from compiled_llm.server.openai.chat.message import ChatEnd, Message
+from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, RefusedField
 from compiled_llm.server.openai.fields.sampling import ChoiceFields
-from compiled_llm.server.openai.fields.structured_outputs import Form
 from compiled_llm.server.openai.fields.tools import Offer, ToolChoice, Tools, choice_of
 
 Effort = Annotated[str, Field(max_length=32)]
@@ -26,7 +24,20 @@ def effort_kwargs(effort: str | None) -> dict[str, Any]:
     return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
 
 
-class ChatRequest(ChoiceFields):
+class StoredFields(Body):
+    """OpenAI's fields of chats and of responses for what it keeps of them."""
+
+    prompt_cache_key: Annotated[str | None, NoEffect("prompts are found by their tokens")] = None
+    prompt_cache_options: Annotated[dict[str, Any] | None, NoEffect("prompts are kept while there is room")] = None
+    prompt_cache_retention: Annotated[str | None, NoEffect("prompts are kept while there is room")] = None
+    safety_identifier: Annotated[str | None, NoEffect("nothing is kept of users")] = None
+    store: Annotated[bool | None, NoEffect("nothing is stored")] = None
+    moderation: Annotated[Any, RefusedField("nothing is moderated")] = None
+    service_tier: Annotated[Any, RefusedField("there is one tier", ("auto", "default"))] = None
+    parallel_tool_calls: bool | None = None
+
+
+class ChatRequest(ChoiceFields, ChatEnd, StoredFields):
     """A chat to continue: OpenAI's fields, then the sampling that vLLM has besides."""
 
     messages: Annotated[Entries[Message], Field(min_length=1)]
@@ -34,25 +45,16 @@ class ChatRequest(ChoiceFields):
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    response_format: ResponseFormat | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
 
     metadata: Annotated[dict[str, str] | None, NoEffect("nothing is stored")] = None
-    safety_identifier: Annotated[str | None, NoEffect("nothing is kept of users")] = None
     prediction: Annotated[dict[str, Any] | None, NoEffect("it could only make an answer come sooner")] = None
-    prompt_cache_key: Annotated[str | None, NoEffect("prompts are found by their tokens")] = None
-    prompt_cache_options: Annotated[dict[str, Any] | None, NoEffect("prompts are kept while there is room")] = None
-    prompt_cache_retention: Annotated[str | None, NoEffect("prompts are kept while there is room")] = None
-    store: Annotated[bool | None, NoEffect("nothing is stored")] = None
     verbosity: Annotated[str | None, NoEffect("the model does not see it; say it in a message")] = None
 
     audio: Annotated[Any, RefusedField("answers are text")] = None
     modalities: Annotated[Any, RefusedField("answers are text", (["text"],))] = None
-    moderation: Annotated[Any, RefusedField("nothing is moderated")] = None
-    service_tier: Annotated[Any, RefusedField("there is one tier", ("auto", "default"))] = None
     web_search_options: Annotated[Any, RefusedField("nothing is searched")] = None
     functions: Annotated[Any, RefusedField("give tools", ([],))] = None
     function_call: Annotated[Any, RefusedField("give tool_choice", ("none", "auto"))] = None
@@ -61,9 +63,6 @@ class ChatRequest(ChoiceFields):
 
     echo: bool | None = None
     include_reasoning: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def offer(self) -> Offer:
@@ -80,11 +79,6 @@ class ChatRequest(ChoiceFields):
         """The text before each answer: the assistant's own last message, if that is asked for."""
         last = self.messages[-1]
         return last.text if self.echo and last.role == "assistant" else ""
-
-    @property
-    def form(self) -> Form | None:
-        """The form of the answer; ApiError or ValueError as of ``form_beside``."""
-        return self.form_beside(self.response_format)
 
     def sampling(self) -> SamplingParams:
         """Return the sampling parameters without the form; ApiError or ValueError if fields contradict each other."""

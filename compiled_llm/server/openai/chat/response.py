@@ -9,7 +9,7 @@ from typing_extensions import Self
 
 from compiled_llm.server.openai.common.prompt_response import PromptPlace
 from compiled_llm.server.openai.common.usage import FinishReason, Usage
-from compiled_llm.server.openai.parsing.answer_parts import CallPiece, ToolCallPart
+from compiled_llm.server.openai.parsing.answer_parts import CallPiece
 
 
 class TopLogprob(BaseModel):
@@ -48,8 +48,8 @@ class CalledTool(BaseModel):
     function: CalledFunction
 
     @classmethod
-    def of(cls, call: ToolCallPart) -> Self:
-        return cls(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
+    def of(cls, call: CallPiece) -> Self:
+        return cls(id=call.id, function=CalledFunction(name=call.name or "", arguments=call.arguments))
 
 
 class AssistantMessage(BaseModel):

@@ -18,7 +18,7 @@ from compiled_llm.requests.answer_text import AnswerText
 from compiled_llm.requests.outputs import Completion
 from compiled_llm.server.http.api_error import ApiError
 from compiled_llm.server.http.worker_thread import beside
-from compiled_llm.server.openai.common.usage import FinishReason, Usage, finish_reason_of, usage_of
+from compiled_llm.server.openai.common.usage import FinishReason, finish_reason_of
 
 logger = logging.getLogger("compiled_llm.server")
 
@@ -156,10 +156,6 @@ class Answers:
         if self._form is None or not message.startswith(_ENGINES_NAME):
             return error
         return type(error)(self._form + message.removeprefix(_ENGINES_NAME))
-
-    def usage(self, reasoning: int = 0) -> Usage:
-        """Return how many tokens they have taken, once they have ended; ``reasoning`` of them to think."""
-        return usage_of(self.handles, reasoning)
 
     def choices(self) -> list[Choice]:
         """Return all answers, to be read as they come."""

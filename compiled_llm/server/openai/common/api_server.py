@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 from starlette.requests import Request
 
-from compiled_llm.client import AsyncClient
 from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.protocol.messages import Ready
 from compiled_llm.requests.sampling_params import SamplingParams
@@ -17,6 +17,7 @@ from compiled_llm.server.http.api_error import ApiError, invalid
 from compiled_llm.server.http.worker_thread import beside
 from compiled_llm.server.openai.common.answers import CHARACTERS, Answers
 from compiled_llm.server.openai.common.engine_link import EngineLink, Model
+from compiled_llm.server.openai.fields.sampling import SamplingFields
 from compiled_llm.server.openai.fields.structured_outputs import Form
 from compiled_llm.server.settings import ApiServerSettings
 
@@ -59,9 +60,8 @@ class ApiServer:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         param: str,
-        *salts: str | None,
-        form: Form | None = None,
-        priority: int | None = None,
+        body: SamplingFields,
+        form: Form | None,
     ) -> Answers:
         """Begin to answer prompts.
 
@@ -70,21 +70,28 @@ class ApiServer:
             prompts: token ids.
             params: of all answers.
             param: the field that the prompts are from.
-            *salts: keep its cached pages from others: the user, if that is asked for, and a salt of its own.
+            body: says with which requests it shares cached pages, and its priority.
             form: of the answers, which ``params`` have; None for any text.
-            priority: smaller ones run first; 0 unless given.
 
         Raises:
             ApiError: they are too many or too long.
             ValueError: they are impossible.
             EngineProcessError: the engine process is gone.
         """
-        model, salt = self.link.model, self._salt(request, *salts)
+        model, salt, timeout = self.link.model, self._salt(request, body), self.settings.request_seconds
         self.check_answers(len(prompts), params.n)
 
         def begun() -> list[RemoteHandle]:
             _check(prompts, params, param, model.ready)
-            return self._begun(model.client, prompts, params, salt, priority or 0)
+            handles: list[RemoteHandle] = []
+            begin = partial(model.client.submit, priority=body.priority or 0, timeout=timeout, cache_salt=salt)
+            try:
+                handles += (begin(prompt, params) for prompt in prompts)
+            except BaseException:
+                for handle in handles:
+                    handle.cancel()
+                raise
+            return handles
 
         handles = await beside(begun, CHARACTERS * sum(map(len, prompts)))
         limits = self.settings.max_unsent, self.settings.stream_interval
@@ -95,31 +102,11 @@ class ApiServer:
         if prompts * answers > (most := self.settings.max_choices):
             raise invalid(f"n: {prompts} prompts with {answers} answers each; at most {most} at once", "n")
 
-    def _begun(
-        self,
-        client: AsyncClient,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        salt: str | None,
-        priority: int,
-    ) -> list[RemoteHandle]:
-        handles: list[RemoteHandle] = []
-        timeout = self.settings.request_seconds
-        try:
-            handles += (
-                client.submit(prompt, params, priority=priority, timeout=timeout, cache_salt=salt) for prompt in prompts
-            )
-        except BaseException:
-            for handle in handles:
-                handle.cancel()
-            raise
-        return handles
-
-    def _salt(self, request: Request, user: str | None, salt: str | None = None) -> str | None:
+    def _salt(self, request: Request, body: SamplingFields) -> str | None:
         """Return the salt of a request's cached pages; with ``salts_caches``, of its own key and user."""
         if not self.settings.salts_caches:
-            return salt
-        parts = (request.headers.get("authorization", ""), user or "", salt or "")
+            return body.cache_salt
+        parts = (request.headers.get("authorization", ""), body.user or "", body.cache_salt or "")
         return hashlib.sha256("\0".join(parts).encode("utf-8", "replace")).hexdigest()
 
 

@@ -36,27 +36,23 @@ class Usage(BaseModel):
 
 def usage_so_far(handle: RemoteHandle, tokens: int) -> Usage:
     """Return the tokens of one answer that goes on; ``tokens`` of it have come."""
-    prompt = len(handle.prompt)
+    return _usage([handle], tokens, 0)
+
+
+def usage_of(handles: Sequence[RemoteHandle], reasoning: int = 0) -> Usage:
+    """Return the tokens of requests that have ended, ``reasoning`` of them to think; a prompt counts once."""
+    return _usage(handles, sum(answer.tokens for handle in handles for answer in handle.answers), reasoning)
+
+
+def _usage(handles: Sequence[RemoteHandle], tokens: int, reasoning: int) -> Usage:
+    prompt = sum(len(handle.prompt) for handle in handles)
+    cached = sum(handle.cached_tokens for handle in handles)
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=tokens,
         total_tokens=prompt + tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=handle.cached_tokens),
-        completion_tokens_details=CompletionTokensDetails(),
-    )
-
-
-def usage_of(handles: Sequence[RemoteHandle], reasoning: int = 0) -> Usage:
-    """Return the tokens of requests that have ended; a prompt counts once, however many answers it has."""
-    prompt = sum(len(handle.prompt) for handle in handles)
-    answers = sum(answer.tokens for handle in handles for answer in handle.answers)
-    cached = sum(handle.cached_tokens for handle in handles)
-    return Usage(
-        prompt_tokens=prompt,
-        completion_tokens=answers,
-        total_tokens=prompt + answers,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
-        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=min(reasoning, answers)),
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=min(reasoning, tokens)),
     )
 
 

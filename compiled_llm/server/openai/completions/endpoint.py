@@ -22,7 +22,7 @@ from compiled_llm.server.openai.common.engine_link import Model
 from compiled_llm.server.openai.common.events import TextEvent, event
 from compiled_llm.server.openai.common.openapi_responses import ANSWERS
 from compiled_llm.server.openai.common.prompt_response import PromptPlace
-from compiled_llm.server.openai.common.usage import finish_reason_of, usage_so_far
+from compiled_llm.server.openai.common.usage import finish_reason_of, usage_of, usage_so_far
 from compiled_llm.server.openai.completions.logprobs import CompletionScores
 from compiled_llm.server.openai.completions.request import CompletionRequest
 from compiled_llm.server.openai.completions.response import CompletionChoice, CompletionLogprobs, TextCompletion
@@ -45,8 +45,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Any:
         return [_tokens(prompt, params, model, body) for prompt in body.prompts()], params, form
 
     prompts, params, form = await beside(prepared, len(await request.body()))
-    salts = body.user, body.cache_salt
-    answers = await api_server.submit(request, prompts, params, "prompt", *salts, form=form, priority=body.priority)
+    answers = await api_server.submit(request, prompts, params, "prompt", body, form)
     writer = _CompletionResponseWriter(body, model, api_server.settings.names[0], answers)
     return await answered(writer, answers, bool(body.stream))
 
@@ -76,7 +75,7 @@ class _CompletionResponseWriter:
 
     def whole(self, completions: Sequence[Completion]) -> TextCompletion:
         choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
-        return TextCompletion(choices=choices, usage=self._answers.usage(), **self._head)
+        return TextCompletion(choices=choices, usage=usage_of(self._answers.handles), **self._head)
 
     def _choice(self, index: int, completion: Completion) -> CompletionChoice:
         return CompletionChoice(
@@ -134,18 +133,13 @@ class _CompletionResponseWriter:
                 echoed = True
             yield [
                 texts[choice.index](news.text)
-                if news.is_text and not self._tells_of_tokens
+                if news.is_text and not self._body.tells_of_tokens
                 else self._chunk(self._news(choice, news, scores[choice.index]), news.total)
                 for choice in choices
                 if (news := choice.news()) is not None
             ]
         if self._body.wants_usage:
-            yield [event(TextCompletion(choices=[], usage=self._answers.usage(), **self._head))]
-
-    @property
-    def _tells_of_tokens(self) -> bool:
-        """Whether each chunk says something of its tokens, so that no two are alike."""
-        return self._body.wants_usage_always or bool(self._body.return_token_ids)
+            yield [event(TextCompletion(choices=[], usage=usage_of(self._answers.handles), **self._head))]
 
     def _text_event(self, choice: Choice) -> TextEvent:
         nothing: dict[str, Any] = {"logprobs": None, "finish_reason": None}

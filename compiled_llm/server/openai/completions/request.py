@@ -9,7 +9,6 @@ from pydantic import Field
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.openai.fields.fields import Entries, NoEffect, RefusedField
-from compiled_llm.server.openai.fields.response_format import ResponseFormat
 from compiled_llm.server.openai.fields.sampling import ChoiceFields
 from compiled_llm.server.openai.fields.structured_outputs import Form
 
@@ -25,7 +24,6 @@ class CompletionRequest(ChoiceFields):
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    response_format: ResponseFormat | None = None
     best_of: Annotated[int | None, NoEffect("it has to be n: no answers are drawn and left out")] = None
 
     prompt_embeds: Annotated[Any, RefusedField("a prompt is text, or token ids")] = None
@@ -40,11 +38,6 @@ class CompletionRequest(ChoiceFields):
         given: Any = self.prompt
         several: list[str] | list[list[int]] = [given] if isinstance(given[0], int) else given
         return several
-
-    @property
-    def form(self) -> Form | None:
-        """The form of the answer; ApiError or ValueError as of ``form_beside``."""
-        return self.form_beside(self.response_format)
 
     def sampling(self, form: Form | None) -> SamplingParams:
         """Return the sampling parameters with a form; ApiError or ValueError if fields contradict each other."""

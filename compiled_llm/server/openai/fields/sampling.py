@@ -10,7 +10,8 @@ from pydantic_core import PydanticCustomError
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, RefusedField
-from compiled_llm.server.openai.fields.structured_outputs import FormFields
+from compiled_llm.server.openai.fields.response_format import ResponseFormat
+from compiled_llm.server.openai.fields.structured_outputs import Form, FormFields
 
 T = TypeVar("T")
 Several = Annotated[Entries[T], Field(max_length=256)]
@@ -116,6 +117,7 @@ class ChoiceFields(SamplingFields):
     """Fields of chats and completions: how many answers they want, and what else of each."""
 
     n: Annotated[int | None, Field(ge=1)] = None
+    response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     return_token_ids: bool | None = None
@@ -134,6 +136,16 @@ class ChoiceFields(SamplingFields):
     def wants_usage_always(self) -> bool:
         """Whether each chunk of a stream has the count of tokens so far."""
         return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def tells_of_tokens(self) -> bool:
+        """Whether each chunk of a stream says something of its tokens, so that no two are alike."""
+        return self.wants_usage_always or bool(self.return_token_ids)
+
+    @property
+    def form(self) -> Form | None:
+        """The form of the answer; ApiError or ValueError as of ``form_beside``."""
+        return self.form_beside(self.response_format)
 
     def check_stream(self) -> None:
         """Check that no field contradicts ``stream``; ApiError if one does."""

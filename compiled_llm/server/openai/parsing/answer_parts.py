@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names that response templates have for the part in which a model thinks."""
 CONTENT, CALLS = "content", "tool_calls"
-
-
-class ToolCallPart(NamedTuple):
-    """A call of a tool: the function, and its arguments as JSON."""
-
-    id: str
-    name: str
-    arguments: str
 
 
 class CallPiece(NamedTuple):
@@ -48,14 +40,12 @@ class Parts:
         return not (self.reasoning or self.pieces)
 
     @property
-    def calls(self) -> list[ToolCallPart]:
-        """Calls of a whole answer."""
-        found = {
-            piece.id: ToolCallPart(piece.id, piece.name or "", "") for piece in self.pieces if piece.name is not None
-        }
+    def calls(self) -> list[CallPiece]:
+        """Calls of a whole answer, each as one piece."""
+        found: dict[str, CallPiece] = {}
         for piece in self.pieces:
-            call = found[piece.id]
-            found[piece.id] = call._replace(arguments=call.arguments + piece.arguments)
+            begun = found.get(piece.id, piece._replace(arguments=""))
+            found[piece.id] = begun._replace(arguments=begun.arguments + piece.arguments)
         return list(found.values())
 
     def call(self, piece: CallPiece) -> None:
@@ -64,24 +54,3 @@ class Parts:
             self.pieces[-1] = CallPiece(last.id, last.name, last.arguments + piece.arguments, piece.finished)
         else:
             self.pieces.append(piece)
-
-
-class PartsReader(Protocol):
-    """Reads one answer as it comes."""
-
-    def read(self, text: str, finished: bool, cut: bool = False) -> Parts:
-        """Return the new parts in the next piece of text.
-
-        Args:
-            text: the next piece.
-            finished: whether it is the last one.
-            cut: whether the answer was cut at its last piece: a call that has not ended is no content.
-        """
-        ...
-
-
-class PlainReader:
-    """Reads an answer that is all content."""
-
-    def read(self, text: str, finished: bool, cut: bool = False) -> Parts:
-        return Parts(content=text)

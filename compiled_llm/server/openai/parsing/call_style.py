@@ -43,17 +43,20 @@ def call_style_of(field: Mapping[str, Any]) -> CallStyle | None:
     transform = field.get("transform")
     function = transform.get("function") if isinstance(transform, Mapping) else None
     if function == _CONTENT and not field.get("transform_each"):
-        return _json_call("name", _ARGUMENTS) if _is_json(field) else None
+        return (lambda begun: JsonCall("name", _ARGUMENTS)) if _is_json(field) else None
     if field.get("transform_each") or not isinstance(function, Mapping):
         return None
     name, arguments = str(function.get("name")), str(function.get("arguments", function.get("parameters")))
     members = _MEMBER.fullmatch(name), _MEMBER.fullmatch(arguments)
     if members[0] and members[1]:
-        return _json_call(members[0][1], (members[1][1],)) if _is_json(field) else None
+        keys = members[0][1], (members[1][1],)
+        return (lambda begun: JsonCall(*keys)) if _is_json(field) else None
     capture = _CAPTURE.fullmatch(name)
     if capture is None or arguments != _CONTENT:
         return None
-    return _json_arguments(capture[1]) if _is_json(field) else _xml_arguments(capture[1], field)
+    if _is_json(field):
+        return lambda begun: JsonArguments(begun.captures[capture[1]])
+    return _xml_arguments(capture[1], field)
 
 
 def text_of_calls(field: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,14 +66,6 @@ def text_of_calls(field: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_json(field: Mapping[str, Any]) -> bool:
     return field.get("content") == "json" and not field.get("content_args")  # which stand for dialects
-
-
-def _json_call(name: str, arguments: Sequence[str]) -> CallStyle:
-    return lambda begun: JsonCall(name, arguments)
-
-
-def _json_arguments(capture: str) -> CallStyle:
-    return lambda begun: JsonArguments(begun.captures[capture])
 
 
 def _xml_arguments(capture: str, field: Mapping[str, Any]) -> CallStyle | None:

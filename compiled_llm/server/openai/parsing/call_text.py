@@ -67,11 +67,11 @@ class JsonCall:
         """Read on, and return whether something was found."""
         if self._member is None:
             return self._begin_member()
-        text = self._member.take(self._rest)
+        text = self._member.part(self._rest)
         self._rest = self._rest[len(text) :]
         if self._member.streams:
             self._new = (self._new or "") + text
-        if self._member.value.finished:
+        if self._member.finished:
             self._end_member(self._member)
         return self._member is None
 
@@ -120,7 +120,7 @@ class JsonArguments:
             self._member = _ObjectMember("", text[0] == "{") if text else None
         if self._member is None:
             return ""
-        new = self._member.take(text)
+        new = self._member.part(text)
         if not self._member.streams:
             return ""
         self.name = self._called
@@ -141,16 +141,16 @@ class JsonArguments:
         self.name = self._called
 
 
-class _ObjectMember:
+class _ObjectMember(JsonValue):
     """A member of an object that is being read; its text is kept unless it streams."""
 
     def __init__(self, key: str, streams: bool) -> None:
-        self.key, self.streams = key, streams
-        self.value, self.text = JsonValue(), ""
+        super().__init__()
+        self.key, self.streams, self.text = key, streams, ""
 
-    def take(self, text: str) -> str:
+    def part(self, text: str) -> str:
         """Return the part of the next piece that belongs to it."""
-        new = text[: self.value.take(text)] if text and not self.value.finished else ""
+        new = text[: self.take(text)] if text and not self.finished else ""
         if not self.streams:
             self.text += new
         return new

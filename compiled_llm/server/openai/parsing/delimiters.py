@@ -29,9 +29,10 @@ class Delimiters:
         self._hard = re.compile(f"[{hard}]" if hard else r"(?!)")
         self._soft = tuple(soft)
 
-    def opening(self, name: str, text: str) -> Any:
-        """Return the first match of a part's beginning in a text; None if there is none."""
-        return self._match(f"{name} open", text)
+    def find(self, name: str, which: str, text: str) -> Any:
+        """Return the first match of a part's ``open`` or ``close`` in a text; None if there is none."""
+        pattern = self._patterns.get(f"{name} {which}")
+        return None if pattern is None else pattern.search(text)
 
     def begun_opening(self, name: str, text: str) -> Any:
         """Return the match of a part's beginning at the end of a text, whole or partial; None if there is none.
@@ -48,14 +49,6 @@ class Delimiters:
         pattern = self._patterns.get(f"{name} open")
         places = [] if pattern is None else [found.start() for found in pattern.finditer(text)]
         return text[places[-1] :] if places else ""
-
-    def closing(self, name: str, text: str) -> Any:
-        """Return the first match of a part's end in a text; None if there is none."""
-        return self._match(f"{name} close", text)
-
-    def _match(self, which: str, text: str) -> Any:
-        pattern = self._patterns.get(which)
-        return None if pattern is None else pattern.search(text)
 
     def are_far_from(self, text: str) -> bool:
         """Whether no delimiter stands in a text, and none begins at its end."""

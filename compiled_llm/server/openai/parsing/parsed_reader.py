@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from compiled_llm.server.openai.parsing.answer_parts import CALLS, CONTENT, REASONING, CallPiece, Parts, ToolCallPart
+from compiled_llm.server.openai.parsing.answer_parts import CALLS, CONTENT, REASONING, CallPiece, Parts
 from compiled_llm.server.openai.parsing.call_text import CallText
 from compiled_llm.server.openai.parsing.delimiters import Delimiters
 
@@ -66,12 +66,19 @@ class ParsedReader:
         parts = Parts()
         for event in events:
             self._take(event, parts)
-        found = self._delimiters.opening(CALLS, self._prompt)
+        found = self._delimiters.find(CALLS, "open", self._prompt)
         if found is None or found.end() < len(self._prompt):
             self._prompt = ""  # otherwise the parser may say only later that a call has begun there
         return [piece for piece in parts.pieces if self._call is not None and piece.id == self._call.id]
 
     def read(self, text: str, finished: bool, cut: bool = False) -> Parts:
+        """Return the new parts in the next piece of text.
+
+        Args:
+            text: the next piece.
+            finished: whether it is the last one.
+            cut: whether the answer was cut at its last piece: a call that has not ended is no content.
+        """
         parts, self._begun = Parts(pieces=self._begun), []
         for piece in [text] if self._delimiters.are_far_from(text) else _PIECES.split(text):
             self._feed(piece, parts)
@@ -150,11 +157,11 @@ class ParsedReader:
         self._part = name
         if name == CALLS and self._begin_call is None:
             return  # it stays untold until it is read, since it may be none
-        found = self._delimiters.opening(name, self._untold)
+        found = self._delimiters.find(name, "open", self._untold)
         if found is not None:
             self._untold = self._untold[found.end() :]
         if name == CALLS and self._begin_call is not None:
-            found = found or self._delimiters.opening(name, self._prompt)
+            found = found or self._delimiters.find(name, "open", self._prompt)
             opening = "" if found is None else found.group()
             self._call = _PartialCall(opening, self._begin_call(opening, {} if found is None else found.groupdict()))
 
@@ -170,7 +177,7 @@ class ParsedReader:
         self._part = self._implicit
         if name == self._implicit:
             return  # it ends where another part begins
-        found = self._delimiters.closing(name, self._untold)
+        found = self._delimiters.find(name, "close", self._untold)
         closing, self._untold = ("", "") if found is None else (found.group(), self._untold[found.end() :])
         if name != CALLS:
             return
@@ -206,7 +213,7 @@ class ParsedReader:
     def _tell_whole(self, value: Any, parts: Parts) -> None:
         for call in [_call(entry) for entry in (value if isinstance(value, list) else [value])]:
             if self._is_told(self._calls):
-                parts.call(CallPiece(*call, finished=True))
+                parts.call(call)
             self._calls += 1
 
     def _is_told(self, number: int) -> bool:
@@ -256,14 +263,14 @@ def _strips(spec: Mapping[str, Any]) -> bool:
     return bool(spec.get("content_args", {}).get("strip", True))
 
 
-def _call(value: Mapping[str, Any]) -> ToolCallPart:
+def _call(value: Mapping[str, Any]) -> CallPiece:
     """Return a call as the parser gives it; ValueError if it has no name."""
     function = value["function"]
     name, arguments = function["name"], function.get("arguments", function.get("parameters", {}))
     if not isinstance(name, str) or not name:
         raise ValueError("a call without a name")
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCallPart(_new_id(), name, written)
+    return CallPiece(_new_id(), name, written, finished=True)
 
 
 def _new_id() -> str:

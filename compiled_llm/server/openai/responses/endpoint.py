@@ -24,7 +24,7 @@ from compiled_llm.server.openai.common.api_server import api_server_of, new_id
 from compiled_llm.server.openai.common.engine_link import Model
 from compiled_llm.server.openai.common.events import named_event
 from compiled_llm.server.openai.common.openapi_responses import ANSWERS
-from compiled_llm.server.openai.common.usage import FinishReason, finish_reason_of
+from compiled_llm.server.openai.common.usage import FinishReason, finish_reason_of, usage_of
 from compiled_llm.server.openai.fields.structured_outputs import Form
 from compiled_llm.server.openai.responses.output import Output
 from compiled_llm.server.openai.responses.request import FlatNamedTool, ResponsesRequest
@@ -52,8 +52,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Any:
         return tokens, with_form(params, form, prompt), form, Reading(prompt.reader())
 
     tokens, params, form, reading = await beside(prepared, len(await request.body()))
-    salts = body.user, body.cache_salt
-    answers = await api_server.submit(request, [tokens], params, "input", *salts, form=form, priority=body.priority)
+    answers = await api_server.submit(request, [tokens], params, "input", body, form)
     writer = _ResponsesWriter(body, model, api_server.settings.names[0], answers, reading)
     return await answered(writer, answers, bool(body.stream), end=b"")
 
@@ -108,7 +107,7 @@ class _ResponsesWriter:
         return chat_logprobs(places or [], self._body.top_logprobs or 0, names).content or []
 
     def _ended(self, reason: FinishReason) -> ResponseBody:
-        usage = self._answers.usage(self._reading.reasoning_tokens(self._model.vocabulary))
+        usage = usage_of(self._answers.handles, self._reading.reasoning_tokens(self._model.vocabulary))
         return self._response(
             _status(reason),
             output=self._output.items,

@@ -9,7 +9,7 @@ from pydantic import Field
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.openai.chat.message import Message, plain_messages
-from compiled_llm.server.openai.chat.request import Effort, effort_kwargs
+from compiled_llm.server.openai.chat.request import Effort, StoredFields, effort_kwargs
 from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, RefusedField
 from compiled_llm.server.openai.fields.response_format import (
     AnyFormat,
@@ -23,7 +23,6 @@ from compiled_llm.server.openai.fields.structured_outputs import Form
 from compiled_llm.server.openai.fields.tools import MAX_TOOLS, Function, NamedFunction, Offer, Tool
 from compiled_llm.server.openai.responses.input import InputItem, messages_of
 
-_NOT_STORED = "nothing is stored"
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -73,7 +72,7 @@ class FlatNamedTool(NamedFunction):
     type: Literal["function"]
 
 
-class ResponsesRequest(SamplingFields):
+class ResponsesRequest(SamplingFields, StoredFields):
     """Text, or a chat, to answer."""
 
     input: str | Annotated[Entries[InputItem], Field(min_length=1)]
@@ -84,29 +83,21 @@ class ResponsesRequest(SamplingFields):
     text: TextOptions | None = None
     tools: Annotated[Entries[FlatTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
-    parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
 
     stream_options: Annotated[StreamOptions | None, NoEffect("chunks are never padded")] = None
-    safety_identifier: Annotated[str | None, NoEffect("nothing is kept of users")] = None
     access_programs: Annotated[Any, NoEffect("there are none")] = None
-    prompt_cache_key: Annotated[str | None, NoEffect("prompts are found by their tokens")] = None
-    prompt_cache_options: Annotated[dict[str, Any] | None, NoEffect("prompts are kept while there is room")] = None
-    prompt_cache_retention: Annotated[str | None, NoEffect("prompts are kept while there is room")] = None
-    store: Annotated[bool | None, NoEffect(_NOT_STORED)] = None
     max_tool_calls: Annotated[int | None, NoEffect("it is for tools that OpenAI runs")] = None
 
     background: Annotated[Any, RefusedField("the answer comes with the response", (False,))] = None
     background_options: Annotated[Any, RefusedField("the answer comes with the response")] = None
     context_management: Annotated[Any, RefusedField("nothing is left out of a chat")] = None
-    conversation: Annotated[Any, RefusedField(_NOT_STORED)] = None
+    conversation: Annotated[Any, RefusedField("nothing is stored")] = None
     image: Annotated[Any, RefusedField("answers are text")] = None
-    moderation: Annotated[Any, RefusedField("nothing is moderated")] = None
     previous_response_id: Annotated[Any, RefusedField("nothing is stored; send the whole chat as input")] = None
     prompt: Annotated[Any, RefusedField("there are no stored prompts; give input")] = None
-    service_tier: Annotated[Any, RefusedField("there is one tier", ("auto", "default"))] = None
     truncation: Annotated[Any, RefusedField("nothing is left out of a chat", ("disabled",))] = None
 
     @property
