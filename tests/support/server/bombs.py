@@ -65,43 +65,18 @@ def form(schema: str) -> Callable[[], bytes]:
 STOPS = ["ab" * 15 + f"{number:02x}" for number in range(256)]
 TOOL = {"type": "function", "function": {"name": "a", "description": "a" * 60_000}}
 
-BOMBS = [
-    Bomb("messages that are numbers", CHAT, long("messages", "0"), 400, "messages[0]"),
+EACH_KIND = [
     Bomb("messages without fields", CHAT, long("messages", "{}"), 400, ENTRIES),
-    Bomb("messages without fields, few enough", CHAT, long("messages", "{}", 190_000), 400, "messages[0].role"),
-    Bomb("many messages", CHAT, long("messages", '{"role":"user","content":"a b"}'), 400, ENTRIES),
     Bomb("many messages, few enough", CHAT, long("messages", '{"role":"user","content":"a"}', 370_000), 400, "tokens"),
-    Bomb("parts that are numbers", CHAT, long("messages", "0", before='[{"role":"user","content":', after="}]"), 400),
-    Bomb("one letter a prompt", TEXT, long("prompt", '"a"'), 400, ENTRIES),
     Bomb("one letter a prompt, few enough", TEXT, long("prompt", '"a"', 260_000), 400, "65000 prompts with 1"),
-    Bomb("one token a prompt", TEXT, long("prompt", "[1]", 250_000), 400, "prompts with 1"),
     Bomb("a prompt of many tokens", TEXT, long("prompt", "1"), 400, "4000000 tokens"),
-    Bomb("a prompt of wrong tokens", TEXT, long("prompt", "1.5"), 400, "prompt"),
-    Bomb("prompts of wrong tokens", TEXT, long("prompt", '""', before="[", after="]"), 400, ENTRIES),
-    Bomb("a prompt of short words", TEXT, whole(prompt="a b " * (SIZE // 4)), 400, "characters are more"),
     Bomb("a prompt of short words that might fit", TEXT, whole(prompt="a b " * 500_000), 400, "characters are more"),
-    Bomb("128 such prompts", TEXT, whole(prompt=["a b " * 15_000] * 128), 400, "60000 tokens"),
-    Bomb(
-        "a message of short words", CHAT, whole(messages=[{"role": "user", "content": "a b " * 500_000}]), 400, "more"
-    ),
-    Bomb("a long input", RESPONSES, whole(input="a b " * 500_000), 400, "characters are more"),
-    Bomb("input of wrong items", RESPONSES, long("input", "{}", 190_000), 400, "input"),
     Bomb(
         "input of many thoughts",
         RESPONSES,
         long("input", f'{{"type":"reasoning","content":[{{"type":"reasoning_text","text":"{"a" * 900}"}}]}}'),
         400,
         "more",
-    ),
-    Bomb("lists in what the template reads", CHAT, long("a", "[]", before="", messages=HI), 400, ENTRIES),
-    Bomb(
-        "lists in a call's arguments",
-        CHAT,
-        lambda: json.dumps(
-            {"messages": [{"role": "assistant", "tool_calls": [call('{"a": [' + ",".join(["[]"] * 2_000_000) + "]}")]}]}
-        ).encode(),
-        400,
-        ENTRIES,
     ),
     Bomb(
         "lists in the arguments of many calls",
@@ -116,14 +91,6 @@ BOMBS = [
         400,
         ENTRIES,
     ),
-    Bomb("fields that nobody knows", CHAT, lambda: names(60_000, "1").encode(), 400, "missing"),
-    Bomb(
-        "biases that are texts",
-        CHAT,
-        lambda: f'{{"messages": {json.dumps(HI)}, "logit_bias": {names(30_000, chr(34) * 2)}}}'.encode(),
-        400,
-        "logit_bias",
-    ),
     Bomb(
         "many biases",
         CHAT,
@@ -133,6 +100,61 @@ BOMBS = [
     ),
     Bomb(
         "many stop strings that nearly repeat", TEXT, whole(prompt="a", stop=STOPS, max_tokens=50, ignore_eos=True), 200
+    ),
+    Bomb("many tokens that are allowed", TEXT, long("allowed_token_ids", "1", 500_000, prompt="a", max_tokens=1), 200),
+    Bomb(
+        "a long fraction",
+        CHAT,
+        lambda: b'{"temperature": 0.' + b"1" * SIZE + f', "messages": {json.dumps(HI)}, "max_tokens": 1}}'.encode(),
+        200,
+    ),
+    Bomb("more levels", CHAT, lambda: b"[" * SIZE, 400, ENTRIES),
+    Bomb("a long user", TEXT, whole(prompt="a", user="a" * SIZE, max_tokens=1), 200),
+    Bomb(
+        "a schema of many choices",
+        CHAT,
+        form('{"enum": [' + ",".join(f'"{number}"' for number in range(6_000)) + "]}"),
+        200,
+    ),
+    Bomb("tokens to be made text, few enough", DETOKENIZE, long("tokens", "99", 780_000), 200),
+    Bomb("log-probabilities of a prompt", TEXT, whole(prompt=[5] * 3000, echo=True, logprobs=20, max_tokens=1), 200),
+]
+"""One of each kind: bodies of many values, long prompts, fields of which each entry costs, answers that are long."""
+
+BOMBS = [
+    *EACH_KIND,
+    Bomb("messages that are numbers", CHAT, long("messages", "0"), 400, "messages[0]"),
+    Bomb("messages without fields, few enough", CHAT, long("messages", "{}", 190_000), 400, "messages[0].role"),
+    Bomb("many messages", CHAT, long("messages", '{"role":"user","content":"a b"}'), 400, ENTRIES),
+    Bomb("parts that are numbers", CHAT, long("messages", "0", before='[{"role":"user","content":', after="}]"), 400),
+    Bomb("one letter a prompt", TEXT, long("prompt", '"a"'), 400, ENTRIES),
+    Bomb("one token a prompt", TEXT, long("prompt", "[1]", 250_000), 400, "prompts with 1"),
+    Bomb("a prompt of wrong tokens", TEXT, long("prompt", "1.5"), 400, "prompt"),
+    Bomb("prompts of wrong tokens", TEXT, long("prompt", '""', before="[", after="]"), 400, ENTRIES),
+    Bomb("a prompt of short words", TEXT, whole(prompt="a b " * (SIZE // 4)), 400, "characters are more"),
+    Bomb("128 such prompts", TEXT, whole(prompt=["a b " * 15_000] * 128), 400, "60000 tokens"),
+    Bomb(
+        "a message of short words", CHAT, whole(messages=[{"role": "user", "content": "a b " * 500_000}]), 400, "more"
+    ),
+    Bomb("a long input", RESPONSES, whole(input="a b " * 500_000), 400, "characters are more"),
+    Bomb("input of wrong items", RESPONSES, long("input", "{}", 190_000), 400, "input"),
+    Bomb("lists in what the template reads", CHAT, long("a", "[]", before="", messages=HI), 400, ENTRIES),
+    Bomb(
+        "lists in a call's arguments",
+        CHAT,
+        lambda: json.dumps(
+            {"messages": [{"role": "assistant", "tool_calls": [call('{"a": [' + ",".join(["[]"] * 2_000_000) + "]}")]}]}
+        ).encode(),
+        400,
+        ENTRIES,
+    ),
+    Bomb("fields that nobody knows", CHAT, lambda: names(60_000, "1").encode(), 400, "missing"),
+    Bomb(
+        "biases that are texts",
+        CHAT,
+        lambda: f'{{"messages": {json.dumps(HI)}, "logit_bias": {names(30_000, chr(34) * 2)}}}'.encode(),
+        400,
+        "logit_bias",
     ),
     Bomb(
         "longer stop strings",
@@ -149,37 +171,21 @@ BOMBS = [
         400,
         "bad_words",
     ),
-    Bomb("many tokens that are allowed", TEXT, long("allowed_token_ids", "1", 500_000, prompt="a", max_tokens=1), 200),
     Bomb(
         "too many tokens that are allowed", TEXT, long("allowed_token_ids", "1", prompt="a"), 400, "allowed_token_ids"
     ),
     Bomb("tools that are numbers", CHAT, long("tools", "0", messages=HI), 400, "tools[0]"),
     Bomb("long tools", CHAT, whole(messages=HI, tools=[TOOL] * 128, tool_choice="none"), 400, "two have the name"),
     Bomb("a long number", CHAT, lambda: b'{"top_k": ' + b"1" * SIZE + b"}", 400, "digits"),
-    Bomb(
-        "a long fraction",
-        CHAT,
-        lambda: b'{"temperature": 0.' + b"1" * SIZE + f', "messages": {json.dumps(HI)}, "max_tokens": 1}}'.encode(),
-        200,
-    ),
     Bomb("levels", CHAT, lambda: b'{"chat_template_kwargs": ' + b'{"a":' * 60_000, 400),
-    Bomb("more levels", CHAT, lambda: b"[" * SIZE, 400, ENTRIES),
     Bomb("quotes", CHAT, lambda: b'"' * SIZE, 400, ENTRIES),
     Bomb("backslashes", CHAT, lambda: b'"' + b"\\" * SIZE, 400, "no JSON"),
     Bomb("a long name of a model", CHAT, whole(messages=HI, model="a" * SIZE), 404, "model"),
     Bomb("a long salt", TEXT, whole(prompt="a", cache_salt="a" * SIZE), 400, "cache_salt"),
-    Bomb("a long user", TEXT, whole(prompt="a", user="a" * SIZE, max_tokens=1), 200),
-    Bomb(
-        "a schema of many choices",
-        CHAT,
-        form('{"enum": [' + ",".join(f'"{number}"' for number in range(6_000)) + "]}"),
-        200,
-    ),
     Bomb("a long schema", CHAT, form('{"enum": ["' + "a" * SIZE + '"]}'), 400, "response_format"),
     Bomb("text to be made tokens", TOKENIZE, whole(prompt="a b " * 500_000), 400, "characters are more"),
     Bomb("messages to be made tokens", TOKENIZE, long("messages", "0"), 400, "messages[0]"),
     Bomb("tokens to be made text", DETOKENIZE, long("tokens", "99"), 400, "tokens"),
-    Bomb("tokens to be made text, few enough", DETOKENIZE, long("tokens", "99", 780_000), 200),
     Bomb("tokens that are texts", DETOKENIZE, long("tokens", '""', 190_000), 400, "tokens[0]"),
     Bomb(
         "log-probabilities of long prompts",
@@ -188,7 +194,6 @@ BOMBS = [
         400,
         "logprobs",
     ),
-    Bomb("log-probabilities of a prompt", TEXT, whole(prompt=[5] * 3000, echo=True, logprobs=20, max_tokens=1), 200),
     Bomb(
         "log-probabilities of many answers",
         CHAT,

@@ -148,10 +148,10 @@ class Ready:
 
 def test_a_stream_is_made_ready_while_the_first_token_is_waited_for() -> None:
     async def ask() -> None:
-        answers, loss_reported = Waiting(), Ready()
-        asking = asyncio.create_task(answered(cast(Any, loss_reported), cast(Answers, answers), stream=True))
+        answers, told = Waiting(), Ready()
+        asking = asyncio.create_task(answered(cast(Any, told), cast(Answers, answers), stream=True))
         await asyncio.sleep(0)
-        assert loss_reported.made
+        assert told.made
         assert not asking.done()
         answers.comes.set()
         assert (await asking).status_code == 200

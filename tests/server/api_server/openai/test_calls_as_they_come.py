@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from compiled_llm.compat.response_templates import known_response_template
 from compiled_llm.server.openai.parsing.call_text import JsonCall
@@ -86,20 +87,33 @@ def split(text: str, cuts: Sequence[int]) -> list[str]:
     return [text[begin:end] for begin, end in pairwise(places)]
 
 
-def read(spec: dict[str, Any], pieces: Sequence[str], cut: bool = False) -> Told:
-    return read_in_pieces(ResponseTemplate(tool_tokenizer(), spec).reader("", TOOLS), pieces, cut)
+@cache
+def template(style: str) -> ResponseTemplate:
+    return ResponseTemplate(tool_tokenizer(), SPECS[style])
 
 
+def read(style: str, pieces: Sequence[str], cut: bool = False) -> Told:
+    return read_in_pieces(template(style).reader("", TOOLS), pieces, cut)
+
+
+def search(examples: int, **strategies: Any) -> Callable[[Callable[..., None]], None]:
+    """Run a test on so many random examples, at once."""
+    return lambda test: settings(max_examples=examples, deadline=None, derandomize=True)(given(**strategies)(test))()
+
+
+EXAMPLES = pytest.mark.parametrize("examples", [25, pytest.param(250, marks=pytest.mark.whole)])
+
+
+@EXAMPLES
 @pytest.mark.parametrize("style", OBJECTS)
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(calls=st.lists(objects, max_size=3), cuts=cuts, before=st.sampled_from(["", "Well: ", "<think>Hm.</think>"]))
-def test_json_is_told_as_it_was_written(style: str, calls: list[tuple[str, str]], cuts: list[int], before: str) -> None:
-    text = before + "\n".join(OBJECTS[style].format(*call) for call in calls)
-    loss_reported = read(SPECS[style], split(text, cuts))
-    assert loss_reported.calls == [(*call, True) for call in calls]
-    assert (loss_reported.content, loss_reported.reasoning) == (
-        ("Well:", "") if "Well" in before else ("", "Hm." if before else "")
-    )
+def test_json_is_told_as_it_was_written(style: str, examples: int) -> None:
+    beginnings = st.sampled_from([("", "", ""), ("Well: ", "Well:", ""), ("<think>Hm.</think>", "", "Hm.")])
+
+    @search(examples, calls=st.lists(objects, max_size=3), cuts=cuts, beginning=beginnings)
+    def _(calls: list[tuple[str, str]], cuts: list[int], beginning: tuple[str, str, str]) -> None:
+        before, content, reasoning = beginning
+        text = before + "\n".join(OBJECTS[style].format(*call) for call in calls)
+        assert read(style, split(text, cuts)) == Told(reasoning, content, [(*call, True) for call in calls])
 
 
 xml_values = st.sampled_from(["3", "3.0", "three", "-1.5", "true", "null", '{"a": [1]}', "[2]", "{", 'say "hi"', ""])
@@ -107,19 +121,22 @@ xml_texts = st.text(st.sampled_from('ab\n "\\<>/é漢'), max_size=20).map(str.st
 xml_arguments = st.dictionaries(st.sampled_from([*PROPERTIES, "other", 'a "b"']), xml_values | xml_texts, max_size=4)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(calls=st.lists(st.tuples(st.sampled_from(["look", "time", "none"]), xml_arguments), max_size=3), cuts=cuts)
-def test_tags_become_the_json_that_huggingface_reads(calls: list[tuple[str, dict[str, str]]], cuts: list[int]) -> None:
-    tags = [
-        (name, "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items()))
-        for name, given in calls
-    ]
-    text = "\n".join(f"<tool_call>\n<function={name}>\n{given}</function>\n</tool_call>" for name, given in tags)
-    parser = tool_tokenizer().get_response_parser(SPECS["qwen3_5"], prefix="", tools=TOOLS)
-    parser.feed(text)
-    functions = [call["function"] for call in parser.finalize()[0].get("tool_calls", [])]
-    expected = [(call["name"], json.dumps(call["arguments"], ensure_ascii=False), True) for call in functions]
-    assert read(SPECS["qwen3_5"], split(text, cuts)) == Told("", "", expected)
+@EXAMPLES
+def test_tags_become_the_json_that_huggingface_reads(examples: int) -> None:
+    names = st.sampled_from(["look", "time", "none"])
+
+    @search(2 * examples, calls=st.lists(st.tuples(names, xml_arguments), max_size=3), cuts=cuts)
+    def _(calls: list[tuple[str, dict[str, str]]], cuts: list[int]) -> None:
+        tags = [
+            (name, "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items()))
+            for name, given in calls
+        ]
+        text = "\n".join(f"<tool_call>\n<function={name}>\n{given}</function>\n</tool_call>" for name, given in tags)
+        parser = tool_tokenizer().get_response_parser(SPECS["qwen3_5"], prefix="", tools=TOOLS)
+        parser.feed(text)
+        functions = [call["function"] for call in parser.finalize()[0].get("tool_calls", [])]
+        expected = [(call["name"], json.dumps(call["arguments"], ensure_ascii=False), True) for call in functions]
+        assert read("qwen3_5", split(text, cuts)) == Told("", "", expected)
 
 
 FRAGMENTS = """
@@ -130,23 +147,26 @@ FRAGMENTS = """
 fragments = st.sampled_from([*(fragment.replace("~", "|") for fragment in FRAGMENTS.split("|")), "\n"])
 
 
+@EXAMPLES
 @pytest.mark.parametrize("style", SPECS)
-@settings(max_examples=250, deadline=None, derandomize=True)
-@given(parts=st.lists(fragments, max_size=20), cuts=cuts)
-@example(parts=["<tool_call>", '{"name": "look", "arguments": {"text": "a', '"', "</tool"], cuts=[])
-def test_whatever_is_written_says_the_same_in_pieces(style: str, parts: list[str], cuts: list[int]) -> None:
-    text = "".join(parts)
-    whole = read(SPECS[style], [text])
-    assert read(SPECS[style], split(text, cuts)) == whole
-    assert read(SPECS[style], list(text)) == whole
+def test_any_text_says_the_same_in_pieces_and_wherever_it_is_cut(style: str, examples: int) -> None:
+    def check(text: str, cuts: list[int]) -> None:
+        whole, without_room = read(style, [text]), read(style, [text], cut=True)
+        assert read(style, split(text, cuts)) == whole
+        assert read(style, list(text)) == whole
+        assert read(style, split(text, cuts), cut=True) == without_room
+        assert whole.content.startswith(without_room.content)
+
+    check('<tool_call>{"name": "look", "arguments": {"text": "a"</tool', [])
+    search(examples, text=st.lists(fragments, max_size=20).map("".join), cuts=cuts)(check)
 
 
-def told_after_each(spec: dict[str, Any], text: str) -> list[str]:
-    reader = ResponseTemplate(tool_tokenizer(), spec).reader("", TOOLS)
-    loss_reported, all_told = "", []
+def told_after_each(style: str, text: str) -> list[str]:
+    reader = template(style).reader("", TOOLS)
+    told, all_told = "", []
     for character in text:
-        loss_reported += "".join(piece.arguments for piece in reader.read(character, finished=False).pieces)
-        all_told.append(loss_reported)
+        told += "".join(piece.arguments for piece in reader.read(character, finished=False).pieces)
+        all_told.append(told)
     return all_told
 
 
@@ -155,25 +175,25 @@ def test_each_character_of_arguments_is_told_at_once(style: str) -> None:
     given = '{"text": "a b\\n {c}", "where": {"a": 1}}'
     text = OBJECTS[style].format("look", given)
     begin = text.index(given)
-    loss_reported = told_after_each(SPECS[style], text)
+    told = told_after_each(style, text)
     late = text.index('"name"') if style == "qwen3" else 0  # arguments before the name wait for it
     for place in range(max(begin, late + 12), len(text)):
-        assert loss_reported[place] == given[: place + 1 - begin]
+        assert told[place] == given[: place + 1 - begin]
 
 
 def test_each_character_of_a_tag_is_told_at_once() -> None:
     text = '<tool_call>\n<function=look>\n<parameter=text>\nsay "hi"\nnow\n</parameter>\n'
     text += "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
     texts = [text[:end] for end in range(1, len(text) + 1)]
-    loss_reported = dict(zip(texts, told_after_each(SPECS["qwen3_5"], text), strict=True))
+    told = dict(zip(texts, told_after_each("qwen3_5", text), strict=True))
     begin = text[: text.index("say")]
-    assert loss_reported[begin] == '{"text": "'
-    assert loss_reported[begin + 'say "h'] == '{"text": "say \\"h'
-    assert loss_reported[begin + 'say "hi"\n'] == '{"text": "say \\"hi\\"'  # it may end here
-    assert loss_reported[begin + 'say "hi"\nn'] == '{"text": "say \\"hi\\"\\nn'
-    assert loss_reported[text[: text.index("<parameter=days")]] == '{"text": "say \\"hi\\"\\nnow"'
-    assert loss_reported[text[: text.index("3") + 1]].endswith(', "days": ')  # a number is told whole
-    assert loss_reported[text[: text.index("</function")]].endswith(', "days": 3')
+    assert told[begin] == '{"text": "'
+    assert told[begin + 'say "h'] == '{"text": "say \\"h'
+    assert told[begin + 'say "hi"\n'] == '{"text": "say \\"hi\\"'  # it may end here
+    assert told[begin + 'say "hi"\nn'] == '{"text": "say \\"hi\\"\\nn'
+    assert told[text[: text.index("<parameter=days")]] == '{"text": "say \\"hi\\"\\nnow"'
+    assert told[text[: text.index("3") + 1]].endswith(', "days": ')  # a number is told whole
+    assert told[text[: text.index("</function")]].endswith(', "days": 3')
 
 
 HERMES, QWENS = "<tool_call>\n", "<tool_call><function=look>\n"
@@ -203,8 +223,8 @@ CUT = [
 @pytest.mark.parametrize("size", [1, 5, 1000])
 def test_what_is_cut_or_wrong(style: str, text: str, calls: Any, content: str, size: int) -> None:
     pieces = [text[begin : begin + size] for begin in range(0, len(text), size)]
-    loss_reported = read(SPECS[style], pieces)
-    assert (loss_reported.calls, loss_reported.content) == (calls, content)
+    told = read(style, pieces)
+    assert (told.calls, told.content) == (calls, content)
 
 
 NO_ROOM = [
@@ -232,20 +252,10 @@ def test_a_call_that_there_was_no_room_for_is_no_content(
 ) -> None:
     before = before if style in ("hermes", "named", "members") else ""
     text = before + text
-    loss_reported = read(SPECS[style], [text[begin : begin + size] for begin in range(0, len(text), size)], cut=True)
-    if "c" in loss_reported.content[-1:]:  # what stands behind a call that has ended
+    told = read(style, [text[begin : begin + size] for begin in range(0, len(text), size)], cut=True)
+    if "c" in told.content[-1:]:  # what stands behind a call that has ended
         return
-    assert (loss_reported.calls, loss_reported.content) == (calls, "Well:" if before else "")
-
-
-@pytest.mark.parametrize("style", SPECS)
-@settings(max_examples=50, deadline=None, derandomize=True)
-@given(parts=st.lists(fragments, max_size=20), cuts=cuts)
-def test_wherever_it_is_cut_it_says_the_same_in_pieces(style: str, parts: list[str], cuts: list[int]) -> None:
-    text = "".join(parts)
-    whole = read(SPECS[style], [text], cut=True)
-    assert read(SPECS[style], split(text, cuts), cut=True) == whole
-    assert read(SPECS[style], [text]).content.startswith(whole.content)
+    assert (told.calls, told.content) == (calls, "Well:" if before else "")
 
 
 @pytest.mark.parametrize("style", OBJECTS)
@@ -253,10 +263,8 @@ def test_a_call_that_the_prompt_has_begun(style: str) -> None:
     other, text = OBJECTS[style].format("time", "{}"), OBJECTS[style].format("look", '{"text": "a"}')
     for end in range(text.index("{") - (style == "named"), text.rindex("}")):
         prompt = f"<|im_start|>assistant\n{other}\n{text[:end]}"
-        loss_reported = read_in_pieces(
-            ResponseTemplate(tool_tokenizer(), SPECS[style]).reader(prompt, TOOLS), list(text[end:])
-        )
-        assert loss_reported == Told("", "", [("look", '{"text": "a"}', True)]), text[:end]
+        told = read_in_pieces(template(style).reader(prompt, TOOLS), list(text[end:]))
+        assert told == Told("", "", [("look", '{"text": "a"}', True)]), text[:end]
 
 
 LONG = 2**14

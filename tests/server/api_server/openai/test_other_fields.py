@@ -236,10 +236,8 @@ def test_tokens_by_their_ids(api_server: RunningServer, engine: Engine) -> None:
             for choice, stop in zip(whole["choices"], ended, strict=True)
         ]
         assert any(ended)
-        loss_reported = [
-            choice["text"] if path == TEXT else choice["message"]["content"] for choice in whole["choices"]
-        ]
-        assert texts == loss_reported
+        told = [choice["text"] if path == TEXT else choice["message"]["content"] for choice in whole["choices"]]
+        assert texts == told
         chunks = events(api_server, path, return_token_ids=True, n=2, **ends)
         for choice in whole["choices"]:
             parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]

@@ -102,15 +102,15 @@ def test_arguments_come_as_they_are_written(client: openai.OpenAI, script: Scrip
     begin = CALL.partition("ome")[0]
     script.text, script.at_once, script.allowed = f"{CALL}\n{CALL}", 1, threading.Semaphore()
     script.allowed.release(len(script.tokens(begin)) - 1)
-    events, loss_reported = [], ""
+    events, told = [], ""
     for event in whole(client, stream=True, timeout=PATIENCE):
         events.append(event)
         if event.type == "response.function_call_arguments.delta":
-            loss_reported += event.delta
-        if loss_reported == '{"city": "R':
-            loss_reported = ""
+            told += event.delta
+        if told == '{"city": "R':
+            told = ""
             script.allowed.release(len(script.text))
-    assert loss_reported == 'ome"}{"city": "Rome"}'
+    assert told == 'ome"}{"city": "Rome"}'
     done = [event for event in events if event.type == "response.function_call_arguments.done"]
     assert [(event.output_index, event.arguments) for event in done] == [
         (0, '{"city": "Rome"}'),

@@ -93,15 +93,15 @@ def test_arguments_come_as_they_are_written(client: openai.OpenAI, script: Scrip
     begin, end = f"Well: {CALL}".split("ome")
     script.text, script.at_once, script.allowed = f"{begin}ome{end}\n{OTHER}", 1, threading.Semaphore()
     script.allowed.release(len(script.tokens(begin)) - 1)
-    deltas, loss_reported = [], ""
+    deltas, told = [], ""
     for chunk in whole(client, tools=[WEATHER, TIME], stream=True, timeout=PATIENCE):
         for call in chunk.choices[0].delta.tool_calls or ():
             deltas.append(call)
-            loss_reported += call.function.arguments
-        if loss_reported == '{"city": "R':
-            loss_reported = ""
+            told += call.function.arguments
+        if told == '{"city": "R':
+            told = ""
             script.allowed.release(len(script.text))
-    assert loss_reported == 'ome"}{}'
+    assert told == 'ome"}{}'
     first, *pieces = [call for call in deltas if call.index == 0]
     assert (first.type, first.function.name, first.function.arguments) == ("function", "weather", "")
     assert first.id is not None
