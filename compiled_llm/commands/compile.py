@@ -128,7 +128,7 @@ def write_artifacts(
 
 def _compiled_into(folder: Path, loaded: Any, tokenizer: Any, options: dict[str, Any], prepared: Prepared) -> Manifest:
     import compiled_llm
-    from compiled_llm.compat import uncached_graphs
+    from compiled_llm.compat.torch.inductor import uncached_graphs
     from compiled_llm.compilation.artifacts import stand_in_compiler
     from compiled_llm.compilation.artifacts.made_for import made_for
     from compiled_llm.compilation.artifacts.writing import PROFILE, seal

@@ -1,4 +1,4 @@
-"""Private parts of torch that we depend on, one function each, and what we change for the whole process.
+"""Private parts of torch that we depend on, one function each in ``compat.torch``, and what the process is changed in.
 
 Those of transformers stand in ``compat.huggingface``, ``compat.tokenizers`` and ``compat.continuous_batching``, that of
 xgrammar in ``compat.xgrammar``, that of Triton (``knobs.cache.manager_class`` and its ``FileCacheManager``) in
@@ -87,18 +87,3 @@ folders |
 built kernels can be named |
 | ``KINETO_LOG_LEVEL`` and two variables of CUPTI, if unset | the first profile | CUPTI can restart |
 """
-
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from compiled_llm.compat.torch.of_torch import *  # noqa: F403
-
-
-def __getattr__(name: str) -> Any:
-    """Import modules that depend on torch at their first use: a process that only detokenizes needs none."""
-    if name.startswith("__"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("compiled_llm.compat.torch.of_torch"), name)

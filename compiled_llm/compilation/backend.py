@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from compiled_llm.compat import compile_with_inductor, note_examples
+from compiled_llm.compat.torch.inductor import compile_with_inductor
+from compiled_llm.compat.torch.tensors import note_examples
 from compiled_llm.compilation.regions import Examples, attentions_in, cut, join, without_symbols
 from compiled_llm.compilation.tracing.layer_marks import fill
 

@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 
-from compiled_llm.compat import BackendError, DynamoError, RecompileLimitError, graph_count, is_compiled_for, reason_of
+from compiled_llm.compat.torch.dynamo import (
+    BackendError,
+    DynamoError,
+    RecompileLimitError,
+    graph_count,
+    is_compiled_for,
+    reason_of,
+)
 from compiled_llm.compilation.artifacts.artifacts import NotInArtifactsError
 from compiled_llm.compilation.backend import Inductor
 from compiled_llm.compilation.compile_error import CompileError

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import fx
 
-from compiled_llm.compat import CustomGraphPass
+from compiled_llm.compat.torch.inductor import CustomGraphPass
 
 
 class CompilingNotice(CustomGraphPass):

@@ -18,16 +18,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.compat import (
+from compiled_llm.compat.torch.dynamo import forget_when_gone, graph_count, is_compiled_for, own_copy, tracing_seconds
+from compiled_llm.compat.torch.inductor import (
     build_probes_early,
     choose_ptxas,
-    forget_when_gone,
-    graph_count,
     hash_sources_early,
-    is_compiled_for,
-    own_copy,
     start_processes_early,
-    tracing_seconds,
 )
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.backend import Inductor, Pass

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 import compiled_llm_ops  # defines the ops  # noqa: F401
-from compiled_llm.compat import example_of, running_on, storage_number, wrapped_in
+from compiled_llm.compat.torch.tensors import example_of, running_on, storage_number, wrapped_in
 
 _ATTENTIONS = (
     torch.ops.compiled_llm.paged_attention.default,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, fx
 
-from compiled_llm.compat import unbacked_symbols
+from compiled_llm.compat.torch.tensors import unbacked_symbols
 from compiled_llm.compilation.programs import PREFILL
 from compiled_llm.explaining.advice import advise_break, advise_change
 from compiled_llm.explaining.findings import Finding

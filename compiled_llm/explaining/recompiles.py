@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from compiled_llm.compat import CompiledGraph, compiled_graphs, recompile_reasons
+from compiled_llm.compat.torch.dynamo import CompiledGraph, compiled_graphs, recompile_reasons
 from compiled_llm.explaining.advice import advise_change
 from compiled_llm.explaining.findings import Finding
 from compiled_llm.model.places import NOWHERE, Place, blame, commented_place, is_users, stack_in

@@ -21,19 +21,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx
 
-from compiled_llm.compat import (
+from compiled_llm.compat.torch.dynamo import (
     CompiledGraph,
     compiled_graphs,
     compiled_with,
-    compiling_stage,
     forget_entries_of,
     graph_breaks_logged,
     graph_count,
-    inductor_quiet,
     no_bytecode_hooks,
-    traced_by_inductor,
-    version_of,
 )
+from compiled_llm.compat.torch.inductor import inductor_quiet, traced_by_inductor
+from compiled_llm.compat.torch.stages import compiling_stage
+from compiled_llm.compat.torch.tensors import version_of
 from compiled_llm.compilation.programs import DECODE_MANY, DECODE_ONE, PREFILL, Arguments, Programs
 from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.execution.generate_loop import GenerateLoop

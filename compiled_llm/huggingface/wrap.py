@@ -7,8 +7,8 @@ from typing import Any, TypeVar, cast
 
 from transformers import PreTrainedModel
 
-from compiled_llm.compat import prepare_cudagraph_trees
 from compiled_llm.compat.continuous_batching import forget_kept_manager, kept_manager
+from compiled_llm.compat.torch.cudagraph_trees import prepare_cudagraph_trees
 from compiled_llm.config import WrapConfig
 from compiled_llm.huggingface.batch.continuous_batching import EngineManager
 from compiled_llm.huggingface.call.keywords import takes_fields_of

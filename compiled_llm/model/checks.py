@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
-from compiled_llm.compat import cpp_compilers, default_inductor_cache
+from compiled_llm.compat.torch.inductor import cpp_compilers, default_inductor_cache
 from compiled_llm.compat.torch.modes import cuda_is_lost
 from compiled_llm.config import WAITING_MODES, WrapConfig
 from compiled_llm.model.layer_probe import Layer, accepts_logits_to_keep

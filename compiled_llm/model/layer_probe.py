@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from compiled_llm.compat import fake_tensors
 from compiled_llm.compat.huggingface import experts_implementation, set_experts_implementation
+from compiled_llm.compat.torch.tensors import fake_tensors
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm.model.restore import attributes_restored, data_restored, restored
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from compiled_llm.compat import hooks_on_all_modules
 from compiled_llm.compat.huggingface import captures_outputs
+from compiled_llm.compat.torch.modes import hooks_on_all_modules
 
 _HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")  # looked up: they may have been replaced
 _HOLDERS = ("_modules", "_parameters", "_buffers")

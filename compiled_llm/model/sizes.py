@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from compiled_llm.compat import fake_tensors
+from compiled_llm.compat.torch.tensors import fake_tensors
 from compiled_llm.model.layer_probe import Layer
 from compiled_llm.model.restore import attributes_restored
 from compiled_llm_ops import Geometry

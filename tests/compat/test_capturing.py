@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiled_llm import compat
-from compiled_llm.compat.torch import capturing
+from compiled_llm.compat.torch import capturing, cudagraph_trees
 from support.in_threads import in_thread
 
 
@@ -34,15 +33,15 @@ def test_a_capture_that_fails_is_ended(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *given: told.append("released"))
     device, broken = torch.device("cuda", 0), False
     graph = Graph()
-    assert compat.captured_into(graph, (0, 1), device, lambda: 5) == 5
+    assert capturing.captured_into(graph, (0, 1), device, lambda: 5) == 5
     assert graph.calls == ["begin thread_local", "end"]
     with pytest.raises(ValueError, match="no launch"):
-        compat.captured_into(graph := Graph(), (0, 1), device, fail)
+        capturing.captured_into(graph := Graph(), (0, 1), device, fail)
     assert (graph.calls, told) == (["begin thread_local", "end", "reset"], [])
     broken = True
     for launch in (fail, lambda: 5):
         with pytest.raises((ValueError, RuntimeError)):
-            compat.captured_into(graph := Graph(), (0, 1), device, launch)
+            capturing.captured_into(graph := Graph(), (0, 1), device, launch)
         assert graph.calls[-1] == "reset"
         assert capturing._ended_badly.pop() is graph, "it may be asked for as long as the process lives"
     assert (told, capturing._ended_badly) == (["ended", "released"] * 2, [])
@@ -54,15 +53,15 @@ def test_generators_hand_over_their_state():
 
 def test_a_thread_that_never_had_cudagraph_trees_has_recorded_none():
     """Before torch 2.13 only the thread that imports them first has any, and to ask for them fails in all others."""
-    compat.prepare_cudagraph_trees()
-    assert in_thread(lambda: compat.cudagraph_tree_graphs(torch.device("cuda:0"))) == 0
+    cudagraph_trees.prepare_cudagraph_trees()
+    assert in_thread(lambda: cudagraph_trees.cudagraph_tree_graphs(torch.device("cuda:0"))) == 0
 
 
 def test_messages_about_cuda_graphs_are_collected():
     from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
 
-    before = compat.cudagraph_skips()
-    with compat.cudagraph_messages() as messages:
+    before = cudagraph_trees.cudagraph_skips()
+    with cudagraph_trees.cudagraph_messages() as messages:
         log_cudagraph_skip_and_bump_counter("skipping cudagraphs due to a test")
     assert messages == ["skipping cudagraphs due to a test"]
-    assert compat.cudagraph_skips() == before + 1
+    assert cudagraph_trees.cudagraph_skips() == before + 1

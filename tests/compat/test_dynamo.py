@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm import compat
+from compiled_llm.compat.torch import dynamo
 from support.compile_once import compile_once, double
 
 pytestmark = pytest.mark.core
@@ -24,42 +24,42 @@ def breaks(x: Tensor) -> Tensor:
 
 @pytest.fixture
 def function() -> Iterator[Callable[[Tensor], Tensor]]:
-    copy = compat.own_copy(double)
+    copy = dynamo.own_copy(double)
     yield copy
-    compat.forget([copy])
+    dynamo.forget([copy])
 
 
 def test_graphs_and_why_there_is_more_than_one_are_told(function):
-    assert compat.graph_count(function) == 0
+    assert dynamo.graph_count(function) == 0
     program = torch.compile(function, backend="eager", dynamic=False)
     program(torch.zeros(3))
     program(torch.zeros(3))
-    assert compat.graph_count(function) == 1
-    assert compat.recompile_reasons(function) == {}
+    assert dynamo.graph_count(function) == 1
+    assert dynamo.recompile_reasons(function) == {}
     program(torch.zeros(4))
-    first, second = compat.compiled_graphs(function)
+    first, second = dynamo.compiled_graphs(function)
     assert "size=[3]" in first.guards
     assert "size=[4]" in second.guards
     assert any(name.startswith("__compiled_fn") for name in second.code.co_names)
-    (reason,) = compat.recompile_reasons(function).items()
+    (reason,) = dynamo.recompile_reasons(function).items()
     assert reason[0] == second.number
     assert "size mismatch" in reason[1]
 
 
 def test_copies_share_no_graphs(function):
-    other = compat.own_copy(double)
+    other = dynamo.own_copy(double)
     torch.compile(function, backend="eager")(torch.zeros(3))
-    assert (compat.graph_count(function), compat.graph_count(other), compat.graph_count(double)) == (1, 0, 0)
+    assert (dynamo.graph_count(function), dynamo.graph_count(other), dynamo.graph_count(double)) == (1, 0, 0)
 
 
 def test_graphs_go_with_their_owner(function):
     owner = torch.nn.Module()
-    compat.forget_when_gone(owner, [function])
+    dynamo.forget_when_gone(owner, [function])
     torch.compile(function, backend="eager")(torch.zeros(3))
-    assert compat.graph_count(function) == 1
+    assert dynamo.graph_count(function) == 1
     del owner
     gc.collect()
-    assert compat.graph_count(function) == 0
+    assert dynamo.graph_count(function) == 0
 
 
 def test_what_cannot_be_traced_and_what_cannot_be_compiled_raise_errors_of_their_own():
@@ -69,36 +69,36 @@ def test_what_cannot_be_traced_and_what_cannot_be_compiled_raise_errors_of_their
     def fail(graph: Any, inputs: Any) -> Any:
         raise OSError("no space left")
 
-    with pytest.raises(compat.DynamoError, match="from user code:") as caught:
+    with pytest.raises(dynamo.DynamoError, match="from user code:") as caught:
         torch.compile(branch, fullgraph=True, backend="eager")(torch.ones(2))
-    assert not isinstance(caught.value, compat.BackendError)
-    with pytest.raises(compat.BackendError, match="no space left") as caught:
+    assert not isinstance(caught.value, dynamo.BackendError)
+    with pytest.raises(dynamo.BackendError, match="no space left") as caught:
         torch.compile(lambda x: x + 1, fullgraph=True, backend=fail)(torch.ones(2))
-    assert isinstance(caught.value, compat.DynamoError)
+    assert isinstance(caught.value, dynamo.DynamoError)
 
 
 def test_what_one_backend_compiled_is_forgotten_and_no_more(function):
     def ours(module: torch.fx.GraphModule, _: Any) -> Any:
         return module
 
-    other = compat.own_copy(double)
+    other = dynamo.own_copy(double)
     torch.compile(function, backend=ours)(torch.zeros(3))
     torch.compile(other, backend="eager")(torch.zeros(3))
-    assert [found.__code__ for found in compat.compiled_with(ours)] == [function.__code__]
-    compat.forget_entries_of(ours)
-    assert compat.compiled_with(ours) == []
-    assert (compat.graph_count(function), compat.graph_count(other)) == (0, 1)
-    compat.forget([other])
+    assert [found.__code__ for found in dynamo.compiled_with(ours)] == [function.__code__]
+    dynamo.forget_entries_of(ours)
+    assert dynamo.compiled_with(ours) == []
+    assert (dynamo.graph_count(function), dynamo.graph_count(other)) == (0, 1)
+    dynamo.forget([other])
 
 
 def test_graph_breaks_are_collected_each_time_and_only_inside():
     for _ in range(2):
-        with compat.graph_breaks_logged() as messages:
-            compile_once(compat.own_copy(breaks), "eager")
+        with dynamo.graph_breaks_logged() as messages:
+            compile_once(dynamo.own_copy(breaks), "eager")
         (message,) = messages
         assert "print" in message
         assert "test_dynamo.py" in message
-    compile_once(compat.own_copy(breaks), "eager")
+    compile_once(dynamo.own_copy(breaks), "eager")
     assert len(messages) == 1
 
 
@@ -108,30 +108,30 @@ def test_dynamo_watches_what_a_frame_calls_that_it_has_given_up_on():
     @torch.compile(backend="eager")
     def gives_up(x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
-        seen.append(compat.dynamo_watches())
+        seen.append(dynamo.dynamo_watches())
         return x
 
-    assert not compat.dynamo_watches()
+    assert not dynamo.dynamo_watches()
     gives_up(torch.zeros(3))
     assert seen == [True]
-    assert not compat.dynamo_watches()
+    assert not dynamo.dynamo_watches()
 
 
 def test_a_module_says_whether_it_was_compiled_in_place():
     module = torch.nn.Linear(2, 2)
-    assert not compat.is_compiled_in_place(module)
+    assert not dynamo.is_compiled_in_place(module)
     module.compile(backend="eager")
-    assert compat.is_compiled_in_place(module)
+    assert dynamo.is_compiled_in_place(module)
 
 
 def test_hooks_that_rewrite_bytecode_see_nothing_of_the_block():
     seen = []
     handle = torch._dynamo.convert_frame.register_bytecode_hook(lambda old, new: seen.append(old.co_name))
     try:
-        with compat.no_bytecode_hooks():
-            compile_once(compat.own_copy(double), "eager")
+        with dynamo.no_bytecode_hooks():
+            compile_once(dynamo.own_copy(double), "eager")
         assert seen == []
-        compile_once(compat.own_copy(double), "eager")
+        compile_once(dynamo.own_copy(double), "eager")
         assert seen == ["double"]
     finally:
         handle.remove()
@@ -143,25 +143,25 @@ def test_sizes_that_are_marked_dynamic_are_not_taken_for_one_another():
     def sums(first: Tensor, second: Tensor, third: Tensor) -> list[Tensor]:
         return [double(tensor).sum() for tensor in (first, second, third)]
 
-    copy = compat.own_copy(sums)
+    copy = dynamo.own_copy(sums)
     program = torch.compile(copy, backend="eager", dynamic=False, fullgraph=True)
     for sizes in ((4, 4, 4), (4, 5, 4), (5, 4, 4), (7, 8, 9)):
         tensors = [torch.zeros(size) for size in sizes]
         for tensor in tensors:
             torch._dynamo.mark_dynamic(tensor, 0)
         program(*tensors)
-    assert compat.graph_count(copy) == 1
-    compat.forget([copy])
+    assert dynamo.graph_count(copy) == 1
+    dynamo.forget([copy])
 
 
 def test_a_backend_learns_what_was_inlined():
     seen: list[frozenset[CodeType]] = []
 
     def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
-        seen.append(compat.traced_code())
+        seen.append(dynamo.traced_code())
         return module.forward
 
     torch.compile(lambda x: double(x) + 1, backend=backend)(torch.zeros(3))
     assert double.__code__ in seen[0]
     assert breaks.__code__ not in seen[0]
-    assert compat.traced_code() == frozenset()
+    assert dynamo.traced_code() == frozenset()

@@ -16,7 +16,7 @@ from typing import cast
 
 import pytest
 import torch
-from torch._dynamo.backends import inductor
+from torch._dynamo.backends import inductor as torchs_backend
 from torch._inductor import async_compile, codecache, cpu_vec_isa
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.codegen.triton_combo_kernel import ComboKernel
@@ -27,7 +27,7 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.utils import IndentedBuffer
 from torch.fx import symbolic_trace
 
-from compiled_llm import compat
+from compiled_llm.compat.torch import autotuning, dynamo, inductor
 from compiled_llm.compilation.programs import begin_beside_tracing
 from support.compile_once import compile_once, double
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.core
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_kernels_wait_before_anything_else(overlaps):
     """A GPU runs what comes of it in `test_replay_gpu.py`."""
-    compat.make_kernels_wait_first()
+    inductor.make_kernels_wait_first()
     code, wait, launch = IndentedBuffer(), TritonKernel.GDC_WAIT, TritonKernel.GDC_LAUNCH
     for line in ("a = 1", "b = load(a)", wait, launch, "c = load(b)", wait, launch, "store(c)"):
         code.writeline(line)
@@ -50,13 +50,13 @@ def test_kernels_wait_before_anything_else(overlaps):
 
 @pytest.mark.parametrize(("early", "waits"), [(True, True), (False, True), (False, False), (True, False)])
 def test_a_kernel_that_may_begin_early_and_does_not_wait_is_refused(early, waits):
-    count, source = [0], f"triton_meta={{'enable_fp_fusion': True, {compat.MAY_BEGIN_EARLY if early else ''}}}"
+    count, source = [0], f"triton_meta={{'enable_fp_fusion': True, {inductor.MAY_BEGIN_EARLY if early else ''}}}"
 
     def codegen() -> str:
         count[0] += waits
         return source
 
-    checked = compat.refusing_races(codegen, count)
+    checked = inductor.refusing_races(codegen, count)
     if early and not waits:
         with pytest.raises(RuntimeError, match="cannot be made to wait for it"):
             checked()
@@ -66,12 +66,12 @@ def test_a_kernel_that_may_begin_early_and_does_not_wait_is_refused(early, waits
 
 def test_inductor_says_which_kernels_may_begin_early():
     """By the words that we look for, in what it writes while the two methods that we replace run."""
-    compat.make_kernels_wait_first()
+    inductor.make_kernels_wait_first()
     for kernels in (TritonKernel, ComboKernel):
         codegen = inspect.unwrap(kernels.codegen_kernel)
         assert kernels.codegen_kernel is not codegen
         assert "._filter_pdl(" in inspect.getsource(sys.modules[kernels.__module__])
-    name = compat.MAY_BEGIN_EARLY.split("'")[1]
+    name = inductor.MAY_BEGIN_EARLY.split("'")[1]
     assert f'"{name}": ' in inspect.getsource(sys.modules[TritonKernel.__module__])
 
 
@@ -82,11 +82,11 @@ def test_tilings_that_inductor_may_refuse_are_timed_by_inductor(device, custom, 
     """The others run on a GPU; `test_autotuning_gpu.py` has them."""
     kernel = SimpleNamespace(device_props=SimpleNamespace(type=device), custom_kernel=custom)
     given = (kernel, SimpleNamespace(n_spills=spills), 1, 2)
-    assert compat.timed_in_a_graph(lambda *args: args)(*given) == given
+    assert autotuning.timed_in_a_graph(lambda *args: args)(*given) == given
 
 
 def test_inductor_times_tilings_by_the_method_that_is_replaced():
-    compat.compile_with_inductor(symbolic_trace(double), [torch.zeros(3)], {})
+    inductor.compile_with_inductor(symbolic_trace(double), [torch.zeros(3)], {})
     own = inspect.unwrap(CachingAutotuner.bench)
     assert CachingAutotuner.bench is not own
     assert list(inspect.signature(own).parameters)[:3] == ["self", "launcher", "args"]
@@ -98,17 +98,17 @@ def test_inductor_times_tilings_by_the_method_that_is_replaced():
 
 
 def test_compiler_and_cache_are_where_inductor_looks(monkeypatch, tmp_path: Path):
-    assert "++" in compat.cpp_compiler()
+    assert "++" in inductor.cpp_compiler()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    assert compat.inductor_cache() == tmp_path
+    assert inductor.inductor_cache() == tmp_path
 
 
 def test_inductor_tells_what_it_compiles_from_what_it_has_kept(monkeypatch, tmp_path: Path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    counts = [compat.compiled_anew()]
+    counts = [inductor.compiled_anew()]
     for _ in range(2):
-        compile_once(compat.own_copy(double), "inductor")
-        counts.append(compat.compiled_anew())
+        compile_once(dynamo.own_copy(double), "inductor")
+        counts.append(inductor.compiled_anew())
     assert [count - counts[0] for count in counts] == [0, 1, 1]
 
 
@@ -116,8 +116,8 @@ def test_inductor_writes_what_it_makes_each_time_and_does_not_warn(tmp_path, mon
     warned: list[logging.LogRecord] = []
     monkeypatch.setattr(logging.getLogger("torch._inductor.debug"), "callHandlers", warned.append)
     for name in ("first", "again"):
-        with compat.inductor_quiet():
-            compile_once(compat.own_copy(double), "inductor", compat.traced_by_inductor(str(tmp_path / name)))
+        with inductor.inductor_quiet():
+            compile_once(dynamo.own_copy(double), "inductor", inductor.traced_by_inductor(str(tmp_path / name)))
         (folder,) = (tmp_path / name / "torchinductor").iterdir()
         written = {file.name for file in folder.iterdir()}
         assert {"output_code.py", "inductor_provenance_tracking_node_mappings.json"} <= written
@@ -125,7 +125,7 @@ def test_inductor_writes_what_it_makes_each_time_and_does_not_warn(tmp_path, mon
 
 
 def test_inductors_probe_of_vector_instructions_leaves_out_the_current_folder(tmp_path):
-    compat.keep_probes_from_current_folder()
+    inductor.keep_probes_from_current_folder()
     (tmp_path / "ctypes.py").write_text("raise SystemExit('the current folder was imported from')")
     script = VecISA._avx_py_load
     assert "from ctypes import" in script
@@ -142,7 +142,7 @@ def test_what_inductor_tries_vector_instructions_with_is_built_once_in_a_new_cac
 
     def build() -> list[tuple[str, str]]:
         built.clear()
-        compat.build_probes_early.__wrapped__()
+        inductor.build_probes_early.__wrapped__()
         for thread in threading.enumerate():
             if thread.name == "compiled_llm vector instructions":
                 thread.join()
@@ -182,7 +182,7 @@ def ptxas(tmp_path, monkeypatch):
 
 
 def test_the_ptxas_of_torch_is_chosen_where_inductor_looks_for_it(ptxas):
-    compat.choose_ptxas()
+    inductor.choose_ptxas()
     assert os.environ["TRITON_PTXAS_PATH"] == ptxas
 
 
@@ -198,17 +198,17 @@ def test_the_ptxas_is_chosen_before_any_kernel_is_built(ptxas, monkeypatch):
 
 
 def test_the_processes_that_build_kernels_are_those_of_torch_compile():
-    assert "maybe_warm_pool()" in inspect.getsource(inductor)
+    assert "maybe_warm_pool()" in inspect.getsource(torchs_backend)
 
 
 def test_no_header_is_compiled_where_kernels_are_built():
     real = codecache._precompile_header
     assert "_precompile_header(" in inspect.getsource(codecache.CppCodeCache.load_async)
-    with compat.without_precompiled_headers():
+    with inductor.without_precompiled_headers():
         assert codecache._precompile_header("header", "command") == ""
     assert codecache._precompile_header is real
-    assert compat.cannot_compile(CppCompileError(["g++"], "no"))
-    assert not compat.cannot_compile(RuntimeError())
+    assert inductor.cannot_compile(CppCompileError(["g++"], "no"))
+    assert not inductor.cannot_compile(RuntimeError())
 
 
 def test_sources_are_hashed_and_vector_instructions_tried_on_threads(tmp_path, monkeypatch):
@@ -216,8 +216,8 @@ def test_sources_are_hashed_and_vector_instructions_tried_on_threads(tmp_path, m
     for owner, name in [(codecache, "torch_key"), (cpu_vec_isa, "pick_vec_isa")]:
         monkeypatch.setattr(owner, name, lambda: names.append(threading.current_thread().name))
     for early, thread in [
-        (compat.hash_sources_early.__wrapped__, "compiled_llm sources"),
-        (partial(compat.try_vector_instructions_early, tmp_path), "compiled_llm vector instructions"),
+        (inductor.hash_sources_early.__wrapped__, "compiled_llm sources"),
+        (partial(inductor.try_vector_instructions_early, tmp_path), "compiled_llm vector instructions"),
     ]:
         names.clear()
         early()

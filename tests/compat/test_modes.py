@@ -11,8 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from compiled_llm import compat
-from compiled_llm.compat.torch import modes
+from compiled_llm.compat.torch import modes, tensors
 
 pytestmark = pytest.mark.core
 
@@ -22,12 +21,12 @@ def test_a_process_that_was_not_forked_has_not_lost_cuda():
 
 
 def test_modes_that_a_graph_would_bake_in_are_noticed():
-    assert not compat.inside_torch_modes()
+    assert not modes.inside_torch_modes()
     with torch.device("cpu"):
-        assert compat.inside_torch_modes()
-    with compat.fake_tensors():
-        assert compat.inside_torch_modes()
-    assert not compat.inside_torch_modes()
+        assert modes.inside_torch_modes()
+    with tensors.fake_tensors():
+        assert modes.inside_torch_modes()
+    assert not modes.inside_torch_modes()
 
 
 class Mode(TorchFunctionMode):
@@ -40,24 +39,24 @@ class Mode(TorchFunctionMode):
     [
         (Mode, "Mode"),
         (lambda: FlopCounterMode(display=False), "FlopCounterMode"),
-        (compat.fake_tensors, "FakeTensorMode"),
+        (tensors.fake_tensors, "FakeTensorMode"),
         (torch.autograd.forward_ad.dual_level, "torch.autograd.forward_ad"),
         (lambda: torch.device("meta"), None),
         (torch.no_grad, None),
     ],
 )
 def test_what_sees_each_operation_has_a_name(context, name):
-    assert compat.observer_of_operations() is None
+    assert modes.observer_of_operations() is None
     with torch.device("cpu"), context():
-        assert compat.observer_of_operations() == name
-    assert compat.observer_of_operations() is None
+        assert modes.observer_of_operations() == name
+    assert modes.observer_of_operations() is None
 
 
 def test_transforms_and_tracing_have_a_name():
     seen = []
 
     def note(x: Tensor) -> Tensor:
-        seen.append(compat.observer_of_operations())
+        seen.append(modes.observer_of_operations())
         return x * 2
 
     torch.func.vmap(note)(torch.zeros(2))
@@ -67,9 +66,9 @@ def test_transforms_and_tracing_have_a_name():
 
 
 def test_hooks_on_all_modules_are_noticed():
-    assert not compat.hooks_on_all_modules()
+    assert not modes.hooks_on_all_modules()
     for register in (register_module_forward_hook, register_module_forward_pre_hook):
         handle = register(lambda *_: None)
-        assert compat.hooks_on_all_modules()
+        assert modes.hooks_on_all_modules()
         handle.remove()
-        assert not compat.hooks_on_all_modules()
+        assert not modes.hooks_on_all_modules()

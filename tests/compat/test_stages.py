@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm import compat
 from compiled_llm.compat.torch import stages
 from support.compile_once import compile_once
 
@@ -34,7 +33,7 @@ def test_stages_of_compiling_are_seen_from_another_thread():
 
     def watch() -> None:
         while not ended.wait(0.001):
-            seen.append(compat.compiling_stage(compiling))
+            seen.append(stages.compiling_stage(compiling))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -46,7 +45,7 @@ def test_stages_of_compiling_are_seen_from_another_thread():
     assert [stage for stage in found if stage in known[1:]] == known[1:]
     assert known[0] in found
     assert any(re.fullmatch(r"building kernels|kernel N of N", stage) for stage in found), found
-    assert compat.compiling_stage(compiling) == compat.compiling_stage(0) == ""
+    assert stages.compiling_stage(compiling) == stages.compiling_stage(0) == ""
 
 
 @pytest.mark.parametrize(
@@ -65,7 +64,7 @@ def test_kernels_out_of_a_cache_are_not_built(functions: list[tuple[str, str]], 
         exec(compile(f"def {name}(): return inner()", f"{stages._TORCH}_inductor/{file}", "exec"), made)
         return made[name]
 
-    call = partial(compat.compiling_stage, threading.get_ident())
+    call = partial(stages.compiling_stage, threading.get_ident())
     for function in reversed(functions):
         call = calling(call, *function)
     assert call() == stage

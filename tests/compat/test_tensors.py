@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiled_llm import compat
+from compiled_llm.compat.torch import tensors
 
 pytestmark = pytest.mark.core
 
 
 def test_fake_tensors_take_parameters_that_are_real():
     weight = torch.nn.Parameter(torch.zeros(5, 3))
-    with compat.fake_tensors():
+    with tensors.fake_tensors():
         out = torch.zeros(2, 3) @ weight.T
     assert out.shape == (2, 5)
     with pytest.raises(RuntimeError):
@@ -20,6 +20,6 @@ def test_fake_tensors_take_parameters_that_are_real():
 
 
 def test_fake_tensors_say_whether_they_share_memory():
-    with compat.fake_tensors():
+    with tensors.fake_tensors():
         whole, other = torch.empty(4), torch.empty(4)
-        assert compat.storage_number(whole) == compat.storage_number(whole[2:]) != compat.storage_number(other)
+        assert tensors.storage_number(whole) == tensors.storage_number(whole[2:]) != tensors.storage_number(other)

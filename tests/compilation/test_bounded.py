@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm.compat import own_copy
+from compiled_llm.compat.torch.dynamo import own_copy
 from compiled_llm.compilation.bounded import Bounded
 from support.huggingface.pairs import OPTIONS
 from support.parity import assert_account_is_empty, greedy, mixed_prompts

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from compiled_llm import compat
+from compiled_llm.compat.torch import dynamo, inductor
 from compiled_llm.compilation.artifacts import artifacts
 from compiled_llm.compilation.backend import Inductor
 from compiled_llm.compilation.bounded import Bounded
@@ -38,17 +38,17 @@ def compiled_at(folder: Path, notice: CompilingNotice) -> Tensor:
     """What a compiled function returns that takes its code from a folder."""
 
     def compile_graph(*graph):
-        with compat.inductor_cache_at(folder):
-            return compat.compile_with_inductor(*graph)
+        with inductor.inductor_cache_at(folder):
+            return inductor.compile_with_inductor(*graph)
 
-    function = compat.own_copy(product)
+    function = dynamo.own_copy(product)
     backend = Inductor({"post_grad_custom_post_pass": notice}, layers_in_region=0, compile_graph=compile_graph)
     try:
         with torch.no_grad():
             result = Bounded(function, backend)(torch.ones(3, 3))
-        assert compat.tracing_seconds([function]) > 0
+        assert dynamo.tracing_seconds([function]) > 0
     finally:
-        compat.forget([function])
+        dynamo.forget([function])
     return result
 
 
@@ -73,21 +73,21 @@ def test_code_moves_with_its_folder_and_the_environment_stays(
     torch.testing.assert_close(compiled_at(moved, CompilingNotice(refuse)), expected)
     assert {path for path in moved.rglob("*") if path.is_file()} == files
     assert_unchanged()
-    with pytest.raises(compat.BackendError) as raised:
+    with pytest.raises(dynamo.BackendError) as raised:
         compiled_at(tmp_path / "empty", CompilingNotice(refuse))
-    assert isinstance(compat.reason_of(raised.value, RefusedError), RefusedError)
-    assert compat.reason_of(raised.value, KeyError) is None
+    assert isinstance(dynamo.reason_of(raised.value, RefusedError), RefusedError)
+    assert dynamo.reason_of(raised.value, KeyError) is None
     assert_unchanged()
 
 
 def test_what_inductor_cannot_keep_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = compat.uncached_graphs()
+    before = inductor.uncached_graphs()
     compiled_at(tmp_path, CompilingNotice())
-    assert compat.uncached_graphs() == before
+    assert inductor.uncached_graphs() == before
     notice = CompilingNotice()
     monkeypatch.setattr(notice, "uuid", lambda: None)
     compiled_at(tmp_path, notice)
-    assert compat.uncached_graphs() > before
+    assert inductor.uncached_graphs() > before
 
 
 def test_a_forked_process_leaves_the_folder_to_the_one_that_reads_it(tmp_path: Path) -> None:

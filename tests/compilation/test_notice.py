@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.compat import forget, own_copy
+from compiled_llm.compat.torch.dynamo import forget, own_copy
 from compiled_llm.compilation.backend import Inductor
 from compiled_llm.compilation.notice import CompilingNotice
 

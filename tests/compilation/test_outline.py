@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3Model
 
 import compiled_llm
-from compiled_llm.compat import Fakes
+from compiled_llm.compat.torch.tensors import Fakes
 from compiled_llm.compilation import backend as inductor, programs as programs
 from compiled_llm.compilation.graphs.validity import Weights
 from compiled_llm.compilation.programs import Arguments

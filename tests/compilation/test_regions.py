@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch._inductor.utils import fresh_cache
 
 import compiled_llm
-from compiled_llm.compat import storage_number
+from compiled_llm.compat.torch.tensors import storage_number
 from compiled_llm.compilation import backend as inductor, programs as programs
 from compiled_llm.compilation.regions import Examples, Region, cut, join, without_symbols
 from compiled_llm_ops import paged_attention

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from compiled_llm.compat import cpp_compiler
+from compiled_llm.compat.torch.inductor import cpp_compiler
 from compiled_llm.compilation.artifacts import stand_in_compiler
 
 

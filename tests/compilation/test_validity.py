@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from compiled_llm.compat import own_copy
+from compiled_llm.compat.torch.dynamo import own_copy
 from compiled_llm.compilation.graphs.validity import Guards, Weights
 from support.huggingface.vision import make
 from support.tiny_models import tiny_qwen3

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_llm import compat
+from compiled_llm.compat.torch import dynamo
 
 
 def double(x: Tensor) -> Tensor:
@@ -17,4 +17,4 @@ def double(x: Tensor) -> Tensor:
 
 def compile_once(function: Callable[[Tensor], Tensor], backend: str, options: dict[str, Any] | None = None) -> None:
     torch.compile(function, backend=backend, options=options)(torch.zeros(3))
-    compat.forget([function])
+    dynamo.forget([function])

@@ -96,7 +96,7 @@ def _driver_version() -> str | None:
 
 def cxx() -> Outcome:
     """Look for the C++ compiler that Inductor and Triton run."""
-    from compiled_llm.compat import cpp_compiler
+    from compiled_llm.compat.torch.inductor import cpp_compiler
     from compiled_llm.model.checks import missing_compiler
 
     if (missing := missing_compiler()) is not None:
@@ -146,7 +146,7 @@ def _output(*command: str) -> str:
 
 def inductor_cache() -> Outcome:
     """Look at the folder of Inductor's code and kernels."""
-    from compiled_llm.compat import inductor_cache
+    from compiled_llm.compat.torch.inductor import inductor_cache
 
     return cache(inductor_cache(), "TORCHINDUCTOR_CACHE_DIR")
 

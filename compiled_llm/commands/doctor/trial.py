@@ -45,7 +45,7 @@ def try_builds(cuda: bool) -> Iterator[DoctorFinding]:
     for name, doing, run in _steps("cuda" if cuda else "cpu"):
         started = time.perf_counter()
         try:
-            from compiled_llm.compat import compiling_stage  # imports torch
+            from compiled_llm.compat.torch.stages import compiling_stage  # imports torch
 
             with progress.task(doing, functools.partial(compiling_stage, threading.get_ident())):
                 result = run()
@@ -82,7 +82,7 @@ def build_with_inductor(device: str) -> str:
     """Compile a kernel that no cache holds; raises RuntimeError if it does not compile, or computes something else."""
     import torch
 
-    from compiled_llm.compat import keep_probes_from_current_folder
+    from compiled_llm.compat.torch.inductor import keep_probes_from_current_folder
 
     keep_probes_from_current_folder()
     new = int.from_bytes(os.urandom(3), "big")  # a literal in the kernel's source

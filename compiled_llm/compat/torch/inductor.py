@@ -13,6 +13,10 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from torch._inductor.custom_graph_pass import (
+    CustomGraphPass as CustomGraphPass,
+    get_hash_for_files as get_hash_for_files,
+)
 
 from compiled_llm.compat.forks import lock
 from compiled_llm.compat.torch.autotuning import time_kernels_in_graphs

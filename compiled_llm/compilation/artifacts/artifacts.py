@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from compiled_llm.compat import (
+from compiled_llm.compat.torch.inductor import (
     cannot_compile,
     compile_with_inductor,
     inductor_cache_at,

@@ -11,7 +11,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
-from compiled_llm.compat import cpp_compiler
+from compiled_llm.compat.torch.inductor import cpp_compiler
 
 _FOLDER = "compiler"
 _QUESTIONS = ("--version", "-v")

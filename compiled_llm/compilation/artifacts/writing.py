@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from compiled_llm.compat import cache_variables
+from compiled_llm.compat.torch.inductor import cache_variables
 from compiled_llm.compilation.artifacts.manifest import NAME, MadeFor, Manifest, ManifestEntry
 
 PLACE = b"[folder of compiled_llm's artifacts]"

@@ -21,7 +21,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 
-from compiled_llm.compat import captured_into, generator_of_its_own
+from compiled_llm.compat.torch.capturing import captured_into, generator_of_its_own
 from compiled_llm.compilation.graphs.piecewise import GraphInPieces
 from compiled_llm.compilation.graphs.rolling import Cost
 from compiled_llm.compilation.graphs.slices import SlicedThread

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.compat import cudagraph_messages, cudagraph_skips, cudagraph_tree_graphs
+from compiled_llm.compat.torch.cudagraph_trees import cudagraph_messages, cudagraph_skips, cudagraph_tree_graphs
 from compiled_llm.compilation.graphs.capture import CapturedGraph, GraphCapture, abandon
 from compiled_llm.compilation.graphs.outputs import SharedOutputs, StepOutputs
 from compiled_llm.compilation.graphs.rolling import Cost, GraphEntry, Key, RollingCudaGraphs

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from compiled_llm.compat import guards_for
 from compiled_llm.compat.huggingface import WRITTEN_BY_GENERATE
+from compiled_llm.compat.torch.dynamo import guards_for
 from compiled_llm.model.modules import Children, holders, same
 
 

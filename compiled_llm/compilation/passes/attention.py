@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from compiled_llm.compat import example_of
+from compiled_llm.compat.torch.tensors import example_of
 from compiled_llm.compilation.passes.arguments import arguments_of, set_arguments
 from compiled_llm.compilation.passes.patterns import RMS_NORM, ROTARY, norms_each_column
 from compiled_llm_ops.contracts import DecodeAttention

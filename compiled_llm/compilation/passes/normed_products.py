@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from compiled_llm.compat import example_of, stands_for_plain
+from compiled_llm.compat.torch.tensors import example_of, stands_for_plain
 from compiled_llm.compilation.passes.arguments import arguments_of
 from compiled_llm_ops.contracts import AddRmsNorm, NormedLinear
 from compiled_llm_ops.linear import linear

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from compiled_llm.compat import example_of
+from compiled_llm.compat.torch.tensors import example_of
 from compiled_llm.compilation.passes.patterns import RMS_NORM, Found, norms_each_column
 
 _ADD_RMS_NORM = torch.ops.compiled_llm.add_rms_norm.default

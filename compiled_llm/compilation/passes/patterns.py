@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from compiled_llm.compat import example_of
+from compiled_llm.compat.torch.tensors import example_of
 
 Found = dict[str, Any]
 """What a pattern's parameters stand for, by name: nodes, numbers, dtypes."""

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from compiled_llm import compat
-from compiled_llm.compat import CustomGraphPass, example_of, get_hash_for_files, inputs_by_tensor
+from compiled_llm.compat.torch.inductor import CustomGraphPass, get_hash_for_files
+from compiled_llm.compat.torch.tensors import example_of, inputs_by_tensor
 from compiled_llm.compilation.passes.normed_products import NORMED_LINEAR
 from compiled_llm.model.weights.fused_weights import FusedWeights, is_one
 from compiled_llm_ops.kernels import linear_tiling

@@ -28,7 +28,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compiled_llm.compat import fake_tensors, is_compiled_for
+from compiled_llm.compat.torch.dynamo import is_compiled_for
+from compiled_llm.compat.torch.tensors import fake_tensors
 from compiled_llm.compilation.tracing.layer_marks import marked_class
 from compiled_llm.compilation.tracing.layer_state import (
     KnownState,

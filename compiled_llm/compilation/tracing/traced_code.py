@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from compiled_llm.compat import traced_code
+from compiled_llm.compat.torch.dynamo import traced_code
 from compiled_llm.model.modules import same
 
 _ALWAYS = frozenset({"__call__", "forward"})

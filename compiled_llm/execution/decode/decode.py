@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from compiled_llm.compat import graph_count
+from compiled_llm.compat.torch.dynamo import graph_count
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.inputs import DecodeInputs
 from compiled_llm.compilation.programs import DECODE_MANY, DECODE_ONE

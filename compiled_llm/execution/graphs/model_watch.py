@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from compiled_llm.compat import version_of
 from compiled_llm.compat.huggingface import WRITTEN_BY_GENERATE
+from compiled_llm.compat.torch.tensors import version_of
 from compiled_llm.compilation.graphs.validity import Weights
 from compiled_llm.compilation.tracing.layer_state import State, names_read
 from compiled_llm.model.contents import Contents

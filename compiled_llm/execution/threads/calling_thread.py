@@ -11,8 +11,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from compiled_llm.compat import inside_torch_modes
 from compiled_llm.compat.forks import HomeProcess, lock
+from compiled_llm.compat.torch.modes import inside_torch_modes
 from compiled_llm.execution.threads.device_thread import DeviceThread
 from compiled_llm.execution.threads.interrupts import allowed, deferred
 

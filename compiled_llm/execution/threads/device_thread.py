@@ -22,8 +22,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from compiled_llm.compat import adopt_cudagraph_trees
 from compiled_llm.compat.forks import HomeProcess, in_forked_processes
+from compiled_llm.compat.torch.cudagraph_trees import adopt_cudagraph_trees
 from compiled_llm.execution.threads.interrupts import allowed, deferred, guarded_by
 
 _PATIENCE = 0.2

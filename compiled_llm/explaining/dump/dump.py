@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from compiled_llm.compat import CompiledGraph, compiled_graphs
+from compiled_llm.compat.torch.dynamo import CompiledGraph, compiled_graphs
 from compiled_llm.explaining.dump.bytecode import readable
 from compiled_llm.explaining.dump.links import links_of
 from compiled_llm.explaining.dump.pages import GRAPH, INDUCTOR, DumpedProgram, DumpPages

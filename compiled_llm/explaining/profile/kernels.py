@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from compiled_llm.compat import profiling_all_threads
+from compiled_llm.compat.torch.profiler import profiling_all_threads
 
 KINDS = (
     ("memory copies", r"^mem(cpy|set)"),

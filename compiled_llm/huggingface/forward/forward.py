@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
 
-from compiled_llm.compat import dynamo_watches
+from compiled_llm.compat.torch.dynamo import dynamo_watches
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.reporting.stats import ForwardPath
 from compiled_llm.huggingface.cache.cache_columns import on_host

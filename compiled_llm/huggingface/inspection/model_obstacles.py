@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedModel
 
-from compiled_llm.compat import observer_of_operations
+from compiled_llm.compat.torch.modes import observer_of_operations
 from compiled_llm.execution.reporting.slow_paths import Reason, SlowPath
 from compiled_llm.huggingface.inspection.overrides import Overrides, own_forward
 from compiled_llm.model.modules import InnerModules, has_hooks

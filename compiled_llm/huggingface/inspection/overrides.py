@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from compiled_llm.compat import is_compiled_in_place
 from compiled_llm.compat.huggingface import STOOD_IN_FOR, is_stood_in_for
+from compiled_llm.compat.torch.dynamo import is_compiled_in_place
 
 _NAMES = frozenset(STOOD_IN_FOR)
 

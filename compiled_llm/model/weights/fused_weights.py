@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from compiled_llm.compat import storage_owners, version_of
+from compiled_llm.compat.torch.tensors import storage_owners, version_of
 
 logger = logging.getLogger("compiled_llm.graphs")
 
