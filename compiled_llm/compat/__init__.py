@@ -1,8 +1,8 @@
-"""Private parts of torch that we depend on, one function each in ``compat.torch``, and what the process is changed in.
+"""Private parts of torch that we depend on, one function each, and what we change for the whole process.
 
-Those of transformers stand in ``compat.huggingface``, ``compat.tokenizers`` and ``compat.continuous_batching``, that of
-xgrammar in ``compat.xgrammar``, that of Triton (``knobs.cache.manager_class`` and its ``FileCacheManager``) in
-``compat.triton``.
+The functions stand in the modules of ``compat.torch``. Those of transformers stand in ``compat.huggingface``,
+``compat.tokenizers`` and ``compat.continuous_batching``, that of xgrammar in ``compat.xgrammar``, that of Triton
+(``knobs.cache.manager_class`` and its ``FileCacheManager``) in ``compat.torch.triton``.
 
 | what | for | ends when |
 | --- | --- | --- |
