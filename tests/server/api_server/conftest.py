@@ -1,19 +1,16 @@
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import openai
 import pytest
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
-from compiled_llm.server.engine_process.facts import ready_of
 from support.parity import assert_account_is_empty
-from support.server.engine_processes import Loop
+from support.server.engine_processes import Loop, engine_that_names_its_tokenizer
 from support.server.running_servers import RunningServer, chat_tokenizer, running_server
-from support.server.scripted import Script, scripted, tool_tokenizer
+from support.server.scripted import Script, speaking_server, tool_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +22,8 @@ def engine(model: PreTrainedModel) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def engine_process(engine: Engine) -> Iterator[Loop]:
-    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
-        chat_tokenizer().save_pretrained(Path(folder) / "tokenizer")
-        loop = Loop(Path(folder) / "socket")
-        ready = ready_of(engine._model, engine, "tiny", chat_tokenizer(), str(Path(folder) / "tokenizer"))
-        loop.server.open(engine, ready)
+    with engine_that_names_its_tokenizer(engine) as loop:
         yield loop
-        loop.close()
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +40,8 @@ def client(api_server: RunningServer) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def speaking() -> Iterator[tuple[Script, RunningServer]]:
-    """An API server of an engine process that says what a test has written."""
-    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
-        path = Path(folder) / "socket"
-        with scripted(path, tool_tokenizer()) as script, running_server(path) as api_server:
-            yield script, api_server
+    with speaking_server(tool_tokenizer()) as speaking:
+        yield speaking
 
 
 @pytest.fixture

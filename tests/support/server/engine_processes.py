@@ -6,6 +6,7 @@ import asyncio
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -75,6 +76,15 @@ def engine_in_thread(engine: Engine, path: Path, tokenizer: Path | None = None, 
         yield loop
     finally:
         loop.close()
+
+
+@contextmanager
+def engine_that_names_its_tokenizer(engine: Engine) -> Iterator[Loop]:
+    """An engine process as ``engine_in_thread``, in a folder of its own with its tokenizer."""
+    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
+        engine._tokenizer.save_pretrained(Path(folder) / "tokenizer")
+        with engine_in_thread(engine, Path(folder) / "socket", Path(folder) / "tokenizer") as loop:
+            yield loop
 
 
 @contextmanager

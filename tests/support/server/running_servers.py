@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
@@ -44,6 +45,16 @@ class RunningServer:
         self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
         self._thread = threading.Thread(target=self.server.run, args=([self._socket],), daemon=True)
         self._thread.start()
+
+    def events(self, path: str, **body: Any) -> Iterator[dict[str, Any]]:
+        """The events of a stream, which ends as it has to."""
+        line = ""
+        with self.http.stream("POST", path, json={**body, "stream": True}) as response:
+            assert response.status_code == 200, response.read()
+            for line in filter(None, response.iter_lines()):
+                if line.startswith("data: {"):
+                    yield json.loads(line.removeprefix("data: "))
+        assert path == "/v1/responses" or line == "data: [DONE]"
 
     def close(self) -> None:
         self.server.should_exit = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from compiled_llm.protocol.messages import (
 )
 from support.engine.text_tokenizers import byte_level
 from support.server.engine_processes import PATIENCE
+from support.server.running_servers import RunningServer, running_server
 
 TEMPLATE = """
 {%- if tools %}<|im_start|>system
@@ -123,6 +125,15 @@ def scripted(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[Script]
         threading.Thread(target=_accept, args=(listening, ready, script), daemon=True).start()
         yield script
         listening.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def speaking_server(tokenizer: PreTrainedTokenizerBase, **options: Any) -> Iterator[tuple[Script, RunningServer]]:
+    """An API server of an engine process that says what a test has written."""
+    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
+        path = Path(folder) / "socket"
+        with scripted(path, tokenizer) as script, running_server(path, **options) as api_server:
+            yield script, api_server
 
 
 def _accept(listening: socket.socket, ready: Ready, script: Script) -> None:

@@ -76,12 +76,13 @@ def test_texts_and_tokens_are_continued(client: openai.OpenAI, engine: Engine) -
     prompts: list[Any] = ["the quick fox", "漢字"]
     ids = [chat_tokenizer()(prompt)["input_ids"] for prompt in prompts]
     for given in (prompts, ids, prompts[0], ids[0]):
-        ours = client.completions.create(model="tiny", prompt=given, seed=3, n=2)
+        options: dict[str, Any] = {"model": "tiny", "prompt": given, "seed": 3, "n": 2, "max_tokens": 6}
+        ours = client.completions.create(**options)
         asked = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
-        theirs = [expected(engine, {"seed": 3, "n": 2, "max_tokens": 16}, prompt) for prompt in asked]
+        theirs = [expected(engine, {"seed": 3, "n": 2, "max_tokens": 6}, prompt) for prompt in asked]
         assert [choice.text for choice in ours.choices] == [a.text for output in theirs for a in output.outputs]
         streamed = [""] * len(ours.choices)
-        for chunk in client.completions.create(model="tiny", prompt=given, seed=3, n=2, stream=True):
+        for chunk in client.completions.create(**options, stream=True):
             for choice in chunk.choices:
                 streamed[choice.index] += choice.text
         assert streamed == [choice.text for choice in ours.choices]
@@ -103,11 +104,11 @@ def test_json_follows_a_schema(client: openai.OpenAI, stream: bool) -> None:
 
 def test_many_streams_at_once(api_server: RunningServer, engine: Engine) -> None:
     prompts = ["fox " * number for number in range(1, 21)]
-    theirs = [expected(engine, {"temperature": 0.0}, prompt).text for prompt in prompts]
+    theirs = [expected(engine, {"temperature": 0.0, "max_tokens": 10}, prompt).text for prompt in prompts]
 
     async def stream(client: openai.AsyncOpenAI, prompt: str) -> str:
         chunks = await client.completions.create(
-            model="tiny", prompt=prompt, max_tokens=30, temperature=0.0, stream=True
+            model="tiny", prompt=prompt, max_tokens=10, temperature=0.0, stream=True
         )
         return "".join([choice.text async for chunk in chunks for choice in chunk.choices])
 

@@ -49,10 +49,7 @@ def refusal(api_server: RunningServer, path: str, **fields: Any) -> dict[str, An
 
 
 def events(api_server: RunningServer, path: str, **fields: Any) -> list[dict[str, Any]]:
-    with api_server.http.stream("POST", path, json={**BODIES[path], **fields, "stream": True}) as response:
-        assert response.status_code == 200, response.read()
-        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: {")]
-    return [json.loads(line) for line in lines]
+    return list(api_server.events(path, **{**BODIES[path], **fields}))
 
 
 def text_of(path: str, body: dict[str, Any]) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -13,11 +11,10 @@ import pytest
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
-from compiled_llm.server.engine_process.facts import ready_of
 from support.server.accepting import takes
-from support.server.engine_processes import Loop
+from support.server.engine_processes import engine_that_names_its_tokenizer
 from support.server.running_servers import RunningServer, chat_tokenizer, running_server
-from support.server.scripted import Script, scripted, tool_tokenizer
+from support.server.scripted import Script, speaking_server, tool_tokenizer
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
@@ -72,14 +69,12 @@ def test_what_is_free_has_no_grammar(speaking: tuple[Script, RunningServer]) -> 
 @pytest.fixture(scope="module")
 def calling(model: PreTrainedModel) -> Iterator[RunningServer]:
     """An API server of a model that writes whatever it may."""
-    tokenizer = tool_tokenizer()
-    with Engine(model, tokenizer=tokenizer) as engine, tempfile.TemporaryDirectory(prefix="uds-") as folder:
-        tokenizer.save_pretrained(Path(folder) / "tokenizer")
-        loop = Loop(Path(folder) / "socket")
-        loop.server.open(engine, ready_of(model, engine, "tiny", tokenizer, str(Path(folder) / "tokenizer")))
-        with running_server(loop.server._path) as api_server:
-            yield api_server
-        loop.close()
+    with (
+        Engine(model, tokenizer=tool_tokenizer()) as engine,
+        engine_that_names_its_tokenizer(engine) as loop,
+        running_server(loop.server._path) as api_server,
+    ):
+        yield api_server
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
@@ -94,21 +89,19 @@ def test_a_model_calls_what_it_has_to(calling: RunningServer, choice: Any) -> No
         assert arguments["city"] in ("Rome", "Paris")
 
 
-def test_a_named_function_is_called_once_however_often_the_model_would(calling: RunningServer) -> None:
+@pytest.mark.parametrize("seed", [4, *(pytest.param(seed, marks=pytest.mark.whole) for seed in (8, 17))])
+def test_a_named_function_is_called_once_however_often_the_model_would(calling: RunningServer, seed: int) -> None:
     """As instructor asks, and refuses several calls."""
+    asked: dict[str, Any] = {"model": "tiny", "tool_choice": NAMED, "max_tokens": 400, "seed": seed, **BODY}
     with openai.OpenAI(base_url=f"{calling.url}/v1", api_key="none", max_retries=0) as client:
-        for seed in (4, 8, 17):
-            asked: dict[str, Any] = {"tool_choice": NAMED, "max_tokens": 400, "seed": seed, **BODY}
-            answer = client.chat.completions.create(model="tiny", **asked)
-            (call,) = answer.choices[0].message.tool_calls or []
-            assert answer.choices[0].finish_reason == "tool_calls"
-            assert json.loads(call.function.arguments)["city"] in ("Rome", "Paris")  # type: ignore[union-attr]
-            chunks = client.chat.completions.create(model="tiny", stream=True, **asked)
-            parts = [part for chunk in chunks for choice in chunk.choices for part in choice.delta.tool_calls or []]
-            assert {part.index for part in parts} == {0}
-            assert (
-                "".join((part.function and part.function.arguments) or "" for part in parts) == call.function.arguments
-            )  # type: ignore[union-attr]
+        answer = client.chat.completions.create(**asked)
+        (call,) = answer.choices[0].message.tool_calls or []
+        assert answer.choices[0].finish_reason == "tool_calls"
+        assert json.loads(call.function.arguments)["city"] in ("Rome", "Paris")
+        chunks = client.chat.completions.create(stream=True, **asked)
+        parts = [part for chunk in chunks for choice in chunk.choices for part in choice.delta.tool_calls or []]
+    assert {part.index for part in parts} == {0}
+    assert "".join((part.function and part.function.arguments) or "" for part in parts) == call.function.arguments
 
 
 # ---- bad requests
@@ -159,25 +152,21 @@ def big(name: str) -> dict[str, Any]:
 def test_a_model_without_templates_for_tools(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = tool_tokenizer()
     tokenizer.response_template = None
-    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
-        path = Path(folder) / "socket"
-        with scripted(path, tokenizer) as script, running_server(path) as api_server:
-            script.text = f"<think>Hm.</think>\n{ROME}\n"
-            for _ in range(2):
-                choice = api_server.http.post("/v1/chat/completions", json=BODY).json()["choices"][0]
-                assert (choice["message"]["content"], choice["finish_reason"]) == (script.text, "stop")
-            assert caplog.text.count("calls of tools come as plain text") == 1
-            for given, param in (
-                ({"tool_choice": "required"}, "tool_choice"),
-                ({"response_format": JSON}, "response_format"),
-                ({"tools": [STRICT]}, "tools"),
-            ):
-                error = api_server.http.post("/v1/chat/completions", json={**BODY, **given}).json()["error"]
-                assert (error["param"], error["code"]) == (param, "unsupported_value")
-                assert "calls of this model cannot be held to a form" in error["message"]
+    with speaking_server(tokenizer) as (script, api_server):
+        script.text = f"<think>Hm.</think>\n{ROME}\n"
+        for _ in range(2):
+            choice = api_server.http.post("/v1/chat/completions", json=BODY).json()["choices"][0]
+            assert (choice["message"]["content"], choice["finish_reason"]) == (script.text, "stop")
+        assert caplog.text.count("calls of tools come as plain text") == 1
+        for given, param in (
+            ({"tool_choice": "required"}, "tool_choice"),
+            ({"response_format": JSON}, "response_format"),
+            ({"tools": [STRICT]}, "tools"),
+        ):
+            error = api_server.http.post("/v1/chat/completions", json={**BODY, **given}).json()["error"]
+            assert (error["param"], error["code"]) == (param, "unsupported_value")
+            assert "calls of this model cannot be held to a form" in error["message"]
     tokenizer.chat_template = chat_tokenizer().chat_template
-    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
-        path = Path(folder) / "socket"
-        with scripted(path, tokenizer), running_server(path) as api_server:
-            error = api_server.http.post("/v1/chat/completions", json=BODY).json()["error"]
-            assert error["message"] == "tools: is not served: the model's chat template does not write them"
+    with speaking_server(tokenizer) as (_, api_server):
+        error = api_server.http.post("/v1/chat/completions", json=BODY).json()["error"]
+        assert error["message"] == "tools: is not served: the model's chat template does not write them"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import openai
@@ -25,14 +24,6 @@ def expected(engine: Engine, prompt: str) -> list[float]:
     """The log-probability of each of the prompt's tokens but the first."""
     (output,) = engine.generate([ids(prompt)], SamplingParams(max_tokens=1, prompt_logprobs=0))
     return [next(iter((place or {}).values())).logprob for place in list(output.prompt_logprobs or ())[1:]]
-
-
-def events(api_server: RunningServer, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    with api_server.http.stream("POST", path, json={**body, "stream": True}) as response:
-        assert response.status_code == 200
-        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
 
 
 @pytest.mark.parametrize("tokens", [False, True])
@@ -63,14 +54,13 @@ def test_a_prompt_that_fills_all_positions_is_scored(api_server: RunningServer) 
         assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
 
 
-@pytest.mark.parametrize("most", [0, 5])
-@pytest.mark.parametrize("logprobs", [None, 0, 2])
+@pytest.mark.parametrize(("most", "logprobs"), [(0, 0), (5, None), (5, 2)])
 def test_a_stream_repeats_the_prompt_with_its_log_probabilities(
     api_server: RunningServer, most: int, logprobs: int | None
 ) -> None:
     body = {"prompt": PROMPTS, "n": 2, "max_tokens": most, "echo": True, "logprobs": logprobs, "seed": 3}
     whole = api_server.http.post(TEXT, json=body).json()["choices"]
-    chunks = [choice for event in events(api_server, TEXT, body) for choice in event["choices"]]
+    chunks = [choice for event in api_server.events(TEXT, **body) for choice in event["choices"]]
     for answer in whole:
         parts = [chunk for chunk in chunks if chunk["index"] == answer["index"]]
         assert "".join(part["text"] for part in parts) == answer["text"]
@@ -95,7 +85,7 @@ def test_what_a_stream_has_left_to_say_of_no_token_has_no_log_probabilities(api_
         for more in ({"stop_token_ids": list(range(60, 120))}, {"logit_bias": {"70": 100}, "stop_token_ids": [70]}):
             choices = [
                 choice
-                for event in events(api_server, path, {**body, "max_tokens": 8, "seed": 2, **more})
+                for event in api_server.events(path, **{**body, "max_tokens": 8, "seed": 2, **more})
                 for choice in event["choices"]
             ]
             assert choices[-1]["finish_reason"] == "stop"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import operator
 import threading
 from collections.abc import Iterator
@@ -49,10 +48,7 @@ def whole(api_server: RunningServer, endpoint: str, body: dict[str, Any]) -> Any
 
 
 def events(api_server: RunningServer, endpoint: str, body: dict[str, Any]) -> Iterator[Any]:
-    with api_server.http.stream("POST", f"/v1/{endpoint}", json={**body, "stream": True}) as response:
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                yield json.loads(line[6:])
+    return api_server.events(f"/v1/{endpoint}", **body)
 
 
 def joined(places: list[Any]) -> Any:

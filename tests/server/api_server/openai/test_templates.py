@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from support.server.running_servers import RunningServer, running_server
-from support.server.scripted import scripted, tool_tokenizer
+from support.server.running_servers import RunningServer
+from support.server.scripted import speaking_server, tool_tokenizer
 
 RAISES = {
     "zero": "1 / 0",
@@ -30,10 +28,8 @@ def api_server() -> Iterator[RunningServer]:
     cases = "".join(f"{{% if how == '{how}' %}}{{{{ {raises} }}}}{{% endif %}}" for how, raises in RAISES.items())
     again = "{% macro again(x) %}{{ again(x) }}{% endmacro %}"
     tokenizer.chat_template = again + cases + str(tokenizer.chat_template)
-    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
-        path = Path(folder) / "socket"
-        with scripted(path, tokenizer), running_server(path) as api_server:
-            yield api_server
+    with speaking_server(tokenizer) as (_, api_server):
+        yield api_server
 
 
 @pytest.mark.parametrize("how", RAISES)

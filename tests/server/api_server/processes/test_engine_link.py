@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
@@ -17,8 +16,8 @@ from compiled_llm.server.engine_process import engine_server
 from compiled_llm.server.openai.common import engine_link
 from compiled_llm.server.openai.common.engine_link import EngineLink
 from compiled_llm.server.openai.tokenizer import vocabulary
-from support.server.engine_processes import PATIENCE, Loop, engine_in_thread, until
-from support.server.running_servers import chat_tokenizer, running_server
+from support.server.engine_processes import PATIENCE, Loop, engine_that_names_its_tokenizer, until
+from support.server.running_servers import running_server
 
 
 async def soon(condition: Callable[[], object]) -> None:
@@ -61,14 +60,7 @@ class Panic(BaseException):
 
 @pytest.mark.parametrize(
     "error",
-    [
-        ValueError("wrong"),
-        KeyError("model"),
-        OSError("no file"),
-        EngineProcessError("x"),
-        Panic("index"),
-        StopIteration(1),
-    ],
+    [ValueError("wrong"), OSError("no file"), EngineProcessError("x"), Panic("index"), StopIteration(1)],
 )
 def test_it_ends_with_what_a_tokenizer_raises(
     engine_process: Loop, monkeypatch: pytest.MonkeyPatch, error: BaseException
@@ -136,13 +128,10 @@ class Hanging:
 def hanging(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
     monkeypatch.setattr(engine_server, "_BEAT_SECONDS", 0.05)
     monkeypatch.setattr(engine_link, "_SILENT_SECONDS", 1.0)
-    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
-        tokenizer = Path(folder) / "tokenizer"
-        chat_tokenizer().save_pretrained(tokenizer)
-        with engine_in_thread(engine, Path(folder) / "socket", tokenizer) as loop:
-            hanging = Hanging(loop, engine)
-            yield hanging
-            hanging.go_on()
+    with engine_that_names_its_tokenizer(engine) as loop:
+        hanging = Hanging(loop, engine)
+        yield hanging
+        hanging.go_on()
 
 
 LONG = {"prompt": "a", "max_tokens": 900, "ignore_eos": True}
