@@ -101,10 +101,10 @@ for name in {0}:
 import compiled_llm
 from support.tiny_models import tiny_qwen3
 
-model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", kv_memory="2000 tokens", progress=False)
+model = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1), mode="eager", kv_memory="2000 tokens", progress=False)
 with compiled_llm.Engine(model) as engine:
     processors = [lambda tokens, logits: logits]
-    params = compiled_llm.SamplingParams(temperature=0.0, max_tokens=4, logits_processors=processors)
+    params = compiled_llm.SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logits_processors=processors)
     (output,) = engine.generate([[5, 6, 7]], params)
 print(len(output.outputs[0].token_ids), "tokens", type(compiled_llm.explain(model)).__name__)
 """

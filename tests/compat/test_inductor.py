@@ -86,7 +86,7 @@ def test_tilings_that_inductor_may_refuse_are_timed_by_inductor(device, custom, 
 
 
 def test_inductor_times_tilings_by_the_method_that_is_replaced():
-    inductor.compile_with_inductor(symbolic_trace(double), [torch.zeros(3)], {})
+    autotuning.time_kernels_in_graphs()
     own = inspect.unwrap(CachingAutotuner.bench)
     assert CachingAutotuner.bench is not own
     assert list(inspect.signature(own).parameters)[:3] == ["self", "launcher", "args"]
@@ -101,6 +101,14 @@ def test_compiler_and_cache_are_where_inductor_looks(monkeypatch, tmp_path: Path
     assert "++" in inductor.cpp_compiler()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     assert inductor.inductor_cache() == tmp_path
+
+
+def test_what_a_backend_calls_changes_how_kernels_wait_and_how_their_tilings_are_timed(monkeypatch):
+    changed: list[str] = []
+    for change in ("make_kernels_wait_first", "time_kernels_in_graphs", "keep_probes_from_current_folder"):
+        monkeypatch.setattr(inductor, change, partial(changed.append, change))
+    monkeypatch.setattr(torch._inductor, "compile", lambda module, inputs, options: len(set(changed)))
+    assert inductor.compile_with_inductor(symbolic_trace(double), [torch.zeros(3)], {}) == 3
 
 
 def test_inductor_tells_what_it_compiles_from_what_it_has_kept(monkeypatch, tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -63,24 +64,16 @@ def test_settings_that_resemble_each_other_are_told_apart(first, pair):
             assert prepared(wrapped, arguments) == prepared(plain, arguments)
 
 
-def set_length(model: PreTrainedModel) -> None:
-    model.generation_config.max_length = 77
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "length": lambda model: setattr(model.generation_config, "max_length", 77),
+    "in a list": lambda model: model.generation_config.eos_token_id.append(5),
+    "config": lambda model: setattr(model, "generation_config", GenerationConfig(top_k=3, of_my_own=2)),
+    "tensor": lambda model: setattr(model.generation_config, "eos_token_id", torch.tensor([4, 5])),
+}
 
 
-def append_to_list(model: PreTrainedModel) -> None:
-    model.generation_config.eos_token_id.append(5)
-
-
-def new_config(model: PreTrainedModel) -> None:
-    model.generation_config = GenerationConfig(top_k=3, of_my_own=2)
-
-
-def tensor(model: PreTrainedModel) -> None:
-    model.generation_config.eos_token_id = torch.tensor([4, 5])
-
-
-@pytest.mark.parametrize("change", [set_length, append_to_list, new_config, tensor])
-def test_a_changed_generation_config_is_seen(change: Callable[[PreTrainedModel], None], pair):
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_changed_generation_config_is_seen(change, pair):
     for model in pair:
         model.generation_config.eos_token_id = [2]
     plain, wrapped = pair
@@ -138,11 +131,9 @@ def with_special_tokens(model: PreTrainedModel, special: dict[str, Any], has_mas
     return config
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("has_mask", [True, False, None])
 @pytest.mark.parametrize("special", SPECIAL, ids=str)
-def test_special_tokens_are_huggingfaces_and_so_is_what_is_said_of_them(special, has_mask, rows, pair, monkeypatch):
-    def prepared_by(model: PreTrainedModel) -> Any:
+def test_special_tokens_are_huggingfaces_and_so_is_what_is_said_of_them(special, pair, monkeypatch):
+    def prepared_by(model: PreTrainedModel, has_mask: bool | None, rows: int) -> Any:
         said: list[str] = []
         monkeypatch.setattr(huggingfaces.logger, "warning", said.append)
         monkeypatch.setattr(huggingfaces.logger, "warning_once", said.append)
@@ -150,33 +141,28 @@ def test_special_tokens_are_huggingfaces_and_so_is_what_is_said_of_them(special,
         return said, {name: (type(value), repr(value)) for name, value in content.items()}
 
     plain, wrapped = pair
-    for _ in range(3):
-        assert prepared_by(wrapped) == prepared_by(plain)
+    for given in [*itertools.product((True, False, None), (1, 3))] * 3:
+        assert prepared_by(wrapped, *given) == prepared_by(plain, *given), given
 
 
-@pytest.mark.parametrize("rows", IDS, ids=str)
 @pytest.mark.parametrize("special", SPECIAL, ids=str)
-def test_a_mask_that_is_not_given_is_huggingfaces(special, rows, pair):
-    ids = torch.tensor(rows)
-    for dtype in (torch.int64, torch.int32, torch.int16):
+def test_a_mask_that_is_not_given_is_huggingfaces(special, pair):
+    for rows, dtype in itertools.product(IDS, (torch.int64, torch.int32, torch.int16)):
+        ids = torch.tensor(rows, dtype=dtype)
         plain, wrapped = (
-            model._prepare_attention_mask_for_generation(
-                ids.to(dtype), with_special_tokens(model, special, False, len(ids)), {}
-            )
+            model._prepare_attention_mask_for_generation(ids, with_special_tokens(model, special, False, len(ids)), {})
             for model in pair
         )
         torch.testing.assert_close(wrapped, plain)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
-@pytest.mark.parametrize(
-    "rows", [None, [[1, 1, 1]], [[0, 1, 1], [1, 1, 1]], [[1, 1, 1], [1, 1, 1]], [[1, 0, 1]]], ids=str
-)
-def test_positions_are_huggingfaces(rows, dtype, pair):
-    given = {} if rows is None else {"attention_mask": torch.tensor(rows, dtype=dtype)}
-    ids = torch.tensor([[3, 4, 5]] * (1 if rows is None else len(rows)))
-    plain, wrapped = (model._prepare_position_ids_for_generation(ids, dict(given)) for model in pair)
-    torch.testing.assert_close(wrapped, plain)
+@pytest.mark.parametrize("rows", [None, [[1, 1, 1]], [[0, 1, 1], [1, 1, 1]], [[1, 1, 1]] * 2, [[1, 0, 1]]], ids=str)
+def test_positions_are_huggingfaces(rows, pair):
+    for dtype in (torch.int64, torch.int32, torch.bool):
+        given = {} if rows is None else {"attention_mask": torch.tensor(rows, dtype=dtype)}
+        ids = torch.tensor([[3, 4, 5]] * (1 if rows is None else len(rows)))
+        plain, wrapped = (model._prepare_position_ids_for_generation(ids, dict(given)) for model in pair)
+        torch.testing.assert_close(wrapped, plain)
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["mask", "no mask"])

@@ -63,36 +63,11 @@ class Kind:
         return self.name or self.type.value
 
 
-AS_THEY_ARE = [
-    "LORA",
-    "BOFT",
-    "IA3",
-    "BEFT",
-    "LILY",
-    "LOHA",
-    "LOKR",
-    "OFT",
-    "LN_TUNING",
-    "VERA",
-    "FROD",
-    "PVERA",
-    "FOURIERFT",
-    "GLORA",
-    "HRA",
-    "UNILORA",
-    "MISS",
-    "RANDLORA",
-    "HIRA",
-    "OSF",
-    "DELORA",
-    "GRALORA",
-    "TINYLORA",
-    "PSOFT",
-    "PEANUT",
-    "SHADOW",
-    "SUPERTUNING",
-    "DEFT",
-]
+AS_THEY_ARE = (
+    *("LORA", "BOFT", "IA3", "BEFT", "LILY", "LOHA", "LOKR", "OFT", "LN_TUNING", "VERA", "FROD", "PVERA", "FOURIERFT"),
+    *("GLORA", "HRA", "UNILORA", "MISS", "RANDLORA", "HIRA", "OSF", "DELORA", "GRALORA", "TINYLORA", "PSOFT", "PEANUT"),
+    *("SHADOW", "SUPERTUNING", "DEFT"),
+)
 SETTINGS: dict[PeftType, Mapping[str, Any]] = {
     PeftType.PROMPT_TUNING: _PROMPT,
     PeftType.MULTITASK_PROMPT_TUNING: {**_PROMPT, "num_tasks": 2, "num_ranks": 1},
