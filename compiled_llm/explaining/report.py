@@ -10,14 +10,13 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from transformers import PreTrainedModel
 
 from compiled_llm.execution.reporting.plain_text import plain_text
 from compiled_llm.explaining.findings import Finding
 from compiled_llm.explaining.page import page
-from compiled_llm.explaining.profile.breakdown import columns_of, rows_of
 from compiled_llm.explaining.subject import head_rows, subject_of, title_of
 from compiled_llm.explaining.timings import Timing
 from compiled_llm.explaining.tracing import Trace
@@ -25,10 +24,10 @@ from compiled_llm.explaining.wording import (
     breakdown_of,
     change_of,
     following,
-    heading_of,
     history_rows,
     more_of,
     place_of,
+    programs_of,
     speed_of,
     timed_in,
 )
@@ -126,7 +125,7 @@ def _findings(findings: list[dict[str, Any]]) -> Iterator[RenderableType]:
     if consequences := [finding for finding in findings if finding["follows"]]:
         yield Text()
         yield Text(f"{following(consequences)}:", "dim")
-        yield from (Padding(Text(place_of(finding), "dim"), (0, 0, 0, 3)) for finding in consequences)
+        yield from (_indented(place_of(finding), "dim") for finding in consequences)
     if more := more_of(findings):
         yield Text()
         yield Text(more, "yellow")
@@ -140,16 +139,19 @@ def _verdict(findings: list[dict[str, Any]]) -> Text:
 
 
 def _finding(number: int, finding: dict[str, Any]) -> Iterator[RenderableType]:
-    kind, programs = heading_of(finding)
-    yield Text(f"{number}. {kind} {programs}".rstrip(), "bold")
+    yield Text(f"{number}. {finding['kind']} {programs_of(finding)}".rstrip(), "bold")
     if finding["file"]:
-        yield Padding(Text(place_of(finding), "cyan"), (0, 0, 0, 3))
+        yield _indented(place_of(finding), "cyan")
     if finding["source"]:
-        yield Padding(Text(finding["source"]), (0, 0, 0, 7))
-    yield Padding(Text(finding["reason"]), (0, 0, 0, 3))
+        yield _indented(finding["source"], by=7)
+    yield _indented(finding["reason"])
     if change := change_of(finding):
-        yield Padding(Text(change), (0, 0, 0, 3))
-    yield Padding(Text(f"→ {finding['advice']}", "green"), (0, 0, 0, 3))
+        yield _indented(change)
+    yield _indented(f"→ {finding['advice']}", "green")
+
+
+def _indented(text: str, style: str = "", by: int = 3) -> Padding:
+    return Padding(Text(text, style), (0, 0, 0, by))
 
 
 def _programs(programs: dict[str, Any]) -> Table:
@@ -162,10 +164,9 @@ def _programs(programs: dict[str, Any]) -> Table:
 def _timing(timing: dict[str, Any]) -> Iterator[RenderableType]:
     breakdown = breakdown_of(timing)
     yield Text(timed_in(timing), "bold")
-    table = Table(box=None, pad_edge=False)
-    for index, column in enumerate(columns_of(breakdown)):
-        table.add_column(column, justify="right" if index else "left")
-    for row in rows_of(breakdown, "in all"):
+    name, *figures = breakdown.columns()
+    table = Table(name, *(Column(figure, justify="right") for figure in figures), box=None, pad_edge=False)
+    for row in breakdown.rows():
         table.add_row(*row)
     yield table
     longest = ", ".join(f"{kernel.name[:60]} {kernel.us:,.0f} us" for kernel in breakdown.kernels[:_LONGEST])

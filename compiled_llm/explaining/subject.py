@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import time
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,8 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedModel
+
+from compiled_llm.explaining.cpu import cpu_name
 
 
 def subject_of(model: PreTrainedModel) -> dict[str, Any]:
@@ -53,15 +53,6 @@ def title_of(data: dict[str, Any]) -> str:
     """Return the title of a report: the model and the device."""
     named = f" ({Path(*Path(data['name']).parts[-2:])})" if data["name"] else ""
     return f"{data['model']}{named} on {data['device']}"
-
-
-def cpu_name() -> str:
-    """Return the name of the processor."""
-    with suppress(OSError):
-        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        if match:
-            return match[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def _own_version() -> str:

@@ -42,10 +42,9 @@ def change_of(finding: dict[str, Any]) -> str:
     return f"the graph relies on {finding['pinned_by']}{values}"
 
 
-def heading_of(finding: dict[str, Any]) -> tuple[str, str]:
-    """Return the kind of a finding, and the programs in which it was found."""
-    # Some names of programs have commas in them.
-    return finding["kind"], f"in {'; '.join(finding['programs'])}" if finding["programs"] else ""
+def programs_of(finding: dict[str, Any]) -> str:
+    """Return the programs in which something was found, some of whose names have commas in them."""
+    return f"in {'; '.join(finding['programs'])}" if finding["programs"] else ""
 
 
 def more_of(findings: list[dict[str, Any]]) -> str:
@@ -59,6 +58,12 @@ def following(consequences: list[dict[str, Any]]) -> str:
     """Return a phrase with the number of findings that may be consequences."""
     breaks = f"{len(consequences)} more graph break{'s' * (len(consequences) > 1)}"
     return f"{breaks}, seen only after the above and perhaps because of it"
+
+
+def program_rows(programs: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Return for each program whether it is one graph, and of how many operations."""
+    graphs = {True: "one graph, {nodes:,} operations", False: "not one graph"}
+    return {name: graphs[program["whole"]].format(**program) for name, program in programs.items()}
 
 
 def timed_in(timing: dict[str, Any]) -> str:
@@ -84,21 +89,16 @@ def speed_of(timing: dict[str, Any]) -> str:
 
 def breakdown_of(timing: dict[str, Any]) -> Breakdown:
     """Return the breakdown that a timing's data was made of."""
-    names = [field.name for field in dataclasses.fields(Breakdown)]
-    lists = {
-        "kinds": [Kind(**kind) for kind in timing["kinds"]],
-        "kernels": [Kernel(**kernel) for kernel in timing["kernels"]],
-    }
-    return Breakdown(**{**{name: timing[name] for name in names}, **lists})
+    given = {field.name: timing[field.name] for field in dataclasses.fields(Breakdown)}
+    kinds, kernels = [Kind(**kind) for kind in given["kinds"]], [Kernel(**kernel) for kernel in given["kernels"]]
+    return Breakdown(**{**given, "kinds": kinds, "kernels": kernels})
 
 
 def wait_of(cold: ColdStart) -> str:
-    """Return the rows and the seconds of a call that waited, in words."""
     return f"a call of {cold.rows} row{'s' * (cold.rows > 1)} waited {cold.seconds:.1f} s"
 
 
 def cause_of(cold: ColdStart) -> str:
-    """Return the cause of a cold start, in words."""
     return COLD_CAUSES[cold.cause].format(rows=cold.rows)
 
 

@@ -27,8 +27,7 @@ from compiled_llm.commands.bench.contenders import BenchSession, Contender, Setu
 from compiled_llm.commands.bench.http_client import answer_of
 from compiled_llm.commands.bench.load import Asked, Lengths, Load, LoadAnswer, answered, measure_all, pieces_of
 from compiled_llm.commands.bench.report import BenchReport
-from compiled_llm.commands.bench.timing import CallTiming, Spread, TokenClock, timed
-from compiled_llm.commands.bench.workload import Workload
+from compiled_llm.commands.bench.timing import CallTiming, Spread, TokenClock, Workload, timed
 from compiled_llm.server.own_process import own_command
 from support.docs.pages import CHECKOUT
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from compiled_llm.commands import preparation
-from compiled_llm.commands.generate.request import GenerateRequest
+from compiled_llm.commands.generate.run import GenerateRequest
 from compiled_llm.commands.options.sampling import SamplingFlags
 from compiled_llm.commands.preparation import Preparation
 from compiled_llm.config import WrapConfig

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from compiled_llm.commands.app import app
-from compiled_llm.commands.generate.text_writer import TextWriter
+from compiled_llm.commands.generate.streamer import AnswerStreamer
 from compiled_llm.commands.printable import printable
 
 HOSTILE = "\x1b]0;owned\x07 \x9b2J\x08 text\r"
@@ -170,7 +170,7 @@ def test_generated_text_is_shown_on_a_terminal_and_left_alone_elsewhere(
     model_folder: Path, stdout: io.StringIO, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdout", stdout)
-    TextWriter(AutoTokenizer.from_pretrained(model_folder)).on_finalized_text(HOSTILE, stream_end=True)
+    AnswerStreamer(AutoTokenizer.from_pretrained(model_folder)).on_finalized_text(HOSTILE, stream_end=True)
     assert stdout.getvalue() == expected
 
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from compiled_llm.commands.bench import contenders as ours
 from compiled_llm.commands.bench.contenders import Contender
-from compiled_llm.commands.bench.timing import Spread
-from compiled_llm.commands.bench.workload import Workload
+from compiled_llm.commands.bench.timing import Spread, Workload
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from shapes import SHAPES, build
 from compiled_llm.commands.bench.commands import finish, new_report, progress
 from compiled_llm.commands.bench.contenders import Contender, Setup
 from compiled_llm.commands.bench.report import BenchReport, failure
-from compiled_llm.commands.bench.workload import Workload
+from compiled_llm.commands.bench.timing import Workload
 from compiled_llm.commands.loading.load import device_of, dtype_of
 from compiled_llm.explaining.profile.bandwidth import read_bandwidth
 

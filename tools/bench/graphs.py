@@ -21,8 +21,7 @@ from shapes import vocabulary_of
 from compiled_llm.commands.bench import contenders as ours
 from compiled_llm.commands.bench.contenders import Contender, Ours, wrapped
 from compiled_llm.commands.bench.load import Asked, Lengths, Load
-from compiled_llm.commands.bench.timing import BenchPercentiles
-from compiled_llm.commands.bench.workload import Workload
+from compiled_llm.commands.bench.timing import BenchPercentiles, Workload
 from compiled_llm.config import WrapConfig
 from compiled_llm.engine.engine import Engine
 

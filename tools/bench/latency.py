@@ -15,7 +15,7 @@ from peers import HFStatic, Peer
 
 from compiled_llm.commands.bench import contenders as ours, latency
 from compiled_llm.commands.bench.commands import DecodingOption
-from compiled_llm.commands.bench.workload import Workload
+from compiled_llm.commands.bench.timing import Workload
 
 
 def main(

@@ -20,8 +20,7 @@ from shapes import vocabulary_of
 
 from compiled_llm.commands.bench.commands import DecodingOption
 from compiled_llm.commands.bench.load import VOCABULARY, Asked, Lengths
-from compiled_llm.commands.bench.timing import Spread
-from compiled_llm.commands.bench.workload import Workload
+from compiled_llm.commands.bench.timing import Spread, Workload
 from compiled_llm.config import Mode
 from compiled_llm.explaining.profile.kernels import KernelProfiler, busy_us
 

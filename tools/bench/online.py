@@ -13,7 +13,7 @@ from engines import EngineContender, OurEngine, VllmEngine
 from shapes import vocabulary_of
 
 from compiled_llm.commands.bench.load import Lengths, Load, measure_all
-from compiled_llm.commands.bench.workload import Workload
+from compiled_llm.commands.bench.timing import Workload
 from compiled_llm.config import Mode
 
 

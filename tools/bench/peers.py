@@ -25,8 +25,7 @@ from shapes import SHAPES, vocabulary_of, write_config
 from transformers import PreTrainedModel
 
 from compiled_llm.commands.bench.contenders import BenchSession, Contender, Setup
-from compiled_llm.commands.bench.timing import CallTiming, TokenClock
-from compiled_llm.commands.bench.workload import SAMPLING, Workload
+from compiled_llm.commands.bench.timing import SAMPLING, CallTiming, TokenClock, Workload
 
 HERE = Path(__file__).parent
 GPU_SHARE = 0.6

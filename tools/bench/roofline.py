@@ -16,8 +16,7 @@ from common import Bench, Commit, Contenders, DeviceName, Json, Model, bench, in
 
 from compiled_llm.commands.bench import contenders as ours
 from compiled_llm.commands.bench.contenders import BenchSession, Contender
-from compiled_llm.commands.bench.timing import TokenClock
-from compiled_llm.commands.bench.workload import Workload
+from compiled_llm.commands.bench.timing import TokenClock, Workload
 from compiled_llm.explaining.profile.breakdown import kernels_of, kinds_of, moved_by_decode
 from compiled_llm.explaining.profile.kernels import KernelProfiler, busy_us
 from compiled_llm.explaining.profile.step_bytes import step_bytes

@@ -30,7 +30,7 @@ from peers import GPU_SHARE, HERE, LEAST_LENGTH, Peer, last_words, started
 from shapes import vocabulary_of, write_model
 
 from compiled_llm.commands.bench.load import Asked, Lengths, Load, LoadAnswer, Run, measure_all
-from compiled_llm.commands.bench.workload import Workload
+from compiled_llm.commands.bench.timing import Workload
 from compiled_llm.config import WrapConfig
 from compiled_llm.server.own_process import own_command
 

@@ -23,8 +23,7 @@ from peers import HERE, HFStatic, Peer, started
 from shapes import write_model
 
 from compiled_llm.commands.bench.contenders import ALL, Contender, Ours
-from compiled_llm.commands.bench.timing import Spread
-from compiled_llm.commands.bench.workload import Workload
+from compiled_llm.commands.bench.timing import Spread, Workload
 from compiled_llm.server.own_process import own_command
 
 STAGES = ("imported", "loaded", "first token", "all tokens")

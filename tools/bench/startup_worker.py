@@ -24,7 +24,7 @@ def main() -> None:
     from shapes import build
 
     from compiled_llm.commands.bench.contenders import ALL, Ours, Setup
-    from compiled_llm.commands.bench.workload import Workload
+    from compiled_llm.commands.bench.timing import Workload
 
     say(mark="imported")
     (contender,) = (one for one in [*ALL, HFStatic()] if one.name == job["contender"])

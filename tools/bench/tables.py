@@ -22,7 +22,6 @@ from compiled_llm.commands.bench.tables import (
     percentiles,
     ratio,
     show,
-    table,
 )
 
 
@@ -37,7 +36,7 @@ def startup(results: Sequence[Result]) -> Iterator[Table]:
         **{f"{name}, s": stage(name) for name in results[0]["figures"]},
     }
     note = "Seconds from the start of the process, best / median. Cold: empty folders for everything compiled."
-    yield table("Start-up", results, columns, note, leading=2)
+    yield Table("Start-up", results, columns, note, leading=2)
 
 
 def roofline(results: Sequence[Result]) -> Iterator[Table]:
@@ -57,7 +56,7 @@ def roofline(results: Sequence[Result]) -> Iterator[Table]:
         note = f"Times by kind from {result['steps']} profiled steps; the step from runs without the profiler."
         if result["host_us"] is not None:
             note += f" Launching a step takes the host {result['host_us']:,.0f} us."
-        yield table(title, [*result["kinds"], gaps, whole], columns, note)
+        yield Table(title, [*result["kinds"], gaps, whole], columns, note)
 
 
 def beams_and_drafts(results: Sequence[Result]) -> Iterator[Table]:
@@ -66,7 +65,7 @@ def beams_and_drafts(results: Sequence[Result]) -> Iterator[Table]:
         "contender": lambda result: result["contender"],
         "tokens/s": lambda result: pair(result["figures"]["tokens_per_s"]),
     }
-    yield table(
+    yield Table(
         "Beams, drafts, a chat and scoring", sorted(results, key=lambda one: str(one["task"])), columns, leading=2
     )
 
@@ -89,7 +88,7 @@ def offline(results: Sequence[Result]) -> Iterator[Table]:
             **{name: count(name) for name in ("steps", "preemptions", "cached tokens")},
             "warm-up, s": lambda result: number(result["ready_s"]),
         }
-        yield table(group[0]["workload"], group, columns, "Best / median over the whole, prompts included.")
+        yield Table(group[0]["workload"], group, columns, "Best / median over the whole, prompts included.")
 
 
 def graph_times(results: Sequence[Result]) -> Iterator[Table]:
@@ -102,7 +101,7 @@ def graph_times(results: Sequence[Result]) -> Iterator[Table]:
         "running meanwhile, ms": lambda result: percentiles(result["figures"]["running_s"] or {"p50": 0.0, "p99": 0.0}),
     }
     note = "Running meanwhile: the longest wait of a request in the midst of its answer while such a prompt comes."
-    yield table("When a CUDA graph is missing", results, columns, note, leading=2)
+    yield Table("When a CUDA graph is missing", results, columns, note, leading=2)
 
 
 def graph_use(results: Sequence[Result]) -> Iterator[Table]:
@@ -115,7 +114,7 @@ def graph_use(results: Sequence[Result]) -> Iterator[Table]:
         "evictions": lambda result: str(result["evictions"]),
         "ms a capture": lambda result: number(1e3 * (result["capture_s"] or 0.0) / max(1, result["captures"])),
     }
-    yield table("CUDA graphs", results, columns, "After all requests, those of warming up included.", leading=2)
+    yield Table("CUDA graphs", results, columns, "After all requests, those of warming up included.", leading=2)
 
 
 TABLES.update(

@@ -65,18 +65,12 @@ def speeds_of(report: BenchReport) -> Speeds:
     names = [*(name for name in NAMES if name in measured), *(name for name in measured if name not in NAMES)]
     model, machine, first = report.model, report.machine, found[0]
     where, commit = (machine["gpu"] or machine["cpu"])["name"], machine["commit"]
-    tokens = (
-        f"prompts of {first['prompt']} tokens, {first['new']} new tokens"
-        if len(lengths) == 1
-        else "prompt + new tokens"
-    )
-    asked = f"{tokens}, {'sampled' if first['sampled'] else 'greedy'}; {machine['date'][:10]}"
-    return Speeds(
-        f"{model['name']} ({model['weights']} weights, {model['dtype']}) on {where}: tokens per second, end to end",
-        asked + (f", commit {commit[:7]}" if commit else "") + "; each panel has its own scale",
-        rates,
-        names,
-    )
+    tokens = f"prompts of {first['prompt']} tokens, {first['new']} new tokens"
+    asked = tokens if len(lengths) == 1 else "prompt + new tokens"
+    asked += f", {'sampled' if first['sampled'] else 'greedy'}; {machine['date'][:10]}"
+    asked += (f", commit {commit[:7]}" if commit else "") + "; each panel has its own scale"
+    title = f"{model['name']} ({model['weights']} weights, {model['dtype']}) on {where}"
+    return Speeds(f"{title}: tokens per second, end to end", asked, rates, names)
 
 
 def draw(speeds: Speeds, path: Path) -> None:

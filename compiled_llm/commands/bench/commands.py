@@ -75,8 +75,9 @@ def latency(
         check_driver(device.value)
         check_plot(plot)
         with progress() as log:
-            from compiled_llm.commands.bench import contenders as known, latency as experiment
-            from compiled_llm.commands.bench.workload import Workload
+            from compiled_llm.commands.bench.contenders import Setup, choose
+            from compiled_llm.commands.bench.latency import measure
+            from compiled_llm.commands.bench.timing import Workload
             from compiled_llm.commands.loading.load import device_of, dtype_of
             from compiled_llm.explaining.profile.bandwidth import read_bandwidth
 
@@ -86,12 +87,12 @@ def latency(
             lengths = integers("--prompts", prompts), integers("--new", new or ("256" if cuda else "64"))
             ways = {"greedy": [False], "sampled": [True], "both": [False, True]}[decoding.value]
             asked = [Workload(*work) for work in itertools.product(rows, *lengths, ways)]
-            taking_part = known.choose(contenders, where.type)
-            setup = known.Setup(model, where, dtype_of("auto", where), asked, log)
+            taking_part = choose(contenders, where.type)
+            setup = Setup(model, where, dtype_of("auto", where), asked, log)
             report = new_report({"name": model, "weights": "its own", "dtype": str(setup.dtype).removeprefix("torch.")})
             log("measuring the read bandwidth")
             report.read_bandwidth = read_bandwidth(where, setup.dtype)
-            experiment.measure(taking_part, setup, runs, report, lambda: report.save(json))
+            measure(taking_part, setup, runs, report, lambda: report.save(json))
         finish(report, json, plot)
 
 
@@ -154,7 +155,6 @@ def show(
 
 
 def new_report(model: dict[str, str]) -> BenchReport:
-    """Begin a report of this machine."""
     from compiled_llm.commands.bench.report import BenchReport, describe_machine
 
     return BenchReport(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), describe_machine(), model)
@@ -177,13 +177,13 @@ def check_plot(plot: Path | None) -> None:
 
 def finish(report: BenchReport, json: Path | None, plot: Path | None = None) -> None:
     """Write and print what was found; exit code 1 if anything failed or nothing ran."""
-    from compiled_llm.commands.bench import tables
+    from compiled_llm.commands.bench.tables import show
 
     report.save(json)
-    tables.show(report)
+    show(report)
     if plot is not None and report.results:
-        from compiled_llm.commands.bench import chart
+        from compiled_llm.commands.bench.chart import draw, speeds_of
 
-        chart.draw(chart.speeds_of(report), plot)
+        draw(speeds_of(report), plot)
     if report.failures or not report.results:
         raise SystemExit(1)

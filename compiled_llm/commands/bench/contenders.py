@@ -16,8 +16,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 import compiled_llm
-from compiled_llm.commands.bench.timing import CallTiming, TokenClock, timed
-from compiled_llm.commands.bench.workload import SAMPLING, Workload
+from compiled_llm.commands.bench.timing import SAMPLING, CallTiming, TokenClock, Workload, timed
 from compiled_llm.commands.loading.load import load
 from compiled_llm.config import Backend, Mode, WrapConfig
 
@@ -25,7 +24,6 @@ _WARM_TOKENS = 16
 
 
 def loaded(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Return a model that `compiled-llm generate` takes."""
     return load(name, dtype, device, progress=False)[0]
 
 
@@ -53,8 +51,8 @@ class Setup:
             model.config.eos_token_id = None
             model.generation_config = GenerationConfig(pad_token_id=0)  # no row ends by itself
             longest = max(work.prompt + work.new for work in self.workloads)
-            most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-            if most is not None and longest > most:
+            most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", longest)
+            if longest > most:
                 raise ValueError(
                     f"{self.name} has {most} positions; {longest} tokens of prompt and output are too many"
                 )
@@ -66,13 +64,11 @@ class Setup:
         self.free_memory()
 
     def free_memory(self) -> None:
-        """Give back memory that nothing refers to."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -80,8 +76,7 @@ class Setup:
 class BenchSession:
     """A model of this process, wrapped or not; ``options`` are further ones of ``generate``.
 
-    Attributes:
-        versions: of packages that this process does not have.
+    ``versions`` are those of packages that this process does not have.
     """
 
     def __init__(self, setup: Setup, model: PreTrainedModel, **options: Any) -> None:
@@ -106,7 +101,16 @@ class BenchSession:
         clock = clock or TokenClock()
         prompts = workload.prompts(self.vocabulary, next(self._numbers))
         ids = torch.tensor(prompts, device=self.setup.device)
-        return timed(lambda: self._generate(ids, workload, clock), clock, workload.new, self.setup.synchronize)
+        sampling = {"do_sample": True, **SAMPLING} if workload.sampled else {"do_sample": False}
+        options = {"max_new_tokens": workload.new, "streamer": clock, **sampling, **self.options}
+
+        def generate() -> None:
+            out = self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+            wanted = (workload.batch, workload.prompt + workload.new)
+            if tuple(out.shape) != wanted:
+                raise RuntimeError(f"{tuple(out.shape)} tokens came back instead of {wanted}")
+
+        return timed(generate, clock, workload.new, self.setup.synchronize)
 
     def memory(self) -> dict[str, int]:
         """Return bytes on the device by what they are for, and the most that was allocated at once."""
@@ -115,14 +119,6 @@ class BenchSession:
             found["peak"] = torch.cuda.max_memory_allocated(self.setup.device)
         return found
 
-    def _generate(self, ids: torch.Tensor, workload: Workload, streamer: TokenClock) -> None:
-        sampling = {"do_sample": True, **SAMPLING} if workload.sampled else {"do_sample": False}
-        options = {"max_new_tokens": workload.new, "streamer": streamer, **sampling, **self.options}
-        out = self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
-        wanted = (workload.batch, workload.prompt + workload.new)
-        if tuple(out.shape) != wanted:
-            raise RuntimeError(f"{tuple(out.shape)} tokens came back instead of {wanted}")
-
 
 class Contender:
     """HuggingFace as it is: nothing compiled, a cache that grows, the attention that it chooses."""
@@ -130,11 +126,10 @@ class Contender:
     name = "hf-eager"
 
     def obstacle(self, setup: Setup) -> str | None:
-        """Return why it cannot take part here, or None."""
+        """Return why it cannot take part here, or None; what a model lacks, ``opened`` says."""
         return None
 
     def opened(self, setup: Setup) -> AbstractContextManager[BenchSession]:
-        """Load the model for the block."""
         return nullcontext(BenchSession(setup, setup.model()))
 
 
@@ -142,13 +137,10 @@ class Ours(Contender):
     """The wrapped model; ``mode`` and so on are those of ``wrap``."""
 
     def __init__(self, mode: Mode, backend: Backend = "auto", artifacts: str | None = None) -> None:
-        self.mode: Mode = mode
-        self.backend: Backend = backend
-        self.artifacts = artifacts
+        self.mode, self.backend, self.artifacts = mode, backend, artifacts
         self.name = f"compiled-llm:{mode}" + ("" if backend == "auto" else f":{backend}")
 
     def obstacle(self, setup: Setup) -> str | None:
-        """Return why the mode or the backend cannot run there; what a model lacks, ``wrap`` says."""
         cuda = setup.device.type == "cuda"
         if self.backend == "flashinfer" and not cuda:
             return f"backend {self.backend} runs on CUDA only"
@@ -157,7 +149,6 @@ class Ours(Contender):
 
     @contextmanager
     def opened(self, setup: Setup) -> Iterator[BenchSession]:
-        """Wrap the model, with pages for the largest workload."""
         rows = max(work.batch for work in setup.workloads)
         with wrapped(setup, rows, mode=self.mode, backend=self.backend, artifacts=self.artifacts) as model:
             yield BenchSession(setup, model)

@@ -15,20 +15,13 @@ from compiled_llm.commands.bench.load import Asked, LoadAnswer, answered
 
 
 class HttpClient:
-    """Asks the ``model`` of a server.
-
-    Attributes:
-        busy: the largest share of a pass in which this process computed; near 1, the client limited the rate.
-    """
+    """Asks the ``model`` of a server."""
 
     busy = 0.0
+    """The largest share of a pass in which this process computed; near 1, the client limited the rate."""
 
     def __init__(self, url: str, model: str | None, timeout: float) -> None:
-        """Ask for the model that the server lists first, unless one is named; ``timeout`` is in seconds.
-
-        Raises:
-            RuntimeError: the server does not answer, or with an error.
-        """
+        """Ask for the model that the server lists first, unless one is named; raises RuntimeError if it lists none."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._url = url.rstrip("/")
         self._http = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False)
@@ -56,15 +49,8 @@ class HttpClient:
             raise RuntimeError(f"{self._url}/models lists no model: {type(error).__name__} {error}") from error
 
     async def _ask(self, request: Asked) -> LoadAnswer:
-        body = {
-            "model": self.model,
-            "prompt": request.prompt,
-            "max_tokens": request.new,
-            "ignore_eos": True,
-            "temperature": 0.0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        body = {"model": self.model, "prompt": request.prompt, "max_tokens": request.new, "ignore_eos": True}
+        body |= {"temperature": 0.0, "stream": True, "stream_options": {"include_usage": True}}
         async with self._http.stream("POST", f"{self._url}/completions", json=body) as response:
             lines = [(time.perf_counter(), line) async for line in response.aiter_lines()]
         if response.status_code != 200:
@@ -74,11 +60,7 @@ class HttpClient:
 
 
 def answer_of(lines: Sequence[tuple[float, str]]) -> LoadAnswer:
-    """Return when events with text came, by the lines of a response and when each was read.
-
-    Raises:
-        RuntimeError: the response is no stream of an answer.
-    """
+    """Return when events with text came, by the lines of a response; raises RuntimeError if it is no answer."""
     times, usage = [], None
     for when, line in lines:
         if line.startswith("data:") and line.strip() != "data: [DONE]":
@@ -90,6 +72,5 @@ def answer_of(lines: Sequence[tuple[float, str]]) -> LoadAnswer:
                 times.append(when)
     if usage is None or not times:
         raise RuntimeError("the server has not said how many tokens there were: stream_options.include_usage")
-    return LoadAnswer(
-        times, usage["completion_tokens"], (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    )
+    details = usage.get("prompt_tokens_details") or {}
+    return LoadAnswer(times, usage["completion_tokens"], details.get("cached_tokens"))

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 
 from compiled_llm.commands.bench.contenders import BenchSession, Contender, Setup
-from compiled_llm.commands.bench.report import BenchReport, Result, failure
-from compiled_llm.commands.bench.timing import Spread
-from compiled_llm.commands.bench.workload import Workload
+from compiled_llm.commands.bench.report import BenchReport, Result, Save, failure
+from compiled_llm.commands.bench.timing import Spread, Workload
 from compiled_llm.explaining.profile.step_bytes import step_bytes
-
-Save = Callable[[], object]
 
 
 def measure(contenders: Iterable[Contender], setup: Setup, runs: int, report: BenchReport, save: Save) -> None:
-    """Measure one contender after the other; one that fails does not take the others with it.
-
-    Results, obstacles and failures go into the report; ``save`` is called after each result.
-    """
+    """Measure one contender after the other into the report; one that fails does not take the others with it."""
     ceilings = {workload: ceiling(setup, workload, report.read_bandwidth) for workload in setup.workloads}
     for contender in contenders:
         if reason := contender.obstacle(setup):

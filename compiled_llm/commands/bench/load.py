@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from compiled_llm.commands.bench.report import BenchReport, Result, failure
+from compiled_llm.commands.bench.report import BenchReport, Log, Result, Save, failure
 from compiled_llm.commands.bench.timing import BenchPercentiles, Spread
 
 VOCABULARY = 10_000
@@ -25,7 +25,7 @@ _UNTIMED = 2.0
 
 
 class Lengths(NamedTuple):
-    """Tokens, drawn uniformly from ``least`` to ``most``."""
+    """Tokens, sampled uniformly from ``least`` to ``most``."""
 
     least: int
     most: int
@@ -71,10 +71,8 @@ Run = Callable[[Sequence[Asked], int | None], list[LoadAnswer]]
 class Load:
     """The load on a server: a number of requests, ``concurrency`` of them at once, or a rate for some seconds.
 
-    Attributes:
-        rate: requests that arrive in a second, on average (a Poisson process).
-        system_prompt: tokens that all prompts of a pass begin with, before ``prompts``.
-        vocabulary: tokens are drawn below this.
+    ``rate`` requests arrive in a second, on average (a Poisson process). All prompts of a pass begin with
+    ``system_prompt`` tokens. Tokens are below ``vocabulary``.
     """
 
     prompts: Lengths
@@ -132,12 +130,7 @@ async def answered(asked: Sequence[Asked], ask: Ask, concurrency: int | None) ->
 
 
 def measure_all(
-    servers: Mapping[str, Run],
-    loads: Sequence[Load],
-    runs: int,
-    report: BenchReport,
-    save: Callable[[], object],
-    log: Callable[[str], object],
+    servers: Mapping[str, Run], loads: Sequence[Load], runs: int, report: BenchReport, save: Save, log: Log
 ) -> None:
     """Measure every load with each server, into the report; one that fails is asked nothing more."""
     numbers, failed = itertools.count(), set()
@@ -164,7 +157,7 @@ def _measure(name: str, run: Run, load: Load, runs: int, numbers: itertools.coun
     gaps = [later - earlier for times in pieces for earlier, later in itertools.pairwise(times)]
     seconds = [max(answer.times[-1] for answer in one) for one in passes]
     tokens = sum(answer.tokens for answer in answers)
-    cached = [answer.cached for answer in answers if answer.cached is not None]
+    cached = sum(answer.cached or 0 for answer in answers)
     rates = [sum(answer.tokens for answer in one) / spent for one, spent in zip(passes, seconds, strict=True)]
     return {
         "contender": name,
@@ -176,7 +169,7 @@ def _measure(name: str, run: Run, load: Load, runs: int, numbers: itertools.coun
         "prompt_tokens": sum(len(request.prompt) for request in requests),
         "new_tokens": tokens,
         "short": sum(answer.tokens < request.new for answer, request in zip(answers, requests, strict=True)),
-        "cached_tokens": sum(cached) if cached else None,
+        "cached_tokens": cached if any(answer.cached is not None for answer in answers) else None,
         "seconds": seconds,
         "first_s": BenchPercentiles.of(answer.times[0] - answer.begun for answer in answers)._asdict(),
         "between_s": BenchPercentiles.of(gaps or [0.0])._asdict(),

@@ -7,24 +7,27 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from compiled_llm.explaining.cpu import cpu_name
+
 _PACKAGES = ("compiled-llm", "torch", "transformers", "flashinfer-python", "triton", "numpy")
 
 Result = dict[str, Any]
 """One contender under one workload: what was asked, every time that was measured, and ``figures`` made of these."""
+Save, Log = Callable[[], object], Callable[[str], object]
 
 
 @dataclass
 class BenchReport:
-    """One run of the bench.
+    """One run of the bench; ``machine`` is what ``describe_machine`` returns.
 
     Attributes:
-        machine: what ``describe_machine`` returns.
         read_bandwidth: bytes/s, measured in this run; None if nothing needed it.
         memory: bytes on the device by contender.
         unavailable: why contenders could not take part; ``failures``: why others did not get to their end.
@@ -41,11 +44,9 @@ class BenchReport:
     results: dict[str, list[Result]] = field(default_factory=dict)
 
     def add(self, kind: str, result: Result) -> None:
-        """Add a result to the others of its kind."""
         self.results.setdefault(kind, []).append(result)
 
     def save(self, path: Path | None) -> None:
-        """Write JSON, if there is a path."""
         if path is not None:
             found = asdict(self)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,28 +54,22 @@ class BenchReport:
 
     @classmethod
     def load(cls, path: Path) -> BenchReport:
-        """Read what ``save`` wrote, or a file of ``results/``.
-
-        Raises:
-            ValueError: it is something else.
-        """
+        """Read what ``save`` wrote, or a file of ``results/``; raises ValueError if it is something else."""
         try:
             found = json.loads(path.read_text())
             machine = {"versions": {}, "commit": None, "date": "", "gpu": None, **found["machine"]}
             mebibytes = found.get("memory_mib", {})  # of published runs
             memory = {name: {kind: mib * 2**20 for kind, mib in kinds.items()} for name, kinds in mebibytes.items()}
-            known = {name: found[name] for name in ("memory", "unavailable", "failures") if name in found}
-            lists = {
-                name: value for name, value in found.items() if value and isinstance(value, list) and name not in known
-            }
-            known = {"memory": memory, "read_bandwidth": found.get("read_bandwidth"), **known}
+            given = {"memory": memory, "read_bandwidth": None, "unavailable": {}, "failures": []}
+            known = {name: found.get(name, value) for name, value in given.items()}
+            lists = {name: value for name, value in found.items() if value and isinstance(value, list)}
+            lists.pop("failures", None)
             return cls(found.get("command", ""), machine, found["model"], results=lists, **known)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no result of compiled-llm bench: {error!r}") from error
 
 
 def failure(doing: str, error: BaseException) -> str:
-    """Return one line that says what failed and why."""
     return f"{doing}: {type(error).__name__}: {' '.join(str(error).split())[:1000]}"
 
 
@@ -91,7 +86,7 @@ def describe_machine() -> dict[str, Any]:
         "commit": None,
         "python": platform.python_version(),
         "versions": _versions(),
-        "cpu": {"name": _cpu_name(), "cores": os.cpu_count()},
+        "cpu": {"name": cpu_name(), "cores": os.cpu_count()},
         "load": round(os.getloadavg()[0], 2),  # figures from a machine that is not quiet are worth little
         "gpu": gpu,
     }
@@ -103,10 +98,3 @@ def _versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
-
-
-def _cpu_name() -> str:
-    with suppress(OSError), open("/proc/cpuinfo") as lines:
-        names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-        return next(names, platform.machine())
-    return platform.processor() or platform.machine()

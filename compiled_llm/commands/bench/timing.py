@@ -1,15 +1,51 @@
-"""The times that are measured, and how they are summed up: these definitions hold for every contender."""
+"""What is timed, and how times are summed up: these definitions hold for every contender.
+
+Shapes: B rows, T tokens in each prompt.
+"""
 
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 _RUNS_OF_A_PERCENTILE = 100
 """With fewer runs, the 99th percentile would be the worst one."""
+SAMPLING = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One call: ``batch`` prompts of ``prompt`` tokens, exactly ``new`` tokens for each, sampled or greedy."""
+
+    batch: int
+    prompt: int
+    new: int
+    sampled: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.prompt < 1:
+            raise ValueError(f"batch {self.batch}, prompt {self.prompt}: both must be at least 1")
+        if self.new < 2:
+            raise ValueError(f"{self.new} new tokens: at least 2 are needed, because decode is what follows the first")
+
+    @property
+    def context(self) -> int:
+        """How many tokens a row has in the middle of decode."""
+        return self.prompt + self.new // 2
+
+    def __str__(self) -> str:
+        decoding = "sampled" if self.sampled else "greedy"
+        return f"batch {self.batch}, {self.prompt} + {self.new} tokens, {decoding}"
+
+    def prompts(self, vocabulary: int, number: int) -> list[list[int]]:
+        """Return ``[B][T]`` random token ids, different for each ``number``, so that no prefix cache ever hits."""
+        generator = random.Random(f"{self.batch} {self.prompt} {number}")
+        return [[generator.randrange(1, vocabulary) for _ in range(self.prompt)] for _ in range(self.batch)]
 
 
 class CallTiming(NamedTuple):
@@ -35,14 +71,12 @@ class Spread(NamedTuple):
 
     @classmethod
     def of_times(cls, seconds: Iterable[float]) -> Spread:
-        """Summarise times: the shortest is best."""
         values = sorted(seconds)
         p99 = values[math.ceil(0.99 * len(values)) - 1] if len(values) >= _RUNS_OF_A_PERCENTILE else None
         return cls(values[0], statistics.median(values), len(values), p99)
 
     @classmethod
     def of_rates(cls, rates: Iterable[float]) -> Spread:
-        """Summarise rates: the highest is best."""
         values = list(rates)
         return cls(max(values), statistics.median(values), len(values))
 
@@ -56,7 +90,6 @@ class BenchPercentiles(NamedTuple):
 
     @classmethod
     def of(cls, seconds: Iterable[float]) -> BenchPercentiles:
-        """Summarise times, one or more."""
         values = sorted(seconds)
         return cls(*(values[math.ceil(share * len(values)) - 1] for share in (0.5, 0.99, 1.0)))
 
@@ -71,13 +104,11 @@ class TokenClock:
         self._has_prompt = False
 
     def put(self, value: Any) -> None:
-        """Keep the time, unless this is the prompt."""
         if self._has_prompt:
             self.times.append(time.perf_counter())
         self._has_prompt = True
 
-    def end(self) -> None:
-        """Nothing to do."""
+    def end(self) -> None: ...
 
 
 def timed(generate: Callable[[], object], clock: TokenClock, new: int, synchronize: Callable[[], object]) -> CallTiming:

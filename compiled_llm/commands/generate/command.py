@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from compiled_llm.commands.errors import readable_errors
-from compiled_llm.commands.generate.request import GenerateRequest
-from compiled_llm.commands.generate.run import run
+from compiled_llm.commands.generate.run import GenerateRequest
 from compiled_llm.commands.options.choices import Device, Dtype
 from compiled_llm.commands.options.prompt import check_quoted, read_prompt
 from compiled_llm.commands.options.sampling import SamplingFlags
@@ -79,12 +78,11 @@ def generate(
     """Write the model's text to stdout as it is generated, then figures to stderr."""
     with readable_errors():
         check_quoted(prompt, context.args)
-        sampling = SamplingFlags(sample, temperature, top_k, top_p, min_p, repetition_penalty, seed)
-        request = GenerateRequest(
+        GenerateRequest(
             prompt=read_prompt(prompt, file),
             chat=chat,
             system=system,
-            sampling=sampling,
+            sampling=SamplingFlags(sample, temperature, top_k, top_p, min_p, repetition_penalty, seed),
             max_new_tokens=max_new_tokens,
             stop=stop or [],
             model=model,
@@ -95,5 +93,4 @@ def generate(
             artifacts=artifacts,
             as_json=as_json,
             quiet=quiet,
-        )
-        run(request)
+        ).run()

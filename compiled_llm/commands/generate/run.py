@@ -7,99 +7,104 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 
 from compiled_llm.commands.early_checks import check_driver
-from compiled_llm.commands.generate.request import GenerateRequest
-from compiled_llm.commands.generate.timed_streamer import TimedStreamer
 from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import locate
-from compiled_llm.commands.options.prompt import encode
+from compiled_llm.commands.options.prompt import check_system, encode
+from compiled_llm.commands.options.running import RunningOptions
+from compiled_llm.commands.options.sampling import SamplingFlags, check_range
 from compiled_llm.commands.preparation import Preparation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from compiled_llm.execution.reporting.stats import Stats
 
-
-def run(request: GenerateRequest) -> None:
-    """Write the answer to stdout, and figures to stderr.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateRequest(RunningOptions):
+    """One call of `compiled-llm generate`: its options, with the prompt read.
 
     Raises:
-        ValueError: the model cannot do what is asked.
-        RuntimeError: the model cannot be loaded or run.
+        ValueError: a value is impossible, or two do not go together.
     """
-    console = Console(stderr=True, highlight=False, quiet=request.quiet)
-    check_driver(request.device)
-    source = locate(request.model, progress=not request.quiet)
-    with importing(not request.quiet):
-        import torch
 
-        import compiled_llm
-        from compiled_llm.commands.generate.text_writer import TextWriter
-        from compiled_llm.commands.loading.load import device_of, dtype_of, load
-        from compiled_llm.execution.limits import check_fits
-        from compiled_llm.model.checks import check_device
+    prompt: str
+    chat: bool
+    system: str | None
+    sampling: SamplingFlags
+    max_new_tokens: int
+    stop: Sequence[str]
+    model: str
+    as_json: bool
 
-    device = device_of(request.device)
-    check_device(device.type, dtype_of(request.dtype, device), request.wrap_config(device.type))
-    loaded, tokenizer = load(source, request.dtype, device, progress=not request.quiet)
-    inputs = {
-        name: tensor.to(loaded.device)
-        for name, tensor in encode(tokenizer, request.prompt, request.chat, request.system).items()
-    }
-    model: Any = compiled_llm.wrap(loaded, **request.wrap_options(device.type))
-    prompt_tokens = inputs["input_ids"].shape[1]
-    # Asked first: compiling takes a minute or more.
-    check_fits(model.compiled.model_runner(), [prompt_tokens], request.max_new_tokens)
-    with Preparation() as preparation:
-        model.compiled.warmup(1)
+    def __post_init__(self) -> None:
+        check_range("max_new_tokens", self.max_new_tokens)
+        check_system(self.system, self.chat)
+        if "" in self.stop:
+            raise ValueError("--stop '': an empty text stops nothing; leave it out")
+        self.wrap_config("cpu")
 
-    writer = TextWriter(tokenizer, skip_prompt=request.chat, skip_special_tokens=True)
-    streamer = TimedStreamer(None if request.as_json else writer)
-    if request.sampling.seed is not None:
-        torch.manual_seed(request.sampling.seed)
-    output = model.generate(**inputs, **request.generate_options(), tokenizer=tokenizer, streamer=streamer)
-    if request.as_json:
-        answer = _answer(request, model, tokenizer, output[0].tolist(), prompt_tokens)
-        typer.echo(json.dumps({**answer, **streamer.numbers(), "stats": _as_dict(model.compiled.stats())}))
-    else:
-        for figures in (streamer.figures(), preparation.figures(model.compiled.stats())):
-            console.print(figures, style="dim", soft_wrap=True)
+    def run(self) -> None:
+        """Write the answer to stdout, and figures to stderr.
 
+        Raises:
+            ValueError: the model cannot do what is asked.
+            RuntimeError: the model cannot be loaded or run.
+        """
+        check_driver(self.device)
+        source = locate(self.model, progress=not self.quiet)
+        with importing(not self.quiet):
+            import torch
 
-def _answer(
-    request: GenerateRequest,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    tokens: list[int],
-    prompt_tokens: int,
-) -> dict[str, Any]:
-    new = tokens[prompt_tokens:]
-    return {
-        "prompt": request.prompt,
-        "text": tokenizer.decode(new, skip_special_tokens=True),
-        "prompt_tokens": prompt_tokens,
-        "tokens": len(new),
-        "token_ids": new,
-        "finish_reason": _finish_reason(request, model, tokenizer, new),
-    }
+            import compiled_llm
+            from compiled_llm.commands.generate.streamer import AnswerStreamer
+            from compiled_llm.commands.loading.load import load
+            from compiled_llm.execution.limits import check_fits
 
+        device = self.checked_device()
+        loaded, tokenizer = load(source, self.dtype, device, progress=not self.quiet)
+        encoded = encode(tokenizer, self.prompt, self.chat, self.system)
+        inputs: dict[str, Any] = {name: tensor.to(loaded.device) for name, tensor in encoded.items()}
+        model: Any = compiled_llm.wrap(loaded, **self.wrap_options(device.type))
+        prompt_tokens = inputs["input_ids"].shape[1]
+        # Asked first: compiling takes a minute or more.
+        check_fits(model.compiled.model_runner(), [prompt_tokens], self.max_new_tokens)
+        with Preparation() as preparation:
+            model.compiled.warmup(1)
 
-def _finish_reason(
-    request: GenerateRequest, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, new: list[int]
-) -> str:
-    ends = getattr(model.generation_config, "eos_token_id", None)
-    if new[-1] in (ends if isinstance(ends, list) else [ends]):
-        return "eos_token"
-    text = str(tokenizer.decode(new))
-    return "stop_sequence" if any(stop in text for stop in request.stop) else "length"
+        streamer = AnswerStreamer(tokenizer, skip_prompt=self.chat, silent=self.as_json)
+        if self.sampling.seed is not None:
+            torch.manual_seed(self.sampling.seed)
+        stopping = {"stop_strings": list(self.stop)} if self.stop else {}
+        settings = {"max_new_tokens": self.max_new_tokens, **self.sampling.options(), **stopping}
+        output = model.generate(**inputs, **settings, tokenizer=tokenizer, streamer=streamer)
+        stats = model.compiled.stats()
+        if self.as_json:
+            answer = self._answer(model, tokenizer, output[0, prompt_tokens:].tolist())
+            pages = None if stats.pages is None else stats.pages._asdict()
+            shown = {"prompt_tokens": prompt_tokens, "stats": {**dataclasses.asdict(stats), "pages": pages}}
+            typer.echo(json.dumps({**answer, **streamer.numbers(), **shown}))
+        else:
+            console = Console(stderr=True, highlight=False, quiet=self.quiet)
+            console.print(streamer.figures(), style="dim", soft_wrap=True)
+            console.print(preparation.figures(stats), style="dim", soft_wrap=True)
 
-
-def _as_dict(stats: Stats) -> dict[str, Any]:
-    pages = None if stats.pages is None else stats.pages._asdict()
-    return {**dataclasses.asdict(stats), "pages": pages}
+    def _answer(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> dict[str, Any]:
+        ends = getattr(model.generation_config, "eos_token_id", None)
+        text, reason = str(tokenizer.decode(tokens)), "length"
+        if tokens[-1] in (ends if isinstance(ends, list) else [ends]):
+            reason = "eos_token"
+        elif any(stop in text for stop in self.stop):
+            reason = "stop_sequence"
+        return {
+            "prompt": self.prompt,
+            "text": tokenizer.decode(tokens, skip_special_tokens=True),
+            "tokens": len(tokens),
+            "token_ids": tokens,
+            "finish_reason": reason,
+        }

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from compiled_llm.config import WrapConfig
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunningOptions:
-    """How a model is run.
-
-    Attributes:
-        artifacts: what was compiled before, if it is to be taken from there.
-        quiet: show neither progress nor figures.
-    """
+    """How a model is run: ``artifacts`` compiled before or not, ``quiet`` without progress and figures."""
 
     mode: str
     backend: str
@@ -38,3 +36,12 @@ class RunningOptions:
     def wrap_config(self, device: str) -> WrapConfig:
         """Return the options of ``wrap`` on a kind of device, checked."""
         return WrapConfig.from_options(self.wrap_options(device))
+
+    def checked_device(self) -> torch.device:
+        """Return the device; raises ValueError or RuntimeError if ``wrap`` would refuse it with these options."""
+        from compiled_llm.commands.loading.load import device_of, dtype_of
+        from compiled_llm.model.checks import check_device
+
+        device = device_of(self.device)
+        check_device(device.type, dtype_of(self.dtype, device), self.wrap_config(device.type))
+        return device

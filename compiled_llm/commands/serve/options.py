@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,97 +10,57 @@ import typer
 
 from compiled_llm.commands.options.shared import MODEL
 
-_HTTP, _SERVING = "HTTP", "Serving"
-"""The panels of ``--help`` that they stand in."""
+_http = partial(typer.Option, rich_help_panel="HTTP")
+_serving = partial(typer.Option, rich_help_panel="Serving")
 
 # ---- HTTP
 
-Host = Annotated[
-    str | None, typer.Option(help="Serve HTTP at this address; 127.0.0.1 unless given.", rich_help_panel=_HTTP)
-]
-Port = Annotated[
-    int | None,
-    typer.Option(help="Serve HTTP at this port; 8000 unless given, 0 for a free one.", rich_help_panel=_HTTP),
-]
+Host = Annotated[str | None, _http(help="Serve HTTP at this address; 127.0.0.1 unless given.")]
+Port = Annotated[int | None, _http(help="Serve HTTP at this port; 8000 unless given, 0 for a free one.")]
 ServedModelName = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME", help="What requests call the model. Several times for several.", rich_help_panel=_HTTP
-    ),
+    list[str] | None, _http(metavar="NAME", help="What requests call the model. Several times for several.")
 ]
 ApiKeyFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="PATH",
-        help="Keys, one a line, of which requests bear one. Needed beyond 127.0.0.1.",
-        rich_help_panel=_HTTP,
-    ),
+    Path | None, _http(metavar="PATH", help="Keys, one a line, of which requests bear one. Needed beyond 127.0.0.1.")
 ]
 AllowedHost = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME", help="By which clients may call this machine; * for any.", rich_help_panel=_HTTP),
+    list[str] | None, _http(metavar="NAME", help="By which clients may call this machine; * for any.")
 ]
-CorsOrigin = Annotated[
-    list[str] | None,
-    typer.Option(metavar="ORIGIN", help="Whose pages may use the server from a browser.", rich_help_panel=_HTTP),
-]
-SslCertfile = Annotated[
-    Path | None, typer.Option(metavar="PATH", help="For HTTPS, with --ssl-keyfile.", rich_help_panel=_HTTP)
-]
-SslKeyfile = Annotated[
-    Path | None, typer.Option(metavar="PATH", help="For HTTPS, with --ssl-certfile.", rich_help_panel=_HTTP)
-]
-RequestSeconds = Annotated[
-    float | None, typer.Option(help="End an answer with what it has after so long.", rich_help_panel=_HTTP)
-]
+CorsOrigin = Annotated[list[str] | None, _http(metavar="ORIGIN", help="Whose pages may use the server from a browser.")]
+SslCertfile = Annotated[Path | None, _http(metavar="PATH", help="For HTTPS, with --ssl-keyfile.")]
+SslKeyfile = Annotated[Path | None, _http(metavar="PATH", help="For HTTPS, with --ssl-certfile.")]
+RequestSeconds = Annotated[float | None, _http(help="End an answer with what it has after so long.")]
 SaltCaches = Annotated[
-    bool,
-    typer.Option(
-        "--salt-caches",
-        help="Share cached prompts only between requests with one key and user.",
-        rich_help_panel=_HTTP,
-    ),
+    bool, _http("--salt-caches", help="Share cached prompts only between requests with one key and user.")
 ]
 EscapeSpecialTokens = Annotated[
     bool,
-    typer.Option(
-        "--escape-special-tokens",
-        help="Have special tokens in the texts of requests, such as <|im_start|>, be text.",
-        rich_help_panel=_HTTP,
+    _http(
+        "--escape-special-tokens", help="Have special tokens in the texts of requests, such as <|im_start|>, be text."
     ),
 ]
-Page = Annotated[
-    bool,
-    typer.Option(
-        "--page/--no-page", help="Have a page at / to chat on, with the server's figures.", rich_help_panel=_HTTP
-    ),
-]
-MaxConnections = Annotated[
-    int, typer.Option(help="Have so many connections of clients; refuse others.", rich_help_panel=_HTTP)
-]
+Page = Annotated[bool, _http("--page/--no-page", help="Have a page at / to chat on, with the server's figures.")]
+MaxConnections = Annotated[int, _http(help="Have so many connections of clients; refuse others.")]
 ClientSeconds = Annotated[
     float,
-    typer.Option(
+    _http(
         help="Close the connection of a client that takes longer to send a request, or takes nothing of its answer "
-        "for so long.",
-        rich_help_panel=_HTTP,
+        "for so long."
     ),
 ]
 StreamInterval = Annotated[
     int,
-    typer.Option(
+    _http(
         metavar="N",
         help="Send an event of a stream for every N tokens of an answer; the first and the last come at once.",
-        rich_help_panel=_HTTP,
     ),
 ]
 ApiServerCount = Annotated[
     int | None,
-    typer.Option(
+    _http(
         metavar="N",
         help="Read and write HTTP in so many processes, all for one engine process. Unless given, a "
         "quarter as many as cores, 2 to 4; 1 without a GPU, or with fewer than 4 cores.",
-        rich_help_panel=_HTTP,
     ),
 ]
 
@@ -107,56 +68,44 @@ ApiServerCount = Annotated[
 
 Uds = Annotated[
     Path | None,
-    typer.Option(
+    _serving(
         metavar="PATH",
         help="Listen at this Unix socket, which only your user may open; without an option of HTTP there alone.",
-        rich_help_panel=_SERVING,
     ),
 ]
 OperationsUds = Annotated[
     Path | None,
-    typer.Option(
+    _serving(
         metavar="PATH",
         help="Take /sleep, /wake and new weights by HTTP over this Unix socket, which only your user may open.",
-        rich_help_panel=_SERVING,
     ),
 ]
-MaxRows = Annotated[int, typer.Option(help="Run so many requests at once.", rich_help_panel=_SERVING)]
-MaxQueue = Annotated[int | None, typer.Option(help="Refuse requests while so many wait.", rich_help_panel=_SERVING)]
-MaxStepMs = Annotated[
-    float | None, typer.Option(help="Cut prompts so that a step takes at most this long.", rich_help_panel=_SERVING)
-]
+MaxRows = Annotated[int, _serving(help="Run so many requests at once.")]
+MaxQueue = Annotated[int | None, _serving(help="Refuse requests while so many wait.")]
+MaxStepMs = Annotated[float | None, _serving(help="Cut prompts so that a step takes at most this long.")]
 DrainSeconds = Annotated[
-    float,
-    typer.Option(
-        help="How long requests may go on after SIGTERM or Ctrl-C; the second ends them at once.",
-        rich_help_panel=_SERVING,
-    ),
+    float, _serving(help="How long requests may go on after SIGTERM or Ctrl-C; the second ends them at once.")
 ]
 Warmup = Annotated[
     str,
-    typer.Option(
+    _serving(
         metavar="ROWS",
         help="Compile for these numbers of requests before the first: 1,8,64. Unless given, all up to --max-rows, "
         "on a CPU up to 8.",
-        rich_help_panel=_SERVING,
     ),
 ]
 ProfilePath = Annotated[
     Path | None,
-    typer.Option(
+    _serving(
         metavar="PATH",
         help="Keep in this file which sizes requests use; if it is there, prepare these in place of --warmup.",
-        rich_help_panel=_SERVING,
     ),
 ]
 KvMemory = Annotated[
     str | None,
     typer.Option(
-        metavar="SIZE",
-        help="What pages may take: 0.8 of what is free, 8GiB, or 20000 tokens.",
-        rich_help_panel=MODEL,
+        metavar="SIZE", help="What pages may take: 0.8 of what is free, 8GiB, or 20000 tokens.", rich_help_panel=MODEL
     ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.", rich_help_panel=_SERVING)]
+Quiet = Annotated[bool, _serving("--quiet", "-q", help="Show no progress.")]
 Leashed = Annotated[bool, typer.Option(hidden=True, help="End with the process that holds stdin open.")]

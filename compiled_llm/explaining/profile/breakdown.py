@@ -91,6 +91,34 @@ class Breakdown:
         """Shares and rates that follow from the times."""
         return {"gaps_us": self.gaps_us, "launches": self.launches, "of_bandwidth": self.of_bandwidth}
 
+    def columns(self) -> list[str]:
+        """The heads of ``rows``."""
+        head = "launches" if self.measured == "kernels" else "calls"
+        return [self.measured, head, "us", "of the step", "MB", "of the read bandwidth"]
+
+    def rows(self) -> list[list[str]]:
+        """A row for each kind, one for the gaps, and one for the whole step."""
+        rows = [
+            [kind.name, f"{kind.launches:.1f}", *self._spent(kind.us), *self._moved(kind.nbytes, kind.us)]
+            for kind in self.kinds
+        ]
+        idle = "gaps: no kernel runs" if self.measured == "kernels" else "the rest: compiled loops, Python"
+        rows.append([idle, "", *self._spent(self.gaps_us), "", ""])
+        total = [f"{self.launches:.1f}", f"{self.step_us:,.1f}", "100%"]
+        return [*rows, ["in all", *total, *self._moved(self.nbytes, self.step_us)]]
+
+    def kernel_rows(self) -> list[list[str]]:
+        """The names of the kernels that took longest, their launches in a step and their microseconds."""
+        return [[kernel.name, f"{kernel.launches:.1f}", f"{kernel.us:,.1f}"] for kernel in self.kernels]
+
+    def _spent(self, us: float) -> list[str]:
+        return [f"{us:,.1f}", f"{us / self.step_us:.1%}"]
+
+    def _moved(self, nbytes: int | None, us: float) -> list[str]:
+        if nbytes is None:
+            return ["", ""]
+        return [f"{nbytes / 1e6:,.1f}", f"{self.share_of_bandwidth(nbytes, us):.1%}"]
+
 
 def moved_by_decode(nbytes: StepBytes, batch: int) -> dict[str, int | None]:
     """Return what a decode step of ``batch`` rows has to move, by kind of kernel, in bytes."""
@@ -122,32 +150,3 @@ def kernels_of(launches: Sequence[Launch], steps: int) -> list[Kernel]:
         spent.setdefault(launch.name, []).append(launch.us)
     longest = sorted(spent, key=lambda name: sum(spent[name]), reverse=True)[:TOP]
     return [Kernel(name[:160], sum(spent[name]) / steps, len(spent[name]) / steps) for name in longest]
-
-
-def columns_of(result: Breakdown) -> list[str]:
-    """Return the heads of ``rows_of``."""
-    head = "launches" if result.measured == "kernels" else "calls"
-    return [result.measured, head, "us", "of the step", "MB", "of the read bandwidth"]
-
-
-def rows_of(result: Breakdown, what: str) -> list[list[str]]:
-    """Return a row for each kind, one for the gaps, and one for the whole step, which is called ``what``."""
-    rows = [
-        [kind.name, *_cells(result, kind.launches, kind.us), *_bytes(result, kind.nbytes, kind.us)]
-        for kind in result.kinds
-    ]
-    idle = "gaps: no kernel runs" if result.measured == "kernels" else "the rest: compiled loops, Python"
-    rows.append([idle, "", *_cells(result, 0, result.gaps_us)[1:], "", ""])
-    total = [f"{result.launches:.1f}", f"{result.step_us:,.1f}", "100%"]
-    rows.append([what, *total, *_bytes(result, result.nbytes, result.step_us)])
-    return rows
-
-
-def _cells(result: Breakdown, launches: float, us: float) -> list[str]:
-    return [f"{launches:.1f}", f"{us:,.1f}", f"{us / result.step_us:.1%}"]
-
-
-def _bytes(result: Breakdown, nbytes: int | None, us: float) -> list[str]:
-    if nbytes is None:
-        return ["", ""]
-    return [f"{nbytes / 1e6:,.1f}", f"{result.share_of_bandwidth(nbytes, us):.1%}"]

@@ -1,0 +1,55 @@
+"""Writes an answer as it comes, and notes when its tokens come."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from transformers import TextStreamer
+
+from compiled_llm.commands.printable import printable
+
+
+class AnswerStreamer(TextStreamer):
+    """Writes text to stdout unless ``silent``, on a terminal with control characters spelled out.
+
+    `generate` puts the prompt first, then each step's token.
+    """
+
+    leaves_model_alone = True
+
+    def __init__(self, tokenizer: Any, skip_prompt: bool = False, silent: bool = False) -> None:
+        super().__init__(tokenizer, skip_prompt=skip_prompt, skip_special_tokens=True)
+        self._silent = silent
+        self._start = self._last = time.perf_counter()
+        self._first: float | None = None
+        self._tokens = -1  # the prompt is not counted
+
+    def put(self, value: Any) -> None:
+        self._last = time.perf_counter()
+        self._tokens = 0 if self._tokens < 0 else self._tokens + value.numel()
+        if self._tokens and self._first is None:
+            self._first = self._last
+        if not self._silent:
+            super().put(value)
+
+    def end(self) -> None:
+        if not self._silent:
+            super().end()
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        super().on_finalized_text(printable(text) if sys.stdout.isatty() else text, stream_end)
+
+    def numbers(self) -> dict[str, float | None]:
+        """Return seconds from call to last token, tokens/s over them, and the seconds to the first token."""
+        seconds, first = self._last - self._start, None if self._first is None else self._first - self._start
+        speed = 0.0 if first is None else self._tokens / seconds
+        return {"seconds": seconds, "tokens_per_second": speed, "time_to_first_token": first}
+
+    def figures(self) -> str:
+        """Return the figures in words."""
+        if self._first is None:
+            return "0 tokens"
+        words = "{tokens} tokens, {tokens_per_second:.1f} tokens/s, first token after {time_to_first_token:.3f} s"
+        return words.format(tokens=self._tokens, **self.numbers())
