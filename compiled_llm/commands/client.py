@@ -13,25 +13,9 @@ from rich.console import Console
 from compiled_llm.commands.connecting import wait_until_ready
 from compiled_llm.commands.early_checks import check_package
 from compiled_llm.commands.errors import readable_errors
+from compiled_llm.commands.options import shared
 from compiled_llm.commands.options.prompt import check_quoted, check_system, messages_of, read_prompt
 from compiled_llm.commands.options.sampling import SamplingFlags, check_range
-from compiled_llm.commands.options.shared import (
-    INPUT,
-    ChatTemplate,
-    MaxNewTokens,
-    MinP,
-    Prompt,
-    PromptFile,
-    Quiet,
-    RepetitionPenalty,
-    Sample,
-    Seed,
-    StopBefore,
-    System,
-    Temperature,
-    TopK,
-    TopP,
-)
 from compiled_llm.commands.printable import printable
 
 if TYPE_CHECKING:
@@ -42,28 +26,28 @@ if TYPE_CHECKING:
 def client(
     context: typer.Context,
     path: Annotated[Path, typer.Argument(help="The engine process's Unix socket.", show_default=False)],
-    prompt: Prompt = None,
-    file: PromptFile = None,
-    chat: ChatTemplate = False,
-    system: System = None,
+    prompt: shared.Prompt = None,
+    file: shared.PromptFile = None,
+    chat: shared.ChatTemplate = False,
+    system: shared.System = None,
     ids: Annotated[
         bool,
         typer.Option(
             "--ids",
             help="The prompt is token ids with commas between them, and so is the answer; no tokenizer is loaded.",
-            rich_help_panel=INPUT,
+            rich_help_panel=shared.INPUT,
         ),
     ] = False,
-    sample: Sample = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    seed: Seed = None,
-    max_new_tokens: MaxNewTokens = 256,
-    stop: StopBefore = None,
-    quiet: Quiet = False,
+    sample: shared.Sample = None,
+    temperature: shared.Temperature = None,
+    top_k: shared.TopK = None,
+    top_p: shared.TopP = None,
+    min_p: shared.MinP = None,
+    repetition_penalty: shared.RepetitionPenalty = None,
+    seed: shared.Seed = None,
+    max_new_tokens: shared.MaxNewTokens = 256,
+    stop: shared.StopBefore = None,
+    quiet: shared.Quiet = False,
 ) -> None:
     """Send a prompt to an engine process (`compiled-llm serve`), and write its answer to stdout as it comes."""
     with readable_errors():

@@ -17,8 +17,8 @@ from compiled_llm.commands.early_checks import check_driver
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import Source, locate
+from compiled_llm.commands.options import shared
 from compiled_llm.commands.options.choices import Device, Dtype, integers
-from compiled_llm.commands.options.shared import Backend, ModelPlace, OnDevice, RunningMode, WeightsDtype
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import WrapConfig
 from compiled_llm.server.defaults import MAX_ROWS
@@ -43,7 +43,7 @@ class Prepared(NamedTuple):
 
 
 def compile_ahead(
-    model: ModelPlace,
+    model: shared.ModelPlace,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="A new folder for what is compiled.")],
     max_rows: Annotated[
         int, typer.Option(help="Room for so many requests at once, as `serve --max-rows`.", rich_help_panel=_PREPARED)
@@ -65,10 +65,10 @@ def compile_ahead(
             rich_help_panel=_PREPARED,
         ),
     ] = None,
-    mode: RunningMode = "cuda-graphs",
-    backend: Backend = "auto",
-    dtype: WeightsDtype = Dtype.auto,
-    device: OnDevice = Device.auto,
+    mode: shared.RunningMode = "cuda-graphs",
+    backend: shared.Backend = "auto",
+    dtype: shared.WeightsDtype = Dtype.auto,
+    device: shared.OnDevice = Device.auto,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
     """Compile a model into a folder, from which later processes start without compiling anything.

@@ -37,7 +37,6 @@ def check_server_packages(http: bool) -> None:
 
 
 def has_driver() -> bool:
-    """Whether there is a CUDA driver, so that torch may see a device."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

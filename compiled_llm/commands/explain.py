@@ -11,13 +11,13 @@ from compiled_llm.commands.early_checks import check_driver
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import locate
+from compiled_llm.commands.options import shared
 from compiled_llm.commands.options.choices import Device, Dtype, integers
-from compiled_llm.commands.options.shared import DeviceName, DtypeName, ModelPlace
 from compiled_llm.commands.printable import printable
 
 
 def explain(
-    model: ModelPlace,
+    model: shared.ModelPlace,
     html: Annotated[Path | None, typer.Option(metavar="PATH", help="Also write the report as an HTML page.")] = None,
     timings: Annotated[
         str,
@@ -31,8 +31,8 @@ def explain(
             metavar="DIR", help="Write bytecode, guards, graphs and Inductor's code into a new folder, with an index."
         ),
     ] = None,
-    dtype: DtypeName = Dtype.auto,
-    device: DeviceName = Device.auto,
+    dtype: shared.DtypeName = Dtype.auto,
+    device: shared.DeviceName = Device.auto,
 ) -> None:
     """Show which lines keep a model from running as one graph, and what to do; exits with 1 if there are any."""
     with readable_errors():

@@ -16,7 +16,6 @@ class KnownCommands(TyperGroup):
     """A group of commands that answers an unknown one with those that may have been meant."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that the first argument names."""
         if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
             ctx.fail(f"no command {args[0]!r}; {_advice(args[0], self._shown(ctx))}")
         return super().resolve_command(ctx, args)

@@ -46,7 +46,6 @@ def folder(progress: bool = True) -> Path:
 
 
 def is_whole(kept: Path) -> bool:
-    """Whether all files are there and have their full length."""
     try:
         sizes: dict[str, int] = json.loads((kept / _SIZES).read_text())
         return all((kept / name).stat().st_size == size for name, size in sizes.items())

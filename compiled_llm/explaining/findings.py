@@ -51,22 +51,9 @@ class Finding:
     follows: bool = False
 
     def data(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "kind": self.kind,
-            "file": self.place.file,
-            "line": self.place.line,
-            "function": self.place.function,
-            "source": self.place.source,
-            "reason": self.reason,
-            "advice": self.advice,
-            "programs": list(self.programs),
-            "detail": self.detail,
-            "pinned_by": self.pinned_by,
-            "old": self.old,
-            "new": self.new,
-            "follows": self.follows,
-        }
+        data = dict(vars(self))
+        place: Place = data.pop("place")
+        return {**data, **place._asdict(), "source": place.source, "programs": list(self.programs)}
 
 
 @dataclass
@@ -86,7 +73,6 @@ class Findings:
             self.entries[key] = replace(known, programs=programs, follows=known.follows and finding.follows)
 
     def extend(self, findings: Iterable[Finding]) -> None:
-        """Add several."""
         for finding in findings:
             self.add(finding)
 

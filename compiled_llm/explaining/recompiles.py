@@ -93,7 +93,6 @@ def _module_at(path: str, model: nn.Module) -> nn.Module | None:
 
 
 def _home(module: nn.Module) -> Place | None:
-    """Return where a module's class is written."""
     cls = type(module)
     try:
         return Place(inspect.getfile(cls), inspect.getsourcelines(cls)[1], cls.__qualname__)

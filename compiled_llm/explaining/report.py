@@ -80,11 +80,9 @@ class Report:
         return not self.data["findings"]
 
     def __str__(self) -> str:
-        """The report as text."""
         return plain_text(self)
 
     def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
-        """For ``rich.print``."""
         data, findings = self.data, self.data["findings"]
         yield Text(title_of(data), "bold")
         yield _named_values(head_rows(data))

@@ -50,7 +50,6 @@ def head_rows(data: dict[str, Any]) -> dict[str, str]:
 
 
 def title_of(data: dict[str, Any]) -> str:
-    """Return the title of a report: the model and the device."""
     named = f" ({Path(*Path(data['name']).parts[-2:])})" if data["name"] else ""
     return f"{data['model']}{named} on {data['device']}"
 

@@ -50,7 +50,6 @@ class Timing:
     breakdown: Breakdown
 
     def data(self) -> dict[str, Any]:
-        """Return plain data."""
         named = {"program": self.program, "rows": self.rows, "tokens": self.tokens}
         return {**named, **asdict(self.breakdown), **self.breakdown.figures()}
 
@@ -188,7 +187,6 @@ class _Stopwatch:
             return self._seconds(generate_loop, 1)
 
     def _seconds(self, generate_loop: GenerateLoop, steps: int) -> float:
-        """Return how long some steps take, one launched after the other."""
         self._synchronize()
         start = time.perf_counter()
         for _ in range(steps):

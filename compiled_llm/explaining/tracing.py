@@ -76,7 +76,6 @@ class Trace:
         return self.error is not None or graph_count(self.function) > 1
 
     def backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Keep the graph; run it node by node."""
         self.graphs.append(graph)
         return MutationWatch(graph, self.mutated).run
 
@@ -100,7 +99,6 @@ class MutationWatch(fx.Interpreter):
         return super().run(*args, **kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node, and compare the versions of the inputs before and after it."""
         before = [version_of(tensor) for tensor in self._moving]
         result = super().run_node(n)
         if n not in self._mutated and before != [version_of(tensor) for tensor in self._moving]:
@@ -160,7 +158,6 @@ class BrokenPrograms(Programs):
         return logits, tokens
 
     def decode(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
-        """Run ``decode_step``."""
         logits, tokens = self._decode_one(*self._by_name(arguments).values())
         return logits, tokens
 
@@ -173,7 +170,6 @@ class BrokenPrograms(Programs):
             forget_entries_of(self._backend)
 
     def frames(self) -> list[CompiledFrame]:
-        """Return the frames that were compiled."""
         return [
             CompiledFrame(function.__code__, compiled_graphs(function)) for function in compiled_with(self._backend)
         ]
@@ -196,7 +192,6 @@ class CompiledFrame(NamedTuple):
 
     @property
     def place(self) -> Place:
-        """Where the function begins."""
         return Place(self.code.co_filename, self.code.co_firstlineno, self.name)
 
 
@@ -222,7 +217,6 @@ class InductorPrograms(Programs):
         super().__init__(config, facts, device, weights)
 
     def compile(self, name: str, function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-        """Return the function compiled with ``options`` and traced."""
         return super().compile(name, function, {**options, **traced_by_inductor(str(self._folders[name]))})
 
 
@@ -241,7 +235,6 @@ class Sandbox:
         self._display = ProgressDisplay(config.progress)
 
     def whole(self) -> list[Trace]:
-        """Run all programs as whole graphs."""
         programs = WholePrograms(self._facts, self._config, self._device)
         with self._display.task("tracing prefill and decode"):
             self.thread.call(self._run, programs, (1, 2, 3))

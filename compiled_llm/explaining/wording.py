@@ -30,7 +30,6 @@ _HIDES_OTHERS = ("refused", "error", "graph break")
 
 
 def place_of(finding: dict[str, Any]) -> str:
-    """Return the place of a finding, in words."""
     return str(Place(finding["file"], finding["line"], finding["function"]))
 
 
@@ -67,7 +66,6 @@ def program_rows(programs: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def timed_in(timing: dict[str, Any]) -> str:
-    """Return the program, rows and tokens of a timing, in words."""
     rows = f"{timing['rows']} row{'s' * (timing['rows'] > 1)}"
     if timing["program"] == "prefill":
         return f"prefill of {rows}, {timing['tokens']} tokens"
@@ -88,7 +86,6 @@ def speed_of(timing: dict[str, Any]) -> str:
 
 
 def breakdown_of(timing: dict[str, Any]) -> Breakdown:
-    """Return the breakdown that a timing's data was made of."""
     given = {field.name: timing[field.name] for field in dataclasses.fields(Breakdown)}
     kinds, kernels = [Kind(**kind) for kind in given["kinds"]], [Kernel(**kernel) for kernel in given["kernels"]]
     return Breakdown(**{**given, "kinds": kinds, "kernels": kernels})

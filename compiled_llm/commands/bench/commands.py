@@ -170,7 +170,6 @@ def progress() -> Iterator[Callable[[str], object]]:
 
 
 def check_plot(plot: Path | None) -> None:
-    """Fail before measuring rather than after."""
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install '.[bench]' in the checkout")
 

@@ -97,7 +97,6 @@ class BenchSession:
         self.run(workload)
 
     def run(self, workload: Workload, clock: TokenClock | None = None) -> CallTiming:
-        """Run the workload once, with new prompts."""
         clock = clock or TokenClock()
         prompts = workload.prompts(self.vocabulary, next(self._numbers))
         ids = torch.tensor(prompts, device=self.setup.device)

@@ -39,18 +39,16 @@ _SILENT_SECONDS = 0.5
 """After which it is said that an answer is on its way."""
 
 
+@dataclasses.dataclass
 class Chat:
     """Reads questions and writes answers until there are no more questions; ``failed`` once one was not answered."""
 
-    def __init__(
-        self, partner: Partner, conversation: Conversation, params: SamplingParams, terminal: Terminal
-    ) -> None:
-        self.failed = False
-        self._partner = partner
-        self._conversation = conversation
-        self._params = params
-        self._terminal = terminal
-        self._last: RequestOutput | None = None
+    _partner: Partner
+    _conversation: Conversation
+    _params: SamplingParams
+    _terminal: Terminal
+    _last: RequestOutput | None = None
+    failed: bool = False
 
     def run(self) -> None:
         """Go on until the end of the questions, `/exit`, or Ctrl-C twice.

@@ -15,26 +15,10 @@ from compiled_llm.commands.chat.terminal import Terminal
 from compiled_llm.commands.early_checks import check_driver, check_package
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.loading.source import DEMO, locate
+from compiled_llm.commands.options import shared
 from compiled_llm.commands.options.choices import Device, Dtype
 from compiled_llm.commands.options.running import RunningOptions
 from compiled_llm.commands.options.sampling import SamplingFlags, check_range
-from compiled_llm.commands.options.shared import (
-    MODEL,
-    OUTPUT,
-    Backend,
-    MaxNewTokens,
-    MinP,
-    OnDevice,
-    RepetitionPenalty,
-    RunningMode,
-    Sample,
-    Seed,
-    StopBefore,
-    Temperature,
-    TopK,
-    TopP,
-    WeightsDtype,
-)
 
 _OF_OWN_MODEL = ("mode", "backend", "dtype", "device")
 
@@ -53,25 +37,25 @@ def chat(
         typer.Option(
             metavar="PATH",
             help="Chat with the engine process of this Unix socket (`compiled-llm serve`), in place of a MODEL.",
-            rich_help_panel=MODEL,
+            rich_help_panel=shared.MODEL,
         ),
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
-    sample: Sample = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    seed: Seed = None,
-    mode: RunningMode = "cuda-graphs",
-    backend: Backend = "auto",
-    dtype: WeightsDtype = Dtype.auto,
-    device: OnDevice = Device.auto,
-    max_new_tokens: MaxNewTokens = 1024,
-    stop: StopBefore = None,
+    sample: shared.Sample = None,
+    temperature: shared.Temperature = None,
+    top_k: shared.TopK = None,
+    top_p: shared.TopP = None,
+    min_p: shared.MinP = None,
+    repetition_penalty: shared.RepetitionPenalty = None,
+    seed: shared.Seed = None,
+    mode: shared.RunningMode = "cuda-graphs",
+    backend: shared.Backend = "auto",
+    dtype: shared.WeightsDtype = Dtype.auto,
+    device: shared.OnDevice = Device.auto,
+    max_new_tokens: shared.MaxNewTokens = 1024,
+    stop: shared.StopBefore = None,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Show no progress and no hints.", rich_help_panel=OUTPUT)
+        bool, typer.Option("--quiet", "-q", help="Show no progress and no hints.", rich_help_panel=shared.OUTPUT)
     ] = False,
 ) -> None:
     """Chat with a model: in a terminal, or with a question a line in a pipe. `/help` says what can be done in it."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from compiled_llm.commands.options.prompt import check_has_template, messages_of, written
+
 
 class Conversation:
     """Questions and their answers since the chat began, in ``messages``; ``system`` is the system message, if any."""
@@ -21,16 +23,9 @@ class Conversation:
         Raises:
             ValueError: the template does not take it.
         """
-        from jinja2 import TemplateError
-
         check_template(self.tokenizer)
-        first = [] if self.system is None else [{"role": "system", "content": self.system}]
-        messages = [*first, *self.messages, {"role": "user", "content": question}]
-        try:
-            written = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        except TemplateError as error:
-            raise ValueError(f"chat: the model's chat template refuses this: {error}") from error
-        return list(written["input_ids"])
+        *first, last = messages_of(question, self.system)
+        return list(written(self.tokenizer, [*first, *self.messages, last], "chat")["input_ids"])
 
     def add(self, question: str, answer: str) -> None:
         """Go on with a question and its answer; without an answer, as if the question had not been asked."""
@@ -38,7 +33,6 @@ class Conversation:
             self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def take_back(self) -> str | None:
-        """Remove the last question with its answer, and return the question; None if there is none."""
         if not self.messages:
             return None
         *self.messages, question, _ = self.messages
@@ -46,6 +40,4 @@ class Conversation:
 
 
 def check_template(tokenizer: Any) -> None:
-    """Raise ValueError if a tokenizer has no template for chats."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise ValueError("chat: this model's tokenizer has no chat template; `compiled-llm generate` continues a text")
+    check_has_template(tokenizer, "chat", "`compiled-llm generate` continues a text")

@@ -79,11 +79,9 @@ def own_model(source: Source, options: RunningOptions, say: Callable[[str], obje
     """
     with importing(not options.quiet):
         import compiled_llm
-        from compiled_llm.commands.loading.load import device_of, dtype_of, load
-        from compiled_llm.model.checks import check_device
+        from compiled_llm.commands.loading.load import load
 
-    device = device_of(options.device)
-    check_device(device.type, dtype_of(options.dtype, device), options.wrap_config(device.type))
+    device = options.checked_device()
     loaded, tokenizer = load(source, options.dtype, device, progress=not options.quiet)
     check_template(tokenizer)
     model: Any = compiled_llm.wrap(loaded, **options.wrap_options(device.type))

@@ -54,16 +54,13 @@ class Terminal:
         sys.stdout.flush()
 
     def say(self, text: str) -> None:
-        """Say something of the chat, unless it is to be quiet."""
         if not self.quiet:
             self.tell(text)
 
     def tell(self, text: str) -> None:
-        """Say what was asked for."""
         typer.secho(text, dim=True, err=True)
 
     def complain(self, text: str) -> None:
-        """Say what went wrong."""
         typer.secho(f"error: {text}", fg="red", err=True)
 
 
@@ -103,6 +100,5 @@ def _fenced_lines() -> str:
 
 
 def _is_open(text: str) -> bool:
-    """Whether a question of several lines goes on."""
     text = text.strip()
     return text.startswith(_FENCE) and not text.removeprefix(_FENCE).endswith(_FENCE)

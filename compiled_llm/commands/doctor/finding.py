@@ -36,7 +36,6 @@ class DoctorFinding:
 
     @property
     def prevents(self) -> bool:
-        """Whether nothing can run here for this reason."""
         return self.needed and self.status in ("missing", "failed")
 
 

@@ -23,13 +23,11 @@ _OLDEST_CAPABILITY, _BFLOAT16_CAPABILITY = (7, 5), (8, 0)
 
 
 def nvidia_driver() -> Outcome:
-    """Return the version of NVIDIA's driver."""
     version = _driver_version()
     return Outcome("not needed", "none") if version is None else Outcome("ok", version)
 
 
 def gpu(index: int) -> Outcome:
-    """Return name, compute capability and free memory of a GPU."""
     import torch
 
     try:
@@ -95,7 +93,6 @@ def _driver_version() -> str | None:
 
 
 def cxx() -> Outcome:
-    """Look for the C++ compiler that Inductor and Triton run."""
     from compiled_llm.compat.torch.inductor import cpp_compiler
     from compiled_llm.model.checks import missing_compiler
 
@@ -106,7 +103,6 @@ def cxx() -> Outcome:
 
 
 def python_headers() -> Outcome:
-    """Look for the headers that the C++ of Inductor and Triton includes."""
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if header.exists():
         return Outcome("ok", str(header.parent))
@@ -122,7 +118,6 @@ def find_nvcc() -> str | None:
 
 
 def cuda_tool(name: str, cuda: bool) -> Outcome:
-    """Look for nvcc or ninja, which FlashInfer runs."""
     if cuda and (missing := missing_for_cuda(name)):
         return missing
     path, version = (find_nvcc(), "release.*") if name == "nvcc" else (shutil.which(name), ".+")
@@ -145,14 +140,12 @@ def _output(*command: str) -> str:
 
 
 def inductor_cache() -> Outcome:
-    """Look at the folder of Inductor's code and kernels."""
     from compiled_llm.compat.torch.inductor import inductor_cache
 
     return cache(inductor_cache(), "TORCHINDUCTOR_CACHE_DIR")
 
 
 def flashinfer_cache() -> Outcome:
-    """Look at the folder of FlashInfer's kernels."""
     if importlib.util.find_spec("flashinfer") is None:
         return Outcome("not needed", "flashinfer is not installed")
     folder = importlib.import_module("flashinfer.jit.env").FLASHINFER_CACHE_DIR

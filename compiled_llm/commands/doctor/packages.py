@@ -50,7 +50,6 @@ OPTIONAL = (
 
 
 def python() -> Outcome:
-    """Return which Python runs this, and on what."""
     here = f"{platform.python_version()}, {sys.platform} {platform.machine()}, {sys.executable}"
     return Outcome("ok", here) if sys.platform == "linux" else Outcome("warning", f"{here}: only Linux is tested")
 
@@ -66,7 +65,6 @@ def ourselves() -> Outcome:
 
 
 def flashinfer(cuda: bool) -> Outcome:
-    """Import FlashInfer, of a version that the ops know."""
     missing = missing_for_cuda("FlashInfer") if cuda else None
     return missing or imported(FLASHINFER, "missing" if cuda else "not needed")
 

@@ -30,8 +30,8 @@ from compiled_llm.execution.reporting.progress import ProgressDisplay
 _STYLES = {"ok": "green", "warning": "yellow", "missing": "yellow", "failed": "red"}
 _INDENT = 14
 
-_Check: TypeAlias = tuple[str, str, Callable[[], Outcome], bool]
-"""Part, name, check, and whether nothing runs without it."""
+Check: TypeAlias = tuple[str, str, Callable[[], Outcome], bool]
+"""A part, a name, what looks at it, and whether nothing runs without it."""
 
 
 def report(quick: bool = False, as_json: bool = False) -> bool:
@@ -87,17 +87,20 @@ def _print(console: Console, heading: str, findings: Iterable[DoctorFinding]) ->
 
 
 def examine(cuda: bool) -> Iterator[DoctorFinding]:
-    """Yield a finding for each thing that compiled_llm uses, on CUDA or on the CPU."""
-    for part, name, check, needed in _checks(cuda):
-        try:
-            outcome = check()
-        except Exception as error:
-            outcome = Outcome("warning", f"cannot be checked: {essence(error)}")
-        yield DoctorFinding(part, name, *outcome, needed=needed and outcome.status != "not needed")
+    """Return a finding for each thing that compiled_llm uses, on CUDA or on the CPU."""
+    return map(found_by, checks(cuda))
+
+
+def found_by(check: Check) -> DoctorFinding:
+    part, name, look, needed = check
+    try:
+        outcome = look()
+    except Exception as error:
+        outcome = Outcome("warning", f"cannot be checked: {essence(error)}")
+    return DoctorFinding(part, name, *outcome, needed=needed and outcome.status != "not needed")
 
 
 def has_cuda() -> bool:
-    """Return whether torch works and sees a CUDA device."""
     try:
         import torch
 
@@ -106,7 +109,7 @@ def has_cuda() -> bool:
         return False
 
 
-def _checks(cuda: bool) -> Iterator[_Check]:
+def checks(cuda: bool) -> Iterator[Check]:
     yield "packages", "Python", packages.python, True
     yield "packages", "compiled_llm", packages.ourselves, True
     for package in packages.REQUIRED:
@@ -128,7 +131,7 @@ def _checks(cuda: bool) -> Iterator[_Check]:
         yield "extras", package.module, partial(packages.imported, package, "optional"), False
 
 
-def _gpus() -> Iterator[_Check]:
+def _gpus() -> Iterator[Check]:
     import torch
 
     for index in range(torch.cuda.device_count()):  # `cuda` stands for the first

@@ -8,72 +8,51 @@ import typer
 
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.generate.run import GenerateRequest
+from compiled_llm.commands.options import shared
 from compiled_llm.commands.options.choices import Device, Dtype
 from compiled_llm.commands.options.prompt import check_quoted, read_prompt
 from compiled_llm.commands.options.sampling import SamplingFlags
-from compiled_llm.commands.options.shared import (
-    MODEL,
-    OUTPUT,
-    Artifacts,
-    Backend,
-    ChatTemplate,
-    MaxNewTokens,
-    MinP,
-    OnDevice,
-    Prompt,
-    PromptFile,
-    Quiet,
-    RepetitionPenalty,
-    RunningMode,
-    Sample,
-    Seed,
-    System,
-    Temperature,
-    TopK,
-    TopP,
-    WeightsDtype,
-)
 
 
 def generate(
     context: typer.Context,
-    prompt: Prompt = None,
-    file: PromptFile = None,
-    chat: ChatTemplate = False,
-    system: System = None,
-    sample: Sample = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    seed: Seed = None,
+    prompt: shared.Prompt = None,
+    file: shared.PromptFile = None,
+    chat: shared.ChatTemplate = False,
+    system: shared.System = None,
+    sample: shared.Sample = None,
+    temperature: shared.Temperature = None,
+    top_k: shared.TopK = None,
+    top_p: shared.TopP = None,
+    min_p: shared.MinP = None,
+    repetition_penalty: shared.RepetitionPenalty = None,
+    seed: shared.Seed = None,
     model: Annotated[
         str,
         typer.Option(
             help="A folder, a GGUF file, a hub id, or `demo`: SmolLM2-135M, downloaded once (93 MB).",
-            rich_help_panel=MODEL,
+            rich_help_panel=shared.MODEL,
         ),
     ] = "demo",
-    mode: RunningMode = "cuda-graphs",
-    backend: Backend = "auto",
-    dtype: WeightsDtype = Dtype.auto,
-    device: OnDevice = Device.auto,
-    artifacts: Artifacts = None,
-    max_new_tokens: MaxNewTokens = 64,
+    mode: shared.RunningMode = "cuda-graphs",
+    backend: shared.Backend = "auto",
+    dtype: shared.WeightsDtype = Dtype.auto,
+    device: shared.OnDevice = Device.auto,
+    artifacts: shared.Artifacts = None,
+    max_new_tokens: shared.MaxNewTokens = 64,
     stop: Annotated[
         list[str] | None,
         typer.Option(
             metavar="TEXT",
             help="Stop once the new text contains TEXT, which is kept. Can be given several times.",
-            rich_help_panel=OUTPUT,
+            rich_help_panel=shared.OUTPUT,
         ),
     ] = None,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Write one JSON object at the end, not the text.", rich_help_panel=OUTPUT),
+        typer.Option("--json", help="Write one JSON object at the end, not the text.", rich_help_panel=shared.OUTPUT),
     ] = False,
-    quiet: Quiet = False,
+    quiet: shared.Quiet = False,
 ) -> None:
     """Write the model's text to stdout as it is generated, then figures to stderr."""
     with readable_errors():

@@ -48,7 +48,6 @@ class AnswerStreamer(TextStreamer):
         return {"seconds": seconds, "tokens_per_second": speed, "time_to_first_token": first}
 
     def figures(self) -> str:
-        """Return the figures in words."""
         if self._first is None:
             return "0 tokens"
         words = "{tokens} tokens, {tokens_per_second:.1f} tokens/s, first token after {time_to_first_token:.3f} s"

@@ -97,10 +97,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool, system: 
     encoded: Any
     if not chat:
         encoded = tokenizer(prompt, return_tensors="pt")
-    elif tokenizer.chat_template:
-        encoded = _encode_chat(tokenizer, prompt, system)
     else:
-        raise ValueError("--chat: this model's tokenizer has no chat template; use --no-chat")
+        check_has_template(tokenizer, "--chat", "use --no-chat")
+        encoded = written(tokenizer, messages_of(prompt, system), "--chat", return_tensors="pt")
     return {name: encoded[name] for name in ("input_ids", "attention_mask")}
 
 
@@ -110,12 +109,16 @@ def messages_of(prompt: str, system: str | None) -> list[dict[str, str]]:
     return [*before, {"role": "user", "content": prompt}]
 
 
-def _encode_chat(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None) -> Any:
+def check_has_template(tokenizer: Any, asked_by: str, way_out: str) -> None:
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(f"{asked_by}: this model's tokenizer has no chat template; {way_out}")
+
+
+def written(tokenizer: Any, messages: Sequence[dict[str, str]], asked_by: str, **options: Any) -> Any:
+    """Return a chat as the template writes it, up to the beginning of an answer; ValueError if it refuses that."""
     from jinja2 import TemplateError
 
     try:
-        return tokenizer.apply_chat_template(
-            messages_of(prompt, system), add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, **options)
     except TemplateError as error:
-        raise ValueError(f"--chat: the model's chat template refuses this: {error}") from error
+        raise ValueError(f"{asked_by}: the model's chat template refuses this: {error}") from error

@@ -52,7 +52,6 @@ class SamplingFlags:
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are drawn."""
         return bool(self._given()) if self.sample is None else self.sample
 
     def options(self) -> dict[str, Any]:

@@ -13,39 +13,11 @@ from compiled_llm.commands.early_checks import check_driver, check_server_packag
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.importing import IMPORTING, importing
 from compiled_llm.commands.loading.source import Source, locate
+from compiled_llm.commands.options import shared
 from compiled_llm.commands.options.choices import Device, Dtype, integers
-from compiled_llm.commands.options.shared import Artifacts, Backend, ModelPlace, OnDevice, RunningMode, WeightsDtype
+from compiled_llm.commands.serve import options
 from compiled_llm.commands.serve.http import HttpFlags, run_with_api_server, usual_count
 from compiled_llm.commands.serve.leash import end_with_parent
-from compiled_llm.commands.serve.options import (
-    AllowedHost,
-    ApiKeyFile,
-    ApiServerCount,
-    ClientSeconds,
-    CorsOrigin,
-    DrainSeconds,
-    EscapeSpecialTokens,
-    Host,
-    KvMemory,
-    Leashed,
-    MaxConnections,
-    MaxQueue,
-    MaxRows,
-    MaxStepMs,
-    OperationsUds,
-    Page,
-    Port,
-    ProfilePath,
-    Quiet,
-    RequestSeconds,
-    SaltCaches,
-    ServedModelName,
-    SslCertfile,
-    SslKeyfile,
-    StreamInterval,
-    Uds,
-    Warmup,
-)
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import WrapConfig
 from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS, MAX_QUEUE, MAX_ROWS
@@ -79,13 +51,11 @@ class ServeOptions(NamedTuple):
     quiet: bool
 
     def wrap_options(self) -> dict[str, Any]:
-        """Return the options of ``wrap``."""
         memory = {} if self.kv_memory is None else {"kv_memory": _number_or_text(self.kv_memory)}
         artifacts = {} if self.artifacts is None else {"artifacts": self.artifacts}
         return {"mode": self.mode, "backend": self.backend, "progress": not self.quiet, **memory, **artifacts}
 
     def engine_options(self) -> dict[str, Any]:
-        """Return the options of ``Engine``."""
         return {"max_rows": self.max_rows, "max_queue": self.max_queue, "max_step_ms": self.max_step_ms}
 
     def prepare(self, engine: Engine, structured: bool, report: Callable[[str], None]) -> None:
@@ -115,39 +85,39 @@ class ServeOptions(NamedTuple):
 
 
 def serve(
-    model: ModelPlace,
-    uds: Uds = None,
-    operations_uds: OperationsUds = None,
-    host: Host = None,
-    port: Port = None,
-    served_model_name: ServedModelName = None,
-    api_key_file: ApiKeyFile = None,
-    allowed_host: AllowedHost = None,
-    cors_origin: CorsOrigin = None,
-    ssl_certfile: SslCertfile = None,
-    ssl_keyfile: SslKeyfile = None,
-    request_seconds: RequestSeconds = None,
-    salt_caches: SaltCaches = False,
-    escape_special_tokens: EscapeSpecialTokens = False,
-    page: Page = True,
-    max_connections: MaxConnections = MAX_CONNECTIONS,
-    client_seconds: ClientSeconds = CLIENT_SECONDS,
-    stream_interval: StreamInterval = 1,
-    api_server_count: ApiServerCount = None,
-    max_rows: MaxRows = MAX_ROWS,
-    max_queue: MaxQueue = None,
-    max_step_ms: MaxStepMs = None,
-    drain_seconds: DrainSeconds = 30.0,
-    warmup: Warmup = "",
-    profile: ProfilePath = None,
-    kv_memory: KvMemory = None,
-    mode: RunningMode = "cuda-graphs",
-    backend: Backend = "auto",
-    dtype: WeightsDtype = Dtype.auto,
-    device: OnDevice = Device.auto,
-    artifacts: Artifacts = None,
-    quiet: Quiet = False,
-    leashed: Leashed = False,
+    model: shared.ModelPlace,
+    uds: options.Uds = None,
+    operations_uds: options.OperationsUds = None,
+    host: options.Host = None,
+    port: options.Port = None,
+    served_model_name: options.ServedModelName = None,
+    api_key_file: options.ApiKeyFile = None,
+    allowed_host: options.AllowedHost = None,
+    cors_origin: options.CorsOrigin = None,
+    ssl_certfile: options.SslCertfile = None,
+    ssl_keyfile: options.SslKeyfile = None,
+    request_seconds: options.RequestSeconds = None,
+    salt_caches: options.SaltCaches = False,
+    escape_special_tokens: options.EscapeSpecialTokens = False,
+    page: options.Page = True,
+    max_connections: options.MaxConnections = MAX_CONNECTIONS,
+    client_seconds: options.ClientSeconds = CLIENT_SECONDS,
+    stream_interval: options.StreamInterval = 1,
+    api_server_count: options.ApiServerCount = None,
+    max_rows: options.MaxRows = MAX_ROWS,
+    max_queue: options.MaxQueue = None,
+    max_step_ms: options.MaxStepMs = None,
+    drain_seconds: options.DrainSeconds = 30.0,
+    warmup: options.Warmup = "",
+    profile: options.ProfilePath = None,
+    kv_memory: options.KvMemory = None,
+    mode: shared.RunningMode = "cuda-graphs",
+    backend: shared.Backend = "auto",
+    dtype: shared.WeightsDtype = Dtype.auto,
+    device: shared.OnDevice = Device.auto,
+    artifacts: shared.Artifacts = None,
+    quiet: options.Quiet = False,
+    leashed: options.Leashed = False,
 ) -> None:
     """Serve a model by OpenAI's API, or to the clients of a Unix socket alone, until SIGTERM or Ctrl-C.
 
@@ -231,7 +201,6 @@ def _run(served: ServeOptions, source: Source, uds: Path, drain_seconds: float, 
 
 
 def _operations(server: EngineServer, uds: Path | None, kept: KeptProfile | None) -> Operations | None:
-    """Listen for operations, if that is asked for."""
     if uds is None:
         return None
     from compiled_llm.server.engine_process.operations import Operations  # imports what serves HTTP

@@ -51,7 +51,6 @@ class HttpFlags(NamedTuple):
 
     @property
     def given(self) -> bool:
-        """Whether any option differs from its default."""
         return self != HttpFlags()
 
     def settings(self, source: Source, drain_seconds: float) -> ApiServerSettings:

@@ -26,7 +26,6 @@ def read_bandwidth(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _shortest(work: Callable[[], object], device: torch.device) -> float:
-    """Return the shortest time of some calls on the device, in seconds."""
     work()
     seconds = _event_seconds if device.type == "cuda" else _wall_seconds
     return min(seconds(work) for _ in range(REPEATS))

@@ -69,7 +69,6 @@ class Breakdown:
 
     @property
     def launches(self) -> float:
-        """Kernels in one step."""
         return sum(kind.launches for kind in self.kinds)
 
     @property
@@ -84,15 +83,12 @@ class Breakdown:
         return None if self.weight_bytes is None else self.weight_bytes + self.kv_bytes
 
     def share_of_bandwidth(self, nbytes: int, us: float) -> float:
-        """Bytes over time as a share of the read bandwidth."""
         return nbytes / (us * 1e-6) / self.read_bandwidth
 
     def figures(self) -> dict[str, float | None]:
-        """Shares and rates that follow from the times."""
         return {"gaps_us": self.gaps_us, "launches": self.launches, "of_bandwidth": self.of_bandwidth}
 
     def columns(self) -> list[str]:
-        """The heads of ``rows``."""
         head = "launches" if self.measured == "kernels" else "calls"
         return [self.measured, head, "us", "of the step", "MB", "of the read bandwidth"]
 
@@ -108,7 +104,6 @@ class Breakdown:
         return [*rows, ["in all", *total, *self._moved(self.nbytes, self.step_us)]]
 
     def kernel_rows(self) -> list[list[str]]:
-        """The names of the kernels that took longest, their launches in a step and their microseconds."""
         return [[kernel.name, f"{kernel.launches:.1f}", f"{kernel.us:,.1f}"] for kernel in self.kernels]
 
     def _spent(self, us: float) -> list[str]:
@@ -144,7 +139,6 @@ def kinds_of(launches: Sequence[Launch], steps: int, moved: Mapping[str, int | N
 
 
 def kernels_of(launches: Sequence[Launch], steps: int) -> list[Kernel]:
-    """Return the kernels that took longest, for one step."""
     spent: dict[str, list[float]] = {}
     for launch in launches:
         spent.setdefault(launch.name, []).append(launch.us)

@@ -26,7 +26,6 @@ class StepBytes:
     kv_written: int
 
     def total(self, batch: int) -> int | None:
-        """Bytes that a step of ``batch`` rows reads."""
         return None if self.weights is None else self.weights + batch * self.kv_per_row
 
 
