@@ -406,31 +406,6 @@ def test_a_chart_of_something_else_is_refused(tmp_path: Path) -> None:
 # ---- arguments
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["latency", "--contenders", "nosuch"], "no nosuch; there are hf-eager"),
-        (["latency", "--batches", "1,x"], "--batches '1,x': give comma-separated integers"),
-        (["latency", "--batches", "0"], "--batches '0': each must be at least 1"),
-        (["latency", "--new", "1"], "at least 2 are needed"),
-        (["latency", "--runs", "0"], "--runs"),
-        (["latency", "--model", "/no/such/folder", "--new", "4"], "there is no such file or folder"),
-        (["serve", "--prompts", "9-4"], "--prompts '9-4': give a range of tokens"),
-        (["serve", "--concurrency", "0"], "--concurrency '0': each must be at least 1"),
-        (["show", "/no/such/file"], "/no/such/file"),
-        (["nosuch"], "nosuch"),
-    ],
-)
-def test_bad_arguments_give_one_clear_error(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("compiled_llm.explaining.profile.bandwidth.read_bandwidth", lambda *_: 1e9)
-    done = invoke(*arguments)
-    assert done.exit_code in (1, 2), done.output
-    assert message in done.output
-    assert "Traceback" not in done.output
-
-
 def test_missing_matplotlib_is_said_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     done = invoke("latency", "--plot", "plot.png")

@@ -101,24 +101,6 @@ def test_what_cannot_be_answered_is_said_and_the_chat_goes_on(model_folder: Path
     assert done.exit_code == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["demo", "--uds", "x"], "MODEL and --uds were both given: the engine process at x has its model"),
-        (["--uds", "x", "--mode", "eager"], "--mode: the engine process of --uds runs its model in its own way"),
-        (["--temperature", "0"], "--temperature 0.0: must be above 0; --greedy takes the most likely token"),
-        (["--max-tokens", "0"], "--max-new-tokens 0: must be at least 1"),
-        (["--mode", "fast"], "--mode fast: choose one of"),
-        (["./nothing"], "model './nothing': there is no such file or folder"),
-        (["--seed", str(2**63)], "SamplingParams: seed="),
-    ],
-)
-def test_options_that_are_impossible_are_refused_at_once(arguments: list[str], said: str) -> None:
-    done = chatted(*arguments)
-    assert (done.stdout, done.exit_code) == ("", 2)
-    assert done.stderr.startswith(f"error: {said}")
-
-
 def test_an_engine_process_that_is_started_again_is_found(model_folder: Path, engine: Engine, path: Path) -> None:
     params = SamplingParams(max_tokens=3, temperature=0.0)
     with engine_in_thread(engine, path, tokenizer=model_folder):

@@ -249,32 +249,6 @@ def with_generation_config(model_folder: Path, tmp_path: Path, **settings: Any) 
     return folder
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--max-new-tokens 0", "--max-new-tokens 0: must be at least 1"),
-        ("--temperature 0", "--temperature 0.0: must be above 0; --greedy takes the most likely token"),
-        ("--temperature nan", "--temperature nan"),
-        ("--temperature inf", "--temperature inf"),
-        ("--top-k -1", "--top-k -1"),
-        ("--top-k 99999999999", "--top-k 99999999999"),
-        ("--top-p 0", "--top-p 0.0: must be above 0 and at most 1"),
-        ("--top-p 1.5", "--top-p 1.5"),
-        ("--min-p -0.1", "--min-p -0.1"),
-        ("--min-p 1.1", "--min-p 1.1: must be from 0 to 1"),
-        ("--repetition-penalty 0", "--repetition-penalty 0.0"),
-        ("--seed -1", "--seed -1"),
-        (f"--seed {2**64}", "must be from 0 to 2**64 - 1"),
-        ("--stop=", "--stop ''"),
-        ("--system x", "give --chat as well"),
-        ("--mode nosuch", "--mode nosuch: choose one of 'eager'"),
-        ("--backend nosuch", "--backend nosuch: choose one of 'auto'"),
-    ],
-)
-def test_impossible_values_are_refused_before_a_model_is_looked_for(arguments: str, message: str) -> None:
-    assert_usage_error(invoke(Path("/no/such/model"), "x", *arguments.split()), message)
-
-
 # ---- the end, and the output
 
 
@@ -375,36 +349,6 @@ def test_as_a_module_it_imports_nothing_of_others_from_the_current_folder(tmp_pa
 
 def test_version() -> None:
     assert run("--version").stdout == f"compiled-llm {version('compiled-llm')}\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["generate", "x", "--max-new-tokens", "y"], 2, "--max-new-tokens"),
-        (["generate", "x", "--dtype", "int8"], 2, "--dtype"),
-        (
-            ["nosuch"],
-            2,
-            "no command 'nosuch'; there are generate, chat, serve, compile, client, explain, doctor, bench",
-        ),
-        (["gen"], 2, "no command 'gen'; did you mean generate?"),
-        (["dcotor"], 2, "did you mean doctor?"),
-        (["bench", "lat"], 2, "did you mean latency?"),
-        (["generate", "--temprature", "1", "x"], 2, "--temperature"),
-        (["generate", "Hello", "there"], 2, "error: PROMPT is one argument: quote it, as in 'Hello there'"),
-        (["explain", "x", "--timings", "1,y"], 2, "--timings '1,y': give comma-separated integers"),
-        (["explain", "x", "--timings", "0"], 2, "--timings '0': each must be at least 1"),
-        (["explain", "x", "--device", "tpu"], 2, "--device"),
-        (["generate", "x", "--model", "/no/such/folder"], 2, "error: model '/no/such/folder': there is no such"),
-        (["generate", "x", "--model", "nosuch.gguf"], 2, "error: model 'nosuch.gguf': there is no such"),
-        (["generate", "x", "--model", __file__], 2, "is a file, but not a .gguf"),
-    ],
-)
-def test_bad_arguments_give_one_clear_error(arguments: list[str], code: int, message: str) -> None:
-    result = CliRunner().invoke(app, arguments, env=WIDE)
-    assert result.exit_code == code
-    assert message in result.output
-    assert "Traceback" not in result.output
 
 
 def test_too_many_tokens_are_refused_before_anything_is_compiled(model_folder: Path) -> None:

@@ -4,30 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
 from compiled_llm.commands.app import app
 from support.compilation.artifact_folders import compiled, made_up
 
 WIDE = {"COLUMNS": "300", "NO_COLOR": "1"}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--mode", "eager"], "--mode eager compiles nothing; give another one"),
-        (["--mode", "quick"], "--mode quick: choose one of"),
-        (["--max-rows", "0"], "--max-rows 0: must be at least 1"),
-        (["--max-rows", "4", "--warmup", "1,8"], "--warmup 8: there is room for 4 requests; raise --max-rows"),
-    ],
-)
-def test_bad_options_are_one_line(model_folder: Path, tmp_path: Path, options: list[str], message: str) -> None:
-    arguments = ["compile", str(model_folder), "-o", str(tmp_path / "artifacts"), *options]
-    done = CliRunner().invoke(app, arguments, env=WIDE)
-    assert done.exit_code == 2
-    assert message in done.output
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_profile_that_is_none_is_refused_at_once(model_folder: Path, tmp_path: Path) -> None:
@@ -55,15 +37,6 @@ def test_a_model_that_cannot_be_loaded_leaves_nothing(tmp_path: Path) -> None:
     assert done.returncode in (1, 2)
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == [tmp_path / "model"]
-
-
-@pytest.mark.parametrize("command", ["generate", "serve"])
-def test_artifacts_go_with_no_eager_mode(model_folder: Path, tmp_path: Path, command: str) -> None:
-    model = ["Hi", "--model", str(model_folder)] if command == "generate" else [str(model_folder)]
-    options = ["--mode", "eager", "--artifacts", str(tmp_path)]
-    done = CliRunner().invoke(app, [command, *model, *options], env=WIDE)
-    assert done.exit_code == 2
-    assert "hold compiled code, and --mode eager runs none" in done.output
 
 
 def test_generate_says_why_artifacts_are_refused(model_folder: Path, tmp_path: Path) -> None:

@@ -38,40 +38,6 @@ def failed(*arguments: str) -> tuple[int, str]:
     return result.exit_code, line
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--max-rows", "0"], "error: --max-rows 0: must be at least 1"),
-        (["--warmup", "8,300"], "error: --warmup 300: there are 256 requests at once; raise --max-rows"),
-        (["--warmup", "x"], "error: --warmup 'x': give comma-separated integers"),
-        (["--drain-seconds", "-1"], "error: --drain-seconds -1: must be 0 or more"),
-        (["--kv-memory", "much"], "error: --kv-memory much: give a fraction of the free memory"),
-        (["--mode", "fast"], "error: --mode fast"),
-    ],
-)
-def test_options_that_are_impossible_are_refused_at_once(path: Path, arguments: list[str], said: str) -> None:
-    code, line = failed("serve", "demo", "--uds", str(path), *arguments)
-    assert (code, line[: len(said)]) == (2, said)
-    assert not path.exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--host", "0.0.0.0"], "error: --host 0.0.0.0: other machines could use the model; give --api-key-file, or"),
-        (["--api-server-count", "0"], "error: --api-server-count 0: must be from 1 to 64"),
-        (["--api-server-count", "65"], "error: --api-server-count 65: must be from 1 to 64"),
-        (["--stream-interval", "0"], "error: --stream-interval 0: must be from 1 to 1024 tokens"),
-        (["--port", "70000"], "error: --port 70000: must be from 0 to 65535"),
-        (["--ssl-certfile", "cert.pem"], "error: --ssl-certfile and --ssl-keyfile: give both, or neither"),
-        (["--api-key-file", "/dev/null"], "error: --api-key-file /dev/null: the file has no key; write one a line"),
-    ],
-)
-def test_a_server_that_would_not_be_safe_does_not_start(path: Path, arguments: list[str], said: str) -> None:
-    code, line = failed("serve", "demo", *arguments)
-    assert (code, line[: len(said)]) == (2, said)
-
-
 def test_a_process_on_a_leash_ends_with_whoever_holds_it() -> None:
     code = (
         "import time; from compiled_llm.commands.serve.leash import end_with_parent; end_with_parent(); time.sleep(60)"
@@ -106,34 +72,11 @@ def test_how_many_api_servers_there_are_follows_from_the_machine(
     assert serve_http.usual_count(device) == count
 
 
-def test_a_model_that_is_nowhere_makes_no_socket(path: Path) -> None:
-    assert failed("serve", "./nothing", "--uds", str(path))[0] == 2
-    assert not path.exists()
-
-
 def test_a_path_that_is_taken_is_refused_before_the_model_is_loaded(path: Path) -> None:
     with listen(path):
         code, line = failed("serve", "demo", "--uds", str(path))
     said = f"error: --uds {path}: an engine process listens there already; stop it, or give another path"
     assert (code, line) == (1, said)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["Hi"], 1, "there is no such socket; start an engine process with"),
-        (["Hi", "there"], 2, "PROMPT is one argument: quote it, as in 'Hi there'"),
-        ([""], 2, "the prompt is empty"),
-        (["Hi", "--system", "Be brief"], 2, "--system is a part of the chat template: give --chat as well"),
-        (["1,2", "--ids", "--chat"], 2, "--ids: token ids are no chat"),
-        (["Hi", "--temperature", "-1"], 2, "--temperature -1.0: must be above 0; --greedy takes the most likely"),
-        (["Hi", "--greedy", "--top-p", "0.9"], 2, "--greedy draws nothing, so it does not go with --top-p"),
-        (["Hi", "--max-tokens", "0"], 2, "--max-new-tokens 0: must be at least 1"),
-    ],
-)
-def test_what_cannot_be_asked_is_said(path: Path, arguments: list[str], code: int, said: str) -> None:
-    found, line = failed("client", str(path), *arguments)
-    assert (found, said in line) == (code, True), line
 
 
 @pytest.mark.parametrize("arguments", [["serve", "demo", "--uds", "x"], ["client", "x", "Hi"]])

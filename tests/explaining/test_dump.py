@@ -45,14 +45,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(root: Path, one_thread: None) -> Report:
-    """Of a model whose layer has a line of ours, dumped and timed although it is not wrapped.
-
-    ``wrap`` would compile it in regions, as it does models of many layers.
-    """
+    """Of a model whose layer has a line of ours; ``wrap`` would compile it in regions, as it does models of many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(programs, "_LAYERS_IN_REGION_ON_CPU", 1)
-        patch.setattr(timings, "read_bandwidth", lambda device, dtype: 1e9)
-        return compiled_llm.explain(plant(planted.ItemLeftATensor), timings=[1], dump=root)
+        return compiled_llm.explain(plant(planted.ItemLeftATensor), dump=root)
 
 
 class Read(HTMLParser):
@@ -216,8 +212,9 @@ def test_layers_are_alike_if_their_lines_are():
     assert found[2].modules[found[2].shown] == "layers.4"
 
 
-def test_what_is_not_wrapped_can_be_timed(report):
-    prefill, decode = report.data["timings"]
+def test_what_is_not_wrapped_can_be_timed(monkeypatch, without_inductor):
+    monkeypatch.setattr(timings, "read_bandwidth", lambda device, dtype: 1e9)
+    prefill, decode = compiled_llm.explain(plant(planted.ItemLeftATensor), timings=[1]).data["timings"]
     assert (prefill["program"], decode["program"], decode["rows"]) == ("prefill", "decode", 1)
     assert decode["measured"] == "operators"
     assert {kernel["name"]: kernel["launches"] for kernel in decode["kernels"]}["compiled_llm::decode_attention"] == 1
@@ -254,7 +251,7 @@ def test_names_of_files_are_text_on_the_pages_and_nothing_else(tmp_path):
     source.write_text("<script>alert(2)</script>\n")
     page = DumpPages(tmp_path).of_source(Place(str(source), 1, "<script>"))
     assert page is not None
-    address = link_to(page, tmp_path / "index.html", 1)
+    address = link_to(page, 1, seen_from=tmp_path / "index.html")
     assert not set('"<>?') & set(address)
     assert (tmp_path / unquote(address.partition("#")[0])).resolve() == page
     assert "<script>" not in page.read_text()

@@ -1,0 +1,142 @@
+"""The impossible is refused at once and in one line, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from compiled_llm.commands.app import app
+
+WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
+REFUSED = {
+    "generate x --model /no/such/model": [
+        ("--max-new-tokens 0", "--max-new-tokens 0: must be at least 1"),
+        ("--temperature 0", "--temperature 0.0: must be above 0; --greedy takes the most likely token"),
+        ("--temperature nan", "--temperature nan"),
+        ("--temperature inf", "--temperature inf"),
+        ("--top-k -1", "--top-k -1"),
+        ("--top-k 99999999999", "--top-k 99999999999"),
+        ("--top-p 0", "--top-p 0.0: must be above 0 and at most 1"),
+        ("--top-p 1.5", "--top-p 1.5"),
+        ("--min-p -0.1", "--min-p -0.1"),
+        ("--min-p 1.1", "--min-p 1.1: must be from 0 to 1"),
+        ("--repetition-penalty 0", "--repetition-penalty 0.0"),
+        ("--seed -1", "--seed -1"),
+        (f"--seed {2**64}", "must be from 0 to 2**64 - 1"),
+        ("--stop=", "--stop ''"),
+        ("--system x", "--system is a part of the chat template: give --chat as well"),
+        ("--mode nosuch", "--mode nosuch: choose one of 'eager'"),
+        ("--backend nosuch", "--backend nosuch: choose one of 'auto'"),
+        ("there", "PROMPT is one argument: quote it, as in 'x there'"),
+        ("--greedy --temperature 1.5", "--greedy draws nothing, so it does not go with --temperature"),
+        ("--greedy --top-k 9", "--greedy draws nothing, so it does not go with --top-k"),
+        ("--greedy --top-p 0.9", "--greedy draws nothing, so it does not go with --top-p"),
+        ("--greedy --min-p 0.1", "--greedy draws nothing, so it does not go with --min-p"),
+        ("--greedy --seed 3", "--greedy draws nothing, so it does not go with --seed"),
+        ("--mode eager --artifacts NEW", "hold compiled code, and --mode eager runs none"),
+        ("", "model '/no/such/model': there is no such"),
+        ("--model nosuch.gguf", "model 'nosuch.gguf': there is no such"),
+        (f"--model {__file__}", "is a file, but not a .gguf"),
+    ],
+    "chat": [
+        ("demo --uds x", "MODEL and --uds were both given: the engine process at x has its model"),
+        ("--uds x --mode eager", "--mode: the engine process of --uds runs its model in its own way"),
+        ("--temperature 0", "--temperature 0.0: must be above 0; --greedy takes the most likely token"),
+        ("--max-tokens 0", "--max-new-tokens 0: must be at least 1"),
+        ("--mode fast", "--mode fast: choose one of"),
+        ("./nothing", "model './nothing': there is no such file or folder"),
+        (f"--seed {2**63}", "SamplingParams: seed="),
+    ],
+    "serve demo --uds NEW": [
+        ("--max-rows 0", "--max-rows 0: must be at least 1"),
+        ("--warmup 8,300", "--warmup 300: there are 256 requests at once; raise --max-rows"),
+        ("--warmup x", "--warmup 'x': give comma-separated integers"),
+        ("--drain-seconds -1", "--drain-seconds -1: must be 0 or more"),
+        ("--kv-memory much", "--kv-memory much: give a fraction of the free memory"),
+        ("--mode fast", "--mode fast"),
+        ("--mode eager --artifacts NEW", "hold compiled code, and --mode eager runs none"),
+    ],
+    "serve demo": [
+        ("--host 0.0.0.0", "--host 0.0.0.0: other machines could use the model; give --api-key-file, or"),
+        ("--api-server-count 0", "--api-server-count 0: must be from 1 to 64"),
+        ("--api-server-count 65", "--api-server-count 65: must be from 1 to 64"),
+        ("--stream-interval 0", "--stream-interval 0: must be from 1 to 1024 tokens"),
+        ("--port 70000", "--port 70000: must be from 0 to 65535"),
+        ("--ssl-certfile cert.pem", "--ssl-certfile and --ssl-keyfile: give both, or neither"),
+        ("--api-key-file /dev/null", "--api-key-file /dev/null: the file has no key; write one a line"),
+    ],
+    "serve ./nothing --uds NEW": [("", "model './nothing': there is no such")],
+    "client NEW": [
+        ("Hi there", "PROMPT is one argument: quote it, as in 'Hi there'"),
+        ("''", "the prompt is empty"),
+        ("Hi --system Brief", "--system is a part of the chat template: give --chat as well"),
+        ("1,2 --ids --chat", "--ids: token ids are no chat"),
+        ("Hi --temperature -1", "--temperature -1.0: must be above 0; --greedy takes the most likely"),
+        ("Hi --greedy --top-p 0.9", "--greedy draws nothing, so it does not go with --top-p"),
+        ("Hi --max-tokens 0", "--max-new-tokens 0: must be at least 1"),
+    ],
+    "compile demo -o NEW": [
+        ("--mode eager", "--mode eager compiles nothing; give another one"),
+        ("--mode quick", "--mode quick: choose one of"),
+        ("--max-rows 0", "--max-rows 0: must be at least 1"),
+        ("--max-rows 4 --warmup 1,8", "--warmup 8: there is room for 4 requests; raise --max-rows"),
+    ],
+    "explain x": [
+        ("--timings 1,y", "--timings '1,y': give comma-separated integers"),
+        ("--timings 0", "--timings '0': each must be at least 1"),
+    ],
+    "bench latency": [
+        ("--contenders nosuch", "no nosuch; there are hf-eager"),
+        ("--batches 1,x", "--batches '1,x': give comma-separated integers"),
+        ("--batches 0", "--batches '0': each must be at least 1"),
+        ("--new 1", "at least 2 are needed"),
+        ("--model /no/such/folder --new 4", "there is no such file or folder"),
+    ],
+    "bench serve": [
+        ("--prompts 9-4", "--prompts '9-4': give a range of tokens"),
+        ("--concurrency 0", "--concurrency '0': each must be at least 1"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [(command, *refused) for command, table in REFUSED.items() for refused in table],
+)
+def test_the_impossible_is_refused_in_one_line(
+    command: str, arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compiled_llm.explaining.profile.bandwidth.read_bandwidth", lambda *_: 1e9)
+    given = [str(tmp_path / "new") if word == "NEW" else word for word in shlex.split(f"{command} {arguments}")]
+    done = CliRunner().invoke(app, given, env=WIDE)
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("generate x --max-new-tokens y", "--max-new-tokens"),
+        ("generate x --dtype int8", "--dtype"),
+        ("generate --temprature 1 x", "--temperature"),
+        ("nosuch", "no command 'nosuch'; there are generate, chat, serve, compile, client, explain, doctor, bench"),
+        ("gen", "no command 'gen'; did you mean generate?"),
+        ("dcotor", "did you mean doctor?"),
+        ("bench nosuch", "nosuch"),
+        ("bench lat", "did you mean latency?"),
+        ("bench latency --runs 0", "--runs"),
+        ("bench show /no/such/file", "/no/such/file"),
+        ("explain x --device tpu", "--device"),
+    ],
+)
+def test_an_argument_that_is_none_is_named_and_the_one_that_was_meant(arguments: str, message: str) -> None:
+    done = CliRunner().invoke(app, arguments.split(), env=WIDE)
+    assert done.exit_code == 2
+    assert message in done.output
+    assert "Traceback" not in done.output
