@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pty
@@ -70,11 +71,6 @@ def test_generate_writes_huggingfaces_text_and_the_figures(model_folder: Path, f
     assert figures[1] == "40"
 
 
-def test_chat_writes_the_answer_alone(model_folder: Path) -> None:
-    result = invoke(model_folder, "Hi", "--chat")
-    assert result.stdout == greedy(model_folder, "<user: Hi>", 40)[1] + "\n"
-
-
 def test_interrupt_exits_130_without_a_traceback(model_folder: Path) -> None:
     arguments = ("--model", str(model_folder), "--max-new-tokens", "1000", "--mode", "eager")
     with subprocess.Popen(
@@ -112,7 +108,7 @@ def test_prompt_comes_from_a_file_a_pipe_or_a_dash(model_folder: Path, tmp_path:
     asked: list[tuple[tuple[str, ...], str | None]] = [
         (("Hello\nworld",), "what is piped in is not read beside a PROMPT"),
         (("--file", str(file)), "nor beside a file"),
-        ((), "Hello\nworld\n"),
+        ((), "Hello\nworld\n"),  # one line end is dropped
         (("-",), "Hello\nworld"),
         (("--file", "-"), "Hello\nworld\n"),
     ]
@@ -120,12 +116,8 @@ def test_prompt_comes_from_a_file_a_pipe_or_a_dash(model_folder: Path, tmp_path:
         result = invoke(model_folder, *arguments, stdin=stdin)
         assert result.exit_code == 0, result.output
         assert result.stdout == expected, arguments
-
-
-def test_only_one_line_end_is_dropped(model_folder: Path) -> None:
     assert answer(model_folder, "x\n")["prompt"] == "x\n"
-    piped = invoke(model_folder, "--json", stdin="x\n\n")
-    assert json.loads(piped.stdout)["prompt"] == "x\n"
+    assert json.loads(invoke(model_folder, "--json", stdin="x\n\n").stdout)["prompt"] == "x\n"
 
 
 def test_prompts_that_cannot_be_read_are_usage_errors(tmp_path: Path) -> None:
@@ -170,18 +162,18 @@ def assert_usage_error(result: Any, message: str) -> None:
 # ---- chat
 
 
-def test_system_message_comes_before_the_users(model_folder: Path) -> None:
-    result = invoke(model_folder, "Hi", "--chat", "--system", "Be brief")
-    assert result.stdout == greedy(model_folder, "<system: Be brief><user: Hi>", 40)[1] + "\n"
+@pytest.mark.parametrize(("flags", "system"), [([], ""), (["--system", "Be brief"], "<system: Be brief>")])
+def test_chat_writes_the_answer_alone_to_the_system_message_and_the_users(
+    model_folder: Path, flags: list[str], system: str
+) -> None:
+    result = invoke(model_folder, "Hi", "--chat", *flags)
+    assert result.stdout == greedy(model_folder, f"{system}<user: Hi>", 40)[1] + "\n"
 
 
-def test_template_that_refuses_is_a_usage_error(model_folder: Path) -> None:
+def test_a_template_that_refuses_or_is_missing_is_a_usage_error(model_folder: Path, tmp_path: Path) -> None:
     result = invoke(model_folder, "Hi", "--chat", "--system", "forbidden")
     assert result.exit_code == 2
     assert "error: --chat: the model's chat template refuses this: no such message" in result.stderr
-
-
-def test_chat_without_a_template_is_a_usage_error(model_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "plain")
     (folder / "chat_template.jinja").unlink()
     result = invoke(folder, "Hi", "--chat")
@@ -192,6 +184,7 @@ def test_chat_without_a_template_is_a_usage_error(model_folder: Path, tmp_path: 
 # ---- sampling
 
 
+@functools.cache
 def drawn(folder: Path, seed: int = 1, **options: Any) -> list[int]:
     """The tokens after "Hello" that the Python interface draws."""
     model = compiled_llm.wrap(AutoModelForCausalLM.from_pretrained(folder), mode="eager", progress=False)
@@ -220,14 +213,6 @@ def test_sampling_flags_draw_as_generate_does(model_folder: Path, flags: str, op
     assert tokens == drawn(model_folder, **options)
     if options:
         assert tokens != drawn(model_folder), "the setting makes a difference"
-
-
-@pytest.mark.parametrize("flag", ["--temperature 1.5", "--top-k 9", "--top-p 0.9", "--min-p 0.1", "--seed 3"])
-def test_sampling_flags_imply_sample_and_contradict_greedy(model_folder: Path, flag: str) -> None:
-    torch.manual_seed(3)
-    assert answer(model_folder, "Hello", *flag.split())["token_ids"] != drawn(model_folder, do_sample=False)
-    contradiction = invoke(model_folder, "Hello", "--greedy", *flag.split())
-    assert_usage_error(contradiction, f"--greedy draws nothing, so it does not go with {flag.split()[0]}")
 
 
 def test_greedy_takes_a_repetition_penalty(model_folder: Path) -> None:
@@ -295,10 +280,9 @@ def test_json_holds_text_figures_and_stats(model_folder: Path) -> None:
 
 
 def test_quiet_shows_the_text_alone(model_folder: Path) -> None:
-    done = run("generate", "Hello", "--model", str(model_folder), "--mode", "eager", "--quiet", "--top-k", "1")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "".join(greedy(model_folder, "Hello", 64)) + "\n"
-    assert done.stderr == ""
+    done = invoke(model_folder, "Hello", "--quiet", "--top-k", "1")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout == "".join(greedy(model_folder, "Hello", 40)) + "\n"
 
 
 def test_help_shows_every_option_in_its_panel() -> None:
@@ -321,17 +305,18 @@ def test_h_is_help(command: list[str]) -> None:
     assert (asked.exit_code, asked.output) == (0, CliRunner().invoke(app, [*command, "--help"], env=WIDE).output)
 
 
-@pytest.mark.parametrize("command", ["", "generate", "chat", "explain", "compile", "doctor", "bench", "bench latency"])
-def test_help_needs_neither_torch_nor_transformers_nor_matplotlib(command: str) -> None:
+def test_help_needs_neither_torch_nor_transformers_nor_matplotlib() -> None:
+    commands = ["", "generate", "chat", "explain", "compile", "doctor", "bench", "bench latency"]
     code = """
 import sys
 from compiled_llm.commands.app import app
-app(sys.argv[1:], standalone_mode=False)
-assert not {"torch", "transformers", "matplotlib"} & set(sys.modules)
+for command in sys.argv[1:]:
+    app([*command.split(), "--help"], standalone_mode=False)
+    assert not {"torch", "transformers", "matplotlib"} & set(sys.modules), command
 """
-    done = subprocess.run([sys.executable, "-c", code, *command.split(), "--help"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, *commands], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "--help" in done.stdout
+    assert done.stdout.count("Usage: ") == len(commands)
 
 
 def test_the_package_runs_as_a_module() -> None:
@@ -345,10 +330,6 @@ def test_as_a_module_it_imports_nothing_of_others_from_the_current_folder(tmp_pa
     command = [sys.executable, "-m", "compiled_llm", "generate", "--help"]
     done = subprocess.run(command, cwd=foreign.path, capture_output=True, text=True)
     assert (done.returncode, foreign.executed()) == (0, ""), done.stderr
-
-
-def test_version() -> None:
-    assert run("--version").stdout == f"compiled-llm {version('compiled-llm')}\n"
 
 
 def test_too_many_tokens_are_refused_before_anything_is_compiled(model_folder: Path) -> None:
@@ -373,29 +354,28 @@ def test_damaged_files_are_named(tmp_path: Path, model_folder: Path) -> None:
         assert f"error: {model} cannot be loaded" in result.output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--device", "cuda"), "--device cuda: there is no CUDA driver here"),
-        (("--model", "/no/such/folder"), "there is no such file or folder"),
-        (("--model", "."), "the folder holds no config.json"),
-        (("--model", "nobody/nothing"), "nobody/nothing cannot be loaded: there is no folder or file of that name"),
-    ],
-)
-def test_cheap_checks_come_before_torch_is_imported(tmp_path: Path, arguments: tuple[str, str], message: str) -> None:
+def test_cheap_checks_come_before_torch_is_imported(tmp_path: Path) -> None:
+    said = {
+        "--device=cuda": "--device cuda: there is no CUDA driver here",
+        "--model=/no/such/folder": "there is no such file or folder",
+        "--model=.": "the folder holds no config.json",
+        "--model=nobody/nothing": "nobody/nothing cannot be loaded: there is no folder or file of that name",
+    }
     code = """
 import ctypes, sys
 from compiled_llm.commands.app import app
 def no_driver(name): raise OSError
 ctypes.CDLL = no_driver
-try:
-    app(["generate", "x", *sys.argv[1:]])
-finally:
-    assert "torch" not in sys.modules
+for option in sys.argv[1:]:
+    try:
+        app(["generate", "x", option])
+    except SystemExit:
+        assert "torch" not in sys.modules, option
 """
-    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True)
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    done = subprocess.run([sys.executable, "-c", code, *said], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert [message in line for message, line in zip(said.values(), errors, strict=True)] == [True] * len(said)
 
 
 def test_missing_compiler_is_told_before_weights_are_loaded(model_folder: Path, monkeypatch) -> None:

@@ -43,7 +43,10 @@ def test_on_a_cpu_the_command_and_wrap_share_their_code() -> None:
     assert request.wrap_config("cuda") == WrapConfig(max_batch_size=1)
 
 
-def test_one_option_of_sampling_is_enough_to_draw() -> None:
+@pytest.mark.parametrize("flag", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"])
+def test_one_option_of_sampling_is_enough_to_draw(flag: str) -> None:
+    assert SamplingFlags(**{flag: 1}).options()["do_sample"]  # type: ignore[arg-type]
+    assert not SamplingFlags().options()["do_sample"]
     assert SamplingFlags().params(8, []) == SamplingParams(temperature=0.0, max_tokens=8)
     assert SamplingFlags(top_p=0.9, seed=1).params(8, ["."]) == SamplingParams(
         temperature=1.0, top_p=0.9, seed=1, max_tokens=8, stop=["."]

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from compiled_llm.explaining.cpu import cpu_name
 
@@ -20,7 +20,8 @@ _PACKAGES = ("compiled-llm", "torch", "transformers", "flashinfer-python", "trit
 
 Result = dict[str, Any]
 """One contender under one workload: what was asked, every time that was measured, and ``figures`` made of these."""
-Save, Log = Callable[[], object], Callable[[str], object]
+Save: TypeAlias = Callable[[], object]
+Log: TypeAlias = Callable[[str], object]
 
 
 @dataclass
@@ -60,7 +61,7 @@ class BenchReport:
             machine = {"versions": {}, "commit": None, "date": "", "gpu": None, **found["machine"]}
             mebibytes = found.get("memory_mib", {})  # of published runs
             memory = {name: {kind: mib * 2**20 for kind, mib in kinds.items()} for name, kinds in mebibytes.items()}
-            given = {"memory": memory, "read_bandwidth": None, "unavailable": {}, "failures": []}
+            given: dict[str, Any] = {"memory": memory, "read_bandwidth": None, "unavailable": {}, "failures": []}
             known = {name: found.get(name, value) for name, value in given.items()}
             lists = {name: value for name, value in found.items() if value and isinstance(value, list)}
             lists.pop("failures", None)

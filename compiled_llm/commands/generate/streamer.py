@@ -32,11 +32,11 @@ class AnswerStreamer(TextStreamer):
         if self._tokens and self._first is None:
             self._first = self._last
         if not self._silent:
-            super().put(value)
+            super().put(value)  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         if not self._silent:
-            super().end()
+            super().end()  # type: ignore[no-untyped-call]
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         super().on_finalized_text(printable(text) if sys.stdout.isatty() else text, stream_end)
