@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import compiled_llm
+from compiled_llm.engine.engine import Engine
 from support.characters import character_tokenizer
 from support.commands.foreign_folder import STANDARD, ForeignFolder, imported
+from support.server.engine_processes import engine_in_thread
 from support.tiny_models import tiny_qwen3
 
 TEMPLATE = (
@@ -31,3 +38,23 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> ForeignFolder:
     """Somebody else's folder, none of whose files may be executed."""
     return ForeignFolder(tmp_path_factory.mktemp("somebodys") / "folder", imported() | STANDARD)
+
+
+@pytest.fixture
+def engine(model_folder: Path) -> Iterator[Engine]:
+    model: Any = compiled_llm.wrap(AutoModelForCausalLM.from_pretrained(model_folder), mode="eager", progress=False)
+    with Engine(model, tokenizer=AutoTokenizer.from_pretrained(model_folder), max_rows=2) as engine:
+        yield engine
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
+        yield Path(folder) / "socket"
+
+
+@pytest.fixture
+def socket(model_folder: Path, engine: Engine, path: Path) -> Iterator[Path]:
+    """An engine process of the model."""
+    with engine_in_thread(engine, path, tokenizer=model_folder):
+        yield path

@@ -6,12 +6,9 @@ import asyncio
 import http.server
 import itertools
 import json
-import socket
-import subprocess
-import sys
+import re
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,8 +25,9 @@ from compiled_llm.commands.bench.http_client import answer_of
 from compiled_llm.commands.bench.load import Asked, Lengths, Load, LoadAnswer, answered, measure_all, pieces_of
 from compiled_llm.commands.bench.report import BenchReport
 from compiled_llm.commands.bench.timing import CallTiming, Spread, TokenClock, Workload, timed
-from compiled_llm.server.own_process import own_command
 from support.docs.pages import CHECKOUT
+from support.imports import imports, sources
+from support.server.running_servers import running_server
 
 PNG = b"\x89PNG"
 MACHINE = {"date": "today", "commit": "abc", "versions": {}, "cpu": {"name": "a CPU"}, "gpu": None}
@@ -71,7 +69,8 @@ def test_latency_on_this_machine(model_folder: Path, tmp_path: Path) -> None:
     assert all(line.startswith("compiled_llm: still ") for line in done.stderr.splitlines()), "quiet in pipes"
 
 
-def test_nothing_measured_is_exit_code_1(model_folder: Path) -> None:
+def test_nothing_measured_is_exit_code_1(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compiled_llm.explaining.profile.bandwidth.read_bandwidth", lambda *_: 1e9)
     done = invoke("latency", "--model", str(model_folder), "--contenders", "compiled-llm:piecewise", "--device", "cpu")
     assert done.exit_code == 1
     assert "Not available: compiled-llm:piecewise: a CPU has no CUDA graphs" in done.stdout
@@ -183,11 +182,11 @@ def test_choosing_contenders() -> None:
 # ---- serve
 
 
-def test_serve_asks_a_server(model_folder: Path, tmp_path: Path) -> None:
-    with served(model_folder) as url:
+def test_serve_asks_a_server(socket: Path, tmp_path: Path) -> None:
+    with running_server(socket) as server:
         loads = ("--concurrency", "1,3", "--rates", "8", "--seconds", "1", "--requests", "2", "--runs", "2")
         lengths = ("--prompts", "6,8-12", "--answers", "4", "--vocabulary", "100", "--name", "mine")
-        done = invoke("serve", "--url", url, *loads, *lengths, "--json", str(tmp_path / "serve.json"))
+        done = invoke("serve", "--url", f"{server.url}/v1", *loads, *lengths, "--json", str(tmp_path / "serve.json"))
     assert done.exit_code == 0, done.output
     report = BenchReport.load(tmp_path / "serve.json")
     found = [(one["contender"], one["load"], one["prompts"]) for one in report.results["serve"]]
@@ -199,27 +198,6 @@ def test_serve_asks_a_server(model_folder: Path, tmp_path: Path) -> None:
         assert one["short"] == 0
     assert "| mine | 3 at once |" in done.stdout
     assert invoke("show", str(tmp_path / "serve.json")).stdout == done.stdout
-
-
-@contextmanager
-def served(model: Path) -> Iterator[str]:
-    """`compiled-llm serve` in a process of its own; its URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = own_command("serve", str(model), f"--port={port}", "--mode=eager", "--device=cpu", "--quiet")
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
-        try:
-            for _ in range(600):
-                try:
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5).close()
-                    break
-                except OSError:
-                    assert process.poll() is None
-                    time.sleep(0.2)
-            yield f"http://127.0.0.1:{port}/v1"
-        finally:
-            process.terminate()
 
 
 @contextmanager
@@ -413,13 +391,10 @@ def test_missing_matplotlib_is_said_before_measuring(monkeypatch: pytest.MonkeyP
     assert "pip install '.[bench]'" in done.output
 
 
-def test_the_package_imports_neither_the_bench_nor_matplotlib(tmp_path: Path) -> None:
-    code = """
-import sys
-import compiled_llm
-compiled_llm.wrap
-assert "torch" in sys.modules
-assert not [name for name in sys.modules if name.startswith(("compiled_llm.commands", "matplotlib"))]
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+def test_only_commands_import_the_bench_and_only_its_chart_matplotlib() -> None:
+    bench = [one for one in imports() if one.imported.startswith("compiled_llm.commands.bench")]
+    assert {one.importer for one in bench if not one.importer.startswith("compiled_llm.commands.bench")} == {
+        "compiled_llm.commands.app"
+    }
+    drawing = [name for name, path in sources().items() if re.search("(import|from) matplotlib", path.read_text())]
+    assert drawing == ["compiled_llm.commands.bench.chart"]

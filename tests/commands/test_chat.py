@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-import compiled_llm
 from compiled_llm.client import Client
 from compiled_llm.commands.app import app
 from compiled_llm.commands.chat.chat import Chat
@@ -35,26 +33,6 @@ WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
 
 def chatted(*arguments: str, lines: str = "") -> Any:
     return CliRunner().invoke(app, ["chat", *arguments], input=lines, env=WIDE)
-
-
-@pytest.fixture
-def engine(model_folder: Path) -> Iterator[Engine]:
-    model: Any = compiled_llm.wrap(AutoModelForCausalLM.from_pretrained(model_folder), mode="eager", progress=False)
-    with Engine(model, tokenizer=AutoTokenizer.from_pretrained(model_folder), max_rows=2) as engine:
-        yield engine
-
-
-@pytest.fixture
-def path() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
-        yield Path(folder) / "socket"
-
-
-@pytest.fixture
-def socket(model_folder: Path, engine: Engine, path: Path) -> Iterator[Path]:
-    """An engine process of the model."""
-    with engine_in_thread(engine, path, tokenizer=model_folder):
-        yield path
 
 
 def huggingfaces(folder: Path, text: str, tokens: int) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -35,12 +33,6 @@ if __name__ == "__main__":
     app.app = start_processes
     __main__.main()
 """
-
-
-@pytest.fixture
-def path() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
-        yield Path(folder) / "socket"
 
 
 def run(*command: str, cwd: Path, text: str = "") -> subprocess.CompletedProcess[str]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,12 +21,6 @@ from compiled_llm.server.engine_process.socket_file import listen
 from compiled_llm.server.restarts import Restarts
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
-
-
-@pytest.fixture
-def path() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="uds-") as folder:
-        yield Path(folder) / "socket"
 
 
 def failed(*arguments: str) -> tuple[int, str]:

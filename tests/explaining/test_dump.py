@@ -7,7 +7,6 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -28,6 +27,7 @@ from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.tracing import Sandbox
 from compiled_llm.model.places import Place
 from support import planted_faults as planted
+from support.html_text import HtmlText
 from support.parity import greedy, mixed_prompts
 from support.planted_faults import plant
 
@@ -51,26 +51,6 @@ def report(root: Path, one_thread: None) -> Report:
         return compiled_llm.explain(plant(planted.ItemLeftATensor), dump=root)
 
 
-class Read(HTMLParser):
-    """What a piece of a page says, and where it leads to."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.links: list[str] = []
-        self.words = ""
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.links += [value for name, value in attrs if name == "href" and value is not None]
-
-    def handle_data(self, data: str) -> None:
-        self.words += data
-
-
-def pages(root: Path) -> list[Path]:
-    return sorted(root.rglob("*.html"))
-
-
 def lines_at(page: Path, links: list[str], stage: str) -> list[str]:
     """The text of the lines in a stage that links of a page lead to, with the line after each."""
     found = []
@@ -78,14 +58,14 @@ def lines_at(page: Path, links: list[str], stage: str) -> list[str]:
         text = (page.parent / unquote(address)).read_text()
         lines = re.findall(r'<span id="(L-\d+)"><span class="linenos"> *\d+</span>(.*)\n', text)
         at = [name for name, _ in lines].index(anchor)
-        found.append("\n".join(Read(text).words for _, text in lines[at : at + 2]))
+        found.append("\n".join(HtmlText(text).words for _, text in lines[at : at + 2]))
     return found
 
 
-def row_of(root: Path, source: str, program: str = "prefill") -> tuple[Path, Read]:
+def row_of(root: Path, source: str, program: str = "prefill") -> tuple[Path, HtmlText]:
     """The first row of a program's pages that shows a line of source, and the page."""
     rows = (
-        (page, Read(row))
+        (page, HtmlText(row))
         for page in sorted((root / "pages" / program).glob("part_*.html"))
         for row in re.findall(r"<tr>.*?</tr>", page.read_text(), re.DOTALL)
     )
@@ -100,26 +80,17 @@ def test_every_stage_of_every_program_is_there(root, report):
         texts = [(root / program / stage).read_text() for stage in STAGES]
         signs = ["__compiled_fn_", "GuardManager", "amax", "torch.ops.aten.amax", "AsyncCompile"]
         assert [sign in text for sign, text in zip(signs, texts, strict=True)] == [True] * 5
+        compile(texts[0], program, "exec")
+        whole = [part in texts[3] for part in ("aten.embedding", "_attention", "sample_tokens")]
+        assert whole == [True] * 3, "not in regions, as wrap would compile it"
     assert json.loads((root / "report.json").read_text()) == report.data
     assert "Nothing stands in the way" in (root / "report.html").read_text()
 
 
-def test_programs_are_whole_even_if_wrap_compiles_regions(root, report):
-    for program in PROGRAMS:
-        text = (root / program / "4_aten_graph.py").read_text()
-        assert [part in text for part in ("aten.embedding", "_attention", "sample_tokens")] == [True] * 3
-
-
-def test_bytecode_is_python(root, report):
-    for program in PROGRAMS:
-        compile((root / program / "1_bytecode.py").read_text(), program, "exec")
-
-
 def test_every_link_leads_somewhere_and_every_page_back_to_the_index(root, report):
-    index, anchors = root / "index.html", {}
-    seen = 0
-    for page in pages(root):
-        links = Read(page.read_text()).links
+    index, pages, anchors, seen = root / "index.html", set(root.rglob("*.html")), {}, 0
+    for page in pages:
+        links = HtmlText(page.read_text()).links
         seen += len(links)
         places = {(page.parent / unquote(link.partition("#")[0])).resolve(): link for link in links}
         assert page == index or index in places, page
@@ -131,7 +102,7 @@ def test_every_link_leads_somewhere_and_every_page_back_to_the_index(root, repor
             assert link.partition("#")[2] in anchors.get(place, {""}), (page, link)
             assert place.exists(), (page, link)
     assert seen > 300
-    assert set(anchors) == set(pages(root)), "no page is out of reach"
+    assert set(anchors) == pages, "no page is out of reach"
 
 
 def test_a_line_leads_to_its_nodes_and_they_to_a_kernel(root, report):
@@ -188,7 +159,7 @@ def test_inductor_knows_nodes_by_the_names_that_pages_show(tmp_path, monkeypatch
     assert [names - lines_of_nodes(graph).keys() for names, graph in zip(given, graphs, strict=True)] == [set()] * 3
     assert (tmp_path / "index.html").read_text().count(">model.layers.0-2, alike</a>") == len(PROGRAMS)
     page, row = row_of(tmp_path, "self.q_proj(")
-    assert "This is model.layers.1." in Read(page.read_text()).words
+    assert "This is model.layers.1." in HtmlText(page.read_text()).words
     (node,) = lines_at(page, row.links, "3_graph")
     assert re.search(r"layers\w*_1_\w*q_proj", node), node
 
@@ -226,7 +197,7 @@ def test_frames_of_a_broken_model_are_named_by_their_function_and_line(tmp_path)
     frames = tmp_path / "dump" / "frames"
     names = [path.name for path in frames.iterdir()]
     line = planted.Print.forward.__code__.co_firstlineno
-    assert f"planted_faults.py:{line} in " in Read((tmp_path / "dump" / "index.html").read_text()).words
+    assert f"planted_faults.py:{line} in " in HtmlText((tmp_path / "dump" / "index.html").read_text()).words
     assert any(re.fullmatch(r"\d+_(Print_)?forward_1_1_bytecode.py", name) for name in names)
     assert any("torch.nn" in path.read_text() for path in frames.glob("graph_*.py"))
 
@@ -255,7 +226,7 @@ def test_names_of_files_are_text_on_the_pages_and_nothing_else(tmp_path):
     assert not set('"<>?') & set(address)
     assert (tmp_path / unquote(address.partition("#")[0])).resolve() == page
     assert "<script>" not in page.read_text()
-    assert "<script>alert(2)</script>" in Read(page.read_text()).words
+    assert "<script>alert(2)</script>" in HtmlText(page.read_text()).words
 
 
 def test_listings_are_coloured(tmp_path):
@@ -264,7 +235,7 @@ def test_listings_are_coloured(tmp_path):
     text = DumpPages(tmp_path).of_source(Place(str(source), 1, "f")).read_text()
     assert '<span class="k">def</span>' in text
     lines = re.findall(r'<span id="L-\d+"><span class="linenos">\d+</span>(.*)\n', text)
-    assert [Read(line).words for line in lines] == source.read_text().splitlines()
+    assert [HtmlText(line).words for line in lines] == source.read_text().splitlines()
 
 
 # ---- without depyf, with one that fails, and under the user's own
@@ -309,7 +280,7 @@ def test_a_dump_is_whole_but_for_what_fails(tmp_path, monkeypatch):
     assert len(report.data["notes"]) == 2
     for note in report.data["notes"]:
         assert note in " ".join(str(report).split())
-        assert note in Read((tmp_path / "index.html").read_text()).words
+        assert note in HtmlText((tmp_path / "index.html").read_text()).words
     files = sorted(path.name for path in (tmp_path / "prefill").iterdir())
     assert files == ["1_bytecode.txt", "2_guards.txt", "3_graph.py"]
 

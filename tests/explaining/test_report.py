@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.subject import head_rows
 from compiled_llm.explaining.wording import speed_of
 from compiled_llm.model.places import NOWHERE, Place
+from support.html_text import HtmlText
 from support.tiny_models import tiny_qwen3
 
 CAUSE = Finding(
@@ -28,29 +28,6 @@ CONSEQUENCE = Finding(
 )
 
 
-class Words(HTMLParser):
-    """The words of a page, those that are folded apart."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open, self.folded, self.style = "", "", False
-        self._depth = 0
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._depth += tag == "details"
-        self.style = tag == "style"
-
-    def handle_endtag(self, tag: str) -> None:
-        self._depth -= tag == "details"
-
-    def handle_data(self, data: str) -> None:
-        if self._depth:
-            self.folded += data
-        elif not self.style:
-            self.open += data
-
-
 @pytest.fixture
 def model() -> Any:
     model = tiny_qwen3()
@@ -58,9 +35,9 @@ def model() -> Any:
     return model
 
 
-def both(report: Report, path: Path) -> tuple[str, Words]:
+def both(report: Report, path: Path) -> tuple[str, HtmlText]:
     """The report as text, on one line, and as a page."""
-    return " ".join(str(report).split()), Words(report.to_html(path / "report.html").read_text())
+    return " ".join(str(report).split()), HtmlText(report.to_html(path / "report.html").read_text())
 
 
 def test_a_report_says_of_what_with_what_and_when_it_was_made(model, tmp_path):
@@ -76,9 +53,9 @@ def test_a_report_says_of_what_with_what_and_when_it_was_made(model, tmp_path):
     ]
     for words in said:
         assert words in text
-        assert words in page.open
+        assert words in page.words
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d [+-]\d{4}", report.data["date"])
-    assert report.data["date"] in page.open
+    assert report.data["date"] in page.words
 
 
 def test_a_model_from_nowhere_has_no_name(model):
@@ -88,7 +65,7 @@ def test_a_model_from_nowhere_has_no_name(model):
 
 def test_programs_whose_names_have_commas_are_told_apart(model, tmp_path):
     for said in both(Report.of(model, [CAUSE]), tmp_path):
-        words = said if isinstance(said, str) else said.open
+        words = said if isinstance(said, str) else said.words
         assert "graph break in prefill; decode, batch 1; decode, larger batches" in words
 
 
@@ -98,7 +75,7 @@ def test_what_only_follows_is_counted_named_and_folded(model, tmp_path):
     assert "1 more graph break, seen only after the above" in text
     assert "noise.py:7 in next" in text
     for noise in (CONSEQUENCE.reason, CONSEQUENCE.advice):
-        assert noise not in text + page.open
+        assert noise not in text + page.words
     assert CONSEQUENCE.reason in page.folded
 
 
@@ -107,7 +84,7 @@ def test_what_only_follows_is_counted_named_and_folded(model, tmp_path):
 )
 def test_where_one_fault_hides_others_it_is_said(kind, more, model, tmp_path):
     text, page = both(Report.of(model, [Finding(kind, NOWHERE, "It is.", "Change it.")]), tmp_path)
-    assert [("More may show once this is mended" in words) for words in (text, page.open)] == [more, more]
+    assert [("More may show once this is mended" in words) for words in (text, page.words)] == [more, more]
 
 
 @pytest.mark.parametrize(
