@@ -1,4 +1,4 @@
-"""The scripts of `tools/bench` run: each on a tiny model on the CPU, and vLLM's and SGLang's part on stand-ins."""
+"""The scripts of `tools/bench` run: each on a tiny model on the CPU, and vLLM's part on a stand-in."""
 
 from __future__ import annotations
 
@@ -45,18 +45,6 @@ class LLM:
         note("run", [prompt["prompt_token_ids"] for prompt in prompts], [one.settings for one in parameters])
         time.sleep(0.001 * parameters[0].settings["max_tokens"])
         return [Out(one.settings["max_tokens"] - {missing}) for one in parameters]
-
-class Engine:
-    def __init__(self, **settings):
-        note("load", settings, json.load(open(settings["model_path"] + "/config.json")))
-
-    def generate(self, input_ids, sampling_params):
-        note("run", input_ids, sampling_params)
-        time.sleep(0.001 * sampling_params[0]["max_new_tokens"])
-        return [{{"output_ids": [1] * one["max_new_tokens"]}} for one in sampling_params]
-
-    def shutdown(self):
-        note("shutdown")
 """
 
 
@@ -77,30 +65,29 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-def fake_engine(folder: Path, name: str, missing: int = 0) -> tuple[str, Path]:
-    """A Python in which only the engine's package is, here a stand-in; and what that has noted."""
+def fake_vllm(folder: Path, missing: int = 0) -> tuple[str, Path]:
+    """A Python in which there is only vLLM, here a stand-in; and what that has noted."""
     log = folder / "calls.log"
-    (folder / f"{name}.py").write_text(ENGINE.format(log=str(log), missing=missing))
+    (folder / "vllm.py").write_text(ENGINE.format(log=str(log), missing=missing))
     return f"env PYTHONPATH={folder} {sys.executable} -S", log
 
 
 def test_latency(tool: Any) -> None:
     quick = ("--batches", "1,2", "--prompts", "8", "--new", "4", "--runs", "2")
-    report, printed = tool("latency", *quick, "--contenders", "hf-eager,hf-static,compiled-llm:eager,sglang")
+    report, printed = tool("latency", *quick, "--contenders", "hf-eager,hf-static,compiled-llm:eager,vllm")
     assert [(one["contender"], one["batch"]) for one in report.results["latency"]] == [
         (name, batch) for name in ("hf-eager", "compiled-llm:eager") for batch in (1, 2)
     ]
-    assert set(report.unavailable) == {"hf-static", "sglang"}
+    assert set(report.unavailable) == {"hf-static", "vllm"}
     assert report.command.startswith("python tools/bench/latency.py --batches 1,2")
     assert report.machine["commit"] == "none", "what is given wins over what git says"
     assert "**Prompts of 8 tokens, 4 new tokens, greedy**" in printed
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_other_engines_are_asked_for_the_same_work(tool: Any, tmp_path: Path, name: str) -> None:
-    python, log = fake_engine(tmp_path, name)
+def test_vllm_is_asked_for_the_same_work(tool: Any, tmp_path: Path) -> None:
+    python, log = fake_vllm(tmp_path)
     quick = ("--batches", "2", "--prompts", "8", "--new", "64", "--runs", "2", "--decoding", "both")
-    report, _ = tool("latency", *quick, f"--{name}", python, "--contenders", name)
+    report, _ = tool("latency", *quick, "--vllm", python, "--contenders", "vllm")
     calls = [json.loads(line) for line in log.read_text().splitlines()]
     load, runs = calls[0], [call for call in calls if call[0] == "run"]
     assert load[1]["load_format"] == "dummy"
@@ -109,18 +96,16 @@ def test_other_engines_are_asked_for_the_same_work(tool: Any, tmp_path: Path, na
     assert {key: load[2][key] for key in shapes.SHAPES["tiny"]} == shapes.SHAPES["tiny"]
     prompts = [json.dumps(call[1]) for call in runs]
     assert len(set(prompts)) == len(prompts) == 2 * 2 * (2 + 2), "no cache of prefixes may hit"
-    length = "max_tokens" if name == "vllm" else "max_new_tokens"
-    assert [[one[length] for one in call[2]] for call in runs] == [[1, 1], [64, 64]] * 8
+    assert [[one["max_tokens"] for one in call[2]] for call in runs] == [[1, 1], [64, 64]] * 8
     assert [call[2][0]["temperature"] for call in runs] == [0.0] * 8 + [0.8] * 8
     assert all(one["ignore_eos"] for call in runs for one in call[2])
-    assert (["shutdown"] in calls) == (name == "sglang")
-    assert report.machine["versions"][name] == "0.0.1"
+    assert report.machine["versions"]["vllm"] == "0.0.1"
     assert len(report.results["latency"]) == 2
 
 
 def test_an_engine_that_comes_short_or_dies_says_why(tool: Any, tmp_path: Path) -> None:
     quick = ("--batches", "2", "--prompts", "8", "--new", "5", "--contenders", "vllm", "--vllm")
-    python, _ = fake_engine(tmp_path, "vllm", missing=1)
+    python, _ = fake_vllm(tmp_path, missing=1)
     assert "tokens came instead of" in tool("latency", *quick, python, code=1)[1]
     dies = tmp_path / "dies.py"
     dies.write_text("import sys; sys.exit('loading\\nValueError: no CUDA for you\\nleft in peace')")
@@ -142,7 +127,7 @@ def test_roofline_sees_exactly_the_steps_that_it_says(tool: Any) -> None:
 
 
 def test_offline(tool: Any, tmp_path: Path) -> None:
-    python, _ = fake_engine(tmp_path, "vllm")
+    python, _ = fake_vllm(tmp_path)
     quick = ("--requests", "3", "--prompts", "4-8", "--answers", "3-5", "--decoding", "greedy", "--runs", "2")
     report, _ = tool("offline", *quick, "--contenders", "compiled-llm:engine:eager,vllm", "--vllm", python)
     ours, theirs = report.results["offline"]

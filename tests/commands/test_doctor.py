@@ -393,15 +393,17 @@ def test_builds_stop_at_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> No
     assert "python3-dev" in finding.fix
 
 
-def test_nvcc_builds_or_its_error_is_told(program: Fake) -> None:
+def test_an_error_of_nvcc_is_told(program: Fake) -> None:
     broken = program("nvcc", "echo 'nvcc fatal   : Unsupported gcc version!' >&2; exit 1")
     with pytest.raises(RuntimeError) as error:
         doctor_build.build_with_nvcc(str(broken))
     assert essence(error.value) == "nvcc fails: nvcc fatal   : Unsupported gcc version!"
-    real = shutil.which("nvcc", path=os.environ["PATH"].partition(os.pathsep)[2])
-    if real is None:
-        pytest.skip("the other half needs nvcc")
-    assert doctor_build.build_with_nvcc(real) == "a CUDA kernel"
+
+
+@pytest.mark.whole
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_nvcc_builds() -> None:
+    assert doctor_build.build_with_nvcc(str(shutil.which("nvcc"))) == "a CUDA kernel"
 
 
 def test_json_has_each_build_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,7 +468,7 @@ def test_failed_build_sets_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(doctor_report, "try_builds", lambda cuda: iter([failed]))
     result = run()
     assert result.exit_code == 1
-    assert "\nkernel builds\n  failed      ops: no luck -> try again\n" in result.stdout
+    assert "kernel builds\n  failed      ops: no luck -> try again\n" in result.stdout
     assert "ops (failed)" in result.stdout.splitlines()[-1]
 
 

@@ -38,7 +38,6 @@ Vllm = Annotated[
     str,
     typer.Option("--vllm", envvar="COMPILED_LLM_VLLM", help="A Python that has vLLM: 'env PYTHONPATH=... python3'."),
 ]
-Sglang = Annotated[str, typer.Option("--sglang", envvar="COMPILED_LLM_SGLANG", help="A Python that has SGLang.")]
 C = TypeVar("C", bound=Contender)
 
 

@@ -97,7 +97,7 @@ class VllmEngine(EngineContender):
     name = "vllm"
 
     def __init__(self, python: str, streams: bool) -> None:
-        self._peer = Peer("vllm", python, streams)
+        self._peer = Peer(python, streams)
 
     def obstacle(self, setup: Setup) -> str | None:
         return self._peer.obstacle(setup)

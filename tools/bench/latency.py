@@ -1,4 +1,4 @@
-"""`compiled-llm bench latency` with further contenders: hf-static, vllm and sglang.
+"""`compiled-llm bench latency` with further contenders: hf-static and vllm.
 
 python tools/bench/latency.py --model qwen3-0.6b --batches 1,8,32,64 --json latency.json
 python tools/bench/latency.py --batches 1 --prompts 128,1024 --runs 100 --new 2      # first tokens
@@ -10,7 +10,7 @@ import itertools
 from typing import Annotated
 
 import typer
-from common import Commit, Contenders, DeviceName, Json, Model, Sglang, Vllm, bench, integers
+from common import Commit, Contenders, DeviceName, Json, Model, Vllm, bench, integers
 from peers import HFStatic, Peer
 
 from compiled_llm.commands.bench import contenders as ours, latency
@@ -28,7 +28,6 @@ def main(
     runs: Annotated[int, typer.Option(min=1, help="Timed runs; from 100 on with the 99th percentile.")] = 5,
     device: DeviceName = "auto",
     vllm: Vllm = "",
-    sglang: Sglang = "",
     json: Json = None,
     commit: Commit = None,
 ) -> None:
@@ -37,7 +36,7 @@ def main(
     combinations = itertools.product(ways, integers(new), integers(prompts), integers(batches))
     asked = [Workload(batch, prompt, length, sampled) for sampled, length, prompt, batch in combinations]
     first, *rest = ours.ALL
-    known = [first, HFStatic(), *rest, Peer("vllm", vllm), Peer("sglang", sglang)]
+    known = [first, HFStatic(), *rest, Peer(vllm)]
     with bench(model, device, asked, json, commit, bandwidth=True) as run:
         chosen = ours.choose(contenders, run.setup.device.type, known)
         latency.measure(chosen, run.setup, runs, run.report, run.save)

@@ -1,4 +1,4 @@
-"""vLLM or SGLang at the end of a pipe, as `peers.py` speaks; it runs in their environment, so it imports nothing else.
+"""vLLM at the end of a pipe, as `peers.py` speaks; it runs in its own environment, so it imports nothing else.
 
 With `"streams": true` vLLM's `AsyncLLM`, which its server runs on, answers requests when they arrive (`arrivals`), and
 `times` are added: when each token of each request came, in seconds from the begin.
@@ -23,7 +23,7 @@ Say = Callable[..., None]
 def load_vllm(job: dict[str, Any], say: Say) -> tuple[Answer, Callable[[], object]]:
     """vLLM's `LLM`, as it configures itself, with its engine in this process."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    vllm = imported("vllm", say)
+    vllm = imported(say)
     engine = vllm.LLM(**vllm_settings(job))
 
     def answer(asked: dict[str, Any]) -> dict[str, Any]:
@@ -38,28 +38,6 @@ def load_vllm(job: dict[str, Any], say: Say) -> tuple[Answer, Callable[[], objec
     return answer, lambda: None
 
 
-def load_sglang(job: dict[str, Any], say: Say) -> tuple[Answer, Callable[[], object]]:
-    """SGLang's `Engine`, as it configures itself."""
-    engine = imported("sglang", say).Engine(
-        model_path=job["model"],
-        load_format="dummy" if job["random"] else "auto",
-        skip_tokenizer_init=True,
-        dtype=job["dtype"],
-        context_length=job["length"],
-        mem_fraction_static=job["gpu_share"],
-        random_seed=0,
-    )
-
-    def answer(asked: dict[str, Any]) -> dict[str, Any]:
-        settings = [{**asked["sampling"], "max_new_tokens": new, "ignore_eos": True} for new in asked["new"]]
-        begin = time.perf_counter()
-        outputs = engine.generate(input_ids=asked["prompts"], sampling_params=settings)
-        seconds = time.perf_counter() - begin
-        return {"seconds": seconds, "lengths": [len(output["output_ids"]) for output in outputs]}
-
-    return answer, engine.shutdown
-
-
 def load_streams(job: dict[str, Any], say: Say) -> tuple[Answer, Callable[[], object]]:
     """vLLM's `AsyncLLM` with the defaults of its server."""
     streams = Streams(job, say)
@@ -70,7 +48,7 @@ class Streams:
     """An asynchronous engine, and the loop that its tasks belong to."""
 
     def __init__(self, job: dict[str, Any], say: Say) -> None:
-        self._vllm = imported("vllm", say)
+        self._vllm = imported(say)
         self._delta = importlib.import_module("vllm.sampling_params").RequestOutputKind.DELTA
         self._numbers = itertools.count()
         self._loop = asyncio.new_event_loop()
@@ -108,11 +86,11 @@ class Streams:
         return times, cached
 
 
-def imported(name: str, say: Say) -> Any:
+def imported(say: Say) -> Any:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    module = importlib.import_module(name)
-    say(mark="imported", versions={name: module.__version__})
-    return module
+    vllm = importlib.import_module("vllm")
+    say(mark="imported", versions={"vllm": vllm.__version__})
+    return vllm
 
 
 def vllm_settings(job: dict[str, Any]) -> dict[str, Any]:
@@ -142,8 +120,7 @@ def main() -> None:
         send(answers, message)
 
     job = json.loads(sys.argv[1])
-    load = load_streams if job["streams"] else {"vllm": load_vllm, "sglang": load_sglang}[job["engine"]]
-    answer, close = load(job, say)
+    answer, close = (load_streams if job["streams"] else load_vllm)(job, say)
     say(mark="loaded")
     for line in sys.stdin:
         send(answers, answer(json.loads(line)))

@@ -1,4 +1,4 @@
-"""Contenders that users do not get by default: HuggingFace's own compile, and vLLM and SGLang behind a pipe.
+"""Contenders that users do not get by default: HuggingFace's own compile, and vLLM at the end of a pipe.
 
 A worker says `{"mark": "imported"}` and `{"mark": "loaded"}` (with `versions`, if it likes), one line of JSON each. To
 each request, `{"prompts": [...], "new": [...], "sampling": {...}}`, it answers `{"seconds": 5.0, "lengths": [...]}`.
@@ -99,10 +99,12 @@ def started(
 
 
 class Peer(Contender):
-    """vLLM or SGLang as they configure themselves, in a process of `python`; see `peer_worker.py`."""
+    """vLLM as it configures itself, in a process of `python`; see `peer_worker.py`."""
 
-    def __init__(self, name: str, python: str, streams: bool = False) -> None:
-        self.name, self.python, self.streams = name, python, streams
+    name = "vllm"
+
+    def __init__(self, python: str, streams: bool = False) -> None:
+        self.python, self.streams = python, streams
 
     def obstacle(self, setup: Setup) -> str | None:
         if setup.name == "demo" or setup.name.lower().endswith(".gguf"):
@@ -119,7 +121,6 @@ class Peer(Contender):
             if setup.name in SHAPES:
                 write_config(setup.name, setup.dtype, Path(folder))
             job = {
-                "engine": self.name,
                 "streams": self.streams,
                 "model": folder if setup.name in SHAPES else setup.name,
                 "random": setup.name in SHAPES,

@@ -125,7 +125,7 @@ class VllmServer(Server):
         self._python, self._folder, self._processes = python, folder, processes
 
     def obstacle(self, setup: Any) -> str | None:
-        return Peer("vllm", self._python).obstacle(setup)
+        return Peer(self._python).obstacle(setup)
 
     @contextmanager
     def ways(self, run: Bench) -> Iterator[Mapping[str, Run]]:

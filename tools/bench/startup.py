@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from common import Bench, Commit, Contenders, DeviceName, Json, Model, Sglang, Vllm, bench, named
+from common import Bench, Commit, Contenders, DeviceName, Json, Model, Vllm, bench, named
 from peers import HERE, HFStatic, Peer, started
 from shapes import write_model
 
@@ -132,12 +132,11 @@ def main(
     runs: Annotated[int, typer.Option(min=0, help="Starts with warm caches, and as many with artifacts.")] = 5,
     device: DeviceName = "auto",
     vllm: Vllm = "",
-    sglang: Sglang = "",
     json: Json = None,
     commit: Commit = None,
 ) -> None:
     """Measure the time from a process's start to its first token: with cold caches, warm ones, and artifacts."""
-    known = [*ALL, HFStatic(), Peer("vllm", vllm), Peer("sglang", sglang)]
+    known = [*ALL, HFStatic(), Peer(vllm)]
     with bench(model, device, [Workload(batch, prompt, new)], json, commit) as run:
 
         def measure(contender: Contender) -> None:

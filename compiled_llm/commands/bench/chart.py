@@ -22,7 +22,6 @@ NAMES = {
     "hf-eager": "HuggingFace",
     "hf-static": "HuggingFace, compiled",
     "vllm": "vLLM",
-    "sglang": "SGLang",
     "compiled-llm:cuda-graphs": "compiled_llm",
 }
 """Names in the chart, from top to bottom; other contenders follow under their own."""
@@ -36,7 +35,6 @@ COLOURS = {
     "compiled-llm:piecewise": "#c51b8a",
     "compiled-llm:cuda-graphs:flashinfer": "#756bb1",
     "vllm": "#e6550d",
-    "sglang": "#31a354",
 }
 
 

@@ -1,6 +1,6 @@
 """Contenders of this process: HuggingFace's ``generate`` as it is, and this package in each mode.
 
-``tools/bench`` has further ones, of the same shape: HuggingFace's static cache, vLLM and SGLang.
+``tools/bench`` has further ones, of the same shape: HuggingFace's static cache, and vLLM.
 """
 
 from __future__ import annotations
