@@ -21,7 +21,7 @@ from compiled_llm.compilation.tracing import layer_marks
 from compiled_llm.explaining import timings
 from compiled_llm.explaining.dump import dump
 from compiled_llm.explaining.dump.bytecode import readable
-from compiled_llm.explaining.dump.links import SourceLink, kernels_of, lines_of_nodes, parts_of
+from compiled_llm.explaining.dump.links import NODES, SourceLink, kernels_of, lines_of, parts_of
 from compiled_llm.explaining.dump.pages import DumpPages, link_to
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.tracing import Sandbox
@@ -156,7 +156,7 @@ def test_inductor_knows_nodes_by_the_names_that_pages_show(tmp_path, monkeypatch
     monkeypatch.setattr(backend, "fill", fill)
     assert compiled_llm.explain(plant(*[planted.PrintDeleted] * 3), dump=tmp_path).clean
     graphs = [(tmp_path / program / "3_graph.py").read_text() for program in PROGRAMS]
-    assert [names - lines_of_nodes(graph).keys() for names, graph in zip(given, graphs, strict=True)] == [set()] * 3
+    assert [names - lines_of(NODES, graph).keys() for names, graph in zip(given, graphs, strict=True)] == [set()] * 3
     assert (tmp_path / "index.html").read_text().count(">model.layers.0-2, alike</a>") == len(PROGRAMS)
     page, row = row_of(tmp_path, "self.q_proj(")
     assert "This is model.layers.1." in HtmlText(page.read_text()).words

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from compiled_llm.commands.doctor.finding import DoctorFinding, essence
 from compiled_llm.commands.doctor.machine import find_nvcc
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 _PART = "kernel builds"
 _PROMPT_TOKENS, _NEW_TOKENS = 40, 16
 
-_Step: TypeAlias = tuple[str, str, Callable[[], str]]
-"""Its name, what to show meanwhile, and a function that returns what came out, and raises if that is wrong."""
-
 _CUDA_SOURCE = """
 #include <cuda_bf16.h>
 #include <vector>
@@ -36,7 +33,7 @@ std::vector<int> host_compiler_works() { return {1, 2, 3}; }
 
 
 class WrongTokensError(RuntimeError):
-    """A wrapped model chose tokens that HuggingFace would not have chosen."""
+    """A wrapped model generated tokens that HuggingFace would not have."""
 
 
 def try_builds(cuda: bool) -> Iterator[DoctorFinding]:
@@ -55,9 +52,10 @@ def try_builds(cuda: bool) -> Iterator[DoctorFinding]:
         yield DoctorFinding(_PART, name, "ok", result, needed=True, seconds=time.perf_counter() - started)
 
 
-def _steps(device: str) -> list[_Step]:
+def _steps(device: str) -> list[tuple[str, str, Callable[[], str]]]:
+    """Return names, a text to show meanwhile, and a function that returns what came out, and raises if it is wrong."""
     trial = functools.cache(functools.partial(Trial, device))
-    steps: list[_Step] = [
+    steps: list[tuple[str, str, Callable[[], str]]] = [
         ("Inductor", f"compiling a kernel for {device}", functools.partial(build_with_inductor, device)),
         ("ops", "running a tiny model over pages", lambda: trial().run("eager")),
         ("compiled model", "compiling a tiny model", lambda: trial().run("compile")),
@@ -133,31 +131,21 @@ class Trial:
             torch.manual_seed(0)
             model: Any = LlamaForCausalLM(config)
             self.prompt = torch.randint(3, 128, (1, _PROMPT_TOKENS), device="cpu").to(device)
-        if device == "cpu":
-            dtype = torch.float32
-        else:
+        dtype = torch.float32
+        if device != "cpu":
             dtype = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
         self.model = model.eval().to(device, dtype)
 
     def run(self, mode: Mode) -> str:
-        """Generate in a mode and check the tokens.
-
-        Raises:
-            WrongTokensError: they are wrong.
-            RuntimeError: something does not build or run.
-        """
+        """Generate in a mode; raises RuntimeError if something does not build or run, or if the tokens are wrong."""
         import torch
 
         import compiled_llm
 
         wrapped = compiled_llm.wrap(self.model, mode=mode, max_batch_size=1, kv_memory="256 tokens", progress=False)
         try:
-            tokens = wrapped.generate(
-                input_ids=self.prompt,
-                attention_mask=torch.ones_like(self.prompt),
-                max_new_tokens=_NEW_TOKENS,
-                do_sample=False,
-            )
+            asked = {"input_ids": self.prompt, "attention_mask": torch.ones_like(self.prompt)}
+            tokens = wrapped.generate(**asked, max_new_tokens=_NEW_TOKENS, do_sample=False)
             stats = wrapped.compiled.stats()
         finally:
             compiled_llm.unwrap(wrapped)
@@ -168,11 +156,7 @@ class Trial:
         return f"{how}, {_NEW_TOKENS} tokens, each HuggingFace's choice"
 
     def check(self, tokens: torch.Tensor) -> None:
-        """Check that HuggingFace's forward would have chosen the tokens ``[1, T + G]`` of prompt and answer.
-
-        Raises:
-            WrongTokensError: it would not, and by more than rounding.
-        """
+        """Raise WrongTokensError if HuggingFace would not generate the tokens ``[1, T + G]``, but for rounding."""
         import torch
 
         with torch.inference_mode():
@@ -181,7 +165,5 @@ class Trial:
         rounding = 1e-3 if self.model.dtype == torch.float32 else 0.1
         wrong = (logits.amax(dim=-1) - chosen > rounding * logits.std()).nonzero().flatten().tolist()
         if wrong:
-            raise WrongTokensError(
-                f"of {_NEW_TOKENS} tokens HuggingFace would have chosen {len(wrong)} differently, the first of them "
-                f"number {wrong[0] + 1}"
-            )
+            differently = f"of {_NEW_TOKENS} tokens HuggingFace would have chosen {len(wrong)} differently"
+            raise WrongTokensError(f"{differently}, the first of them number {wrong[0] + 1}")

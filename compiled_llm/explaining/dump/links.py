@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -12,8 +12,8 @@ from torch import fx
 
 from compiled_llm.model.places import Place, blame, stack_in
 
-_HANDLE = re.compile(r"\[Provenance debug handles\] (?P<name>\S+:\d+)")
-_NODE = re.compile(r"^\s+(?P<name>\w+)(?:: .*?)? = ")
+KERNELS = re.compile(r"\[Provenance debug handles\] (?P<name>\S+:\d+)")
+NODES = re.compile(r"^\s+(?P<name>\w+)(?:: .*?)? = ")
 _LAYER = re.compile(r"(?P<list>.*)\.(?P<number>\d+)")
 
 
@@ -24,21 +24,13 @@ class SourceLink:
     Attributes:
         module: the path of the module that ran it; empty around the model.
         nodes: names in Dynamo's graph.
-        kernels: names in Inductor's code, each with the number of its call.
+        kernels: names in Inductor's code, each with the number of its first call.
     """
 
     module: str
     place: Place
-    nodes: list[str] = field(default_factory=list)
-    kernels: list[str] = field(default_factory=list)
-
-    def add(self, kernels: Iterable[str]) -> None:
-        """Add kernels, each with its first call alone."""
-        known = {_without_call(kernel) for kernel in self.kernels}
-        for kernel in kernels:
-            if _without_call(kernel) not in known:
-                known.add(_without_call(kernel))
-                self.kernels.append(kernel)
+    nodes: list[str]
+    kernels: list[str]
 
     @property
     def layer(self) -> str:
@@ -54,14 +46,15 @@ def links_of(graph: fx.GraphModule, provenance: Mapping[str, Any]) -> list[Sourc
         graph: Dynamo's.
         provenance: Inductor's ``preToPost`` and ``postToCppCode``; may be empty.
     """
-    links: dict[tuple[str, Place], SourceLink] = {}
+    lines: dict[tuple[str, Place], tuple[list[str], dict[str, str]]] = {}
     for node in graph.graph.nodes:
         if node.op.startswith("call"):
-            module, place = _module_of(node), blame(stack_in(node.meta.get("stack_trace") or ""))
-            link = links.setdefault((module, place), SourceLink(module, place))
-            link.nodes.append(node.name)
-            link.add(kernels_of(node.name, provenance))
-    return list(links.values())
+            line = _module_of(node), blame(stack_in(node.meta.get("stack_trace") or ""))
+            nodes, kernels = lines.setdefault(line, ([], {}))
+            nodes.append(node.name)
+            for kernel in kernels_of(node.name, provenance):
+                kernels.setdefault(_without_call(kernel), kernel)
+    return [SourceLink(*line, nodes, list(kernels.values())) for line, (nodes, kernels) in lines.items()]
 
 
 def kernels_of(node: str, provenance: Mapping[str, Any]) -> Iterator[str]:
@@ -94,30 +87,18 @@ def _module_of(node: fx.Node) -> str:
     return re.sub(r"^L?\.?model\.", "", path)
 
 
-def lines_of_nodes(code: str) -> dict[str, int]:
-    """Return the line on which a printed graph defines each node."""
-    return _first_lines(code, _NODE)
-
-
-def lines_of_kernels(code: str) -> dict[str, int]:
-    """Return the line above each kernel's call in Inductor's code."""
-    return _first_lines(code, _HANDLE)
-
-
-def _first_lines(code: str, pattern: re.Pattern[str]) -> dict[str, int]:
+def lines_of(names: re.Pattern[str], code: str) -> dict[str, int]:
+    """Return the first line of each name: of ``NODES`` in a printed graph, or of ``KERNELS`` in Inductor's code."""
     lines: dict[str, int] = {}
     for number, line in enumerate(code.split("\n"), 1):
-        if match := pattern.search(line):
+        if match := names.search(line):
             lines.setdefault(match["name"], number)
     return lines
 
 
 @dataclass(frozen=True)
 class Part:
-    """A module, or several layers that are alike: their paths, in the order in which they run, and the links of each.
-
-    The path of the code around the model is empty.
-    """
+    """A module, or several layers that are alike: their paths in the order in which they run, and the links of each."""
 
     modules: list[str]
     links: list[list[SourceLink]]

@@ -15,7 +15,7 @@ from pygments import highlight  # comes with rich
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer, TextLexer
 
-from compiled_llm.explaining.dump.links import Part, SourceLink, lines_of_kernels, lines_of_nodes, parts_of
+from compiled_llm.explaining.dump.links import KERNELS, NODES, Part, SourceLink, lines_of, parts_of
 from compiled_llm.explaining.page import render
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.subject import head_rows, title_of
@@ -81,15 +81,15 @@ class DumpPages:
     def _parts(self, program: DumpedProgram) -> Iterator[tuple[Path, Part]]:
         """Yield each part and its page, which shows its lines, their nodes, and the kernels of these."""
         lines: dict[str, tuple[Path, int]] = {}
-        for name, lines_of in ((GRAPH, lines_of_nodes), (INDUCTOR, lines_of_kernels)):
+        for name, names in ((GRAPH, NODES), (INDUCTOR, KERNELS)):
             if (file := program.folder / name).exists():
-                listing, found = self._listing_of(program, name), lines_of(file.read_text(encoding="utf-8"))
+                listing, found = self._listing_of(program, name), lines_of(names, file.read_text(encoding="utf-8"))
                 lines.update({thing: (listing, line) for thing, line in found.items()})
         for number, part in enumerate(parts_of(program.links), 1):
             name = re.sub(r"\W+", "-", part.modules[0]) or "around"
             page = self._root / program.folder.name / f"part_{number}_{name}.html"
-            names = {"title": part.title, "names": [program.name, part.title]}
-            self._write(page, "dump_part", part=part, lines=lines, source_of=self.of_source, short=_short, **names)
+            shown = {"title": part.title, "names": [program.name, part.title], "part": part, "lines": lines}
+            self._write(page, "dump_part", source_of=self.of_source, short=_short, **shown)
             yield page, part
 
     def _listing_of(self, program: DumpedProgram, name: str) -> Path:
