@@ -21,7 +21,7 @@ class Extension(NamedTuple):
     """New tokens of one row: a prompt, or a chunk of one.
 
     Attributes:
-        row: in a ``Batch``, not yet grown by them; while they are packed, grown.
+        row: not yet grown by them in a ``Batch``; grown while they are packed.
         ids: ``[Q]`` int64.
         positions: ``[Q]`` int64, rotary positions.
         is_last: whether a token is sampled after them; not after a chunk that others follow.
@@ -34,7 +34,7 @@ class Extension(NamedTuple):
 
     @classmethod
     def of(cls, row: Row, ids: NDArray[np.int64], is_last: bool = True) -> Extension:
-        """Return tokens at the positions that follow the row's last."""
+        """Return an extension at the positions that follow the row's last."""
         return cls(row, ids, row.position + np.arange(len(ids)), is_last)
 
 
@@ -66,7 +66,7 @@ class StepOutput(NamedTuple):
         rows: the rows that a token was sampled for: those of ``decode``, then those of ``extend`` that end.
         logits: ``[N, V]`` in the model's dtype; None if the step was two launches, whose logits lie apart.
         tokens: ``[N]`` int64, the next tokens.
-        edited: ``[N, V]``, what they were sampled from, if the host has replaced logits; else None.
+        processed: ``[N, V]``, the logits that they were sampled from, if the host has replaced some; else None.
     """
 
     rows: Sequence[Row]

@@ -15,13 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from compiled_llm.compilation.sampling.sampling import Sampling
-from compiled_llm.execution.admission import checked_prompt
 from compiled_llm.execution.batch import Batch, Extension, Observer, StepOutput
 from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
+from compiled_llm.execution.limits import checked_prompt
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.state.unread import Unread
 from compiled_llm.execution.threads.interrupts import deferred
@@ -33,17 +32,15 @@ _NO_TOKENS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
 class GenerateLoop:
-    """Runs a changing set of rows, each step exact; several runners of one model take turns in its decode buffers.
+    """Runs a changing set of rows, each step exact; several loops of one model take turns in its decode buffers.
 
     Attributes:
-        model_runner: the model's device side.
         rows: the rows whose prompts have been admitted, in the order of ``step``'s forced tokens and ``logits``.
         steps: how many steps have been launched.
         promise: pages that the rows may take together, while a call holds it.
     """
 
     def __init__(self, model_runner: ModelRunner) -> None:
-        """Start without rows."""
         self.model_runner = model_runner
         self._thread = model_runner.thread
         self.rows: list[Row] = []
@@ -56,26 +53,6 @@ class GenerateLoop:
         self._unread = Unread(model_runner.readbacks)
         self._masks: Callable[[], Masks] | None = None
         self._finalizer = weakref.finalize(self, _free, self.rows)
-
-    @property
-    def max_positions(self) -> int:
-        """How many positions the model was made for."""
-        return self.model_runner.max_positions
-
-    @property
-    def max_rows(self) -> int:
-        """How many rows there can be."""
-        return self.model_runner.max_batch_size
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        """How many tokens layers with sliding windows see, a query itself included."""
-        return self.model_runner.windows
-
-    @property
-    def vocabulary(self) -> int:
-        """How many token ids the model can take."""
-        return self.model_runner.vocabulary
 
     @property
     def asynchronous(self) -> bool:
@@ -95,7 +72,7 @@ class GenerateLoop:
         Args:
             prompt: token ids, at least one.
             max_new_tokens: how many tokens the row may grow by; its pages are promised now.
-            sampling: how it chooses its tokens; the most likely ones if None.
+            sampling: how it samples its tokens; greedily if None.
 
         Raises:
             ValueError: the prompt is empty or not of tokens of the model, ``max_new_tokens`` is negative, the model
@@ -110,28 +87,13 @@ class GenerateLoop:
     def resume(
         self, row: Row, tokens: NDArray[np.int64], max_new_tokens: int, sampling: Sampling | None = None
     ) -> None:
-        """Continue a row with more tokens; otherwise as ``admit``.
-
-        Args:
-            row: one of this runner's.
-            tokens: ``[Q]`` token ids, at least one.
-            max_new_tokens: how many tokens the row may grow by after them; its pages are promised now.
-            sampling: how it chooses its tokens; the most likely ones if None.
-
-        Raises:
-            OutOfPagesError: the pages it may need are not free; nothing was taken.
-        """
+        """Continue a row of this loop with more tokens ``[Q]``, at least one; otherwise as ``admit``."""
         row.reserve(row.length + len(tokens) + max(0, max_new_tokens - 1))
         row.leave_slot()
         self._pending.append((row, tokens, sampling))
 
     def begin(self, logits: Tensor, settings: Sequence[Sampling | None]) -> None:
-        """Continue all rows from logits that were computed elsewhere: the next ``step`` samples from them.
-
-        Args:
-            logits: ``[B, V]``, in the order of ``rows``.
-            settings: how each row samples its tokens; the most likely ones if None.
-        """
+        """Continue all rows from logits ``[B, V]`` computed elsewhere: the next ``step`` samples from them."""
         self._computed = logits
         for row, sampling in zip(self.rows, settings, strict=True):
             row.leave_slot()
@@ -168,7 +130,7 @@ class GenerateLoop:
         """Take a row out and give its pages back.
 
         Raises:
-            ValueError: it is not one of this runner's.
+            ValueError: it is not one of this loop's.
         """
         if row not in self.rows:
             raise ValueError("release: the row is not one of this runner's; has it been released already?")
@@ -177,10 +139,7 @@ class GenerateLoop:
         row.free()
 
     def select(self, indices: Sequence[int]) -> None:
-        """Replace the rows by some of them, each as often as it is named; pages are shared, not copied.
-
-        Args:
-            indices: for each new row, the old one that it continues.
+        """Replace the rows: each new one continues the old one at its index; pages are shared, not copied.
 
         Raises:
             ValueError: they are more than ``max_batch_size``; nothing has changed.
@@ -195,26 +154,18 @@ class GenerateLoop:
                     row.free()
 
     def fork(self) -> GenerateLoop:
-        """Return another runner with the same rows; pages are shared, not copied."""
+        """Return another loop with the same rows; pages are shared, not copied."""
         generate_loop = GenerateLoop(self.model_runner)
         generate_loop.rows += [row.fork() for row in self.rows]
         return generate_loop
-
-    def belongs_to(self, model_runner: ModelRunner) -> bool:
-        """Whether these rows lie in the pages of ``model_runner``."""
-        return self.model_runner is model_runner
-
-    def runs(self, model: PreTrainedModel) -> bool:
-        """Whether these rows are of ``model``, as it is now or as it was."""
-        return self.model_runner.is_of(model)
 
     # ---- around them
 
     @contextmanager
     def observed(self, observer: Observer | None, masks: Callable[[], Masks] | None = None) -> Iterator[None]:
-        """Have ``observer`` called with each launch's own step for the block, in the executor; see ``Batch``.
+        """Call ``observer`` in the executor with each launch's own step for the block; see ``Batch``.
 
-        And ``masks`` before deferred sampling, in the caller's thread, once all tokens before have been returned.
+        ``masks`` is called before deferred sampling, in the caller's thread, after all earlier tokens were returned.
         """
         before = self._every_row, self._masks
         self._every_row, self._masks = self._every_row._replace(observer=observer), masks
@@ -234,7 +185,7 @@ class GenerateLoop:
         return self._thread.call(self._last_logits)
 
     def close(self) -> None:
-        """Release all rows; the runner can be used again."""
+        """Release all rows; the loop can be used again."""
         self.model_runner.settle()
         self._finalizer()
         self._finalizer = weakref.finalize(self, _free, self.rows)
@@ -242,7 +193,7 @@ class GenerateLoop:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new loop with the rows as they are; what an earlier one left is forgotten."""
+        """Begin again with the rows as they are; forget prompts that wait and tokens that were not read."""
         self._pending.clear()
         self._computed = None
         self._unread.forget()
@@ -272,11 +223,11 @@ class GenerateLoop:
         """Store and compute more tokens of some rows, packed, and wait for nothing.
 
         Args:
-            rows: rows of this runner.
+            rows: of this loop.
             ids: each row's new tokens, at least one.
             positions: their rotary positions.
             keep: which packed tokens' logits are wanted; each row's last if None.
-            embeddings: ``[T, hidden]``, what the model reads in place of ``ids``, packed.
+            embeddings: ``[T, hidden]``, packed, which the model reads in place of ``ids``.
 
         Returns:
             ``[L, V]`` logits in the model's dtype.
@@ -287,11 +238,11 @@ class GenerateLoop:
     def fill(
         self, stored: NDArray[np.bool_], states: Sequence[tuple[Tensor, Tensor]], positions: Sequence[int]
     ) -> None:
-        """Let all rows grow by keys and values that were computed elsewhere.
+        """Grow all rows by keys and values that were computed elsewhere, as ``RunnerState.write`` takes them.
 
         Args:
             stored: ``[B, C]``, which columns each row takes.
-            states: keys and values of each layer, ``[B, K, C', D]``, as ``DeviceState.write`` takes them.
+            states: keys and values of each layer, ``[B, K, C', D]``.
             positions: the rotary position of each row's next token.
 
         Raises:
@@ -320,8 +271,9 @@ class GenerateLoop:
         return self._thread.call(self._decode, tokens, positions, unchanged)
 
     def _check_room(self, rows: int) -> None:
-        if rows > self.max_rows:
-            raise ValueError(f"{rows} rows are more than max_batch_size={self.max_rows}; wrap with a larger one")
+        most = self.model_runner.max_batch_size
+        if rows > most:
+            raise ValueError(f"{rows} rows are more than max_batch_size={most}; wrap with a larger one")
 
     def _check_tokens(self, tokens: Tensor) -> None:
         if tokens.shape != (len(self.rows),) or tokens.dtype not in (torch.int64, torch.int32):
@@ -370,7 +322,6 @@ class GenerateLoop:
         return self.model_runner.run(self._every_row._replace(decode=(), extend=extend), self._persistent, unchanged)
 
     def _enter_settings(self) -> None:
-        """Give new rows slots, with their settings."""
         if new := [entry for entry in self._pending if entry[0].slot is None]:
             settings = [sampling and sampling.starting_at(row.position + len(ids)) for row, ids, sampling in new]
             self.model_runner.state.slots.admit([row for row, _, _ in new], settings)

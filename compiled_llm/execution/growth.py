@@ -17,16 +17,13 @@ def grown(
     promise: Promise | None,
     copy_pages: Callable[[Sequence[PageCopy]], None],
 ) -> Iterator[bool]:
-    """Grow rows for the block; if it fails, they shrink again.
+    """Grow each row by its count of tokens for the block, and yield whether pages were copied.
+
+    If the block fails, the rows shrink again.
 
     Args:
-        rows: the rows.
-        counts: how many tokens each grows by.
         promise: pages that the rows may take together.
         copy_pages: copies pages that rows stop sharing.
-
-    Returns:
-        Yields whether pages were copied.
 
     Raises:
         OutOfPagesError: a row has outgrown what it was promised, and no page is free; nothing has changed.

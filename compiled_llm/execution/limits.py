@@ -4,20 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from compiled_llm.execution.model_runner import ModelRunner
 
 
+def checked_prompt(model_runner: ModelRunner, prompt: ArrayLike, max_new_tokens: int) -> tuple[NDArray[np.int64], int]:
+    """Return a prompt's tokens ``[Q]``, and how many its row will store; ValueError as ``GenerateLoop.admit``."""
+    ids = np.asarray(prompt)
+    if ids.size == 0:
+        raise ValueError("prompt is empty: give at least one token")
+    vocabulary = model_runner.vocabulary
+    if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocabulary:
+        raise ValueError(
+            f"prompt: token ids are integers from 0 to {vocabulary - 1}; got {ids.dtype} from {ids.min()} to "
+            f"{ids.max()}"
+        )
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: must not be negative")
+    stored = ids.size + max(0, max_new_tokens - 1)  # the last token is sampled but never stored
+    if stored > model_runner.max_positions:
+        raise ValueError(
+            f"prompt: {ids.size} tokens and max_new_tokens={max_new_tokens} take {stored} positions, and the model "
+            f"has {model_runner.max_positions}"
+        )
+    return ids.astype(np.int64).reshape(-1), stored
+
+
 def pages_needed(model_runner: ModelRunner, prompts: Sequence[int], max_new: int, shared: Sequence[int] = ()) -> int:
-    """Return how many pages prompts of these lengths may need with all that they may grow by.
+    """Return how many pages prompts of these lengths may need with all ``max_new`` tokens that each may grow by.
 
-    The last token of a row is sampled but never stored.
-
-    Args:
-        model_runner: the model's device side.
-        prompts: the length of each row.
-        max_new: how many tokens a row may grow by.
-        shared: how many tokens each row has in common with an earlier one, if any; full pages of them are counted
-            once.
+    The last token of a row is sampled but never stored. ``shared`` is how many tokens each row has in common with an
+    earlier one, if any; full pages of them are counted once.
     """
     pool = model_runner.pool
     return sum(pool.pages_for(prompt + max_new - 1) for prompt in prompts) - sum(
@@ -28,10 +47,9 @@ def pages_needed(model_runner: ModelRunner, prompts: Sequence[int], max_new: int
 def check_fits(
     model_runner: ModelRunner, prompts: Sequence[int], max_new: int, needed: int | None = None, beams: int = 1
 ) -> None:
-    """Check that the prompts and all they may grow by fit the model, the batch size and the pages.
+    """Check prompts with all that they may grow by.
 
     Args:
-        model_runner: the model's device side.
         prompts: the length of each row, with what a cache holds of it already.
         max_new: how many tokens a row may grow by.
         needed: how many pages that takes beyond those that the rows have; all of them if None.

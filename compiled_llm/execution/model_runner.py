@@ -53,21 +53,12 @@ _NOTHING: Mapping[Row, Tensor] = {}
 
 
 class ModelRunner:
-    """What a scheduler drives.
+    """Runs the batches of schedulers.
 
     Attributes:
         config: the options of ``wrap``, with as many rows as there is room for.
         max_batch_size: most rows of one call; schedulers that know of more room may run more.
-        device: where the model lives.
-        thread: where everything here runs.
-        events: what happened.
-        max_positions: how many positions the model was made for.
-        pool: who has which page.
-        prefixes: pages of texts that engines keep; one for all of them, since a page is in one tree.
-        state: tensors at fixed addresses.
-        readiness: what is compiled and captured.
-        prefill: runs new tokens.
-        decode: runs decode steps.
+        prefixes: pages of texts that engines keep; one tree for all of them, since a page is in one tree.
         readbacks: tokens on their way to the host.
     """
 
@@ -85,14 +76,10 @@ class ModelRunner:
         """Allocate pages and buffers; nothing is compiled yet.
 
         Args:
-            facts: what is known of the model.
-            config: the options of ``wrap``.
-            thread: where everything here runs.
-            events: what to note things in.
-            programs: what to run in place of what ``config`` says.
+            programs: programs of an earlier runner, to run again.
             max_rows: make room for so many rows, if that is more than ``config`` says.
-            weights: which of the model's lie side by side, if they have been laid out before.
-            artifacts: what was compiled before, in place of compiling.
+            weights: those that an earlier runner has fused.
+            artifacts: compiled programs, in place of compiling.
 
         Raises:
             ValueError: not even one page fits into the memory allowed.
@@ -135,8 +122,8 @@ class ModelRunner:
         """Run a batch without waiting for it.
 
         Args:
-            batch: the rows, not yet grown by their new tokens.
-            persistent: what its scheduler remembers of the decode buffers, and whether its steps are exact.
+            batch: its rows are not yet grown by their new tokens.
+            persistent: of its scheduler.
             unchanged: neither the model nor a row can have changed since the last step; skip looking at them.
 
         Raises:
@@ -201,10 +188,10 @@ class ModelRunner:
         """Run new tokens of some rows, and return ``[L, V]`` logits without sampling tokens that would be remembered.
 
         Args:
-            extensions: the rows, not yet grown.
+            extensions: their rows are not yet grown.
             promise: pages that the rows may take together.
             keep: ``[L]`` ascending, which packed tokens' logits are wanted; if None, the last of each row.
-            embeddings: ``[T, hidden]``, what the model reads in place of the tokens' ids.
+            embeddings: ``[T, hidden]``, which the model reads in place of the tokens' ids.
 
         Raises:
             OutOfPagesError: as ``run``.
@@ -223,24 +210,16 @@ class ModelRunner:
         states: Sequence[tuple[Tensor, Tensor]],
         promise: Promise | None = None,
     ) -> None:
-        """Let rows grow by keys and values that were computed elsewhere; otherwise as ``RunnerState.write``.
-
-        Raises:
-            OutOfPagesError: as ``run``.
-        """
+        """Grow rows, and write keys and values into them by ``RunnerState.write``; OutOfPagesError as ``run``."""
         with grown(rows, stored.sum(axis=1).tolist(), promise, self.state.copy_pages):
             self.state.write(rows, stored, states)
 
     def sample(
         self, rows: Sequence[Row], logits: Tensor, persistent: PersistentBatch, observer: Observer | None = None
     ) -> StepOutput:
-        """Sample the next tokens of rows from logits that were computed elsewhere.
+        """Sample the next tokens of rows from logits ``[B, V]`` that were computed elsewhere.
 
-        Args:
-            rows: they hold all that the logits follow from.
-            logits: ``[B, V]``.
-            persistent: as in ``run``.
-            observer: as in ``Batch``.
+        The rows hold all tokens that the logits follow from.
         """
         self.graph_manager.check_model()
         state = self.state
@@ -256,19 +235,15 @@ class ModelRunner:
     def sample_deferred(
         self, persistent: PersistentBatch, masks: Masks | None = None, processed: Mapping[Row, Tensor] = _NOTHING
     ) -> StepOutput:
-        """Sample for the rows whose sampling is deferred, from what earlier launches have computed; wait for nothing.
-
-        Otherwise as ``DeferredSampling.run``.
-        """
+        """Sample for the rows whose sampling is deferred, as ``DeferredSampling.run``, and wait for nothing."""
         if not processed and (rows := len(persistent.deferred.rows)):
             self.events.used[SamplingKey(self.decode.bucket_for(rows), masks is not None)] += 1
         return persistent.deferred.run(masks, processed)
 
     def prepare_deferred(self, buckets: Sequence[int] = ()) -> None:
-        """Have the kernels compiled that deferred sampling launch; nobody runs.
+        """Compile the kernels of deferred sampling, and on CUDA capture those of ``buckets`` rows; no loop runs.
 
-        Args:
-            buckets: for how many rows choices are captured on CUDA; others are launched one kernel after the other.
+        Other numbers of rows are launched one kernel after the other.
         """
         self.graph_manager.check_model()
         self.settle()
@@ -296,15 +271,15 @@ class ModelRunner:
 
     @cached_property
     def watch(self) -> ModelWatch:
-        """Tells whether the model computes what ``prefixes`` were computed with; one for all engines, too."""
+        """Tells whether the model is still the one that computed ``prefixes``; one watch for all engines."""
         return ModelWatch(self._facts.model)
 
     def is_of(self, model: PreTrainedModel) -> bool:
-        """Whether this is the device side of ``model``."""
+        """Return whether this runs ``model``, as it is now or as it was."""
         return self._facts.reference() is model
 
     def release(self) -> None:
-        """Give device memory back, whoever holds this still; nobody has rows here, and nothing runs afterwards."""
+        """Give device memory back, even if this is still referenced; it has no rows, and nothing runs afterwards."""
         self.settle()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -313,32 +288,31 @@ class ModelRunner:
         self._planner.release()
 
     def go_on(self) -> None:
-        """Capture for a slice what steps have missed: one was launched, and its host would wait for the device."""
+        """Run one time slice of pending captures: a step was launched, and its host would wait for the device."""
         self.graph_manager.go_on()
 
     def catch_up(self, wanted: Callable[[], object]) -> None:
-        """Capture what steps have missed, since none is to run, until something is ``wanted``."""
+        """Run pending captures while no step is to run, until something is ``wanted``."""
         while self.graph_manager.cuda_graphs.captures_beside and not wanted():
             self.thread.call(self.go_on)
             self.thread.call(self.graph_manager.adopt)
 
     @deferred()
     def settle(self) -> None:
-        """Let nothing be captured any more beside steps: whoever runs none may wait for the whole device."""
+        """End pending captures: a thread that runs no steps may wait for the device, which no capture survives."""
         self.graph_manager.cuda_graphs.settle()
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """How many tokens layers with sliding windows see."""
+        """The tokens that layers with sliding windows see, a query itself included."""
         return self._facts.windows
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids the model can take."""
         return vocabulary_of(self._facts.model)
 
     def memory(self) -> dict[str, int]:
-        """Return where device memory went, in bytes."""
+        """Return what each part takes of the device's memory, in bytes."""
         model = self._facts.model
         weights = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
         return {

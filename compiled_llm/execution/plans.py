@@ -32,7 +32,7 @@ _NOT_CAPTURED = _BEST_VARIANT = -1
 
 
 class Planner:
-    """Plans batches: what graphs capture has plans of its own, everything else shares one for each group.
+    """Plans batches: each captured step has plans of its own, all others share one for each group.
 
     All plans of a model have one size, which programs may take as a constant.
 
@@ -53,12 +53,8 @@ class Planner:
         """Allocate the backend's workspace.
 
         Args:
-            layers: the geometry of each layer.
-            config: the options of ``wrap``.
-            device: where the model lives.
-            longest: tokens that a row may have.
-            room: what a prefill takes at most.
-            shapes: prefills that are captured, of any variant.
+            room: the most that a prefill takes.
+            shapes: of captured prefills, of any variant.
         """
         self._name = config.backend_on(device.type)
         self._backend = backend_named(self._name)
@@ -84,7 +80,6 @@ class Planner:
 
     @property
     def workspace_bytes(self) -> int:
-        """Size of the backend's workspace, in bytes."""
         return self._workspace.buffer.nbytes
 
     def release(self) -> None:
@@ -99,8 +94,8 @@ class Planner:
     def fits(self, shape: Shape) -> bool:
         """Return whether prefills of this shape can be captured.
 
-        The workspace must hold what their plans need, however long the rows are; and of a variant that only a mixture
-        of long and short rows gains by, nothing is captured.
+        The workspace must hold their plans, however long the rows are; and a variant from which only a mixture of long
+        and short rows gains is not captured.
         """
         if shape.variant == self.variants[0] or not self._captures:
             return True
@@ -114,18 +109,17 @@ class Planner:
         return self._best(queries, [extension.row.length for extension in batch])
 
     def forget(self, key: object) -> None:
-        """Let go of the plans of a captured prefill that is gone, if it is one: another gets new ones."""
+        """Let go of the plans of a captured prefill that is gone; other keys are ignored."""
         if isinstance(key, Shape):
             self._plans.pop(key, None)
 
     # ---- what programs read
 
     def for_prefill(self, shape: Shape | None = None) -> AttentionPlans:
-        """Return what a prefill reads: the plans of a captured shape, or those of all others."""
+        """Return the plans of a captured shape, or those of all other prefills."""
         return self._as_inputs(shape)
 
     def for_decode(self, bucket: int) -> AttentionPlans:
-        """Return what a decode step reads."""
         plans = self._as_inputs(bucket)
         for tensor in plans.tensors:
             mark_static(tensor)
@@ -134,12 +128,7 @@ class Planner:
     # ---- planning
 
     def plan_prefill(self, table: HostTable, shape: Shape | None = None) -> None:
-        """Plan a prefill or extend.
-
-        Args:
-            table: its page table on the host.
-            shape: of a prefill that is captured; None for any other.
-        """
+        """Plan a prefill or extend; ``shape`` is that of a captured prefill, None for any other."""
         if shape is None or not self._captures:
             self._plan(shape, table, _NOT_CAPTURED, _BEST_VARIANT)
         else:
@@ -171,7 +160,7 @@ class Planner:
     # ---- variants, and how much workspace they need
 
     def _workspace_for(self, config: WrapConfig, shapes: Sequence[Shape]) -> tuple[int, int]:
-        """Return the bytes that everything needs, and as far as that is not too much those to capture ``shapes``."""
+        """Return the bytes that all launches need, and those to capture ``shapes``, if these are not too many."""
         needed = self._backend.workspace_bytes(self._groups, self._device)
         if not self._captures:
             return needed, 0

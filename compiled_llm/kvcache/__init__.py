@@ -1,1 +1,1 @@
-"""The page pool: which page belongs to which row, and the memory behind the pages."""
+"""The page pool: which page belongs to which row, and the memory of the pages."""

@@ -1,4 +1,4 @@
-"""The memory behind the page pool: how many pages fit, and their tensors, at addresses that graphs may rely on.
+"""The memory of the page pool: how many pages fit, and their tensors, at addresses that graphs may rely on.
 
 Shapes: K kv heads, D head dimension, P pages, S page size.
 """
@@ -36,7 +36,7 @@ def page_bytes(layers: Sequence[Layer], page_size: int, dtype: torch.dtype) -> i
 def pages_to_allocate(
     config: WrapConfig, layers: Sequence[Layer], dtype: torch.dtype, device: torch.device, max_positions: int
 ) -> int:
-    """Return P, the null page included, by ``config.kv_memory`` and the free memory; ValueError if no page fits."""
+    """Return P, with the null page, by ``config.kv_memory`` and the free memory; ValueError if no page fits."""
     one = page_bytes(layers, config.page_size, dtype)
     longest = config.max_batch_size * -(-max_positions // config.page_size)
     memory = parse_kv_memory(config.kv_memory) or KVMemory(
@@ -116,8 +116,8 @@ def allocate_pages(
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # PyTorch writes its zeros; NumPy asks the operating system for memory that is zero. And no view of it: of each,
-    # Dynamo would trace what it is a view of as well, with a symbolic size.
+    # PyTorch writes its zeros; NumPy asks the operating system for memory that is zero. And no view of it: Dynamo would
+    # trace its base as well, with a symbolic size.
     return torch.frombuffer(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8), dtype=dtype).resize_(shape)
 
 

@@ -153,14 +153,14 @@ class Row:
         return first, pages[first:]
 
     def fork(self) -> Row:
-        """Return another row with the same tokens in the same pages, and with no more pages promised."""
+        """Return another row with the same tokens in the same pages, without promised ones."""
         row = Row(self._pool, 0)
         self._pool.share(self.pages)
         row.pages, row.length, row.position = list(self.pages), self.length, self.position
         return row
 
     def mark(self) -> tuple[int, int]:
-        """Return the state that ``restore`` needs to undo growth."""
+        """Return the state to which ``restore`` goes back."""
         return self.length, self._promised + len(self.pages)
 
     def restore(self, mark: tuple[int, int]) -> None:

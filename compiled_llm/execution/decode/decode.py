@@ -1,4 +1,4 @@
-"""Decode steps over buffers at fixed addresses, one bucket of rows each, and who sits there at the moment.
+"""Decode steps over buffers at fixed addresses, one bucket of rows each, and whose rows are in them.
 
 Shapes: B rows of a bucket, V vocabulary.
 """
@@ -39,7 +39,7 @@ class BatchOwner(Protocol):
     """Whose rows are in the decode buffers."""
 
     def displace(self) -> None:
-        """Know that others sit there from now on."""
+        """Other rows are in the buffers from now on."""
 
 
 class Decode:
@@ -50,25 +50,23 @@ class Decode:
     """
 
     def __init__(self, state: RunnerState, graph_manager: GraphManager, planner: Planner) -> None:
-        """Begin with empty buffers; nothing is compiled yet."""
         self._state = state
         self._graph_manager = graph_manager
         self._planned = PlannedTable(state, planner) if planner.decodes else None
         self._cuda_graphs = graph_manager.cuda_graphs
         self.ready = graph_manager.ready
         self._launchable: set[int] = set()  # that were compiled when they were last missing
-        self._spare = 0  # the bucket that is captured for others to run in, as long as nobody has wanted itself
+        self._spare = 0  # the bucket that is captured for others to run in, until a step wants it for itself
         self._owner: weakref.ref[BatchOwner] | None = None
         self._largest = self.bucket_for(state.config.max_batch_size)
         state.cuda_graphs.anchors["decode"] = [self._largest]
 
     def bucket_for(self, rows: int) -> int:
-        """Return the smallest bucket that holds ``rows``."""
         return bucket_for(rows, self._state.config.max_batch_size)
 
     @property
     def captures(self) -> bool:
-        """Whether steps are captured beside others, so that nobody waits for more than compiling."""
+        """Whether steps are captured while others run, so that calls wait for no more than compiling."""
         return self._cuda_graphs.ours
 
     @property
@@ -78,7 +76,7 @@ class Decode:
 
     @property
     def wanted_buckets(self) -> list[int]:
-        """The ready buckets that somebody has wanted, and not only run smaller ones in."""
+        """The ready buckets without the one in which only smaller ones have run."""
         return [bucket for bucket in self.ready_buckets if bucket != self._spare]
 
     def make_ready(
@@ -92,16 +90,16 @@ class Decode:
     ) -> int:
         """Compile decode for the bucket and capture its graph, if that has not happened yet or no longer holds.
 
-        A call that waits for no more than a CUDA graph does not wait: its step runs in the next larger bucket that is
-        ready, or if there is none or it has to be exact, is launched as it is; and it is captured beside the steps that
-        follow.
+        A call does not wait for a CUDA graph alone: its step runs in the next larger bucket that is ready, or if there
+        is none or it has to be exact, is launched as it is; the graph is captured while later steps run.
 
         Args:
             bucket: B.
-            waiting: how many rows a call has that waits for it.
+            waiting: how many rows the call has that waits for it.
             unchanged: the model cannot have changed since the last prefill or the last call without this.
-            number: shown behind what is done, which of how many it is.
-            anchors: if all but one row are compiled for it, capture the largest, too, in which any can run.
+            number: its number among those that are prepared, to be shown.
+            anchors: if the program of several rows is compiled now, capture the largest bucket, too, in which any can
+                run.
             exact: run in no other bucket; if others have to make room for its CUDA graph, capture it now.
 
         Returns:
@@ -130,7 +128,7 @@ class Decode:
         return bucket if bucket in self.ready else self._largest  # which may have taken the only room
 
     def capture_anchors(self, only_with_room: bool = True) -> None:
-        """Capture the largest bucket, so that nobody waits for a smaller one; ``only_with_room`` evicts no other."""
+        """Capture the largest bucket, so that no step waits for a smaller one; ``only_with_room`` evicts no other."""
         buckets = self.ready_buckets
         missing = self._cuda_graphs.ours and max(buckets, default=1) > 1 and self._largest not in buckets
         if missing and not (only_with_room and self._state.cuda_graphs.full):
@@ -138,7 +136,7 @@ class Decode:
             self._spare = self._largest
 
     def _serving(self, bucket: int, exact: bool) -> int:
-        """Return the bucket that runs in place of one that is not captured, itself if it can be launched; else 0."""
+        """Return the bucket that runs in place of one that is not captured; 0 if that has to be compiled first."""
         graph_manager = self._graph_manager
         self._launchable.discard(bucket)
         if bucket in self.ready or not graph_manager.can_launch(self._inputs(bucket)):
@@ -154,10 +152,10 @@ class Decode:
         return next((other for other in self.ready_buckets if other > bucket), 0)
 
     def _run_missing(self, bucket: int, larger: int) -> int:
-        """Return what runs in place of a bucket: the larger one while it is captured, or if there is none, itself."""
+        """Return the bucket that runs in place of one that is missing: the larger one, or if there is none, itself."""
         if not larger:
             self._state.cuda_graphs.missed(bucket)
-            return bucket  # which has itself captured
+            return bucket  # ``run`` has it captured
         self.missed(bucket)
         if self._cuda_graphs.can_begin:
             self._cuda_graphs.want(bucket, functools.partial(self._begin_capture, bucket))
@@ -177,7 +175,7 @@ class Decode:
         self._graph_manager.capture(bucket, self._inputs(bucket), like, beside=beside)
 
     def _prepare(self, bucket: int, waiting: int, number: str, first: bool) -> None:
-        """Compile a bucket, for all others if it is the ``first``, and capture it."""
+        """Compile a bucket, the ``first`` with the rows that suit all, and capture it."""
         graph_manager, what = self._graph_manager, f"decode bucket {bucket}"
         waiting = 0 if self._cuda_graphs.lost(bucket) else waiting
         program = DECODE_ONE if bucket == 1 else DECODE_MANY
@@ -194,7 +192,7 @@ class Decode:
         self.ready.add(bucket)
 
     def _is_first(self, bucket: int) -> bool:
-        """Whether a bucket is compiled for all but one row, as on CUDA, where its size does not stay built in."""
+        """Whether this bucket compiles the program of several rows, on CUDA, where its size does not stay built in."""
         programs = self._graph_manager.programs
         on_cuda = self._cuda_graphs.ours or (self._state.device.type == "cuda" and not programs.in_trees)
         return on_cuda and bucket > 1 and not graph_count(programs.decode_many_function)
@@ -205,39 +203,35 @@ class Decode:
         return self._launch(bucket)
 
     def claim(self, owner: BatchOwner | None) -> None:
-        """Hand the decode buffers to ``owner``; whoever had them is told."""
+        """Hand the decode buffers to ``owner``, and displace the previous one."""
         previous = self._owner() if self._owner is not None else None
         if previous is not None and previous is not owner:
             previous.displace()
         self._owner = None if owner is None else weakref.ref(owner)
 
     def owned_by(self, owner: BatchOwner) -> bool:
-        """Whether this owner's rows sit there."""
         return self._owner is not None and self._owner() is owner
 
     @property
     def table_bytes(self) -> int:
-        """Size of what planned steps read beside the decode buffers, in bytes."""
+        """Size of the page table of planned steps, in bytes."""
         return 0 if self._planned is None else self._planned.nbytes
 
     @property
     def follows_pages(self) -> bool:
-        """Whether steps are planned, anew whenever a row enters a page."""
+        """Whether steps are planned, again whenever a row enters a page."""
         return self._planned is not None
 
     def place(self, rows: Sequence[Row], bucket: int, cause: UploadCause) -> None:
         """Put rows, already grown by the token that they are about to feed in, in the decode buffers.
 
-        Args:
-            rows: the rows, whose slots have their page numbers; the rest of the bucket becomes padding.
-            bucket: B.
-            cause: why.
+        Their slots have their page numbers; the rest of the bucket becomes padding.
         """
         self._state.decode_buffers.place(rows, bucket)
         self._written(rows, bucket, cause)
 
     def stay(self, rows: Sequence[Row], bucket: int, cause: UploadCause) -> None:
-        """Let rows go on where they sit, though their pages have changed; otherwise as ``place``."""
+        """Keep rows at their batch indices although their pages have changed; otherwise as ``place``."""
         self._state.decode_buffers.place_padding(len(rows), bucket)
         self._written(rows, bucket, cause)
 
@@ -254,11 +248,11 @@ class Decode:
         self._state.slots.tables.next_token.index_copy_(0, slots, tokens.long())
 
     def run(self, bucket: int, wanted: int) -> StepOutputs:
-        """Run one step of who sits there.
+        """Run one step of the rows in the buffers.
 
         Args:
             bucket: B.
-            wanted: the bucket that would have been run, had it been ready.
+            wanted: the bucket that runs if all are ready.
 
         Returns:
             ``[B, V]`` logits, and ``[B]`` int64, the next tokens; both overwritten by the next step.

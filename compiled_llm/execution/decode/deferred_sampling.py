@@ -1,7 +1,7 @@
 """Tokens that are sampled after the launch that computed their logits: the host looks at earlier tokens first.
 
-Of each launch, the logits of such rows are kept, which later launches would overwrite. ``DeferredSampling.run`` chooses
-from them, for all these rows in one launch, and waits for nothing.
+The logits of such rows are copied after each launch, since later launches overwrite them. ``DeferredSampling.run``
+samples from them, for all these rows in one launch, and waits for nothing.
 
 Shapes: D rows, V vocabulary, n rows that get a mask.
 """
@@ -25,10 +25,10 @@ _NOTHING: Mapping[Row, Tensor] = {}
 
 
 class Masks(NamedTuple):
-    """Which tokens some rows may choose next.
+    """The tokens that rows may sample next.
 
     Attributes:
-        rows: whose they are; those that have ended are left out.
+        rows: those that have ended are left out.
         bits: ``[n, words]`` int32, a bit for each token, the lowest first: 0 bars it, and so does a missing word.
     """
 
@@ -37,13 +37,7 @@ class Masks(NamedTuple):
 
 
 class _Unsampled(NamedTuple):
-    """What a launch has left of rows whose tokens are not sampled yet.
-
-    Attributes:
-        rows: those rows.
-        logits: ``[D, V]``, nobody else's.
-        observer: of the batch that they were launched in.
-    """
+    """Rows of a launch whose tokens are not sampled yet, with a copy of their logits ``[D, V]``."""
 
     rows: Sequence[Row]
     logits: Tensor
@@ -51,13 +45,10 @@ class _Unsampled(NamedTuple):
 
 
 class _Division(NamedTuple):
-    """Which rows of a launch choose later.
+    """The rows of a launch, divided into those that are sampled later and the others.
 
     Attributes:
-        all_rows: of the launch.
-        deferred: those that do.
-        plain: the others.
-        places: where the deferred ones and the plain ones stand, on the device; None if all are of one kind.
+        places: indices of the deferred ones and of the plain ones, on the device; None if all are of one kind.
     """
 
     all_rows: Sequence[Row]
@@ -67,27 +58,25 @@ class _Division(NamedTuple):
 
 
 class DeferredSampling:
-    """What one loop has not sampled yet."""
+    """The rows of one loop whose tokens are not sampled yet."""
 
     def __init__(self, state: RunnerState) -> None:
-        """Begin with nothing."""
         self._state = state
         self._unsampled: list[_Unsampled] = []
         self._deferring = state.slots.deferring
         self._last = _Division((), [], [], None)  # the next launch mostly has the same rows
-        self._kept = 0  # of how many rows the logits lie where a graph reads them
+        self._kept = 0  # rows whose logits lie where a graph reads them
 
     def __bool__(self) -> bool:
-        """Whether there are rows whose tokens are not sampled yet."""
         return bool(self._unsampled)
 
     @property
     def rows(self) -> list[Row]:
-        """The rows whose tokens are not sampled yet, in the order of their launches."""
+        """The rows, in the order of their launches."""
         return [row for part in self._unsampled for row in part.rows]
 
     def logits_of(self, row: Row) -> Tensor:
-        """Return ``[V]``, a copy of what the row's next token is sampled from, in the model's dtype.
+        """Return ``[V]``, a copy of the logits that the row's next token is sampled from, in the model's dtype.
 
         Raises:
             ValueError: the row's next token does not wait to be sampled.
@@ -98,7 +87,6 @@ class DeferredSampling:
         raise ValueError("logits_of: the row has no token that waits to be sampled")
 
     def forget(self) -> None:
-        """Leave it unchosen."""
         self._unsampled = []
         self._last = _Division((), [], [], None)
         self._leave_graphs()
@@ -110,7 +98,7 @@ class DeferredSampling:
     # ---- keep
 
     def keep(self, step: StepOutput, observer: Observer | None) -> StepOutput:
-        """Keep what rows of a launch sample from later, show the others to the observer, and return the step."""
+        """Keep the logits of rows that are sampled later, show the others to the observer, and return the step."""
         if not self._deferring:
             return _shown(step, observer)
         division = self._division(step.rows)
@@ -126,7 +114,7 @@ class DeferredSampling:
         return step
 
     def _copy(self, logits: Tensor, division: _Division) -> Tensor:
-        """Copy what is sampled from later: where a graph reads it, if there is room, and all of it lies there."""
+        """Copy logits that are sampled from later, to where a graph reads them if all of the loop's have room there."""
         state, start = self._state, self._kept
         room = None
         if start == sum(len(part.rows) for part in self._unsampled):
@@ -148,18 +136,17 @@ class DeferredSampling:
             self._last = _Division(rows, deferred, plain, places)
         return self._last
 
-    # ---- choose
+    # ---- sample
 
     def run(self, masks: Masks | None = None, processed: Mapping[Row, Tensor] = _NOTHING) -> StepOutput:
-        """Sample what is not sampled yet, and wait for nothing.
+        """Sample for all rows, and wait for nothing.
 
         Args:
-            masks: new ones, of rows that have come in with one; the others keep theirs.
-            edited: ``[V]`` logits to sample from in place of what the model said, on its device, of any dtype.
+            masks: new masks of rows that came in with one; the others keep theirs.
+            processed: ``[V]`` logits to sample from in place of the model's, on its device, of any dtype.
 
         Returns:
-            The rows, their logits as the model said them, and their tokens ``[D]``; ``NOT_A_TOKEN`` for those that have
-            ended meanwhile, too.
+            The rows, the model's logits, and tokens ``[D]``; ``NOT_A_TOKEN`` for rows that have ended meanwhile, too.
 
         Raises:
             ValueError: a row that is given a mask has come in without one; nothing has changed.
@@ -172,7 +159,7 @@ class DeferredSampling:
             step = StepOutput(rows, graphs.logits(len(rows)), self._replayed(bucket, rows, masks))
         else:
             step = self._launched(rows, masks, processed)
-        parts, self._unsampled = self._unsampled, []  # only now: if that fails, whoever tries again is told of the same
+        parts, self._unsampled = self._unsampled, []  # only now: if that fails, it can be tried again
         for row in rows:
             row.has_next = row.slot is not None
         self._observe(parts, step)
@@ -234,7 +221,7 @@ def _replaced(logits: Tensor, rows: Sequence[Row], processed: Mapping[Row, Tenso
 
 
 def prepare_deferred(state: RunnerState, buckets: Sequence[int] = ()) -> None:
-    """Launch what deferred sampling launch, for rows of padding, and capture those of so many rows."""
+    """Launch the kernels of deferred sampling for rows of padding, and capture those of ``buckets`` rows."""
     tables, padding, dtype = state.slots.tables, state.slots.of([], 2), state.pages[0].dtype
     slots, positions = state.staging.to_device([padding, np.zeros_like(padding)])
     tables.allowed.index_copy_(0, slots[:1], tables.allowed[slots[:1]])

@@ -1,4 +1,4 @@
-"""What one loop remembers of the decode buffers, so that a step of the same rows writes nothing.
+"""The rows of one loop in the decode buffers: a step of the same rows writes nothing.
 
 Shapes: B rows, V vocabulary.
 """
@@ -20,20 +20,16 @@ from compiled_llm.kvcache.row import Row
 
 
 class PersistentBatch:
-    """The rows of one loop in the decode buffers, which each replay advances by one token.
-
-    Several persistent batches of one model take turns in the decode buffers.
+    """The rows of one loop in the decode buffers, which each replay advances by one token; loops take turns there.
 
     Attributes:
         exact: whether each step runs in the shape that follows from its rows alone, captured or not, so that the same
             rows give the same bits each time; if not, one whose CUDA graph is missing is padded to a larger one.
         bucket: how many rows the last decode step had, padding included; 0 if there was none.
         logits: ``[B, V]`` of the last step, if it was one launch; those of a decode step are overwritten by the next.
-        deferred: the rows whose tokens are not sampled yet.
     """
 
     def __init__(self, state: RunnerState, decode: Decode, exact: bool = False) -> None:
-        """Begin without rows."""
         self.exact = exact
         self._decode = decode
         self._ready, self._pool, self._slots = decode.ready, state.pool, state.slots
@@ -41,21 +37,21 @@ class PersistentBatch:
         self.bucket = self._wanted = 0
         self.logits: Tensor | None = None
         self.deferred = DeferredSampling(state)
-        # The rows in the decode buffers, each with its slot, length and position when it was seated, and the bucket;
-        # empty if others sit there. They have advanced by _advanced tokens since. They go on by themselves as long as
-        # that is less than _limit, when a row runs out of listed pages or positions; unless by then, after _changes of
+        # The rows in the decode buffers, each with its slot, length and position when it was placed, and the bucket;
+        # empty if another loop's are there. They have advanced by _advanced tokens since. They go on by themselves as
+        # long as that is less than _limit, when a row runs out of listed pages or positions; unless after _changes of
         # the pool, a page has been shared, into which a row may write no more, or a row has forgotten tokens; or after
         # _taken, a row's slot is another's.
         self._rows: list[Row] = []
         self._placed: list[tuple[int | None, int, int]] = []
         self._size = self._advanced = self._limit = self._changes = self._taken = 0
-        # Who enters a page when _advanced, modulo the page size, is the key; found out at the first step of its own.
+        # The rows that enter a page when _advanced, modulo the page size, is the key; found at the first ``advance``.
         self._entering: dict[int, list[Row]] | None = None
 
     # ---- does it match?
 
     def can_advance(self, rows: Sequence[Row]) -> bool:
-        """Whether the next step of ``rows`` takes a replay and nothing else."""
+        """Return whether the next step of ``rows`` takes a replay and nothing else."""
         return (
             self._advanced < self._limit
             and self._changes == self._pool.changes
@@ -67,7 +63,7 @@ class PersistentBatch:
         )
 
     def place(self, rows: Sequence[Row], bucket: int, copied: bool) -> bool:
-        """Have rows, grown by the token that they are about to feed in, in the decode buffers of a bucket.
+        """Put rows, grown by the token that they are about to feed in, in the decode buffers of a bucket.
 
         Args:
             rows: in the order of the step.
@@ -75,11 +71,12 @@ class PersistentBatch:
             copied: whether a row left a page that it shares, to write into a copy.
 
         Returns:
-            Whether they sat there before.
+            Whether they were there before.
         """
         listed = self._slots.list_pages(rows)
         if self._sit_on(rows, bucket):
-            if copied or listed or (self._decode.follows_pages and self._entered(rows)):
+            entered = self._decode.follows_pages and any((row.length - 1) % self._page_size == 0 for row in rows)
+            if copied or listed or entered:
                 self._decode.stay(rows, bucket, "page_copied" if copied else "new_page")
             return True
         cause: UploadCause = "rows_changed" if self._decode.owned_by(self) else "call_moved_in"
@@ -88,7 +85,7 @@ class PersistentBatch:
         return False
 
     def _sit_on(self, rows: Sequence[Row], bucket: int) -> bool:
-        """Whether the decode buffers say of every row what it has become."""
+        """Whether the decode buffers already describe these rows."""
         grown = self._advanced + 1
         return (
             self._size == bucket
@@ -96,17 +93,10 @@ class PersistentBatch:
             and self._placed == [(row.slot, row.length - grown, row.position - self._advanced) for row in rows]
         )
 
-    def _entered(self, rows: Sequence[Row]) -> bool:
-        return any((row.length - 1) % self._page_size == 0 for row in rows)
-
     # ---- advance it
 
     def advance(self, tokens: Tensor | None = None) -> StepOutput:
-        """Run a step of the same rows in the pages that are listed for them.
-
-        Args:
-            tokens: what they feed in, as in ``Batch``.
-        """
+        """Run a step of the same rows in the pages that are listed for them; ``tokens`` as in ``Batch``."""
         if self._wanted != self.bucket:
             self._decode.missed(self._wanted)
         try:
@@ -136,13 +126,13 @@ class PersistentBatch:
     def has_run(
         self, rows: Sequence[Row], buckets: tuple[int, int], outputs: StepOutputs, stayed: bool, changes: int
     ) -> StepOutput:
-        """Remember a decode step that others prepared.
+        """Remember a decode step that did not just advance.
 
         Args:
             rows: grown by the token that they fed in.
-            buckets: the one that was wanted, and the one that ran: B, padding included.
+            buckets: the wanted one, and the one that ran: B, padding included.
             outputs: of the step.
-            stayed: whether the rows sat in the same places before it.
+            stayed: whether the rows had the same batch indices before it.
             changes: of the pool, before the rows grew.
         """
         self._wanted, bucket = buckets
@@ -158,7 +148,7 @@ class PersistentBatch:
         return self._step(outputs)
 
     def _room(self, row: Row) -> int:
-        """Return how many tokens a row can grow by before anything has to be written."""
+        """Tokens that a row can grow by before anything has to be written."""
         return row.room if self._decode.follows_pages else row.listed * self._page_size - row.length
 
     def _step(self, outputs: StepOutputs) -> StepOutput:
@@ -174,8 +164,8 @@ class PersistentBatch:
     def bucket_for(self, rows: int) -> int:
         """Return the smallest bucket for this many rows; if there were more, the smallest that is ready.
 
-        Nobody waits for a smaller one to be prepared because rows have ended. Exact steps go on in one of at most half
-        the rows, ready or not: nobody waits for its CUDA graph. One row stays in the program of several.
+        So no step waits for a smaller one to be prepared because rows have ended. Exact steps go on in one of at most
+        half the rows, ready or not: no step waits for its CUDA graph. One row stays in the program of several.
         """
         smallest = self._decode.bucket_for(rows)
         if smallest >= self._wanted:
@@ -185,18 +175,18 @@ class PersistentBatch:
         return next((bucket for bucket in self._decode.ready_buckets if smallest <= bucket <= self._wanted), smallest)
 
     def chose(self, step: StepOutput) -> None:
-        """Know that tokens have been sampled for rows elsewhere than in the decode buffers."""
+        """Note tokens that were sampled outside of the decode buffers."""
         for row in step.rows:
             row.has_next = True
         self.logits = step.logits
 
     def leave(self, rows: Sequence[Row]) -> None:
-        """Know that rows, if they sit there, are about to change elsewhere."""
+        """Note that rows are about to change outside of the decode buffers."""
         if any(row in self._rows for row in rows):
             self.invalidate()
 
     def displace(self) -> None:
-        """Know that others sit there from now on."""
+        """Note that other rows are in the decode buffers from now on."""
         if self.logits is not None:
             self.logits = self.logits.clone()  # their replays overwrite them
         self.invalidate()

@@ -1,4 +1,4 @@
-"""The page table of a decode step for a backend that plans it: one list of the rows' pages, laid out anew as they move.
+"""The page table of decode steps for a backend that plans them: one list of the rows' pages.
 
 Shapes: B rows of a bucket.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compiled_llm.compilation.inputs import PlannedRows
 from compiled_llm.execution.plans import Planner
-from compiled_llm.execution.state.decode_buffers import mark_dynamic
+from compiled_llm.execution.state.decode_buffers import mark_columns
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.memory import mark_static
 from compiled_llm.kvcache.row import Row
@@ -23,7 +23,6 @@ class PlannedTable:
     """The table for the largest batch, and its views and plans for each bucket."""
 
     def __init__(self, state: RunnerState, planner: Planner) -> None:
-        """Allocate for as many rows as there may be."""
         self._planner = planner
         self._staging, self._page_size = state.staging, state.config.page_size
         max_rows, device = state.config.max_batch_size, state.device
@@ -37,23 +36,19 @@ class PlannedTable:
 
     @property
     def nbytes(self) -> int:
-        """Size of the table, in bytes."""
         return sum(column.nbytes for column in (self._indptr, self._indices, self._last_page_len, self._qo_indptr))
 
     def bucket(self, rows: int) -> PlannedRows:
-        """Return what the steps of a bucket read."""
+        """Return the table and plans of a bucket, always the same tensors."""
         if rows not in self._views:
             whole = (self._indptr[: rows + 1], self._last_page_len[:rows], self._qo_indptr[: rows + 1])
-            for column in whole:
-                mark_static(column)
-                if rows > 1:
-                    mark_dynamic(column)
+            mark_columns(whole, rows)
             self._views[rows] = whole
         indptr, last_page_len, qo_indptr = self._views[rows]
         return PlannedRows(indptr, self._indices, last_page_len, qo_indptr, self._planner.for_decode(rows))
 
     def plan_padding(self, bucket: int) -> None:
-        """Plan a bucket that nobody runs in now; what is laid out stays."""
+        """Plan a bucket that has no rows now, and leave the table as it is."""
         self._planner.plan_decode(build_table([], [], self._page_size, bucket), bucket)
 
     def lay_out(self, rows: Sequence[Row], bucket: int) -> None:

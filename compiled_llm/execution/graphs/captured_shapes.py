@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
 
 from compiled_llm.compilation.inputs import Shape
 
@@ -20,22 +19,22 @@ _DEVICE_BOUND = 2**38
 
 
 class CapturedShapes:
-    """The shapes that prefills are padded to and captured in.
+    """The shapes up to the most tokens that are worth capturing.
 
-    The device takes longer over many tokens than the host takes to launch them: those are not worth capturing. Nor are
-    more tokens than the rows can have.
+    The device takes longer over more tokens than the host takes to launch them. Nor are more tokens captured than the
+    rows can have.
 
     Attributes:
-        spare: so many tokens the device computes in half the time that the host takes to launch a prefill.
+        spare: tokens that the device computes in half the time that the host takes to launch a prefill.
     """
 
     def __init__(self, max_rows: int, weights: int, max_row_tokens: int, max_tokens: int) -> None:
-        """Choose them.
+        """Find the shapes.
 
         Args:
             max_rows: most rows there can be.
             weights: numbers in the matrices of a layer.
-            longest: tokens that a row may have.
+            max_row_tokens: tokens that a row may have.
             max_tokens: tokens of a chunk.
         """
         most = max(2, max_rows)  # a symbolic size is at least 2
@@ -44,7 +43,8 @@ class CapturedShapes:
         self._by_rows: dict[int, list[Shape]] = {}
         for rows in sorted({2, min(8, most), most}):
             needed = max(rows, min(max_tokens, min(rows, max_rows) * max_row_tokens))
-            self._by_rows[rows] = [Shape(count, rows) for count in _up_to(needed, worth) if count >= rows]
+            counts = worth[: bisect.bisect_left(worth, needed) + 1]  # up to the first that is not less
+            self._by_rows[rows] = [Shape(count, rows) for count in counts if count >= rows]
 
     def of(self, rows: int) -> list[Shape]:
         """Return the shapes of prefills of ``rows`` rows, smallest first."""
@@ -57,9 +57,8 @@ class CapturedShapes:
     def anchors(self) -> list[Shape]:
         """Return a few shapes, the most important first, in the next larger of which any other can run.
 
-        The largest holds all, and takes longer than one should wait: half as many tokens are the most that matter.
-        Below that each has a quarter of the next one's tokens, so that few prefills wait for much more padding than
-        tokens.
+        The largest holds all, but takes long: most prefills run in those of up to half as many tokens. Below that each
+        has a quarter of the next one's tokens, so that few prefills compute much more padding than tokens.
         """
         *others, largest = [*self._by_rows.values()][-1]
         chosen: list[Shape] = []
@@ -71,8 +70,3 @@ class CapturedShapes:
     def smallest(self, tokens: int, rows: int) -> Shape | None:
         """Return the smallest shape that holds a prefill of ``tokens`` tokens, or None if all are too small."""
         return next((shape for shape in self.of(rows) if shape.tokens >= tokens), None)
-
-
-def _up_to(needed: int, counts: Sequence[int]) -> list[int]:
-    """Return the counts, ascending, up to the first that is not less than ``needed``."""
-    return [*counts[: bisect.bisect_left(counts, needed) + 1]]

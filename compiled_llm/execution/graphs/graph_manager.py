@@ -1,7 +1,6 @@
-"""What of a model is compiled and captured, and whether that is still valid.
+"""A model's compiled programs and CUDA graphs, and whether they are still valid.
 
-Nothing is run from here: prefill and decode ask, and run what is missing on rows of padding, never on somebody's
-tokens.
+Nothing is run from here: prefill and decode ask, and run missing steps on rows of padding, never on a caller's tokens.
 """
 
 from __future__ import annotations
@@ -37,9 +36,6 @@ class GraphManager:
 
     Attributes:
         weights: the model's; those that read one input lie side by side in memory.
-        programs: the compiled functions.
-        cuda_graphs: those of steps.
-        events: what happened.
         ready: decode buckets and prefill programs that are compiled, and on CUDA captured; always the same set.
     """
 
@@ -52,16 +48,6 @@ class GraphManager:
         programs: Programs | None = None,
         artifacts: Artifacts | None = None,
     ) -> None:
-        """Begin with nothing ready.
-
-        Args:
-            state: the tensors that programs read.
-            weights: the model's.
-            thread: where everything here runs.
-            events: what to note waiting in.
-            programs: what to run in place of what the config says.
-            artifacts: what was compiled before, in place of compiling.
-        """
         self._state = state
         self._thread = thread
         self.events = events
@@ -81,7 +67,6 @@ class GraphManager:
 
     @property
     def ready_buckets(self) -> list[int]:
-        """The decode buckets that are compiled, and on CUDA captured."""
         return sorted(bucket for bucket in tuple(self.ready) if isinstance(bucket, int))  # another thread may add one
 
     @property
@@ -92,7 +77,7 @@ class GraphManager:
         return len(self.ready_buckets) if self.cuda_graphs.replay else 0
 
     def paged(self) -> AbstractContextManager[None]:
-        """Let this thread use paged attention for the duration."""
+        """Let this thread use paged attention for the block."""
         return self._state.facts.attention.paged()
 
     def _moving_weights(self) -> AbstractContextManager[None]:
@@ -136,17 +121,17 @@ class GraphManager:
             self._start_again()
 
     def make_room(self) -> None:
-        """Forget everything if torch will compile one of the programs no more, so that it does."""
+        """Start again if torch no longer compiles one of the programs, so that it does."""
         if self.programs.full():
             self.events.started_again()
             self._start_again()
 
     def was_valid(self, key: Key) -> bool:
-        """Whether a step was ready and valid when the model was last looked at."""
+        """Return whether a step was ready and valid when the model was last looked at."""
         return key in self._valid and (key in self.ready or key in self.cuda_graphs)
 
     def is_valid(self, key: Key) -> bool:
-        """Whether a step may still be replayed, if it is captured; if not, all CUDA graphs are forgotten.
+        """Return whether a captured step may still be replayed; if not, all CUDA graphs are forgotten.
 
         ``check_model`` has been called.
         """
@@ -163,14 +148,14 @@ class GraphManager:
         return True
 
     def release(self) -> None:
-        """Drop all CUDA graphs, and let go of all tensors; what was compiled stays, for another one of these."""
+        """Drop all CUDA graphs, and let go of all tensors; compiled programs stay, for another manager."""
         self._released = True
         self.ready.clear()
         self.cuda_graphs.forget()
         self.programs.drop_tensors()
 
     def _start_again(self) -> None:
-        """Forget what was compiled and captured; rows and pages stay."""
+        """Forget programs and CUDA graphs; rows and pages stay."""
         self.cuda_graphs.forget()  # first: while one is captured, its program has to stay
         self.programs = self._new_programs()
         self.ready.clear()
@@ -182,12 +167,12 @@ class GraphManager:
     # ---- make it so
 
     def arguments(self, inputs: StepInputs) -> Arguments:
-        """Return what programs are called with for a step."""
+        """Return the arguments of programs for a step."""
         state = self._state
         return Arguments(state.facts.model, inputs, state.slots.tables, state.pages)
 
     def can_launch(self, inputs: StepInputs) -> bool:
-        """Whether a step can be launched, captured or not, without compiling anything; the model has been looked at."""
+        """Return whether a step can be launched without compiling anything; ``check_model`` has been called."""
         with self.paged():
             return self.programs.compiled_for(self.arguments(inputs))
 
@@ -205,10 +190,10 @@ class GraphManager:
         Args:
             key: its name from now on.
             inputs: the tensors that its program reads.
-            like: what it gave, or of how many rows that was.
-            first: what it launches before the program; any thread may call it.
-            filled: what it begins with, if that is filled before each replay.
-            beside: while steps go on; ``adopt`` has it then.
+            like: its outputs, or their number of rows.
+            first: launches the kernels before the program; any thread may call it.
+            filled: the tensor that is filled before each replay, if there is one.
+            beside: capture it while steps go on; ``adopt`` takes it over then.
         """
         if self.programs.full(inputs):
             return
@@ -226,26 +211,26 @@ class GraphManager:
         (self.cuda_graphs.begin if beside else self.cuda_graphs.capture)(key, step)
 
     def adopt(self) -> None:
-        """Have the CUDA graph that was begun beside the steps, if it is done."""
+        """Take over the CUDA graph that was captured while steps went on, if it is done."""
         key = self.cuda_graphs.adopt()
         if isinstance(key, int):
             self.ready.add(key)
 
     def go_on(self) -> None:
-        """Capture for a slice what steps have missed."""
+        """Run one time slice of pending captures."""
         if self.cuda_graphs.captures_beside:
             with deferred():
                 self.cuda_graphs.go_on()
 
     @contextmanager
     def preparing(self, what: str, waiting: int, program: str, shown: str = "") -> Iterator[None]:
-        """Show what the block prepares, and note it if a call of ``waiting`` rows waits for it.
+        """Show the preparation in the block, and note it if a call waits for it.
 
         Args:
             what: its name in events.
-            waiting: how many rows the call has; 0 if nobody waits.
+            waiting: how many rows the call has that waits; 0 if none does.
             program: the one that it runs.
-            shown: what to show in place of ``what``.
+            shown: its name for users, if it is another.
         """
         self.cuda_graphs.finish()  # to time tilings, Inductor waits for the whole device, which no capture survives
         start, shown, stage = time.perf_counter(), shown or what, partial(compiling_stage, threading.get_ident())
@@ -260,12 +245,12 @@ class GraphManager:
             self.events.waited(what, waiting, time.perf_counter() - start, preparable=what != PREFILL_EMBEDDED)
 
     def _doing(self, program: str) -> str:
-        """Return what a program's preparation begins with."""
+        """Return the words with which a program's preparation begins."""
         config, kind = self._state.config, self._state.device.type
         if config.mode == "eager":
             return "preparing kernels for"
         if self.programs.graph_counts().get(program):
-            return "cuda_graph" if config.captures_on(kind) or config.uses_trees_on(kind) else "preparing"
+            return "capturing" if config.captures_on(kind) or config.uses_trees_on(kind) else "preparing"
         has_kernels = kind == "cuda" and program in (PREFILL, PREFILL_EMBEDDED)
         return "preparing kernels for, and tracing" if has_kernels else "tracing"
 
@@ -274,7 +259,7 @@ _Paged = Callable[[], AbstractContextManager[None]]
 
 
 def _find_guards(guards: Guards, call: PreparedCall, paged: _Paged) -> None:
-    """Find the guards of a call, if it compiles nothing: that would fail in many ways while a graph is captured."""
+    """Find the guards of a compiled call: to compile would fail in many ways while a graph is captured."""
     if not call.interpreted:
         with paged():
             guards.find()

@@ -1,4 +1,4 @@
-"""Whether a model computes what it did before: pages in the prefix cache were computed by the model of their time."""
+"""Notices that a model has changed: pages in the prefix cache hold keys and values of the model as it was."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from compiled_llm.model.contents import Contents
 
 
 class ModelWatch:
-    """What is remembered of a model: its tensors and how often they were written to, attributes and what those hold.
+    """Remembers a model's tensors and how often they were written to, its attributes and the containers in them.
 
-    What was written through ``.data``, or into tensors of inference mode, leaves no trace, nor does what changes inside
-    objects of other kinds, in classes, closures and globals: who does that calls ``Engine.reset_prefix_cache``.
+    Writes through ``.data`` or into tensors of inference mode leave no trace, nor do changes inside objects of other
+    kinds, in classes, closures and globals: after those, call ``Engine.reset_prefix_cache``.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Remember the model as it is now."""
         self._model = model
         self._remember()
 
@@ -34,7 +33,7 @@ class ModelWatch:
         self._versions = self._versions_now()
 
     def changed(self) -> bool:
-        """Whether the model may compute something else than at the last call."""
+        """Return whether the model may compute something else than at the last call."""
         if self._valid():
             return False
         self._remember()

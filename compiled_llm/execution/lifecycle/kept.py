@@ -1,4 +1,4 @@
-"""What of a model's device side outlives it while the model sleeps: what was compiled, and which steps were ready."""
+"""The part of a model runner that outlives it while the model sleeps: its programs, and which steps were ready."""
 
 from __future__ import annotations
 
@@ -18,15 +18,11 @@ class Kept:
 
     Attributes:
         made_for: where the model was, of which type, with which hooks.
-        rows: how many rows there was room for.
-        positions: how many positions the model had.
-        pages: how many there were.
         programs: the compiled functions; None if their CUDA graphs are part of them, and had to go with them.
-        weights: which of the model's lie side by side in memory.
         buckets: decode steps that were ready.
-        embedded: whether prefill from embeddings was.
+        embedded: whether prefill from embeddings was ready.
         shapes: captured prefills, smallest first.
-        choices: for how many rows deferred sampling were captured.
+        samplings: the numbers of rows whose deferred sampling was captured.
     """
 
     made_for: tuple[Hashable, ...]
@@ -42,7 +38,6 @@ class Kept:
 
     @staticmethod
     def of(model_runner: ModelRunner, made_for: tuple[Hashable, ...]) -> Kept:
-        """Return what is worth keeping of a device side that was ``made_for`` the model as it was."""
         graph_manager = model_runner.graph_manager
         return Kept(
             made_for=made_for,
@@ -58,9 +53,9 @@ class Kept:
         )
 
     def fits(self, made_for: tuple[Hashable, ...], rows: int, positions: int) -> bool:
-        """Whether a device side that is made now can run what was compiled."""
+        """Return whether a model runner that is made now can run these programs."""
         return (self.made_for, self.rows, self.positions) == (made_for, rows, positions)
 
     def configured(self, config: WrapConfig) -> WrapConfig:
-        """Return ``config`` with as many pages as there were: whatever fitted fits again, and nothing is compiled."""
+        """Return ``config`` with as many pages as there were: all that fitted fits again, and nothing is compiled."""
         return replace(config, kv_memory=f"{self.pages * config.page_size} tokens")

@@ -1,4 +1,4 @@
-"""The device side of a model: made when it is needed, made again when the model has moved, and given back to sleep."""
+"""Makes a model's runner when it is needed, makes it again when the model has moved, and gives it back for sleep."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from compiled_llm.model.weights.host_weights import HostWeights
 
 
 class Holder(Protocol):
-    """What holds the device side, and lets it go."""
+    """Refers to the model runner."""
 
     def let_go(self) -> None:
-        """Hold the device side no more, which is about to be made anew, unless requests run on it."""
+        """Drop the reference, unless requests run on it: the model runner is about to be made again."""
 
 
 class ModelRunnerLifecycle:
-    """Has a model's ``ModelRunner``, if there is one.
+    """Owns a model's ``ModelRunner``.
 
     Attributes:
-        present: what there is; None before the first use, and asleep.
+        present: None before the first use, and asleep.
         asleep: whether it was given back, until ``wake``.
     """
 
@@ -54,12 +54,8 @@ class ModelRunnerLifecycle:
         """Allocate nothing yet.
 
         Args:
-            facts: what is known of the model.
-            config: the options of ``wrap``.
-            modules: those inside the model.
-            events: what to note things in.
-            holders: all that hold it beside those that have rows.
-            artifacts: what was compiled before, in place of compiling; all of its room for rows is made.
+            holders: all that refer to the model runner without having rows.
+            artifacts: compiled programs, in place of compiling; the runner gets all of their room for rows.
         """
         self._facts = facts
         self._config = config
@@ -79,15 +75,15 @@ class ModelRunnerLifecycle:
 
     @property
     def rows(self) -> int:
-        """How many rows it has room for, or will have."""
+        """How many rows the model runner has room for, or will have."""
         return self._max_rows
 
     def make_room(self, rows: int) -> None:
-        """Have room for so many rows; one that has less is made anew when it is next needed."""
+        """Have room for so many rows; a runner that has less is made again when it is next needed."""
         self._max_rows = max(self._max_rows, rows)
 
     def current(self) -> ModelRunner:
-        """Return it; made at the first call, and again if the model was moved, converted or hooked.
+        """Return the model runner; made at the first call, and again if the model was moved, converted or hooked.
 
         And if its config says that it has more positions than before, or more rows are to have room.
 
@@ -114,7 +110,7 @@ class ModelRunnerLifecycle:
             return model_runner
 
     def is_current(self, model_runner: ModelRunner) -> bool:
-        """Whether ``model_runner`` is the device side of the model as it is now; makes none."""
+        """Return whether ``model_runner`` is that of the model as it is now; makes none."""
         return model_runner is self.present and self._still_fits(model_runner, self._made_for_now())
 
     def _made_for_now(self) -> tuple[Hashable, ...]:
@@ -161,9 +157,9 @@ class ModelRunnerLifecycle:
 
     @deferred()
     def sleep(self, weights: bool) -> int:
-        """Give all back but the weights; what was compiled stays. What is asleep stays so; its weights may follow.
+        """Give back all but the weights and the compiled programs; a model that is asleep may still give its weights.
 
-        Nobody runs a loop, and none begins meanwhile.
+        No loop runs, and none begins meanwhile.
 
         Args:
             weights: move these to host memory, too.
@@ -172,10 +168,10 @@ class ModelRunnerLifecycle:
             Device memory that was given back, in bytes; on a CPU, memory.
 
         Raises:
-            RuntimeError: somebody has rows in the pages; nothing has changed.
+            RuntimeError: rows have pages; nothing has changed.
             ValueError: a weight cannot be moved; nothing has changed.
         """
-        self._check_nobody_has_pages()
+        self._check_no_pages_used()
         device = self._facts.model.device
         before = self._taken_on(device)
         if weights and not is_host(device) and self._weights is None:
@@ -187,7 +183,7 @@ class ModelRunnerLifecycle:
 
     @deferred()
     def wake(self) -> None:
-        """Have weights, pages and CUDA graphs on the device again, those that were ready; nothing is compiled anew.
+        """Bring weights, pages and the CUDA graphs that were ready back to the device; nothing is compiled again.
 
         If it fails or is interrupted, the model is asleep; its weights may be back already.
         """
@@ -207,22 +203,18 @@ class ModelRunnerLifecycle:
 
     @deferred()
     def rise(self) -> None:
-        """Be awake with nothing but the weights on the device: the next call makes the rest."""
+        """Be awake with only the weights on the device: the next call makes the rest."""
         self._bring_weights_back()
         self.asleep = False
 
     def check_weights(self) -> None:
-        """Check that the weights are on their device.
-
-        Raises:
-            RuntimeError: they wait in host memory.
-        """
+        """Check that the weights are on their device; RuntimeError if they wait in host memory."""
         if self._weights is not None:
             raise RuntimeError("the model is asleep, and its weights are in host memory; call wake() on its engine")
 
-    def _check_nobody_has_pages(self) -> None:
+    def _check_no_pages_used(self) -> None:
         if self._used_pages:
-            gc.collect()  # of caches that nobody can reach any more
+            gc.collect()  # of caches that are no longer reachable
         if used := self._used_pages:
             raise RuntimeError(
                 f"sleep: caches hold {used} pages of the model (past_key_values of earlier outputs); drop them or "
@@ -234,13 +226,13 @@ class ModelRunnerLifecycle:
         return 0 if self.present is None else self.present.pool.account().used
 
     def _release(self) -> None:
-        """Give the device side back, whoever holds it still; what takes no memory there is kept."""
+        """Give the model runner back, even if it is still referenced; keep all that takes no device memory."""
         model_runner, self.present = self.present, None
         if model_runner is not None:
             self._kept = Kept.of(model_runner, self._made_for)
             model_runner.thread.call(model_runner.release)
         del model_runner
-        gc.collect()  # what tracing has left behind refers to the buffers
+        gc.collect()  # leftovers of tracing refer to the buffers
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
@@ -257,7 +249,7 @@ class ModelRunnerLifecycle:
             yield
 
     def _taken_on(self, device: torch.device) -> int:
-        """Return what the process has on a device, in bytes; on a CPU, what the model has there beside its weights."""
+        """Bytes that the process takes on a device; on a CPU, those of the model without its weights."""
         if not is_host(device):
             return reserved_bytes(device)
         memory = {} if self.present is None else self.present.memory()
@@ -265,7 +257,6 @@ class ModelRunnerLifecycle:
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether what lies on the device is in host memory."""
     return device.type == "cpu"
 
 
@@ -277,14 +268,13 @@ def prepare(
     report: Callable[[str], None] = lambda doing: None,
     anchors: bool = True,
 ) -> None:
-    """Compile, and on CUDA capture, what is not ready yet.
+    """Compile, and on CUDA capture, all of these that are not ready yet.
 
     Args:
-        model_runner: of the model.
         buckets: of decode steps.
-        captured: shapes of prefills, those together that are shown as one.
+        captured: shapes of prefills, in groups that are shown as one.
         embedded: prefill from embeddings, too.
-        report: takes what is being prepared, in words.
+        report: takes each preparation, in words.
         anchors: a few CUDA graphs in which all others could run, too.
     """
     thread, prefill, decode = model_runner.thread, model_runner.prefill, model_runner.decode
@@ -302,5 +292,5 @@ def prepare(
 
 
 def _number(bucket: int, missing: Sequence[int]) -> str:
-    """Return which of the missing buckets this one is, to be shown; nothing if there are no others."""
+    """The number of this bucket among the missing ones, to be shown; empty if there are no others."""
     return f" ({missing.index(bucket) + 1} of {len(missing)})" if bucket in missing and len(missing) > 1 else ""

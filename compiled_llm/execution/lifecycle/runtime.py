@@ -1,4 +1,4 @@
-"""A model with its compiled side: pages, programs, runners, and what has happened so far."""
+"""The compiled side of a wrapped model: its options, runner, locks and counters."""
 
 from __future__ import annotations
 
@@ -29,32 +29,26 @@ from compiled_llm_ops.backends import backend_named
 
 
 class RunningEngine(Holder, Protocol):
-    """What an engine on a model does for others that use it."""
+    """The part of an engine that other users of its model call."""
 
     def give_back(self, pages: int, pool: PagePool) -> None:
-        """Let requests that run wait again until so many pages are available; the caller holds the loop lock."""
+        """Preempt requests until so many pages are available; the caller holds the loop lock."""
 
-    def close(self) -> None:
-        """End all requests; it serves no more."""
+    def close(self) -> None: ...
 
 
 class Runtime:
-    """A model with its compiled side.
+    """The compiled side of a wrapped model.
 
     Attributes:
-        facts: what is known of the model.
         config: the options given to ``wrap``.
-        home: the process that wrapped the model; whatever uses it checks that first.
-        modules: those inside the model.
-        loop_lock: lets one decoding loop run at a time.
+        home: the process that wrapped the model; each use checks that it runs there.
         calls: of ``generate`` in progress.
-        counters: what ran where; read them through ``stats``.
-        events: what happened on the device side; read it through ``explain``.
-        artifacts: what was compiled before, in place of compiling; None without.
-        warming: prepares it, and saves what calls use.
-        runner_lifecycle: what lies on the device, if it is not asleep.
-        engine: returns what runs the loop of an engine on this model; None if there is none.
-        engines: of all engines on this model.
+        counters: read through ``stats``.
+        events: of the model runner; read through ``explain``.
+        artifacts: compiled programs, in place of compiling; None without.
+        engine: returns the thread that runs the loop of an engine on this model; None if there is none.
+        engines: all engines on this model.
     """
 
     def __init__(self, facts: ModelFacts, config: WrapConfig) -> None:
@@ -81,7 +75,6 @@ class Runtime:
         _runtimes.add(self)
 
     def __repr__(self) -> str:
-        """Its mode, and what is ready."""
         asleep, model_runner = self.asleep, self._model_runner
         state = "asleep until wake()" if asleep else "nothing is compiled or allocated yet"
         if model_runner is not None:
@@ -91,19 +84,19 @@ class Runtime:
         return f"<{type(self).__name__} mode={self.config.mode!r}: {state}>"
 
     def warmup(self, batch_sizes: Sizes = None, *, profile: ProfilePath | None = None, report: Report = quiet) -> None:
-        """Allocate pages, compile, and capture what batches of these sizes use, or what a profile names.
+        """Allocate pages, compile, and capture the steps of batches of these sizes, or those that a profile names.
 
         Args:
             batch_sizes: rows that calls will have, one number or several; 1 to ``max_batch_size`` if None. ``"auto"``
-                prepares what the profile in the ``artifacts`` names; without one, on CUDA all sizes, and on a CPU those
-                up to 8.
+                prepares the steps of the profile in the ``artifacts``; without one, on CUDA all sizes, and on a CPU
+                those up to 8.
             profile: a file of ``save_profile``. Exactly the steps in it are prepared; if ``graph_memory`` or
                 ``max_graphs`` leave no room for all, the most used ones.
-            report: called with what is being prepared, in words.
+            report: called with each preparation, in words.
 
         Raises:
             ValueError: a batch size is not between 1 and ``max_batch_size``; or the profile cannot be used: it is
-                damaged, of another model or other options, or names sizes that there are not.
+                damaged, of another model or other options, or names sizes that do not exist here.
         """
         self.home.check()
         wanted = self.warming.wanted("batch_sizes", batch_sizes, profile, self.config.max_batch_size)
@@ -113,11 +106,8 @@ class Runtime:
     def save_profile(self, path: ProfilePath) -> None:
         """Save which steps calls have used and how often, for ``warmup(profile=path)`` of a later process.
 
-        If this one began with a profile, what that counted is in it, too, with half its weight. The file is replaced
-        at once: it is never there half written.
-
-        Args:
-            path: of a file.
+        If this one began with a profile, its counts are added at half their weight. The file is replaced at once: it is
+        never there half written.
 
         Raises:
             RuntimeError: no step has been used yet; or the weights wait in host memory.
@@ -128,7 +118,7 @@ class Runtime:
         self.warming.save(path)
 
     def stats(self) -> Stats:
-        """Return what has happened so far."""
+        """Return a snapshot of the counters."""
         self.home.check()
         counters, model_runner = self.counters, self._model_runner
         calls = Stats(
@@ -172,7 +162,7 @@ class Runtime:
 
     @property
     def asleep(self) -> bool:
-        """Whether the pages and all else on the device but the weights were given back, until an engine's ``wake``."""
+        """Whether all on the device but the weights was given back, until an engine's ``wake``."""
         return self.runner_lifecycle.asleep
 
     @property
@@ -187,43 +177,29 @@ class Runtime:
     # ---- used by the parts of the package that run on a wrapped model
 
     def check_sizes(self, name: str, sizes: Iterable[int]) -> None:
-        """Check the batch sizes that an argument named ``name`` holds.
-
-        Raises:
-            ValueError: one is no whole number between 1 and ``max_batch_size``.
-        """
+        """Check that the batch sizes of the argument ``name`` are whole numbers between 1 and ``max_batch_size``."""
         limit = self.config.max_batch_size
         for size in sizes:
             if not (isinstance(size, Integral) and 1 <= size <= limit):
                 raise ValueError(f"{name}: {size!r} is not a whole number between 1 and max_batch_size={limit}")
 
     def make_room(self, rows: int) -> None:
-        """Let the device side have room for so many rows; one that has less is made anew when it is next needed.
-
-        Raises:
-            ValueError: the artifacts have less room.
-        """
+        """Have room for so many rows, as ``ModelRunnerLifecycle.make_room``; ValueError if the artifacts have less."""
         if self.artifacts is not None:
             self.artifacts.check_rows(rows)
         self.runner_lifecycle.make_room(rows)
 
     def model_runner(self) -> ModelRunner:
-        """Return the device side; made at the first call, and again if the model was moved, converted or hooked.
-
-        And if its config says that it has more positions than before, or more rows are to have room.
-
-        Raises:
-            RuntimeError: it is asleep; or this process was forked from the one that has the model.
-        """
+        """Return the model runner, as ``ModelRunnerLifecycle.current``; RuntimeError in a forked process, too."""
         self.home.check()
         return self.runner_lifecycle.current()
 
     def is_current(self, model_runner: ModelRunner) -> bool:
-        """Whether ``model_runner`` is the device side of the model as it is now; makes none."""
+        """Return whether ``model_runner`` is that of the model as it is now; makes none."""
         return self.runner_lifecycle.is_current(model_runner)
 
     def take_back(self, pages: int, pool: PagePool) -> None:
-        """Have engines let their requests wait again, if it takes that to make so many pages of a pool available.
+        """Have engines preempt requests, if it takes that to make so many pages of a pool available.
 
         A loop that begins has waited for those in progress; but requests of an engine keep their pages while it is
         paused, or passes from thread to thread. The caller holds the loop lock.
@@ -237,15 +213,15 @@ class Runtime:
         self.runner_lifecycle.separate_weights()
 
     def programs(self) -> dict[str, Callable[..., Any]]:
-        """Return the functions that have been compiled, by name."""
+        """Return the compiled functions by name."""
         return {} if self._model_runner is None else self._model_runner.graph_manager.programs.functions
 
     def uncompiled(self) -> dict[str, int]:
-        """Return how many calls of each program have run uncompiled because torch compiles it no more."""
+        """Return how many calls of each program have run uncompiled because torch no longer compiles it."""
         return {} if self._model_runner is None else self._model_runner.graph_manager.programs.uncompiled()
 
     def cudagraph_reasons(self) -> list[str]:
-        """Return what Inductor said of decode steps that it did not capture."""
+        """Return Inductor's reasons for decode steps that it did not capture."""
         return [] if self._model_runner is None else self._model_runner.graph_manager.cuda_graphs.reasons
 
     def recaptures(self) -> tuple[int, list[str]]:
@@ -260,7 +236,6 @@ class Runtime:
         return None
 
     def generate_loop(self) -> GenerateLoop:
-        """Return a new runner."""
         return GenerateLoop(self.model_runner())
 
 
@@ -280,7 +255,7 @@ def _no_engine() -> None:
 
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 _left_behind: list[object] = []
-"""What a forked process cannot use; CUDA memory of the process before it must not be given back here."""
+"""Objects that a forked process cannot use; CUDA memory of its parent must not be given back here."""
 
 
 @in_forked_processes

@@ -1,4 +1,4 @@
-"""Steps that requests use, as profiles name them: which there are here, and how they are prepared."""
+"""Steps that requests use, by the names in profiles: which exist here, and how they are prepared."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from compiled_llm.execution.state.decode_buffers import buckets_up_to
 
 
 def used_steps(used: Mapping[Key | str, int]) -> dict[UsedStep, int]:
-    """Return how often steps were used, as a profile says it."""
+    """Return how often steps were used, by their names in profiles."""
     return {UsedStep(*described(key)): uses for key, uses in used.items() if not isinstance(key, str)}
 
 
 def prepare_profile(model_runner: ModelRunner, profile: Profile, report: Callable[[str], None]) -> None:
-    """Compile, and on CUDA capture, what a profile names, the most used if there is no room for all.
+    """Compile, and on CUDA capture, the steps of a profile, the most used if there is no room for all.
 
-    What room there is then is for a few CUDA graphs in which all others can run.
+    Room that is left then is for a few CUDA graphs in which all others can run.
 
     Raises:
-        ValueError: it names a step that there is not; nothing has been prepared.
+        ValueError: it names a step that does not exist here; nothing has been prepared.
     """
     here = _steps_here(model_runner)
     for step in profile.uses:
@@ -31,7 +31,7 @@ def prepare_profile(model_runner: ModelRunner, profile: Profile, report: Callabl
     keys = [here[step] for step, _ in profile.by_use]
     steps = [key for key in keys if not isinstance(key, SamplingKey) and _fits(model_runner, key)]
     _prepare_steps(model_runner, steps, profile.embeddings > 0, report)
-    for phase in (model_runner.prefill, model_runner.decode):  # what else is needed runs in these
+    for phase in (model_runner.prefill, model_runner.decode):  # all other steps run in these
         model_runner.thread.call(phase.capture_anchors)
     if samplings := sorted({key.rows for key in keys if isinstance(key, SamplingKey)}):
         report("preparing sampling of tokens under grammars")
@@ -41,7 +41,7 @@ def prepare_profile(model_runner: ModelRunner, profile: Profile, report: Callabl
 def _prepare_steps(
     model_runner: ModelRunner, steps: Sequence[int | Shape], embedded: bool, report: Callable[[str], None]
 ) -> None:
-    """Prepare steps, the most used ones being first."""
+    """Prepare steps; the most used ones are given first."""
     nbytes, most = model_runner.state.cuda_graphs.budget
     steps = steps[:most]
     if nbytes is None:
@@ -49,7 +49,7 @@ def _prepare_steps(
         shapes = sorted(step for step in steps if isinstance(step, Shape))
         prepare(model_runner, buckets, [shapes], embedded, report, anchors=False)
         return
-    # The most used ones last: what has to make room is what was captured first.
+    # The most used ones last: the first captured is the first to make room.
     prepare(model_runner, [], [], embedded, report, anchors=False)
     for number, step in enumerate(reversed(steps), start=1):
         report(f"preparing what requests use ({number} of {len(steps)})")
@@ -60,7 +60,6 @@ def _prepare_steps(
 
 
 def _steps_here(model_runner: ModelRunner) -> dict[UsedStep, Key]:
-    """Return all steps that there may be."""
     buckets = buckets_up_to(model_runner.config.max_batch_size)
     samplings = [SamplingKey(bucket, masked) for bucket in buckets for masked in (False, True)]
     keys: list[Key] = [*buckets, *samplings, *model_runner.prefill.all_shapes()]

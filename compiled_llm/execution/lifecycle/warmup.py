@@ -1,4 +1,4 @@
-"""What is prepared before the first request: sizes that somebody names, or what earlier requests have used."""
+"""Prepares a model before the first request, for named sizes or for the steps that earlier requests have used."""
 
 from __future__ import annotations
 
@@ -19,36 +19,30 @@ from compiled_llm.execution.state.decode_buffers import buckets_up_to
 from compiled_llm.model.facts import ModelFacts
 
 Sizes = int | Iterable[int] | Literal["auto"] | None
-"""Rows of steps: one number or several, those that are likely to be needed, or all."""
+"""Rows of steps: one number or several, the likely ones, or all."""
 
 ProfilePath = str | os.PathLike[str]
 
 Report = Callable[[str], None]
-"""Takes what is being prepared, in words."""
+"""Takes each preparation, in words."""
 
 _MAX_ON_CPU = 8
 """Rows of the largest step that ``"auto"`` prepares on a CPU: nothing is captured there, and each size takes long."""
 
 
 class Wanted(NamedTuple):
-    """What is to be prepared: steps of some sizes with their prefills, or exactly what a profile names.
-
-    Attributes:
-        sizes: how many rows the steps have.
-        profile: in place of sizes.
-    """
+    """Steps of so many rows with their prefills, or exactly the steps of a profile."""
 
     sizes: Sequence[int] = ()
     profile: Profile | None = None
 
     @property
     def structured(self) -> bool:
-        """Whether the profile names sampling under grammars."""
         return self.profile is not None and self.profile.structured
 
 
 def quiet(doing: str) -> None:
-    """Take what is being prepared, and tell nobody."""
+    """Report nothing."""
 
 
 class Warmup:
@@ -62,7 +56,6 @@ class Warmup:
         events: Events,
         artifacts: Artifacts | None,
     ) -> None:
-        """Prepare nothing yet."""
         self._facts = facts
         self._config = config
         self._runner_lifecycle = runner_lifecycle
@@ -71,16 +64,16 @@ class Warmup:
         self._earlier: Profile | None = None
 
     def wanted(self, name: str, sizes: Sizes, profile: ProfilePath | None, max_rows: int) -> Wanted:
-        """Return what is to be prepared; whether there can be so many rows is not checked yet.
+        """Return the steps to prepare; whether there can be so many rows is not checked yet.
 
         Args:
-            name: of the argument that says how many rows.
-            sizes: what it says.
-            profile: the file of one, in its place.
+            name: of the argument that gives ``sizes``.
+            sizes: numbers of rows.
+            profile: the path of a profile, in their place.
             max_rows: most rows that there may be.
 
         Raises:
-            ValueError: that is impossible, or the profile cannot be used.
+            ValueError: the argument is impossible, or the profile cannot be used.
         """
         if profile is not None:
             if sizes is not None:
@@ -101,10 +94,10 @@ class Warmup:
         return [size for size in all_sizes if size <= _MAX_ON_CPU] if on_cpu else all_sizes
 
     def prepare(self, wanted: Wanted, report: Report) -> None:
-        """Compile, and on CUDA capture, what is wanted; the device side has room for so many rows.
+        """Compile, and on CUDA capture, the wanted steps; the model runner has room for so many rows.
 
         Raises:
-            ValueError: the profile names a step that there is not.
+            ValueError: the profile names a step that does not exist here.
         """
         model_runner = self._runner_lifecycle.current()
         model_runner.thread.call(model_runner.graph_manager.make_room)
@@ -126,24 +119,14 @@ class Warmup:
         return self._events.used.total()
 
     def read(self, path: ProfilePath) -> Profile:
-        """Read a profile of this model.
-
-        Raises:
-            ValueError: it is none, or of something else.
-        """
+        """Read a profile; ValueError if it is none, or was not saved for this model."""
         self._check_mode()
         profile = Profile.read(path)
         profile.check(self._made_for())
         return profile
 
     def save(self, path: ProfilePath) -> None:
-        """Save what requests have used so far, with what the profile says that this run began with.
-
-        Raises:
-            RuntimeError: they have used nothing; or the weights wait in host memory.
-            ValueError: the mode prepares nothing.
-            OSError: the file cannot be written.
-        """
+        """Save the steps that requests have used so far, as ``Runtime.save_profile``."""
         self._check_mode()
         self._runner_lifecycle.check_weights()
         used = self._events.used.copy()

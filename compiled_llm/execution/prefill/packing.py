@@ -19,31 +19,18 @@ from compiled_llm.kvcache.table import HostTable, Span, build_table
 
 
 class Packed(NamedTuple):
-    """A prefill on the host, in the order of ``PrefillInputs``, page numbers left out.
+    """A prefill on the host, in the order of ``PrefillInputs``, without page numbers."""
 
-    Attributes:
-        ids: ``[T]`` int64.
-        positions: ``[T]`` int64.
-        keep: ``[L]`` int64.
-        ends: ``[C]`` int64.
-        slots: ``[C]`` int64.
-        token_rows: ``[T]`` int32.
-        token_positions: ``[T]`` int32.
-        qo_indptr: ``[B + 1]`` int32.
-        indptr: ``[B + 1]`` int32.
-        last_page_len: ``[B]`` int32.
-    """
-
-    ids: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    keep: NDArray[np.int64]
-    sampled: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    token_rows: NDArray[np.int32]
-    token_positions: NDArray[np.int32]
-    qo_indptr: NDArray[np.int32]
-    indptr: NDArray[np.int32]
-    last_page_len: NDArray[np.int32]
+    ids: NDArray[np.int64]  # [T]
+    positions: NDArray[np.int64]  # [T]
+    keep: NDArray[np.int64]  # [L]
+    sampled: NDArray[np.int64]  # [C]
+    slots: NDArray[np.int64]  # [C]
+    token_rows: NDArray[np.int32]  # [T]
+    token_positions: NDArray[np.int32]  # [T]
+    qo_indptr: NDArray[np.int32]  # [B + 1]
+    indptr: NDArray[np.int32]  # [B + 1]
+    last_page_len: NDArray[np.int32]  # [B]
 
 
 def padded(batch: Sequence[Extension], shape: Shape, page_size: int) -> list[Extension]:
@@ -53,7 +40,6 @@ def padded(batch: Sequence[Extension], shape: Shape, page_size: int) -> list[Ext
 
 
 def token_count(batch: Sequence[Extension]) -> int:
-    """Return T."""
     return sum(len(extension.ids) for extension in batch)
 
 
@@ -68,16 +54,13 @@ def null_extension(length: int, page_size: int) -> Extension:
 def pack(
     batch: Sequence[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64], page_size: int
 ) -> tuple[Packed, HostTable]:
-    """Lay out rows one after the other.
+    """Lay out rows one after the other; returns the inputs of the program, and the page table that is planned.
 
     Args:
         batch: the rows.
         keep: ``[L]``, the tokens whose logits are wanted.
-        slots: ``[C]``, how tokens are sampled after the first C of them.
+        slots: ``[C]``, the slots of the rows for which a token is sampled after the first C of them.
         page_size: S.
-
-    Returns:
-        What the program reads, and the page table that is planned.
     """
     queries = [len(extension.ids) for extension in batch]
     table = build_table([extension.row for extension in batch], queries, page_size, len(batch))
@@ -111,12 +94,12 @@ def _allocated(tokens: int, wanted: int, sampled: int, rows: int) -> Packed:
 
 
 def as_bytes(packed: Packed) -> NDArray[np.uint8]:
-    """Return all columns, one after the other, as ``pack`` has laid them out."""
+    """Return the memory of all columns, which ``pack`` has laid out one after the other."""
     return cast(NDArray[np.uint8], packed.ids.base)
 
 
 def chunks(batch: Sequence[Extension], most: int, page_size: int) -> Iterator[list[Extension]]:
-    """Cut packed tokens into chunks of at most ``most``; a row that is cut attends to its earlier chunks in pages."""
+    """Cut packed tokens into chunks of at most ``most``; the rest of a row attends to its earlier chunks in pages."""
     chunk: list[Extension] = []
     room = most
     for extension in batch:

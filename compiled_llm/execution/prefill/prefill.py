@@ -47,14 +47,6 @@ class Prefill:
     def __init__(
         self, state: RunnerState, graph_manager: GraphManager, planner: Planner, shapes: CapturedShapes
     ) -> None:
-        """Remember what to run with; nothing is compiled yet.
-
-        Args:
-            state: the tensors that programs read.
-            readiness: what is compiled and captured.
-            planner: plans attention.
-            shapes: what captured prefills are padded to.
-        """
         self._state = state
         self._graph_manager = graph_manager
         self._cuda_graphs = graph_manager.cuda_graphs
@@ -74,9 +66,9 @@ class Prefill:
 
         Args:
             embedded: the one that reads embeddings in place of token ids.
-            waiting: how many rows a call has that waits for it.
+            waiting: how many rows the call has that waits for it.
             unchanged: the model cannot have changed since it was last looked at; do not look again.
-            anchors: once it is compiled, capture them, too.
+            anchors: capture them, too, once it is compiled.
         """
         graph_manager = self._graph_manager
         program = PREFILL_EMBEDDED if embedded else PREFILL
@@ -97,9 +89,9 @@ class Prefill:
             self.capture_anchors()
 
     def capture_anchors(self) -> None:
-        """Capture, as far as there is room, a few shapes that any prefill can run in, so that nobody waits for its own.
+        """Capture, as far as there is room, a few shapes in which any prefill can run while its own is captured.
 
-        What is captured later makes room before they do.
+        They are evicted after all others.
         """
         self.capture_shapes(sorted(self._anchors), only_with_room=True)
 
@@ -131,9 +123,9 @@ class Prefill:
         Args:
             extensions: at most ``max_batch_size`` rows, each already grown by its tokens.
             keep: ``[L]`` ascending, which packed tokens' logits are wanted; if None, the last of each row that ends.
-            embeddings: ``[T, hidden]``, what the model reads in place of the tokens' ids.
+            embeddings: ``[T, hidden]``, which the model reads in place of the tokens' ids.
             remember: whether the rows' slots keep the tokens that are sampled.
-            unchanged: the model cannot have changed since it was last looked at; what was valid then still is.
+            unchanged: the model cannot have changed since it was last looked at; all that was valid then still is.
             exact: run in the shape that follows from the rows alone, captured or not, and in no larger one.
 
         Returns:
@@ -172,7 +164,7 @@ class Prefill:
         unchanged: bool,
         exact: bool,
     ) -> StepOutputs:
-        """Run one chunk; ``slots`` ``[C]`` are those of the rows that end in it, or there are none."""
+        """Run one chunk; ``slots`` ``[C]`` are those of the rows that end in it, or empty."""
         wanted, sampled = len(keep), len(slots)
         shape = self._shape_to_replay(chunk, wanted, slots, embeddings)
         if shape is not None:
@@ -194,7 +186,7 @@ class Prefill:
     def _laid_out(
         self, chunk: list[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64], embeddings: Tensor | None
     ) -> PrefillInputs:
-        """Return a prefill in new tensors on the device, planned."""
+        """Copy a prefill into new tensors on the device, and plan it."""
         state = self._state
         packed, table = pack(chunk, keep, slots, self._page_size)
         inputs = self._as_inputs(state.staging.to_device(packed), None)
@@ -205,7 +197,7 @@ class Prefill:
         return inputs
 
     def _as_inputs(self, columns: Sequence[Tensor], shape: Shape | None) -> PrefillInputs:
-        """Return device tensors, in the order of ``Packed``, as the program takes them, with the plans of a shape."""
+        """Return device tensors, in the order of ``Packed``, as inputs of the program, with the plans of a shape."""
         named = Packed(*columns)._asdict()  # type: ignore[arg-type]
         named |= {"ids": named["ids"][None], "positions": named["positions"][None]}
         return PrefillInputs(indices=self._state.prefill_indices, plans=self._planner.for_prefill(shape), **named)
@@ -218,30 +210,23 @@ class Prefill:
     # ---- captured
 
     def all_shapes(self) -> list[Shape]:
-        """Return all shapes that prefills may be captured in; of these some may not fit."""
+        """Return all shapes in which prefills may be captured; some may not fit."""
+        return self._in_variants(self._shapes.all())
+
+    def _in_variants(self, shapes: Sequence[Shape]) -> list[Shape]:
         if not self._cuda_graphs.ours:
             return []
-        return [shape._replace(variant=each) for shape in self._shapes.all() for each in self._planner.variants]
+        return [shape._replace(variant=variant) for shape in shapes for variant in self._planner.variants]
 
     def fits(self, shape: Shape) -> bool:
-        """Return whether prefills of a shape can be captured."""
         return self._planner.fits(shape)
 
     def captured_shapes(self, rows: int) -> list[Shape]:
         """Return the shapes that prefills of ``rows`` rows are padded to and captured in, smallest first."""
-        if not self._cuda_graphs.ours:
-            return []
-        variants = self._planner.variants
-        shapes = [shape._replace(variant=variant) for shape in self._shapes.of(rows) for variant in variants]
-        return [shape for shape in shapes if self._planner.fits(shape)]
+        return [shape for shape in self._in_variants(self._shapes.of(rows)) if self._planner.fits(shape)]
 
     def capture_shapes(self, shapes: Sequence[Shape], only_with_room: bool = False) -> None:
-        """Capture prefills of these shapes, those that are not captured yet.
-
-        Args:
-            shapes: what they are padded to.
-            only_with_room: evict no others for them.
-        """
+        """Capture prefills of those shapes that are not captured yet; ``only_with_room`` evicts no others for them."""
         new = [shape for shape in shapes if shape not in self._cuda_graphs]
         if not (self._cuda_graphs.ours and new):
             return
@@ -257,7 +242,7 @@ class Prefill:
     def _shape_to_replay(
         self, chunk: Sequence[Extension], wanted: int, slots: NDArray[np.int64], embeddings: Tensor | None
     ) -> Shape | None:
-        """Return the shape of a prefill whose logits are wanted where tokens are sampled, if it is one to capture."""
+        """Return the shape in which a prefill can be captured: one whose logits are wanted where tokens are sampled."""
         if not self._cuda_graphs.ours or embeddings is not None or len(slots) != wanted:
             return None
         if self._graph_manager.programs.full():  # a new CUDA graph would have no guards
@@ -270,10 +255,10 @@ class Prefill:
         return shape if fits else None  # larger ones fit even less
 
     def _serving(self, shape: Shape, exact: bool) -> Shape:
-        """Return the shape that a prefill runs in now, itself if it is captured.
+        """Return the shape in which a prefill runs now: its own if it is captured, else the next larger captured one.
 
-        If it is not, the next larger one that is captured serves. If there is none, or it has to be exact, it is
-        launched in its shape. Either way it is captured beside the steps that follow.
+        If there is none, or it has to be exact, it is launched in its own. Either way that is captured while later
+        steps run.
         """
         cuda_graphs = self._cuda_graphs
         if shape in cuda_graphs:
@@ -287,23 +272,20 @@ class Prefill:
         return larger
 
     def _next_larger(self, shape: Shape) -> Shape | None:
-        """Return the smallest captured shape that holds all prefills of another, and does not take far longer.
-
-        The simplest variant can run any batch.
-        """
+        """Return the smallest captured shape that holds all prefills of another, and does not take far longer."""
         tokens, rows, variant = shape
         most = tokens + self._shapes.spare
         larger = [
             other
             for other in self._cuda_graphs.shapes()
-            if other.variant in (variant, self._planner.variants[0])
+            if other.variant in (variant, self._planner.variants[0])  # the simplest one can run any batch
             and tokens <= other.tokens <= most
             and rows <= other.rows
         ]
         return min(larger, key=lambda other: (other.tokens, other.rows, other.variant != variant), default=None)
 
     def _begin_capture(self, shape: Shape) -> Callable[[], None]:
-        """Begin to capture a shape that may never have run, over rows of padding; returns what goes on with that."""
+        """Plan a shape that may never have run, over rows of padding; returns a function that begins its capture."""
         none = np.zeros(0, dtype=np.int64)
         packed, table = self._padded(shape, [], none, none)
         self._planner.plan_prefill(table, shape)
@@ -318,14 +300,14 @@ class Prefill:
         unchanged: bool = False,
         beside: bool = True,
     ) -> StepOutputs:
-        """Run a prefill of at most ``shape``: replay it, or launch it and capture it, beside what follows or now."""
+        """Run a prefill padded to ``shape``: replay it, or launch and capture it, ``beside`` later steps or now."""
         state = self._state
         packed, table = self._padded(shape, chunk, keep, slots)
         if (cuda_graph := self._cuda_graphs.get(shape)) is not None:
             self._upload(packed, table, shape, self._cuda_graphs.filled(shape))
             result: StepOutputs = cuda_graph.replay()
-            # Checked while the device computes. All it reads is there, since the weights are; and if it is not what
-            # the model does now, all it writes is written again.
+            # Checked while the device computes. All it reads is there, since the weights are; and if the model computes
+            # something else now, all it writes is written again.
             if (unchanged and self._graph_manager.was_valid(shape)) or self._graph_manager.is_valid(shape):
                 return result
             state.slots.restore(packed.slots)
@@ -349,7 +331,7 @@ class Prefill:
         return pack(padded(chunk, shape, self._page_size), keep, slots, self._page_size)
 
     def _in_new_tensors(self, shape: Shape, packed: Packed) -> tuple[PrefillInputs, Tensor]:
-        """Return what a captured prefill reads, and the tensor from which that is filled."""
+        """Return the inputs of a captured prefill, and the tensor from which they are filled."""
         inputs = self._as_inputs(self._state.staging.to_device(packed), shape)
         (filled,) = self._state.staging.to_device([as_bytes(packed)])
         return inputs, filled
@@ -362,7 +344,6 @@ class Prefill:
         self._graph_manager.capture(shape, inputs, like, first, Filled(filled, own), beside)
 
     def _upload(self, packed: Packed, table: HostTable, shape: Shape, filled: Tensor) -> None:
-        """Put a prefill where its graph reads it, and plan it."""
         state = self._state
         state.staging.upload([(as_bytes(packed), filled), (table.indices, state.prefill_indices)])
         self._planner.plan_prefill(table, shape)

@@ -1,4 +1,4 @@
-"""What happened on the device side of a model, and why; ``explaining.wording`` has a sentence for each cause."""
+"""Counts events of a model runner with their causes; ``explaining.wording`` has a sentence for each cause."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ UploadCause = Literal["new_page", "call_moved_in", "rows_changed", "page_copied"
 """Why rows and their page table were written into the decode buffers."""
 
 ColdCause = Literal["warmup_not_called", "size_not_named", "prepared_and_lost", "never_prepared"]
-"""Why something had not been compiled or captured before a call needed it."""
+"""Why a step had not been compiled or captured before a call needed it."""
 
 
 @dataclass(frozen=True)
 class ColdStart:
-    """Something that was compiled or captured while a call waited for it.
+    """A step that was compiled or captured while a call waited for it.
 
     Attributes:
         what: which program and bucket.
         rows: how many rows the call had.
         seconds: how long it waited.
-        cause: why it was not ready.
         warmed: whether ``warmup`` had been called before and could have prepared it.
     """
 
@@ -47,7 +46,6 @@ class Events:
     Attributes:
         used: how often calls have used each step, and under its name the prefill from embeddings.
         uploads: page tables written into the decode buffers, by cause.
-        cold_starts: what calls had to wait for.
         generating: runs while our loops do, and nothing is compiled.
         preparing: runs while something is compiled or captured.
     """
@@ -62,22 +60,14 @@ class Events:
     _lost: bool = False
 
     def warmed_up(self) -> None:
-        """Note that ``warmup`` has run."""
         self._warmed, self._lost = True, False
 
     def started_again(self) -> None:
-        """Note that everything compiled and captured is gone."""
+        """Note that all programs and CUDA graphs are gone."""
         self._lost = self._warmed
 
     def waited(self, what: str, rows: int, seconds: float, preparable: bool = True) -> None:
-        """Note that a call of ``rows`` rows waited.
-
-        Args:
-            what: which program and bucket.
-            rows: how many rows the call had.
-            seconds: how long it waited.
-            preparable: whether ``warmup`` can prepare it.
-        """
+        """Note a ``ColdStart``; ``preparable`` is whether ``warmup`` can prepare that step."""
         cold = ColdStart(what, rows, seconds, self._cause(preparable), self._warmed and preparable)
         self.cold_starts.append(cold)
         logger.debug("a call of %d rows waited %.1f s for %s: %s", rows, seconds, what, cold.cause)

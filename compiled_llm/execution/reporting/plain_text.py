@@ -1,4 +1,4 @@
-"""What rich draws, as text."""
+"""Drawings of rich as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 
 
 def plain_text(shown: RenderableType) -> str:
-    """Return what rich draws 100 columns wide, without colours."""
+    """Return a drawing 100 columns wide, without colours."""
     # In a notebook a console shows what it is given below the cell, wherever it writes; there it would stand twice.
     console = Console(width=100, file=io.StringIO(), record=True, force_jupyter=False)
     console.print(shown)

@@ -1,4 +1,4 @@
-"""What is being done, on stderr: nothing is silent for more than two seconds, or in a pipe for more than thirty."""
+"""Progress on stderr: no task is silent for more than two seconds, or in a pipe for more than thirty."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class ProgressDisplay:
     """Shows one task after the other: on a terminal with a spinner and a clock, elsewhere as lines."""
 
     def __init__(self, enabled: bool, animated: bool = True, brief: bool = False) -> None:
-        """Choose what to show; tasks are logged in any case.
+        """Tasks are logged in any case.
 
         Args:
-            enabled: show anything.
+            enabled: show them, too.
             animated: use a spinner if stderr is a terminal.
-            brief: elsewhere, say only what has taken long.
+            brief: elsewhere, show only tasks that have taken long.
         """
         self._enabled = enabled
         self._animated = animated
@@ -49,11 +49,9 @@ class ProgressDisplay:
 
     @contextmanager
     def task(self, description: str, stage: Stage = lambda: "") -> Iterator[Callable[[str], object]]:
-        """Show ``description`` while the block runs; the block gets a function that says what it does next.
+        """Show ``description`` while the block runs; yields a function that changes it.
 
-        Args:
-            description: what is done first.
-            stage: returns how far that is, in words, or nothing; asked on another thread, now and then.
+        ``stage`` returns how far the task is, in words, or nothing; it is called on another thread, now and then.
         """
         started, last = time.perf_counter(), [description]
         columns = (SpinnerColumn(), _Doing(stage, beside=11), TimeElapsedColumn())
@@ -69,7 +67,7 @@ class ProgressDisplay:
 
     @contextmanager
     def download(self, what: str, size: int) -> Iterator[Callable[[int | None], object]]:
-        """Show a download of ``size`` bytes; the block gets a function that says how many have arrived, if known."""
+        """Show a download of ``size`` bytes; yields a function that takes how many have arrived, if known."""
         columns = (_Doing(beside=39), BarColumn(bar_width=12), DownloadColumn(), _Speed())
         with self._shown(f"downloading {what}", *columns, total=size) as update:
             yield lambda arrived: update(completed=arrived)
@@ -78,7 +76,7 @@ class ProgressDisplay:
     def _shown(
         self, description: str, *columns: ProgressColumn, total: int | None = None, stage: Stage = lambda: ""
     ) -> Iterator[Callable[..., object]]:
-        """Show a task unless another one of this display is shown; yield what changes it."""
+        """Show a task unless another one of this display is shown; yields a function that changes it."""
         if not self._enabled or self._is_showing:
             yield lambda **_: None
             return
@@ -97,7 +95,7 @@ class ProgressDisplay:
 
 
 class _Doing(ProgressColumn):
-    """What a task does, and how far it is with that, in what the other columns leave of one line."""
+    """The description of a task and its stage, in the width that the other columns leave of one line."""
 
     max_refresh = 0.5
 
@@ -107,17 +105,16 @@ class _Doing(ProgressColumn):
         self._beside = beside
 
     def render(self, task: Task) -> Text:
-        """Return both; if they are too long, the end of what is done is left out."""
+        """Return both; if they are too long, the end of the description is left out."""
         doing, stage = f"compiled_llm: {task.description}", self._stage()
         too_long = len(_joined(doing, stage)) - (task.fields["console"].width - self._beside)
         return Text(_joined(f"{doing[: -too_long - 1]}…" if too_long > 0 else doing, stage))
 
 
 class _Speed(TransferSpeedColumn):
-    """The speed of a download once there is one."""
+    """The speed of a download once there is one, in a fixed width."""
 
     def render(self, task: Task) -> Text:
-        """Return it, always as wide."""
         shown = super().render(task)
         return Text(f"{'' if shown.plain == '?' else shown.plain:<10}", shown.style)
 
@@ -127,10 +124,9 @@ def _joined(description: str, stage: str) -> str:
 
 
 class _Lines:
-    """A task in a pipe: a line for each thing that it does, and one whenever nothing was said for long."""
+    """A task in a pipe: a line for each description unless it is brief, and reminders after a while without one."""
 
     def __init__(self, console: Console, description: str, brief: bool, stage: Stage) -> None:
-        """Say what the task does first; if ``brief``, only what it does after a while."""
         self._stage = stage
         self._console = console
         self._brief = brief
@@ -140,17 +136,14 @@ class _Lines:
         self.update(description)
 
     def __enter__(self) -> _Lines:
-        """Begin to remind, unless it is a terminal: what else is shown there moves by itself."""
-        if not self._console.is_terminal:
+        if not self._console.is_terminal:  # the program that draws there shows that it moves
             self._reminder.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Say nothing more."""
         self._ended.set()
 
     def update(self, description: str = "", **_: object) -> None:
-        """Say what the task does now."""
         if description:
             self._description = description
             if not self._brief:

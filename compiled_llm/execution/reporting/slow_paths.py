@@ -1,4 +1,4 @@
-"""Why a call does not take the fastest path: ids, which ``stats()`` counts, and what is said of them."""
+"""Reasons why a call does not take the fastest path: ids, which ``stats()`` counts, and their wording."""
 
 from __future__ import annotations
 
@@ -55,12 +55,7 @@ SlowPath = Literal[
 
 
 class Wording(NamedTuple):
-    """What is said of a reason.
-
-    Attributes:
-        sentence: what keeps the call from the fastest path; ``{}`` stands for the reason's detail.
-        advice: what to change.
-    """
+    """A sentence in which ``{}`` stands for the reason's detail, and advice what to change."""
 
     sentence: str
     advice: str
@@ -210,21 +205,14 @@ WORDINGS: dict[SlowPath, Wording] = {
 
 
 class Reason(NamedTuple):
-    """Why one call took a slower path.
-
-    Attributes:
-        id: stable; the key in ``Stats.slow_paths``.
-        detail: which mode, inputs or processors.
-    """
+    """Why one call took a slower path: the key in ``Stats.slow_paths``, and which mode, inputs or processors."""
 
     id: SlowPath
     detail: str = ""
 
     def __str__(self) -> str:
-        """The sentence."""
         return WORDINGS[self.id].sentence.format(self.detail)
 
     @property
     def advice(self) -> str:
-        """What to change."""
         return WORDINGS[self.id].advice

@@ -1,4 +1,4 @@
-"""Counters: what ran where, and why something took a slower path."""
+"""Counts calls by their paths, reasons for slower ones, steps and tokens."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Literal, cast
 from rich.table import Table
 
 from compiled_llm.compat.forks import lock
+from compiled_llm.compilation.graphs.table import mib
 from compiled_llm.config import Mode
 from compiled_llm.execution.reporting.plain_text import plain_text
 from compiled_llm.execution.reporting.slow_paths import Reason
@@ -29,7 +30,7 @@ ForwardPath = Literal["compiled", "original"]
 
 @dataclass(frozen=True)
 class Stats:
-    """A snapshot of what has happened on one wrapped model.
+    """A snapshot of one wrapped model's counters.
 
     Attributes:
         mode: that of ``wrap``.
@@ -107,7 +108,7 @@ class Stats:
         return self.new_tokens / self.generate_seconds if self.new_tokens and self.generate_seconds else None
 
     def __str__(self) -> str:
-        """A table, without what cannot be on this device."""
+        """A table, without rows that cannot be on this device."""
         table = Table(box=None, show_header=False, pad_edge=False)
         for name, value in self._rows():
             table.add_row(name, value)
@@ -156,8 +157,8 @@ class Stats:
         for name, size in self.memory.items():
             if size:
                 used = size * self.peak_pages / (pages.total + 1)  # beside the null page
-                most = f", of which {_mib(used)} were used at most" if name == "pages" else ""
-                yield f"memory: {name}", f"{_mib(size)}{most}"
+                most = f", of which {mib(used)} were used at most" if name == "pages" else ""
+                yield f"memory: {name}", f"{mib(size)}{most}"
 
     @property
     def _on_cuda(self) -> bool:
@@ -173,15 +174,10 @@ def _slow_rows(reasons: dict[str, int]) -> Iterator[tuple[str, str]]:
         yield "", f"{count} on a slower path: {reason.removeprefix(_OF_FORWARD)}"
 
 
-def _mib(nbytes: float) -> str:
-    return f"{nbytes / 2**20:,.1f} MiB"
-
-
 class Counters:
-    """The counters behind ``Stats``; safe to use from any thread."""
+    """The counters of ``Stats``; safe to use from any thread."""
 
     def __init__(self) -> None:
-        """Start at zero."""
         self._lock = lock()
         self.generate_calls: Counter[str] = Counter()
         self.forward_calls: Counter[str] = Counter()
@@ -211,7 +207,6 @@ class Counters:
 
     @property
     def slow_paths(self) -> dict[str, int]:
-        """``Stats.slow_paths``."""
         counts = Counter[str]()
         with self._lock:
             for reason, count in self.slow_generates.items():
@@ -221,12 +216,10 @@ class Counters:
         return dict(counts)
 
     def add_steps(self, steps: int) -> None:
-        """Count launched steps."""
         with self._lock:
             self.steps += steps
 
     def add_tokens(self, tokens: int) -> None:
-        """Count tokens that a loop has generated."""
         with self._lock:
             self.tokens += tokens
 

@@ -1,4 +1,4 @@
-"""How long something has gone on, over all threads together."""
+"""Measures time over all threads together."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ from compiled_llm.compat.forks import lock
 
 
 class Stopwatch:
-    """Runs while at least one thread is in the midst of something; what several do at once counts once."""
+    """Runs while at least one thread is in a ``running`` block; time that several are counts once."""
 
     def __init__(self) -> None:
-        """Start at zero, standing."""
         self._lock = lock()
         self._running = self._paused = 0
         self._seconds = self._since = 0.0
 
     @property
     def seconds(self) -> float:
-        """How long it has run until now."""
+        """The time until now."""
         self._change()
         return self._seconds
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let it run while the block does."""
         self._change(running=1)
         try:
             yield
@@ -35,7 +33,7 @@ class Stopwatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let it stand while the block runs, whatever else does."""
+        """Stop it for the block, whatever other threads do."""
         self._change(paused=1)
         try:
             yield

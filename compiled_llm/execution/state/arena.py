@@ -1,4 +1,4 @@
-"""Numbers on the device that the host changes here and there: written by one copy and one kernel, whatever they are."""
+"""Columns of numbers on the device, all of whose changes the host writes by one copy and one kernel."""
 
 from __future__ import annotations
 
@@ -25,20 +25,13 @@ class _Column(NamedTuple):
 
 
 class Arena:
-    """Columns of numbers that lie in one piece of device memory.
+    """Columns of numbers of four or eight bytes in one piece of device memory, which begin as zeros.
 
-    What is written is collected on the host; ``flush`` brings it there. Programs may write into the columns too: what
-    the host has not written since then stays.
+    Writes are collected on the host until ``flush``. Programs may write into the columns, too; their numbers stay where
+    the host writes none.
     """
 
     def __init__(self, columns: Mapping[str, tuple[int, torch.dtype]], device: torch.device, staging: Staging) -> None:
-        """Allocate zeros.
-
-        Args:
-            columns: how many numbers of which type, of four or eight bytes.
-            device: where.
-            staging: how copies go there.
-        """
         self._staging = staging
         words = {name: dtype.itemsize // _WORD for name, (_, dtype) in columns.items()}
         sizes = {name: -(-columns[name][0] * words[name] // _ALIGNED) * _ALIGNED for name in columns}
@@ -55,22 +48,15 @@ class Arena:
             start += sizes[name]
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a column, at a fixed address."""
+        """A column, at a fixed address."""
         return self._columns[name].tensor
 
     @property
     def nbytes(self) -> int:
-        """Size of all columns, in bytes."""
         return self._memory.nbytes
 
     def write(self, name: str, at: NDArray[np.int64], values: NDArray[Any]) -> None:
-        """Write numbers into a column, as soon as it is flushed.
-
-        Args:
-            name: the column.
-            at: ``[n]``, where in it.
-            values: ``[n]``, of the column's type.
-        """
+        """Write numbers ``values`` ``[n]`` at places ``at`` ``[n]`` of a column, with the next ``flush``."""
         column = self._columns[name]
         if column.words == 2:
             at = (2 * at[:, None] + np.arange(2)).reshape(-1)
@@ -79,11 +65,11 @@ class Arena:
         self._written.append(at)
 
     def flush(self) -> None:
-        """Queue what has been written in front of what runs next."""
+        """Queue all writes before the next launch."""
         if not self._written:
             return
         at = np.concatenate(self._written)
-        # Of what was written twice, each copy is the latest.
+        # Of a place that was written twice, each copy is the latest.
         both = np.concatenate([at.view(np.uint8), self._host[at].view(np.uint8)])
         (there,) = self._staging.to_device([both])
         where, what = there[: at.nbytes].view(torch.int64), there[at.nbytes :].view(torch.int32)

@@ -1,4 +1,4 @@
-"""The buffers that a replayed decode step reads and advances, at fixed addresses, and the batch sizes that it has.
+"""The buffers that a replayed decode step reads and advances, at fixed addresses, and its batch sizes.
 
 Shapes: B rows of a bucket.
 """
@@ -23,13 +23,12 @@ class DecodeBuffers:
 
     @staticmethod
     def columns(max_rows: int) -> dict[str, tuple[int, torch.dtype]]:
-        """Return what buffers for this many rows take in an arena."""
+        """Return the columns of an arena for this many rows."""
         long, short = torch.int64, torch.int32
         types = {"decode_slot": long, "decode_position": long, "decode_length": short, "decode_start": short}
         return {name: (max_rows, dtype) for name, dtype in types.items()}
 
     def __init__(self, arena: Arena, slots: Slots) -> None:
-        """Begin with empty buffers."""
         self._arena = arena
         self._slots = slots
         columns = (arena["decode_slot"], arena["decode_position"], arena["decode_length"], arena["decode_start"])
@@ -44,15 +43,12 @@ class DecodeBuffers:
         if rows not in self._buckets:
             whole = self._whole
             batch_indices = (whole.slots[:rows], whole.positions[:rows], whole.lengths[:rows], whole.starts[:rows])
-            for column in batch_indices:
-                mark_static(column)
-                if rows > 1:
-                    mark_dynamic(column)
+            mark_columns(batch_indices, rows)
             self._buckets[rows] = DecodeInputs(*batch_indices, whole.indices)
         return self._buckets[rows]
 
     def place(self, rows: Sequence[Row], bucket: int) -> None:
-        """Write rows, each grown by the token that it is about to feed in, and padding behind them."""
+        """Write rows, each grown by the token that it is about to feed in, and padding after them."""
         slots = self._slots.of(rows, bucket)
         positions, lengths = np.zeros(bucket, dtype=np.int64), np.ones(bucket, dtype=np.int32)
         positions[: len(rows)] = [row.position for row in rows]
@@ -64,16 +60,19 @@ class DecodeBuffers:
         self._arena.write("decode_start", batch_indices, (slots * self._slots.pages_each).astype(np.int32))
 
     def place_padding(self, rows: int, bucket: int) -> None:
-        """Let padding begin anew in the decode buffers behind ``rows``: it would grow for ever."""
+        """Write the padding after ``rows`` again: each step makes it longer by a token."""
         if rows < bucket:
             batch_indices = np.arange(rows, bucket)
             self._arena.write("decode_position", batch_indices, np.zeros(bucket - rows, dtype=np.int64))
             self._arena.write("decode_length", batch_indices, np.ones(bucket - rows, dtype=np.int32))
 
 
-def mark_dynamic(column: Tensor) -> None:
-    """Compile the column's length as a symbolic size."""
-    torch._dynamo.mark_dynamic(column, 0)
+def mark_columns(columns: Sequence[Tensor], rows: int) -> None:
+    """Have columns of a bucket read in place, with lengths that are symbolic sizes for more than one row."""
+    for column in columns:
+        mark_static(column)
+        if rows > 1:
+            torch._dynamo.mark_dynamic(column, 0)
 
 
 def buckets_up_to(max_rows: int) -> list[int]:
@@ -83,5 +82,4 @@ def buckets_up_to(max_rows: int) -> list[int]:
 
 
 def bucket_for(rows: int, max_rows: int) -> int:
-    """Return the smallest bucket that holds ``rows``."""
     return next(size for size in buckets_up_to(max_rows) if size >= rows)

@@ -1,4 +1,4 @@
-"""How large prefills are: the one that is compiled, and the largest, for which page table and plans are allocated.
+"""Sizes of prefills: of the one that is compiled, and of the largest, for which page table and plans are allocated.
 
 Shapes: B rows, T packed tokens, S page size.
 """
@@ -23,17 +23,11 @@ _RESULTS_THAT_LOOP = 64
 
 
 class PrefillRoom(NamedTuple):
-    """What one launch takes, padding included, or the most that any takes.
+    """The size of one launch, padding included, or the largest of all."""
 
-    Attributes:
-        tokens: T.
-        rows: B.
-        pages: entries of the page table.
-    """
-
-    tokens: int
-    rows: int
-    pages: int
+    tokens: int  # T
+    rows: int  # B
+    pages: int  # entries of the page table
 
     @classmethod
     def of_all(
@@ -44,15 +38,7 @@ class PrefillRoom(NamedTuple):
         max_row_tokens: int,
         shapes: Sequence[Shape],
     ) -> PrefillRoom:
-        """Return the room that every launch finds place in.
-
-        Args:
-            layers: of the model.
-            config: the options of ``wrap``.
-            device: where the model lives.
-            longest: tokens that a row may have.
-            shapes: prefills that are captured.
-        """
+        """Return the room that holds every launch, captured ``shapes`` and rows of ``max_row_tokens`` included."""
         size, rows = config.page_size, config.max_batch_size
         pages, compiled = rows * _pages(max_row_tokens, size), compiled_length(layers, device, max_row_tokens, size)
         launches = [
@@ -70,7 +56,7 @@ def _pages(tokens: int, page_size: int) -> int:
 
 
 def compiled_length(layers: Sequence[Layer], device: torch.device, max_row_tokens: int, page_size: int) -> int:
-    """Return the tokens of each row that prefill is compiled with; a symbolic size is at least 2."""
+    """Return how many tokens each row has that prefill is compiled with; a symbolic size is at least 2."""
     most = min(typical_tokens(layers, device), max_row_tokens)
     return max(2, most // COMPILED_ROWS // page_size * page_size)
 

@@ -1,4 +1,4 @@
-"""What of a model lies on its device at fixed addresses: pages, page tables, buffers and sampling settings.
+"""Tensors of a model runner at fixed addresses: pages, page tables, decode buffers and sampling settings.
 
 Shapes: P pages, K kv heads, D head dimension.
 """
@@ -29,33 +29,19 @@ from compiled_llm_ops.backends import backend_named
 
 
 class RunnerState:
-    """Tensors that are allocated once, before anything is captured, and the way into them.
+    """Tensors that are allocated once, before anything is captured, and copies into and out of them.
 
     Attributes:
-        facts: what is known of the model.
-        config: the options of ``wrap``.
-        device: where the model lives.
-        max_positions: how many positions the model was made for.
-        stored_layers: its layers with the head sizes that pages have.
+        stored_layers: the model's layers with the head sizes that pages have.
         pages: one ``[P, 2, K, S, D]`` a layer.
-        pool: who has which page.
-        arena: what the host changes here and there.
-        slots: where running rows keep their state.
-        decode_buffers: the decode buffers that decode steps read and advance.
+        pool: which row has which page.
+        arena: the columns of slots and decode buffers.
         cuda_graphs: all of them, within their budget.
-        sampling_graphs: what deferred sampling read, if they are captured.
         prefill_indices: the page numbers of the prefill that runs.
-        staging: copies from the host that do not wait.
     """
 
     def __init__(self, facts: ModelFacts, config: WrapConfig, max_positions: int, prefill_pages: int) -> None:
-        """Allocate.
-
-        Args:
-            facts: what is known of the model.
-            config: the options of ``wrap``.
-            max_positions: tokens that a row may have.
-            prefill_pages: entries that the page table of a prefill may have.
+        """Allocate, with room for rows of ``max_positions`` tokens and ``prefill_pages`` entries of a page table.
 
         Raises:
             ValueError: not even one page fits into the memory allowed.
@@ -91,16 +77,15 @@ class RunnerState:
 
     @property
     def page_bytes(self) -> int:
-        """Size of all pages, in bytes."""
         return sum(pages.nbytes for pages in self.pages)
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of everything else, in bytes."""
+        """Bytes of all tensors but the pages."""
         return self.arena.nbytes + self.slots.nbytes + self.prefill_indices.nbytes + self.sampling_graphs.nbytes
 
     def release(self) -> None:
-        """Give back what takes most of the memory; nothing may be run afterwards."""
+        """Give most of the memory back; nothing may be run afterwards."""
         for tensor in self.pages:
             free(tensor)
         self.pages.clear()
@@ -121,7 +106,7 @@ class RunnerState:
             rows: already grown by what they take.
             stored: ``[B, C]``, which columns each row takes.
             states: keys and values of each layer, ``[B, K, C', D]``, whose last column is the last of ``stored``; zeros
-                are written for columns that a layer no longer has.
+                are written for columns that a layer lacks.
         """
         batch_indices, columns = np.nonzero(stored)
         counts = stored.sum(axis=1).tolist()

@@ -1,4 +1,4 @@
-"""Deferred sampling as CUDA graphs: a launch in place of a dozen, once somebody has had them prepared.
+"""Deferred sampling as CUDA graphs: one launch in place of a dozen, once they are prepared.
 
 Shapes: D rows, B rows of a bucket, V vocabulary.
 """
@@ -29,7 +29,7 @@ _OWNER = "choices"
 
 
 class _Held(NamedTuple):
-    """What stands in the columns that a bucket's graph reads: slots and positions of rows, padded."""
+    """The contents of the columns that a bucket's graph reads: slots and positions of rows, padded."""
 
     bucket: int
     slots: list[int]
@@ -37,9 +37,9 @@ class _Held(NamedTuple):
 
 
 class SamplingGraphs:
-    """Captured choices, and the logits, slots and positions that they read, at fixed addresses.
+    """Captured sampling, and the logits, slots and positions that it reads, at fixed addresses.
 
-    One loop at a time keeps its logits there, from its first launch that defers a choice to the choice.
+    One loop at a time keeps its logits there, from the first launch whose sampling is deferred until it is sampled.
     """
 
     def __init__(self, device: torch.device, captures: bool, rolling: RollingCudaGraphs) -> None:
@@ -48,7 +48,7 @@ class SamplingGraphs:
         Args:
             device: where the model lives.
             captures: whether anything is to be captured there.
-            rolling: has all CUDA graphs of the model, others too; they may make these leave.
+            rolling: all CUDA graphs of the model; others may evict these.
         """
         self._rolling = rolling
         self._buckets: list[int] = []
@@ -65,12 +65,12 @@ class SamplingGraphs:
 
     @property
     def nbytes(self) -> int:
-        """Size of what the graphs read, in bytes."""
+        """Bytes of the tensors that the graphs read."""
         return self._logits.nbytes + self._columns.nbytes + self._masks.nbytes
 
     @property
     def buckets(self) -> list[int]:
-        """For how many rows there are graphs."""
+        """The numbers of rows that have graphs."""
         return list(self._buckets)
 
     def release(self) -> None:
@@ -82,12 +82,12 @@ class SamplingGraphs:
     # ---- capture
 
     def prepare(self, buckets: Sequence[int], tables: SamplingTables, padding: int, dtype: torch.dtype) -> None:
-        """Capture choices of so many rows, beside those that are; what somebody keeps here is chosen without a graph.
+        """Capture sampling of so many rows, too; logits that a loop keeps here now are sampled from without a graph.
 
         Args:
-            buckets: for how many rows.
-            tables: how rows choose.
-            padding: the slot of those that do not choose.
+            buckets: numbers of rows.
+            tables: the sampling settings.
+            padding: the slot of rows of padding.
             dtype: of the model.
         """
         known = set(self.buckets) if tables is self._tables else set()
@@ -107,7 +107,7 @@ class SamplingGraphs:
                 self._capture(SamplingKey(bucket, masked))
 
     def _capture(self, choice: SamplingKey) -> None:
-        """Capture a choice, unless a step would have to make room for it: choices can be launched as well."""
+        """Capture sampling, unless a step would have to make room for it: it can be launched as well."""
         if self._rolling.full:
             logger.info("a choice for %d rows is not captured: the CUDA graphs may not take more", choice.rows)
             return
@@ -133,7 +133,7 @@ class SamplingGraphs:
         assert self._tables is not None
         slots, positions = self._columns[: 2 * bucket].split(bucket)
         tokens = sample(self._logits[:bucket], slots, positions, self._tables, deferred=True)
-        positions += 1  # where the next tokens stand, as long as the same rows go on
+        positions += 1  # those of the next tokens, as long as the same rows go on
         return tokens
 
     # ---- keep logits, and sample from them
@@ -142,11 +142,11 @@ class SamplingGraphs:
         """Return ``[rows, V]`` for logits, after ``start`` others of the same user; None if they have no place here.
 
         Args:
-            user: keeps them until ``leave``.
+            user: the loop that keeps them here until ``leave``.
             start: how many rows it has here.
-            rows: of how many rows more.
-            logits: of the launch that they are from.
-            tables: how rows choose now.
+            rows: how many more.
+            logits: of their launch.
+            tables: the sampling settings as they are now.
         """
         here = None if self._user is None else self._user()
         fits = start + rows <= max(self._buckets, default=0) and tables is self._tables
@@ -164,24 +164,24 @@ class SamplingGraphs:
     def bucket_of(self, user: object, rows: int, tables: SamplingTables) -> int | None:
         """Return the smallest bucket that holds ``rows`` that a user keeps here.
 
-        None if it keeps nothing here, or if the ``tables`` that say how rows choose have become others.
+        None if it keeps nothing here, or if the sampling settings lie in other ``tables`` by now.
         """
         if rows == 0 or self._user is None or self._user() is not user or tables is not self._tables:
             return None
         return next((bucket for bucket in self._buckets if bucket >= rows), None)
 
     def masks(self, bucket: int) -> bool:
-        """Whether there is a graph for a bucket that writes masks."""
+        """Return whether there is a graph for a bucket that writes masks."""
         return SamplingKey(bucket, True) in self._rolling
 
     def logits(self, rows: int) -> Tensor:
-        """Return ``[rows, V]``, those that are kept here."""
+        """Return ``[rows, V]``, the logits that are kept here."""
         return self._logits[:rows]
 
     def place(self, bucket: int, slots: list[int], positions: list[int], padding: int, staging: Staging) -> None:
-        """Have slots and positions of rows stand where a bucket's graph reads them, the rest being padding.
+        """Write slots and positions of rows, and padding, to where a bucket's graph reads them.
 
-        Mostly they do already: each replay has moved the positions on.
+        Mostly they are there already: each replay has moved the positions on.
         """
         wanted, columns = _Held(bucket, slots, positions), self._columns[: 2 * bucket]
         if self._held != wanted:
@@ -192,18 +192,18 @@ class SamplingGraphs:
             self._held = wanted
 
     def mask(self, masks: NDArray[np.int32], staging: Staging) -> None:
-        """Have masks ``[n, words]`` stand where the graphs read those of the rows that have places."""
+        """Write masks ``[n, words]`` of the rows that have places to where the graphs read them."""
         staging.upload_lent(masks, self._masks)
 
     def sample(self, bucket: int, masked: bool) -> Tensor:
-        """Sample for the rows that have places, from what is kept here.
+        """Sample for the rows that have places, from the logits that are kept here.
 
         Args:
-            bucket: that they have places in.
+            bucket: B.
             masked: all of them have got masks, which go into the table first.
 
         Returns:
-            ``[B]``, until the next call.
+            ``[B]`` tokens, overwritten by the next call.
         """
         held, self._held = self._held, _Held(0, [], [])
         cuda_graph = self._rolling.get(SamplingKey(bucket, masked))

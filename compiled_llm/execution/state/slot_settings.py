@@ -1,6 +1,6 @@
-"""How the rows in the slots sample their tokens: host facts, and what programs read of them on the device.
+"""The sampling settings of the rows in the slots, on the host and in the tables that programs read.
 
-Numbers go through the arena. What is larger is written when a row comes in that has it, and only then; all of it in one
+Numbers go through the arena. Larger settings are written only when a row comes in that has them; all of them in one
 copy, however many rows come in.
 
 Shapes: X slots, V vocabulary, n slots that are written, N biases.
@@ -29,25 +29,25 @@ _KINDS = {name: torch.empty(0, dtype=dtype, device="cpu").numpy().dtype for name
 _LARGEST = {kind: math.inf if kind.kind == "f" else np.iinfo(kind).max for kind in _KINDS.values()}
 _COMMON = Seldom()
 _HALF_WRITTEN = Sampling()
-"""Stands for settings whose writing has failed: nobody else's."""
+"""Stands for settings whose writing has failed."""
 
 
 class SlotSettings:
-    """Who chooses how; in the model's executor only.
+    """The settings of each slot; in the model's executor only.
 
     Attributes:
-        tables: what programs read.
-        deferring: the slots whose rows' tokens are sampled by launches of their own.
+        tables: those that programs read.
+        deferring: the slots of rows whose sampling is deferred.
     """
 
     @staticmethod
     def columns(count: int) -> dict[str, tuple[int, torch.dtype]]:
-        """Return what this many slots take in an arena."""
+        """Return the columns of an arena for this many slots."""
         numbers = {name: (count, dtype) for name, dtype in NUMBERS.items()}
         return {"next_token": (count, torch.int64), **numbers}
 
     def __init__(self, arena: Arena, staging: Staging, vocabulary: int) -> None:
-        """Begin with all slots greedy."""
+        """All slots begin greedy."""
         self._arena = arena
         self._staging = staging
         columns = {name: arena[name] for name in ("next_token", *NUMBERS)}
@@ -60,11 +60,11 @@ class SlotSettings:
 
     @property
     def nbytes(self) -> int:
-        """Size of what is not in the arena, in bytes."""
+        """Bytes of the tables outside the arena."""
         return sum(table.nbytes for table in self._wide)
 
     def release(self) -> None:
-        """Give back the memory of what is not in the arena."""
+        """Give back the memory of the tables outside the arena."""
         for table in self._wide:
             free(table)
 
@@ -87,15 +87,15 @@ class SlotSettings:
         self.tables = self.tables._replace(**_static(wide))
 
     def of(self, slot: int) -> Sampling:
-        """Return how the row in a slot chooses, or the last one that was there."""
+        """Return the settings of the row in a slot, or of the last one that was there."""
         return self._settings[slot]
 
     def enter(self, slots: Sequence[int], settings: Sequence[Sampling]) -> None:
-        """Write the settings of rows that have taken slots, where they are not those that are there."""
+        """Write the settings of rows that have taken slots, unless they are there already."""
         changed = {
             slot: own
             for slot, own in zip(slots, settings, strict=True)
-            if own is not self._settings[slot] or not own.forgets  # what a row has counted since then is its own
+            if own is not self._settings[slot] or not own.forgets  # the counts that a row has left are its own
         }
         if not changed:
             return
@@ -131,7 +131,7 @@ class SlotSettings:
             self._arena.write(name, at, np.array(values, dtype=kind))
 
     def _write_tables(self, changed: Mapping[int, Sampling]) -> None:
-        """Copy all of it to the device at once: staging has room for a few copies that have not been made yet."""
+        """Copy all tables to the device at once: staging has room for a few copies that have not been made yet."""
         _, vocabulary = self.tables.counts.shape
         parts = {
             "counts": _counts({slot: own for slot, own in changed.items() if own.counts}, vocabulary),
@@ -163,7 +163,7 @@ def _slots(settings: Mapping[int, Sampling]) -> NDArray[np.int64]:
 
 
 def _counts(settings: Mapping[int, Sampling], vocabulary: int) -> tuple[NDArray[Any], ...]:
-    """Return the slots, where in the flat table ``[X * V]`` counts are not zero, and what they are."""
+    """Return the slots, the places in the flat table ``[X * V]`` where counts are not zero, and these counts."""
     if not settings:
         return ()
     slots = _slots(settings)
@@ -176,7 +176,7 @@ def _counts(settings: Mapping[int, Sampling], vocabulary: int) -> tuple[NDArray[
 
 
 def _places(slots: NDArray[np.int64], tokens: Sequence[NDArray[np.int64]], vocabulary: int) -> NDArray[np.int64]:
-    """Return where in the flat table ``[X * V]`` these tokens of each slot are, those that there are."""
+    """Return the places in the flat table ``[X * V]`` of these tokens of each slot; unknown ones are left out."""
     each, known = np.repeat(slots, [len(some) for some in tokens]), np.concatenate(tokens)
     inside = known < vocabulary
     return each[inside] * vocabulary + known[inside]
@@ -223,7 +223,7 @@ def _recent(settings: Mapping[int, Sampling]) -> tuple[NDArray[Any], ...]:
 
 
 def _seldom(settings: Mapping[int, Sampling]) -> tuple[NDArray[Any], ...]:
-    """Return the slots, and what their rows have that few have ``[n, len(Seldom._fields)]``."""
+    """Return the slots, and the settings that few rows have ``[n, len(Seldom._fields)]``."""
     numbers = np.array([own.seldom for own in settings.values()], dtype=np.float32)
     return (_slots(settings), numbers) if settings else ()
 

@@ -1,6 +1,6 @@
-"""Slots: where a running row keeps its state on the device, whatever its batch index.
+"""Slots hold the state of running rows on the device, whatever their batch indices.
 
-A slot holds the row's next token, its page numbers, some of them ahead of its length, and how it samples tokens. A row
+A slot holds the row's next token, its page numbers, some of them ahead of its length, and its sampling settings. A row
 has one while a loop runs it; if there are more rows than slots, those wait outside that took theirs first.
 
 Shapes: X slots, N page numbers of a row.
@@ -24,7 +24,7 @@ from compiled_llm.execution.state.staging import Staging
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.row import Row
 
-# Loops that interleave (a callback calling the model again, an engine beside calls) have slots together.
+# Loops that interleave (a callback calls the model again, an engine and calls run) have slots at the same time.
 _ROOM = 2
 
 _AHEAD = 8
@@ -32,31 +32,30 @@ _AHEAD = 8
 
 
 class _Waiting(NamedTuple):
-    """What a row had in the slot that it gave up."""
+    """The contents of the slot that a row gave up."""
 
     token: Tensor | None
     sampling: Sampling
 
 
 class Slots:
-    """Who has which slot; in the model's executor only.
+    """Gives slots to rows; in the model's executor only.
 
     Attributes:
         padding: the slot of padding rows, which is greedy and has the null page alone.
         pages: ``[X * N]`` int32, the page numbers of each slot.
         pages_each: N.
-        taken: how often a row lost its slot to another, so that decode buffers may name it which are not its own any
-            more.
+        taken: how often a row lost its slot to another, so that decode buffers may still name it.
     """
 
     @staticmethod
     def columns(max_rows: int, pages_each: int) -> dict[str, tuple[int, torch.dtype]]:
-        """Return what slots for this many rows take in an arena."""
+        """Return the columns of an arena for slots for this many rows."""
         count = _ROOM * max_rows + 1
         return SlotSettings.columns(count) | {"pages": (count * pages_each, torch.int32)}
 
     def __init__(self, arena: Arena, staging: Staging, vocabulary: int) -> None:
-        """Begin with all slots free, and greedy."""
+        """All slots begin free, and greedy."""
         self._arena = arena
         self._settings = SlotSettings(arena, staging, vocabulary)
         self.pages = arena["pages"]
@@ -64,42 +63,37 @@ class Slots:
         self.pages_each = len(self.pages) // (self.padding + 1)
         self.taken = 0
         self._free = list(range(self.padding - 1, -1, -1))
-        self._rows: dict[int, weakref.ref[Row]] = {}  # whoever took theirs first stands first
+        self._rows: dict[int, weakref.ref[Row]] = {}  # in the order in which they took them
         self._waiting: weakref.WeakKeyDictionary[Row, _Waiting] = weakref.WeakKeyDictionary()
 
     @property
     def deferring(self) -> set[int]:
-        """The slots whose rows' tokens are sampled by launches of their own; always the same set."""
+        """The slots of rows whose sampling is deferred; always the same set."""
         return self._settings.deferring
 
     @property
     def tables(self) -> SamplingTables:
-        """The rest of what programs read."""
         return self._settings.tables
 
     def fit(self, vocabulary: int) -> None:
-        """Follow a model whose vocabulary has changed."""
         self._settings.fit(vocabulary)
 
     @property
     def nbytes(self) -> int:
-        """Size of what is not in the arena, in bytes."""
+        """Bytes outside the arena."""
         return self._settings.nbytes
 
     def release(self) -> None:
-        """Give back the memory of what is not in the arena; nothing may be run afterwards."""
+        """Give back the memory outside the arena; nothing may be run afterwards."""
         self._settings.release()
 
     # ---- rows come and go
 
     def room_for(self, new: int, keeping: int) -> bool:
-        """Whether rows may come in, and no loop lacks slots for a batch of its rows in a later step.
+        """Return whether ``new`` rows of one loop may come in, and no loop lacks slots in a later step.
 
-        Rows whose slots know what they have seen keep them until they end; others take turns in the rest.
-
-        Args:
-            new: how many rows, of one loop.
-            keeping: how many of them keep their slots.
+        Rows whose slots hold counts or masks keep them until they end (``keeping`` of the new ones); others take turns
+        in the rest.
         """
         rows = self.padding - len(self._free) + len(self._waiting) + new
         if rows <= self.padding:  # as always while one loop runs, or two
@@ -109,16 +103,12 @@ class Slots:
 
     @property
     def _keeping(self) -> int:
-        """How many rows keep their slots until they end."""
+        """The number of rows that keep their slots until they end."""
         rows = [(slot, reference()) for slot, reference in list(self._rows.items())]
         return sum(not self._settings.of(slot).forgets for slot, row in rows if row is not None and row.slot == slot)
 
     def admit(self, rows: Sequence[Row], settings: Sequence[Sampling | None]) -> None:
-        """Give rows slots that have none.
-
-        Args:
-            rows: they are about to run.
-            settings: how each samples its tokens; the most likely ones if None.
+        """Give slots to rows that have none and are about to run, with settings; greedy ones if None.
 
         Raises:
             RuntimeError: there are not enough slots; nothing has changed.
@@ -130,7 +120,7 @@ class Slots:
         self._give(rows, [sampling or GREEDY for sampling in settings])
 
     def ensure(self, rows: Sequence[Row]) -> None:
-        """Let all rows have slots: those that waited outside go on as they were, others choose the most likely tokens.
+        """Give all rows slots: those that waited outside go on as they were, others are greedy.
 
         Raises:
             RuntimeError: there are not enough slots; nothing has changed.
@@ -147,14 +137,14 @@ class Slots:
                 row.has_next = True
 
     def feed(self, tokens: Mapping[Row, int]) -> None:
-        """Have rows feed in these tokens next, in place of those that were sampled for them."""
+        """Replace the next tokens of rows."""
         rows = list(tokens)
         self.ensure(rows)
         at = self.of(rows, len(rows))
         self._arena.write("next_token", at, np.array([tokens[row] for row in rows], dtype=np.int64))
 
     def forget_next(self, rows: Sequence[Row]) -> None:
-        """Forget which tokens rows would feed in next."""
+        """Forget the next tokens of rows."""
         for row in rows:
             row.has_next = False
             if (waiting := self._waiting.get(row)) is not None:
@@ -162,7 +152,7 @@ class Slots:
 
     def _give(self, rows: Sequence[Row], settings: Sequence[Sampling], beside: Sequence[Row] = ()) -> None:
         self._make_room(len(rows), {*rows, *beside})
-        with deferred():  # who has a slot has its settings there
+        with deferred():  # a row that has a slot has its settings there
             self._take(rows, settings)
 
     def _take(self, rows: Sequence[Row], settings: Sequence[Sampling]) -> None:
@@ -175,7 +165,7 @@ class Slots:
         self._settings.enter(taken, settings)
 
     def _make_room(self, count: int, staying: set[Row]) -> None:
-        """Let rows wait outside, those first that took their slots first, until ``count`` slots are free."""
+        """Move rows out, in the order in which they took their slots, until ``count`` slots are free."""
         for slot, reference in list(self._rows.items()):
             if count <= len(self._free):
                 return
@@ -199,10 +189,10 @@ class Slots:
     def masks_of(
         self, rows: Sequence[Row], masks: NDArray[np.int32]
     ) -> tuple[NDArray[np.int64], NDArray[np.int32]] | None:
-        """Return slots and what ``tables.allowed`` is to have there; None if no row has a slot, as others are left out.
+        """Return slots, and the masks to write into ``tables.allowed`` there; None if no row has a slot.
 
         Args:
-            rows: rows that have come in with a mask.
+            rows: rows that came in with a mask; those without a slot are left out.
             masks: ``[n, words]``, their next ones.
 
         Raises:
@@ -217,21 +207,17 @@ class Slots:
         return np.array(slots, dtype=np.int64), self._settings.laid_out(cast(list[int], slots), masks)
 
     def restore(self, slots: Iterable[int]) -> None:
-        """Forget which tokens have been sampled in these slots since rows took them."""
+        """Forget the tokens that were sampled in these slots since rows took them."""
         self._settings.count_again(slots)
 
     def list_pages(self, rows: Sequence[Row]) -> bool:
-        """Write the page numbers of rows that their slots do not hold yet, and some that they will need.
-
-        Returns:
-            Whether there were any that a row needs now.
-        """
+        """Write page numbers that the slots of rows lack, and some ahead; return whether any was lacking."""
         if all(row.listed >= len(row.pages) for row in rows):
             return False
-        with deferred():  # what a row takes as listed is written
+        with deferred():  # pages that a row takes as listed are written
             where, pages = [], []
             for row in rows:
-                if row.listed < len(row.pages) + _AHEAD // 2:  # the others soon, and then again all together
+                if row.listed < len(row.pages) + _AHEAD // 2:  # the others later, all together
                     first, new = row.list_pages(min(_AHEAD, self.pages_each - len(row.pages)))
                     start = cast(int, row.slot) * self.pages_each + first
                     where.append(np.arange(start, start + len(new)))
@@ -240,7 +226,7 @@ class Slots:
         return True
 
     def of(self, rows: Sequence[Row], padded: int) -> NDArray[np.int64]:
-        """Return ``[padded]``, the slots of the rows; that of padding for rows without one."""
+        """Return ``[padded]``, ``numbers`` and padding."""
         slots = np.full(padded, self.padding, dtype=np.int64)
         slots[: len(rows)] = self.numbers(rows)
         return slots

@@ -36,7 +36,7 @@ class Staging:
     """Pinned areas used one after the other, and one that is lent; on a CPU the copies are plain ones."""
 
     def __init__(self, device: torch.device) -> None:
-        """Allocate nothing yet: areas grow to the largest upload."""
+        """Areas grow to the largest upload."""
         self._device = device
         self._areas = [_Area.of(0, pinned=False)] * _AREAS
         self._events = [torch.cuda.Event() for _ in range(_AREAS)] if device.type == "cuda" else []
@@ -45,10 +45,10 @@ class Staging:
         self._lent_event = torch.cuda.Event() if self._events else None
 
     def lend(self, rows: int, columns: int) -> NDArray[np.int32]:
-        """Return an array ``[rows, columns]`` that ``upload_lent`` copies from where it lies.
+        """Return an array ``[rows, columns]`` from which ``upload_lent`` copies directly.
 
-        What the caller does not write is what was last written there, or zeros. It is the caller's until somebody calls
-        this again, which waits for its copy to be done.
+        It holds its previous contents, at first zeros. It is the caller's until the next call of this, which waits for
+        its copy to be done.
         """
         if self._lent_event is not None:
             self._lent_event.synchronize()
@@ -59,7 +59,7 @@ class Staging:
         return lent
 
     def upload_lent(self, rows: NDArray[np.int32], target: Tensor) -> None:
-        """Copy ``rows`` ``[n, words]``, which may be what is lent, into the beginning of a tensor on the device."""
+        """Copy ``rows`` ``[n, words]``, which may be the lent array, into the beginning of a tensor on the device."""
         lent, target = self._lent[: len(rows)], target[: len(rows)]
         if self._lent_event is None or rows.ctypes.data != lent.data_ptr() or rows.shape != lent.shape:
             self.upload([(rows.reshape(-1), target.view(-1))])
@@ -85,7 +85,7 @@ class Staging:
         self._events[self._current].record()
 
     def to_device(self, arrays: Sequence[NDArray[Any]], targets: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Return new device tensors with the arrays' content; the first ones are ``targets`` that there are."""
+        """Return device tensors with the arrays' contents: ``targets``, and new ones for the other arrays."""
         tensors = [
             *targets,
             *(
@@ -114,10 +114,10 @@ def _aligned(nbytes: int) -> int:
 
 
 class Readback:
-    """Numbers on their way to the host; reading them waits for this copy alone, not for what was queued after it."""
+    """Numbers on their way to the host; reading them waits for this copy alone, not for later work."""
 
     def __init__(self, source: Tensor, idle: list[Readback]) -> None:
-        """Allocate for as many numbers as ``source`` has; ``idle`` gets this back once they have been read."""
+        """Allocate for as many numbers as ``source`` has; it goes back to ``idle`` once they have been read."""
         cuda = source.device.type == "cuda"
         self._host = torch.empty(len(source), dtype=source.dtype, pin_memory=cuda, device="cpu")
         self._array: NDArray[Any] = self._host.numpy()
@@ -132,7 +132,7 @@ class Readback:
 
     @property
     def arrived(self) -> bool:
-        """Whether reading is known to wait for nothing."""
+        """Whether reading surely waits for nothing."""
         return self._event is not None and self._event.query()
 
     def result(self) -> list[int]:
@@ -155,10 +155,9 @@ class Readback:
 
 
 class Readbacks:
-    """Those of one model: to allocate pinned memory and an event takes longer than to copy a step's tokens."""
+    """Readbacks to use again: to allocate pinned memory and an event takes longer than to copy a step's tokens."""
 
     def __init__(self) -> None:
-        """Allocate nothing yet."""
         self._idle: defaultdict[tuple[int, torch.dtype], list[Readback]] = defaultdict(list)
 
     def start(self, source: Tensor) -> Readback:

@@ -1,4 +1,4 @@
-"""Steps that were launched and whose tokens the host has not read."""
+"""Launched steps whose tokens the host has not read."""
 
 from __future__ import annotations
 
@@ -11,23 +11,21 @@ from compiled_llm.kvcache.row import Row
 
 
 class Unread:
-    """Those of one loop, oldest first."""
+    """Launched steps of one loop whose tokens have not been read, oldest first."""
 
     def __init__(self, readbacks: Readbacks) -> None:
-        """Begin with none."""
         self._readbacks = readbacks
         self._steps: deque[list[tuple[Sequence[Row], Readback]]] = deque()
 
     def __len__(self) -> int:
-        """How many there are."""
         return len(self._steps)
 
     def launched(self, step: StepOutput, unsampled: int) -> None:
-        """Add a step; so many of its rows, which may be all, get their tokens from ``sampled``."""
+        """Add a step, ``unsampled`` of whose rows, which may be all, get their tokens from ``sampled``."""
         self._steps.append([] if unsampled == len(step.rows) else [self._arriving(step)])
 
     def sampled(self, step: StepOutput) -> None:
-        """Add tokens that were sampled late to the step that was launched last."""
+        """Add deferred tokens to the step that was launched last."""
         self._steps[-1].append(self._arriving(step))
 
     def _arriving(self, step: StepOutput) -> tuple[Sequence[Row], Readback]:
@@ -41,5 +39,4 @@ class Unread:
         return tokens
 
     def forget(self) -> None:
-        """Read none of them."""
         self._steps.clear()

@@ -1,1 +1,1 @@
-"""Which thread runs a step, whose loop runs, and when Ctrl-C may interrupt it."""
+"""The thread of steps, the lock of loops, and Ctrl-C."""

@@ -24,7 +24,6 @@ class CallingThread:
     """Runs calls one after the other, each on its caller's thread; safe to use from any thread."""
 
     def __init__(self, device: torch.device) -> None:
-        """Start idle."""
         self._device = device
         self._on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         self._home = HomeProcess()
@@ -36,14 +35,13 @@ class CallingThread:
 
     @property
     def caller(self) -> int | None:
-        """Identity of the thread whose call is running."""
         return self._caller
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``function`` here and return its result.
 
-        Modes that the caller has entered (``with torch.device(...)`` is one) cannot be left for the duration, and
-        would be compiled into the graphs; such a call runs on another thread.
+        Torch modes that the caller has entered (``with torch.device(...)`` is one) cannot be left meanwhile, and would
+        be compiled into the graphs; such a call runs on another thread.
         """
         self._home.check()
         with deferred(), self._lock:

@@ -1,4 +1,4 @@
-"""Calls of ``generate`` in progress: whoever changes what all of them use waits until they have ended."""
+"""Counts calls of ``generate`` in progress: a change of the model waits until they have ended."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from compiled_llm.compat.condition import Condition
 from compiled_llm.execution.threads.interrupts import check
 
 _PATIENCE = 0.2
-"""Seconds after which a thread that waits looks whether Ctrl-C has been pressed, and whether anything has moved."""
+"""Seconds after which a thread that waits checks for Ctrl-C, and whether a call has moved."""
 _STALLED = 1.0
-"""Seconds without a step of a call in progress after which those begin that wait: it may wait for one of them."""
+"""Seconds without a step of a call in progress after which waiting calls begin: it may wait for one of them."""
 
 
 class Calls:
-    """Counts the calls of a model in progress, one inside another included; safe to use from any thread."""
+    """Counts the calls of a model in progress, nested ones included; safe to use from any thread."""
 
     def __init__(self) -> None:
-        """Begin without calls."""
         self._changed = Condition()
-        self._running: dict[object, int] = {}  # and the thread of each
+        self._running: dict[object, int] = {}  # each with its thread
         self._moves = self._waiting = self._barring = 0
-        self._let_in = -math.inf  # those that have waited since before that, on ``time.monotonic``'s clock, may begin
+        self._let_in = -math.inf  # calls that have waited since before that, on ``time.monotonic``'s clock, may begin
 
     @property
     def here(self) -> bool:
-        """Whether a call in progress is this thread's, and has called its user."""
-        return _this_thread() in list(self._running.values())
+        """Whether this thread has a call in progress, which is in a callback of its user."""
+        return threading.get_ident() in list(self._running.values())
 
     @property
     def awaited(self) -> bool:
@@ -39,17 +38,17 @@ class Calls:
 
     @contextmanager
     def begun(self) -> Iterator[None]:
-        """Be a call in progress for the block; one that comes while others are awaited begins after those.
+        """Be a call in progress for the block; one that comes while calls are awaited begins after those.
 
-        One inside another begins at once; and so do all once none of those in progress moves, since a callback may
-        wait for a call of another thread.
+        A nested one begins at once; and so do all once none of those in progress moves, since a callback may wait for a
+        call of another thread.
         """
         call = object()
         try:
             with self._changed:
                 if not self.here:
                     self._wait_for_turn()
-                self._running[call] = _this_thread()
+                self._running[call] = threading.get_ident()
             yield
         finally:
             with self._changed:
@@ -71,12 +70,12 @@ class Calls:
                 self._changed.notify_all()
 
     def moved(self) -> None:
-        """Note that a call in progress has done a step, so that nothing waits for a later one."""
+        """Note that a call in progress has done a step, so that it does not wait for a later call."""
         self._moves += 1
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Have calls that come from now on wait for the end of the block, in which those in progress are awaited."""
+        """Await calls in progress in the block; calls that come meanwhile begin after it."""
         with self._changed:
             self._waiting += 1
         try:
@@ -95,7 +94,7 @@ class Calls:
 
     @contextmanager
     def barred(self) -> Iterator[bool]:
-        """Let no call begin for the block, unless one is in progress already; yields whether none is."""
+        """Let no call begin during the block, unless one is in progress already; yields whether none is."""
         with self._changed:
             none = not self._running
             self._barring += none
@@ -105,7 +104,3 @@ class Calls:
             with self._changed:
                 self._barring -= none
                 self._changed.notify_all()
-
-
-def _this_thread() -> int:
-    return threading.get_ident()

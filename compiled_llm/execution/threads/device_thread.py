@@ -1,10 +1,8 @@
 """A thread that calls compiled code for a model, if its callers' threads cannot.
 
 Cudagraph trees belong to the thread that captured them, while users call from any thread; and torch modes that a
-caller has entered would be compiled in. Compiled calls, and nothing else, run here; loops, callbacks, streamers and
-stopping criteria stay in the caller's thread with its context variables, debugger and tracebacks. The thread's own grad
-mode and autocast state never change, so that a caller's ``no_grad``, ``inference_mode`` or ``autocast`` cannot
-recompile anything.
+caller has entered would be compiled in. The thread's own grad mode and autocast state never change, so that a caller's
+``no_grad``, ``inference_mode`` or ``autocast`` cannot recompile anything.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from compiled_llm.compat.torch.cudagraph_trees import adopt_cudagraph_trees
 from compiled_llm.execution.threads.interrupts import allowed, deferred, guarded_by
 
 _PATIENCE = 0.2
-"""Seconds: what came just before a wait began does not end it."""
+"""Seconds of one wait: Ctrl-C that came just before does not end it."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,7 +46,7 @@ class _Flag:
         self._wake.put(None)
 
     def wait(self) -> bool:
-        """Wait for a moment; whether it has been set."""
+        """Wait for a moment; return whether it has been set."""
         if not self.is_set:
             with suppress(queue.Empty):
                 self._wake.get(timeout=_PATIENCE)
@@ -171,7 +169,6 @@ class DeviceThread:
 
     @property
     def caller(self) -> int | None:
-        """Identity of the thread that waits for the running call."""
         job = self._worker.current
         return None if job is None else job.caller
 

@@ -1,4 +1,4 @@
-"""Where compiled calls run: one at a time, in a world that the caller's contexts cannot change.
+"""Runs compiled calls one at a time, in a world that the caller's contexts cannot change.
 
 Loops, callbacks, streamers and stopping criteria are not run here: they stay in the caller's thread, with its context
 variables, debugger and tracebacks.

@@ -29,7 +29,7 @@ class _State:
 
 
 class _Workers(threading.local):
-    """What a thread of ours has while it must not be interrupted."""
+    """The lock that a thread of ours holds while it must not be interrupted."""
 
     guard: threading.RLock | None = None
 
@@ -38,7 +38,7 @@ _workers = _Workers()
 
 
 def guarded_by(guard: threading.RLock) -> None:
-    """Let this thread take ``guard`` inside ``deferred``; whoever interrupts it takes it first."""
+    """Let this thread take ``guard`` inside ``deferred``; a thread that interrupts it takes it first."""
     _workers.guard = guard
 
 
@@ -95,7 +95,7 @@ class allowed:  # noqa: N801
     """Let Ctrl-C through for the block, inside ``deferred``.
 
     The innermost context, and never around the ``yield`` of another: a generator that was interrupted at its ``yield``
-    is closed when somebody drops the traceback, and would undo then what has long been undone.
+    is closed when its traceback is dropped, and would then undo a second time.
     """
 
     _changed = False
@@ -127,7 +127,7 @@ def _arrive() -> None:
 
 def _on_interrupt(signum: int, frame: FrameType | None) -> None:
     if _State.allowed:
-        # The next would hit what this one unwinds. A callback may have kept this handler, and put it back later.
+        # A second one would hit the unwinding. A callback may have kept this handler, and put it back later.
         _State.allowed = not _State.handles
         raise KeyboardInterrupt
     _State.pending = True
@@ -138,7 +138,7 @@ def _is_main_thread() -> bool:
 
 
 def _may_be_deferred() -> bool:
-    # What is inside ``deferred`` asks without a look at the handler, which takes as long as all the rest.
+    # Inside ``deferred`` without a look at the handler, which takes as long as all the rest.
     return _is_main_thread() and (_State.handles or signal.getsignal(signal.SIGINT) in _OF_PYTHON_OR_OURS)
 
 
@@ -147,7 +147,7 @@ _OF_PYTHON_OR_OURS = (signal.default_int_handler, _on_interrupt)
 
 @in_forked_processes
 def _begin_anew() -> None:
-    """Begin anew if it was not the main thread that forked: it is now."""
+    """Begin again if another thread has forked: it is the main one now."""
     if _State.thread == threading.get_ident():
         return
     if _State.handles and signal.getsignal(signal.SIGINT) is _on_interrupt:

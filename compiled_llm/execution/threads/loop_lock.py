@@ -16,11 +16,11 @@ from compiled_llm.execution.threads.interrupts import check
 _PATIENCE = 0.02
 """Seconds after which a loop that waits goes before one that has just had the lock."""
 _STALLED = 1.0
-"""Seconds without a step after which whoever can go does: a callback may wait for a call that came late."""
+"""Seconds without a step after which any loop that can go does: a callback may wait for a call that came late."""
 
 
 class _Waiter(NamedTuple):
-    """Who waits for the lock: since when, and whether it could go on if nobody held it and nobody had come before."""
+    """A loop that waits: since when, and whether it could go on if the lock were free and no other had come before."""
 
     since: float
     ready: Callable[[], bool]
@@ -34,19 +34,18 @@ class LoopLock:
     """
 
     def __init__(self) -> None:
-        """Start free."""
         self._home = HomeProcess()
         self._condition = Condition()
         self._holder: object | None = None
         self._waiters: list[_Waiter] = []
-        self._loops: dict[object, int] = {}  # and the thread of each
+        self._loops: dict[object, int] = {}  # each with its thread
         self._claims: dict[object, float] = {}
-        self._moved = 0.0  # when a loop had done a step
+        self._moved = 0.0  # the time of the last step
         self._local = threading.local()
 
     @property
     def wanted(self) -> bool:
-        """Whether others wait for the lock."""
+        """Whether loops wait for the lock."""
         return bool(self._waiters)
 
     @property
@@ -56,21 +55,19 @@ class LoopLock:
 
     @property
     def here(self) -> bool:
-        """Whether a loop in progress is this thread's, and has called its user."""
+        """Whether this thread has a loop in progress, which is in a callback of its user."""
         return getattr(self._local, "loop", None) is not None
 
     @property
     def shared(self) -> bool:
-        """Whether other loops are in progress beside the one that asks."""
+        """Whether more than one loop is in progress."""
         return len(self._loops) > 1
 
     def pages_wanted_since(self, apart_from: object = None) -> float:
-        """Return since when somebody waits for pages, on ``time.monotonic``'s clock: who came later takes none.
+        """Return since when a loop waits for pages, on ``time.monotonic``'s clock: later ones take none.
 
-        It is ``inf`` if nobody does, or if those who have the pages seem to wait for whoever came later.
-
-        Args:
-            apart_from: whose claim does not count.
+        It is ``inf`` if none does, or if the loops that have the pages seem to wait for a later one. The claim of
+        ``apart_from`` does not count.
         """
         if not (self._waiters or self._claims):
             return math.inf
@@ -78,7 +75,7 @@ class LoopLock:
             return self._first_taker(apart_from)
 
     def claim_pages(self, owner: object, since: float | None) -> None:
-        """Keep pages from those who come after ``since``; None to do so no more."""
+        """Keep pages from loops that come after ``since``; None ends that."""
         if self._claims.get(owner) == since:
             return
         with self._condition:
@@ -123,7 +120,7 @@ class LoopLock:
 
     @contextmanager
     def yielded(self) -> Iterator[None]:
-        """Let others have the lock while the block runs, in which Ctrl-C may be ``allowed``."""
+        """Give the lock away for the block, in which Ctrl-C may be ``allowed``."""
         mine = self._local.loop
         with self._condition:
             self._holder, self._moved = None, time.monotonic()
@@ -139,13 +136,13 @@ class LoopLock:
     def _wait_until(
         self, ready: Callable[[], bool], takes_pages: bool = False, gone: Callable[[], bool] = lambda: False
     ) -> None:
-        """Wait until nobody holds the lock, this one is ready, and nobody who is has waited for long; or it is gone."""
+        """Wait until the lock is free, this loop is ready, and no ready one has waited for long; or it is gone."""
         waiter = _Waiter(time.monotonic(), ready, takes_pages)
         if not self._waiters:  # steps that nobody waited for were not noted
             self._moved = waiter.since
         self._waiters.append(waiter)
         try:
-            # In a forked process, to which a callback has returned, the others do not exist.
+            # In a forked process, to which a callback has returned, the other threads do not exist.
             while not (gone() or self._home.left or (self._holder is None and self._may_go(waiter))):
                 self._condition.wait(timeout=0.2)
                 check()

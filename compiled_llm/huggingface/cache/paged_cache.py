@@ -181,7 +181,7 @@ class PagedCache(Cache):
         Raises:
             HiddenInWindowError: a hidden token does.
         """
-        windows = self.generate_loop.windows
+        windows = self.generate_loop.model_runner.windows
         if windows and last + growth > min(windows):
             stored = self.stored if self.seen else np.zeros((len(updates), 0), dtype=bool)
             first = min(update.unchanged for update in updates)
@@ -275,7 +275,7 @@ class PagedCache(Cache):
         return self._extend(input_ids, embeddings, position_ids, rows, columns)
 
     def _check_positions(self, rows: Sequence[RowUpdate], new: int) -> None:
-        longest, most = max(row.length for row in rows), self.generate_loop.max_positions
+        longest, most = max(row.length for row in rows), self.generate_loop.model_runner.max_positions
         if longest > most:
             raise ValueError(f"input_ids: {new} more tokens make {longest}, and the model has {most} positions")
 
@@ -325,7 +325,7 @@ class PagedCache(Cache):
         if input_ids is None:
             return np.zeros(shape, dtype=np.int64)
         ids: NDArray[np.int64] = on_host(input_ids).astype(np.int64)
-        check_range(int(ids.min()), int(ids.max()), self.generate_loop.vocabulary)
+        check_range(int(ids.min()), int(ids.max()), self.generate_loop.model_runner.vocabulary)
         return ids
 
 

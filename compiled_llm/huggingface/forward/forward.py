@@ -196,7 +196,7 @@ def _checked_forward(runtime: CompiledModel, cache: PagedCache, arguments: Mappi
     check_ready(model)
     if embeddings is None:
         check_ids(arguments.get("input_ids"))
-    if not cache.generate_loop.runs(model):
+    if not cache.generate_loop.model_runner.is_of(model):
         raise _foreign()
     return cache.forward(
         arguments.get("input_ids"),
@@ -210,7 +210,7 @@ def _checked_forward(runtime: CompiledModel, cache: PagedCache, arguments: Mappi
 
 def check_belongs(runtime: CompiledModel, cache: PagedCache) -> None:
     """Raise ValueError, at the beginning of a call, unless a cache lies in the present pages of this model."""
-    if not cache.generate_loop.belongs_to(runtime.model_runner()):
+    if cache.generate_loop.model_runner is not runtime.model_runner():
         raise _foreign()
 
 
