@@ -1,12 +1,12 @@
-"""In a forked process an engine does not exist: whoever uses it is told so, and it goes on where it was made."""
+"""In a forked process an engine does not exist: its users are told so, and it goes on where it was made."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import os
-import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,8 +17,7 @@ import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.execution.forking import PATIENCE, forked, told_elsewhere
-from support.in_threads import start
+from support.execution.forking import another_thread, forked, told_elsewhere
 from support.parity import assert_account_is_empty
 from support.tiny_models import tiny_qwen3
 
@@ -79,6 +78,29 @@ def uses(engine: Engine, handle: RequestHandle) -> dict[str, Callable[[], Any]]:
     }
 
 
+@contextmanager
+def running(engine: Engine, handle: RequestHandle) -> Iterator[None]:
+    yield  # its thread runs a step, mostly
+
+
+@contextmanager
+def paused_with_every_lock_held(engine: Engine, handle: RequestHandle) -> Iterator[None]:
+    """While requests have pages."""
+    engine_thread = engine._engine_thread
+
+    def hold(stay: Callable[[], None]) -> None:
+        with (
+            engine_thread._arrivals.changed,
+            engine_thread.request_table.output._work.changed,
+            handle.listeners._changed,
+            handle._reading,
+        ):
+            stay()
+
+    with engine.paused(weights_stay=True), another_thread(hold):
+        yield
+
+
 def check_child(engine: Engine, handle: RequestHandle, expected: list[int]) -> None:
     told_elsewhere(uses(engine, handle))
     assert repr(engine)
@@ -87,42 +109,15 @@ def check_child(engine: Engine, handle: RequestHandle, expected: list[int]) -> N
     del engine, handle
     gc.collect()
     with Engine(wrapped()) as own:
-        assert own.submit(PROMPT, LONG).result(timeout=20).token_ids == expected
+        params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+        assert own.submit(PROMPT, params).result(timeout=20).token_ids == expected[:20]
 
 
-def test_an_engine_belongs_to_its_process(model, engine):
+@pytest.mark.parametrize("meanwhile", [running, paused_with_every_lock_held])
+def test_an_engine_belongs_to_its_process(meanwhile, model, engine):
     expected = alone(model, 200)
     handle = engine.submit(PROMPT, LONG)
     next(iter(handle))
-    forked(lambda: check_child(engine, handle, expected))  # while its thread runs a step, mostly
-    assert handle.result(timeout=60).token_ids == expected
-    handle = engine.submit(PROMPT, LONG)
-    next(iter(handle))
-    with engine.paused(weights_stay=True):
-        forked(lambda: check_child(engine, handle, expected))  # while requests have pages
-    assert handle.result(timeout=60).token_ids == expected
-
-
-def test_while_another_thread_holds_the_engines_locks(model, engine):
-    expected = alone(model, 200)
-    handle = engine.submit(PROMPT, LONG)
-    held, go_on, engine_thread = threading.Event(), threading.Event(), engine._engine_thread
-
-    def hold() -> None:
-        with (
-            engine_thread._arrivals.changed,
-            engine_thread.request_table.output._work.changed,
-            handle.listeners._changed,
-            handle._reading,
-        ):
-            held.set()
-            go_on.wait()
-
-    running = start(hold)
-    assert held.wait(PATIENCE)
-    try:
+    with meanwhile(engine, handle):
         forked(lambda: check_child(engine, handle, expected))
-    finally:
-        go_on.set()
-        running.result(PATIENCE)
     assert handle.result(timeout=60).token_ids == expected

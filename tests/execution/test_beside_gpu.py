@@ -1,4 +1,4 @@
-"""CudaGraphs that are made beside running steps on a GPU: what may go on during a capture, and what comes out."""
+"""CUDA graphs are captured while steps run on a GPU: other work goes on during a capture, and tokens are exact."""
 
 from __future__ import annotations
 
@@ -231,15 +231,26 @@ def prompts(model: PreTrainedModel, lengths: list[int], seed: int) -> list[list[
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"max_graphs": 3}, {"mode": "piecewise"}], ids=["unbounded", "3 graphs", "piecewise"]
+    "options",
+    [
+        {},
+        *({"max_graphs": most} for most in (2, 3, 5)),
+        {"graph_memory": "192MiB"},
+        {"mode": "piecewise"},
+        {"mode": "piecewise", "max_graphs": 4},
+    ],
+    ids=str,
 )
-def test_steps_that_miss_their_recording_are_as_exact_as_huggingface(options: dict[str, Any], seed: int) -> None:
+def test_steps_are_as_exact_as_huggingface_while_their_graphs_come_and_go(options: dict[str, Any], seed: int) -> None:
     twins = twins_of(small_qwen3(seed), **options, progress=False)
     for lengths in ([5], [5, 18, 40], [300, 2], [7, 7, 7, 7, 7], [5, 18, 40], [9] * 17, [30]):
         assert_parity(parity(twins, lengths, 30, seed))
     table, stats = twins.wrapped.compiled.cuda_graphs, twins.wrapped.compiled.stats()
     print(table)
     assert table.misses > 0
+    if most := options.get("max_graphs"):
+        assert table.ready <= most
+        assert table.evictions >= 2
     assert (table.failures, stats.recompiles) == (0, 0)
     assert_account_is_empty(twins.wrapped)
     compiled_llm.unwrap(twins.wrapped)

@@ -6,25 +6,23 @@ import gc
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
 from compiled_llm.compat import huggingface
 from compiled_llm.execution.threads import calling_thread, device_thread
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.model import checks
-from support.execution.forking import ELSEWHERE, PATIENCE, forked, told_elsewhere
-from support.in_threads import in_thread, start
+from support.execution.callbacks import Callback
+from support.execution.forking import ELSEWHERE, PATIENCE, another_thread, forked, told_elsewhere
+from support.in_threads import in_thread
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -42,34 +40,6 @@ def wrapped() -> PreTrainedModel:
 @pytest.fixture
 def model() -> PreTrainedModel:
     return wrapped()
-
-
-class Held(BaseStreamer):
-    """Holds a call of another thread up after its first token."""
-
-    def __init__(self) -> None:
-        self.reached, self.go_on = threading.Event(), threading.Event()
-
-    def put(self, value: Tensor) -> None:
-        if value.dim() == 1:
-            self.reached.set()
-            self.go_on.wait()
-
-    def end(self) -> None:
-        pass
-
-
-@contextmanager
-def another_thread(work: Callable[[Held], Any]) -> Iterator[None]:
-    """Have another thread in the midst of something for the block."""
-    held = Held()
-    running = start(lambda: work(held))
-    assert held.reached.wait(PATIENCE)
-    try:
-        yield
-    finally:
-        held.go_on.set()
-        running.result(timeout=PATIENCE)
 
 
 def uses(model: PreTrainedModel) -> dict[str, Callable[[], Any]]:
@@ -120,30 +90,12 @@ def check_child(model: PreTrainedModel) -> None:
     end()
 
 
-@pytest.mark.core
-def test_a_forked_process_is_told_and_wraps_its_own(model, seed):
-    inputs = mixed_prompts([5, 9], 128, seed)
-    with torch.device("cpu"):
-        expected = greedy(model, inputs, 6)
-    forked(lambda: check_child(model))
-    assert torch.equal(greedy(model, inputs, 6), expected)
+def generate(model: PreTrainedModel, stay: Callable[[], None]) -> None:
+    greedy(model, mixed_prompts([7], 128, 0), 20, streamer=Callback(stay))
 
 
-@pytest.mark.core
-def test_while_another_thread_generates(model, seed):
-    inputs, single = mixed_prompts([5, 9], 128, seed), mixed_prompts([7], 128, seed)
-    expected = greedy(model, inputs, 6)
-    with another_thread(lambda held: greedy(model, single, 60, streamer=held)):
-        forked(lambda: check_child(model))
-        assert torch.equal(greedy(model, inputs, 6), expected)
-    assert_account_is_empty(model)
-
-
-def test_while_another_thread_holds_every_lock_inside_a_step(model, seed):
-    inputs = mixed_prompts([5, 9], 128, seed)
-    expected = greedy(model, inputs, 6)
+def hold_every_lock_inside_a_step(model: PreTrainedModel, stay: Callable[[], None]) -> None:
     runtime, model_runner = model.compiled, model.compiled.model_runner()
-    kept = [model.generate(**inputs, max_new_tokens=3, return_dict_in_generate=True)]
     locks = [
         model_runner.pool.lock,
         runtime.loop_lock.taken(),
@@ -156,56 +108,58 @@ def test_while_another_thread_holds_every_lock_inside_a_step(model, seed):
         huggingface._readers_lock,
     ]
 
-    def step(held: Held) -> None:
+    def step() -> None:
         with ExitStack() as stack:
             for lock in locks:
                 stack.enter_context(lock)
-            held.put(torch.zeros(1))
+            stay()
+
+    model_runner.thread.call(step)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("work", [generate, hold_every_lock_inside_a_step])
+def test_a_forked_process_is_told_and_wraps_its_own_whatever_another_thread_does(work, model, seed):
+    inputs = mixed_prompts([5, 9], 128, seed)
+    with torch.device("cpu"):  # on a thread that is not there any more
+        expected = greedy(model, inputs, 6)
+    kept = [model.generate(**inputs, max_new_tokens=3, return_dict_in_generate=True)]
 
     def check() -> None:
         kept.clear()  # its pages go back
         check_child(model)
 
-    with another_thread(lambda held: model_runner.thread.call(step, held)):
+    with another_thread(lambda stay: work(model, stay)):
         forked(check)
     kept.clear()
     assert torch.equal(greedy(model, inputs, 6), expected)
-
-
-class Forks(BaseStreamer):
-    """Forks at a token; ``leaves`` ends the process there."""
-
-    def __init__(self, leaves: bool) -> None:
-        self.child: int | None = None
-        self.leaves = leaves
-
-    def put(self, value: Tensor) -> None:
-        if value.dim() == 1 and self.child is None:
-            self.child = os.fork()
-            if self.child == 0:
-                signal.alarm(PATIENCE)
-                if self.leaves:
-                    sys.exit(3)
-
-    def end(self) -> None:
-        pass
+    assert_account_is_empty(model)
 
 
 @pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python's, of threads that a fork loses
 def test_a_callback_may_fork(model, seed, leaves):
-    single = mixed_prompts([7], 128, seed)
+    single, children = mixed_prompts([7], 128, seed), []
+
+    def fork_once() -> None:
+        if not children:
+            children.append(os.fork())
+            if children == [0]:
+                signal.alarm(PATIENCE)
+                if leaves:
+                    sys.exit(3)
+
     expected = greedy(model, single, 9)
-    with another_thread(lambda held: greedy(model, mixed_prompts([5], 128, seed), 60, streamer=held)):
-        forks, raised, text = Forks(leaves), None, torch.empty(0)
+    with another_thread(lambda stay: generate(model, stay)):
+        raised, text = None, torch.empty(0)
         try:
-            text = greedy(model, single, 9, streamer=forks)
+            text = greedy(model, single, 9, streamer=Callback(fork_once))
         except BaseException as error:
             raised = error
-        if forks.child == 0:
+        if children == [0]:
             told = isinstance(raised, SystemExit) if leaves else ELSEWHERE in str(raised)
             os._exit(0 if told else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(forks.child or 0, 0)[1]) == 0
+        assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 0
         assert torch.equal(text, expected)
 
 
@@ -216,7 +170,7 @@ def with_garbage(entries: list[int]) -> list[int]:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_workers_of_a_data_loader_begin_and_end(model, seed):
-    with another_thread(lambda held: greedy(model, mixed_prompts([7], 128, seed), 60, streamer=held)):
+    with another_thread(lambda stay: generate(model, stay)):
         loader = DataLoader(
             range(4),  # type: ignore[arg-type]
             batch_size=2,

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
 from compiled_llm.execution.threads import device_thread
 from compiled_llm.execution.threads.device_thread import DeviceThread
 from compiled_llm.execution.threads.interrupts import _State, allowed, deferred
 from compiled_llm.execution.threads.loop_lock import LoopLock
+from support.execution.callbacks import Callback
 from support.in_threads import PATIENCE, in_thread, start
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
@@ -51,32 +51,20 @@ def press_ctrl_c() -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
-@pytest.mark.parametrize("delay", [0.05, 0.31, 0.7])
-def test_ctrl_c_arrives_promptly_and_gives_everything_back(delay, model, seed):
-    inputs = mixed_prompts([5, 8], 128, seed)
-    expected = greedy(model, inputs, 6)
-    timer = interrupt_after(delay)
-    started = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        greedy(model, inputs, 900)
-    assert time.monotonic() - started < delay + 5
-    timer.join()
-    assert_account_is_empty(model)
-    torch.testing.assert_close(greedy(model, inputs, 6), expected)
-
-
 @pytest.mark.core
-def test_ctrl_c_at_any_moment_gives_everything_back(model, seed):
+def test_ctrl_c_at_any_moment_arrives_promptly_and_gives_everything_back(model, seed):
     inputs = mixed_prompts([5, 8], 128, seed)
     expected = greedy(model, inputs, 6)
 
     def generate_until(delay: float) -> None:
-        threading.Timer(delay, press_ctrl_c).start()
+        interrupt_after(delay)
         greedy(model, inputs, 900)
 
-    for delay in torch.rand(25).mul(0.05).tolist():
+    for delay in (*torch.rand(25).mul(0.05).tolist(), 0.31):
+        started = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             generate_until(delay)
+        assert time.monotonic() - started < delay + 5
         assert_account_is_empty(model)
     torch.testing.assert_close(greedy(model, inputs, 6), expected)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -228,40 +216,31 @@ def test_a_handler_of_the_users_own_keeps_ctrl_c(model, seed):
     assert presses == [1]
 
 
-class Sets(BaseStreamer):
-    """Sets a handler for Ctrl-C after the first token."""
-
-    def __init__(self, handler: Any) -> None:
-        self.handler, self.previous = handler, None
-
-    def put(self, value: torch.Tensor) -> None:
-        if value.dim() == 1 and self.previous is None:
-            self.previous = signal.signal(signal.SIGINT, self.handler)
-
-    def end(self) -> None:
-        pass
+def setting(handler: Any) -> Callback:
+    """A streamer that sets a handler for Ctrl-C after the first token; its result is the one before."""
+    callback = Callback(lambda: None if len(callback.results) else signal.signal(signal.SIGINT, handler))
+    return callback
 
 
 @pytest.mark.parametrize(
     "handler", [lambda *_: None, signal.SIG_IGN, signal.SIG_DFL], ids=["own", "ignored", "default"]
 )
 def test_a_handler_that_a_callback_sets_stays(handler, model, seed):
-    before, sets = signal.getsignal(signal.SIGINT), Sets(handler)
+    before = signal.getsignal(signal.SIGINT)
     try:
-        greedy(model, mixed_prompts([5], 128, seed), 6, streamer=sets)
-        assert signal.getsignal(signal.SIGINT) == handler
-        greedy(model, mixed_prompts([5], 128, seed), 6)
-        assert signal.getsignal(signal.SIGINT) == handler
+        for options in ({"streamer": setting(handler)}, {}):
+            greedy(model, mixed_prompts([5], 128, seed), 6, **options)
+            assert signal.getsignal(signal.SIGINT) == handler
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_works_with_the_handler_that_a_callback_found(model, seed):
-    before, sets = signal.getsignal(signal.SIGINT), Sets(lambda *_: None)
+    before, streamer = signal.getsignal(signal.SIGINT), setting(lambda *_: None)
     inputs = mixed_prompts([5], 128, seed)
     try:
-        expected = greedy(model, inputs, 6, streamer=sets)
-        signal.signal(signal.SIGINT, sets.previous)
+        expected = greedy(model, inputs, 6, streamer=streamer)
+        signal.signal(signal.SIGINT, streamer.results[0])
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)

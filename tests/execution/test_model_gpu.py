@@ -203,7 +203,7 @@ for number in range(4):
     assert double(torch.full((8,), float(number), device="cuda")).tolist() == [2.0 * number] * 8
     torch.testing.assert_close(greedy(model, inputs, 20), expected)
 stats = model.compiled.stats()
-assert (stats.CUDA graphs, stats.recompiles, stats.cudagraph_skips) == (2, 0, 0), stats  # the largest, too
+assert (stats.cuda_graphs, stats.recompiles, stats.cudagraph_skips) == (2, 0, 0), stats  # the largest, too
 compiled_llm.unwrap(model)
 print("all is well")
 """

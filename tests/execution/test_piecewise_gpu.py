@@ -47,19 +47,6 @@ def test_steps_in_pieces_are_as_exact_as_huggingface(backend: Any, overrides: di
     compiled_llm.unwrap(twins.wrapped)
 
 
-def test_few_cuda_graphs_in_pieces_are_evicted_and_captured_again(seed: int) -> None:
-    twins = twins_of(small_qwen3(seed), mode="piecewise", max_graphs=4, progress=False)
-    for lengths in ([5], [5, 18, 40], [300, 2], [7, 7, 7, 7, 7], [5, 18, 40]):
-        assert_parity(parity(twins, lengths, 30, seed))
-    table = twins.wrapped.compiled.cuda_graphs
-    print(table)
-    assert table.ready <= 4
-    assert table.evictions > 2
-    assert twins.wrapped.compiled.stats().recompiles == 0
-    assert_account_is_empty(twins.wrapped)
-    compiled_llm.unwrap(twins.wrapped)
-
-
 def test_pieces_share_the_pool_as_one_graph_would(seed: int) -> None:
     """What attention reads and returns is not kept from the pool until the next replay."""
     taken: dict[str, int] = {}

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+
+from support.in_threads import start
 
 PATIENCE = 20
 """Seconds after which a forked process counts as deadlocked."""
@@ -33,6 +37,24 @@ def forked(function: Callable[[], Any]) -> None:
     status = os.waitpid(child, 0)[1]
     assert not os.WIFSIGNALED(status), "it hangs"
     assert os.WEXITSTATUS(status) == 0
+
+
+@contextmanager
+def another_thread(work: Callable[[Callable[[], None]], Any]) -> Iterator[None]:
+    """Keep another thread inside of ``work`` for the block: where it first calls the function that it is given."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        reached.set()
+        go_on.wait()
+
+    running = start(lambda: work(stay))
+    assert reached.wait(PATIENCE)
+    try:
+        yield
+    finally:
+        go_on.set()
+        running.result(timeout=PATIENCE)
 
 
 def told_elsewhere(uses: Mapping[str, Callable[[], Any]]) -> None:
