@@ -148,7 +148,7 @@ BOMBS = [
         400,
         ENTRIES,
     ),
-    Bomb("fields that nobody knows", CHAT, lambda: names(60_000, "1").encode(), 400, "missing"),
+    Bomb("unknown fields", CHAT, lambda: names(60_000, "1").encode(), 400, "missing"),
     Bomb(
         "biases that are texts",
         CHAT,

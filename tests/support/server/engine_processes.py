@@ -118,7 +118,7 @@ def started_engine_process(
 
 
 class Bytes:
-    """Somebody who connects and sends what he likes."""
+    """A client that connects and sends any bytes."""
 
     def __init__(self, path: Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -36,5 +36,5 @@ def memory_of(pid: int, peak: bool = False) -> int:
 
 
 def forget_peak(pid: int) -> None:
-    """Count the most that it has in memory anew."""
+    """Count the most that it has in memory from now on."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")

@@ -95,7 +95,7 @@ def serving(
 
 
 def is_refused(url: str) -> bool:
-    """Whether nobody listens there any more."""
+    """Whether connections are refused there."""
     try:
         httpx.get(f"{url}/health", verify=False)
     except httpx.ConnectError:

@@ -23,6 +23,8 @@ from support.server.processes import children, forget_peak, memory_of
 from support.server.running_servers import chat_tokenizer, serving
 from support.tiny_models import tiny_qwen3
 
+pytestmark = pytest.mark.slow  # of all, or the server would be started twice: slow tests come first
+
 OPTIONS = ("--mode", "eager", "--warmup", "1,8", "--kv-memory", "30000 tokens")
 TEXT = "/v1/completions"
 STREAMS, TOKENS = 16, 600
@@ -91,7 +93,6 @@ def assert_given_back(http: httpx.Client, processes: tuple[int, int], before: li
     assert "compiled_llm_waiting 0.0" in http.get("/metrics").text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("bombs", [EACH_KIND, pytest.param(BOMBS, marks=pytest.mark.whole)], ids=["each kind", "all"])
 def test_no_request_takes_more_than_it_may_or_keeps_a_loop(server: Recorded, bombs: list[Bomb]) -> None:
     processes, http, notes = server

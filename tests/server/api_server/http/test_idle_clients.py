@@ -1,4 +1,4 @@
-"""Clients that send half a request, or take nothing of an answer, are left in time; nobody else waits for them."""
+"""Clients that send half a request, or take nothing of an answer, are cut off in time; others do not wait for them."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_head_may_wait_for_the_answer_before_it(hasty: RunningServer, engine: 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_whoever_takes_nothing_of_an_answer_is_cut_off(hasty: RunningServer, engine: Engine, stream: bool) -> None:
+def test_a_client_that_takes_nothing_is_cut_off(hasty: RunningServer, engine: Engine, stream: bool) -> None:
     body = json.dumps({**WORDY, "stream": stream}).encode()
     with connected(hasty) as peer:
         peer.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
@@ -184,7 +184,7 @@ def test_whoever_takes_nothing_of_an_answer_is_cut_off(hasty: RunningServer, eng
         time.sleep(0.001)
 
 
-def test_a_stream_that_is_not_read_ends_at_a_limit_and_nobody_else_waits(engine_process: Loop, engine: Engine) -> None:
+def test_a_stream_that_is_not_read_ends_at_a_limit_and_no_other_waits(engine_process: Loop, engine: Engine) -> None:
     before = engine.stats()
     body = json.dumps({**WORDY, "stream": True, "max_tokens": 900}).encode()
     with running_server(engine_process.server._path, max_unsent=100) as api_server:

@@ -1,4 +1,4 @@
-"""Real processes: clients that send half a request, or do not read, have what they hold taken, and nobody waits."""
+"""Real processes: clients that send half a request, or do not read, lose their pages, and others do not wait."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.whole
 
 
 def figure(url: str, name: str) -> float:
-    """Of /metrics; none if there is no room for whoever asks."""
+    """Of /metrics; nan if there is no room for a connection."""
     try:
         text = httpx.get(f"{url}/metrics").text
     except httpx.TransportError:
@@ -45,7 +45,7 @@ def connected(url: str, sent: bytes) -> socket.socket:
     peer = socket.socket()
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
     peer.connect(("127.0.0.1", int(url.rpartition(":")[2])))
-    with suppress(OSError):  # who is refused may know it by now
+    with suppress(OSError):  # it may have been refused by now
         peer.sendall(sent)
     return peer
 

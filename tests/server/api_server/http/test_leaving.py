@@ -1,4 +1,4 @@
-"""Clients leave, queues are full, engine processes die: all who wait hear of it, and nothing is left behind."""
+"""Clients leave, queues are full, engine processes die: all requests that wait are told, and nothing is left over."""
 
 from __future__ import annotations
 

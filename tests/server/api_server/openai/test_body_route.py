@@ -26,7 +26,7 @@ from compiled_llm.server.openai.completions.request import CompletionRequest
 
 
 def asked(body: object, raises: Exception | None = None) -> tuple[list[str], Any]:
-    """Who has answered a request with this body, and the response."""
+    """The route that has answered a request with this body, and the response."""
     answered_by: list[str] = []
     app = FastAPI()
     router = APIRouter(route_class=BodyRoute)

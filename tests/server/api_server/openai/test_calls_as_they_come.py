@@ -264,7 +264,7 @@ def test_a_call_that_there_was_no_room_for_is_no_content(
     before = before if style in ("hermes", "named", "members") else ""
     text = before + text
     told = read(style, [text[begin : begin + size] for begin in range(0, len(text), size)], cut=True)
-    if "c" in told.content[-1:]:  # what stands behind a call that has ended
+    if "c" in told.content[-1:]:  # it stands after a call that has ended
         return
     assert (told.calls, told.content) == (calls, "Well:" if before else "")
 

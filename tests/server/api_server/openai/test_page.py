@@ -1,4 +1,4 @@
-"""The page at ``/``: who gets it, and what a browser lets it do."""
+"""The page at ``/``, and the bounds that a browser sets it."""
 
 from __future__ import annotations
 

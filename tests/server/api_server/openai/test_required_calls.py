@@ -1,4 +1,4 @@
-"""Answers are held to the calls that a request requires, and to its JSON behind the thinking that a prompt begins."""
+"""Answers are held to the calls that a request requires, and to its JSON after the thinking that a prompt begins."""
 
 from __future__ import annotations
 

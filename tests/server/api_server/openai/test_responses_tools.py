@@ -126,19 +126,3 @@ def test_calls_can_be_required(client: openai.OpenAI, script: Script) -> None:
         assert response.output[0].type == "function_call"
         assert CALL.split('"')[1] in str(script.asked[-1].params["structured_outputs"])
         assert (response.tool_choice if given == "required" else response.tool_choice.model_dump()) == given
-
-
-@pytest.mark.parametrize(
-    ("given", "param"),
-    [
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
-        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
-        ({"input": [{"type": "function_call", "call_id": "a", "name": "b", "arguments": "c"}]}, "input[0].arguments"),
-        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-    ],
-)
-def test_what_cannot_be_is_refused_by_name(client: openai.OpenAI, given: Any, param: str) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        whole(client, **given)
-    assert (refused.value.param or "").startswith(param)

@@ -117,7 +117,9 @@ def test_an_api_server_that_reads_nothing_is_not_waited_for_and_misses_nothing(
     asyncio.run(talk())
 
 
-def test_an_api_server_answers_whom_it_is_given_and_ends_with_the_process_that_gives(start: Start) -> None:
+def test_an_api_server_answers_given_connections_and_ends_with_the_process_that_gives_them(
+    start: Start,
+) -> None:
     async def talk() -> None:
         ours, theirs = socket.socketpair()
         reading, words = os.pipe()
