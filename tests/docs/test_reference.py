@@ -78,7 +78,7 @@ def test_the_models_page_has_each_family_that_is_tested_and_what_was_compared() 
 @pytest.mark.parametrize("family", sorted(models_page.REFUSED.keys() - REFUSED.keys()))
 def test_what_the_models_page_says_is_refused_is_tried(family: str) -> None:
     tried = (CHECKOUT / "tests" / "huggingface" / "test_bad_input.py").read_text()
-    assert re.search(rf"return transformers\.{models_page.class_of(family)}\(", tried)
+    assert f'"{models_page.class_of(family)}"' in tried
 
 
 @pytest.mark.parametrize("example", models_page.EXAMPLES, ids=lambda example: example.hub)

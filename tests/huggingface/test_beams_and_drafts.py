@@ -157,13 +157,14 @@ def test_wrong_drafts_give_their_pages_back(plain, seed, watched):
     assert_account_is_empty(model)
 
 
-def test_right_drafts_are_taken_several_at_a_time(plain, seed, watched):
-    model = wrapped_in("eager")
-    helper = wrapped_in("eager")  # of the same weights
+def test_right_drafts_are_taken_several_at_a_time_with_a_wrapped_model_on_either_side(plain, seed):
+    model, helper = wrapped_in("eager"), wrapped_in("eager")  # of the same weights
     inputs, new = mixed_prompts([6], 128, seed), 40
     expected = greedy(plain, inputs, new)
-    torch.testing.assert_close(greedy(model, inputs, new, assistant_model=helper), expected)
-    assert model.compiled.stats().generate_calls == {"compiled forward": 1}
+    for main, drafting in ((model, plain), (plain, helper), (model, helper)):
+        torch.testing.assert_close(greedy(main, inputs, new, assistant_model=drafting), expected)
+    assert model.compiled.stats().generate_calls == {"compiled forward": 2}
+    assert helper.compiled.stats().generate_calls.keys() == {"fast loop"}
     gc.collect()
     for own in (model, helper):
         assert_account_is_empty(own)

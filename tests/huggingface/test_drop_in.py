@@ -181,37 +181,11 @@ def test_result_class_is_huggingfaces(models, inputs):
     assert_account_is_empty(wrapped)
 
 
-class UntilToken(StoppingCriteria):
-    """Ends a row at a token, as EOS would, but known only to the user."""
-
-    def __init__(self, token: int) -> None:
-        self.token = token
-        self.lengths: list[int] = []
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.lengths.append(input_ids.shape[1])
-        return input_ids[:, -1] == self.token
-
-
 class UntilLength(StoppingCriteria):
     """The form of before 4.39, which HuggingFace still takes: one answer for all rows."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
         return input_ids.shape[1] >= 15
-
-
-@pytest.mark.parametrize("eos", [None, 2, [5, 17, 40]])
-def test_stopping_criteria_of_the_users_own(reading, eos, inputs):
-    plain, wrapped = pair()
-    token = int(greedy(plain, inputs, 12, eos_token_id=None)[1, -3])
-    ours, theirs = UntilToken(token), UntilToken(token)
-    torch.testing.assert_close(
-        greedy(wrapped, inputs, 40, eos_token_id=eos, stopping_criteria=StoppingCriteriaList([ours])),
-        greedy(plain, inputs, 40, eos_token_id=eos, stopping_criteria=StoppingCriteriaList([theirs])),
-    )
-    assert ours.lengths == theirs.lengths
-    assert_fast(wrapped)
-    assert_account_is_empty(wrapped)
 
 
 @pytest.mark.parametrize("criterion", [UntilLength(), *map(MaxLengthCriteria, (5, 9, 14, 60))])

@@ -104,22 +104,6 @@ def test_the_loss_is_huggingfaces(padding, models, ids):
     assert_account_is_empty(wrapped)
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("padding", masks())
-def test_embeddings_take_the_place_of_tokens(padding, models, ids):
-    plain, wrapped = models
-    mask = masks()[padding]
-    embeddings = plain.get_input_embeddings()(ids).detach()
-    for rows in (slice(None), slice(1)):
-        with torch.inference_mode():
-            theirs, ours = (
-                model(inputs_embeds=embeddings[rows], attention_mask=mask[rows], use_cache=False) for model in models
-            )
-        assert_equal_where_seen(ours, theirs, mask[rows])
-    assert_forwards(wrapped, compiled=2)
-    assert_account_is_empty(wrapped)
-
-
 def test_the_result_is_of_the_models_own_class():
     config = Qwen3MoeConfig(**TINY, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
     plain = Qwen3MoeForCausalLM(config).eval()
@@ -217,24 +201,6 @@ def test_losses_that_are_counted_otherwise_are_huggingfaces_own(options, models,
     torch.testing.assert_close((ours.loss, ours.logits), (theirs.loss, theirs.logits), rtol=0, atol=0)
     assert_forwards(models[1], original=1)
     assert list(models[1].compiled.stats().slow_paths.values()) == [1]
-
-
-def test_hooks_see_what_huggingface_shows_them(models, ids):
-    seen: list[Tensor] = []
-    handles = [
-        model.model.layers[1].register_forward_hook(lambda module, args, output: seen.append(output))
-        for model in models
-    ]
-    with torch.no_grad():
-        for model in models:
-            model(ids)
-    torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=0)
-    assert models[1].compiled.stats().slow_paths == {"forward: inner_hooks": 1}
-    for handle in handles:
-        handle.remove()
-    with torch.no_grad():
-        models[1](ids)
-    assert_forwards(models[1], original=1, compiled=1)
 
 
 # ---- under grad

@@ -144,20 +144,12 @@ def test_generate_with_a_paged_cache_is_generate_batch(plain, wrapped):
     assert wrapped.compiled.stats().generate_calls == {"engine": 1}
 
 
-def test_a_repetition_penalty_counts_which_huggingfaces_manager_drops(plain, wrapped):
-    (output,) = wrapped.generate_batch(PROMPTS[2:], config(repetition_penalty=1.4)).values()
-    ids = torch.tensor(PROMPTS[2:])
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 9, "repetition_penalty": 1.4}
-    assert output.generated_tokens == plain.generate(ids, do_sample=False, **options)[0, 30:].tolist()
-
-
 PROCESSING: dict[str, dict[str, Any]] = {
-    "min_new_tokens": {"min_new_tokens": 7},
-    "min_length": {"min_length": 9},
+    "least tokens": {"min_new_tokens": 7, "min_length": 9},
     "words": {"bad_words_ids": [[token] for token in range(20, 60)] + [[60, 61]], "sequence_bias": {(9,): 4.0}},
     "suppressed": {"suppress_tokens": list(range(60, 100)), "begin_suppress_tokens": list(range(100, 128))},
     "forced": {"forced_eos_token_id": [2, 5]},
-    "penalties": {"encoder_repetition_penalty": 1.5, "exponential_decay_length_penalty": (2, 1.3)},
+    "growing ends": {"exponential_decay_length_penalty": (2, 1.3)},
     "both penalties": {"encoder_repetition_penalty": 1.5, "repetition_penalty": 1.2, "remove_invalid_values": True},
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from typing import Any
 
@@ -14,8 +13,8 @@ from transformers import PreTrainedModel
 import compiled_llm
 from support.huggingface.callbacks import Collected
 from support.huggingface.pairs import OPTIONS, pair
-from support.parity import assert_account_is_empty, greedy, mixed_prompts
-from support.tiny_models import tiny_llama, tiny_qwen3
+from support.parity import assert_account_is_empty, greedy
+from support.tiny_models import tiny_llama
 
 pytestmark = pytest.mark.core
 
@@ -61,22 +60,6 @@ def test_results_are_huggingfaces(path, change, options, inputs, seed):
     options = {"return_dict_in_generate": True, "max_new_tokens": 12, "do_sample": False, **options}
     run_twice_and_compare(models, {**given, **options}, seed)
     assert models[1].compiled.stats().generate_calls == {path: 2}
-
-
-def test_assisted_decoding_with_a_wrapped_model_on_either_side(seed):
-    plain, wrapped = pair(eos_token_id=None)
-    assistant = tiny_qwen3(seed=1, eos_token_id=None)
-    ids = mixed_prompts([6], 128, seed)["input_ids"]
-    expected = plain.generate(ids, max_new_tokens=15, do_sample=False)
-    both = compiled_llm.wrap(copy.deepcopy(assistant), **OPTIONS)
-    for main, helper in ((wrapped, assistant), (plain, both), (wrapped, both)):
-        actual = main.generate(ids, max_new_tokens=15, do_sample=False, assistant_model=helper)
-        torch.testing.assert_close(actual, expected)
-    assert wrapped.compiled.stats().generate_calls == {"compiled forward": 2}
-    assert set(both.compiled.stats().generate_calls) == {"fast loop"}
-    gc.collect()
-    for model in (wrapped, both):
-        assert_account_is_empty(model)
 
 
 def test_forward_hooks_on_the_model_fire_once_a_step(models, inputs, seed):

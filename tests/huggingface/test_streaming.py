@@ -161,8 +161,8 @@ def test_several_samples_of_each_prompt(wrapped, seed):
 
 
 class Noting(BaseStreamer):
-    def __init__(self, calls: list[str]) -> None:
-        self.calls = calls
+    def __init__(self, calls: list[Any], token: int) -> None:
+        self.calls, self.token = calls, token
 
     def put(self, value: torch.Tensor) -> None:
         self.calls.append(f"streamer {value.dtype} {value.tolist()}")
@@ -172,20 +172,24 @@ class Noting(BaseStreamer):
 
     def criterion(self, ids: torch.Tensor, scores: object) -> torch.Tensor:
         self.calls.append(f"criterion {ids.tolist()}")
-        return torch.full((len(ids),), ids.shape[1] == 9)
+        return (ids[:, -1] == self.token) | (ids.shape[1] == 9)
 
 
 @pytest.mark.parametrize("lengths", [[5], [4, 9, 6]])
-def test_streamer_and_criteria_are_called_as_huggingface_calls_them(lengths, plain, wrapped, seed):
+@pytest.mark.parametrize("pads", [False, True])
+def test_streamer_and_criteria_are_called_as_huggingface_calls_them(pads, lengths, reading, plain, wrapped, seed):
+    """A row that a criterion has ended gets pads if there are end tokens, and otherwise goes on."""
     inputs, calls = mixed_prompts(lengths, 128, seed), ([], [])
-    eos = int(greedy(plain, inputs, 12)[0, -4])
+    free = greedy(plain, inputs, 12)
+    eos = int(free[0, -4]) if pads else None
     for model, notes in zip((plain, wrapped), calls, strict=True):
-        streamer = Noting(notes)
+        streamer = Noting(notes, token=int(free[-1, -3]))
         criteria = StoppingCriteriaList([streamer.criterion])
-        greedy(model, inputs, 30, eos_token_id=eos, streamer=streamer, stopping_criteria=criteria)
+        out = greedy(model, inputs, 30, eos_token_id=eos, streamer=streamer, stopping_criteria=criteria)
+        notes.append(out.tolist())
     assert calls[1] == calls[0]
-    assert calls[0][-1] == "end"
-    assert len(lengths) > 1 or len(calls[0]) == 1 + 2 * 4 + 1, "the prompt, four tokens, the end"
+    assert calls[0][-2] == "end"
+    assert len(lengths) > 1 or len(calls[0]) == 1 + 2 * 4 + 2, "the prompt, four tokens, the end, the text"
     assert wrapped.compiled.stats().generate_calls.keys() == {"fast loop"}
 
 

@@ -95,14 +95,6 @@ def test_draws_after_a_prefill_of_huggingfaces_follow_the_seed_and_the_settings(
     assert_account_is_empty(wrapped)
 
 
-def test_a_window_that_would_see_other_tokens_takes_the_original_path(right, seed):
-    plain, wrapped = models_of("Mistral", seed)
-    for new in (8, 12):
-        torch.testing.assert_close(greedy(wrapped, right, new), greedy(plain, right, new))
-    assert set(wrapped.compiled.stats().generate_calls) == {"original"}
-    torch.testing.assert_close(greedy(wrapped, right, 1), greedy(plain, right, 1))
-
-
 # ---- caches of the user's
 
 

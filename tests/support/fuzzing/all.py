@@ -1,46 +1,23 @@
 """Everything that a printed case is made of, to be pasted after one import."""
 
-from support.fuzzing.callbacks import Callback
-from support.fuzzing.case import Case
+from support.fuzzing.callbacks import Callback as Callback
+from support.fuzzing.case import Case as Case
 from support.fuzzing.changes import (
-    Attention,
-    Copied,
-    CopyCache,
-    Crop,
-    Hide,
-    Hook,
-    Leave,
-    Override,
-    Rewrap,
-    Select,
-    Set,
-    Undo,
-    Weights,
+    Attention as Attention,
+    Copied as Copied,
+    CopyCache as CopyCache,
+    Crop as Crop,
+    Hide as Hide,
+    Hook as Hook,
+    Leave as Leave,
+    Override as Override,
+    Rewrap as Rewrap,
+    Select as Select,
+    Set as Set,
+    Undo as Undo,
+    Weights as Weights,
 )
-from support.fuzzing.data import Prompt
-from support.fuzzing.forward import Forward
-from support.fuzzing.generate import Generate, InThreads
-from support.fuzzing.playing import play
-
-__all__ = [
-    "Attention",
-    "Callback",
-    "Case",
-    "Copied",
-    "CopyCache",
-    "Crop",
-    "Forward",
-    "Generate",
-    "Hide",
-    "Hook",
-    "InThreads",
-    "Leave",
-    "Override",
-    "Prompt",
-    "Rewrap",
-    "Select",
-    "Set",
-    "Undo",
-    "Weights",
-    "play",
-]
+from support.fuzzing.data import Prompt as Prompt
+from support.fuzzing.forward import Forward as Forward
+from support.fuzzing.generate import Generate as Generate, InThreads as InThreads
+from support.fuzzing.playing import play as play

@@ -48,13 +48,12 @@ class _Maker:
 
     Attributes:
         rows: how many rows the conversation has; 0 if there is none.
-        holes: whether masks may hide tokens between others.
         eager, wide: whether the model had HuggingFace's eager attention, or float64: it makes NaN of padding with both.
     """
 
     def __init__(self, seed: int) -> None:
         self.seed, self.random, self.rows = seed, Random(seed), 0
-        self.family, self.holes, self.eager, self.wide = "", True, False, False
+        self.family, self.eager, self.wide = "", False, False
 
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
@@ -69,7 +68,6 @@ class _Maker:
         self.family = family = random_family(self.random)
         self.eager = family in CAPPED
         config = random_config(self.random, family)
-        self.holes = "sliding_window" not in config or may("windows and holes")
         options = {**self.wrap_options(), **options}
         chosen = tuple(self.step() for _ in range(steps))
         return Case(family, config, options, (*chosen, LAST), self.seed % 1000)
@@ -177,8 +175,7 @@ class _Maker:
         if self.chance(0.5):
             own["processors"] = tuple(self.callback(PROCESSORS) for _ in range(self.pick(1, 1, 2)))
         if self.chance(0.4):
-            kinds = [kind for kind in CRITERIA if kind not in ("patient", "shorter") or may("subclassed criteria")]
-            own["criteria"] = tuple(self.callback(kinds) for _ in range(self.pick(1, 1, 2)))
+            own["criteria"] = tuple(self.callback(CRITERIA) for _ in range(self.pick(1, 1, 2)))
         if self.chance(0.4):
             own["streamer"] = self.callback(STREAMERS)
         return own
@@ -191,17 +188,16 @@ class _Maker:
     def hook(self) -> Step:
         if self.chance(0.35):
             return Undo(self.pick("hook", "hook", *OVERRIDES))
-        if self.chance(0.3) and may("overridden methods"):
+        if self.chance(0.3):
             return Override(self.pick(*OVERRIDES))
-        place = self.pick(*PLACES) if may("inner hooks") else "model"
+        place = self.pick(*PLACES)
         before = self.chance(0.25)
         return Hook(place, "looks" if before else self.pick("looks", "scales", "adds", "raises"), before)
 
     def change(self) -> Step:
         kind = self.pick("weights", "weights", "set", "set", "attention", "rewrap", "copied")
         if kind == "set":
-            asks = may("config asks for outputs")
-            return Set(*self.pick(*(entry for entry in table.ATTRIBUTES if entry[1] != "output_hidden_states" or asks)))
+            return Set(*self.pick(*table.ATTRIBUTES))
         if kind == "attention":
             return self.attention()
         self.rows = 0
@@ -225,7 +221,7 @@ class _Maker:
             return Crop(self.pick(1, 2, 5))
         if kind == "select":
             return self.select()
-        if kind == "hide" and self.holes:
+        if kind == "hide":
             return Hide(self.number(self.rows), self.pick(1, 2))
         self.rows = self.rows if kind == "copy" else 0
         return CopyCache() if kind == "copy" else Leave()
@@ -242,11 +238,11 @@ class _Maker:
     def prompt(self, rows: int | None = None, short: bool = False) -> Prompt:
         rows = rows or self.pick(1, 1, 2, 2, 3, 4, 5)
         longest = self.pick(1, 2, 3) if short else self.pick(2, 5, 9, 17, 33)
-        equal = self.chance(0.3) or (short and not self.holes)
+        equal = self.chance(0.3)
         lengths = tuple(longest if equal else 1 + self.number(longest) for _ in range(rows))
         if short:
             return Prompt(lengths, seed=self.number(1000))
-        with_hole = self.chance(0.1) and self.holes
+        with_hole = self.chance(0.1)
         holes = ((self.number(rows), self.number(longest)),) if with_hole else ()
         return Prompt(
             lengths,
@@ -259,7 +255,7 @@ class _Maker:
         )
 
     def around(self) -> str:
-        return str(self.pick(*(name for name in (*AROUND, "thread") if name != "default device" or may(name))))
+        return str(self.pick(*AROUND, "thread"))
 
 
 def _where_signals_go(call: Generate) -> Generate:
