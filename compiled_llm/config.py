@@ -93,11 +93,7 @@ class WrapConfig:
     artifacts: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        """Check every value.
-
-        Raises:
-            ValueError: a value is impossible; the message names it and what is possible.
-        """
+        """Raise ValueError for an impossible value; the message names it and what is possible."""
         if self.mode not in get_args(Mode):
             renamed = "; 'pieces' is called 'piecewise'" if str(self.mode) == "pieces" else ""
             raise ValueError(f"mode={self.mode!r}: choose one of {', '.join(map(repr, get_args(Mode)))}{renamed}")
@@ -105,9 +101,8 @@ class WrapConfig:
             raise ValueError(f"backend={self.backend!r}: choose one of {', '.join(map(repr, get_args(Backend)))}")
         for name in ("page_size", "max_batch_size", "prefill_tokens", "workspace_bytes"):
             value = getattr(self, name)
-            if name == "workspace_bytes" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            unset = value is None and name == "workspace_bytes"
+            if not unset and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name}={value!r}: must be a positive integer")
         if not isinstance(self.progress, bool):
             raise ValueError(f"progress={self.progress!r}: must be True or False")
@@ -177,12 +172,7 @@ class WrapConfig:
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> WrapConfig:
-        """Build from the keyword arguments of ``wrap``.
-
-        Raises:
-            TypeError: an option does not exist.
-            ValueError: a value is impossible.
-        """
+        """Build from the keyword arguments of ``wrap``; TypeError for an option that does not exist."""
         known = [field.name for field in dataclasses.fields(cls)]
         for name in options:
             if name not in known:
@@ -202,11 +192,7 @@ class WrapConfig:
 
 
 def parse_kv_memory(value: float | int | str | None) -> KVMemory | None:
-    """Read the ``kv_memory`` option; None stands for the default.
-
-    Raises:
-        ValueError: the value is none of the forms that ``WrapConfig`` documents.
-    """
+    """Read the ``kv_memory`` option, None for the default; ValueError if ``WrapConfig`` documents no such form."""
     if value is None:
         return None
     if isinstance(value, float) and 0.0 < value <= 1.0:
@@ -227,11 +213,7 @@ def parse_kv_memory(value: float | int | str | None) -> KVMemory | None:
 
 
 def parse_graph_memory(value: int | str | None) -> int | None:
-    """Read the ``graph_memory`` option, in bytes; None stands for no limit.
-
-    Raises:
-        ValueError: the value is none of the forms that ``WrapConfig`` documents.
-    """
+    """Read the ``graph_memory`` option in bytes, None for no limit; ValueError as ``parse_kv_memory``."""
     if value is None:
         return None
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:

@@ -35,6 +35,5 @@ def cleans_up(tokenizer: Any) -> bool:
 
 def special_tokens(backend: Any) -> frozenset[int]:
     """Return the tokens that a ``tokenizers.Tokenizer`` leaves out with ``skip_special_tokens``; none of None."""
-    if backend is None:
-        return frozenset()
-    return frozenset(token for token, added in backend.get_added_tokens_decoder().items() if added.special)
+    added = {} if backend is None else backend.get_added_tokens_decoder()
+    return frozenset(token for token, known in added.items() if known.special)

@@ -70,8 +70,9 @@ def _overridden(choice: CacheChoice) -> Reason | None:
 def run_our_loop(call: PagedCall) -> Any:
     """Run the fast loop, or the processed loop if a processor has to see each step."""
     sampling = None  # drawn once: a call that has left an engine goes on with its seeds
-    if (driver := engine_to_join(call)) is not None and (sampling := _sampling_in_graph(call)) is not None:
-        joined = run_in_engine(driver, call, sampling)
+    engine_thread = engine_to_join(call)
+    if engine_thread is not None and (sampling := _sampling_in_graph(call)) is not None:
+        joined = run_in_engine(engine_thread, call, sampling)
         if joined is not None:
             took(call.runtime, "engine")
             return joined

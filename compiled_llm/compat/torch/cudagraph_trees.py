@@ -68,7 +68,7 @@ def _nodes(manager: Any) -> int:
 @contextmanager
 def cudagraph_messages() -> Iterator[list[str]]:
     """Collect Inductor's messages about CUDA graphs that it does not capture, or captures again, during the block."""
-    collector = _Messages(logging.WARNING)
+    collector = _Messages()
     logger = logging.getLogger("torch._inductor.cudagraph_utils.__cudagraphs")
     logger.addHandler(collector)
     try:
@@ -78,8 +78,8 @@ def cudagraph_messages() -> Iterator[list[str]]:
 
 
 class _Messages(logging.Handler):
-    def __init__(self, level: int) -> None:
-        super().__init__(level)
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:

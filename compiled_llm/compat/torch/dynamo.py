@@ -65,11 +65,16 @@ def forget(functions: list[Callable[..., Any]]) -> None:
         remove_from_cache(function)
 
 
-def graph_count(function: Callable[..., Any]) -> int:
-    """Return how many graphs Dynamo holds for a function made by ``own_copy``."""
+def _entries(function: Callable[..., Any]) -> list[Any]:
+    """Return what Dynamo has compiled for a function."""
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 
-    return len(_debug_get_cache_entry_list(function.__code__))
+    return list(_debug_get_cache_entry_list(function.__code__))
+
+
+def graph_count(function: Callable[..., Any]) -> int:
+    """Return how many graphs Dynamo holds for a function made by ``own_copy``."""
+    return len(_entries(function))
 
 
 def forget_entries_of(backend: Callable[..., Any]) -> None:
@@ -94,10 +99,8 @@ def compiled_with(backend: Callable[..., Any]) -> list[FunctionType]:
 
 
 def _functions_with_entries() -> Iterator[tuple[FunctionType, list[Any]]]:
-    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
-
     for function in [entry for entry in gc.get_objects() if type(entry) is FunctionType]:
-        if entries := _debug_get_cache_entry_list(function.__code__):
+        if entries := _entries(function):
             yield function, entries
 
 
@@ -120,7 +123,7 @@ def graph_breaks_logged() -> Iterator[list[str]]:
     trace.setLevel(logging.DEBUG)
     trace.propagate = False
     skipped_frames.setLevel(logging.DEBUG)  # only then does it write to the trace
-    skipped_frames.addFilter(_drop)
+    skipped_frames.addFilter(drop)
     try:
         with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=8192):
             yield collector.messages
@@ -129,10 +132,11 @@ def graph_breaks_logged() -> Iterator[list[str]]:
         trace.setLevel(before[0])
         trace.propagate = before[1]
         skipped_frames.setLevel(before[2])
-        skipped_frames.removeFilter(_drop)
+        skipped_frames.removeFilter(drop)
 
 
-def _drop(record: logging.LogRecord) -> bool:
+def drop(record: logging.LogRecord) -> bool:
+    """A filter that lets nothing through."""
     return False
 
 
@@ -163,18 +167,15 @@ class CompiledGraph(NamedTuple):
 
 def compiled_graphs(function: Callable[..., Any]) -> list[CompiledGraph]:
     """Return the graphs that Dynamo holds for a function made by ``own_copy``, oldest first."""
-    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
-
-    entries = _debug_get_cache_entry_list(function.__code__)
-    graphs = [CompiledGraph(str(entry.compile_id), str(entry.guard_manager), entry.code) for entry in entries]
+    graphs = [
+        CompiledGraph(str(entry.compile_id), str(entry.guard_manager), entry.code) for entry in _entries(function)
+    ]
     return sorted(graphs, key=lambda graph: [int(part) for part in graph.number.split("/")])
 
 
 def is_compiled_for(function: Callable[..., Any], arguments: dict[str, Any]) -> bool:
     """Return whether Dynamo has compiled code of a function made by ``own_copy`` for these arguments."""
-    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
-
-    return any(entry.guard_manager.check(arguments) for entry in _debug_get_cache_entry_list(function.__code__))
+    return any(entry.guard_manager.check(arguments) for entry in _entries(function))
 
 
 def guards_for(function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[[dict[str, Any]], bool]:
@@ -182,9 +183,7 @@ def guards_for(function: Callable[..., Any], arguments: dict[str, Any]) -> Calla
 
     ``own_copy`` made the function, which was called with them before; RuntimeError if Dynamo has no code for them.
     """
-    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
-
-    for entry in _debug_get_cache_entry_list(function.__code__):
+    for entry in _entries(function):
         check: Callable[[dict[str, Any]], bool] = entry.guard_manager.check
         if check(arguments):
             return check
@@ -215,11 +214,9 @@ def tracing_seconds(functions: Sequence[Callable[..., Any]]) -> float:
 
     Dynamo keeps the last 64 compiles.
     """
-    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
     from torch._dynamo.utils import get_compilation_metrics
 
-    entries = [entry for function in functions for entry in _debug_get_cache_entry_list(function.__code__)]
-    ours = {str(entry.compile_id) for entry in entries}
+    ours = {str(entry.compile_id) for function in functions for entry in _entries(function)}
     metrics = [metric for metric in get_compilation_metrics() if str(metric.compile_id) in ours]
     whole = sum(metric.entire_frame_compile_time_s or 0.0 for metric in metrics)
     return whole - sum(metric.backend_compile_time_s or 0.0 for metric in metrics)

@@ -20,6 +20,7 @@ from torch._inductor.custom_graph_pass import (
 
 from compiled_llm.compat.forks import lock
 from compiled_llm.compat.torch.autotuning import time_kernels_in_graphs
+from compiled_llm.compat.torch.dynamo import drop
 from compiled_llm.env import replaced
 
 _NO_VARIABLES: Mapping[str, str] = {}
@@ -41,10 +42,6 @@ def traced_by_inductor(folder: str) -> dict[str, Any]:
 @contextmanager
 def inductor_quiet() -> Iterator[None]:
     """Keep Inductor from warning of each folder that it writes a trace into."""
-
-    def drop(_: logging.LogRecord) -> bool:
-        return False
-
     logger = logging.getLogger("torch._inductor.debug")
     logger.addFilter(drop)
     try:

@@ -39,7 +39,6 @@ class BatchAnswers:
 
     @property
     def done(self) -> bool:
-        """Whether no more output will come."""
         return all(self._is_over(state) for state in self.states)
 
     @property

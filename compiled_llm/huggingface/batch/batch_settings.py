@@ -122,16 +122,15 @@ class BatchSettings:
             batching = getattr(config, "continuous_batching_config", None)
         if not isinstance(batching, ContinuousBatchingConfig):
             batching = ContinuousBatchingConfig()
-        found = processors_of(model, config, _ANY_PROMPT, _ANY_LENGTH, _listed(config.eos_token_id))
+        found = processors_of(model, config, _ANY_PROMPT, _ANY_LENGTH, end_tokens(config.eos_token_id))
         in_graph = LogitsProcessorList(filter(is_in_graph, found))
         settings = cls(config, batching, model, in_graph, None)
         return dataclasses.replace(settings, obstacle=settings._obstacle(found))
 
     def batched_processors(self) -> Any:
         """Return HuggingFace's list of the processors, which checks a request's own settings."""
-        return batched_processors(
-            [entry for entry in self.processors if entry.supports_continuous_batching], self.batching
-        )
+        supported = [entry for entry in self.processors if entry.supports_continuous_batching]
+        return batched_processors(supported, self.batching)
 
     def with_processors(self, processors: Iterable[LogitsProcessor]) -> BatchSettings:
         """Return settings with other processors; ValueError if the graph lacks one of them, or cannot combine them."""
@@ -192,7 +191,6 @@ class BatchSettings:
         return None
 
     def warn_of_what_has_no_effect(self) -> None:
-        """Name in one line the settings that have no effect."""
         if said := [*_without_effect(self.batching), *_unread(self.generation)]:
             logger.warning("compiled_llm: generate_batch: without effect here: %s", "; ".join(said))
 
@@ -204,7 +202,8 @@ def seeds(seed: int | None) -> Iterator[int | None]:
         yield None if generator is None else int(torch.randint(_SEEDS, (), generator=generator, device="cpu"))
 
 
-def _listed(ends: Any) -> list[int]:
+def end_tokens(ends: Any) -> list[int]:
+    """Return the tokens of an ``eos_token_id``: a number, a list, or None; -1 is none."""
     listed = [ends] if isinstance(ends, int) else list(ends or ())
     return [token for token in listed if token >= 0]
 

@@ -25,7 +25,7 @@ from compiled_llm.compat.continuous_batching import (
 from compiled_llm.engine.engine import Engine
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.batch.batch_answers import BatchAnswers
-from compiled_llm.huggingface.batch.batch_settings import BatchSettings, logger, seeds
+from compiled_llm.huggingface.batch.batch_settings import BatchSettings, end_tokens, logger, seeds
 from compiled_llm.huggingface.call.current_call import took
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.requests.sampling_params import SamplingParams
@@ -147,13 +147,9 @@ class EngineManager(ManagerParts):
         keep_for_next_session: bool = False,
         hard_stop: bool = False,
     ) -> None:
-        """Take no more requests.
+        """Take no more requests, and with ``hard_stop`` let unfinished ones fail; ``timeout`` is in seconds.
 
-        Args:
-            block: wait for the end.
-            timeout: the longest wait in seconds; None for no limit.
-            keep_for_next_session: keep the manager with its compiled code for the model's next call.
-            hard_stop: let unfinished requests fail.
+        ``keep_for_next_session`` keeps the manager with its compiled code for the model's next call.
         """
         if not self.started:
             logger.warning("compiled_llm: generate_batch: the manager was not started")
@@ -267,14 +263,12 @@ class EngineManager(ManagerParts):
 
     def _params(self, state: RequestState, settings: BatchSettings) -> SamplingParams:
         self._processors.check_kwargs(state.logit_processor_kwargs)
-        ends = state.eos_token_id
-        listed = [ends] if isinstance(ends, int) else list(ends or ())
         return settings.params(
             state.logit_processor_kwargs,
             next(self._seeds),
             max_tokens=state.max_new_tokens,
             ignore_eos=True,
-            stop_token_ids=tuple(token for token in listed if token >= 0),
+            stop_token_ids=tuple(end_tokens(state.eos_token_id)),
             n=self.num_return_sequences,
         )
 
@@ -297,15 +291,11 @@ class EngineManager(ManagerParts):
 
 
 class BatchProcessor:
-    """The interface of a running manager that ``transformers serve`` and other callers read.
-
-    Attributes:
-        scheduler: itself.
-    """
+    """The interface of a running manager that ``transformers serve`` and other callers read."""
 
     def __init__(self, manager: EngineManager) -> None:
         self._manager = manager
-        self.scheduler = self
+        self.scheduler = self  # callers ask either
 
     @property
     def active_requests(self) -> dict[str, RequestState]:
@@ -316,7 +306,6 @@ class BatchProcessor:
         return self._manager.states(running=False)
 
     def has_pending_requests(self) -> bool:
-        """Whether there are any of both."""
         return bool(self.active_requests or self.waiting_requests)
 
 

@@ -33,7 +33,6 @@ class RowUpdate(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Tokens in the row afterwards."""
         return self.kept + len(self.columns)
 
 

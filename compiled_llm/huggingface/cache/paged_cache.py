@@ -55,7 +55,6 @@ class PagedCache(Cache):
         return copy
 
     def __reduce__(self) -> Any:
-        """Raise TypeError: it cannot be pickled."""
         raise TypeError(
             "a PagedCache cannot be pickled: its tokens lie in the pages of one model in this process; keep the token "
             "ids and compute them again"
@@ -81,7 +80,6 @@ class PagedCache(Cache):
         return -1
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return how many tokens a row has been given, masked ones included."""
         return self.seen
 
     def copied(self, layer: int) -> Tensor:
@@ -139,19 +137,11 @@ class PagedCache(Cache):
         self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row ``repeats`` times in place; pages are shared, not copied.
-
-        Raises:
-            ValueError: there would be more rows than ``max_batch_size``.
-        """
+        """Repeat each row in place, with shared pages; ValueError if there were more rows than ``max_batch_size``."""
         self._select(torch.arange(len(self.stored), device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows ``indices``: ``[B']`` integers, or ``[B]`` bool.
-
-        Raises:
-            ValueError: there would be more rows than ``max_batch_size``.
-        """
+        """Keep the rows ``indices``, ``[B']`` integers or ``[B]`` bool; ValueError as ``batch_repeat_interleave``."""
         self._select(indices)
 
     @deferred()
@@ -161,25 +151,16 @@ class PagedCache(Cache):
         self.stored = self.stored[batch_indices]
 
     def updates(self, batch: int, mask: Tensor | None, first: int, last: int) -> list[RowUpdate]:
-        """Return the changes of a call with ``batch`` rows; see ``cache_columns.row_updates``.
-
-        Raises:
-            ValueError: the cache has another number of rows.
-        """
+        """Return ``row_updates`` of a call with ``batch`` rows; ValueError if the cache has another number of rows."""
         if self.seen and len(self.stored) != batch:
             raise ValueError(f"input_ids: {batch} rows do not fit a cache of {len(self.stored)} rows")
         stored = self.stored if self.seen else np.zeros((batch, 0), dtype=bool)
         return row_updates(stored, None if mask is None else on_host(mask) != 0, first, last)
 
     def check_windows(self, updates: Sequence[RowUpdate], last: int, growth: int = 0) -> None:
-        """Check that no hidden token lies between others in a sliding window; see ``hidden_columns.check_windows``.
+        """Raise HiddenInWindowError if a hidden token lies between others in a sliding window.
 
-        Args:
-            last: one past the column of the call's last token.
-            growth: how many tokens each row may get after that.
-
-        Raises:
-            HiddenInWindowError: a hidden token does.
+        ``last`` is one past the column of the call's last token; each row may get ``growth`` tokens after that.
         """
         windows = self.generate_loop.model_runner.windows
         if windows and last + growth > min(windows):

@@ -17,13 +17,21 @@ class LayerSource(Protocol):
     """The part of a cache that its layers read."""
 
     @property
-    def seen(self) -> int:
-        """How many tokens a row has been given, masked ones included."""
-        ...
+    def seen(self) -> int: ...
 
-    def copied(self, layer: int) -> Tensor:
-        """Return ``[2, B, K, C, D]``, copies of a layer's keys and values."""
-        ...
+    def copied(self, layer: int) -> Tensor: ...
+
+
+def _refused(method: str) -> Any:
+    """Return a method that raises: the layers of a cache share their rows, and pages stay where the model is."""
+
+    def refuse(self: PagedLayer, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{method}: the layers of a PagedCache share their rows, so layer {self._index} cannot change alone; call "
+            "the method of the cache, or use a DynamicCache"
+        )
+
+    return refuse
 
 
 class PagedLayer(CacheLayerMixin):
@@ -67,7 +75,6 @@ class PagedLayer(CacheLayerMixin):
         )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length and offset of keys under a mask for ``query_length`` new tokens."""
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -76,31 +83,11 @@ class PagedLayer(CacheLayerMixin):
         return 0 if cache is None else cache.seen
 
     def get_max_length(self) -> int:
-        """Return -1: rows grow as far as pages go."""
-        return -1
+        return -1  # rows grow as far as pages go
 
-    def crop(self, tokens_to_remove: int) -> NoReturn:
-        """Refuse, as all methods below: the layers of a cache share their rows."""
-        self._refuse("crop")
-
-    def reset(self) -> NoReturn:
-        self._refuse("reset")
-
-    def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
-        self._refuse("reorder_cache")
-
-    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
-        self._refuse("batch_repeat_interleave")
-
-    def batch_select_indices(self, indices: Tensor) -> NoReturn:
-        self._refuse("batch_select_indices")
-
-    def offload(self) -> NoReturn:
-        """Refuse: pages stay where the model is."""
-        self._refuse("offload")
-
-    def _refuse(self, method: str) -> NoReturn:
-        raise RuntimeError(
-            f"{method}: the layers of a PagedCache share their rows, so layer {self._index} cannot change alone; call "
-            "the method of the cache, or use a DynamicCache"
-        )
+    crop = _refused("crop")
+    reset = _refused("reset")
+    reorder_cache = _refused("reorder_cache")
+    batch_repeat_interleave = _refused("batch_repeat_interleave")
+    batch_select_indices = _refused("batch_select_indices")
+    offload = _refused("offload")

@@ -76,7 +76,6 @@ class StandIn(PagedCache):
             self.original = None
 
     def handed_over(self, config: PretrainedConfig) -> Cache:
-        """Return the original, completed, if the user gets it, else as any cache in pages."""
         return self.write_back() if self.returned else super().handed_over(config)
 
     @deferred()

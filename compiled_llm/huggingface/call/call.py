@@ -125,8 +125,13 @@ class PagedCall(LoopArguments):
 
     @property
     def max_new(self) -> int:
-        """The most tokens that a row can get."""
-        return max_new(self.criteria, self.input_ids)
+        """The most tokens that a row can get; HuggingFace checks lengths after a token, so never none.
+
+        A subclass of ``MaxLengthCriteria`` has a rule of its own, in addition to the limit that ``generate`` sets.
+        """
+        limits = [entry for entry in self.criteria if isinstance(entry, MaxLengthCriteria)]
+        plain = [entry.max_length for entry in limits if type(entry) is MaxLengthCriteria]
+        return max(1, min(plain or [entry.max_length for entry in limits]) - self.input_ids.shape[1])
 
     @property
     def lengths(self) -> list[int]:
@@ -155,7 +160,8 @@ class PagedCall(LoopArguments):
     @property
     def returns_cache(self) -> bool:
         """Whether the cache, rows and all, goes to the user."""
-        return returns_cache(self.config, self.cache)
+        replaces_users = isinstance(self.cache, StandIn) and self.cache.returned
+        return bool(self.config.return_dict_in_generate or is_users_own(self.cache) or replaces_users)
 
     def wants_scores(self, *outputs: str) -> bool:
         """Whether the caller gets each step's ``"output_scores"`` or ``"output_logits"``; either if none is named."""
@@ -197,22 +203,6 @@ class PagedCall(LoopArguments):
         """Return each row, its final length, and how many of its tokens it keeps."""
         both = zip(self.cache.generate_loop.rows, self.updates, strict=True)
         return [(row, update.length + max_new - 1, update.kept) for row, update in both]
-
-
-def max_new(criteria: StoppingCriteriaList, input_ids: Tensor) -> int:
-    """Return how many tokens each row can get at most; HuggingFace checks lengths after a token, so never none.
-
-    A subclass of ``MaxLengthCriteria`` has a rule of its own, in addition to the limit that ``generate`` sets.
-    """
-    limits = [entry for entry in criteria if isinstance(entry, MaxLengthCriteria)]
-    plain = [entry.max_length for entry in limits if type(entry) is MaxLengthCriteria]
-    return max(1, min(plain or [entry.max_length for entry in limits]) - input_ids.shape[1])
-
-
-def returns_cache(config: GenerationConfig, cache: PagedCache) -> bool:
-    """Whether the cache, rows and all, goes to the user."""
-    replaces_users = isinstance(cache, StandIn) and cache.returned
-    return bool(config.return_dict_in_generate or is_users_own(cache) or replaces_users)
 
 
 def obstacle(model: PreTrainedModel, call: PagedCall) -> Reason | None:

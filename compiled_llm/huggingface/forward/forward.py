@@ -25,7 +25,7 @@ from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.cache.stand_in import StandIn
 from compiled_llm.huggingface.call.current_call import copies, current_call, original_reason, took
 from compiled_llm.huggingface.call.other_inputs import one_a_token
-from compiled_llm.huggingface.forward.forward_obstacles import by_name, forward_obstacle, tokens_in
+from compiled_llm.huggingface.forward.forward_obstacles import by_name, forward_obstacle, keeps_cache, tokens_in
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.kvcache.pool import OutOfPagesError
 from compiled_llm.model.inputs import check_ids, check_ready
@@ -153,7 +153,7 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
     if "position_ids" in arguments:
         arguments = {**arguments, "position_ids": one_a_token(arguments["position_ids"], model.config)}
     cache: PagedCache | None = arguments.get("past_key_values")
-    if cache is None and arguments.get("use_cache", getattr(model.config, "use_cache", True)):
+    if cache is None and keeps_cache(model, arguments):
         cache = runtime.new_cache()
     logits = _score(runtime, arguments) if cache is None else _checked_forward(runtime, cache, arguments)
     labels, loss = arguments.get("labels"), None
@@ -228,8 +228,7 @@ def fitting(runtime: CompiledModel, arguments: Mapping[str, Any]) -> Reason | No
     except (ValueError, RuntimeError) as error:
         return Reason("cannot_run", str(error))
     rows, tokens = tokens_in(arguments)
-    keeps = arguments.get("use_cache", getattr(runtime.facts.model.config, "use_cache", True))
-    if keeps and rows > model_runner.max_batch_size:
+    if keeps_cache(runtime.facts.model, arguments) and rows > model_runner.max_batch_size:
         return Reason("max_batch_size")
     pool, rows = model_runner.pool, min(rows, model_runner.max_batch_size)
     return None if rows * pool.pages_for(tokens) <= pool.available else Reason("out_of_pages")

@@ -97,10 +97,15 @@ def _obstacles(original: Callable[..., Any], model: PreTrainedModel, arguments: 
     yield from _input_obstacles(model, arguments)
 
 
+def keeps_cache(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
+    """Return whether a call of ``forward`` wants a cache, by itself or by the model's config."""
+    return bool(arguments.get("use_cache", getattr(model.config, "use_cache", True)))
+
+
 def _packs_sequences(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
     """Whether HuggingFace takes a row for several sequences, since its positions start again or skip some."""
     positions = arguments.get("position_ids")
-    keeps = arguments.get("use_cache", getattr(model.config, "use_cache", True)) or "past_key_values" in arguments
+    keeps = keeps_cache(model, arguments) or "past_key_values" in arguments
     if keeps or "attention_mask" in arguments or not isinstance(positions, Tensor):
         return False
     return bool((positions.diff(dim=-1) != 1).any())
