@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -21,15 +22,21 @@ BATCHES = [
 ]  # fmt: skip
 
 
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen3": partial(tiny_qwen3, seed=1, num_hidden_layers=1),
+    "qwen3 of two layers": partial(tiny_qwen3, seed=1),
+    "llama": partial(tiny_llama, seed=1),
+}
+
+
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("qwen3", marks=pytest.mark.core), pytest.param("llama", marks=pytest.mark.whole)],
+    params=[pytest.param(n, marks=pytest.mark.core if n == "qwen3" else pytest.mark.whole) for n in MODELS],
 )
 def models(request: pytest.FixtureRequest) -> Iterator[tuple[PreTrainedModel, PreTrainedModel]]:
-    """A model and a wrapped twin of it, compiled once for all tests of this file."""
-    make = {"qwen3": tiny_qwen3, "llama": tiny_llama}[request.param]
-    wrapped = compiled_llm.wrap(make(seed=1), page_size=4, max_batch_size=8, progress=False)
-    plain = make(seed=1)
+    """A model and a wrapped twin of it, compiled once for all tests of this file; Inductor takes its time by layer."""
+    plain, twin = (MODELS[request.param]() for _ in range(2))
+    wrapped = compiled_llm.wrap(twin, page_size=4, max_batch_size=8, progress=False)
     yield plain, wrapped
     compiled_llm.unwrap(wrapped)
 
