@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -36,7 +37,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     fuzz.addoption("--fuzz-mode", default="eager", help="what models are wrapped with; the default compiles nothing")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.register_profile("few", max_examples=25, deadline=None, print_blob=True)
+    hypothesis.settings.register_profile("whole", max_examples=300, deadline=None, print_blob=True)
+    hypothesis.settings.load_profile("whole" if config.getoption("whole") else "few")
     # Tracing and compiling make hundreds of thousands of objects that stay: looking through them took an eighth of it.
     gc.set_threshold(20_000, 20, 50)
     # A shell starts what it puts into the background with Ctrl-C ignored; tests press it, and would wait for ever.

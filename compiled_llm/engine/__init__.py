@@ -1,1 +1,1 @@
-"""Many requests at once on one wrapped model: what they ask for, who runs when, and the loop that drives the device."""
+"""Many requests at once on one wrapped model: their settings, their order, and the loop that runs them."""

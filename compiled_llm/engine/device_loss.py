@@ -26,12 +26,7 @@ class DeviceLostError(RuntimeError):
 
 
 def restarted(loop: Loop, error: BaseException) -> DeviceLostError | None:
-    """Let a loop begin anew after a step that failed; if that cannot be, return why, and let it run nothing more.
-
-    Args:
-        loop: whose step has failed.
-        error: what it has failed of.
-    """
+    """Restart a loop after a step that failed of ``error``; return why if it cannot, and stop it."""
     lost = device_lost(error)
     try:
         if lost is None:
@@ -43,7 +38,7 @@ def restarted(loop: Loop, error: BaseException) -> DeviceLostError | None:
 
 
 def device_lost(error: BaseException) -> DeviceLostError | None:
-    """Return what is to be said of an error, if nothing runs on the device after it.
+    """Return the error to report if nothing runs on the device after ``error``.
 
     Memory that the allocator lacks (``torch.OutOfMemoryError``) is not such an error: others may give it back.
     """

@@ -79,7 +79,7 @@ class Engine:
             grammar_worker: compiles grammars in a process of its own, where one that crashes or takes too much memory
                 ends its requests alone; None for threads of this process. It ends with the engine.
             watch_model: look with each request whether the model was moved, hooked or set to train meanwhile. False
-                saves that time where nobody but this engine has the model.
+                saves that time if only this engine uses the model.
 
         Raises:
             TypeError: the model is not wrapped.
@@ -171,12 +171,12 @@ class Engine:
         return handle
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> RequestHandle:
-        """Check a prompt as ``submit`` does, and leave it to ``begin``."""
+        """Check a prompt as ``submit``; ``begin`` answers it."""
         return self._handle(self._look(), prompt, params)
 
     @deferred()
     def begin(self, handle: RequestHandle) -> None:
-        """Begin to answer what has been prepared."""
+        """Begin to answer a prepared prompt."""
         self._add([handle])
         self._engine_thread.start_thread()
 

@@ -17,8 +17,8 @@ class EngineStats:
     Attributes:
         running: requests that have pages.
         waiting: requests that wait for them.
-        finished: how many requests have ended.
-        steps: how many steps were launched.
+        finished: requests that have ended.
+        steps: how many were launched.
         preemptions: how often a request lost its pages to others.
         prompt_tokens: tokens of the prompts that have begun to run.
         cached_tokens: how many of those came from the prefix cache.
@@ -53,12 +53,12 @@ class EngineStats:
 
 
 def stats_of(loop: Loop | None, waiting: int, before: EngineStats) -> EngineStats:
-    """Return what has happened in a loop, and before it was made.
+    """Return the statistics of a loop, None for none, added to those of ``before``.
 
     Args:
-        loop: of the engine; None if there is none now.
+        loop: of the engine.
         waiting: how many requests wait.
-        before: what others have counted that ran on device sides of the model which are no more.
+        before: counted on earlier model runners.
     """
     if loop is None:
         return replace(before, running=0, waiting=waiting, pages=None)

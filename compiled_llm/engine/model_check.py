@@ -1,4 +1,4 @@
-"""Whether the model can serve requests, looked at now and then: a look at all of it takes longer than a step may."""
+"""Checks now and then whether the model can serve requests: a look at all of it takes longer than a step may."""
 
 from __future__ import annotations
 
@@ -16,25 +16,18 @@ from compiled_llm.execution.model_runner import ModelRunner
 logger = logging.getLogger("compiled_llm.engine")
 
 _SECONDS = 0.1
-"""How long the model is taken to be what it was while requests run."""
+"""Between two looks while requests run."""
 
 
 class ModelCheck:
-    """Looks at the model, by whoever submits and by the loop; the loop does not look again at once.
+    """Looks at the model when a request is submitted and while the loop runs; the loop does not look again at once.
 
     Attributes:
         lost: why the device runs nothing more in this process; None while it does.
-        tokens: what requests follow of the model, as it was at the last look.
+        tokens: the model's token facts at the last look.
     """
 
     def __init__(self, model: PreTrainedModel, runtime: Runtime, watching: bool = True) -> None:
-        """Know nothing yet.
-
-        Args:
-            model: wrapped.
-            runtime: its compiled side.
-            watching: False if nobody changes the model, which is then looked at once for each device side.
-        """
         self.lost: DeviceLostError | None = None
         self.tokens = TokenFacts.of(model)
         self._watching = watching
@@ -47,7 +40,7 @@ class ModelCheck:
         self._begun: weakref.ref[ModelRunner] | None = None  # what the loop has begun with, a caller having looked
 
     def obstacle(self) -> str | None:
-        """Return why the model can serve no request now, and what to do."""
+        """Return why the model can serve no request now, with the remedy."""
         if runtime_of(self._model) is not self._runtime:
             return "the model was unwrapped; wrap it, and make another engine"
         if self._model.training:
@@ -57,16 +50,12 @@ class ModelCheck:
         return None
 
     def check_awake(self) -> None:
-        """Check that requests may come.
-
-        Raises:
-            RuntimeError: the model is asleep.
-        """
+        """Raise RuntimeError if the model is asleep."""
         if self._runtime.asleep:
             raise RuntimeError("the engine is asleep, and has no pages; call its wake() first")
 
     def look(self) -> ModelRunner:
-        """Look at the model, and return what runs it now.
+        """Look at the model, and return its model runner.
 
         Raises:
             DeviceLostError: the device runs nothing more in this process.
@@ -81,7 +70,7 @@ class ModelCheck:
         return model_runner
 
     def _seen_before(self) -> ModelRunner | None:
-        """Return what runs the model if a look at it has been enough."""
+        """Return the model runner if an earlier look is enough."""
         if self._watching or self._seen is None or self._runtime.asleep:
             return None
         seen = self._seen()
@@ -103,7 +92,7 @@ class ModelCheck:
             raise DeviceLostError(str(self.lost)) from self.lost
 
     def look_for_request(self) -> ModelRunner:
-        """As ``look``, by a caller who is about to submit; a loop that begins at once takes it from there."""
+        """As ``look``, before a request is submitted; a loop that begins soon relies on it."""
         model_runner = self.look()
         self._submitted = time.monotonic(), weakref.ref(model_runner)
         return model_runner
@@ -111,7 +100,7 @@ class ModelCheck:
     # ---- in the thread that runs the loop
 
     def begin(self) -> ModelRunner:
-        """Return what runs the model now, to begin with."""
+        """Return the model runner that the loop begins with."""
         self._check_device()
         submitted, self._submitted, self._begun = self._submitted, None, None
         if submitted is not None and time.monotonic() - submitted[0] < _SECONDS:
@@ -119,9 +108,9 @@ class ModelCheck:
         return (self._begun and self._begun()) or self._seen_before() or self._runtime.model_runner()
 
     def look_if_due(self, model_runner: ModelRunner) -> bool:
-        """Look if the loop has not for a while, or if any engine has cleared the prefix cache since; whether it has.
+        """Look if the loop has not for a while, or the prefix cache was cleared since; True if it has looked.
 
-        Who clears that knows that the model may have changed.
+        A cleared cache means that the model may have changed.
 
         Raises:
             RuntimeError: requests that run on ``model_runner`` cannot go on.
@@ -138,5 +127,5 @@ class ModelCheck:
         return True
 
     def forget(self) -> None:
-        """Look again before the next step: from now on the model may change."""
+        """Look again before the next step: the model may change from now on."""
         self._looked, self._submitted, self._begun = 0.0, None, None

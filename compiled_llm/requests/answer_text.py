@@ -114,4 +114,4 @@ class AnswerText:
     def _end(self, text: str, whole: str | None = None) -> None:
         self.text, self.shown = text, len(text)
         self.whole = text if whole is None else whole
-        self.ended = True  # last: who sees it sees the rest
+        self.ended = True  # last: a thread that sees it sees the rest

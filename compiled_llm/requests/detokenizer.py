@@ -100,7 +100,7 @@ class _Stream:
         self._held += tokens
         try:
             piece = self._stream.step(self._backend, tokens)
-        except Exception:  # bytes before it, of which text has come, are no character together with it: begin anew
+        except Exception:  # bytes before it, of which text has come, are no character together with it: begin again
             self._stream = self._new()
             piece = self._stream.step(self._backend, self._held)
         if not piece:

@@ -53,7 +53,7 @@ class Listeners:
             self.check_process()
             self._check()
         with self._changed:
-            # Whoever does not see this has changed everything before, and ``ready`` is asked now.
+            # A thread that does not see this has changed everything before, and ``ready`` is called now.
             with self._changing():
                 self._threads += 1
             try:

@@ -18,7 +18,7 @@ class PendingAnswer(ABC):
 
     Attributes:
         index: its number among the prompt's answers.
-        text: its text as it comes; None while nobody has asked for it.
+        text: its text as it comes; None until it is asked for.
     """
 
     owner: ClassVar[str]

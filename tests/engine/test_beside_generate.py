@@ -13,34 +13,30 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import compiled_llm
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.steps.scheduler import Scheduler
+from compiled_llm.execution.threads import calls as calls_of_a_model
 from compiled_llm.execution.threads.calls import Calls
-from compiled_llm.requests.sampling_params import SamplingParams
+from support.engine.tiny_engines import PATIENCE, greedy, tiny, wrapped
 from support.in_threads import start
 from support.parity import alone, assert_account_is_empty
-from support.tiny_models import tiny_qwen3
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PATIENCE = 30
 PROMPT, OTHER = [5, 6, 7, 8, 9], [9, 10, 11]
-
-
-def tiny(seed: int = 0) -> PreTrainedModel:
-    return tiny_qwen3(seed, eos_token_id=None, num_hidden_layers=1)
-
-
-def greedy(tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+SHORT, LONG = 120, 400
 
 
 @pytest.fixture(scope="module")
 def plain() -> list[PreTrainedModel]:
     return [tiny(0), tiny(1)]
+
+
+@pytest.fixture
+def model(reading: None) -> Any:
+    """With 300 pages."""
+    return wrapped(1200)
 
 
 @pytest.fixture(scope="module")
@@ -50,23 +46,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=["read at once", "read a step late"])
-def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """With 300 pages."""
-    late = request.param == "read a step late"
-    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
-    options: dict[str, Any] = {"mode": "eager", "max_batch_size": 4, "page_size": 4, "progress": False}
-    return compiled_llm.wrap(tiny(), kv_memory="1200 tokens", **options)
-
-
 @pytest.fixture
-def engine(model: Any) -> Iterator[Engine]:
-    with Engine(model) as engine:
-        yield engine
-        if engine.asleep:
-            engine.wake()
-        model.compiled.model_runner()
-    assert_account_is_empty(model)
+def engine(model: Any, engine: Engine) -> Iterator[Engine]:
+    yield engine
+    if engine.asleep:
+        engine.wake()
+    model.compiled.model_runner()
 
 
 class Streamer:
@@ -87,9 +72,9 @@ class Streamer:
     def end(self) -> None: ...
 
 
-def joined(model: Any, engine: Engine, tokens: int = 400) -> Any:
+def joined(model: Any, engine: Engine, tokens: int = SHORT) -> Any:
     """A call in progress in the engine's batch, beside a request of its own."""
-    beside = engine.submit(OTHER, greedy(900))
+    beside = engine.submit(OTHER, greedy(LONG))
     next(iter(beside))
     before = len(engine._engine_thread.request_table)
     call = start(lambda: alone(model, PROMPT, tokens))
@@ -107,7 +92,7 @@ def test_a_call_in_the_batch_ends_before_an_update(
 ) -> None:
     beside, call = joined(model, engine)
     engine.update_weights(folder, requests=requests)
-    assert call.result(PATIENCE) == alone(plain[0], PROMPT, 400)
+    assert call.result(PATIENCE) == alone(plain[0], PROMPT, SHORT)
     assert beside.done == (requests != "keep")
     assert alone(model, PROMPT, 9) == alone(plain[1], PROMPT, 9)
     beside.cancel()
@@ -120,7 +105,7 @@ def test_a_call_in_the_batch_ends_before_the_model_sleeps(
     beside, call = joined(model, engine)
     engine.sleep(requests=requests)
     assert not model.compiled.calls._running
-    assert call.result(PATIENCE) == alone(plain[0], PROMPT, 400)
+    assert call.result(PATIENCE) == alone(plain[0], PROMPT, SHORT)
     assert alone(model, PROMPT, 9) == alone(plain[0], PROMPT, 9)
     engine.wake()
     assert beside.result(PATIENCE).finish_reason == ("cancelled" if requests == "end" else "length")
@@ -129,10 +114,10 @@ def test_a_call_in_the_batch_ends_before_the_model_sleeps(
 def test_calls_go_on_inside_a_pause(plain: list[PreTrainedModel], model: Any, engine: Engine) -> None:
     beside, call = joined(model, engine)
     with engine.paused(weights_stay=True):
-        assert call.result(PATIENCE) == alone(plain[0], PROMPT, 400)
+        assert call.result(PATIENCE) == alone(plain[0], PROMPT, SHORT)
         assert start(lambda: alone(model, OTHER, 30)).result(PATIENCE) == alone(plain[0], OTHER, 30)
         assert not beside.done
-    assert beside.result(PATIENCE).token_ids == alone(plain[0], OTHER, 900)
+    assert beside.result(PATIENCE).token_ids == alone(plain[0], OTHER, LONG)
 
 
 def test_a_call_that_waits_in_the_batch_leaves_it(plain: list[PreTrainedModel], model: Any) -> None:
@@ -140,9 +125,9 @@ def test_a_call_that_waits_in_the_batch_leaves_it(plain: list[PreTrainedModel], 
     with Engine(model, max_rows=1) as engine:
         beside, call = joined(model, engine)
         with engine.paused(weights_stay=True):
-            assert call.result(PATIENCE) == alone(plain[0], PROMPT, 400)
+            assert call.result(PATIENCE) == alone(plain[0], PROMPT, SHORT)
             assert not beside.done
-        assert beside.result(PATIENCE).token_ids == alone(plain[0], OTHER, 900)
+        assert beside.result(PATIENCE).token_ids == alone(plain[0], OTHER, LONG)
     assert_account_is_empty(model)
 
 
@@ -155,7 +140,7 @@ def test_a_sampled_call_that_leaves_goes_on_with_its_seeds(model: Any) -> None:
 
     expected = sampled()
     with Engine(model, max_rows=1) as engine:
-        beside = engine.submit(OTHER, greedy(900))
+        beside = engine.submit(OTHER, greedy(LONG))
         next(iter(beside))
         call = start(sampled)
         while len(engine._engine_thread.request_table) == 1:
@@ -176,7 +161,7 @@ def test_a_call_that_is_refused_its_pages_says_so(plain: list[PreTrainedModel], 
     with pytest.raises(ValueError, match="pages of 4 tokens"):
         call.result(PATIENCE)
     kept.close()
-    assert beside.result(PATIENCE).token_ids == alone(plain[0], OTHER, 900)
+    assert beside.result(PATIENCE).token_ids == alone(plain[0], OTHER, LONG)
 
 
 # ---- a call with a streamer
@@ -304,7 +289,7 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_calls_wait_for_who_waits_for_others_unless_nothing_moves() -> None:
+def test_calls_wait_for_those_that_wait_for_others_unless_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls()
     first, go_on, order = threading.Event(), threading.Event(), list[str]()
 
@@ -329,7 +314,8 @@ def test_calls_wait_for_who_waits_for_others_unless_nothing_moves() -> None:
     while not calls.awaited:
         pass
     late = start(lambda: call("late"))
-    for _ in range(15):
+    monkeypatch.setattr(calls_of_a_model, "_STALLED", 0.3)
+    for _ in range(5):
         calls.moved()
         threading.Event().wait(0.1)
     assert order == ["early"]

@@ -8,19 +8,21 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.execution.state.staging import Readback
 from compiled_llm.requests.sampling_params import SamplingParams
+from support.engine import tiny_engines
+from support.in_threads import start
 from support.parity import alone, assert_account_is_empty
 from support.tiny_models import WINDOWS, tiny_qwen3
 
@@ -32,8 +34,7 @@ def tiny(windows: bool) -> PreTrainedModel:
 
 
 def wrapped(windows: bool, tokens: int) -> PreTrainedModel:
-    options: dict[str, Any] = {"mode": "eager", "max_batch_size": 8, "page_size": 16, "progress": False}
-    return compiled_llm.wrap(tiny(windows), kv_memory=f"{tokens} tokens", prefill_tokens=48, **options)
+    return tiny_engines.wrapped(tokens, tiny(windows), max_batch_size=8, page_size=16, prefill_tokens=48)
 
 
 def poison_free_pages(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +93,6 @@ def test_a_crowd_gets_what_each_gets_alone(monkeypatch, one_thread, seed, count,
     requests = some_requests(draw, count)
     expected = expected_answers(windows, requests)
     poison_free_pages(model, monkeypatch)
-    failures: list[BaseException] = []
 
     def compare(handle: RequestHandle, wanted: list[list[int]]) -> None:
         output = handle.result(timeout=120)
@@ -104,42 +104,30 @@ def test_a_crowd_gets_what_each_gets_alone(monkeypatch, one_thread, seed, count,
                 assert answer.token_ids == tokens[: len(answer.token_ids)]
 
     def come_and_go(engine: Engine, numbers: list[int], draw: random.Random) -> None:
-        try:
-            handles = []
-            for number in numbers:
-                prompt, params = requests[number]
-                timeout = 0.05 if draw.random() < 0.1 else None
-                handles.append((engine.submit(prompt, params, priority=draw.randrange(2), timeout=timeout), number))
-                threading.Event().wait(draw.random() * 0.01)
-                if draw.random() < 0.1:
-                    draw.choice(handles)[0].cancel()
-            for handle, number in handles:
-                compare(handle, expected[number])
-        except BaseException as error:
-            failures.append(error)
+        handles = []
+        for number in numbers:
+            prompt, params = requests[number]
+            timeout = 0.05 if draw.random() < 0.1 else None
+            handles.append((engine.submit(prompt, params, priority=draw.randrange(2), timeout=timeout), number))
+            threading.Event().wait(draw.random() * 0.01)
+            if draw.random() < 0.1:
+                draw.choice(handles)[0].cancel()
+        for handle, number in handles:
+            compare(handle, expected[number])
 
     def call_the_model(numbers: list[int]) -> None:
-        try:
-            for number in numbers:
-                prompt, params = requests[number]
-                assert alone(model, prompt, params.max_tokens or 1) == expected[number][0]
-        except BaseException as error:
-            failures.append(error)
+        for number in numbers:
+            prompt, params = requests[number]
+            assert alone(model, prompt, params.max_tokens or 1) == expected[number][0]
 
     with Engine(model, max_rows=12) as engine:
         for _ in range(2):
             numbers = draw.sample(range(count), count)
             greedy = [number for number in numbers if requests[number][1].temperature == 0][: count // 8]
-            threads = [
-                threading.Thread(target=come_and_go, args=(engine, numbers[part::3], random.Random(part)))
-                for part in range(3)
-            ]
-            threads.append(threading.Thread(target=call_the_model, args=(greedy,)))
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert not failures, failures
+            parts = [(numbers[part::3], random.Random(part)) for part in range(3)]
+            calls = [start(partial(come_and_go, engine, *part)) for part in parts]
+            for call in [*calls, start(partial(call_the_model, greedy))]:
+                call.result()
         stats = engine.stats()
         if count == 200:  # of a few requests, how many meet depends on how fast the machine is
             assert stats.preemptions > 0

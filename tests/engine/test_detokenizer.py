@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from compiled_llm.compat.tokenizers import backend_of, cleans_up
@@ -107,7 +107,6 @@ TOKENS = st.lists(st.integers(0, 10**6), max_size=40)
 
 
 @pytest.mark.parametrize("kind", [byte_level, word_pieces, slow])
-@settings(max_examples=60, deadline=None, print_blob=True)
 @given(numbers=TOKENS, skip=st.booleans())
 def test_pieces_of_any_tokens_are_their_text(kind: Any, numbers: list[int], skip: bool) -> None:
     tokenizer = kind()
@@ -115,14 +114,12 @@ def test_pieces_of_any_tokens_are_their_text(kind: Any, numbers: list[int], skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None, print_blob=True)
 @given(text=st.text(max_size=25))
 def test_pieces_of_any_text_are_the_text(kind: Any, text: str) -> None:
     tokenizer = kind()
     check_pieces(tokenizer, tokenizer(text, add_special_tokens=False).input_ids)
 
 
-@settings(max_examples=300, deadline=None, print_blob=True)
 @given(words=st.lists(st.sampled_from([" ", "  ", "'", "n", "n't", "v", "r", "re", "ve", ".", "s", "x"]), max_size=14))
 def test_spaces_are_cleaned_up_in_pieces_as_in_the_whole(words: list[str]) -> None:
     class Words:
@@ -209,7 +206,6 @@ def test_stop_strings_at_every_place_of_texts_of_every_script(kind: Any) -> None
 
 
 @pytest.mark.parametrize("kind", [byte_level, slow])
-@settings(max_examples=120, deadline=None, print_blob=True)
 @given(data=st.data())
 def test_stop_strings_are_found_where_everything_is_decoded_after_each_token(kind: Any, data: st.DataObject) -> None:
     tokenizer = kind()

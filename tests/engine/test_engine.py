@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 import threading
-import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,17 +16,23 @@ from compiled_llm.engine.engine import Engine, QueueFullError
 from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.execution.failing_calls import fail_once
+from support.engine import tiny_engines
+from support.engine.tiny_engines import PATIENCE
 from support.huggingface.families import FAMILIES, make
+from support.in_threads import start
 from support.parity import alone, assert_account_is_empty, mixed_prompts
-from support.tiny_models import tiny_qwen3
 
 ENDS = [2, 5, 31, 77, 90, 101]
 GREEDY = {"temperature": 0.0}
 
 
-def tiny() -> PreTrainedModel:
-    return tiny_qwen3(eos_token_id=ENDS)
+def tiny(seed: int = 0) -> PreTrainedModel:
+    """One of two layers, whose answers end."""
+    return tiny_engines.tiny(seed, eos_token_id=ENDS, num_hidden_layers=2)
+
+
+def wrapped(tokens: int = 4000, **options: Any) -> PreTrainedModel:
+    return tiny_engines.wrapped(tokens, tiny(), **{"max_batch_size": 8, "page_size": 16, **options})
 
 
 @pytest.fixture(scope="module")
@@ -37,23 +40,9 @@ def plain() -> PreTrainedModel:
     return tiny()
 
 
-def wrapped(tokens: int = 4000, **options: Any) -> PreTrainedModel:
-    options = {"mode": "eager", "max_batch_size": 8, "page_size": 16, "progress": False, **options}
-    return compiled_llm.wrap(tiny(), kv_memory=f"{tokens} tokens", **options)
-
-
-@pytest.fixture(params=["read at once", "read a step late"])
-def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
-    late = request.param == "read a step late"
-    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
-    return wrapped()
-
-
 @pytest.fixture
-def engine(model: PreTrainedModel) -> Iterator[Engine]:
-    with Engine(model) as engine:
-        yield engine
-    assert_account_is_empty(model)
+def model(reading: None) -> PreTrainedModel:
+    return wrapped()
 
 
 def some_prompts(count: int, seed: int, longest: int = 70) -> list[list[int]]:
@@ -94,25 +83,13 @@ def test_capped_logits_and_windows_under_hits_and_preemption(monkeypatch, one_th
 
 
 def test_draws_depend_on_the_seed_alone(engine, seed):
-    prompts = some_prompts(5, seed)
-    params = [SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=7 + n, n=2) for n in range(5)]
-    together = engine.generate(prompts, params)
-    for prompt, settings, output in zip(prompts, params, together, strict=True):
-        assert settings.seed is not None
+    prompts, settings = some_prompts(3, seed), {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2}
+    together = engine.generate(prompts, [SamplingParams(**settings, seed=7 + n, n=2) for n in range(3)])
+    for number, (prompt, output) in enumerate(zip(prompts, together, strict=True)):
         for answer in output.outputs:
-            single = SamplingParams(
-                temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=settings.seed + answer.index
-            )
-            assert engine.generate(prompt, single)[0].token_ids == answer.token_ids
+            (single,) = engine.generate(prompt, SamplingParams(**settings, seed=7 + number + answer.index))
+            assert single.token_ids == answer.token_ids
         assert output.outputs[0].token_ids != output.outputs[1].token_ids
-
-
-def test_tokens_come_as_they_are_chosen(plain, engine, seed):
-    (prompt,) = some_prompts(1, seed)
-    handle = engine.submit(prompt, SamplingParams(**GREEDY, max_tokens=9, ignore_eos=True))
-    tokens = list(handle)
-    assert tokens == handle.result().token_ids
-    assert len(tokens) == 9
 
 
 def test_tokens_that_end_an_answer(plain, engine, seed):
@@ -141,38 +118,32 @@ def test_engines_side_by_side(plain, model, engine, seed):
 def test_one_of_several_answers_is_cancelled(engine, seed):
     handle = engine.submit([5, 6, 7], SamplingParams(n=2, seed=1, max_tokens=200, ignore_eos=True))
     handle.cancel(1)
-    assert [answer.finish_reason for answer in handle.result(timeout=60).outputs] == ["length", "cancelled"]
+    assert [answer.finish_reason for answer in handle.result(PATIENCE).outputs] == ["length", "cancelled"]
 
 
 # ---- streams
 
 
-def test_async_for_and_await(engine, seed):
-    asyncio.run(check_async_for_and_await(engine, seed))
-
-
-async def check_async_for_and_await(engine: Engine, seed: int) -> None:
+def test_tokens_come_to_loops_and_tasks(engine, seed):
     first, second = some_prompts(2, seed)
     params = SamplingParams(**GREEDY, max_tokens=9, ignore_eos=True)
-    other = engine.submit(second, params)
-    tokens = [token async for token in engine.submit(first, params)]
-    assert tokens == engine.generate(first, params)[0].token_ids
-    assert (await other).token_ids == engine.generate(second, params)[0].token_ids
+    expected = [output.token_ids for output in engine.generate([first, second], params)]
+    handle = engine.submit(first, params)
+    assert list(handle) == handle.result().token_ids == expected[0]
+
+    async def read() -> list[list[int]]:
+        other = engine.submit(second, params)
+        tokens = [token async for token in engine.submit(first, params)]
+        return [tokens, (await other).token_ids]
+
+    assert asyncio.run(read()) == expected
 
 
 def test_generate_in_many_threads(plain, engine, seed):
     prompts = some_prompts(6, seed)
-    found: dict[int, list[int]] = {}
-
-    def run(number: int) -> None:
-        found[number] = engine.generate(prompts[number], SamplingParams(**GREEDY, max_tokens=12))[0].token_ids
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert found == {number: alone(plain, prompt, 12) for number, prompt in enumerate(prompts)}
+    params = SamplingParams(**GREEDY, max_tokens=12)
+    calls = [start(lambda prompt=prompt: engine.generate(prompt, params)[0].token_ids) for prompt in prompts]
+    assert [call.result(PATIENCE) for call in calls] == [alone(plain, prompt, 12) for prompt in prompts]
 
 
 def test_generate_of_the_model_beside_it(plain, model, engine, seed):
@@ -181,7 +152,7 @@ def test_generate_of_the_model_beside_it(plain, model, engine, seed):
     handles = [engine.submit(prompt, params) for prompt in prompts]
     for prompt in prompts[:3]:
         assert alone(model, prompt, 15) == alone(plain, prompt, 15)
-    outputs = [handle.result(timeout=60) for handle in handles]
+    outputs = [handle.result(PATIENCE) for handle in handles]
     assert [output.token_ids[:5] for output in outputs] == [
         output.token_ids[:5] for output in engine.generate(prompts, params)
     ]
@@ -210,18 +181,12 @@ def test_calls_of_generate_join_a_busy_engine(plain, model, engine, seed):
 
 
 def test_twenty_callers_become_one_batch(plain, model, engine, seed):
-    prompts, found = some_prompts(20, seed), {}
-    options = [{}, {"min_new_tokens": 30}, {"suppress_tokens": list(range(50)), "repetition_penalty": 1.3}, {}] * 5
-
-    def run(number: int) -> None:
-        found[number] = alone(model, prompts[number], 40, **options[number])
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert found == {number: alone(plain, prompts[number], 40, **options[number]) for number in range(20)}
+    prompts = some_prompts(20, seed)
+    penalised = {"suppress_tokens": list(range(50)), "repetition_penalty": 1.3}
+    options: list[dict[str, Any]] = [{}, {"min_new_tokens": 15}, penalised, {}] * 5
+    asked = list(zip(prompts, options, strict=True))
+    calls = [start(lambda prompt=prompt, own=own: alone(model, prompt, 20, **own)) for prompt, own in asked]
+    assert [call.result(PATIENCE) for call in calls] == [alone(plain, prompt, 20, **own) for prompt, own in asked]
     assert model.compiled.stats().generate_calls["engine"] >= 10
 
 
@@ -237,33 +202,13 @@ def test_a_row_that_is_nan_ends_alone(plain, model, engine, monkeypatch, seed):
     assert [output.finish_reason for output in outputs] == ["length", "error"]
     assert "NaN" in str(outputs[1].error)
     with pytest.raises(RuntimeError, match="NaN"):
-        engine.submit(bad, SamplingParams(temperature=0.5)).result(timeout=60)
-
-
-def test_a_step_that_fails_ends_what_it_was_for_and_the_next_works(plain, model, engine, monkeypatch, seed):
-    prompts = some_prompts(3, seed)
-    fail_once(monkeypatch, model.compiled.model_runner(), "run", MemoryError("planted"), after=4)
-    params = SamplingParams(**GREEDY, max_tokens=20)
-    with pytest.raises(MemoryError, match="planted"):
-        engine.generate(prompts, params)
-    assert_account_is_empty_but_for_cached(model)
-    outputs = engine.generate(prompts, params)
-    assert [output.token_ids for output in outputs] == [alone(plain, prompt, 20) for prompt in prompts]
-
-
-def test_ctrl_c_ends_the_call_and_loses_nothing(plain, model, engine, monkeypatch, seed):
-    prompts = some_prompts(3, seed)
-    fail_once(monkeypatch, model.compiled.model_runner(), "run", KeyboardInterrupt(), after=4)
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate(prompts, SamplingParams(**GREEDY, max_tokens=20))
-    outputs = engine.generate(prompts, SamplingParams(**GREEDY, max_tokens=20))
-    assert [output.token_ids for output in outputs] == [alone(plain, prompt, 20) for prompt in prompts]
+        engine.submit(bad, SamplingParams(temperature=0.5)).result(PATIENCE)
 
 
 def test_weights_that_change_empty_the_prefix_cache(plain, model, engine, seed):
     (prompt,) = some_prompts(1, seed, longest=100)
     prompt, params = [*prompt, *range(10, 60)], SamplingParams(**GREEDY, max_tokens=8)
-    other = tiny_qwen3(seed=9, eos_token_id=ENDS)
+    other = tiny(9)
     engine.generate(prompt, params)
     with engine.paused():
         model.load_state_dict(other.state_dict())
@@ -277,46 +222,11 @@ def test_weights_that_change_empty_the_prefix_cache(plain, model, engine, seed):
     assert output.token_ids == alone(plain, prompt, 8)
 
 
-def test_pages_of_a_request_that_was_running_when_weights_changed_are_not_kept(model, engine, seed):
-    prompt, other = list(range(3, 60)), tiny_qwen3(seed=9, eos_token_id=ENDS)
-    handle = engine.submit(prompt, SamplingParams(**GREEDY, max_tokens=200, ignore_eos=True))
-    next(iter(handle))
-    with engine.paused():
-        model.load_state_dict(other.state_dict())
-    handle.result(timeout=60)
-    output = engine.generate(prompt, SamplingParams(**GREEDY, max_tokens=8))[0]
-    assert (output.cached_tokens, output.token_ids) == (0, alone(other, prompt, 8))
-
-
 def test_a_salt_keeps_texts_apart(engine, seed):
     prompt = list(range(3, 60))
     for salt, cached in (("a", 0), ("b", 0), ("a", 48)):
         handle = engine.submit(prompt, SamplingParams(**GREEDY, max_tokens=2), cache_salt=salt)
-        assert handle.result(timeout=60).cached_tokens == cached
-
-
-def test_what_cannot_be_served_is_refused(model, engine, seed):
-    refused: list[tuple[type[Exception], str, Any]] = [
-        (TypeError, "not wrapped", lambda: Engine(tiny())),
-        (ValueError, "max_rows=0", lambda: Engine(model, max_rows=0)),
-        (ValueError, "max_queue=0", lambda: Engine(model, max_queue=0)),
-        (ValueError, "empty", lambda: engine.submit([])),
-        (ValueError, "from 0 to 127", lambda: engine.submit([128])),
-        (ValueError, "needs a tokenizer", lambda: engine.submit("text")),
-        (ValueError, "positions", lambda: engine.submit([5], SamplingParams(max_tokens=1024))),
-        (ValueError, "one for all prompts", lambda: engine.generate([[5], [6]], [SamplingParams()])),
-    ]
-    for kind, said, call in refused:
-        with pytest.raises(kind, match=said):
-            call()
-    handle = model.model.register_forward_hook(lambda *_: None)
-    with pytest.raises(RuntimeError, match="inner_hooks"):
-        engine.submit([5])
-    handle.remove()
-    assert engine.generate([5])[0].finish_reason in ("stop", "length")
-    engine.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        engine.submit([5])
+        assert handle.result(PATIENCE).cached_tokens == cached
 
 
 def test_a_hook_that_is_added_ends_what_runs(model, engine, seed):
@@ -324,7 +234,7 @@ def test_a_hook_that_is_added_ends_what_runs(model, engine, seed):
     next(iter(handle))
     hook = model.model.register_forward_hook(lambda *_: None)
     with pytest.raises(RuntimeError, match="inner_hooks"):
-        handle.result(timeout=60)
+        handle.result(PATIENCE)
     hook.remove()
 
 
@@ -336,26 +246,3 @@ def test_the_queue_is_bounded(model, seed):
             engine.generate([[5], [6], [7]])
     assert {handle.result().finish_reason for handle in handles} == {"cancelled"}
     assert_account_is_empty(model)
-
-
-def test_generate_of_the_model_takes_no_more_rows_than_before(model, engine, seed):
-    with pytest.raises(ValueError, match="max_batch_size=8"):
-        model.generate(torch.full((9, 4), 5), max_new_tokens=2)
-
-
-def test_a_forgotten_engine_ends(model, seed):
-    engine = Engine(model)
-    engine.submit([5, 6], SamplingParams(max_tokens=3)).result(timeout=60)
-    thread, reference = engine._engine_thread._serving.thread, weakref.ref(engine)
-    del engine
-    gc.collect()
-    assert thread is not None
-    thread.join(10)
-    assert not thread.is_alive()
-    assert reference() is None
-
-
-def assert_account_is_empty_but_for_cached(model: PreTrainedModel) -> None:
-    account = model.compiled.stats().pages
-    assert account.used == 0
-    assert account.free + account.cached == account.total

@@ -10,16 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
-import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.thread.handle import RequestHandle
-from compiled_llm.requests.sampling_params import SamplingParams
+from support.engine.tiny_engines import greedy, wrapped
 from support.execution.forking import another_thread, forked, told_elsewhere
-from support.parity import assert_account_is_empty
-from support.tiny_models import tiny_qwen3
+from support.parity import alone
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -27,30 +24,12 @@ pytestmark = [
 ]
 
 PROMPT = list(range(3, 23))
-LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
-
-
-def wrapped() -> PreTrainedModel:
-    options: dict[str, Any] = {"page_size": 4, "kv_memory": "500 tokens", "max_batch_size": 4, "progress": False}
-    return compiled_llm.wrap(tiny_qwen3(eos_token_id=None, num_hidden_layers=1), mode="eager", **options)
+LONG = greedy(200)
 
 
 @pytest.fixture
 def model() -> PreTrainedModel:
-    return wrapped()
-
-
-@pytest.fixture
-def engine(model: PreTrainedModel) -> Iterator[Engine]:
-    with Engine(model) as engine:
-        yield engine
-    assert_account_is_empty(model)
-
-
-def alone(model: PreTrainedModel, new: int) -> list[int]:
-    ids = torch.tensor([PROMPT])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
-    return out[0, len(PROMPT) :].tolist()
+    return wrapped(500)
 
 
 async def read(handle: RequestHandle) -> None:
@@ -108,14 +87,13 @@ def check_child(engine: Engine, handle: RequestHandle, expected: list[int]) -> N
     engine.close()
     del engine, handle
     gc.collect()
-    with Engine(wrapped()) as own:
-        params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-        assert own.submit(PROMPT, params).result(timeout=20).token_ids == expected[:20]
+    with Engine(wrapped(500)) as own:
+        assert own.submit(PROMPT, greedy(20)).result(timeout=20).token_ids == expected[:20]
 
 
 @pytest.mark.parametrize("meanwhile", [running, paused_with_every_lock_held])
 def test_an_engine_belongs_to_its_process(meanwhile, model, engine):
-    expected = alone(model, 200)
+    expected = alone(model, PROMPT, 200)
     handle = engine.submit(PROMPT, LONG)
     next(iter(handle))
     with meanwhile(engine, handle):

@@ -7,55 +7,40 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.engine.thread import starvation
 from compiled_llm.requests.sampling_params import SamplingParams
+from support.engine.tiny_engines import PATIENCE, greedy, tiny, wrapped
 from support.execution.failing_calls import fail_once
 from support.parity import alone, assert_account_is_empty
-from support.tiny_models import tiny_qwen3
 
 PROMPT = list(range(3, 60))
 
 
-def greedy(tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-
-
-def wrapped(tokens: int = 4000, **options: Any) -> PreTrainedModel:
-    options = {"mode": "eager", "max_batch_size": 4, "page_size": 16, "progress": False, **options}
-    return compiled_llm.wrap(tiny_qwen3(eos_token_id=None), kv_memory=f"{tokens} tokens", **options)
-
-
-@pytest.fixture(scope="module")
-def plain() -> PreTrainedModel:
-    return tiny_qwen3(eos_token_id=None)
+PAGES = {"page_size": 16}
 
 
 @pytest.fixture
 def model() -> PreTrainedModel:
-    return wrapped()
+    return wrapped(4000, **PAGES)
 
 
-@pytest.fixture
-def engine(model: PreTrainedModel, one_thread: None) -> Iterator[Engine]:
-    with Engine(model) as engine:
-        yield engine
-    assert_account_is_empty(model)
+def loop_of(engine: Engine) -> Loop:
+    assert engine._engine_thread.loop is not None
+    return engine._engine_thread.loop
 
 
 def train(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     """Write other weights into the model, and return a plain one that has them."""
-    other = tiny_qwen3(seed=seed, eos_token_id=None)
+    other = tiny(seed)
     with torch.no_grad():
         model.load_state_dict(other.state_dict())
     return other
@@ -65,8 +50,7 @@ PLACES = ["make_ready", "upload", "decode", "prefill", "settings", "start_readin
 
 
 def place_of(model: PreTrainedModel, engine: Engine, name: str) -> tuple[Any, str]:
-    model_runner, loop = model.compiled.model_runner(), engine._engine_thread.loop
-    assert loop is not None
+    model_runner, loop = model.compiled.model_runner(), loop_of(engine)
     return {
         "make_ready": (model_runner.decode, "make_ready"),
         "upload": (model_runner.state.staging, "upload"),
@@ -85,7 +69,7 @@ def place_of(model: PreTrainedModel, engine: Engine, name: str) -> tuple[Any, st
 def test_each_call_into_the_device_may_fail_once(plain, monkeypatch, one_thread, place, kind):
     """Whoever runs fails with it, or nobody if it is Ctrl-C; what comes next is right, and nothing is lost."""
     monkeypatch.setattr(Loop, "asynchronous", True)
-    model, prompts = wrapped(), [PROMPT, PROMPT[:20], [5, 6, 7]]
+    model, prompts = wrapped(4000, **PAGES), [PROMPT, PROMPT[:20], [5, 6, 7]]
     params = [greedy(6), SamplingParams(temperature=0.9, seed=3, max_tokens=6, n=2), greedy(6)]
     with Engine(model) as engine:
         expected = [output.outputs[-1].token_ids for output in engine.generate(prompts, params)]
@@ -111,8 +95,8 @@ def test_what_waits_does_not_fail_with_what_runs(plain, model, monkeypatch, one_
             first, second = engine.submit(PROMPT, greedy(4)), engine.submit(PROMPT[:9], greedy(4))
             fail_once(monkeypatch, model.compiled.model_runner().prefill, "run", MemoryError("planted"), after=1)
         with pytest.raises(MemoryError, match="planted"):
-            first.result(timeout=60)
-        assert second.result(timeout=60).token_ids == alone(plain, PROMPT[:9], 4)
+            first.result(PATIENCE)
+        assert second.result(PATIENCE).token_ids == alone(plain, PROMPT[:9], 4)
 
 
 def test_ctrl_c_while_the_device_has_failed_hangs_nobody(plain, model, engine, monkeypatch):
@@ -121,13 +105,12 @@ def test_ctrl_c_while_the_device_has_failed_hangs_nobody(plain, model, engine, m
     handle = engine.submit(PROMPT, greedy(900))
     next(iter(handle))
     with engine.paused(weights_stay=True):
-        loop = engine._engine_thread.loop
-        assert loop is not None
+        loop = loop_of(engine)
         engine._engine_thread._restart(loop, KeyboardInterrupt())  # between two steps
     with monkeypatch.context() as patch:
         fail_once(patch, loop.scheduler, "read", RuntimeError("planted"), after=2)
         with pytest.raises(RuntimeError, match="planted"):
-            handle.result(timeout=60)
+            handle.result(PATIENCE)
     assert engine.generate(PROMPT, greedy(4))[0].token_ids == alone(plain, PROMPT, 4)
 
 
@@ -136,7 +119,7 @@ def test_a_model_that_cannot_be_placed_ends_what_waits(plain, model, engine, mon
         handle = engine.submit(PROMPT, greedy(4))
         fail_once(monkeypatch, model.compiled, "model_runner", ValueError("planted"), after=1)
     with pytest.raises(ValueError, match="planted"):
-        handle.result(timeout=60)
+        handle.result(PATIENCE)
     assert engine.generate(PROMPT, greedy(4))[0].token_ids == alone(plain, PROMPT, 4)
 
 
@@ -153,7 +136,7 @@ def test_what_ran_while_weights_changed_leaves_nothing_in_the_prefix_cache(model
     for _ in range(got + 3):  # the model has been looked at since
         next(tokens)
     handle.cancel()
-    handle.result(timeout=60)
+    handle.result(PATIENCE)
     assert engine.generate(PROMPT, greedy(8))[0].token_ids == alone(other, PROMPT, 8)
 
 
@@ -181,12 +164,11 @@ def test_an_engine_trusts_nothing_that_a_forgotten_one_has_left(model, one_threa
 @pytest.mark.parametrize("end", ["cancelled", "timeout"])
 def test_a_request_that_ends_in_the_midst_of_its_prompt_gives_its_pages_back(plain, one_thread, monkeypatch, end):
     monkeypatch.setattr(Loop, "asynchronous", True)
-    model = wrapped(prefill_tokens=16)
+    model = wrapped(4000, prefill_tokens=16, **PAGES)
     with Engine(model, prefix_cache=False) as engine:
         engine.generate([5], greedy(1))
         with engine.paused():
-            loop = engine._engine_thread.loop
-            assert loop is not None
+            loop = loop_of(engine)
             long = engine.submit(list(range(3, 120)) * 4, greedy(4))
             other = engine.submit(PROMPT[:9], greedy(30))
             step, first = loop.step, loop.steps
@@ -199,10 +181,10 @@ def test_a_request_that_ends_in_the_midst_of_its_prompt_gives_its_pages_back(pla
                 return step(unchanged)
 
             monkeypatch.setattr(loop, "step", watched)
-        output = long.result(timeout=60)
+        output = long.result(PATIENCE)
         assert (output.finish_reason, output.token_ids) == (end, [])
         assert loop.steps < first + 12, "its prompt has 30 chunks"
-        assert other.result(timeout=60).token_ids == alone(plain, PROMPT[:9], 30)
+        assert other.result(PATIENCE).token_ids == alone(plain, PROMPT[:9], 30)
     assert_account_is_empty(model)
 
 
@@ -210,7 +192,7 @@ def test_smaller_priorities_run_first(model, one_thread):
     with Engine(model, max_rows=1) as engine:
         with engine.paused():
             handles = {value: engine.submit([5, 6, 7 + value], greedy(2), priority=value) for value in (2, 0, 1, -1)}
-        ends = {value: handle.result(timeout=60) and handle.requests[0].finished for value, handle in handles.items()}
+        ends = {value: handle.result(PATIENCE) and handle.requests[0].finished for value, handle in handles.items()}
     assert sorted(ends, key=lambda value: ends[value] or 0) == [-1, 0, 1, 2]
 
 
@@ -223,18 +205,16 @@ def test_answers_of_one_prompt_share_its_prefill(model, one_thread, prefix_cache
 
 
 def test_a_forgotten_engine_ends_with_its_model(one_thread):
-    model = wrapped()
+    model = wrapped(4000, **PAGES)
     engine = Engine(model)
-    engine.submit(PROMPT, greedy(2)).result(timeout=60)
-    thread, kept = (
-        engine._engine_thread._serving.thread,
-        [weakref.ref(model), weakref.ref(model.compiled.model_runner())],
-    )
+    engine.submit(PROMPT, greedy(2)).result(PATIENCE)
+    thread = engine._engine_thread._serving.thread
+    kept = [weakref.ref(model), weakref.ref(model.compiled.model_runner()), weakref.ref(engine)]
     del engine, model
     gc.collect()
     assert thread is not None
     thread.join(20)
-    assert (thread.is_alive(), *(reference() for reference in kept)) == (False, None, None)
+    assert (thread.is_alive(), *(reference() for reference in kept)) == (False, None, None, None)
 
 
 # ---- who calls it, and from where
@@ -250,7 +230,7 @@ def test_an_event_loop_that_is_closed_fails_nobody_else(plain, engine):
 
     left = loop.run_until_complete(first())
     loop.close()
-    assert engine.submit(PROMPT, greedy(4)).result(timeout=60).token_ids == alone(plain, PROMPT, 4)
+    assert engine.submit(PROMPT, greedy(4)).result(PATIENCE).token_ids == alone(plain, PROMPT, 4)
     del left
 
 
@@ -275,36 +255,41 @@ def test_a_request_that_comes_while_the_engine_closes_is_refused(model, engine, 
 
 
 def test_inside_a_pause_the_model_generates_and_the_engine_refuses(plain, engine, model):
-    handle = engine.submit(PROMPT, greedy(300))
+    handle = engine.submit(PROMPT, greedy(120))
     next(iter(handle))
     with engine.paused(weights_stay=True):
         assert alone(model, PROMPT[:9], 4) == alone(plain, PROMPT[:9], 4)
         for call in (engine.reset_prefix_cache, engine.close, lambda: engine.generate(PROMPT)):
             with pytest.raises(RuntimeError, match="paused, or running, in this thread"):
                 call()
-    assert handle.result(timeout=60).token_ids == alone(plain, PROMPT, 300)
+    assert handle.result(PATIENCE).token_ids == alone(plain, PROMPT, 120)
 
 
 def test_how_a_request_waits_is_checked_before_it_does(engine):
     for options in ({"priority": "high"}, {"timeout": -1}, {"timeout": float("nan")}, {"cache_salt": {}}):
         with pytest.raises(ValueError, match=f"{next(iter(options))}="):
             engine.submit(PROMPT, **options)  # type: ignore[arg-type]
-    assert engine.submit(PROMPT, greedy(2)).result(timeout=60).finish_reason == "length"
+    assert engine.submit(PROMPT, greedy(2)).result(PATIENCE).finish_reason == "length"
 
 
 # ---- pages, and what is remembered
 
 
+def kept_cache(model: PreTrainedModel, prompt: list[int], tokens: int) -> Any:
+    """The result of a call, with its cache."""
+    ids = torch.tensor([prompt])
+    return model.generate(ids, max_new_tokens=tokens, return_dict_in_generate=True, do_sample=False)
+
+
 def test_a_call_that_kept_caches_leave_no_room_for_is_refused_and_the_engine_goes_on(one_thread):
-    model = wrapped(tokens=640)  # 40 pages
-    ids = torch.tensor([PROMPT])
-    kept = model.generate(ids, max_new_tokens=300, return_dict_in_generate=True, do_sample=False)  # 23 of them
+    model, prompt = wrapped(160), PROMPT[:14]  # 40 pages
+    kept = kept_cache(model, prompt, 78)  # 23 of them
     with Engine(model, max_rows=1) as engine:
-        handles = [engine.submit(PROMPT, greedy(190)) for _ in range(3)]  # 16 each
+        handles = [engine.submit(prompt, greedy(50)) for _ in range(3)]  # 16 each
         next(iter(handles[0]))
-        with pytest.raises(ValueError, match="pages of 16 tokens"):
-            alone(model, PROMPT, 250, return_dict_in_generate=True, output_logits=True)
-        assert {handle.result(timeout=60).finish_reason for handle in handles} == {"length"}
+        with pytest.raises(ValueError, match="pages of 4 tokens"):
+            alone(model, prompt, 70, return_dict_in_generate=True, output_logits=True)
+        assert {handle.result(PATIENCE).finish_reason for handle in handles} == {"length"}
     del kept
     gc.collect()
     assert_account_is_empty(model)
@@ -312,21 +297,20 @@ def test_a_call_that_kept_caches_leave_no_room_for_is_refused_and_the_engine_goe
 
 def test_who_keeps_the_pages_that_a_request_waits_for_is_told(monkeypatch, one_thread, caplog):
     monkeypatch.setattr(starvation, "_LONG", 0.05)
-    model = wrapped(tokens=640)  # 40 pages
-    ids = torch.tensor([PROMPT])
-    kept = model.generate(ids, max_new_tokens=300, return_dict_in_generate=True, do_sample=False)  # 23 of them
+    model = wrapped(160)  # 40 pages
+    kept = kept_cache(model, PROMPT[:14], 78)  # 23 of them
     with Engine(model, max_rows=1) as engine:
-        handle = engine.submit(list(range(3, 103)) * 4, greedy(4))
+        handle = engine.submit(list(range(3, 100)), greedy(4))
         deadline = time.monotonic() + 20
         while not caplog.messages and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert alone(model, PROMPT, 4)  # others go on
+        assert alone(model, PROMPT[:9], 4)  # others go on
         time.sleep(0.1)
         (said,) = [message for message in caplog.messages if "next request has waited" in message]
         assert "it needs 25 pages, and 17 of 40 are available; drop caches" in said
         del kept
         gc.collect()
-        assert handle.result(timeout=60).finish_reason == "length"
+        assert handle.result(PATIENCE).finish_reason == "length"
 
 
 def test_pages_that_leak_are_told_of_and_given_back(model, engine, monkeypatch, caplog):
@@ -345,34 +329,21 @@ def test_pages_that_leak_are_told_of_and_given_back(model, engine, monkeypatch, 
 def test_requests_of_one_token_are_not_remembered(engine):
     for token in range(3, 30):
         engine.generate([5, 6, token], greedy(1))
-    loop = engine._engine_thread.loop
-    assert loop is not None
+    loop = loop_of(engine)
     slots = loop.model_runner.state.slots
     assert (loop._persistent._rows, len(slots._free)) == ([], slots.padding)
-
-
-def test_a_call_that_never_fits_is_refused_beside_a_busy_engine_and_blocks_nobody(plain, one_thread):
-    model = wrapped(tokens=640)
-    with Engine(model) as engine:
-        handle = engine.submit(PROMPT, greedy(300))
-        next(iter(handle))
-        with pytest.raises(ValueError, match="pages of 16 tokens"):
-            alone(model, PROMPT, 900)
-        assert engine.submit(PROMPT[:9], greedy(4)).result(timeout=60).token_ids == alone(plain, PROMPT[:9], 4)
-    assert_account_is_empty(model)
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_step_is_read_after_the_next_is_launched_whatever_it_runs(monkeypatch, one_thread, late):
     """Chunks inside a prompt included: nobody waits for them, and no last token waits for another's prompt."""
     monkeypatch.setattr(Loop, "asynchronous", late)
-    model, unread, read = wrapped(prefill_tokens=16), list[int](), list[int]()
+    model, unread, read = wrapped(4000, prefill_tokens=16, **PAGES), list[int](), list[int]()
     with Engine(model) as engine:
         engine.generate([5])
         with engine.paused():
             short, long = engine.submit([5, 6], greedy(2)), engine.submit(list(range(3, 120)) * 4, greedy(1))
-            loop = engine._engine_thread.loop
-            assert loop is not None
+            loop = loop_of(engine)
             before, step = loop.steps, loop.step
 
             def watched(unchanged: bool = False) -> Any:
@@ -384,7 +355,7 @@ def test_a_step_is_read_after_the_next_is_launched_whatever_it_runs(monkeypatch,
 
             monkeypatch.setattr(loop, "step", watched)
             short.when_changed(lambda: read.append(loop.steps - before))
-        long.result(timeout=60)
+        long.result(PATIENCE)
     assert set(unread) == {int(late)}
     assert read[-1] <= 3
 
@@ -398,7 +369,7 @@ def test_threads_end_with_their_engines(model, one_thread):
         engine = Engine(model)
         handle = engine.submit(PROMPT, greedy(3))
         del engine
-        assert handle.result(timeout=60).finish_reason == "length"
+        assert handle.result(PATIENCE).finish_reason == "length"
         del handle
         gc.collect()
     deadline = time.monotonic() + 20

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,32 +11,24 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-import compiled_llm
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.parity import alone, assert_account_is_empty
-from support.tiny_models import tiny_qwen3
+from support.engine.tiny_engines import tiny, wrapped
+from support.parity import alone
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "reading")
 
 VOCABULARY = 128
 
 
 @pytest.fixture(scope="module")
 def plain() -> PreTrainedModel:
-    return tiny_qwen3(eos_token_id=2, num_hidden_layers=1)
+    return tiny(eos_token_id=2)
 
 
-@pytest.fixture(params=["read at once", "read a step late"])
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    late = request.param == "read a step late"
-    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
-    model = tiny_qwen3(eos_token_id=2, num_hidden_layers=1)
-    compiled_llm.wrap(model, mode="eager", page_size=4, kv_memory="2000 tokens", progress=False)
-    with Engine(model) as engine:
-        yield engine
-    assert_account_is_empty(model)
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return wrapped(plain=tiny(eos_token_id=2))
 
 
 class Rotating(LogitsProcessor):
@@ -112,6 +103,10 @@ def nothing(answer: list[int], logits: Tensor) -> None:
     logits.zero_()
 
 
+def sparse(answer: list[int], logits: Tensor) -> Tensor:
+    return logits.to_sparse()
+
+
 def nan(answer: list[int], logits: Tensor) -> Tensor:
     return logits * torch.nan
 
@@ -120,6 +115,7 @@ WRONG = [
     (failing, "failing has failed: KeyError: 'gone'"),
     (short, "short has returned [5], and it must return logits [128]"),
     (nothing, "nothing has returned NoneType, and it must return logits [128]"),
+    (sparse, "sparse has returned a tensor of layout torch.sparse_coo"),
     (nan, "no token can be drawn after 0 new ones, because what they return is NaN"),
 ]
 

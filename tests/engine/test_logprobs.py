@@ -6,7 +6,6 @@ import asyncio
 import gc
 import itertools
 import math
-from collections.abc import Iterator
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -27,7 +26,6 @@ from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.input_processing.input_processor import end_tokens
 from compiled_llm.engine.steps.logprobs import logprobs_of
-from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.engine.steps.scores import Scores
@@ -39,7 +37,6 @@ from compiled_llm_ops import sample_tokens
 from compiled_llm_ops.contracts import SampleTokens
 from engine.test_engine import GREEDY, some_prompts, tiny, wrapped
 from support.ops.sampling_cases import BRANCHES, EDITED, FILTERED, arguments, distribution, warped
-from support.parity import assert_account_is_empty
 
 ROUNDING = 5e-5
 """How far sums of float32 in other orders move single ones of the likeliest tokens; chosen ones stay within 1e-5."""
@@ -50,18 +47,9 @@ def plain() -> PreTrainedModel:
     return tiny()
 
 
-@pytest.fixture(params=["read at once", "read a step late"])
-def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
-    late = request.param == "read a step late"
-    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
-    return wrapped(prefill_tokens=64)
-
-
 @pytest.fixture
-def engine(model: PreTrainedModel) -> Iterator[Engine]:
-    with Engine(model) as engine:
-        yield engine
-    assert_account_is_empty(model)
+def model(reading: None) -> PreTrainedModel:
+    return wrapped(prefill_tokens=64)
 
 
 def table(plain: PreTrainedModel, text: list[int]) -> torch.Tensor:
@@ -108,16 +96,18 @@ def test_they_are_those_of_huggingfaces_forward(plain, engine, seed):
 
 def test_answers_that_are_drawn(plain, engine, seed):
     prompts = some_prompts(3, seed)
-    settings = SamplingParams(temperature=1.5, repetition_penalty=1.3, n=2, seed=seed, max_tokens=12, logprobs=2)
-    for prompt, output in zip(prompts, engine.generate(prompts, settings), strict=True):
+    settings = {"temperature": 1.5, "repetition_penalty": 1.3, "n": 2, "seed": seed, "max_tokens": 12}
+    expected = engine.generate(prompts, SamplingParams(**settings))
+    outputs = engine.generate(prompts, SamplingParams(**settings, logprobs=2, prompt_logprobs=2))
+    for output, other in zip(outputs, expected, strict=True):
+        check_prompt(plain, output, 2)
+        assert [answer.token_ids for answer in output.outputs] == [answer.token_ids for answer in other.outputs]
         for answer in output.outputs:
-            check(plain, prompt, answer, 2)
+            check(plain, output.prompt_token_ids, answer, 2)
             assert any(next(iter(entries.values())).rank > 1 for entries in answer.logprobs or [])
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_requests_that_lose_their_pages(late, plain, seed, monkeypatch):
-    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
+def test_requests_that_lose_their_pages(reading, plain, seed, monkeypatch):
     monkeypatch.setattr("compiled_llm.engine.steps.scheduler._FIRST_GUESS", 8)
     with Engine(wrapped(tokens=16 * 9), prefix_cache=False) as engine:
         prompts = some_prompts(4, seed, longest=20)
@@ -374,15 +364,6 @@ def test_prompts_are_scored_in_chunks(plain, engine, seed, monkeypatch):
             else:
                 check_prompt(plain, output, most)
                 assert output.cached_tokens == 0
-
-
-def test_several_answers_to_a_prompt_that_is_scored(plain, engine, seed):
-    (prompt,) = some_prompts(1, seed)
-    settings = {"n": 3, "seed": seed, "max_tokens": 5, "repetition_penalty": 1.2}
-    (output,) = engine.generate(prompt, SamplingParams(**settings, prompt_logprobs=2))
-    check_prompt(plain, output, 2)
-    (expected,) = engine.generate(prompt, SamplingParams(**settings))
-    assert [answer.token_ids for answer in output.outputs] == [answer.token_ids for answer in expected.outputs]
 
 
 def test_prompts_that_lose_their_pages_while_they_are_scored(plain, model, seed, monkeypatch):

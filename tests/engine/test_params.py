@@ -72,22 +72,19 @@ def test_preempted_requests_go_on_with_what_they_have_counted(
 
 
 def test_several_answers_count_their_own_tokens(engine: Engine) -> None:
-    together = {"frequency_penalty": 2.0, "presence_penalty": 1.0, "logit_bias": {7: 5.0}, "min_tokens": 4}
-    answers = engine.generate([5, 6, 7], SamplingParams(n=4, seed=3, max_tokens=12, **together))[0].outputs
-    for answer in answers:
-        (alone,) = engine.generate([5, 6, 7], SamplingParams(seed=3 + answer.index, max_tokens=12, **together))
-        assert answer.token_ids == alone.token_ids
+    settings = {"frequency_penalty": 2.0, "presence_penalty": 1.0, "logit_bias": {7: 5.0}, "min_tokens": 4}
+    several = SamplingParams(n=4, seed=3, max_tokens=12, **settings)
+    single = [SamplingParams(seed=3 + index, max_tokens=12, **settings) for index in range(4)]
+    first, *alone = engine.generate([[5, 6, 7]] * 5, [several, *single])
+    assert [answer.token_ids for answer in first.outputs] == [output.token_ids for output in alone]
 
 
 @pytest.mark.parametrize("others", [{}, {"allowed_token_ids": [5, 7]}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}])
 def test_temperatures_that_float32_does_not_have_draw_as_the_next_ones(engine: Engine, others: dict[str, Any]) -> None:
-    def tokens(temperature: float) -> list[int]:
-        params = SamplingParams(temperature=temperature, seed=3, max_tokens=12, ignore_eos=True, **others)
-        return engine.generate([5, 6, 7], params)[0].token_ids
-
-    assert tokens(1e-39) == tokens(1e-300) == tokens(0.0)
-    assert tokens(1e39) == tokens(1e300) == tokens(1e10)
-    assert tokens(1e39) != tokens(0.0)
+    each = (0.0, 1e-300, 1e-39, 1e39, 1e300, 1e10)
+    params = [SamplingParams(temperature=one, seed=3, max_tokens=12, ignore_eos=True, **others) for one in each]
+    cold, same, colder, hot, hotter, warm = (out.token_ids for out in engine.generate([[5, 6, 7]] * 6, params))
+    assert cold == same == colder != hot == hotter == warm
 
 
 @pytest.mark.whole

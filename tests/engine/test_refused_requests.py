@@ -10,30 +10,23 @@ import pytest
 import torch
 from transformers import BatchEncoding, GenerationConfig, PreTrainedModel
 
-import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.parity import assert_account_is_empty
-from support.tiny_models import tiny_qwen3
+from support.engine.tiny_engines import PATIENCE, greedy, tiny, wrapped
 
-PATIENCE = 60
-LONG = SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)
+LONG = greedy(200)
 IMAGE: Any = [{"role": "user", "content": [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "What?"}]}]
 
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    model = tiny_qwen3(eos_token_id=None, num_hidden_layers=1)
-    options: dict[str, Any] = {"mode": "eager", "max_batch_size": 4, "page_size": 16, "progress": False}
-    return compiled_llm.wrap(model, kv_memory="640 tokens", **options)
+    return wrapped(640, page_size=16)
 
 
 @pytest.fixture
-def engine(model: PreTrainedModel, one_thread: None) -> Iterator[Engine]:
-    with Engine(model) as engine:
-        yield engine
-        assert len(engine.generate([5, 6], SamplingParams(max_tokens=2))[0].token_ids) == 2
-    assert_account_is_empty(model)
+def engine(engine: Engine) -> Iterator[Engine]:
+    yield engine
+    assert len(engine.generate([5, 6], SamplingParams(max_tokens=2))[0].token_ids) == 2
 
 
 class Tokenizer:
@@ -112,6 +105,24 @@ def test_settings_of_another_kind(engine, call):
         call(engine)
 
 
+def test_models_that_are_not_wrapped_or_have_hooks(model, engine):
+    with pytest.raises(TypeError, match="not wrapped"):
+        Engine(tiny())
+    with pytest.raises(ValueError, match="one for all prompts"):
+        engine.generate([[5], [6]], [SamplingParams()])
+    hook = model.model.register_forward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="inner_hooks"):
+        engine.submit([5])
+    hook.remove()
+
+
+def test_a_closed_engine(model):
+    engine = Engine(model)
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.submit([5])
+
+
 def test_names_of_generate():
     for name, here in {"max_new_tokens": "max_tokens", "do_sample": "temperature, which is 0 for greedy"}.items():
         with pytest.raises(ValueError, match=f"{name} is generate's name; give {here}"):
@@ -147,7 +158,7 @@ def test_a_model_in_training_mode(model, engine):
         with engine.paused(weights_stay=True):
             model.train()
         with pytest.raises(RuntimeError, match=r"call model.eval\(\) first"):
-            handle.result(timeout=PATIENCE)
+            handle.result(PATIENCE)
         with pytest.raises(RuntimeError, match=r"call model.eval\(\) first"):
             engine.submit([5, 6])
     finally:
@@ -166,7 +177,7 @@ def test_waiting_where_the_engine_cannot_run(engine):
         for wait in (handle.result, lambda: next(iter(handle))):
             assert "paused, or running, in this thread" in refused(wait)
         handle.when_changed(lambda: None if handle.done or errors else errors.append(refused(handle.result)))
-    assert len(handle.result(timeout=PATIENCE).token_ids) == 500
+    assert len(handle.result(PATIENCE).token_ids) == 200
     assert "paused, or running, in this thread" in errors[0]
     with engine.paused(weights_stay=True):
         assert handle.result().finish_reason == "length"  # nobody has to wait
@@ -176,5 +187,5 @@ def test_how_far_a_handle_is(engine):
     with engine.paused(weights_stay=True):
         handle = engine.submit([5, 6], SamplingParams(n=2, max_tokens=3))
         assert repr(handle) == "<RequestHandle: 0, 0 tokens, waiting, waiting>"
-    handle.result(timeout=PATIENCE)
+    handle.result(PATIENCE)
     assert repr(handle) == "<RequestHandle: 3, 3 tokens, length, length>"

@@ -315,7 +315,7 @@ def test_who_comes_while_others_go_on_is_in_the_next_plan():
 
 
 class TestCrowd(Crowd.TestCase):  # type: ignore[misc]
-    settings = settings(derandomize=True, deadline=None, max_examples=150, stateful_step_count=30)
+    settings = settings(derandomize=True, deadline=None, max_examples=60, stateful_step_count=30)
 
 
 @pytest.mark.whole

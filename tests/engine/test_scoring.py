@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from support.engine.text_tokenizers import byte_level
+from support.engine.tiny_engines import wrapped
 from support.parity import assert_account_is_empty
 from support.tiny_models import tiny_qwen3
 
@@ -32,12 +32,16 @@ def plain() -> PreTrainedModel:
     return tiny()
 
 
-@pytest.fixture(params=["read at once", "read a step late"])
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    late = request.param == "read a step late"
-    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
-    options: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 4}
-    model = compiled_llm.wrap(tiny(), progress=False, prefill_tokens=64, **options)
+pytestmark = pytest.mark.usefixtures("reading")
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return wrapped(3000, tiny(), prefill_tokens=64)
+
+
+@pytest.fixture
+def engine(model: PreTrainedModel) -> Iterator[Engine]:
     with Engine(model, tokenizer=byte_level()) as engine:
         yield engine
     assert_account_is_empty(model)

@@ -5,53 +5,28 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-import compiled_llm
 from compiled_llm.engine.engine import Engine, QueueFullError
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.thread.arrivals import Arrivals
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.execution.lifecycle import runner_lifecycle
-from compiled_llm.requests.sampling_params import SamplingParams
+from support.engine.tiny_engines import PATIENCE, greedy, wrapped
 from support.in_threads import in_thread, start
-from support.parity import alone, assert_account_is_empty
-from support.tiny_models import tiny_qwen3
+from support.parity import alone
 
 PROMPT = list(range(3, 23))
-PATIENCE = 60
-
-
-def greedy(tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-
-
-def tiny() -> PreTrainedModel:
-    return tiny_qwen3(eos_token_id=None, num_hidden_layers=1)
-
-
-@pytest.fixture(scope="module")
-def plain() -> PreTrainedModel:
-    return tiny()
 
 
 @pytest.fixture
 def model() -> PreTrainedModel:
     """With 40 pages."""
-    options: dict[str, Any] = {"mode": "eager", "max_batch_size": 4, "page_size": 4, "progress": False}
-    return compiled_llm.wrap(tiny(), kv_memory="160 tokens", **options)
-
-
-@pytest.fixture
-def engine(model: PreTrainedModel, one_thread: None) -> Iterator[Engine]:
-    with Engine(model) as engine:
-        yield engine
-    assert_account_is_empty(model)
+    return wrapped(160)
 
 
 def by_itself(model: PreTrainedModel, prompt: list[int], new: int) -> list[int]:
@@ -85,6 +60,8 @@ def test_a_call_while_the_loop_passes_between_threads_takes_its_pages(plain, mod
 def test_a_call_that_never_fits_takes_nobodys_pages(model, engine):
     handle = engine.submit(PROMPT, greedy(100))
     next(iter(handle))
+    with pytest.raises(ValueError, match="pages of 4 tokens"):
+        by_itself(model, PROMPT, 225)
     with engine.paused(weights_stay=True), pytest.raises(ValueError, match="pages of 4 tokens"):
         by_itself(model, PROMPT, 225)
     assert handle.result(timeout=PATIENCE).finish_reason == "length"
@@ -94,56 +71,41 @@ def test_a_call_that_never_fits_takes_nobodys_pages(model, engine):
 # ---- turns
 
 
-def crowd(call: Callable[[], Any], over: threading.Event) -> list[Any]:
-    """Threads that call again and again until it is over."""
+SMALL, LARGE = 24, 120
+"""Tokens of which three answers fit at a time, and of which one does, alone."""
+BY_ITSELF: Any = lambda model, engine, tokens: by_itself(model, PROMPT, tokens)  # noqa: E731
+IN_ENGINE: Any = lambda model, engine, tokens: engine.submit(PROMPT, greedy(tokens)).result(PATIENCE).token_ids  # noqa: E731
 
-    def again() -> int:
+
+@pytest.mark.parametrize(
+    ("crowd", "size", "late", "most"),
+    [
+        (BY_ITSELF, 85, [IN_ENGINE, IN_ENGINE], 20),
+        (BY_ITSELF, SMALL, [BY_ITSELF, IN_ENGINE], 40),
+        (IN_ENGINE, SMALL, [BY_ITSELF], 20),
+    ],
+    ids=["calls starve no engine", "small calls starve no large one", "an engine starves no call"],
+)
+def test_who_comes_first_is_served_first(plain, model, engine, crowd, size, late, most):
+    """Threads ask again and again, until those have ended that came after them."""
+    over, tokens = threading.Event(), 72 if size == 85 else LARGE
+
+    def ask() -> int:
         count = 0
         while not over.is_set():
-            call()
+            crowd(model, engine, size)
             count += 1
         return count
 
-    return [start(again) for _ in range(3)]
-
-
-def test_calls_that_always_wait_for_pages_do_not_starve_the_engine(plain, model, engine):
-    over = threading.Event()
-    callers = crowd(lambda: by_itself(model, PROMPT, 85), over)  # 26 of 40 pages: one at a time
+    callers = [start(ask) for _ in range(3)]
     try:
         time.sleep(0.1)
-        for _ in range(2):
-            handle = engine.submit(PROMPT, greedy(72))  # 23 pages
-            assert handle.result(timeout=PATIENCE).token_ids == alone(plain, PROMPT, 72)
+        for call in late:
+            assert start(lambda call=call: call(model, engine, tokens)).result(PATIENCE) == alone(plain, PROMPT, tokens)
     finally:
         over.set()
         counts = [caller.result(timeout=PATIENCE) for caller in callers]
-    assert sum(counts) < 20, "it has waited for many that came later"
-
-
-def test_small_calls_do_not_starve_one_that_needs_many_pages(plain, model, engine):
-    over = threading.Event()
-    callers = crowd(lambda: by_itself(model, PROMPT, 24), over)  # 11 pages: three at a time
-    try:
-        time.sleep(0.1)
-        assert start(lambda: by_itself(model, PROMPT, 120)).result(timeout=PATIENCE) == alone(plain, PROMPT, 120)
-        assert engine.submit(PROMPT, greedy(120)).result(timeout=PATIENCE).token_ids == alone(plain, PROMPT, 120)
-    finally:
-        over.set()
-        counts = [caller.result(timeout=PATIENCE) for caller in callers]
-    assert sum(counts) < 40, "it has waited for many that came later"
-
-
-def test_a_full_engine_does_not_starve_a_call(plain, model, engine):
-    over = threading.Event()
-    callers = crowd(lambda: engine.submit(PROMPT, greedy(24)).result(timeout=PATIENCE), over)
-    try:
-        time.sleep(0.1)
-        assert start(lambda: by_itself(model, PROMPT, 120)).result(timeout=PATIENCE) == alone(plain, PROMPT, 120)
-    finally:
-        over.set()
-        counts = [caller.result(timeout=PATIENCE) for caller in callers]
-    assert sum(counts) < 20, "it has waited for many that came later"
+    assert sum(counts) < most, "it has waited for many that came later"
 
 
 def test_who_waits_for_nobody_passes_when_nothing_moves(plain, model, engine):
@@ -212,10 +174,9 @@ def test_whoever_serves_is_called_even_if_another_has_taken_the_message():
 # ---- device memory
 
 
-@pytest.mark.parametrize("asked", ["model", "engine"])
-def test_an_engine_lets_an_old_device_side_go_before_a_new_one_is_made(model, engine, monkeypatch, asked):
-    engine.generate(PROMPT, greedy(2))
-    old, made = weakref.ref(model.compiled.model_runner()), []
+def made_from_now_on(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each new model runner, whether the present one has gone by then."""
+    old, made = weakref.ref(model.compiled.model_runner()), list[bool]()
     original = runner_lifecycle.ModelRunner
 
     def new(*args: Any, **kwargs: Any) -> Any:
@@ -223,6 +184,13 @@ def test_an_engine_lets_an_old_device_side_go_before_a_new_one_is_made(model, en
         return original(*args, **kwargs)
 
     monkeypatch.setattr(runner_lifecycle, "ModelRunner", new)
+    return made
+
+
+@pytest.mark.parametrize("asked", ["model", "engine"])
+def test_an_engine_lets_an_old_model_runner_go_before_a_new_one_is_made(model, engine, monkeypatch, asked):
+    engine.generate(PROMPT, greedy(2))
+    made = made_from_now_on(model, monkeypatch)
     model.to(torch.float64)
     if asked == "model":
         alone(model, PROMPT, 2)
@@ -232,17 +200,10 @@ def test_an_engine_lets_an_old_device_side_go_before_a_new_one_is_made(model, en
     assert engine.stats().finished == 1 + (asked == "engine")
 
 
-def test_requests_of_a_model_that_was_moved_end_and_its_old_device_side_goes_first(model, engine, monkeypatch):
+def test_requests_of_a_model_that_was_moved_end_and_its_old_model_runner_goes_first(model, engine, monkeypatch):
     handle = engine.submit(PROMPT, greedy(120))
     next(iter(handle))
-    old, made = weakref.ref(model.compiled.model_runner()), []
-    original = runner_lifecycle.ModelRunner
-
-    def new(*args: Any, **kwargs: Any) -> Any:
-        made.append(old() is None)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(runner_lifecycle, "ModelRunner", new)
+    made = made_from_now_on(model, monkeypatch)
     with engine.paused():
         model.to(torch.float64)
     with pytest.raises(RuntimeError, match="moved or converted while requests were running"):

@@ -12,29 +12,23 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.thread import starvation
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
+from support.engine.tiny_engines import PATIENCE, greedy, tiny, wrapped
 from support.in_threads import start
 from support.parity import alone, assert_account_is_empty
-from support.tiny_models import tiny_qwen3
 
 ROWS = 2
 """That one loop has at most; there are twice as many slots."""
-WAIT = 60
 PENALTY = 1.3
-
-
-def tiny() -> PreTrainedModel:
-    return tiny_qwen3(eos_token_id=None, num_hidden_layers=1)
+TOKENS = 100
 
 
 @pytest.fixture
 def model(one_thread: None) -> Iterator[PreTrainedModel]:
-    options: dict[str, Any] = {"mode": "eager", "max_batch_size": ROWS, "page_size": 4, "progress": False}
-    model = compiled_llm.wrap(tiny(), kv_memory="4000 tokens", **options)
+    model = wrapped(4000, max_batch_size=ROWS)
     yield model
     assert_account_is_empty(model)
     slots = model.compiled.model_runner().state.slots
@@ -47,8 +41,8 @@ def engines(model: PreTrainedModel) -> Iterator[list[Engine]]:
         yield [stack.enter_context(Engine(model, max_rows=ROWS)) for _ in range(3)]
 
 
-def params(penalty: float, tokens: int = 150) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, repetition_penalty=penalty)
+def params(penalty: float, tokens: int = TOKENS) -> SamplingParams:
+    return greedy(tokens, repetition_penalty=penalty)
 
 
 def begun(engine: Engine, penalty: float = PENALTY) -> list[RequestHandle]:
@@ -62,8 +56,8 @@ def begun(engine: Engine, penalty: float = PENALTY) -> list[RequestHandle]:
 def assert_right(handles: list[RequestHandle], penalty: float = PENALTY) -> None:
     plain = tiny()
     for number, handle in enumerate(handles):
-        expected = alone(plain, [5, 6, number], 150, repetition_penalty=penalty)
-        assert handle.result(timeout=WAIT).token_ids == expected
+        expected = alone(plain, [5, 6, number], TOKENS, repetition_penalty=penalty)
+        assert handle.result(PATIENCE).token_ids == expected
 
 
 @pytest.mark.parametrize("penalty", [PENALTY, 1.0])
@@ -90,7 +84,7 @@ def test_a_call_of_generate_waits_too(penalty: float, model: PreTrainedModel, en
     handles = [begun(engine) for engine in engines[:2]]
     never = {"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]}  # joins no engine
     call = start(lambda: alone(model, [5, 6, 7], 20, repetition_penalty=penalty, **never))
-    assert call.result(timeout=WAIT) == alone(tiny(), [5, 6, 7], 20, repetition_penalty=penalty)
+    assert call.result(PATIENCE) == alone(tiny(), [5, 6, 7], 20, repetition_penalty=penalty)
     for each in handles:
         assert_right(each)
 
@@ -104,7 +98,7 @@ def test_whoever_waits_for_engines_that_are_paused_says_so(
     handles = [begun(engine) for engine in engines[:2]]
     with engines[0].paused(weights_stay=True), engines[1].paused(weights_stay=True):
         late = [engines[2].submit([5, 6, number], params(PENALTY)) for number in range(ROWS)]
-        assert said.wait(WAIT)
+        assert said.wait(PATIENCE)
         assert not any(handle.requests[0].tokens for handle in late)
     for each in (*handles, late):
         assert_right(each)
@@ -138,8 +132,8 @@ def test_many_loops_of_all_kinds(rounds: int, model: PreTrainedModel, engines: l
                 found = alone(model, [5, 6, number], tokens, repetition_penalty=penalty)
             else:
                 handle = draws.choice(engines).submit([5, 6, number], params(penalty, tokens))
-                found = handle.result(timeout=WAIT).token_ids
+                found = handle.result(PATIENCE).token_ids
             assert found == expected[number, penalty][:tokens]
 
     for call in [start(lambda asker=asker: ask(asker)) for asker in range(9)]:
-        call.result(timeout=WAIT * 5)
+        call.result(PATIENCE * 5)

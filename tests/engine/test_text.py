@@ -14,36 +14,35 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop
-from compiled_llm.engine.steps.request import RequestError
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.engine.text_tokenizers import byte_level
+from support.engine.text_tokenizers import byte_level, decode, up_to_stop
+from support.engine.tiny_engines import PATIENCE, tiny, wrapped
 from support.execution.forking import ELSEWHERE, forked
+from support.in_threads import start
 from support.parity import assert_account_is_empty
-from support.tiny_models import tiny_qwen3
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT = list(range(3, 23))
 VOCABULARY = 380
 END = 1
-PATIENCE = 60.0
 
 
-BOTH_WAYS = pytest.mark.parametrize("model", ["read at once", "read a step late"], indirect=True)
+BOTH_WAYS = pytest.mark.usefixtures("reading")
+
+
+@pytest.fixture(autouse=True)
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loop, "asynchronous", True)
 
 
 @pytest.fixture
-def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
-    late = getattr(request, "param", "read a step late") == "read a step late"
-    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
-    options: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 4, "progress": False}
-    plain = tiny_qwen3(eos_token_id=END, num_hidden_layers=1, vocab_size=VOCABULARY)
-    return compiled_llm.wrap(plain, mode="eager", **options)
+def model() -> PreTrainedModel:
+    return wrapped(3000, tiny(eos_token_id=END, vocab_size=VOCABULARY))
 
 
 @pytest.fixture
@@ -57,21 +56,8 @@ def settings(seed: int = 0, **others: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 1.0, "seed": seed, "max_tokens": 40, "ignore_eos": True, **others})
 
 
-def decode(tokens: list[int]) -> str:
-    return str(byte_level().decode(tokens, skip_special_tokens=True))
-
-
 def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "compiled_llm output"]
-
-
-def reference(tokens: list[int], stop: str, keeps: bool = False) -> tuple[list[int], str]:
-    """What is left of an answer: everything is decoded after each token."""
-    for count in range(1, len(tokens) + 1):
-        text = decode(tokens[:count])
-        if stop in text and not text.endswith("\ufffd"):
-            return tokens[:count], text[: text.index(stop) + (len(stop) if keeps else 0)]
-    return tokens, decode(tokens)
 
 
 def stop_in(tokens: list[int], draw: random.Random) -> str:
@@ -94,7 +80,7 @@ def test_answers_end_at_stop_strings(engine: Engine, seed: int) -> None:
         submitted = [engine.submit(PROMPT, each) for each in params]
         outputs = [*engine.generate([PROMPT] * 8, params), *(handle.result(PATIENCE) for handle in submitted)]
         for output, first, stop in zip(outputs, whole * 2, stops * 2, strict=True):
-            assert (output.token_ids, output.text) == reference(first.token_ids, stop, keeps)
+            assert (output.token_ids, output.text) == up_to_stop(first.token_ids, stop, keeps)
             assert (output.finish_reason, output.stop_reason) == ("stop", stop)
     assert engine.stats().running == 0
 
@@ -110,7 +96,7 @@ def test_an_answer_without_its_stop_string_is_whole(engine: Engine) -> None:
 def test_tokens_behind_a_stop_string_are_never_seen(engine: Engine, seed: int) -> None:
     whole = engine.generate(PROMPT, settings())[0].token_ids
     stop = stop_in(whole, random.Random(seed))
-    tokens, text = reference(whole, stop)
+    tokens, text = up_to_stop(whole, stop)
     handle = engine.submit(PROMPT, settings(stop=stop))
     assert list(handle) == tokens
     assert "".join(handle.text()) == text
@@ -133,7 +119,7 @@ def test_several_answers_stop_each_for_itself(engine: Engine) -> None:
     stop = decode(whole[1].token_ids)[5:8]
     outputs = engine.generate(PROMPT, settings(n=3, stop=stop))[0].outputs
     for answer, first in zip(outputs, whole, strict=True):
-        assert (answer.token_ids, answer.text) == reference(first.token_ids, stop)
+        assert (answer.token_ids, answer.text) == up_to_stop(first.token_ids, stop)
     handle = engine.submit(PROMPT, settings(n=3, stop=stop))
     texts = ["".join(handle.text(index)) for index in (2, 0, 1)]
     assert texts == [outputs[index].text for index in (2, 0, 1)]
@@ -173,10 +159,6 @@ def test_tokens_that_end_an_answer_are_not_in_its_text(engine: Engine) -> None:
 def test_many_streams_at_once_each_give_their_text_in_order(engine: Engine) -> None:
     params = [settings(number, stop=["a", "\0\0"] if number % 3 == 0 else None) for number in range(64)]
     expected = [output.text for output in engine.generate([PROMPT] * 64, params)]
-    got: dict[int, str] = {}
-
-    def read(number: int, handle: RequestHandle) -> None:
-        got[number] = "".join(handle.text())
 
     async def read_all() -> list[str]:
         async def stream(number: int) -> str:
@@ -184,13 +166,10 @@ def test_many_streams_at_once_each_give_their_text_in_order(engine: Engine) -> N
 
         return await asyncio.gather(*map(stream, range(32, 64)))
 
-    readers = [threading.Thread(target=read, args=(each, engine.submit(PROMPT, params[each]))) for each in range(32)]
-    for reader in readers:
-        reader.start()
+    handles = [engine.submit(PROMPT, params[number]) for number in range(32)]
+    readers = [start(lambda handle=handle: "".join(handle.text())) for handle in handles]
     others = asyncio.run(read_all())
-    for reader in readers:
-        reader.join(PATIENCE)
-    assert [*(got[number] for number in range(32)), *others] == expected
+    assert [*(reader.result(PATIENCE) for reader in readers), *others] == expected
     assert len(threads()) == 1
 
 
@@ -284,27 +263,6 @@ class Failing:
         return decode(tokens)
 
 
-def test_a_tokenizer_that_fails_ends_that_request_alone(model: PreTrainedModel) -> None:
-    with Engine(model) as engine:
-        whole = [engine.generate(PROMPT, settings(number))[0].token_ids for number in range(2)]
-    bad = next(token for token in whole[0][5:] if token not in whole[1])
-    with Engine(model, tokenizer=Failing(bad)) as engine:
-        for stop in (None, "\0\0"):
-            with pytest.raises(RequestError, match="planted"):
-                engine.submit(PROMPT, settings(stop=stop)).result(PATIENCE)
-            failed, fine = (engine.submit(PROMPT, settings(number, stop=stop)) for number in range(2))
-            with pytest.raises(RequestError, match="the tokenizer cannot decode the answer: KeyError: 'planted'"):
-                "".join(failed.text())
-            with pytest.raises(RequestError, match="planted"):
-                failed.result(PATIENCE)
-            assert fine.result(PATIENCE).text == "".join(fine.text()) == decode(whole[1])
-            first, second = engine.generate([PROMPT] * 2, [settings(number, stop=stop) for number in range(2)])
-            assert (first.finish_reason, second.finish_reason) == ("error", "length")
-            assert isinstance(first.error, RequestError)
-            assert second.text == decode(whole[1])
-    assert_account_is_empty(model)
-
-
 def test_without_text_there_is_no_thread_and_no_tokenizer_at_work(model: PreTrainedModel) -> None:
     with Engine(model, tokenizer=Failing(-1)) as engine:
         handle = engine.submit(PROMPT, settings())
@@ -355,20 +313,6 @@ def test_a_forgotten_engine_leaves_no_thread(model: PreTrainedModel) -> None:
     while threads() and time.monotonic() < until:
         time.sleep(0.01)
     assert not threads()
-
-
-def test_ctrl_c_ends_what_runs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: Loop, unchanged: bool = False) -> Any:
-        raise KeyboardInterrupt
-
-    params = settings(max_tokens=900, stop="\0\0")
-    engine.generate(PROMPT, settings(stop="\0\0"))
-    with monkeypatch.context() as patch:
-        patch.setattr(Loop, "step", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            engine.generate([PROMPT] * 2, params)
-    assert engine.stats().running == engine.stats().waiting == 0
-    assert engine.generate(PROMPT, settings(stop="\0\0"))[0].finish_reason == "length"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-import compiled_llm
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.engine.text_tokenizers import byte_level
+from support.engine.text_tokenizers import byte_level, decode, up_to_stop
+from support.engine.tiny_engines import PATIENCE, tiny, wrapped
+from support.in_threads import start
 from support.parity import assert_account_is_empty
-from support.tiny_models import tiny_qwen3
 
 PROMPT = list(range(3, 23))
-PATIENCE = 60.0
-
-
-def decode(tokens: list[int]) -> str:
-    return str(byte_level().decode(tokens, skip_special_tokens=True))
 
 
 class Client:
@@ -51,13 +43,7 @@ class Client:
     def check(self, output: RequestOutput, text: str | None = None) -> None:
         assert text is None or text == output.text
         if output.finish_reason in ("stop", "length"):
-            tokens, whole = self.known[self.seed], decode(self.known[self.seed])
-            for count in range(1, len(tokens) + 1):
-                before = decode(tokens[:count])
-                if self.stop in before and not before.endswith("\ufffd"):
-                    tokens, whole = tokens[:count], before[: before.index(self.stop)]
-                    break
-            assert (output.token_ids, output.text) == (tokens, whole)
+            assert (output.token_ids, output.text) == up_to_stop(self.known[self.seed], self.stop)
 
     def wait(self) -> None:
         self.check(self.engine.generate(PROMPT, self.params)[0])
@@ -93,36 +79,21 @@ class Client:
         asyncio.run(read_all())
 
 
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.usefixtures("one_thread", "reading")
 @pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=pytest.mark.whole)])
-def test_clients_of_every_kind_get_their_text(monkeypatch: Any, seed: int, late: bool, rounds: int) -> None:
-    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
-    options: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "2500 tokens", "progress": False}
-    model = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1, eos_token_id=1, vocab_size=380), **options)
-    draw, errors = random.Random(seed), list[BaseException]()
+def test_clients_of_every_kind_get_their_text(seed: int, rounds: int) -> None:
+    model, draw = wrapped(2500, tiny(eos_token_id=1, vocab_size=380)), random.Random(seed)
     with Engine(model, tokenizer=byte_level()) as engine:
         params = [SamplingParams(seed=number, max_tokens=60, ignore_eos=True) for number in range(20)]
         known = [output.token_ids for output in engine.generate([PROMPT] * 20, params)]
-
-    def run(client: Client) -> None:
-        try:
-            client.ask()
-        except BaseException as error:
-            errors.append(error)
-
     for _ in range(rounds):
         engine = Engine(model, tokenizer=byte_level(), max_rows=draw.choice([2, 8, 64]))
-        clients = [Client(engine, known, random.Random(draw.random())) for _ in range(6)]
-        threads = [threading.Thread(target=run, args=[client]) for client in clients]
-        for thread in threads:
-            thread.start()
+        asking = [start(Client(engine, known, random.Random(draw.random())).ask) for _ in range(6)]
         with engine.paused(weights_stay=True):
             pass
         if draw.random() < 0.3:
             engine.close()
-        for thread in threads:
-            thread.join(PATIENCE)
+        for client in asking:
+            client.result(PATIENCE)
         engine.close()
-        assert not errors
         assert_account_is_empty(model)

@@ -1,4 +1,4 @@
-"""The interface of what compiles an engine's grammars, and the compilers in its own process."""
+"""Compilers of an engine's grammars: their interface, and those in the engine's own process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Compilers(Protocol):
     """Compiles grammars; each method may be called from any thread."""
 
     def check(self, source: GrammarSource) -> None:
-        """Look whether a form can be compiled, as far as that is told at once; raises ValueError."""
+        """Raise ValueError if a form cannot be compiled, as far as that is known at once."""
         ...
 
     def prepare(self, vocabulary: int, stops: frozenset[int]) -> None:
@@ -50,22 +50,15 @@ class Compilers(Protocol):
 
 
 class CompilersHere:
-    """Compiles in the threads that ask. Nothing can stop it, and what crashes there crashes the process."""
+    """Compiles in the calling thread. Nothing can stop it, and a crash there crashes the process."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Begin without one.
-
-        Args:
-            tokenizer: of HuggingFace's, whose tokens grammars are about.
-        """
         self._compilers: Latest[xgrammar.GrammarCompiler] = Latest(lambda key, place: compiler(spelled(tokenizer, key)))
 
     def check(self, source: GrammarSource) -> None:
-        """Read a form, unless it is long."""
         source.check()
 
     def prepare(self, vocabulary: int, stops: frozenset[int]) -> None:
-        """Learn the tokenizer's tokens."""
         self._compilers.of((vocabulary, stops, False))
 
     def compile(self, constraint: Constraint, wanted: Callable[[], bool]) -> xgrammar.CompiledGrammar:
@@ -74,25 +67,19 @@ class CompilersHere:
         return source.compiled(self._compilers.of(key))
 
     def close(self) -> None:
-        """Forget the tokens."""
         self._compilers.clear()
 
 
 class Latest(Generic[T]):
-    """The latest few of what is made for vocabularies, each in one of as many places."""
+    """The latest few values made for vocabularies, each with its place."""
 
     def __init__(self, make: Callable[[Key, int], T]) -> None:
-        """Begin with none.
-
-        Args:
-            make: makes it for a vocabulary, and is told its place.
-        """
         self._make = make
         self._made: OrderedDict[Key, tuple[int, T]] = OrderedDict()
         self._lock = threading.Lock()
 
     def of(self, key: Key) -> T:
-        """Return what is made for a vocabulary; the least recently used one makes room."""
+        """Return the value for a vocabulary; the least recently used one makes room."""
         with self._lock:
             if key not in self._made:
                 full = len(self._made) == MAX_VOCABULARIES
@@ -105,32 +92,30 @@ class Latest(Generic[T]):
             return self._made[key][1]
 
     def clear(self) -> None:
-        """Forget all."""
         with self._lock:
             self._made.clear()
 
 
 def asked(constraint: Constraint) -> tuple[GrammarSource, Key]:
-    """Return what a grammar is compiled from, and for which vocabulary."""
+    """Return the source of a grammar, and its vocabulary."""
     source = constraint.source
     assert source is not None, "there is no grammar"
     return source, (constraint.vocabulary, constraint.stops, source.kind == "structural_tag")
 
 
 def max_at_once() -> int:
-    """Return how many grammars are compiled at once, and threads for one: others need the cores, too."""
+    """Return how many grammars are compiled at once, and how many threads each has: others need the cores, too."""
     return max(1, min(4, (os.cpu_count() or 1) // 2))
 
 
 def compiler(tokens: xgrammar.TokenizerInfo) -> xgrammar.GrammarCompiler:
-    """Return a compiler of grammars for some tokens."""
     from xgrammar import GrammarCompiler
 
     return GrammarCompiler(tokens, max_threads=max_at_once(), cache_limit_bytes=KEPT)
 
 
 def spelled(tokenizer: Any, key: Key) -> xgrammar.TokenizerInfo:
-    """Return what the tokens spell; special ones, which are left out of texts, only tags may have."""
+    """Return the texts of tokens; special ones, which are left out of texts, only tags may have."""
     from xgrammar import TokenizerInfo, VocabType
 
     vocabulary, stops, tags = key[0], sorted(key[1]), key[2]

@@ -1,4 +1,4 @@
-"""Has a worker process compile an engine's grammars, which a crash ends in place of the engine's."""
+"""Compilers in a worker process: a crash ends that process, not the engine's."""
 
 from __future__ import annotations
 
@@ -20,22 +20,15 @@ if TYPE_CHECKING:
 MAX_MEMORY = 2**29
 """Bytes that a grammar may take in the worker process, beside what that has; a process for each, 16 at most."""
 _SHARE = 2 / 3
-"""Of the seconds that a request waits for its grammar, what that may take of processor time."""
+"""The share of a request's timeout that its grammar may take of processor time."""
 _MAX_FATAL = 4096
 """Forms that have ended a process and are known by their digests, of 32 bytes."""
 
 
 class CompilersApart:
-    """Compiles in a worker process, where a form that crashes or takes too much costs its own requests alone."""
+    """Compiles in a worker process, where a form that crashes or takes too much fails its own requests alone."""
 
     def __init__(self, tokenizer: Any, process: WorkerProcess, timeout: float) -> None:
-        """Have a process work for an engine.
-
-        Args:
-            tokenizer: of HuggingFace's, whose tokens grammars are about.
-            process: the worker.
-            timeout: seconds that a request waits for its grammar.
-        """
         self._process = process
         self._seconds = max(1, math.ceil(timeout * _SHARE))
         self._tokens: Latest[_Tokens] = Latest(lambda key, place: _Tokens.of(tokenizer, key, place))
@@ -76,7 +69,6 @@ class CompilersApart:
             self._fatal.popitem(last=False)
 
     def close(self) -> None:
-        """End the process."""
         self._process.close()
         self._tokens.clear()
 

@@ -1,4 +1,4 @@
-"""Grammars are compiled in threads of their own while their requests wait, and all others go on."""
+"""Compiles grammars in threads of their own while their requests wait and all others go on."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _LONG = 0.5
 
 @dataclass(eq=False)
 class _GrammarJob:
-    """A grammar that is to be compiled.
+    """A grammar to compile.
 
     Attributes:
         constraint: of one of the requests; those of the others have the same source.
         waiting: the requests, and until when each waits, on ``time.monotonic``'s clock.
         started: when a thread has begun to compile it.
-        long: whether that takes so long that another thread has taken its thread's place.
+        long: it takes so long that another thread has taken its thread's place.
     """
 
     constraint: Constraint
@@ -53,10 +53,9 @@ class _GrammarJob:
 
 
 class Grammars:
-    """Compiles an engine's grammars, and knows the latest ones.
+    """Compiles an engine's grammars, and keeps the latest ones.
 
-    A thread that compiles need not stop when it is told to. So one that takes long does not count any more, and another
-    one is started.
+    A thread that compiles cannot be stopped. So one that takes long is no longer counted, and another is started.
     """
 
     def __init__(
@@ -66,10 +65,10 @@ class Grammars:
         arrive: Callable[[Sequence[Request]], None],
         end: Callable[[Sequence[Request], FinishReason, BaseException | None], None],
     ) -> None:
-        """Begin with none, and without a thread.
+        """Begin without grammars and threads.
 
         Args:
-            compilers: what compiles them.
+            compilers: compile them.
             timeout: seconds that a request waits for its grammar.
             arrive: a method that lets requests wait for their turn; its object is not kept alive.
             end: a method that ends requests; neither is its object.
@@ -85,7 +84,7 @@ class Grammars:
         self._watched = False
 
     def close(self) -> None:
-        """Let nobody wait any longer; what is being compiled is finished, for nobody."""
+        """Drop all that wait; a grammar that is being compiled is finished and dropped."""
         with self._changed:
             for job in self._jobs.values():
                 job.waiting.clear()
@@ -98,12 +97,8 @@ class Grammars:
     def begin(self, requests: Sequence[Request], form: StructuredOutputsParams | None) -> None:
         """Give the answers to one prompt their grammar, if it was compiled before.
 
-        Args:
-            requests: the answers.
-            form: what their user says of it.
-
         Raises:
-            ValueError: there is no grammar of it, as far as that is told at once.
+            ValueError: there is no grammar of ``form``, as far as that is known at once.
         """
         constraint = requests[0].constraint
         if constraint is None or constraint.source is None:
@@ -174,7 +169,7 @@ class Grammars:
             return job.wanted
 
     def _next(self) -> _GrammarJob | None:
-        """Return the next job that somebody waits for; None if this thread, or one too many, is to end."""
+        """Return the next job that a request waits for; None if this thread, or one too many, is to end."""
         with self._changed:
             while self._queue and self._threads <= self._limit:
                 job = self._queue.popleft()
@@ -255,7 +250,7 @@ class Grammars:
 
 
 def _failure(error: BaseException | None) -> RequestError:
-    """Return what requests have failed of whose grammar was not compiled."""
+    """Return the failure of requests whose grammar was not compiled."""
     why = said(error) if isinstance(error, (OSError, RuntimeError, ValueError)) else repr(error)
     kind = InvalidRequestError if isinstance(error, (RuntimeError, ValueError)) else RequestError
     return kind(f"structured_outputs: no grammar could be compiled: {why}")
@@ -275,13 +270,7 @@ def _begin(requests: Sequence[Request], grammar: xgrammar.CompiledGrammar) -> No
 
 
 def compilers_of(tokenizer: Any, worker: WorkerProcess | None, timeout: float) -> Compilers:
-    """Return what compiles an engine's grammars: the worker process, or without one this process.
-
-    Args:
-        tokenizer: of HuggingFace's, whose tokens grammars are about.
-        worker: the process.
-        timeout: seconds that a request waits for its grammar.
-    """
+    """Return the compilers of an engine: in the worker process, or without one in this process."""
     if worker is None:
         return CompilersHere(tokenizer)
     from compiled_llm.engine.grammars.compilers_apart import CompilersApart  # imports msgspec

@@ -42,10 +42,8 @@ class _Fork(NamedTuple):
     """A process that compiles one grammar.
 
     Attributes:
-        process: its id.
-        asked: what it compiles.
-        answer: where the answer goes; the worker says there if it has died.
-        alive: a pipe whose other end it alone has.
+        answer: where the answer goes; the worker says there if the process has died.
+        alive: a pipe whose other end that process alone has.
     """
 
     process: int
@@ -78,7 +76,7 @@ class Worker:
                     return
 
     def _take(self) -> bool:
-        """Do what the engine says next; whether it is still there."""
+        """Handle the engine's next message; False if the engine has gone."""
         word, files, _, _ = socket.recv_fds(self._engine, 1, 1)
         if not word:
             return False
@@ -123,7 +121,7 @@ class Worker:
             os.close(fork.alive)
 
     def _bury(self, fork: _Fork) -> None:
-        """Tell the engine what a fork has died of, if it has not ended by itself, and forget it."""
+        """Report the signal that has killed a fork, if one has, and forget the fork."""
         self._selector.unregister(fork.alive)
         os.close(fork.alive)
         self._forks.discard(fork)
@@ -167,7 +165,7 @@ def _failure(error: Exception, asked: Compile) -> Failed:
 
 
 def _end_with(answer: socket.socket) -> None:
-    """End this process once nobody waits for its answer."""
+    """End this process once its answer is not awaited any more."""
     with suppress(OSError):
         answer.recv(1)
     os._exit(0)
@@ -184,5 +182,5 @@ def _limit(asked: Compile) -> None:
 
 
 def _send(end: socket.socket, message: FromWorker) -> None:
-    with suppress(OSError):  # nobody waits any more
+    with suppress(OSError):  # the answer is not awaited any more
         end.sendall(frame_of(message, MAX_BYTES))

@@ -25,7 +25,7 @@ class WorkerVocabulary(Struct, tag="vocabulary", frozen=True):
     """Tokens that grammars are compiled for.
 
     Attributes:
-        number: the place that they have, in that of others.
+        number: their place; they replace those that had it.
         info: a ``TokenizerInfo``, serialised.
         threads: how many compile one grammar.
     """
@@ -36,13 +36,11 @@ class WorkerVocabulary(Struct, tag="vocabulary", frozen=True):
 
 
 class Compile(Struct, tag="compile", frozen=True):
-    """A grammar to compile.
+    """A grammar to compile, for the vocabulary of that number.
 
     Attributes:
-        vocabulary: the number of its tokens.
-        source: what it is compiled from.
         seconds: of processor time that it may take.
-        memory: bytes that it may take, beside what the worker has.
+        memory: bytes that it may take, besides those of the worker.
     """
 
     vocabulary: int
@@ -66,12 +64,11 @@ class Vetted(Struct, tag="vetted", frozen=True):
 
 
 class Failed(Struct, tag="failed", frozen=True):
-    """There is no grammar, and why.
+    """There is no grammar.
 
     Attributes:
-        kind: ``"invalid"``, xgrammar says so; ``"limit"`` or ``"crash"``, what has happened meanwhile, and would again;
-            ``"lost"``, something else has ended its process.
-        message: in words.
+        kind: ``"invalid"``, by xgrammar; ``"limit"`` or ``"crash"``, which would happen again; ``"lost"``, its process
+            was ended by something else.
     """
 
     kind: Literal["invalid", "limit", "crash", "lost"]
@@ -86,9 +83,9 @@ def received(end: socket.socket, message: Any, wanted: Callable[[], bool] = lamb
     """Wait for one message; None if the other end has gone.
 
     Args:
-        end: of a pair; its timeout is how often ``wanted`` is asked.
+        end: of a pair of sockets; its timeout is how often ``wanted`` is called.
         message: its type, or a union.
-        wanted: whether it still is.
+        wanted: False to stop waiting.
 
     Raises:
         FrameError: it is none of these, or too long.

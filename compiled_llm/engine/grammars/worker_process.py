@@ -35,13 +35,12 @@ _LOST = Failed("lost", "the process that compiles grammars has ended")
 
 
 class WorkerProcess:
-    """Starts it, starts it again if it has died, and ends it; any thread may ask.
+    """Starts the worker, starts it again if it has died, and ends it; any thread may use it.
 
-    It ends with this process, however that ends: its standard input is a socket that this one alone holds.
+    The worker ends with this process, in whatever way: its standard input is a socket that only this process holds.
     """
 
     def __init__(self) -> None:
-        """Start it; it is not waited for."""
         self._lock = threading.Lock()
         self._learned: dict[int, WorkerVocabulary] = {}  # what it knows, by number
         self._process: subprocess.Popen[bytes] | None = None
@@ -62,15 +61,10 @@ class WorkerProcess:
     def compile(
         self, asked: Compile, vocabulary: WorkerVocabulary, wanted: Callable[[], bool]
     ) -> Compiled | Vetted | Failed:
-        """Have a grammar compiled, and wait for it as long as it is wanted.
-
-        Args:
-            asked: the grammar.
-            vocabulary: the tokens that it is for.
-            wanted: whether a request still waits for it.
+        """Have a grammar compiled, and wait for it while ``wanted`` returns True.
 
         Raises:
-            UnwantedError: none does any more.
+            UnwantedError: it does not any more.
         """
         try:
             with self._lock:
@@ -83,7 +77,6 @@ class WorkerProcess:
             return answer or _LOST
 
     def close(self) -> None:
-        """End it."""
         with self._lock:
             self._closed = True
             self._end()
@@ -91,7 +84,7 @@ class WorkerProcess:
     # ---- under the lock
 
     def _retried(self, ask: Callable[[], T]) -> T:
-        """Ask it something, or another one in its place if it has died meanwhile; raises OSError if that dies, too."""
+        """Call ``ask``, again with a new process if this one has died; OSError if that dies, too."""
         try:
             return ask()
         except OSError:
@@ -150,5 +143,5 @@ class WorkerProcess:
 
 
 def _folders() -> list[str]:
-    """Return where modules come from in this process, but for the current folder."""
+    """Return the folders that modules of this process come from, except the current one."""
     return [path for path in sys.path if os.path.isabs(path)]

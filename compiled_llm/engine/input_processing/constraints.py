@@ -1,4 +1,4 @@
-"""What the answers to one prompt have to follow: what ``SamplingParams`` say, as constraints of answers."""
+"""The constraints on the answers to one prompt, from ``SamplingParams``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from compiled_llm.requests.structured_outputs.grammar_source import GrammarSourc
 def constraints_for(
     params: SamplingParams, eos: frozenset[int], vocabulary: int, tokenizer: Any
 ) -> list[Constraint | None]:
-    """Return what each of the ``n`` answers follows; None for nothing.
+    """Return the constraint of each of the ``n`` answers; None for none.
 
     Args:
-        params: what the user says.
+        params: the user's.
         eos: the model's end-of-sequence tokens.
         vocabulary: how many logits a token has.
         tokenizer: whose tokens grammars are about; None if there is none.
@@ -50,12 +50,7 @@ def _source(params: SamplingParams, tokenizer: Any) -> GrammarSource | None:
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Check that grammars can be compiled.
-
-    Raises:
-        ValueError: there is no tokenizer.
-        RuntimeError: xgrammar is missing.
-    """
+    """Check that grammars can be compiled: ValueError without a tokenizer, RuntimeError without xgrammar."""
     check_installed()
     if tokenizer is None:
         raise ValueError(
@@ -64,16 +59,10 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def stops_of(eos: frozenset[int], others: Iterable[int], vocabulary: int, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end an answer whose form is complete: the first of these that there are.
-
-    Args:
-        eos: the model's.
-        others: that the user has named.
-        vocabulary: how many logits a token has.
-        tokenizer: may know one.
+    """Return the tokens that end an answer whose form is complete: ``eos``, else ``others``, else the tokenizer's own.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none below ``vocabulary``.
     """
     own = getattr(tokenizer, "eos_token_id", None)
     found = eos or tuple(others) or ([] if own is None else [own])

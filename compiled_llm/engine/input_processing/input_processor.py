@@ -1,4 +1,4 @@
-"""What a user asks for as requests, checked before anything runs."""
+"""Makes requests of prompts and settings, and checks them before anything runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class QueueFullError(RuntimeError):
 
 
 class TokenFacts(NamedTuple):
-    """What of a model's tokens requests follow.
+    """The facts of a model's tokens that requests depend on.
 
     Attributes:
         vocabulary: how many ids it can take.
@@ -38,16 +38,11 @@ class TokenFacts(NamedTuple):
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> TokenFacts:
-        """Return those of a model as it is now."""
         return cls(vocabulary_of(model), logits_width(model), end_tokens(model))
 
 
 def check_queue(waiting: int, more: int, most: int | None) -> None:
-    """Check that more requests may wait.
-
-    Raises:
-        QueueFullError: they may not.
-    """
+    """Raise QueueFullError if ``more`` requests would be too many."""
     if most is not None and waiting + more > most:
         raise QueueFullError(f"{waiting} requests wait already, and max_queue={most}; try again later")
 
@@ -69,13 +64,13 @@ def requests_for(
     Args:
         prompt: token ids, text or chat messages.
         params: how to answer.
-        model: what of it answers follow.
-        model_runner: its device side.
+        model: its token facts.
+        model_runner: of the model.
         tokenizer: for text and messages; None if there is none.
         priority: smaller ones run first.
         timeout: seconds after which they end with what they have.
         salt: requests with equal ones may read each other's cached pages.
-        choosings: of the other requests of the call.
+        request_samplings: of the other requests of the call.
 
     Raises:
         ValueError: the prompt is impossible, or with its answer never fits the positions or the pages; how it is to
@@ -118,7 +113,7 @@ def requests_for(
 
 
 def check_grammars(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    """Check that answers may have forms, and return the tokens that end those; raises as ``requests_for`` does."""
+    """Check that answers may have forms, and return the tokens that end those; raises as ``requests_for``."""
     check_tokenizer(tokenizer)
     return stops_of(end_tokens(model), (), logits_width(model), tokenizer)
 
@@ -133,11 +128,7 @@ def _check_waiting(priority: int, timeout: float | None, salt: Hashable) -> None
 
 
 def _max_new(prompt: int, max_tokens: int | None, model_runner: ModelRunner) -> int:
-    """Return how many tokens an answer can have; without a limit, as many as there are positions and pages for.
-
-    Raises:
-        ValueError: they never fit.
-    """
+    """Return how many tokens an answer can have, without a limit all that fit; ValueError if they never fit."""
     left, pool = model_runner.max_positions - prompt, model_runner.pool
     _check_prompt(prompt, model_runner, answered=max_tokens != 0)
     room = pool.total * pool.page_size - prompt + 1  # the last token is never stored

@@ -14,12 +14,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | NDArray[np.int64] |
 
 
 def token_ids(prompt: Prompt, tokenizer: Any, vocabulary: int) -> NDArray[np.int64]:
-    """Return a prompt's tokens.
-
-    Args:
-        prompt: as the user gave it.
-        tokenizer: of HuggingFace's; None if the engine has none.
-        vocabulary: how many token ids the model can take.
+    """Return a prompt's tokens, of which the model can take ``vocabulary``.
 
     Raises:
         ValueError: there are no tokens, there is one that the model does not have, or no tokenizer.

@@ -1,4 +1,4 @@
-"""How answers sample their tokens: what ``SamplingParams`` say, as settings of rows."""
+"""Makes the sampling settings of rows from ``SamplingParams``."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _COLDEST, _HOTTEST = 1e-20, 1e20
 
 
 class RequestSampling:
-    """What ``SamplingParams`` say on one model, whatever the prompt is."""
+    """The sampling settings of ``SamplingParams`` on one model, for any prompt."""
 
     def __init__(self, params: SamplingParams, ends: frozenset[int], vocabulary: int, tokenizer: Any) -> None:
-        """Check what is said, and pack it.
+        """Check and pack the settings.
 
         Args:
-            params: what the user says.
+            params: the user's.
             ends: tokens that end an answer, or would if they were not ignored.
             vocabulary: how many logits a token has.
             tokenizer: for words; None if there is none.
 
         Raises:
-            ValueError: a token is not one of the model's, a word not one token, or no token is left.
+            ValueError: a token is not one of the model's, a word has too many tokens, or no token is left.
         """
         _check_tokens(params, vocabulary)
         words = list(_bad_words(params.bad_words or (), tokenizer))
         self._params = params
         self._shared = Sampling(
-            temperature=_temperature(params),
+            temperature=min(max(float(params.temperature), _COLDEST), _HOTTEST) if params.temperature else 0.0,
             top_k=max(0, int(params.top_k)),
             top_p=float(params.top_p),
             min_p=float(params.min_p),
@@ -52,7 +52,7 @@ class RequestSampling:
         _check_left(params, self._shared.mask, ends, vocabulary)
 
     def samplings(self, prompt: NDArray[np.int64]) -> list[Sampling | None]:
-        """Return how each of the ``n`` answers to a prompt ``[T]`` chooses; None for the most likely token."""
+        """Return the settings of each of the ``n`` answers to a prompt ``[T]``; None for the most likely token."""
         params, own = self._params, self._shared
         if params.repetition_penalty != 1:
             own = replace(own, seen=prompt)
@@ -63,24 +63,16 @@ class RequestSampling:
 
 
 class RequestSamplings:
-    """Those of one call, made once for all prompts that have one ``SamplingParams``: the rows then share arrays."""
+    """Those of one call, made once for all prompts with one ``SamplingParams``: the rows then share arrays."""
 
     def __init__(self) -> None:
-        """Begin with none."""
-        self._known: dict[
-            int, tuple[SamplingParams, RequestSampling]
-        ] = {}  # by identity, which the params themselves keep
+        # By identity, which the params themselves keep.
+        self._known: dict[int, tuple[SamplingParams, RequestSampling]] = {}
 
     def of(self, params: SamplingParams, ends: frozenset[int], vocabulary: int, tokenizer: Any) -> RequestSampling:
-        """Return how requests with these params choose; otherwise as ``RequestSampling``."""
         if id(params) not in self._known:
             self._known[id(params)] = params, RequestSampling(params, ends, vocabulary, tokenizer)
         return self._known[id(params)][1]
-
-
-def _temperature(params: SamplingParams) -> float:
-    given = float(params.temperature)
-    return min(max(given, _COLDEST), _HOTTEST) if given else 0.0
 
 
 def _check_tokens(params: SamplingParams, vocabulary: int) -> None:
@@ -93,7 +85,7 @@ def _check_tokens(params: SamplingParams, vocabulary: int) -> None:
 def _biases(params: SamplingParams, ends: Iterable[int], words: Iterable[tuple[int, ...]]) -> NDArray[np.int32]:
     values = params.logit_bias or {}
     biases = [Bias(word[-1], BARRED, after=word[:-1]) for word in words if len(word) > 1]
-    if params.min_tokens and params.structured_outputs is None:  # which have the last word on where an answer ends
+    if params.min_tokens and params.structured_outputs is None:  # whose grammar decides where an answer ends
         biases += [Bias(int(token), BARRED, 0, int(params.min_tokens)) for token in ends]
     if (count := len(values) + len(biases)) > MAX_BIASES:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""All engines of a model, which share its weights and its pages: what changes these waits for all that uses them."""
+"""All engines of a model, which share its weights and its pages, paused together."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.execution.lifecycle.runtime import Runtime
 
 _PATIENCE = 0.5
-"""Seconds for which an engine is waited for while others are kept: several steps, since it lets go after one."""
+"""Seconds to wait for an engine while others are paused: several steps, since it lets go after one."""
 
 
 def engine_threads_of(runtime: Runtime) -> list[EngineThread]:
-    """Return all engines of a model; always in the same order, so that two threads do not wait for each other."""
+    """Return all engines of a model, always in one order: threads then do not wait for each other."""
     return sorted(
         (found for found in list(runtime.engines) if isinstance(found, EngineThread) and not found.closed), key=id
     )
@@ -24,8 +24,8 @@ def engine_threads_of(runtime: Runtime) -> list[EngineThread]:
 def all_paused(runtime: Runtime) -> Iterator[list[EngineThread]]:
     """Let no engine run.
 
-    A thread that has paused one engine may use another, so nobody may keep that one while waiting for the first: what
-    cannot be had soon is waited for alone, with nothing else in hand.
+    A thread that has paused one engine may use another, so that one must not stay paused here while this thread waits
+    for the first: an engine that cannot be paused soon is waited for alone.
     """
     engine_threads, last = engine_threads_of(runtime), None
     while True:
@@ -39,7 +39,7 @@ def all_paused(runtime: Runtime) -> Iterator[list[EngineThread]]:
 def _first_taken(engine_threads: list[EngineThread], stack: ExitStack) -> EngineThread | None:
     """Pause engines until the end of the stack; return the first that another thread keeps, None if there is none.
 
-    The first of them is waited for however long that takes.
+    The first one is waited for without a limit.
     """
     for number, engine_thread in enumerate(engine_threads):
         if not stack.enter_context(engine_thread.paused(_PATIENCE if number else math.inf)):
@@ -48,11 +48,7 @@ def _first_taken(engine_threads: list[EngineThread], stack: ExitStack) -> Engine
 
 
 def check_outside(runtime: Runtime, doing: str) -> None:
-    """Check that this thread may wait for calls and engines to end.
-
-    Args:
-        runtime: of the model.
-        doing: what is about to be done, for the message.
+    """Check that this thread may wait for calls and engines to end; ``doing`` begins the message.
 
     Raises:
         RuntimeError: it is inside a call, or runs or has paused an engine.
@@ -82,8 +78,8 @@ def calls_ended(runtime: Runtime, doing: str) -> Iterator[None]:
 def nothing_running(runtime: Runtime) -> Iterator[list[EngineThread] | None]:
     """Run the block while neither an engine nor a call of ``generate`` runs; inside ``calls_ended``.
 
-    Yields the engines; None if a call is in progress, one that may wait for an engine: whoever wants this has to let
-    all run until the calls have ended, and to try again.
+    Yields the engines; None if a call is in progress, which may wait for an engine: let all run until the calls have
+    ended, and try again.
     """
     with all_paused(runtime) as engine_threads, runtime.calls.barred() as barred:
         if not barred:

@@ -18,7 +18,7 @@ def put_to_sleep(runtime: Runtime, ends: bool, weights: bool) -> int:
     Args:
         runtime: of the model.
         ends: end all requests; otherwise they wait.
-        weights: those, too.
+        weights: move the weights to host memory, too.
 
     Raises:
         RuntimeError: others hold pages, or a loop of this thread's has called this.
@@ -53,6 +53,6 @@ def wake_up(runtime: Runtime) -> None:
 
 
 def let_rise(runtime: Runtime) -> None:
-    """Let a model that has no engine any more serve other calls: nobody could wake it."""
+    """Let a model without engines serve other calls: no engine could wake it."""
     if runtime.asleep and not engine_threads_of(runtime):
         runtime.runner_lifecycle.rise()

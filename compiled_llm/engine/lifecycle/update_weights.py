@@ -33,12 +33,7 @@ _LOOKING = 0.005
 
 
 def update_weights(runtime: Runtime, folder: Path, requests: Literal["wait", "keep", "end"]) -> None:
-    """Have the weights in a folder from now on.
-
-    Args:
-        runtime: of the model.
-        folder: with weights.
-        requests: what becomes of those that have not ended.
+    """Have the weights in a folder from now on; ``requests`` is as in ``Engine.update_weights``.
 
     Raises:
         ValueError: the model or the folder does not allow it; nothing has changed.
@@ -47,9 +42,8 @@ def update_weights(runtime: Runtime, folder: Path, requests: Literal["wait", "ke
     check_outside(runtime, "update_weights")
     new = NewWeights(runtime.facts.model, folder)  # while requests run
     with deferred(), calls_ended(runtime, "update_weights"):
-        with all_paused(
-            runtime
-        ):  # whoever has paused an engine may wait for new requests of another, kept from here on
+        # A thread that has paused an engine may wait for new requests of another, which are kept from here on.
+        with all_paused(runtime):
             pass
         while not _updated(runtime, new, requests):
             runtime.calls.wait()
@@ -75,7 +69,7 @@ def _updated(runtime: Runtime, new: NewWeights, requests: Literal["wait", "keep"
 
 @contextmanager
 def _ended(runtime: Runtime, cancels: bool) -> Iterator[None]:
-    """Run the block once all requests have ended that have come before; those that come later begin after it."""
+    """Run the block once all earlier requests have ended; later ones begin after it."""
     with ExitStack() as stack:
         before = [
             request for engine_thread in engine_threads_of(runtime) for request in _came_before(engine_thread, stack)
@@ -87,7 +81,7 @@ def _ended(runtime: Runtime, cancels: bool) -> Iterator[None]:
 
 
 def _came_before(engine_thread: EngineThread, stack: ExitStack) -> Sequence[Request]:
-    """Return an engine's requests that have not ended; until the end of the stack nobody else begins."""
+    """Return an engine's requests that have not ended; later ones begin at the end of the stack."""
     before = engine_thread.request_table.paused_requests.begin()
     stack.callback(engine_thread.request_table.paused_requests.end)
     return before

@@ -1,4 +1,4 @@
-"""What an engine prepares before its first request, beside the steps themselves."""
+"""Prepares what an engine needs before its first request besides the steps themselves."""
 
 from __future__ import annotations
 
@@ -16,20 +16,16 @@ from compiled_llm.model.sizes import logits_width
 
 
 def prepare_grammars(grammars: Grammars, model: PreTrainedModel, tokenizer: Any) -> None:
-    """Learn what grammars are compiled with; raises as ``check_grammars`` does."""
+    """Learn a tokenizer's tokens for grammars; raises as ``check_grammars``."""
     stops = check_grammars(model, tokenizer)
     grammars.prepare(logits_width(model), stops)
 
 
 def warm_up(runtime: Runtime, engine_thread: EngineThread, wanted: Wanted, structured: bool, report: Report) -> None:
-    """Prepare steps and what else requests launch, while none runs.
+    """Prepare steps and other launches of requests, while none runs.
 
-    Args:
-        runtime: of the model.
-        driver: of the engine.
-        wanted: the steps.
-        structured: sampling under grammars for as many rows, too; a profile says itself which.
-        report: takes what is being prepared, in words.
+    ``structured`` prepares sampling under grammars for as many rows, too; a profile says itself which. ``report`` takes
+    descriptions of what is prepared.
     """
     with engine_thread.paused():
         runtime.warming.prepare(wanted, report)

@@ -1,4 +1,4 @@
-"""What decides on the host which tokens an answer may have next.
+"""The host's constraints on an answer's next token: grammars and logits processors.
 
 Shapes: n answers, V vocabulary.
 """
@@ -28,7 +28,6 @@ class Processor(NamedTuple):
 
     Attributes:
         function: takes the answer's tokens so far and its logits ``[V]`` float32, and returns others.
-        name: what messages call it.
         takes_prompt: whether it takes the prompt's tokens before those.
     """
 
@@ -38,7 +37,6 @@ class Processor(NamedTuple):
 
     @classmethod
     def of(cls, function: Callable[..., Tensor]) -> Processor:
-        """Look how many arguments a function takes."""
         name = getattr(function, "__name__", None) or type(function).__name__
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         try:
@@ -59,16 +57,14 @@ _THREADS = max(1, min(4, len(os.sched_getaffinity(0)) // 2 if hasattr(os, "sched
 
 @dataclass(eq=False, kw_only=True)
 class Constraint:
-    """What one answer's grammar and processors allow.
+    """The constraints on one answer.
 
     Attributes:
-        source: what its grammar is compiled from; None without one.
         stops: the tokens that end an answer whose grammar has come to its end.
-        ends: the tokens that must not come before ``least`` others, as far as the grammar goes on without them.
-        least: of how many tokens that is.
+        stop_token_ids: must not come before ``least`` others, as far as the grammar goes on without them.
         vocabulary: how many logits a token has.
         mask: ``[words]`` int32, the tokens that the request allows besides; None for all.
-        processors: called with its logits, one after the other.
+        processors: called one after the other.
     """
 
     source: GrammarSource | None = None
@@ -86,11 +82,7 @@ class Constraint:
         return self.source is None or self.matcher is not None
 
     def applied_to(self, sampling: Sampling | None) -> Sampling:
-        """Take over the mask of an answer's settings, and return them with the choice left until the host has spoken.
-
-        Args:
-            sampling: None for the most likely token.
-        """
+        """Take over the mask of an answer's settings, and return them with deferred sampling; None is greedy."""
         sampling = GREEDY if sampling is None else sampling
         self.mask = sampling.mask
         if self.source is None or self.mask is not None:
@@ -104,11 +96,11 @@ class Constraint:
         self.matcher = GrammarMatcher(grammar, override_stop_tokens=sorted(self.stops))
 
     def accepts(self, token: int) -> bool:
-        """Go on by a token that does not end the answer; whether it may stand there."""
+        """Advance by a token that does not end the answer; False if the grammar does not allow it."""
         return self.matcher is None or self.matcher.accept_token(token)
 
     def narrow(self, allowed: NDArray[np.int32], tokens: int) -> None:
-        """Take from ``allowed`` ``[words]`` what the request bars besides, after so many tokens."""
+        """Remove from ``allowed`` ``[words]`` what the request bars besides, after so many tokens."""
         if self.mask is not None:
             np.bitwise_and(allowed, self.mask, out=allowed)
         if tokens < self.least:
@@ -121,7 +113,7 @@ class Constraint:
 
 
 def accept(matchers: Sequence[xgrammar.GrammarMatcher], tokens: Sequence[int]) -> Sequence[bool]:
-    """Let grammars go on by a token each, in one call; return which may."""
+    """Advance grammars by a token each, in one call; False for each that does not allow it."""
     if not matchers:  # of requests with logits processors alone, which need no xgrammar
         return []
     from xgrammar import BatchGrammarMatcher
@@ -131,10 +123,9 @@ def accept(matchers: Sequence[xgrammar.GrammarMatcher], tokens: Sequence[int]) -
 
 
 class MaskWriter:
-    """Fills the masks of many answers at once, in one thread or, if they take long, in several."""
+    """Fills the masks of many answers, in one thread or, if that takes long, in several."""
 
     def __init__(self) -> None:
-        """Know nothing of how long they take."""
         self._fillers: dict[int, xgrammar.BatchGrammarMatcher] = {}  # by how many threads they have
         self._each = 0.0  # seconds that a mask has taken lately
         self._steps = 0

@@ -1,4 +1,4 @@
-"""The tokens of one step that are sampled once the host has read the ones before, and says which may follow."""
+"""Samples those tokens of a step for which the host first has to read the previous ones."""
 
 from __future__ import annotations
 
@@ -22,14 +22,7 @@ from compiled_llm.kvcache.row import Row
 
 
 class _Member(NamedTuple):
-    """A request that the host has a say in.
-
-    Attributes:
-        place: where it stands among those that a step samples tokens for.
-        request: the request.
-        row: its row.
-        constraint: what says so.
-    """
+    """A request with a constraint, and its place among those that the step samples tokens for."""
 
     place: int
     request: Request
@@ -38,20 +31,17 @@ class _Member(NamedTuple):
 
 
 class Constrained:
-    """Those of a plan's requests that the host has a say in: looked at once, and not in each of its steps.
+    """The requests of a plan that have constraints, looked at once for all steps of the plan.
 
     Attributes:
-        members: all of them, in the plan's order.
-        formed: those that have grammars.
-        rows: of the formed ones.
-        matchers: of the formed ones.
-        narrowed: of the formed ones, where those stand whose settings may bar more.
-        processed: those whose logits are the user's to change.
-        plain: whether nothing but a grammar has a say in any of them.
+        members: in the plan's order.
+        formed: those that have grammars, with their ``rows`` and ``matchers``.
+        narrowed: places in ``formed`` of those whose settings may bar more.
+        processed: those with logits processors.
+        plain: nothing but a grammar constrains any of them.
     """
 
     def __init__(self, members: list[_Member]) -> None:
-        """Look at requests that have rows."""
         self.members = members
         self.formed = [each for each in members if each.constraint.matcher is not None]
         self.rows = [each.row for each in self.formed]
@@ -65,7 +55,7 @@ class Constrained:
 
     @classmethod
     def among(cls, requests: Sequence[Request]) -> Constrained | None:
-        """Return those of a step's requests, which all have rows; None if there are none."""
+        """Return the constrained ones of a step's requests, which all have rows; None if there are none."""
         members = [
             _Member(place, request, request.running_row, request.constraint)
             for place, request in enumerate(requests)
@@ -75,7 +65,6 @@ class Constrained:
 
     @property
     def count(self) -> int:
-        """How many there are."""
         return len(self.members)
 
     def present(self) -> Constrained:
@@ -88,16 +77,10 @@ class LateSampling:
     """The requests of one step whose tokens are sampled late.
 
     Attributes:
-        failed: what ends requests alone, their tokens not being read.
+        failed: errors that end single requests; their tokens are not read.
     """
 
     def __init__(self, requests: Constrained, watch: Watch) -> None:
-        """Sample nothing yet.
-
-        Args:
-            requests: in the order in which the step returns them.
-            watch: looks at the step's logits.
-        """
         self._requests = requests
         self._watch = watch
         self._readback: Readback | None = None
@@ -109,9 +92,9 @@ class LateSampling:
         self.failed: dict[Request, RequestError] = {}
 
     def sample(self, model_runner: ModelRunner, persistent: PersistentBatch, writer: MaskWriter) -> None:
-        """Have the tokens sampled, those before them having been read, and wait for nothing.
+        """Sample the tokens, the previous ones having been read, and wait for nothing.
 
-        What has been done before this failed is not done again.
+        After a failure, what was done before it is not repeated.
         """
         if self._readback is not None:
             return
@@ -137,7 +120,7 @@ class LateSampling:
     def _edit(
         self, model_runner: ModelRunner, persistent: PersistentBatch, requests: Sequence[_Member]
     ) -> dict[Request, Tensor]:
-        """Call the processors of requests, in this thread; who fails is left to sample from what the model said."""
+        """Call the processors in this thread; a request whose processor fails samples from the unchanged logits."""
         if not requests:
             return {}
         rows = [each.row for each in requests]
@@ -151,7 +134,7 @@ class LateSampling:
         return processed
 
     def read(self, tokens: list[int]) -> list[Arriving | ArrivingPrompt]:
-        """Write late tokens among a step's, advance the grammars, and return what came with them."""
+        """Write late tokens among a step's, advance the grammars, and return the log-probabilities."""
         if self._readback is None:
             return []
         for each, token in zip(self._requests.members, self._readback.result(), strict=True):
@@ -186,7 +169,7 @@ class LateSampling:
                 self.failed[request] = _lost(request)
 
     def _is_lost(self, row: Row, constraint: Constraint, token: int) -> bool:
-        """Go on by a token, if there is one; whether the grammar, with what the request bars, has left none."""
+        """Advance by a token, if there is one; True if the grammar, with what the request bars, leaves none."""
         unsure = constraint.matcher is not None and (token == NOT_A_TOKEN or constraint.mask is not None)
         masks = self._masks if unsure else None
         if masks is not None and not masks.bits[masks.rows.index(row)].any():
@@ -195,7 +178,7 @@ class LateSampling:
 
 
 def _masks(requests: Constrained, staging: Staging, writer: MaskWriter) -> Masks:
-    """Return which tokens requests that have grammars may have next."""
+    """Return the tokens that grammars allow next."""
     words = -(-requests.formed[0].constraint.vocabulary // 32)
     bits = staging.lend(len(requests.formed), words)
     writer.fill(requests.matchers, bits)

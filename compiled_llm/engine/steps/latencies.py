@@ -1,4 +1,4 @@
-"""How long requests have waited lately; who asks has it counted then, not the loop at each step."""
+"""How long requests have waited lately, counted when asked for, not at each step."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ class Latency(NamedTuple):
 
 
 class Waits:
-    """The latest waits of one kind; only one thread adds some, any may ask."""
+    """The latest waits of one kind; one thread adds some, any may ask."""
 
     def __init__(self) -> None:
-        """Know of none."""
         self._latest: deque[Mapping[float, int]] = deque(maxlen=WINDOW)
 
     def add(self, counts: Mapping[float, int]) -> None:
@@ -55,9 +54,8 @@ class Latencies:
     """
 
     def __init__(self) -> None:
-        """Know of none."""
         self.queue, self.first_token, self.inter_token = Waits(), Waits(), Waits()
-        # Whose tokens were read last, and when: mostly they are the same as before, and wait equally long.
+        # The requests whose tokens were read last, and when: mostly the same as before, which waited equally long.
         self._group: list[Request] = []
         self._read_at = 0.0
 

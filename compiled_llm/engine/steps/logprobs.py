@@ -1,11 +1,11 @@
-"""Log-probabilities that requests want of their tokens: computed beside a step, and read with its tokens."""
+"""Log-probabilities of tokens, computed next to a step and read with its tokens."""
 
 from __future__ import annotations
 
 import functools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, TypeVar, overload
 
 import numpy as np
 import torch
@@ -20,23 +20,43 @@ from compiled_llm.execution.state.staging import Readback
 from compiled_llm.kvcache.row import Row
 from compiled_llm.requests.outputs import Logprob
 
+T = TypeVar("T")
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 """Of what the model says, or of what tokens are drawn from: after penalties, biases, masks, temperature and filters."""
 
 
-class Logprobs(Sequence[dict[int, Logprob]]):
-    """The entries of some tokens, one after the other, made when they are looked at: millions would take seconds.
+class _Entries(Sequence[T]):
+    """Entries of consecutive tokens, made when they are read: millions would take seconds."""
 
-    Each has its own token's first, then those of the likeliest ones.
-    """
+    def _entry(self, place: int) -> T:
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        """Return a token's entries, by token id; of a slice, a list of them."""
+        if isinstance(index, slice):
+            return [self._entry(place) for place in range(*index.indices(len(self)))]
+        return self._entry(range(len(self))[index])
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self)} tokens>"
+
+
+class Logprobs(_Entries[dict[int, Logprob]]):
+    """Each token's entries: its own first, then the most likely ones."""
 
     def __init__(self, scores: Scores, tokens: Sequence[int], most: int, start: int = 0) -> None:
-        """Keep where they are.
+        """Refer to scores.
 
         Args:
             scores: of these tokens, or of fewer or more.
             tokens: from the one at ``start`` on.
-            most: of how many of the likeliest tokens.
+            most: of how many of the most likely tokens.
             start: how many tokens before them have scores, too.
         """
         self._scores = scores
@@ -45,64 +65,27 @@ class Logprobs(Sequence[dict[int, Logprob]]):
         self._start = start
 
     def __len__(self) -> int:
-        """Of how many tokens they are."""
         return len(self._tokens)
 
-    @overload
-    def __getitem__(self, index: int) -> dict[int, Logprob]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[int, Logprob]]: ...
-
-    def __getitem__(self, index: int | slice) -> dict[int, Logprob] | list[dict[int, Logprob]]:
-        """Return a token's entries, by token id; of a slice, a list of them."""
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        place = range(len(self))[index]
+    def _entry(self, place: int) -> dict[int, Logprob]:
         return logprobs_of(self._scores[self._start + place], self._tokens[place], self._most)
 
-    def __repr__(self) -> str:
-        """Of how many tokens they are."""
-        return f"<{type(self).__name__} of {len(self)} tokens>"
 
+class PromptLogprobs(_Entries[dict[int, Logprob] | None]):
+    """The entries of a prompt's tokens; None in place of the first."""
 
-class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
-    """The entries of a prompt's tokens, made when they are looked at; None in place of the first."""
-
-    def __init__(self, behind: Logprobs) -> None:
-        """Keep those of the tokens ``behind`` the first."""
-        self._behind = behind
+    def __init__(self, from_second: Logprobs) -> None:
+        self._from_second = from_second
 
     def __len__(self) -> int:
-        """Of how many tokens they are, the first included."""
-        return 1 + len(self._behind)
+        return 1 + len(self._from_second)
 
-    @overload
-    def __getitem__(self, index: int) -> dict[int, Logprob] | None: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[int, Logprob] | None]: ...
-
-    def __getitem__(self, index: int | slice) -> dict[int, Logprob] | list[dict[int, Logprob] | None] | None:
-        """Return a token's entries, by token id; of a slice, a list of them."""
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        place = range(len(self))[index]
-        return self._behind[place - 1] if place else None
-
-    def __repr__(self) -> str:
-        """Of how many tokens they are."""
-        return f"<{type(self).__name__} of {len(self)} tokens>"
+    def _entry(self, place: int) -> dict[int, Logprob] | None:
+        return self._from_second[place - 1] if place else None
 
 
 def logprobs_of(scores: TokenScores, token: int, most: int) -> dict[int, Logprob]:
-    """Return the entries of one place: the token that stands there first, then the ``most`` likeliest ones.
-
-    Args:
-        scores: of the place.
-        token: that was sampled.
-        most: how many others, at most as many as ``scores`` has.
-    """
+    """Return the entries of one place: the sampled ``token`` first, then the ``most`` likely ones."""
     found = {token: Logprob(scores.sampled, scores.rank)}
     rank, before = 1, None
     for place, value in enumerate(scores.values[:most]):
@@ -112,19 +95,19 @@ def logprobs_of(scores: TokenScores, token: int, most: int) -> dict[int, Logprob
 
 
 def token_logprobs(request: Request, tokens: Sequence[int], count: int = 0) -> Logprobs | None:
-    """Return the entries of a request's ``tokens`` behind the first ``count``; None if it does not want them."""
+    """Return the entries of a request's ``tokens`` after the first ``count``; None if it does not want them."""
     return None if request.logprobs is None else Logprobs(request.scored, tokens, request.logprobs, count)
 
 
 def prompt_logprobs(request: Request) -> PromptLogprobs | None:
-    """Return the entries of each of a prompt's tokens, as far as they were computed; None if nobody wants them."""
+    """Return the entries of a prompt's tokens, as far as computed; None if the request does not want them."""
     if request.prompt_logprobs is None:
         return None
     return PromptLogprobs(Logprobs(request.prompt_scored, request.prompt[1:].tolist(), request.prompt_logprobs))
 
 
 def prepare_logprobs(model_runner: ModelRunner) -> None:
-    """Have the kernels compiled that compute them; no CUDA graph has these."""
+    """Compile the kernels that compute them; no CUDA graph has these."""
     model_runner.thread.call(_score_nothing, model_runner)
 
 
@@ -135,18 +118,13 @@ def _score_nothing(model_runner: ModelRunner) -> None:
 
 
 class Arriving(NamedTuple):
-    """Log-probabilities on their way to the host.
-
-    Attributes:
-        requests: whose they are.
-        readback: the numbers.
-    """
+    """Log-probabilities of requests on their way to the host."""
 
     requests: Sequence[Request]
     readback: Readback
 
     def hand_out(self) -> None:
-        """Give them to requests that have not ended; a token that comes for one that has is dropped, too."""
+        """Give them to requests that have not ended; a token for one that has is dropped, too."""
         scored = ScoredTokens.unpacked(self.readback.array(), len(self.requests))
         packed = {most: scored.packed(most) for most in {request.logprobs or 0 for request in self.requests}}
         for row, request in enumerate(self.requests):
@@ -155,14 +133,7 @@ class Arriving(NamedTuple):
 
 
 class ArrivingPrompt(NamedTuple):
-    """Log-probabilities of a chunk of a prompt, on their way to the host.
-
-    Attributes:
-        request: whose they are.
-        start: how many tokens of the prompt stand before the chunk.
-        length: of how many tokens they are.
-        readback: the numbers.
-    """
+    """Log-probabilities of ``length`` tokens of a prompt, after ``start`` others, on their way to the host."""
 
     request: Request
     start: int
@@ -170,7 +141,7 @@ class ArrivingPrompt(NamedTuple):
     readback: Readback
 
     def hand_out(self) -> None:
-        """Give them to the request, those that it does not have: it may have begun again."""
+        """Give the request those that it does not have: it may have begun again."""
         scored, known = ScoredTokens.unpacked(self.readback.array(), self.length), self.request.prompt_scored
         if self.start <= len(known):
             known.extend(scored.packed(self.request.prompt_logprobs or 0)[len(known) - self.start :])
@@ -182,10 +153,10 @@ class Watch:
     def __init__(
         self, model_runner: ModelRunner, launches: Iterable[Sequence[Request]], mode: LogprobsMode = "raw_logprobs"
     ) -> None:
-        """Look who wants them.
+        """Find the requests that want them.
 
         Args:
-            model_runner: what runs the plan.
+            model_runner: runs the plan.
             launches: of each launch of the plan, the requests that it samples tokens for, in this order.
             mode: of which distribution.
         """
@@ -197,7 +168,6 @@ class Watch:
         self._arriving: list[Arriving | ArrivingPrompt] = []
 
     def __bool__(self) -> bool:
-        """Whether anybody wants them."""
         return bool(self._groups)
 
     def see(self, step: StepOutput) -> None:
@@ -208,17 +178,16 @@ class Watch:
             self._arriving.append(Arriving(group.requests, self._model_runner.readbacks.start(numbers)))
 
     def add(self, arriving: ArrivingPrompt) -> None:
-        """Have something else read with the step's tokens."""
         self._arriving.append(arriving)
 
     def taken(self) -> list[Arriving | ArrivingPrompt]:
-        """Return what has been computed since it was last asked for."""
+        """Return what was computed since the last call."""
         arriving, self._arriving = self._arriving, []
         return arriving
 
 
 def _observed_together(launches: Iterable[Sequence[Request]]) -> Iterator[Sequence[Request]]:
-    """Yield the requests of each launch: first those whose tokens it chooses, then those whose sampling is deferred."""
+    """Yield the requests of each launch: first those whose tokens it samples, then those whose sampling is deferred."""
     for requests in launches:
         kinds = [request.sampling is not None and request.sampling.deferred for request in requests]
         if True not in kinds:
@@ -229,14 +198,9 @@ def _observed_together(launches: Iterable[Sequence[Request]]) -> Iterator[Sequen
 
 
 class _Group:
-    """The requests of one launch that want log-probabilities.
-
-    Attributes:
-        requests: who wants them.
-    """
+    """The requests of one launch that want log-probabilities, ``at`` these places of it."""
 
     def __init__(self, all_of_them: Sequence[Request], at: Sequence[int], mode: LogprobsMode) -> None:
-        """Look what they want who are ``at`` these places of the launch."""
         self.requests = [all_of_them[place] for place in at]
         self._most = max(request.logprobs or 0 for request in self.requests)
         self._at = None if len(at) == len(all_of_them) else np.array(at, dtype=np.int64)
@@ -254,7 +218,7 @@ class _Group:
         return score_tokens(logits, tokens, min(self._most, logits.shape[1]), draws)
 
     def _draws(self, model_runner: ModelRunner, all_rows: Sequence[Row], kinds: int) -> SampledDraws:
-        """Return how the rows have chosen: each step, since slots may change and positions do."""
+        """Return how the rows were sampled: of each step, since slots and positions change."""
         state = model_runner.state
         rows = all_rows if self._at is None else [all_rows[place] for place in self._at]
         positions = np.array([row.position for row in rows], dtype=np.int64)

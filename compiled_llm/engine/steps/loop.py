@@ -1,4 +1,4 @@
-"""Plans launched one after the other; the tokens of each are read while the next one runs."""
+"""Launches one plan after the other, and reads the tokens of each while the next one runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.engine.steps.scored_prompts import run_scored
 from compiled_llm.engine.steps.token_budget import TokenBudget
-from compiled_llm.execution.batch import Batch, Extension
+from compiled_llm.execution.batch import Batch
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.state.device_timer import DeviceTimer
@@ -32,7 +32,7 @@ logger = logging.getLogger("compiled_llm.engine")
 
 
 class _Launched(NamedTuple):
-    """A step whose tokens have not been read: what it ran, what arrives of it where, and how long it takes."""
+    """A step whose tokens have not been read."""
 
     plan: StepPlan
     readbacks: list[Readback]
@@ -42,12 +42,12 @@ class _Launched(NamedTuple):
 
     @property
     def first_tokens_arrived(self) -> bool:
-        """Whether it ran prompts, and nothing has to be waited for or chosen any more."""
+        """Whether it ran prompts, and all its tokens are sampled and on the host."""
         return bool(self.plan.extend) and self.late is None and all(readback.arrived for readback in self.readbacks)
 
 
 class _Prepared(NamedTuple):
-    """A plan's batch, its scored chunks, who looks at the logits, and whose tokens are sampled late."""
+    """A plan's batch, with its scored chunks, the watch on its logits, and requests whose tokens are sampled late."""
 
     plan: StepPlan
     batch: Batch
@@ -57,14 +57,13 @@ class _Prepared(NamedTuple):
 
 
 class LoopSettings(NamedTuple):
-    """What the user of an engine says of its loop.
+    """The user's settings of an engine's loop.
 
     Attributes:
         max_rows: how many requests run at once.
         max_step_ms: how long a step may take; None for as long as it takes.
-        prefix_cache: keep pages of texts.
-        logprobs_mode: of which distribution log-probabilities are.
-        watch_model: look now and then whether the model is still what it was.
+        logprobs_mode: the distribution that log-probabilities are of.
+        watch_model: check now and then whether the model is still what it was.
     """
 
     max_rows: int
@@ -75,14 +74,12 @@ class LoopSettings(NamedTuple):
 
 
 class Loop:
-    """Runs what a scheduler plans on a model's device side; one thread at a time.
+    """Runs a scheduler's plans with a model runner; one thread at a time.
 
     Attributes:
-        model_runner: the model's device side.
-        scheduler: who runs when.
-        prefixes: keeps pages of texts that have been computed; None if nothing does.
+        prefixes: keeps pages of texts that have been computed; None without a prefix cache.
         steps: how many plans were launched.
-        stuck: whether nothing could run in the last step: pages that are missing belong to others.
+        stuck: nothing could run in the last step: missing pages belong to others.
     """
 
     def __init__(
@@ -93,15 +90,6 @@ class Loop:
         prefixes: PrefixTree | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
-        """Begin with nothing launched.
-
-        Args:
-            model_runner: the model's device side.
-            scheduler: who runs when.
-            pace: learns how long steps take.
-            prefixes: keeps pages of texts that have been computed.
-            logprobs_mode: of which distribution log-probabilities are.
-        """
         self._token_budget = token_budget
         self.model_runner = model_runner
         self.scheduler = scheduler
@@ -116,7 +104,6 @@ class Loop:
 
     @classmethod
     def of(cls, model_runner: ModelRunner, settings: LoopSettings) -> Loop:
-        """Return a loop on a model as it is placed now."""
         prefixes = model_runner.prefixes if settings.prefix_cache else None
         token_budget = TokenBudget(settings.max_step_ms, model_runner.config.prefill_tokens)
         slots = model_runner.state.slots.room_for
@@ -136,18 +123,18 @@ class Loop:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether a step may still be running when it has been launched; else reading late gains nothing."""
+        """Whether a step may still run after its launch; else reading late gains nothing."""
         return self.model_runner.device.type != "cpu"
 
     def note_model(self) -> None:
-        """Know the model as it is now: what was computed with another one is forgotten."""
+        """Note the model as it is now, and forget what was computed with another one."""
         if self.prefixes is not None:
             if self.model_runner.watch.changed():
                 self.prefixes.clear()
             self.scheduler.generation = self.prefixes.generation
 
     def step(self, unchanged: bool = False) -> list[Request]:
-        """Launch the next plan, if anybody can run, and read the tokens of the one before.
+        """Launch the next plan, if any request can run, and read the tokens of the previous one.
 
         Args:
             unchanged: the model cannot have changed since the last step; skip looking at it.
@@ -165,7 +152,7 @@ class Loop:
         return self._read_all_but(int(self.asynchronous and launched))
 
     def read_first_tokens(self) -> list[Request]:
-        """Read a step with prompts in it if it is done: whoever waits for them need not wait for the next launch, too.
+        """Read a step with prompts if it is done: their first tokens need not wait for the next launch.
 
         Otherwise as ``step``.
         """
@@ -176,12 +163,12 @@ class Loop:
         return changed
 
     def drain(self) -> list[Request]:
-        """Read what has been launched, and let nothing go on; otherwise as ``step``."""
+        """Read all that was launched, and let nothing go on; otherwise as ``step``."""
         self.model_runner.settle()
         return self._read_all_but(0)
 
     def restart(self) -> None:
-        """Let all requests compute again what they need, after a step that failed: their next tokens may be lost."""
+        """Let all requests compute again what they need, after a step that failed: its tokens may be lost."""
         lost = [request for step in self._launched for request in step.plan.sampled]
         self._launched.clear()
         while self.scheduler.running:
@@ -191,14 +178,14 @@ class Loop:
         self._persistent.restart()
 
     def rest(self, wanted: Callable[[], object]) -> None:
-        """Know that nobody runs for now: capture what steps have missed until something is ``wanted``, and tidy up."""
+        """While nothing runs, capture what steps have missed until something is ``wanted``, and free leaks."""
         if self.idle:
             self.free_leaks()
         if self.scheduler.idle:
             self.model_runner.catch_up(wanted)
 
     def free_leaks(self) -> None:
-        """Give back what requests that have ended still have, and say so."""
+        """Free and report rows of requests that have ended."""
         rows, self.scheduler.rows = self.scheduler.rows, set()
         if rows:
             logger.error(
@@ -210,7 +197,6 @@ class Loop:
             row.free()
 
     def close(self) -> None:
-        """Give all pages back."""
         self._launched.clear()
         self._persistent.restart()
         if self.prefixes is not None:
@@ -245,7 +231,7 @@ class Loop:
             yield run_scored(self.model_runner, self._persistent, chunk, watch)
 
     def _prepared_for(self, plan: StepPlan) -> _Prepared:
-        """Return what runs a plan; the scheduler gives the same one again while nobody comes or goes."""
+        """Return the batch of a plan; the scheduler repeats a plan while no request comes or goes."""
         if self._prepared is None or self._prepared.plan is not plan:
             plain = [chunk for chunk in plan.extend if not chunk.scored]
             scored = [chunk for chunk in plan.extend if chunk.scored]
@@ -254,7 +240,7 @@ class Loop:
             ]
             watch = Watch(self.model_runner, (plan.decode, *ending), self._logprobs_mode)
             rows = [request.running_row for request in plan.decode]
-            batch = Batch(rows, [_extension(chunk) for chunk in plain], observer=watch.see if watch else None)
+            batch = Batch(rows, [chunk.extension for chunk in plain], observer=watch.see if watch else None)
             self._prepared = _Prepared(plan, batch, scored, watch, Constrained.among(plan.sampled))
         return self._prepared
 
@@ -290,7 +276,7 @@ class Loop:
         tokens = tokens or [NOT_A_TOKEN] * len(step.plan.sampled)
         late = [] if step.late is None else step.late.read(tokens)
         for arriving in (*step.logprobs, *late):
-            arriving.hand_out()  # before the tokens: whoever sees one finds what belongs to it
+            arriving.hand_out()  # before the tokens: a reader of one finds its log-probabilities
         if step.timer is not None:
             self._token_budget.ran(
                 len(step.plan.decode), sum(len(chunk.ids) for chunk in step.plan.extend), step.timer.seconds
@@ -306,14 +292,10 @@ class Loop:
 
 
 def _as_of_now(request: Request, sampling: Sampling | None) -> Sampling | None:
-    """Return a request's settings; the tokens that it got before it lost its pages count."""
+    """Return a request's settings; tokens that it got before it lost its pages count."""
     if sampling is None:
         return None
     sampling = sampling.starting_at(len(request.prompt))
     if sampling.forgets or not request.tokens:
         return sampling
     return dataclasses.replace(sampling, output_ids=np.array(request.tokens, dtype=np.int64))
-
-
-def _extension(chunk: Chunk) -> Extension:
-    return Extension.of(chunk.request.running_row, chunk.ids, chunk.is_last)

@@ -1,4 +1,4 @@
-"""What runs in one step: requests that go on by a token, and chunks of others' prompts."""
+"""The requests and chunks of prompts that run in one step."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled_llm.engine.steps.request import Request
+from compiled_llm.execution.batch import Extension
 
 
 class Chunk(NamedTuple):
     """Tokens of a prompt that run in one step.
 
     Attributes:
-        request: whose they are.
         ids: ``[Q]`` int64.
-        is_last: whether they are the last ones, and a token is sampled after them.
-        scored: whether log-probabilities of the prompt are computed with them, in a launch of their own.
+        is_last: a token is sampled after them.
+        scored: log-probabilities of the prompt are computed with them, in a launch of their own.
     """
 
     request: Request
@@ -25,9 +25,13 @@ class Chunk(NamedTuple):
     is_last: bool
     scored: bool = False
 
+    @property
+    def extension(self) -> Extension:
+        return Extension.of(self.request.running_row, self.ids, self.is_last)
+
 
 class StepPlan(NamedTuple):
-    """What runs in one step; no request is in it twice.
+    """One step; no request is in it twice.
 
     Attributes:
         decode: requests that go on by a token.
@@ -39,7 +43,7 @@ class StepPlan(NamedTuple):
 
     @property
     def sampled(self) -> list[Request]:
-        """The requests that a token is sampled for, in the order in which a step returns them."""
+        """The requests that tokens are sampled for, in the order in which a step returns them."""
         if not self.extend:
             return self.decode
         return [*self.decode, *(chunk.request for chunk in self.extend if chunk.is_last)]

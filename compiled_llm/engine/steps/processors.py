@@ -11,14 +11,10 @@ from compiled_llm.requests.users_code import described, raise_interrupt
 
 
 def processed_logits(request: Request, logits: Tensor) -> Tensor:
-    """Return what a request's processors make of its logits.
-
-    Args:
-        request: whose tokens before have all been read.
-        logits: ``[V]`` float32, nobody else's.
+    """Return logits ``[V]`` float32 after a request's processors, which may write into them.
 
     Raises:
-        RequestError: one has failed, or returns something else.
+        RequestError: a processor has failed, or returns something else.
     """
     assert request.constraint is not None, "it has processors"
     answer = list(request.tokens)

@@ -12,20 +12,18 @@ class Queue:
     """Requests without a row.
 
     Attributes:
-        ready: those that may run, whoever is next first.
+        ready: those that may run, the next one first.
     """
 
     def __init__(self) -> None:
-        """Begin empty."""
         self.ready: list[Request] = []
         self._followers: dict[Request, list[Request]] = {}  # by whose prompt they wait for
 
     def __bool__(self) -> bool:
-        """Whether anybody waits."""
         return bool(self.ready or self._followers)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield whoever is next first; those that wait for another's prompt at the end."""
+        """Yield the next request first; those that wait for another's prompt at the end."""
         yield from self.ready
         for group in self._followers.values():
             yield from group
@@ -44,7 +42,6 @@ class Queue:
             self._followers.setdefault(leader, []).append(request)
 
     def remove(self, request: Request) -> None:
-        """Take a request out, wherever it is."""
         if request in self.ready:
             self.ready.remove(request)
             return

@@ -17,11 +17,11 @@ from compiled_llm.requests.outputs import FinishReason
 
 
 class RequestError(RuntimeError):
-    """What one request has failed of; the others go on."""
+    """The failure of one request; others go on."""
 
 
 class InvalidRequestError(RequestError):
-    """What a request asks for turns out to be impossible: it would fail again."""
+    """The request turns out to be impossible: it would fail again."""
 
 
 _arrivals = itertools.count()
@@ -34,32 +34,27 @@ class Request:
     Attributes:
         prompt: ``[T]`` int64, at least one token.
         sampling: how its tokens are sampled; the most likely ones if None.
-        max_tokens: how many tokens it gets at most; with 0, what follows from its prompt is dropped.
-        stop_token_ids: tokens that end it.
-        stop_ids: those of them that the user has named.
+        max_tokens: with 0, the token that follows from its prompt is dropped.
+        stop_ids: those of ``stop_token_ids`` that the user has named.
         priority: smaller ones run first.
         deadline: on ``time.monotonic``'s clock, when it ends with what it has; None for never.
         salt: requests with equal ones may read each other's cached pages.
-        constraint: what says on the host which tokens it may have next; None if nothing does.
+        constraint: says on the host which tokens it may have next; None if nothing does.
         index: which of its prompt's answers it is.
-        logprobs: of how many of the likeliest tokens it wants log-probabilities, beside those that are sampled; None
+        logprobs: the number of most likely tokens that it wants log-probabilities of, besides the sampled ones; None
             for none at all.
         prompt_logprobs: the same of its prompt's tokens.
         leader: the answer whose prompt this one shares, and waits for; None for the first.
         arrival: counts requests as they come.
         row: its pages while it runs.
-        tokens: chosen and read.
+        tokens: sampled and read.
         scored: the log-probabilities of each token; those of one may be there before it.
-        prompt_scored: the same of its prompt's second token and those behind it.
+        prompt_scored: the same of its prompt's tokens from the second on.
         generation: of the prefix cache when it was last admitted; others may not begin with its pages in another one.
         cached: how many of its prompt's tokens came from the prefix cache when it first ran.
-        finish_reason: why it has ended; None while it has not.
-        error: what ended it, with ``"error"``.
-        submitted: when it came, on ``time.monotonic``'s clock.
-        admitted: when it first ran.
-        first_token: when its first token was read.
-        last_token: when its latest one was before it went on in the group that it is in (``Latencies``).
-        finished: when it ended.
+        submitted, admitted, first_token, finished: when it came, first ran, got a token and ended, on
+            ``time.monotonic``'s clock.
+        last_token: when its latest one was before it went on in its present group (``Latencies``).
         preemptions: how often it lost its pages.
     """
 
@@ -96,47 +91,45 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who runs first: by priority, then by arrival."""
+        """By priority, then by arrival."""
         return self.priority, self.arrival
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
         return self.finish_reason is not None
 
     @property
     def ready(self) -> bool:
-        """Whether it may wait for its turn; its grammar is compiled first."""
+        """Whether its grammar is compiled, if it has one."""
         return self.constraint is None or self.constraint.ready
 
     @property
     def keeps_slot(self) -> bool:
-        """Whether its row's slot knows what it has seen, and cannot go to another row before it ends."""
+        """Whether its slot holds what it has seen, and cannot go to another row before it ends."""
         return self.sampling is not None and not self.sampling.forgets
 
     @property
     def place(self) -> str:
-        """Where it is, while it has not ended."""
+        """Its state, while it has not ended."""
         return "waiting" if self.row is None else "running"
 
     @property
     def running_row(self) -> Row:
-        """Its row; it runs."""
         assert self.row is not None, "the request does not run"
         return self.row
 
     @property
     def prefilled(self) -> bool:
-        """Whether all that was known of it when it was admitted is computed, or queued to be."""
+        """Whether all that was known of it at its admission is computed, or queued to be."""
         return self.row is not None and self.row.length >= len(self.known)
 
     @property
     def fed(self) -> bool:
-        """Whether its row has taken in all that it ever will, and the last token follows from that."""
+        """Whether its row has all the tokens that it ever will, and the last token follows from them."""
         return self.row is not None and self.row.length == self.stored
 
     def unscored(self, start: int) -> bool:
-        """Whether log-probabilities are missing that follow from tokens of its prompt at ``start`` and behind it."""
+        """Whether log-probabilities are missing that follow from its prompt's tokens from ``start`` on."""
         return self.prompt_logprobs is not None and max(start, len(self.prompt_scored)) < len(self.prompt) - 1
 
     @property

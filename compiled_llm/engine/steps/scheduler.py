@@ -1,4 +1,4 @@
-"""Who runs in the next step: admission, chunks of prompts beside decode, preemption, and who has ended.
+"""Plans each step: admission, chunks of prompts next to decode, preemption, and which requests have ended.
 
 Host facts only: nothing here knows of a device. The loop asks for a plan, launches it, says so, and brings the tokens
 once it has read them, mostly after it has launched the next plan.
@@ -40,23 +40,19 @@ class Scheduler:
     """Decides what runs; one thread at a time.
 
     First come, first served within a priority. A request is admitted once there are a slot for it and pages for its
-    prompt and for as much of an answer as is likely; if pages run out nevertheless, whoever has computed least of the
-    lowest priority gives its pages back, waits at the front of its queue, and goes on with the same draws.
+    prompt and for as much of an answer as is likely. If pages run out nevertheless, the request that has computed least
+    of the lowest priority gives its pages back, waits at the front of its queue, and goes on with the same draws.
 
     Attributes:
         running: requests that have a row, in the order in which they were admitted.
-        rows: those that have not given all back; when nobody runs, there are none.
-        preemptions: how many there were.
-        finished: how many requests have ended.
-        prompt_tokens: tokens of the prompts that have begun to run.
+        rows: rows that have not given all back; none while nothing runs.
+        prompt_tokens: of the prompts that have begun to run.
         cached_tokens: how many of those were in the prefix cache.
         new_tokens: tokens read.
-        latencies: how long requests have waited.
         admits_until: when others began to wait for pages, on ``time.monotonic``'s clock; later requests wait for them.
-        lets_pass: whether others may run before the next request while there are too few pages or slots for that one.
+        lets_pass: later requests may run before the next one, which lacks pages or slots.
         generation: of the prefix cache when the model was last looked at; pages computed since are of this one.
-        short_since: when the next request came, if the last plan had too few pages or slots for it; None if it had
-            enough.
+        short_since: when the next request came, if the last plan had too few pages or slots for it; else None.
     """
 
     def __init__(
@@ -67,12 +63,12 @@ class Scheduler:
         prefixes: PrefixTree | None = None,
         slots: Callable[[int, int], bool] = lambda new, keeping: True,
     ) -> None:
-        """Begin with nobody.
+        """Begin without requests.
 
         Args:
             pool: of the pages.
             max_rows: how many requests may run at once.
-            budget: how many tokens of prompts to run beside this many decoding rows; at least 1.
+            budget: how many tokens of prompts to run next to this many decoding rows; at least 1.
             prefixes: keeps pages of texts; None to compute each prompt whole.
             slots: whether so many rows may begin together, of which so many keep their slots.
         """
@@ -86,7 +82,7 @@ class Scheduler:
         self._queue = Queue()
         self._next_deadline = math.inf
         self._likely = float(_FIRST_GUESS)  # tokens of an answer
-        self._plan = StepPlan([], [])  # the last one; it holds for so many more steps, if nobody comes or goes:
+        self._plan = StepPlan([], [])  # the last one; it holds for so many more steps, unless requests come or go:
         self._same = 0
         self.rows: set[Row] = set()
         self.running: list[Request] = []
@@ -99,25 +95,24 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Request]:
-        """Requests without a row, whoever is next first; those that wait for another's prompt at the end."""
+        """Requests without a row, the next one first; those that wait for another's prompt at the end."""
         return list(self._queue)
 
     @property
     def idle(self) -> bool:
-        """Whether nobody runs or waits."""
+        """Whether no request runs or waits."""
         return not (self.running or self._queue)
 
     # ---- requests come and go
 
     def add(self, request: Request) -> None:
         """Let a request wait for its turn."""
-        if request.done:  # cancelled before anybody knew of it
+        if request.done:  # cancelled before it came here
             return
         self._next_deadline = min(self._next_deadline, _deadline(request))
         self._queue.add(request)
 
     def add_all(self, requests: Sequence[Request]) -> None:
-        """Let requests wait for their turn."""
         for request in requests:
             self.add(request)
 
@@ -148,7 +143,7 @@ class Scheduler:
     # ---- plan
 
     def plan(self) -> StepPlan:
-        """Return what to run next; nothing if nobody can run."""
+        """Return what to run next; empty if nothing can run."""
         self.short_since = None
         if self._same and not self._has_room:
             return self._plan
@@ -167,7 +162,7 @@ class Scheduler:
 
     @property
     def _has_room(self) -> bool:
-        """Whether somebody waits who may begin to run, if there are pages."""
+        """Whether a request waits that may begin to run, if there are pages."""
         waiting = self._queue.ready
         return bool(waiting) and len(self.running) < self._max_rows and waiting[0].submitted <= self.admits_until
 
@@ -180,7 +175,7 @@ class Scheduler:
             self.preempt()
 
     def _may_enter(self, request: Request) -> bool:
-        """Promise a row the page that it enters; several, if all others could have as many: that is looked at less."""
+        """Promise a row the page that it enters; several, if all rows could have as many, to look less often."""
         row = request.running_row
         if row.limit > row.length:
             return True
@@ -200,7 +195,7 @@ class Scheduler:
         return Chunk(request, ids, start + len(ids) == len(request.known), scored)
 
     def _admit(self) -> Request | None:
-        """Give the next waiting request its row; None if there is none, or it has to go on waiting."""
+        """Give the next waiting request its row; None if none may begin."""
         if not self._has_room:
             return None
         ready = self._queue.ready
@@ -217,7 +212,7 @@ class Scheduler:
         return request
 
     def _row_for(self, request: Request) -> Row | None:
-        """Return a row with what is cached of the request's text, and a promise of what it likely needs beyond.
+        """Return a row with the cached pages of the request's text, and a promise of what it likely needs beyond.
 
         None if there are too few pages, or if too many rows keep their slots.
         """
@@ -245,7 +240,7 @@ class Scheduler:
 
     @staticmethod
     def _reserved(row: Row, tokens: int) -> bool:
-        """Promise a row pages for so many tokens, if there are enough."""
+        """Promise a row pages for so many tokens; False if there are too few."""
         try:
             row.reserve(tokens)
         except OutOfPagesError:
@@ -261,10 +256,10 @@ class Scheduler:
     # ---- preemption
 
     def preempt(self) -> None:
-        """Take the pages of whoever has computed least of the lowest priority.
+        """Take the pages of the request that has computed least of the lowest priority.
 
         Raises:
-            OutOfPagesError: nobody runs.
+            OutOfPagesError: nothing runs.
         """
         if not self.running:
             raise OutOfPagesError("no page is free, and no request has any")
@@ -276,14 +271,14 @@ class Scheduler:
         logger.debug("request %d gives its pages back after %d tokens", victim.arrival, len(victim.tokens))
 
     def park(self) -> list[Request]:
-        """Take the pages of all that run, and return all requests, to go on in another one of these."""
+        """Take the pages of all that run, and return all requests, to go on in another scheduler."""
         for request in tuple(self.running):
             self._retire(request)
             self.add(request)
         return self.waiting
 
     def again(self, requests: Sequence[Request]) -> None:
-        """Let requests wait once more that gave their pages back before their last token was read; it is lost."""
+        """Queue requests again that gave their pages back before their last token was read; it is lost."""
         for request in requests:
             if not request.done and request.row is None and request not in self.waiting:
                 self.add(request)
@@ -291,7 +286,7 @@ class Scheduler:
     # ---- what has happened
 
     def launched(self, plan: StepPlan) -> list[Request]:
-        """Note that a plan is queued; return whose last step it was, and give back their pages."""
+        """Note that a plan is queued; return the requests whose last step it was, and free their pages."""
         if self._same:
             self._same -= 1
             return []
@@ -309,10 +304,10 @@ class Scheduler:
         return ended
 
     def read(self, requests: Sequence[Request], tokens: Sequence[int], now: float) -> list[Request]:
-        """Take the tokens that a step has sampled.
+        """Take the tokens that a step has sampled; a token for a request that has ended is dropped.
 
         Args:
-            requests: those that they are for; what comes for one that has ended is dropped.
+            requests: those that the tokens are for.
             tokens: one for each.
             now: on ``time.monotonic``'s clock.
 
@@ -379,13 +374,13 @@ class Scheduler:
 
 
 def _steps_alike(request: Request) -> int:
-    """Return how many more steps it takes part in without asking for pages, or ending, whatever its tokens are."""
+    """Return how many more steps a request takes part in without new pages or its end, whatever its tokens are."""
     row = request.running_row
     return min(row.limit, request.stored - 1) - row.length
 
 
 def _only_waits(request: Request) -> bool:
-    """Return whether nothing is left to run of it, but its last token is sampled late."""
+    """Return whether only a request's last token is left, which is sampled late."""
     return request.constraint is not None and request.fed
 
 

@@ -1,4 +1,4 @@
-"""Chunks of prompts whose tokens' log-probabilities are wanted: launches of their own, which keep all logits.
+"""Chunks of prompts whose tokens' log-probabilities are wanted: separate launches, which keep all logits.
 
 Shapes: Q tokens of a chunk, V vocabulary.
 """
@@ -11,7 +11,6 @@ from torch import Tensor
 from compiled_llm.compilation.sampling.logprobs import score_tokens
 from compiled_llm.engine.steps.logprobs import ArrivingPrompt, Watch
 from compiled_llm.engine.steps.plan import Chunk
-from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.model_runner import ModelRunner
 
@@ -25,7 +24,7 @@ def run_scored(model_runner: ModelRunner, persistent: PersistentBatch, chunk: Ch
     request, row, count = chunk.request, chunk.request.running_row, len(chunk.ids)
     start = row.length
     persistent.leave([row])
-    logits = model_runner.extend([Extension.of(row, chunk.ids, chunk.is_last)], keep=np.arange(count))  # [Q, V]
+    logits = model_runner.extend([chunk.extension], keep=np.arange(count))  # [Q, V]
     following = request.prompt[start + 1 : start + 1 + count]
     (tokens,) = model_runner.state.staging.to_device([following])
     most = min(request.prompt_logprobs or 0, logits.shape[1])

@@ -1,4 +1,4 @@
-"""The log-probabilities of one request's tokens, and nothing of the rows that ran beside it."""
+"""The log-probabilities of one request's tokens, and nothing of other rows of the batch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import NamedTuple
 
 
 class TokenScores(NamedTuple):
-    """Of the token at one place.
+    """The scores of one token.
 
     Attributes:
-        chosen: its log-probability.
-        rank: 1 and how many tokens are likelier.
-        values: log-probabilities of the likeliest tokens, in descending order.
-        tokens: whose they are.
+        sampled: its log-probability.
+        rank: 1 plus the number of more likely tokens.
+        values: log-probabilities of the most likely ``tokens``, in descending order.
     """
 
     sampled: float
@@ -34,22 +33,19 @@ class Scores:
     __slots__ = ("_numbers", "_size")
 
     def __init__(self) -> None:
-        """Begin with no token's."""
         self._numbers = bytearray()
         self._size = 1  # of one token's, in bytes, once there is one
 
     def append(self, numbers: bytes) -> None:
-        """Keep the next token's, an entry of ``ScoredTokens.packed``; all have as many of the likeliest tokens."""
+        """Keep the next token's, an entry of ``ScoredTokens.packed``; all have as many of the most likely tokens."""
         self._size = len(numbers)  # first: other threads read as many as there are bytes
         self._numbers += numbers
 
     def extend(self, numbers: Sequence[bytes]) -> None:
-        """Keep those of the next tokens."""
         for each in numbers:
             self.append(each)
 
     def __len__(self) -> int:
-        """Of how many tokens they are known."""
         return len(self._numbers) // self._size
 
     def __getitem__(self, index: int) -> TokenScores:
@@ -65,5 +61,5 @@ class Scores:
 
 @lru_cache(maxsize=64)
 def _form(num_logprobs: int) -> Struct:
-    """Return how the numbers of one token lie, with so many of the likeliest ones."""
+    """Return the layout of one token's numbers."""
     return Struct(f"=fi{num_logprobs}f{num_logprobs}i")

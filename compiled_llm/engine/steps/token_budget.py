@@ -7,7 +7,7 @@ import math
 _SMALLEST = 16
 _LARGEST = 2**16
 _OF_THE_LATEST = 0.25
-"""How much the latest step counts in what is taken for the length of the next one."""
+"""The weight of the latest step in the estimate for the next one."""
 _FADING = 0.99
 """A size that seemed too long seems this much shorter after each step that could have been longer, so that one odd
 step does not forbid it for ever."""
@@ -21,12 +21,7 @@ class TokenBudget:
     """
 
     def __init__(self, max_step_ms: float | None, max_tokens: int) -> None:
-        """Know of no step yet.
-
-        Args:
-            max_step_ms: how long a step may take on the device; None for as long as it takes.
-            most: tokens of a chunk.
-        """
+        """Steps may take ``max_step_ms`` on the device (None for any time); chunks have up to ``max_tokens``."""
         self._limit = math.inf if max_step_ms is None else max_step_ms / 1000
         self._most = max_tokens
         self._decode: dict[int, float] = {}
@@ -38,7 +33,7 @@ class TokenBudget:
         return self._limit < math.inf
 
     def tokens(self, decoding: int) -> int:
-        """Return how many tokens of prompts may run beside so many rows; at least a few, so that prompts go on."""
+        """Return how many tokens of prompts may run next to so many rows; at least a few, so that prompts go on."""
         if not self.bounded:
             return self._most
         left = self._limit - self._decode.get(_rounded(decoding), 0.0)
@@ -54,13 +49,7 @@ class TokenBudget:
         return self._chunk[size]
 
     def ran(self, decoding: int, tokens: int, seconds: float) -> None:
-        """Learn from a step.
-
-        Args:
-            decoding: rows that went on by a token.
-            tokens: of prompts beside them.
-            seconds: how long the device took for both.
-        """
+        """Learn from a step of ``decoding`` rows and ``tokens`` of prompts, which took the device ``seconds``."""
         rows = _rounded(decoding)
         if not tokens:
             _learn(self._decode, rows, seconds)

@@ -1,4 +1,4 @@
-"""Messages for whoever runs the loop, from any thread."""
+"""Messages to the thread that runs the loop, from any thread."""
 
 from __future__ import annotations
 
@@ -18,29 +18,23 @@ _PATIENCE = 10
 
 
 class Arrivals:
-    """What is to be done between two steps. It knows of no engine, so that one may be forgotten while a thread waits.
+    """The calls to make between two steps. They do not keep the engine alive while a thread waits for them.
 
     Attributes:
         changed: the lock of the engine's state, notified when something has changed.
-        closed: whether nothing comes any more.
+        closed: no more messages are taken.
     """
 
     def __init__(self) -> None:
-        """Begin empty."""
         self.changed = Condition()
         self.closed = self._called = False
         self._messages: deque[Message] = deque()
 
     def __bool__(self) -> bool:
-        """Whether there are messages."""
         return bool(self._messages)
 
     def send(self, message: Message) -> None:
-        """Leave a message.
-
-        Raises:
-            RuntimeError: nobody will take it.
-        """
+        """Leave a message; RuntimeError if the engine is closed."""
         with self.changed:
             if self.closed:
                 raise RuntimeError("the engine is closed; make another one")
@@ -48,9 +42,9 @@ class Arrivals:
             self.call()
 
     def deliver(self, loop: Loop) -> None:
-        """Do what the messages say.
+        """Call all messages.
 
-        One that is being done still counts as there: else the engine's thread would take the engine for idle before
+        A message stays in the queue while it is called: else the engine's thread would take the engine for idle before
         the scheduler has its requests, and sleep.
         """
         while self._messages:
@@ -61,19 +55,18 @@ class Arrivals:
                 self._messages.popleft()
 
     def clear(self) -> None:
-        """Forget all messages."""
         self._messages.clear()
 
     def call(self) -> None:
-        """End the ``wait`` of whoever serves."""
+        """End the ``wait`` of the engine's thread."""
         with self.changed:
             self._called = True
             self.changed.notify_all()
 
     def wait(self) -> bool:
-        """Wait until somebody has called since the last time; whether there may be something to do.
+        """Wait for a ``call`` since the last time; False once it is closed.
 
-        Others may have taken the message meanwhile, and leave what it was about when their own answers have ended.
+        Another thread may have taken the message meanwhile, and leave its requests when its own answers have ended.
         """
         with self.changed:
             while not (self._called or self.closed):
@@ -82,7 +75,6 @@ class Arrivals:
             return not self.closed
 
     def close(self) -> None:
-        """Take no more messages."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()

@@ -1,6 +1,7 @@
-"""Who runs the loop: one thread at a time, that of a caller who waits for answers, or one of the engine's own.
+"""Runs the loop in one thread at a time: that of a caller waiting for answers, or the engine's own.
 
-Requests come in as messages, which whoever runs the loop takes between two steps; so nobody else writes its state.
+Requests come in as messages, which the thread that runs the loop takes between two steps; no other thread writes the
+loop's state.
 """
 
 from __future__ import annotations
@@ -41,26 +42,11 @@ logger = logging.getLogger("compiled_llm.engine")
 class EngineThread:
     """Runs the loop of one engine.
 
-    What the loop knows of rows and pages changes only while the model's loop lock is held, by whoever runs it, or by a
-    call that lacks pages (``give_back``).
-
-    Attributes:
-        check: looks at the model.
-        placed: has its loop.
-        turns: which thread runs the loop.
-        request_table: of the requests that have not ended.
-        joined: calls of ``generate`` in its batch.
-        closed: whether it runs no more.
+    The loop's knowledge of rows and pages changes only under the model's loop lock, in the thread that runs it or in
+    a call that lacks pages (``give_back``).
     """
 
     def __init__(self, model: PreTrainedModel, runtime: Runtime, settings: LoopSettings) -> None:
-        """Begin without requests.
-
-        Args:
-            model: wrapped.
-            runtime: its compiled side.
-            settings: what the user says of its loop.
-        """
         self._runtime = runtime
         self.check = ModelCheck(model, runtime, settings.watch_model)
         self.placed = PlacedLoop(self.check, settings)
@@ -79,9 +65,7 @@ class EngineThread:
     def add(self, handles: Sequence[RequestHandle], max_waiting: int | None = None) -> None:
         """Let requests wait for their turn; those that are not ``ready`` have to ``arrive`` later.
 
-        Args:
-            handles: of the requests.
-            max_waiting: how many requests may wait with them; None for any number.
+        ``max_waiting`` bounds how many requests may wait with them; None for any number.
 
         Raises:
             RuntimeError: the engine is closed, or asleep.
@@ -106,12 +90,11 @@ class EngineThread:
 
     @property
     def loop(self) -> Loop | None:
-        """What runs steps on the model as it is placed now; None before the first request, and asleep."""
         return self.placed.loop
 
     @property
     def waiting(self) -> int:
-        """How many requests have not begun to run, or run no more."""
+        """The number of requests that have not begun to run, or run no more."""
         return len(self.request_table) - (0 if self.loop is None else len(self.loop.scheduler.running))
 
     # ---- one thread at a time
@@ -131,10 +114,10 @@ class EngineThread:
                     self._leave()
 
     def answer(self, handles: Sequence[RequestHandle]) -> None:
-        """Run the loop in this thread until these have ended; if it is interrupted, they end."""
+        """Run the loop in this thread until these have ended; an interrupt ends them."""
         remaining = list(handles)
 
-        def ended() -> bool:  # asked after each step: who has ended is not asked again
+        def ended() -> bool:  # after each step; a handle that has ended is not asked again
             while remaining and remaining[-1].done:
                 remaining.pop()
             return not remaining or self.closed
@@ -149,9 +132,9 @@ class EngineThread:
 
     @contextmanager
     def paused(self, patience: float = math.inf) -> Iterator[bool]:
-        """Let no thread run the loop for the block, once the step that it is in has been launched and read.
+        """Let no thread run the loop for the block, once the present step has been launched and read.
 
-        Yields whether that is so: False if another thread has had the loop for ``patience`` seconds.
+        Yields False if another thread has had the loop for ``patience`` seconds; it then runs on.
 
         Raises:
             RuntimeError: this thread runs it.
@@ -169,7 +152,7 @@ class EngineThread:
             self._leave()
 
     def _receive_unless_running(self) -> None:
-        """Take messages, unless somebody runs the loop, who takes them."""
+        """Take messages, unless another thread runs the loop, which takes them."""
         if not (self._arrivals and self.step_lock.begin_if_free()):
             return
         try:
@@ -182,7 +165,7 @@ class EngineThread:
     def _leave(self) -> None:
         self._runtime.loop_lock.claim_pages(self, None)
         self.step_lock.leave()
-        if self._arrivals or self.placed.busy:  # other threads' requests, which the engine's own thread goes on with
+        if self._arrivals or self.placed.busy:  # of other threads: the engine's own goes on with them
             self._arrivals.call()
 
     def start_thread(self) -> None:
@@ -215,7 +198,7 @@ class EngineThread:
         while not done():
             try:
                 self._turn(done)
-            except BaseException as error:  # the model is where it cannot run, or there is no memory for its pages
+            except BaseException as error:  # the model cannot run where it is, or its pages have no memory
                 if self._interrupts(error):
                     raise
                 with self._runtime.loop_lock.taken():
@@ -227,21 +210,21 @@ class EngineThread:
         if loop.idle:
             self._arrivals.deliver(loop)
         if loop.idle:
-            del loop  # while nothing runs, nobody here holds device memory
+            del loop  # while nothing runs, this frame must not hold device memory
             with self._changed:
                 self.step_lock.wait_until(lambda: self._arrivals or done())
             return
         with self._runtime.loop_lock.taken():
             self._work(loop, done)
         self._rest(loop)
-        self.check.forget()  # whoever waited for what has ended may change it now
+        self.check.forget()  # the model may change now that requests have ended
         pause = self._starvation.pause(loop)
         del loop
         if pause:
             time.sleep(pause)
 
     def _rest(self, loop: Loop) -> None:
-        """Let a loop prepare what it has missed; what fails there is no request's, unless the device is lost."""
+        """Let a loop prepare what it has missed; a failure there ends no request, unless the device is lost."""
         try:
             loop.rest(lambda: self._arrivals or self.step_lock.pausing)
         except BaseException as error:
@@ -252,7 +235,7 @@ class EngineThread:
     def _work(self, loop: Loop, done: Callable[[], bool]) -> None:
         """Run steps while there is something to run.
 
-        A loop that is stuck has no pages, and goes: others may wait for all that have any to end.
+        A loop that is stuck has no pages, and returns: others may wait until no loop has any.
         """
         lock, loop.stuck = self._runtime.loop_lock, False
         while not (done() or loop.idle or loop.stuck):
@@ -273,17 +256,17 @@ class EngineThread:
         lock, scheduler = self._runtime.loop_lock, loop.scheduler
         scheduler.lets_pass, scheduler.admits_until = self._starvation.lasting, lock.pages_wanted_since(apart_from=self)
         self.request_table.notify(loop.step(unchanged=not looked))
-        # If nobody else runs who could give pages back, caches have them, and others may well fit.
+        # If no other loop runs that could give pages back, caches have them, and other requests may fit.
         lock.claim_pages(self, scheduler.short_since if scheduler.running or lock.shared else None)
 
     def model_may_have_changed(self, weights_stay: bool) -> None:
-        """Look at the model before the next step; unless its weights stay, all engines forget what came of them."""
+        """Look at the model before the next step; unless its weights stay, empty the prefix cache."""
         self.check.forget()
         if (present := self._runtime.runner_lifecycle.present) is not None and not weights_stay:
             present.prefixes.clear()
 
     def drain(self, loop: Loop) -> None:
-        """Read the tokens of the step that was launched last; if that fails, what runs has failed."""
+        """Read the tokens of the last step that was launched; if that fails, all that runs has failed."""
         try:
             self.request_table.notify(loop.drain())
         except BaseException as error:
@@ -292,7 +275,7 @@ class EngineThread:
                 raise
 
     def _recover(self, loop: Loop, error: BaseException) -> None:
-        """Begin anew after a step that failed, having read the one before it if that can be; raise an interrupt."""
+        """Restart after a step that failed, having read the one before it if possible; raise an interrupt."""
         if not self._interrupts(error):
             try:
                 self.request_table.notify(loop.drain())
@@ -304,7 +287,7 @@ class EngineThread:
             raise error
 
     def _restart(self, loop: Loop, error: BaseException) -> None:
-        """Begin anew after a step that failed: what ran has failed with it, unless this thread was interrupted.
+        """Restart after a step that failed: unless this thread was interrupted, the requests that ran fail with it.
 
         If nothing ran, nothing can: then all have failed.
         """
@@ -316,15 +299,15 @@ class EngineThread:
         elif not self._interrupts(error):
             logger.error("compiled_llm: requests that failed: %d, of %s", len(failed), described(error))
             if not self._runtime.is_current(loop.model_runner):
-                error.__traceback__ = None  # who keeps the error would keep the old device side
+                error.__traceback__ = None  # it would keep the old model runner alive
             self.request_table.end(loop, failed, "error", failure_of(error))
 
     def _interrupts(self, error: BaseException) -> bool:
-        """Whether an error is no request's, but meant for the caller in whose thread the loop runs, as Ctrl-C is."""
+        """Whether an error is meant for the caller in whose thread the loop runs, as Ctrl-C is."""
         return not isinstance(error, Exception) and not self._serving.here
 
     def fail(self, error: BaseException) -> None:
-        """End all requests: our own thread has failed outside of the loop, and nobody else would say so."""
+        """End all requests: the engine's own thread has failed outside of the loop."""
         logger.error("compiled_llm: the engine's thread has failed, of %s", described(error), exc_info=error)
         if self.step_lock.here:
             self._leave()
@@ -336,7 +319,7 @@ class EngineThread:
             self._leave()
 
     def _give_up(self, error: BaseException) -> None:
-        """End all requests; there is no loop to run them, or no device any more, to which nothing is given back."""
+        """End all requests: no loop can run them. A lost device is given nothing back."""
         if (lost := device_lost(error)) is not None:
             self.check.lose(lost)
         with self._changed:  # a request that comes now is in neither or in both
@@ -351,13 +334,12 @@ class EngineThread:
             self.request_table.end(None, requests, "error", failure)
 
     def stats(self) -> EngineStats:
-        """Return what has happened so far."""
         return self.placed.stats(self.waiting)
 
     # ---- asleep, while the loop is paused
 
     def rest(self, ends: bool) -> None:
-        """Run nothing until ``go_on``; if ``ends``, nothing is left that could."""
+        """Run nothing until ``go_on``; if ``ends``, end all requests."""
         self.check.forget()
         with self._changed:
             self.step_lock.resting = True
@@ -365,7 +347,6 @@ class EngineThread:
                 self.request_table.end(None, list(self.request_table), "cancelled")
 
     def go_on(self) -> None:
-        """Run what waits."""
         with self._changed:
             self.step_lock.resting = False
             self._arrivals.call()
@@ -373,7 +354,7 @@ class EngineThread:
     # ---- used by the runtime
 
     def let_go(self) -> None:
-        """Hold the device side no more, which is about to be made anew; unless requests run on it, which then end."""
+        """Drop the model runner, which is about to be made again, unless requests run on it; those then end."""
         with self._changed:
             if not self.step_lock.elsewhere and self.loop is not None and self.loop.idle:
                 self.placed.drop()

@@ -23,7 +23,7 @@ class RequestHandle(PendingAnswers[Answer]):
     Attributes:
         requests: the answers as the engine's loop knows them, to be read only.
         answers: the same as their reader sees them, to be read only.
-        listeners: who waits for them.
+        listeners: called when they have changed.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class RequestHandle(PendingAnswers[Answer]):
         check: Callable[[], None] = lambda: None,
         check_process: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait for requests.
+        """Wait for the answers to one prompt.
 
         Args:
-            requests: the answers to one prompt.
+            requests: the answers.
             cancel: ends requests; takes them, and a reason and an error, if they are not cancelled.
             form: how their tokens become text; None without a tokenizer.
             output: makes the text; needed with ``form``.

@@ -15,26 +15,20 @@ _LOOKING = 0.02
 
 
 class JoinedCalls:
-    """Knows the calls that are in an engine's batch; what has left it runs by itself."""
+    """The calls in an engine's batch; a call that has left it runs by itself."""
 
     def __init__(self, changed: threading.Condition) -> None:
-        """Begin with none.
-
-        Args:
-            changed: the lock of the engine's state.
-        """
         self._changed = changed
         self._handles: set[RequestHandle] = set()
         self._barring = 0
 
     @property
     def barred(self) -> bool:
-        """Whether none may join now."""
         return self._barring > 0
 
     @contextmanager
     def joined(self, handle: RequestHandle) -> Iterator[bool]:
-        """Have a call join for the block, at the end of which it has left; yields whether it may."""
+        """Have a call join for the block; yields whether it may."""
         with self._changed:
             if may := not self.barred:
                 self._handles.add(handle)
@@ -61,13 +55,13 @@ class JoinedCalls:
         with self._changed:
             while self._handles:
                 for handle in tuple(self._handles):
-                    if any(map(_waits, handle.requests)):  # for pages, say, that whoever waits here may have
+                    if any(map(_waits, handle.requests)):  # for pages, say, that this thread may have
                         handle.cancel()
                 self._changed.wait(_LOOKING)
                 check()
 
     def end(self) -> None:
-        """Let none join any more; the engine ends those that have, which run by themselves."""
+        """Let none join any more; the engine ends those that have, which then run by themselves."""
         with self._changed:
             self._barring += 1
 

@@ -24,12 +24,10 @@ _PATIENCE = 10
 
 
 class PromptRequests(Protocol):
-    """A prompt's requests, as far as they are told of.
+    """The part of a handle that the processor uses.
 
     Attributes:
-        listeners: who waits for them.
-        has_text: whether they are told of once their text is made.
-        done: whether they have ended.
+        has_text: listeners hear of it once its text is made.
     """
 
     listeners: Listeners
@@ -46,25 +44,20 @@ class PromptRequests(Protocol):
 
 
 class OutputProcessor:
-    """Makes the text of requests that somebody reads as text, or that stop strings end.
+    """Makes the text of requests that are read as text, or that stop strings end.
 
-    The loop hands over once a step what has changed; requests without text are told of at once. There is no thread
-    until the first request with text.
+    The loop hands over changed requests once a step; listeners of requests without text hear at once. The thread starts
+    with the first request that has text.
     """
 
     def __init__(self, arrivals: Arrivals) -> None:
-        """Begin without a thread.
-
-        Args:
-            inbox: of the engine, whose state has changed when an answer has ended.
-        """
         self._arrivals = arrivals
         self._work = _Work()
         self._thread: threading.Thread | None = None
         weakref.finalize(self, self._work.close).atexit = False
 
     def tell(self, handles: Iterable[PromptRequests | None]) -> None:
-        """Tell whoever waits for these requests, once their text is made."""
+        """Wake the listeners of these requests, once their text is made."""
         awaited = [handle for handle in handles if handle is not None and (handle.has_text or handle.listeners.count)]
         if not awaited:
             return
@@ -73,7 +66,7 @@ class OutputProcessor:
         tell([handle.listeners for handle in awaited if not handle.has_text])
 
     def read(self, handles: Iterable[PromptRequests]) -> None:
-        """Make the text of what has come of these requests; here and now, if the engine is closed."""
+        """Make the text of the tokens that have come; in this thread, if the engine is closed."""
         if not self._work.add(handles):
             _read(handles, self._arrivals)
         elif not self._runs:
@@ -98,12 +91,7 @@ class OutputProcessor:
 
 
 class _Work:
-    """Requests whose tokens have not been read. It knows of no engine, so that one may be forgotten.
-
-    Attributes:
-        changed: its lock, notified when there is work.
-        over: whether there is none, and none comes.
-    """
+    """Requests whose tokens have not been read. It has no reference to the engine, which may so be collected."""
 
     def __init__(self) -> None:
         self.changed = Condition()
@@ -125,14 +113,14 @@ class _Work:
     def take(self) -> list[PromptRequests]:
         """Wait for work; nothing if there will be none."""
         with self.changed:
-            self._taken = []  # an engine that nobody else holds is forgotten here
+            self._taken = []  # the last reference to an engine may go here
             while not (self._handles or self._closed):
                 self.changed.wait(_PATIENCE)
             self._taken, self._handles = list(self._handles), {}
             return self._taken
 
     def lose(self) -> list[PromptRequests]:
-        """Return all that has been waiting or taken, which no text is made of any more."""
+        """Return all requests that waited or were taken."""
         with self.changed:
             lost, self._handles, self._taken = [*self._taken, *self._handles], {}, []
             return lost

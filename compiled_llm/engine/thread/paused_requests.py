@@ -9,26 +9,16 @@ from compiled_llm.engine.thread.arrivals import Arrivals
 
 
 class PausedRequests:
-    """Hands requests over, and keeps those that come late while some have to end first."""
+    """Hands requests over to the scheduler, or keeps them until earlier ones have ended."""
 
     def __init__(self, arrivals: Arrivals, known: Iterable[Request]) -> None:
-        """Keep nobody.
-
-        Args:
-            inbox: of the engine.
-            known: the requests that have not ended; it changes.
-        """
         self._arrivals = arrivals
         self._known = known
         self._early: frozenset[Request] | None = None
         self._late: list[Request] = []
 
     def arrive(self, requests: Sequence[Request]) -> None:
-        """Let requests wait for their turn, now or once nobody is kept.
-
-        Raises:
-            RuntimeError: the engine is closed.
-        """
+        """Hand requests over now, or once an update has ended; RuntimeError if the engine is closed."""
         if (early := self._early) is not None:
             with self._arrivals.changed:
                 if self._early is early:
@@ -37,11 +27,7 @@ class PausedRequests:
         self._arrivals.send(lambda loop: loop.scheduler.add_all(requests))
 
     def begin(self) -> list[Request]:
-        """Keep all that come from now on, and return those that have come and not ended.
-
-        Raises:
-            RuntimeError: somebody is kept already.
-        """
+        """Keep later requests, and return earlier ones that have not ended; RuntimeError if it does already."""
         with self._arrivals.changed:
             if self._early is not None:
                 raise RuntimeError("update_weights: another update is in progress; wait until it has ended")
@@ -50,14 +36,14 @@ class PausedRequests:
             return early
 
     def pop_overdue(self, now: float) -> list[Request]:
-        """Keep those no more whose deadline is over, and return them; ``now`` is on ``time.monotonic``'s clock."""
+        """Remove and return kept requests whose deadline is before ``now`` on ``time.monotonic``'s clock."""
         with self._arrivals.changed:
             overdue = [request for request in self._late if request.deadline is not None and request.deadline <= now]
             self._late = [request for request in self._late if request not in overdue]
             return overdue
 
     def end(self) -> None:
-        """Keep nobody any more."""
+        """Hand over all that were kept."""
         with self._arrivals.changed:
             late, self._early, self._late = self._late, None, []
             if late and not self._arrivals.closed:

@@ -9,19 +9,13 @@ from compiled_llm.engine.steps.request import Request
 
 
 class PlacedLoop:
-    """Makes loops, one after the other; whoever runs the loop makes and drops it.
+    """Makes one loop after the other, in the thread that runs the loop.
 
     Attributes:
         loop: runs steps on the model as it is placed now; None before the first request, and asleep.
     """
 
     def __init__(self, check: ModelCheck, settings: LoopSettings) -> None:
-        """Begin without a loop.
-
-        Args:
-            check: looks at the model.
-            settings: what the user says of its loop.
-        """
         self._check = check
         self._settings = settings
         self._past = EngineStats()
@@ -37,17 +31,17 @@ class PlacedLoop:
     def current(self) -> Loop:
         """Return the loop on the model as it is placed now; requests that run stay with theirs, and end there."""
         if self.loop is None or self.loop.idle:
-            model_runner = self._check.begin()  # lets an old one go first
+            model_runner = self._check.begin()  # which lets an old one go first
             if self.loop is None or self.loop.model_runner is not model_runner:
                 self.drop()
-                model_runner.prefixes.clear()  # who knows of which weights they are
+                model_runner.prefixes.clear()  # their weights are unknown
                 self.loop = Loop.of(model_runner, self._settings)
                 while self._parked:
                     self.loop.scheduler.add(self._parked.pop(0))
         return self.loop
 
     def drop(self, gives_back: bool = True) -> None:
-        """Give all pages back, and hold the device side no more; what has been counted stays."""
+        """Give all pages back, and drop the model runner; counts stay."""
         loop, self.loop = self.loop, None
         if loop is not None:
             self._past = stats_of(loop, 0, self._past)
@@ -55,20 +49,15 @@ class PlacedLoop:
                 loop.close()
 
     def park(self) -> None:
-        """Have no loop; what runs and waits goes on in the next one. The caller holds the loop lock."""
+        """Drop the loop; its requests go on in the next one. The caller holds the loop lock."""
         if self.loop is not None:
             self._parked += self.loop.scheduler.park()
             self.drop()
 
     def forget(self) -> None:
-        """Have no loop, give nothing back, and let nothing go on: all requests have ended."""
+        """Drop the loop and give nothing back: all requests have ended."""
         self._parked.clear()
         self.loop = None
 
     def stats(self, waiting: int) -> EngineStats:
-        """Return what has happened so far.
-
-        Args:
-            waiting: how many requests wait.
-        """
         return stats_of(self.loop, waiting, self._past)

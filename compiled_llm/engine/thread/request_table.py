@@ -1,4 +1,4 @@
-"""Who waits for which request."""
+"""The requests that have not ended, with their handles."""
 
 from __future__ import annotations
 
@@ -18,16 +18,11 @@ class RequestTable(dict[Request, RequestHandle]):
     """The handles of requests that have not ended.
 
     Attributes:
-        output: tells of those that are read as text.
-        held: lets requests come to the scheduler, unless weights are about to change.
+        output: makes the text of those that are read as text.
+        paused_requests: keeps requests from the scheduler while weights are about to change.
     """
 
     def __init__(self, arrivals: Arrivals) -> None:
-        """Begin with none.
-
-        Args:
-            inbox: of the engine.
-        """
         super().__init__()
         self._arrivals = arrivals
         self.output = OutputProcessor(arrivals)
@@ -36,7 +31,7 @@ class RequestTable(dict[Request, RequestHandle]):
     def end(
         self, loop: Loop | None, requests: Sequence[Request], reason: FinishReason, error: BaseException | None = None
     ) -> None:
-        """End requests, which no loop knows yet if it is None."""
+        """End requests; if ``loop`` is None, no loop knows them yet."""
         for request in requests:
             if loop is not None:
                 loop.scheduler.end(request, reason, error)
@@ -45,7 +40,7 @@ class RequestTable(dict[Request, RequestHandle]):
         self.notify(requests)
 
     def notify(self, changed: Sequence[Request]) -> None:
-        """Tell whoever waits for these requests, and forget those that have ended."""
+        """Wake the listeners of these requests, and forget those that have ended."""
         ended = [request for request in changed if request.finish_reason is not None]
         handles = list(map(self.get, changed))
         now = time.monotonic()
@@ -55,6 +50,6 @@ class RequestTable(dict[Request, RequestHandle]):
         try:
             self.output.tell(handles)
         finally:
-            if ended:  # nobody waits here for a token
+            if ended:  # threads wait here for the end of requests, not for tokens
                 with self._arrivals.changed:
                     self._arrivals.changed.notify_all()

@@ -1,4 +1,4 @@
-"""An engine's own thread, which runs the loop while there are requests. It keeps no engine alive that nobody holds."""
+"""An engine's own thread, which runs the loop while there are requests, and does not keep the engine alive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from compiled_llm.engine.thread.arrivals import Arrivals
 
 
 class ServedLoop(Protocol):
-    """What runs the loop."""
+    """The part of the engine that the thread calls."""
 
     def serve(self) -> None:
         """Run it until no request is left."""
@@ -20,29 +20,23 @@ class ServedLoop(Protocol):
 
 
 class ServingThread:
-    """Serves whenever there are messages, and ends with what it serves; whatever fails there ends requests alone.
+    """Serves whenever there are messages, and ends with the engine; a failure there ends requests, not the thread.
 
     Attributes:
         thread: None before the first start.
     """
 
     def __init__(self, served: ServedLoop, arrivals: Arrivals) -> None:
-        """Begin without a thread.
-
-        Args:
-            served: what runs the loop; it is not kept alive.
-            inbox: has its messages.
-        """
         self._arguments = weakref.ref(served), arrivals
         self.thread: threading.Thread | None = None
 
     @property
     def here(self) -> bool:
-        """Whether this thread is it."""
+        """Whether the current thread is it."""
         return threading.current_thread() is self.thread
 
     def start(self) -> None:
-        """Have the thread run, unless it does; one that has died, whatever it died of, is replaced."""
+        """Start the thread, unless it runs; one that has died is replaced."""
         if self.thread is None or not self.thread.is_alive():
             self.thread = threading.Thread(target=_serve, args=self._arguments, name="compiled_llm engine", daemon=True)
             self.thread.start()

@@ -1,4 +1,4 @@
-"""Requests that wait for pages or slots which nobody in progress has: somebody keeps them, and has to be told."""
+"""Detects starvation: the next request needs pages or slots that no running request will free."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ class Starvation:
     """How long nothing could run."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._since: float | None = None
         self._said = False
 
     @property
     def lasting(self) -> bool:
-        """Whether whoever has the pages seems to keep them."""
+        """Whether the pages seem to stay where they are."""
         return self._since is not None and time.monotonic() - self._since > _PATIENCE
 
     def pause(self, loop: Loop) -> float:

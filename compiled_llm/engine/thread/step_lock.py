@@ -1,4 +1,4 @@
-"""Which thread runs an engine's loop: one at a time, and none while another has paused it."""
+"""Lets one thread at a time run an engine's loop, and none while another thread has paused it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,14 @@ _PATIENCE = 0.2
 
 
 class StepLock:
-    """Gives one thread at a time the loop.
+    """Held by the thread that runs the loop, or has paused it.
 
     Attributes:
-        pausing: how many threads want nobody to run it; whoever does lets go soon.
-        resting: whether nobody runs it until it is allowed again; it can be paused.
+        pausing: how many threads wait to pause it; the one that runs it lets go soon.
+        resting: no thread may run it until it is allowed again; it can be paused.
     """
 
     def __init__(self, changed: threading.Condition) -> None:
-        """Begin with nobody.
-
-        Args:
-            changed: the lock of the engine's state, notified when something has changed.
-        """
         self._changed = changed
         self._runner: threading.Thread | None = None
         self.pausing = 0
@@ -44,11 +39,11 @@ class StepLock:
 
     @property
     def _free(self) -> bool:
-        """Whether no thread has the loop; one that has ended has it no more, whatever it has left open."""
+        """Whether no thread has the loop; a thread that has ended does not."""
         return self._runner is None or not self._runner.is_alive()
 
     def begin(self, done: Callable[[], bool]) -> bool:
-        """Wait until no other thread runs the loop, or until ``done``; whether this one does now.
+        """Wait until no other thread runs the loop, or until ``done``; True if this thread runs it now.
 
         Raises:
             RuntimeError: this thread runs it already, or has paused it.
@@ -59,16 +54,13 @@ class StepLock:
             return not done() and self._take()
 
     def begin_if_free(self) -> bool:
-        """Run the loop in this thread unless somebody does; whether it does now."""
+        """Run the loop in this thread if no other does; True if this thread runs it now."""
         with self._changed:
             return self._free and self._take()
 
     @deferred()
     def pause(self, patience: float = math.inf) -> bool:
-        """Let no other thread run the loop from now on; whether this thread has it.
-
-        Args:
-            patience: seconds after which this thread gives up, if another one still has the loop.
+        """Let no other thread run the loop; True if this thread has it, False after ``patience`` seconds.
 
         Raises:
             RuntimeError: this thread runs it.
@@ -85,13 +77,12 @@ class StepLock:
                 self._changed.notify_all()
 
     def leave(self) -> None:
-        """Let others run it."""
         with self._changed:
             self._runner = None
             self._changed.notify_all()
 
     def wait_until(self, ready: Callable[[], object]) -> None:
-        """Wait, with the lock of the engine's state, which others may have meanwhile."""
+        """Wait, releasing the lock of the engine's state meanwhile."""
         while not ready():
             self._changed.wait(_PATIENCE)
             check()
@@ -101,10 +92,6 @@ class StepLock:
         return True
 
     def check_elsewhere(self) -> None:
-        """Check that this thread may wait for the loop.
-
-        Raises:
-            RuntimeError: it runs it, or has paused it.
-        """
+        """Raise RuntimeError if this thread runs the loop or has paused it, and so may not wait for it."""
         if self.here:
             raise RuntimeError("the engine is paused, or running, in this thread; call this from outside of it")

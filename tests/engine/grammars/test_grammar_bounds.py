@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from compiled_llm.engine.grammars.worker_messages import Compile, Failed, WorkerVocabulary
+from compiled_llm.engine.grammars.worker_process import WorkerProcess
 from compiled_llm.requests.structured_outputs import bounds
 from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
@@ -119,14 +119,10 @@ def test_what_is_as_large_as_may_be_is_taken(field: str, value: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[tuple[Any, WorkerVocabulary]]:
+def vocabulary() -> WorkerVocabulary:
     xgrammar = pytest.importorskip("xgrammar")
-    from compiled_llm.engine.grammars.worker_process import WorkerProcess
-
     info = xgrammar.TokenizerInfo([bytes([byte]) for byte in range(256)], stop_token_ids=[0])
-    process = WorkerProcess()
-    yield process, WorkerVocabulary(0, info.serialize_json(), 1)
-    process.close()
+    return WorkerVocabulary(0, info.serialize_json(), 1)
 
 
 def deepest_references() -> dict[str, Any]:
@@ -159,12 +155,13 @@ LARGEST = {
 
 
 @pytest.mark.parametrize("form", LARGEST.values(), ids=LARGEST)
-def test_xgrammar_takes_what_is_within_the_bounds(form: dict[str, Any], worker: tuple[Any, WorkerVocabulary]) -> None:
-    process, vocabulary = worker
+def test_xgrammar_takes_what_is_within_the_bounds(
+    form: dict[str, Any], worker: WorkerProcess, vocabulary: WorkerVocabulary
+) -> None:
     if "pattern" in str(form)[:40]:  # deeper than it may be, as deep as it could be if its levels were miscounted
         source = GrammarSource("json", json.dumps(form["json"]))
     else:
         source = StructuredOutputsParams(**form).source
     asked = Compile(0, source, seconds=5, memory=2**29)
-    answer = process.compile(asked, vocabulary, lambda: True)
+    answer = worker.compile(asked, vocabulary, lambda: True)
     assert not (isinstance(answer, Failed) and answer.kind in ("crash", "lost")), answer

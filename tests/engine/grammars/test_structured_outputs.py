@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps import constraint, scheduler
 from compiled_llm.engine.steps.loop import Loop
@@ -21,10 +20,11 @@ from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+from support.engine import tiny_engines
 from support.engine.text_tokenizers import byte_fallback, byte_level
+from support.engine.tiny_engines import tiny
 from support.execution.failing_calls import fail_once
 from support.parity import assert_account_is_empty
-from support.tiny_models import tiny_qwen3
 
 pytest.importorskip("xgrammar")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,8 +35,7 @@ VOCABULARY = 404
 
 
 def wrapped(tokens: int = 6000, vocabulary: int = VOCABULARY) -> PreTrainedModel:
-    plain = tiny_qwen3(eos_token_id=END, num_hidden_layers=1, vocab_size=vocabulary)
-    return compiled_llm.wrap(plain, mode="eager", page_size=4, kv_memory=f"{tokens} tokens", progress=False)
+    return tiny_engines.wrapped(tokens, tiny(eos_token_id=END, vocab_size=vocabulary), max_batch_size=64)
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +43,8 @@ def model() -> PreTrainedModel:
     return wrapped()
 
 
-@pytest.fixture(params=["read at once", "read a step late"])
-def engine(request: pytest.FixtureRequest, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    late = request.param == "read a step late"
-    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
+@pytest.fixture
+def engine(reading: None, model: PreTrainedModel) -> Iterator[Engine]:
     with Engine(model, tokenizer=byte_level(), max_rows=64) as engine:
         yield engine
     assert_account_is_empty(model)
@@ -123,9 +120,10 @@ def test_lark_grammars_and_tags_in_their_former_form(engine: Engine) -> None:
 def test_blanks_are_bounded_unless_a_user_wants_them(engine: Engine, given: dict[str, Any]) -> None:
     blank, brace = byte_level().encode(" ")[0], byte_level().encode("}")[0]
     likes = {"logit_bias": {blank: 100, brace: 50}, "temperature": 0.0}
-    for most in (3, 32, None):
-        asked = form(**given) if most == 32 else form(**given, max_whitespace_cnt=most)
-        output = engine.generate([5, 6, 7], settings(structured_outputs=asked, **likes))[0]
+    bounds = (3, 32, None)
+    forms = [form(**given) if most == 32 else form(**given, max_whitespace_cnt=most) for most in bounds]
+    outputs = engine.generate([[5, 6, 7]] * 3, [settings(structured_outputs=asked, **likes) for asked in forms])
+    for most, output in zip(bounds, outputs, strict=True):
         assert (output.text or "").removesuffix("}") == "{" + " " * (most or 89)
         assert output.finish_reason == ("stop" if most else "length")
 
@@ -269,7 +267,7 @@ def prompts_of(seed: int) -> list[list[int]]:
     return [torch.randint(5, 380, (length,), generator=draw).tolist() for length in lengths]
 
 
-def test_everybody_gets_the_tokens_that_they_get_alone(engine: Engine, seed: int) -> None:
+def test_each_request_gets_the_tokens_that_it_gets_alone(engine: Engine, seed: int) -> None:
     prompts = prompts_of(seed)
     together = tokens_of(engine.generate(prompts, MIXED))
     alone = [tokens_of(engine.generate([prompt], [params]))[0] for prompt, params in zip(prompts, MIXED, strict=True)]

@@ -1,26 +1,18 @@
-"""What steps have missed is captured while nothing runs, until somebody wants something else."""
+"""What steps have missed is captured while nothing runs, until a request comes or a call needs the model."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
-import compiled_llm
-from compiled_llm import Engine, SamplingParams
+from compiled_llm import Engine
 from compiled_llm.execution.model_runner import ModelRunner
-from support.tiny_models import tiny_qwen3
+from support.engine.tiny_engines import PATIENCE, greedy
+from support.in_threads import start
 
-PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    model = compiled_llm.wrap(tiny_qwen3(), mode="eager", kv_memory="2000 tokens", progress=False)
-    with Engine(model) as engine:
-        yield engine
-    compiled_llm.unwrap(model)
+PARAMS = greedy(4)
 
 
 def test_an_idle_engine_captures_until_a_request_comes_or_it_is_paused(
@@ -34,14 +26,11 @@ def test_an_idle_engine_captures_until_a_request_comes_or_it_is_paused(
         idle.clear()
 
     monkeypatch.setattr(ModelRunner, "catch_up", catch_up)
-    for interrupt in (lambda: engine.submit([5, 6], PARAMS).result(60), engine.sleep):
+    for interrupt in (lambda: engine.submit([5, 6], PARAMS).result(PATIENCE), engine.sleep):
         try:
-            engine.submit([5, 6, 7], PARAMS).result(60)
-            assert idle.wait(60)
-            thread = threading.Thread(target=interrupt, daemon=True)
-            thread.start()
-            thread.join(60)
-            assert not thread.is_alive(), "whoever captures has not let go"
+            engine.submit([5, 6, 7], PARAMS).result(PATIENCE)
+            assert idle.wait(PATIENCE)
+            start(interrupt).result(PATIENCE)  # or captures have not let go
         finally:
             let_go.set()
         let_go.clear()

@@ -6,25 +6,21 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
-import compiled_llm
 from compiled_llm.engine.device_loss import DeviceLostError, device_lost
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.requests.sampling_params import SamplingParams
+from support.engine.tiny_engines import PATIENCE, wrapped
 from support.execution.failing_calls import fail_once
-from support.tiny_models import tiny_qwen3
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported elsewhere"
 LONG = SamplingParams(max_tokens=900, ignore_eos=True)
-PATIENCE = 60
 
 
 @pytest.fixture
 def engine(one_thread: None) -> Iterator[Engine]:
-    model: PreTrainedModel = tiny_qwen3(eos_token_id=None, num_hidden_layers=1)
-    with Engine(compiled_llm.wrap(model, mode="eager", kv_memory="4000 tokens", progress=False), max_rows=2) as engine:
+    with Engine(wrapped(4000), max_rows=2) as engine:
         engine.generate([3, 4], SamplingParams(max_tokens=2))
         yield engine
     assert engine.closed
@@ -38,10 +34,7 @@ def engine(one_thread: None) -> Iterator[Engine]:
         (torch.AcceleratorError("CUDA error: out of memory\n..."), "CUDA error: out of memory"),
         (torch.AcceleratorError("CUDA error: something new\n..."), "CUDA error: something new"),
         (RuntimeError("Triton Error [CUDA]: misaligned address"), "misaligned address"),
-        (
-            RuntimeError("CUDA Error: unspecified launch failure (719) /x.cu: 7"),
-            "unspecified launch failure",
-        ),
+        (RuntimeError("CUDA Error: unspecified launch failure (719) /x.cu: 7"), "unspecified launch failure"),
         (torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing"), None),
         (torch.AcceleratorError("CUDA error: invalid configuration argument"), None),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB"), None),

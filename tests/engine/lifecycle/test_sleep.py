@@ -19,26 +19,25 @@ from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.execution.lifecycle import runner_lifecycle
 from compiled_llm.requests.sampling_params import SamplingParams
+from support.engine.tiny_engines import PATIENCE, greedy, tiny, wrapped
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
-from support.parity import assert_account_is_empty
-from support.tiny_models import tiny_qwen3
+from support.in_threads import start
+from support.parity import alone, assert_account_is_empty
 
 PROMPTS = [[5, 6, 7, 8] * 9, [5, 6, 7, 8] * 5 + [9, 10], [3, 4]]
 PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
+    greedy(24),
     SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.3, seed=3, n=2, max_tokens=24, ignore_eos=True),
     SamplingParams(temperature=1.0, seed=4, max_tokens=24, ignore_eos=True),
 ]
 
 
-def wrapped(**options: Any) -> PreTrainedModel:
-    options = {"mode": "eager", "max_batch_size": 8, "page_size": 16, "progress": False, **options}
-    return compiled_llm.wrap(tiny_qwen3(eos_token_id=None), kv_memory="2000 tokens", **options)
+PAGES: dict[str, Any] = {"page_size": 16, "max_batch_size": 8}
 
 
 @pytest.fixture
 def model(one_thread) -> PreTrainedModel:
-    return wrapped()
+    return wrapped(**PAGES)
 
 
 @pytest.fixture
@@ -56,18 +55,12 @@ def begun(engine: Engine) -> list[RequestHandle]:
     handles = [engine.submit(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
     reached = threading.Event()
     handles[1].when_changed(lambda: len(handles[1].requests[1].tokens) >= 3 and reached.set())
-    assert reached.wait(60)
+    assert reached.wait(PATIENCE)
     return handles
 
 
 def results(handles: list[RequestHandle]) -> list[list[list[int]]]:
-    return [[answer.token_ids for answer in handle.result(timeout=60).outputs] for handle in handles]
-
-
-def huggingfaces(model: PreTrainedModel, prompt: list[int], **settings: Any) -> list[int]:
-    ids = torch.tensor([prompt])
-    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False, **settings}
-    return model.generate(ids, **settings)[0].tolist()
+    return [[answer.token_ids for answer in handle.result(PATIENCE).outputs] for handle in handles]
 
 
 def device_objects(model: PreTrainedModel) -> dict[str, weakref.ref[Any]]:
@@ -113,24 +106,21 @@ def test_requests_that_are_parked_get_the_tokens_that_they_would_have_got(monkey
 
 
 def test_callers_who_wait_for_answers_wait_through_it(engine):
-    expected, got = answers(engine), []
-    before = engine.stats().new_tokens
-    caller = threading.Thread(target=lambda: got.append(answers(engine)))
-    caller.start()
+    expected, before = answers(engine), engine.stats().new_tokens
+    caller = start(lambda: answers(engine))
     while engine.stats().new_tokens == before:
         time.sleep(0.001)
     engine.sleep()
-    assert caller.is_alive()
+    assert not caller.done()
     engine.wake()
-    caller.join(60)
-    assert got == [expected]
+    assert caller.result(PATIENCE) == expected
 
 
 def test_requests_that_are_ended_keep_their_tokens(engine):
     expected = answers(engine)
     handles = begun(engine)
     engine.sleep(requests="end")
-    outputs = [handle.result(timeout=60) for handle in handles]
+    outputs = [handle.result(PATIENCE) for handle in handles]
     assert {answer.finish_reason for output in outputs for answer in output.outputs} == {"cancelled"}
     for output, full in zip(outputs, expected, strict=True):
         for answer, whole in zip(output.outputs, full, strict=True):
@@ -155,7 +145,7 @@ def test_a_request_whose_deadline_has_passed_ends_when_the_engine_wakes(engine):
         handle = engine.submit(PROMPTS[0], PARAMS[0], timeout=0.01)
     engine.sleep()
     engine.wake()
-    assert handle.result(timeout=60).finish_reason in ("timeout", "length")
+    assert handle.result(PATIENCE).finish_reason in ("timeout", "length")
 
 
 def test_all_engines_of_a_model_sleep_and_wake_together(model, engine):
@@ -176,7 +166,7 @@ def test_all_engines_of_a_model_sleep_and_wake_together(model, engine):
 
 @pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.whole)])
 def test_nothing_of_the_device_side_is_left(one_thread, mode):
-    model = wrapped(mode=mode)
+    model = wrapped(mode=mode, **PAGES)
     with Engine(model, max_rows=8) as engine:
         expected = answers(engine)
         memory, objects = engine.describe().memory, device_objects(model)
@@ -196,7 +186,7 @@ def test_nothing_of_the_device_side_is_left(one_thread, mode):
 
 def test_what_was_recorded_is_recorded_again(monkeypatch, one_thread):
     let_a_cpu_capture(monkeypatch)
-    model = wrapped()
+    model = wrapped(**PAGES)
     with Engine(model, max_rows=8) as engine:
         engine.warmup([1, 5])
         expected = answers(engine)
@@ -216,19 +206,17 @@ def test_what_was_recorded_is_recorded_again(monkeypatch, one_thread):
 
 def test_pages_go_even_if_a_call_of_generate_waits_in_the_engine(model, engine):
     """Its cache, empty as it is, stays in HuggingFace's frames."""
-    expected, got = huggingfaces(model, PROMPTS[0]), []
+    expected = alone(model, PROMPTS[0], 6)
     handles = begun(engine)
     with engine.paused():
-        caller = threading.Thread(target=lambda: got.append(huggingfaces(model, PROMPTS[0])))
-        caller.start()
-        while len(engine._engine_thread.request_table) < 5 and caller.is_alive():
+        caller = start(lambda: alone(model, PROMPTS[0], 6))
+        while len(engine._engine_thread.request_table) < 5 and not caller.done():
             pass
     pages = device_objects(model)["pages"]
     engine.sleep()
-    assert got or pages() is None
+    assert caller.done() or pages() is None
     engine.wake()
-    caller.join(60)
-    assert got == [expected]
+    assert caller.result(PATIENCE) == expected
     assert results(handles)
 
 
@@ -256,7 +244,7 @@ def test_caches_that_others_hold_are_named(model, engine):
 
 
 def test_what_needs_pages_is_refused_and_the_model_runs_as_huggingfaces(model, engine):
-    expected = huggingfaces(model, PROMPTS[0])
+    expected = alone(model, PROMPTS[0], 6)
     engine.sleep()
     refused = [
         lambda: engine.submit([5]),
@@ -270,16 +258,16 @@ def test_what_needs_pages_is_refused_and_the_model_runs_as_huggingfaces(model, e
     for call in refused:
         with pytest.raises(RuntimeError, match=r"is asleep, and has no pages; call (its )?wake\(\)"):
             call()
-    assert huggingfaces(model, PROMPTS[0]) == expected
+    assert alone(model, PROMPTS[0], 6) == expected
     with torch.no_grad():
         assert model(torch.tensor([PROMPTS[0]])).logits.shape == (1, 36, 128)
     assert model.compiled.stats().slow_paths == {"asleep": 1, "forward: asleep": 1}
     engine.reset_prefix_cache()
     assert engine.stats().pages is None
     engine.wake()
-    assert huggingfaces(model, PROMPTS[0]) == expected
+    assert alone(model, PROMPTS[0], 6) == expected
     assert [output.generated_tokens for output in model.generate_batch([PROMPTS[0]], max_new_tokens=6).values()] == [
-        expected[len(PROMPTS[0]) :]
+        expected
     ]
 
 
@@ -300,7 +288,10 @@ def test_a_manager_that_is_kept_serves_again(model, engine):
     model.destroy_cached_continuous_batching_manager()
 
 
-def test_twice_does_nothing_more(engine):
+def test_before_anything_was_done_and_twice(engine):
+    assert engine.sleep() == 0
+    assert engine.asleep
+    engine.wake()
     expected = answers(engine)
     engine.wake()
     assert engine.sleep() > 0
@@ -308,13 +299,6 @@ def test_twice_does_nothing_more(engine):
     engine.wake()
     engine.wake()
     assert answers(engine) == expected
-
-
-def test_an_engine_that_has_done_nothing_yet_sleeps_and_wakes(engine):
-    assert engine.sleep() == 0
-    assert engine.asleep
-    engine.wake()
-    assert answers(engine)
 
 
 def test_impossible_moments_and_arguments(model, engine):
@@ -339,28 +323,6 @@ def test_impossible_moments_and_arguments(model, engine):
             call()
 
 
-def test_a_call_of_generate_in_progress_ends_first(model, engine):
-    expected, got = huggingfaces(model, [5, 6]), []
-    inside, go = threading.Event(), threading.Event()
-
-    def stop(ids: object, scores: object) -> bool:
-        inside.set()
-        return not go.wait(30)
-
-    caller = threading.Thread(target=lambda: got.append(huggingfaces(model, [5, 6], stopping_criteria=[stop])))
-    caller.start()
-    assert inside.wait(30)
-    sleeper = threading.Thread(target=engine.sleep)
-    sleeper.start()
-    sleeper.join(0.1)
-    assert not engine.asleep
-    go.set()
-    for thread in (caller, sleeper):
-        thread.join(60)
-    assert engine.asleep
-    assert got == [expected]
-
-
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", ["_current", "prepare"])
 def test_what_fails_to_wake_is_asleep_and_can_be_woken_again(monkeypatch, engine, place, kind):
@@ -381,7 +343,7 @@ def test_what_fails_to_wake_is_asleep_and_can_be_woken_again(monkeypatch, engine
 
 
 def test_close_asleep(model, engine):
-    expected = huggingfaces(model, PROMPTS[0])
+    expected = alone(model, PROMPTS[0], 6)
     handles = begun(engine)
     engine.sleep()
     with Engine(model):
@@ -389,12 +351,12 @@ def test_close_asleep(model, engine):
         assert model.compiled.asleep  # the other one may wake it
     assert {handle.result(timeout=10).finish_reason for handle in handles if len(handle.requests) == 1} == {"cancelled"}
     assert not model.compiled.asleep
-    assert huggingfaces(model, PROMPTS[0]) == expected
+    assert alone(model, PROMPTS[0], 6) == expected
     assert model.compiled.stats().slow_paths == {}
 
 
 def test_an_engine_that_is_forgotten_asleep_keeps_nothing_alive(one_thread):
-    model = wrapped()
+    model = wrapped(**PAGES)
     engine = Engine(model)
     begun(engine)
     engine.sleep()
@@ -412,23 +374,23 @@ def test_an_engine_that_is_forgotten_asleep_keeps_nothing_alive(one_thread):
 
 
 def test_unwrap_asleep(model, engine):
-    expected = huggingfaces(model, PROMPTS[0])
+    expected = alone(model, PROMPTS[0], 6)
     handles = begun(engine)
     engine.sleep()
     compiled_llm.unwrap(model)
     assert handles[0].result(timeout=10).finish_reason == "cancelled"
-    assert huggingfaces(model, PROMPTS[0]) == expected
+    assert alone(model, PROMPTS[0], 6) == expected
 
 
 def test_a_model_that_has_changed_asleep_is_compiled_as_it_is(model, engine):
     answers(engine)
     engine.sleep()
-    other = tiny_qwen3(seed=1, eos_token_id=None)
+    other = tiny(1)
     with torch.no_grad():
         model.load_state_dict(other.state_dict())
     model.double()
     engine.wake()
-    assert huggingfaces(model, PROMPTS[0]) == huggingfaces(other.double(), PROMPTS[0])
+    assert alone(model, PROMPTS[0], 6) == alone(other.double(), PROMPTS[0], 6)
 
 
 # ---- weights
@@ -446,13 +408,7 @@ def places(model: PreTrainedModel) -> dict[str, int]:
 
 @pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.whole)])
 def test_weights_go_and_come_back_as_they_were(weights_move, one_thread, mode):
-    model = compiled_llm.wrap(
-        tiny_qwen3(tie_word_embeddings=True, eos_token_id=None),
-        mode=mode,
-        kv_memory="2000 tokens",
-        fuse_projections=True,
-        progress=False,
-    )
+    model = wrapped(plain=tiny(tie_word_embeddings=True), mode=mode, fuse_projections=True)
     parameters = dict(model.named_parameters())
     parameters["model.norm.weight"].requires_grad_(False)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
@@ -464,7 +420,7 @@ def test_weights_go_and_come_back_as_they_were(weights_move, one_thread, mode):
         engine.sleep(weights=True)
         away = places(model)
         assert not set(before.values()) & set(away.values())
-        for call in (lambda: huggingfaces(model, [5]), lambda: model(torch.tensor([[5]]))):
+        for call in (lambda: alone(model, [5], 6), lambda: model(torch.tensor([[5]]))):
             with pytest.raises(RuntimeError, match=r"its weights are in host memory; call wake\(\)"):
                 call()
         engine.wake()
@@ -483,7 +439,7 @@ def test_weights_go_and_come_back_as_they_were(weights_move, one_thread, mode):
 
 
 def test_weights_may_follow_and_are_back_after_close_or_unwrap(weights_move, model):
-    expected = huggingfaces(model, PROMPTS[0])
+    expected = alone(model, PROMPTS[0], 6)
     for end in ("close", "unwrap"):
         engine = Engine(model)
         engine.sleep()
@@ -491,9 +447,9 @@ def test_weights_may_follow_and_are_back_after_close_or_unwrap(weights_move, mod
         engine.sleep(weights=True)
         assert places(model) != before
         with pytest.raises(RuntimeError, match="host memory"):
-            huggingfaces(model, PROMPTS[0])
+            alone(model, PROMPTS[0], 6)
         engine.close() if end == "close" else compiled_llm.unwrap(model)
-        assert huggingfaces(model, PROMPTS[0]) == expected
+        assert alone(model, PROMPTS[0], 6) == expected
 
 
 def test_weights_that_cannot_move_are_named_and_nothing_has_changed(weights_move, model, engine):

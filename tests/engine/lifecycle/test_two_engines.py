@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import PreTrainedModel
 
-import compiled_llm
 from compiled_llm.engine import model_check
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.thread.engine_thread import EngineThread
-from compiled_llm.requests.sampling_params import SamplingParams
+from support.engine.tiny_engines import PATIENCE, greedy, tiny, wrapped
 from support.in_threads import start
-from support.parity import alone, assert_account_is_empty
-from support.tiny_models import tiny_qwen3
+from support.parity import alone
 
-PATIENCE = 30
 PROMPT = list(range(3, 23))
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-
-
-def tiny() -> PreTrainedModel:
-    return tiny_qwen3(eos_token_id=None, num_hidden_layers=1)
+GREEDY = greedy(12)
 
 
 def change(model: PreTrainedModel) -> PreTrainedModel:
@@ -36,19 +28,15 @@ def change(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @pytest.fixture
-def model() -> Iterator[PreTrainedModel]:
-    options: dict[str, Any] = {"mode": "eager", "max_batch_size": 4, "page_size": 4, "progress": False}
-    model = compiled_llm.wrap(tiny(), kv_memory="400 tokens", **options)
-    yield model
-    assert_account_is_empty(model)
+def model() -> PreTrainedModel:
+    return wrapped(400)
 
 
 @pytest.fixture
-def engine(model: PreTrainedModel, one_thread: None) -> Iterator[Engine]:
+def engine(engine: Engine) -> Engine:
     """One that keeps pages, and has kept some."""
-    with Engine(model) as engine:
-        assert answer(engine) == alone(tiny(), PROMPT, 12)
-        yield engine
+    assert answer(engine) == alone(tiny(), PROMPT, 12)
+    return engine
 
 
 def answer(engine: Engine) -> list[int]:

@@ -1,21 +1,15 @@
-"""A model that nobody but its engine has is looked at once for each device side, and not with each request."""
+"""A model that nobody but its engine has is looked at once for each model runner, and not with each request."""
 
 from __future__ import annotations
 
 import pytest
 from transformers import PreTrainedModel
 
-import compiled_llm
-from compiled_llm import Engine, SamplingParams
+from compiled_llm import Engine
 from compiled_llm.engine.model_check import ModelCheck
-from support.tiny_models import tiny_qwen3
+from support.engine.tiny_engines import greedy
 
-PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
-    return compiled_llm.wrap(tiny_qwen3(), mode="eager", kv_memory="2000 tokens", progress=False)
+PARAMS = greedy(4)
 
 
 def tokens(engine: Engine) -> list[int]:
@@ -37,7 +31,7 @@ def test_how_often_the_model_is_looked_at(
         assert (len(looks) > once) == watched
 
 
-def test_another_device_side_is_looked_at_again(model: PreTrainedModel) -> None:
+def test_another_model_runner_is_looked_at_again(model: PreTrainedModel) -> None:
     with Engine(model, watch_model=False) as engine:
         expected = tokens(engine)
         engine.sleep()
@@ -45,6 +39,6 @@ def test_another_device_side_is_looked_at_again(model: PreTrainedModel) -> None:
             engine.submit([5, 6, 7], PARAMS)
         engine.wake()
         assert tokens(engine) == expected
-        with Engine(model, max_rows=400) as other:  # which makes the device side anew
+        with Engine(model, max_rows=400) as other:  # which makes the model runner again
             assert tokens(other) == expected
         assert tokens(engine) == expected

@@ -29,6 +29,20 @@ def byte_level() -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
+def decode(tokens: list[int]) -> str:
+    """The text of an answer."""
+    return str(byte_level().decode(tokens, skip_special_tokens=True))
+
+
+def up_to_stop(tokens: list[int], stop: str, keeps: bool = False) -> tuple[list[int], str]:
+    """What a stop string leaves of an answer: everything is decoded after each token."""
+    for count in range(1, len(tokens) + 1):
+        text = decode(tokens[:count])
+        if stop in text and not text.endswith("\ufffd"):
+            return tokens[:count], text[: text.index(stop) + (len(stop) if keeps else 0)]
+    return tokens, decode(tokens)
+
+
 @functools.cache
 def byte_fallback() -> PreTrainedTokenizerBase:
     """As Llama 2's: words begin with a blank of their own, and what is not in the vocabulary is written in bytes."""

@@ -1,0 +1,37 @@
+"""A tiny model, an engine of it, and both ways of reading tokens; modules that need others have their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from transformers import PreTrainedModel
+
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.steps.loop import Loop
+from support.engine.tiny_engines import tiny, wrapped
+from support.parity import assert_account_is_empty
+
+
+@pytest.fixture(scope="module")
+def plain() -> PreTrainedModel:
+    return tiny()
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return wrapped()
+
+
+@pytest.fixture
+def engine(model: PreTrainedModel, one_thread: None) -> Iterator[Engine]:
+    with Engine(model) as engine:
+        yield engine
+    assert_account_is_empty(model)
+
+
+@pytest.fixture(params=["read at once", "read a step late"])
+def reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of reading tokens: the CPU's, and the one that keeps a GPU busy."""
+    late = request.param == "read a step late"
+    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))

@@ -1,0 +1,35 @@
+"""An engine whose tokens are texts, and the worker process that compiles grammars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.grammars.worker_process import WorkerProcess
+from support.engine.text_tokenizers import byte_level
+from support.engine.tiny_engines import tiny, wrapped
+from support.parity import assert_account_is_empty
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return wrapped(plain=tiny(eos_token_id=1, vocab_size=380))
+
+
+@pytest.fixture
+def engine(model: PreTrainedModel) -> Iterator[Engine]:
+    with Engine(model, tokenizer=byte_level()) as engine:
+        yield engine
+    assert_account_is_empty(model)
+
+
+@pytest.fixture
+def worker() -> Iterator[WorkerProcess]:
+    process = WorkerProcess()
+    yield process
+    process.close()
+    assert not Path(f"/proc/{process.pid}").exists()

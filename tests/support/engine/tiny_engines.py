@@ -1,0 +1,30 @@
+"""A tiny wrapped model for engines, and settings with which they give HuggingFace's tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+import compiled_llm
+from compiled_llm.requests.sampling_params import SamplingParams
+from support.tiny_models import tiny_qwen3
+
+PATIENCE = 60.0
+"""Seconds after which a test gives up waiting."""
+
+
+def greedy(tokens: int, **others: Any) -> SamplingParams:
+    """The most likely tokens, this many."""
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, **others)
+
+
+def tiny(seed: int = 0, **config: Any) -> PreTrainedModel:
+    """A plain model of one layer that goes on for ever."""
+    return tiny_qwen3(seed, **{"eos_token_id": None, "num_hidden_layers": 1, **config})
+
+
+def wrapped(tokens: int = 2000, plain: PreTrainedModel | None = None, **options: Any) -> PreTrainedModel:
+    """A tiny model, or another one, wrapped with pages for this many tokens."""
+    options = {"mode": "eager", "page_size": 4, "max_batch_size": 4, "progress": False, **options}
+    return compiled_llm.wrap(tiny() if plain is None else plain, kv_memory=f"{tokens} tokens", **options)
