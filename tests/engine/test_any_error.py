@@ -1,4 +1,4 @@
-"""Whatever a request's own code raises ends that request: no thread of the engine's, and nobody else's request."""
+"""Any error of a request's own code ends that request: no thread of the engine's, and no other request."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.request import RequestError
+from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.engine.thread.output_processor import OutputProcessor
 from support.engine.tiny_engines import PATIENCE, greedy
 from support.execution.failing_calls import fail_once
@@ -84,25 +85,16 @@ def assert_it_goes_on(engine: Engine, plain: PreTrainedModel) -> None:
 def test_a_processor_ends_its_request(
     engine: Engine, plain: PreTrainedModel, error: type[BaseException], after: int
 ) -> None:
+    params = greedy(9, logits_processors=[failing(error, after)])
+    if error is not KeyboardInterrupt:  # which would be the caller's, in whose thread the processor runs
+        outputs = engine.generate([PROMPT, OTHER], [params, greedy(9)])
+        assert [output.finish_reason for output in outputs] == ["error", "length"]
     with engine.paused():
-        beside = engine.submit(OTHER, greedy(9))
-        bad = engine.submit(PROMPT, greedy(9, logits_processors=[failing(error, after)]))
+        beside, bad = engine.submit(OTHER, greedy(9)), engine.submit(PROMPT, params)
     with pytest.raises(RequestError, match=f"processor has failed: {error.__name__}: planted"):
         bad.result(PATIENCE)
     assert len(bad.output().token_ids) == after
     assert beside.result(PATIENCE).token_ids == alone(plain, OTHER, 9)
-    assert_it_goes_on(engine, plain)
-
-
-@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError])
-def test_a_processor_that_runs_in_anothers_thread_ends_not_that_ones_call(
-    engine: Engine, plain: PreTrainedModel, error: type[BaseException]
-) -> None:
-    """The thread that waits for its own answers runs the steps of all."""
-    bad = greedy(9, logits_processors=[failing(error, 2)])
-    outputs = engine.generate([PROMPT, OTHER], [bad, greedy(9)])
-    assert [output.finish_reason for output in outputs] == ["error", "length"]
-    assert outputs[1].token_ids == alone(plain, OTHER, 9)
     assert_it_goes_on(engine, plain)
 
 
@@ -279,7 +271,7 @@ def throw(thread: threading.Thread | None, error: type[BaseException]) -> None:
 
 
 @pytest.mark.parametrize("name", ["serve", "_run", "_turn"])
-def test_who_waits_hears_of_what_the_engines_thread_has_failed_of(
+def test_requests_end_with_the_error_of_the_engines_thread(
     engine: Engine,
     plain: PreTrainedModel,
     monkeypatch: pytest.MonkeyPatch,
@@ -317,11 +309,9 @@ def test_a_thread_that_has_died_is_replaced(
     assert len("".join(engine.submit(PROMPT, greedy(4)).text()).split()) == 4
 
 
-def test_who_reads_text_hears_of_a_text_thread_that_fails(
+def test_texts_end_with_the_error_of_the_text_thread(
     engine: Engine, plain: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from compiled_llm.engine.thread.handle import RequestHandle
-
     handle = engine.submit(PROMPT, greedy(300))
     with monkeypatch.context() as patch:
         patch.setattr(RequestHandle, "read_text", lambda self: {}["missing"])

@@ -152,7 +152,7 @@ def test_a_sampled_call_that_leaves_goes_on_with_its_seeds(model: Any) -> None:
 
 
 def test_a_call_that_is_refused_its_pages_says_so(plain: list[PreTrainedModel], model: Any, engine: Engine) -> None:
-    """It would wait in the engine for pages that who sends the model to sleep keeps."""
+    """It would wait in the engine for pages of a cache that the thread which calls sleep keeps."""
     with torch.no_grad():
         kept = model(torch.tensor([PROMPT * 150])).past_key_values  # 188 of 300 pages
     beside, call = joined(model, engine, tokens=900)

@@ -1,6 +1,6 @@
 """Requests from several threads at random times, too few pages, and calls of the model beside them; twice.
 
-Pages are NaN on the device as soon as nobody owns them.
+Pages are NaN on the device as soon as they are free.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ def test_weights_that_change_empty_the_prefix_cache(plain, model, engine, seed):
     with engine.paused():
         model.load_state_dict(other.state_dict())
     assert engine.generate(prompt, params)[0].token_ids == alone(other, prompt, 8)
-    with torch.no_grad():  # in place, and nobody told the engine
+    with torch.no_grad():  # in place, and the engine is not told
         for parameter, wanted in zip(model.parameters(), tiny().parameters(), strict=True):
             parameter.copy_(wanted)
     threading.Event().wait(0.11)

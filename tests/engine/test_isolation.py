@@ -67,7 +67,7 @@ def place_of(model: PreTrainedModel, engine: Engine, name: str) -> tuple[Any, st
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", PLACES)
 def test_each_call_into_the_device_may_fail_once(plain, monkeypatch, one_thread, place, kind):
-    """Whoever runs fails with it, or nobody if it is Ctrl-C; what comes next is right, and nothing is lost."""
+    """Requests that run fail with it, or none if it is Ctrl-C; later ones are right, and nothing is lost."""
     monkeypatch.setattr(Loop, "asynchronous", True)
     model, prompts = wrapped(4000, **PAGES), [PROMPT, PROMPT[:20], [5, 6, 7]]
     params = [greedy(6), SamplingParams(temperature=0.9, seed=3, max_tokens=6, n=2), greedy(6)]
@@ -88,18 +88,7 @@ def test_each_call_into_the_device_may_fail_once(plain, monkeypatch, one_thread,
     assert_account_is_empty(model)
 
 
-def test_what_waits_does_not_fail_with_what_runs(plain, model, monkeypatch, one_thread):
-    with Engine(model, max_rows=1) as engine:
-        engine.generate([5])
-        with engine.paused():
-            first, second = engine.submit(PROMPT, greedy(4)), engine.submit(PROMPT[:9], greedy(4))
-            fail_once(monkeypatch, model.compiled.model_runner().prefill, "run", MemoryError("planted"), after=1)
-        with pytest.raises(MemoryError, match="planted"):
-            first.result(PATIENCE)
-        assert second.result(PATIENCE).token_ids == alone(plain, PROMPT[:9], 4)
-
-
-def test_ctrl_c_while_the_device_has_failed_hangs_nobody(plain, model, engine, monkeypatch):
+def test_ctrl_c_while_the_device_has_failed_ends_requests(plain, model, engine, monkeypatch):
     monkeypatch.setattr(Loop, "asynchronous", True)
     engine.generate(PROMPT, greedy(2))
     handle = engine.submit(PROMPT, greedy(900))
@@ -111,15 +100,6 @@ def test_ctrl_c_while_the_device_has_failed_hangs_nobody(plain, model, engine, m
         fail_once(patch, loop.scheduler, "read", RuntimeError("planted"), after=2)
         with pytest.raises(RuntimeError, match="planted"):
             handle.result(PATIENCE)
-    assert engine.generate(PROMPT, greedy(4))[0].token_ids == alone(plain, PROMPT, 4)
-
-
-def test_a_model_that_cannot_be_placed_ends_what_waits(plain, model, engine, monkeypatch):
-    with engine.paused():
-        handle = engine.submit(PROMPT, greedy(4))
-        fail_once(monkeypatch, model.compiled, "model_runner", ValueError("planted"), after=1)
-    with pytest.raises(ValueError, match="planted"):
-        handle.result(PATIENCE)
     assert engine.generate(PROMPT, greedy(4))[0].token_ids == alone(plain, PROMPT, 4)
 
 
@@ -217,10 +197,10 @@ def test_a_forgotten_engine_ends_with_its_model(one_thread):
     assert (thread.is_alive(), *(reference() for reference in kept)) == (False, None, None, None)
 
 
-# ---- who calls it, and from where
+# ---- callers
 
 
-def test_an_event_loop_that_is_closed_fails_nobody_else(plain, engine):
+def test_an_event_loop_that_is_closed_fails_no_other_request(plain, engine):
     loop = asyncio.new_event_loop()
 
     async def first() -> Any:
@@ -232,18 +212,6 @@ def test_an_event_loop_that_is_closed_fails_nobody_else(plain, engine):
     loop.close()
     assert engine.submit(PROMPT, greedy(4)).result(PATIENCE).token_ids == alone(plain, PROMPT, 4)
     del left
-
-
-def test_ctrl_c_leaves_nobody_in_the_queue(model, monkeypatch, one_thread):
-    with Engine(model, max_queue=2) as engine:
-        engine.generate([5])
-        for _ in range(3):
-            with monkeypatch.context() as patch:
-                fail_once(patch, model.compiled.model_runner().decode, "run", KeyboardInterrupt(), after=1)
-                with pytest.raises(KeyboardInterrupt):
-                    engine.generate([PROMPT, PROMPT], greedy(20))
-            assert engine.stats().waiting == 0
-            assert model.compiled.stats().pages.used == 0
 
 
 def test_a_request_that_comes_while_the_engine_closes_is_refused(model, engine, monkeypatch):
@@ -295,7 +263,7 @@ def test_a_call_that_kept_caches_leave_no_room_for_is_refused_and_the_engine_goe
     assert_account_is_empty(model)
 
 
-def test_who_keeps_the_pages_that_a_request_waits_for_is_told(monkeypatch, one_thread, caplog):
+def test_a_request_that_waits_for_kept_pages_is_reported(monkeypatch, one_thread, caplog):
     monkeypatch.setattr(starvation, "_LONG", 0.05)
     model = wrapped(160)  # 40 pages
     kept = kept_cache(model, PROMPT[:14], 78)  # 23 of them
@@ -313,7 +281,7 @@ def test_who_keeps_the_pages_that_a_request_waits_for_is_told(monkeypatch, one_t
         assert handle.result(PATIENCE).finish_reason == "length"
 
 
-def test_pages_that_leak_are_told_of_and_given_back(model, engine, monkeypatch, caplog):
+def test_pages_that_leak_are_reported_and_freed(model, engine, monkeypatch, caplog):
     engine.generate(PROMPT, greedy(2))
     assert not caplog.messages
     with monkeypatch.context() as patch:
@@ -336,7 +304,7 @@ def test_requests_of_one_token_are_not_remembered(engine):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_step_is_read_after_the_next_is_launched_whatever_it_runs(monkeypatch, one_thread, late):
-    """Chunks inside a prompt included: nobody waits for them, and no last token waits for another's prompt."""
+    """Chunks inside a prompt included: they are not waited for, and no last token waits for another's prompt."""
     monkeypatch.setattr(Loop, "asynchronous", late)
     model, unread, read = wrapped(4000, prefill_tokens=16, **PAGES), list[int](), list[int]()
     with Engine(model) as engine:

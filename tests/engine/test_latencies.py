@@ -1,4 +1,4 @@
-"""What ``Engine.stats()`` says of waits, of the prefix cache and of pages."""
+"""The figures of ``Engine.stats()`` for waits, the prefix cache and pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits for requests is told once a step, for however many of them it waits."""
+"""A listener is called once a step, for however many requests it listens to."""
 
 from __future__ import annotations
 

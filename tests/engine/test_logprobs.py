@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import (
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -21,14 +22,12 @@ from transformers.generation.logits_process import (
 )
 
 import compiled_llm
-from compiled_llm.compilation.sampling.logprobs import SampledDraws, ScoredTokens, processed, score_tokens
+from compiled_llm.compilation.sampling.logprobs import SampledDraws, processed, score_tokens
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.input_processing.input_processor import end_tokens
-from compiled_llm.engine.steps.logprobs import logprobs_of
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.steps.scheduler import Scheduler
-from compiled_llm.engine.steps.scores import Scores
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.outputs import Completion, Logprob, RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
@@ -117,33 +116,14 @@ def test_requests_that_lose_their_pages(reading, plain, seed, monkeypatch):
             check(plain, prompt, output.outputs[0], 4)
 
 
-def test_what_is_drawn_from(plain, model, seed):
-    (prompt,) = some_prompts(1, seed)
-    settings = {"temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.01}
-    with Engine(model, logprobs_mode="processed_logprobs") as engine:
-        drawn, greedy = engine.generate(
-            [prompt, prompt],
-            [SamplingParams(**settings, max_tokens=9, seed=seed, logprobs=20), SamplingParams(**GREEDY, logprobs=1)],
-        )
-    check(plain, prompt, greedy.outputs[0], 1)
-    raw = table(plain, prompt + drawn.token_ids)[len(prompt) - 1 : -1]
-    for token, entries, values in zip(drawn.token_ids, drawn.outputs[0].logprobs or [], raw, strict=True):
-        kept = {other: logprob for other, (logprob, _) in entries.items() if logprob > -math.inf}
-        assert token in kept
-        assert sum(math.exp(logprob) for logprob in kept.values()) == pytest.approx(1, abs=1e-5)
-        assert set(kept) == set(values.topk(len(kept)).indices.tolist())
-        last, first = (choice(kept, key=kept.__getitem__) for choice in (min, max))
-        assert kept[first] - kept[last] == pytest.approx(float(values[first] - values[last]) / 0.7, abs=1e-4)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_what_is_drawn_from_beside_everything_else(temperature, plain, model, seed):
+def test_scores_that_are_drawn_from(temperature, plain, model, seed):
     """Greedy rows and drawn ones, with prompts that are computed beside them and pages that are lost meanwhile."""
     ends, prompts = [2, 5, 9, *end_tokens(plain)], some_prompts(4, seed)
     settings: list[dict[str, Any]] = [
         {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": -0.3},
         {"logit_bias": {token: 3.0 - token % 5 for token in range(0, 60, 2)}, "stop_token_ids": ends, "min_tokens": 7},
-        {"allowed_token_ids": list(range(3, 64)), "repetition_penalty": 1.2, "top_k": 11, "top_p": 0.9},
+        {"allowed_token_ids": list(range(3, 64)), "repetition_penalty": 1.2, "top_k": 11, "top_p": 0.9, "min_p": 0.05},
         {},
     ]
     params = [
@@ -164,7 +144,7 @@ def test_what_is_drawn_from_beside_everything_else(temperature, plain, model, se
                 assert logprob == pytest.approx(float(values[other]), abs=ROUNDING)
 
 
-def test_what_is_drawn_from_after_a_processor_of_the_users(plain, model, seed):
+def test_scores_that_are_drawn_from_after_a_processor_of_the_users(plain, model, seed):
     (prompt,) = some_prompts(1, seed)
 
     def halved(_: Any, logits: torch.Tensor) -> torch.Tensor:
@@ -198,6 +178,7 @@ def huggingfaces_scores(
     warpers: list[Any] = [TemperatureLogitsWarper(params.temperature)] if params.temperature else []
     warpers += [TopKLogitsWarper(params.top_k)] if params.temperature and params.top_k else []
     warpers += [TopPLogitsWarper(params.top_p)] if params.temperature and params.top_p < 1 else []
+    warpers += [MinPLogitsWarper(params.min_p)] if params.temperature and params.min_p else []
     for warper in warpers:
         scores = warper(text, scores)
     return scores[0]
@@ -220,20 +201,6 @@ def draws_of(given: SampleTokens) -> SampledDraws:
 
 def sampled_from(logits: torch.Tensor, setting: Sampling) -> torch.Tensor:
     return distribution(logits, setting) if setting.temperature else warped(logits, setting).double().softmax(dim=0)
-
-
-@pytest.mark.parametrize("vocabulary", [64, 3000, 5 * 128])
-def test_ranks_of_tokens_that_are_equally_likely(vocabulary, seed):
-    logits = torch.randn(5, vocabulary).mul(2).round().bfloat16()
-    tokens = torch.randint(vocabulary, (5,))
-    scored, scores = ScoredTokens.unpacked(score_tokens(logits, tokens, 4).numpy(), 5), Scores()
-    scores.extend(scored.packed(4))
-    expected = torch.log_softmax(logits.float(), dim=-1)
-    assert np.allclose(scored.values, expected.topk(4).values, atol=1e-6)
-    for row, token in enumerate(tokens.tolist()):
-        for other, (logprob, rank) in logprobs_of(scores[row], token, 4).items():
-            assert logprob == float(expected[row, other])
-            assert rank == 1 + int((expected[row] > expected[row, other]).sum())
 
 
 @pytest.mark.parametrize("drawn", [False, True])
@@ -311,9 +278,11 @@ def test_an_unknown_mode():
 def test_tokens_come_with_them(engine, seed):
     prompts = some_prompts(3, seed)
     settings = SamplingParams(temperature=1.0, seed=seed, n=2, max_tokens=9, ignore_eos=True, logprobs=3)
-    for prompt in prompts:
-        handle = engine.submit(prompt, settings)
-        check_streamed(handle, [list(handle.tokens(index)) for index in range(2)])
+
+    def check_streamed(handle: RequestHandle, streamed: list[list[Token]]) -> None:
+        for answer, tokens in zip(handle.result().outputs, streamed, strict=True):
+            assert answer.token_ids == [token.id for token in tokens]
+            assert list(answer.logprobs or []) == [token.logprobs for token in tokens]
 
     async def read(prompt: list[int]) -> None:
         handle = engine.submit(prompt, settings)
@@ -321,19 +290,15 @@ def test_tokens_come_with_them(engine, seed):
         check_streamed(handle, [first, [token async for token in handle.tokens(1)]])
 
     async def read_all() -> None:
-        await asyncio.gather(*(read(prompt) for prompt in prompts))
+        await asyncio.gather(*map(read, prompts))
 
     asyncio.run(read_all())
+    handle = engine.submit(prompts[0], settings)
+    check_streamed(handle, [list(handle.tokens(index)) for index in range(2)])
     with pytest.raises(ValueError, match=r"use tokens\(index\)"):
         handle.tokens()
     (plain_token,) = engine.submit(prompts[0], SamplingParams(**GREEDY, max_tokens=1)).tokens()
     assert plain_token.logprobs is None
-
-
-def check_streamed(handle: RequestHandle, streamed: list[list[Token]]) -> None:
-    for answer, tokens in zip(handle.result().outputs, streamed, strict=True):
-        assert answer.token_ids == [token.id for token in tokens]
-        assert list(answer.logprobs or []) == [token.logprobs for token in tokens]
 
 
 # ---- of prompts

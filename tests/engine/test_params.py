@@ -124,7 +124,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"top_k": -2}, "top_k=-2 must be 0 or more"),
     ({"top_k": 1.5}, "top_k=1.5 must be 0 or more"),
     ({"min_p": True}, "min_p=True must be from 0 to 1"),
-    ({"seed": -2}, "seed=-2 must be from 0 to 2"),
+    *(({"seed": value}, f"seed={value} must be from 0 to 2") for value in (-2, 2**62)),
     ({"max_tokens": -1}, "max_tokens=-1 must be 0 or more"),
     ({"min_tokens": -1}, "min_tokens=-1 must be 0 or more"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5 must be at most max_tokens=4"),

@@ -180,7 +180,7 @@ def test_waiting_where_the_engine_cannot_run(engine):
     assert len(handle.result(PATIENCE).token_ids) == 200
     assert "paused, or running, in this thread" in errors[0]
     with engine.paused(weights_stay=True):
-        assert handle.result().finish_reason == "length"  # nobody has to wait
+        assert handle.result().finish_reason == "length"  # without waiting
 
 
 def test_how_far_a_handle_is(engine):

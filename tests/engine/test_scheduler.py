@@ -52,13 +52,13 @@ class Watched(Scheduler):
             chosen = request.running_row.length - len(request.prompt) + 1
             assert len(request.tokens) <= chosen < request.max_tokens
         admitted = [request for request in self.running if request not in before]
-        assert all(a.order < b.order for a in admitted for b in self._queue.ready), "somebody has been passed over"
+        assert all(a.order < b.order for a in admitted for b in self._queue.ready), "a request has been passed over"
         assert not admitted or (self.admits_until > 0 and self.preemptions == preempted)
         return plan
 
 
 class Crowd(RuleBasedStateMachine):
-    """Requests that come and go, and others who take pages."""
+    """Requests that come and go, and rows of others that take pages."""
 
     @initialize(
         pages=st.integers(4, 14),
@@ -135,7 +135,7 @@ class Crowd(RuleBasedStateMachine):
         self.now += seconds
 
     @rule()
-    def admit_nobody_or_again(self) -> None:
+    def admit_none_or_again(self) -> None:
         self.scheduler.admits_until = -self.scheduler.admits_until
 
     # ---- steps
@@ -221,7 +221,7 @@ class Crowd(RuleBasedStateMachine):
         assert scheduler._queue.ready == sorted(scheduler._queue.ready, key=lambda request: request.order)
         assert all(request.row is not None for request in scheduler.running)
         assert not any(request.done or request.row for request in scheduler.waiting)
-        assert not any(leader.prefilled or leader.done for leader in scheduler._queue.leaders), "they wait in vain"
+        assert not any(leader.prefilled or leader.done for leader in scheduler._queue.leaders), "they wait for ever"
         for (_, tokens), page in [] if self.tree is None else self.tree._pages.items():
             assert np.frombuffer(tokens, dtype=np.int64).tolist() == [token for token, _ in pool.memory[page]]
         known = [*scheduler.running, *scheduler.waiting, *self.unread()]
@@ -249,7 +249,7 @@ class Crowd(RuleBasedStateMachine):
                 yield request
 
     def teardown(self) -> None:
-        """Left alone, everybody ends."""
+        """Left alone, all requests end."""
         if not hasattr(self, "pool"):
             return
         while self.others:
@@ -257,11 +257,11 @@ class Crowd(RuleBasedStateMachine):
         self.scheduler.admits_until = math.inf
         steps = (
             2 + sum(len(request.prompt) + request.max_tokens + 2 for request in self.alive()) * 3
-        )  # 2: nobody's are read
+        )  # 2: those whose tokens are not read
         while not self.loop.idle:
             self.loop.step()
             self.everything_adds_up()
-            assert (steps := steps - 1) > 0, "somebody starves"
+            assert (steps := steps - 1) > 0, "a request starves"
         assert not self.alive()
         account = self.pool.account()
         assert (account.used, account.free + account.cached) == (0, account.total)
@@ -280,7 +280,7 @@ def launch(scheduler: Scheduler) -> StepPlan:
     return plan
 
 
-def test_who_has_left_before_the_last_token_was_read_waits_again_if_that_is_lost():
+def test_a_request_whose_last_token_is_lost_waits_again():
     scheduler = Scheduler(PagePool(9, 4), 2, lambda decoding: 100)
     request = Request(prompt=np.array([1, 2, 3]), sampling=None, max_tokens=2, stop_token_ids=frozenset())
     scheduler.add(request)
@@ -297,7 +297,7 @@ def test_who_has_left_before_the_last_token_was_read_waits_again_if_that_is_lost
     assert scheduler.idle, "it has ended"
 
 
-def test_who_comes_while_others_go_on_is_in_the_next_plan():
+def test_a_request_that_comes_is_in_the_next_plan():
     scheduler = Scheduler(PagePool(99, 4), 3, lambda decoding: 100)
     first, second = (
         Request(prompt=np.arange(5), sampling=None, max_tokens=50, stop_token_ids=frozenset()) for _ in range(2)
@@ -323,7 +323,7 @@ class TestLargeCrowd(Crowd.TestCase):  # type: ignore[misc]
     settings = settings(deadline=None, max_examples=500, stateful_step_count=100, database=None)
 
 
-def test_the_first_token_and_last_that_could_not_be_read_is_chosen_again():
+def test_the_first_token_and_last_that_could_not_be_read_is_sampled_again():
     crowd = Crowd()
     crowd.start(pages=9, size=4, rows=2, budget=12, caches=False, late=True, guess=1.0)
     crowd.add([5, 6, 7], 1, 1, None, False, 0, None, None, stops=False, late=False)

@@ -112,7 +112,7 @@ def test_a_prompt_that_is_too_long_is_refused(engine: Engine) -> None:
         scoring(min_tokens=1)
 
 
-def test_a_prompt_that_nobody_waits_for_ends_at_its_next_chunk(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_is_cancelled_ends_at_its_next_chunk(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Loop.step
     for params in (SamplingParams(max_tokens=3), scoring()):
         handle, steps = engine.prepare(prompt(500), params), 0

@@ -51,17 +51,18 @@ def test_a_call_beside_a_paused_engine_takes_its_pages(plain, model, engine):
 def test_a_call_while_the_loop_passes_between_threads_takes_its_pages(plain, model, engine, monkeypatch):
     monkeypatch.setattr(EngineThread, "start_thread", lambda self: None)
     handle = engine.submit(PROMPT, greedy(100))
-    engine._engine_thread.run(lambda: handle.requests[0].tokens)  # and now nobody runs it
+    engine._engine_thread.run(lambda: handle.requests[0].tokens)  # and now no thread runs it
     assert by_itself(model, PROMPT, 120) == alone(plain, PROMPT, 120)
     engine._engine_thread.run(lambda: handle.done)
     assert handle.output().token_ids == alone(plain, PROMPT, 100)
 
 
-def test_a_call_that_never_fits_takes_nobodys_pages(model, engine):
+def test_a_call_that_never_fits_takes_no_pages(model, engine):
     handle = engine.submit(PROMPT, greedy(100))
     next(iter(handle))
     with pytest.raises(ValueError, match="pages of 4 tokens"):
         by_itself(model, PROMPT, 225)
+    assert not handle.done, "it has waited for pages"
     with engine.paused(weights_stay=True), pytest.raises(ValueError, match="pages of 4 tokens"):
         by_itself(model, PROMPT, 225)
     assert handle.result(timeout=PATIENCE).finish_reason == "length"
@@ -86,7 +87,7 @@ IN_ENGINE: Any = lambda model, engine, tokens: engine.submit(PROMPT, greedy(toke
     ],
     ids=["calls starve no engine", "small calls starve no large one", "an engine starves no call"],
 )
-def test_who_comes_first_is_served_first(plain, model, engine, crowd, size, late, most):
+def test_requests_are_served_in_their_order(plain, model, engine, crowd, size, late, most):
     """Threads ask again and again, until those have ended that came after them."""
     over, tokens = threading.Event(), 72 if size == 85 else LARGE
 
@@ -108,7 +109,7 @@ def test_who_comes_first_is_served_first(plain, model, engine, crowd, size, late
     assert sum(counts) < most, "it has waited for many that came later"
 
 
-def test_who_waits_for_nobody_passes_when_nothing_moves(plain, model, engine):
+def test_a_call_that_waits_for_no_other_passes_when_nothing_moves(plain, model, engine):
     """A callback waits for a call that came after one that waits for the callback's pages."""
     waiting, expected = [], alone(plain, PROMPT[:9], 20)
 
@@ -162,8 +163,8 @@ def test_no_race_of_submitters_passes_max_queue(model, one_thread, monkeypatch):
             assert len(engine._engine_thread.request_table) == 3
 
 
-def test_whoever_serves_is_called_even_if_another_has_taken_the_message():
-    """That one leaves when its own answers have ended, and the request is served by nobody."""
+def test_the_serving_thread_wakes_even_if_another_has_taken_the_message():
+    """That one leaves when its own answers have ended, and no thread would serve the request."""
     arrivals, taken = Arrivals(), []
     arrivals.send(taken.append)
     arrivals.deliver(cast(Loop, None))

@@ -1,4 +1,4 @@
-"""Rows with penalties keep their slots until they end: whoever finds none left waits, and fails nobody."""
+"""Rows with penalties keep their slots until they end: a request that finds none waits, and no other fails."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_call_of_generate_waits_too(penalty: float, model: PreTrainedModel, en
         assert_right(each)
 
 
-def test_whoever_waits_for_engines_that_are_paused_says_so(
+def test_a_request_that_waits_for_paused_engines_is_reported(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(starvation, "_LONG", 0.05)

@@ -1,4 +1,4 @@
-"""After some errors of CUDA nothing runs in a process any more: everybody hears of it, and nobody waits for ever."""
+"""After some errors of CUDA nothing runs in a process any more: all requests end, and none waits for ever."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def engine(one_thread: None) -> Iterator[Engine]:
     ],
     ids=str,
 )
-def test_what_ends_a_process_is_told_from_what_ends_a_request(error: Exception, what: str | None) -> None:
+def test_errors_that_end_a_process_and_errors_that_end_a_request(error: Exception, what: str | None) -> None:
     lost = device_lost(error)
     assert (lost is None) == (what is None)
     if lost is not None:
@@ -75,7 +75,7 @@ def test_all_requests_end_and_no_more_are_taken(engine: Engine, monkeypatch: pyt
     assert engine.stats().new_tokens >= 1
 
 
-def test_a_loop_that_cannot_begin_anew_hangs_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_cannot_restart_ends_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = engine.submit([3, 4], LONG)
     next(iter(handle))
     with engine.paused():

@@ -67,7 +67,7 @@ def device_objects(model: PreTrainedModel) -> dict[str, weakref.ref[Any]]:
     model_runner = model.compiled.model_runner()
     state, planner = model_runner.state, model_runner._planner
     named = {
-        "device model": model_runner,
+        "model runner": model_runner,
         "pages": state.pages[0],
         "arena": state.arena,
         "slots": state.slots.tables.counts,
@@ -130,22 +130,16 @@ def test_requests_that_are_ended_keep_their_tokens(engine):
     assert answers(engine) == expected
 
 
-def test_a_parked_request_can_be_cancelled(engine):
+def test_parked_requests_can_be_cancelled_and_end_at_their_deadlines(engine):
     handles = begun(engine)
+    with engine.paused():
+        late = engine.submit(PROMPTS[0], PARAMS[0], timeout=0.01)
     engine.sleep()
     handles[0].cancel()
-    assert handles[0].result(timeout=10).finish_reason == "cancelled"
+    assert handles[0].result(PATIENCE).finish_reason == "cancelled"
     engine.wake()
     assert results(handles[1:])
-
-
-def test_a_request_whose_deadline_has_passed_ends_when_the_engine_wakes(engine):
-    engine.generate([5], PARAMS[0])
-    with engine.paused():
-        handle = engine.submit(PROMPTS[0], PARAMS[0], timeout=0.01)
-    engine.sleep()
-    engine.wake()
-    assert handle.result(PATIENCE).finish_reason in ("timeout", "length")
+    assert late.result(PATIENCE).finish_reason in ("timeout", "length")
 
 
 def test_all_engines_of_a_model_sleep_and_wake_together(model, engine):
@@ -165,7 +159,7 @@ def test_all_engines_of_a_model_sleep_and_wake_together(model, engine):
 
 
 @pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.whole)])
-def test_nothing_of_the_device_side_is_left(one_thread, mode):
+def test_nothing_of_the_model_runner_is_left(one_thread, mode):
     model = wrapped(mode=mode, **PAGES)
     with Engine(model, max_rows=8) as engine:
         expected = answers(engine)
@@ -184,7 +178,7 @@ def test_nothing_of_the_device_side_is_left(one_thread, mode):
         assert engine.describe().memory == memory
 
 
-def test_what_was_recorded_is_recorded_again(monkeypatch, one_thread):
+def test_what_was_captured_is_captured_again(monkeypatch, one_thread):
     let_a_cpu_capture(monkeypatch)
     model = wrapped(**PAGES)
     with Engine(model, max_rows=8) as engine:

@@ -1,4 +1,4 @@
-"""Two engines of one model have one prefix cache: whoever says that the weights have changed says it for both."""
+"""Two engines of one model have one prefix cache: a change of weights that one is told of holds for both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that nobody but its engine has is looked at once for each model runner, and not with each request."""
+"""A model that only its engine uses is looked at once for each model runner, and not with each request."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_generate_and_forward_have_them_too(model: Any, engine: Engine, folder: 
     assert alone(model, PROMPT, 6) == huggingfaces(1, PROMPT, 6)
 
 
-def test_who_runs_ends_with_the_old_weights_and_who_comes_begins_with_the_new(engine: Engine, folder: Path) -> None:
+def test_requests_end_with_the_old_weights_and_later_ones_begin_with_the_new(engine: Engine, folder: Path) -> None:
     running = [begun(engine, [*PROMPT, number]) for number in range(3)]
     waiting = [engine.submit([*PROMPT, number], LONG, priority=3) for number in range(3, 6)]  # four rows
     updating = started(engine, folder)

@@ -23,18 +23,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.request import RequestError
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.kvcache.row import Row
 from compiled_llm.requests.outputs import Completion
 from compiled_llm.requests.sampling_params import SamplingParams
+from support.engine.tiny_engines import greedy, tiny, wrapped
 from support.in_threads import start
 from support.parity import alone, assert_account_is_empty
-from support.tiny_models import tiny_qwen3
 
 LONGEST = 48
 THREADS = 5
@@ -52,10 +50,6 @@ REFUSALS = (
 """What a call may be told while another thread stops the model."""
 
 
-def tiny(seed: int) -> PreTrainedModel:
-    return tiny_qwen3(seed, eos_token_id=None, num_hidden_layers=1)
-
-
 class Expected:
     """The tokens of each prompt with each of two sets of weights, of a model that nothing else uses."""
 
@@ -70,6 +64,12 @@ class Expected:
         """Check that tokens are of one set of weights; ``whole`` if so many must be there."""
         assert whole is None or len(tokens) == whole, f"{len(tokens)} tokens of {whole}"
         assert any(list(tokens) == answer[: len(tokens)] for answer in self.answers[prompt]), (prompt, tokens)
+
+    def check_text(self, prompt: int, answer: Completion, stop: str) -> None:
+        """Check that an answer ends before the first stop string, and is one of the two as far as it goes."""
+        texts = ["".join(f"{token} " for token in whole).partition(stop)[0] for whole in self.answers[prompt]]
+        assert any(text.startswith(answer.text or "") for text in texts), (prompt, answer)
+        assert (answer.stop_reason == stop) == (answer.finish_reason == "stop")
 
 
 class Tokenizer:
@@ -124,9 +124,7 @@ class Schedule:
         self._seed, self._expected = seed, expected
         self.done: Counter[str] = Counter()
         draw = random.Random(seed)
-        options: dict[str, Any] = {"mode": "eager", "max_batch_size": 4, "page_size": 4, "progress": False}
-        tokens = draw.choice((600, 1200, 4000))
-        self._model: Any = compiled_llm.wrap(tiny(0), kv_memory=f"{tokens} tokens", **options)
+        self._model: Any = wrapped(draw.choice((600, 1200, 4000)))
         self._rows = draw.choice((2, 6, 16))
         self._engines = [self._new_engine() for _ in range(draw.choice((1, 2)))]
         self._over = threading.Event()
@@ -201,7 +199,7 @@ class Schedule:
 
     def _request(self, draw: random.Random, **settings: Any) -> tuple[int, int, SamplingParams]:
         number, length = draw.randrange(len(PROMPTS)), draw.randint(1, LONGEST)
-        return number, length, SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, **settings)
+        return number, length, greedy(length, **settings)
 
     def _check_result(self, handle: RequestHandle, number: int, length: int) -> None:
         try:
@@ -239,11 +237,13 @@ class Schedule:
         self._check_result(handle, number, length)
 
     def _text(self, draw: random.Random) -> None:
-        number, length, params = self._request(draw, stop=draw.choice((None, "88 ", "never")))
+        stop = draw.choice((None, "88 ", "never"))
+        number, length, params = self._request(draw, stop=stop)
         handle = self._engine(draw).submit(PROMPTS[number], params)
         with contextlib.suppress(RequestError):
-            text = "".join(handle.text())
+            text = "".join(handle.text()) if draw.random() < 0.5 else asyncio.run(_text_of(handle))
             assert text == handle.result(PATIENCE).text
+            self._expected.check_text(number, handle.output().outputs[0], stop or "never")
         self._check_result(handle, number, length)
 
     def _cancel(self, draw: random.Random) -> None:
@@ -354,7 +354,7 @@ class Schedule:
     # ---- what is left
 
     def _end(self) -> None:
-        (output,) = self._engines[0].generate(PROMPTS[2], SamplingParams(temperature=0.0, max_tokens=4))
+        (output,) = self._engines[0].generate(PROMPTS[2], greedy(4))
         self._expected.check(2, output.token_ids, 4)
         self._expected.check(2, alone(self._model, PROMPTS[2], 4), 4)
         for engine in self._engines:
@@ -387,6 +387,10 @@ def _print_who_keeps_pages() -> None:
         for keeper in gc.get_referrers(row):
             keepers = [str(outer)[:150] for outer in gc.get_referrers(keeper)[:6]]
             print(f"    {type(keeper).__name__}: {str(keeper)[:200]}, which {keepers} keep")
+
+
+async def _text_of(handle: RequestHandle) -> str:
+    return "".join([piece async for piece in handle.text()])
 
 
 def _ours() -> set[threading.Thread]:
