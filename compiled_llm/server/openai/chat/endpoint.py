@@ -16,7 +16,7 @@ from compiled_llm.server.http.worker_thread import beside
 from compiled_llm.server.openai.chat.answer_form import answer_form, with_form
 from compiled_llm.server.openai.chat.logprobs import chat_logprobs, entries_of, prompt_logprobs
 from compiled_llm.server.openai.chat.message import plain_messages
-from compiled_llm.server.openai.chat.prompt import ChatPrompt, chat_prompt
+from compiled_llm.server.openai.chat.prompt import chat_prompt
 from compiled_llm.server.openai.chat.reading import Reading
 from compiled_llm.server.openai.chat.request import ChatRequest
 from compiled_llm.server.openai.chat.response import (
@@ -35,9 +35,8 @@ from compiled_llm.server.openai.common.api_server import api_server_of, new_id
 from compiled_llm.server.openai.common.engine_link import Model
 from compiled_llm.server.openai.common.events import TextEvent, event
 from compiled_llm.server.openai.common.openapi_responses import ANSWERS
-from compiled_llm.server.openai.common.usage import FinishReason, Usage, finish_reason_of, usage_of, usage_so_far
+from compiled_llm.server.openai.common.usage import Usage, finish_reason_of, usage_of, usage_so_far
 from compiled_llm.server.openai.fields.structured_outputs import Form
-from compiled_llm.server.openai.parsing.answer_parts import Parts
 from compiled_llm.server.openai.tokenizer.token_bytes import TokenNames
 
 router = APIRouter(route_class=BodyRoute)
@@ -52,22 +51,22 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
 
     def prepared() -> tuple[list[int], SamplingParams, Form | None, list[Reading]]:
         params = body.sampling()
-        prompt = prompt_of(body, model)
+        messages, kwargs = plain_messages(body.messages), body.template_kwargs
+        prompt = chat_prompt(model.vocabulary, messages, body.offer, kwargs, **body.end)
         form = answer_form(body.form, prompt, body.max_blanks)
         params = with_form(params, form, prompt)
         tokens = body.cut(prompt.tokens, model.ready.max_tokens - (params.max_tokens or 1))
-        return tokens, params, form, [Reading(prompt.reader()) for _ in range(body.answers)]
+        return (
+            tokens,
+            params,
+            form,
+            [Reading(prompt.reader(), body.include_reasoning is not False) for _ in range(body.answers)],
+        )
 
     tokens, params, form, readings = await beside(prepared, len(await request.body()))
     answers = await api_server.submit(request, [tokens], params, "messages", body, form)
     writer = _ChatResponseWriter(body, model, api_server.settings.names[0], answers, readings)
     return await answered(writer, answers, bool(body.stream))
-
-
-def prompt_of(body: ChatRequest, model: Model) -> ChatPrompt:
-    """Return a chat as the model sees it; ApiError if the chat template does not take it."""
-    messages = plain_messages(body.messages)
-    return chat_prompt(model.vocabulary, messages, body.offer, body.template_kwargs, **body.end)
 
 
 class _ChatResponseWriter:
@@ -100,7 +99,7 @@ class _ChatResponseWriter:
     def _choice(self, index: int, completion: Completion) -> ChatChoice:
         reading = self._readings[index]
         reason = finish_reason_of(completion.finish_reason)
-        parts = self._read(index, completion.text or "", reason)
+        parts = reading.read(completion.text or "", reason)
         calls, content = [CalledTool.of(call) for call in parts.calls], self._body.echoed + parts.content
         return ChatChoice(
             index=index,
@@ -114,12 +113,6 @@ class _ChatResponseWriter:
             stop_reason=completion.stop_reason,
             **self._ids("token_ids", completion.token_ids),
         )
-
-    def _read(self, index: int, text: str, reason: FinishReason | None) -> Parts:
-        parts = self._readings[index].read(text, reason)
-        if self._body.include_reasoning is False:
-            parts.reasoning = ""
-        return parts
 
     def _usage(self) -> Usage:
         reasoning = sum(reading.reasoning_tokens(self._model.vocabulary) for reading in self._readings)
@@ -157,7 +150,7 @@ class _ChatResponseWriter:
     def _news(self, index: int, news: News, text: TextEvent) -> list[bytes]:
         """Return an event for each part of which there is something new; the last one says why the answer has ended."""
         reading, finished = self._readings[index], news.finish_reason is not None
-        parts = self._read(index, news.text, news.finish_reason)
+        parts = reading.read(news.text, news.finish_reason)
         if news.is_text and parts.is_content and not self._body.tells_of_tokens:
             return [text(parts.content)] if parts.content else []
         deltas = reading.deltas(parts, finished)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 
 from compiled_llm.protocol.messages import Entry
 from compiled_llm.requests.outputs import Logprob
@@ -26,13 +27,9 @@ def chat_logprobs(places: Sequence[Sequence[Entry]], likeliest: int, names: Toke
 
 def _place(entries: Sequence[Entry], likeliest: int, names: TokenNames) -> TokenLogprob:
     own, *_ = entries
-    first = sorted((entry for entry in entries if entry[2] <= likeliest), key=_rank)[:likeliest]
+    first = sorted((entry for entry in entries if entry[2] <= likeliest), key=itemgetter(2))[:likeliest]
     top = [_entry(entry, names) for entry in first]
     return TokenLogprob(top_logprobs=top, **_entry(own, names).model_dump())
-
-
-def _rank(entry: Entry) -> int:
-    return entry[2]
 
 
 def _entry(entry: Entry, names: TokenNames) -> TopLogprob:

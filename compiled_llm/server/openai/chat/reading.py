@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from compiled_llm.server.openai.chat.response import Delta, NewCall
 from compiled_llm.server.openai.common.usage import FinishReason
 from compiled_llm.server.openai.parsing.answer_parts import Parts
@@ -10,10 +12,11 @@ from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
 
 
 class Reading:
-    """Reads one answer, and keeps the facts that its end depends on."""
+    """Reads one answer, its thinking told or not, and keeps the facts that its end depends on."""
 
-    def __init__(self, reader: ParsedReader | None) -> None:
+    def __init__(self, reader: ParsedReader | None, tells_thoughts: bool = True) -> None:
         self._reader = reader
+        self._tells_thoughts = tells_thoughts
         self._thoughts: list[str] = []
         self._numbers: dict[str, int] = {}  # of calls, by their ids
 
@@ -26,7 +29,7 @@ class Reading:
             self._thoughts.append(parts.reasoning)
         for piece in parts.pieces:
             self._numbers.setdefault(piece.id, len(self._numbers))
-        return parts
+        return parts if self._tells_thoughts else replace(parts, reasoning="")
 
     def deltas(self, parts: Parts, finished: bool) -> list[Delta]:
         """Return parts as deltas; one at least if the answer has ended."""

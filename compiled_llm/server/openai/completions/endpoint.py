@@ -106,7 +106,7 @@ class _CompletionResponseWriter:
         if completion.logprobs is None:
             return None
         prompt, first = self._prompt_places(index)
-        return self._scores().written([*prompt, *entries_of(completion.logprobs)], first)
+        return CompletionScores(self._names).written([*prompt, *entries_of(completion.logprobs)], first)
 
     def _prompt_places(self, index: int) -> tuple[list[list[Entry] | None], int | None]:
         """Return the log-probabilities of an answer's prompt, if they are wanted, and its first token, without any."""
@@ -118,8 +118,8 @@ class _CompletionResponseWriter:
 
     def stream(self) -> AsyncIterator[list[bytes]]:
         choices = self._answers.choices()
-        scores, texts = [self._scores() for _ in choices], [self._text_event(choice) for choice in choices]
-        return self._events(choices, scores, texts)
+        scores = [CompletionScores(self._names) for _ in choices]
+        return self._events(choices, scores, [self._text_event(choice) for choice in choices])
 
     async def _events(
         self, choices: Sequence[Choice], scores: Sequence[CompletionScores], texts: Sequence[TextEvent]
@@ -167,9 +167,6 @@ class _CompletionResponseWriter:
         return CompletionChoice(
             index=choice.index, text=news.text, logprobs=logprobs, finish_reason=news.finish_reason, **others
         )
-
-    def _scores(self) -> CompletionScores:
-        return CompletionScores(self._names)
 
     def _echo(self, index: int) -> str:
         """Return the prompt of an answer, if it is to be repeated."""

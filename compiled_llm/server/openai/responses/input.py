@@ -23,37 +23,38 @@ class InputText(Body):
     logprobs: Annotated[list[Any] | None, NoEffect("the model sees the text")] = None
 
 
-class InputMessage(Body):
+class StoredItem(Body):
+    """An item of an earlier response; OpenAI would have it stored."""
+
+    id: Annotated[str | None, _NOT_STORED] = None
+    status: Annotated[str | None, _NOT_STORED] = None
+
+
+class InputMessage(StoredItem):
     """A message of a chat."""
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Entries[InputText]
-    id: Annotated[str | None, _NOT_STORED] = None
-    status: Annotated[str | None, _NOT_STORED] = None
     phase: Annotated[str | None, NoEffect("chat templates do not write it")] = None
 
 
-class CallItem(Body):
+class CallItem(StoredItem):
     """A call of a tool in an answer."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: Annotated[str, AfterValidator(arguments_of)]
-    id: Annotated[str | None, _NOT_STORED] = None
-    status: Annotated[str | None, _NOT_STORED] = None
 
 
-class CallOutput(Body):
+class CallOutput(StoredItem):
     """The output of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
     output: str | Entries[InputText]
     name: str | None = None
-    id: Annotated[str | None, _NOT_STORED] = None
-    status: Annotated[str | None, _NOT_STORED] = None
 
 
 class ThoughtText(Body):
@@ -63,15 +64,13 @@ class ThoughtText(Body):
     text: str
 
 
-class ReasoningItem(Body):
+class ReasoningItem(StoredItem):
     """The thinking of an answer."""
 
     type: Literal["reasoning"]
     content: Entries[ThoughtText] | None = None
     summary: Annotated[Entries[ThoughtText] | None, NoEffect("the model sees all of its thinking")] = None
     encrypted_content: Annotated[str | None, NoEffect("thinking is content")] = None
-    id: Annotated[str | None, _NOT_STORED] = None
-    status: Annotated[str | None, _NOT_STORED] = None
 
 
 class ItemReference(Body):
