@@ -48,7 +48,6 @@ def decode_options(config: WrapConfig, device: torch.device, *, one_row: bool) -
 
 
 def _shared(device: torch.device) -> dict[str, Any]:
-    """Return the options of all programs."""
     if device.type == "cpu":
         return {"post_grad_custom_pre_pass": SkinnyProducts()}
     # A kernel begins while the previous one ends (programmatic dependent launch), from Hopper on.

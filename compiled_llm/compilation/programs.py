@@ -146,7 +146,6 @@ class Programs:
         self._embedded = self._compiled(self._embedded_function, options[PREFILL])
 
     def compile(self, name: str, function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-        """Return one of ``functions`` compiled with Inductor ``options``."""
         return self._compiled(function, options)
 
     def _compiled(self, function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
@@ -303,7 +302,6 @@ class Programs:
         return self._decode_one if inputs.slots.shape[0] == 1 else self._decode_many
 
     def tracing_seconds(self) -> float:
-        """Return how long Dynamo has traced."""
         return tracing_seconds([*self.functions.values()])
 
     def graph_counts(self) -> dict[str, int]:

@@ -68,7 +68,6 @@ class PackedTokens(NamedTuple):
 
     @property
     def table(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The page table, as ops take it."""
         return self.indptr, self.indices, self.last_page_len
 
 

@@ -49,7 +49,6 @@ def check_model(model: object) -> PreTrainedModel:
 
 
 def _no_model(given: object) -> str:
-    """Return an error message that names the given object and the way out."""
     if isinstance(given, str):
         return f"a str; load the PreTrainedModel first: wrap(AutoModelForCausalLM.from_pretrained({given!r}))"
     if type(given).__name__ == "OptimizedModule":
@@ -166,7 +165,6 @@ def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapCo
 
 
 def _others(name: str, geometry: Geometry) -> str:
-    """Say which other backends have a kernel."""
     able = [other for other in BACKENDS if other != name and backend_named(other).missing_kernel(geometry) is None]
     ways = [f"backend={other!r}" + ("" if backend_named(other).capturable else " with mode='eager'") for other in able]
     return f"{' or '.join(ways)} can" if ways else "no backend can"

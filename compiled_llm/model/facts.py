@@ -51,7 +51,6 @@ class ModelFacts:
         fused_groups: Sequence[FusedGroup] = (),
         default_positions: DefaultPositions = "columns",
     ) -> ModelFacts:
-        """Collect the properties of ``model``."""
         switch = AttentionSwitch(model)
         return cls(weakref.ref(model), model_class, tuple(layers), tuple(fused_groups), switch, default_positions)
 

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """Return the size of the vocabulary."""
     embeddings: Any = model.get_input_embeddings()
     # An adapter of PEFT's that takes the layer's place shows its weight alone.
     return int(getattr(embeddings, "num_embeddings", None) or len(embeddings.weight))

@@ -25,7 +25,6 @@ class Children:
         self._known = self._now()
 
     def valid(self) -> bool:
-        """Whether none was added, removed or replaced."""
         return same(self._known, self._now())
 
     def _now(self) -> list[nn.Module | None]:
@@ -86,7 +85,6 @@ def _kind_that_mixes(module: nn.Module) -> str | None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether forward hooks are on the module itself."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -96,5 +94,4 @@ def holders(module: nn.Module) -> list[str]:
 
 
 def same(before: list[Any], now: list[Any]) -> bool:
-    """Whether two lists hold the same objects."""
     return len(before) == len(now) and all(map(is_, before, now))

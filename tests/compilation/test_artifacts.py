@@ -153,16 +153,16 @@ def test_what_is_not_there_is_an_error_not_a_compile_and_the_next_call_works(
     one_thread: None, model_folder: Path, artifacts: Path
 ) -> None:
     model = compiled_llm.wrap(loaded(model_folder), artifacts=artifacts, progress=False)
-    expected = answers(loaded(model_folder))
-    assert answers(model) == expected
+    expected = answers(loaded(model_folder), "one")
+    assert answers(model, "one") == expected
     assert model.compiled.stats().builds == NOTHING
     act = model.model.layers[0].mlp.act_fn
     model.model.layers[0].mlp.act_fn = nn.ReLU()
     with pytest.raises(NotInArtifactsError, match="a graph is not among them"):
-        answers(model)
+        answers(model, "one")
     assert model.compiled.stats().builds == {**NOTHING, "graphs": 1}
     model.model.layers[0].mlp.act_fn = act
-    assert answers(model) == expected
+    assert answers(model, "one") == expected
 
 
 def test_an_engine_has_the_room_that_was_compiled_for(one_thread: None, model_folder: Path, artifacts: Path) -> None:
@@ -201,5 +201,5 @@ def test_a_profile_of_another_model_is_not_put_into_artifacts(
 
 def test_a_copy_of_a_model_starts_with_them_too(one_thread: None, model_folder: Path, artifacts: Path) -> None:
     model = copy.deepcopy(compiled_llm.wrap(loaded(model_folder), artifacts=artifacts, progress=False))
-    assert answers(model) == answers(loaded(model_folder))
+    assert answers(model, "one") == answers(loaded(model_folder), "one")
     assert model.compiled.stats().builds == NOTHING

@@ -103,8 +103,8 @@ FOUND = {
 }
 
 
-MORE = ("Qwen2", "Starcoder2", "GptOss")
-"""As far as our ops go, two are like others of these, and of GptOss the next test says that nothing matches."""
+MORE = ("Qwen2", "Starcoder2", "Phi3", "GptOss")
+"""As far as our ops go, three are like others of these, and of GptOss the next test says that nothing matches."""
 
 
 @pytest.mark.parametrize(
@@ -215,26 +215,49 @@ def split(states: Tensor) -> tuple[Tensor, Tensor]:
 Layer = Callable[[Inputs], Tensor]
 
 
-def as_llama(to: Inputs) -> Tensor:
-    query, key = split(to.states)
-    return attend(to, *(turned(heads.transpose(1, 2), to.cos, to.sin) for heads in (query, key)))
+def layer_of(
+    turn: Callable[..., Tensor] = turned,
+    query_norm: float | None = None,
+    key_norm: float | None = None,
+    key_angles: Callable[[Tensor], Tensor] = lambda cos: cos,
+    weights: Callable[[Tensor], Tensor] = lambda norm: norm,
+) -> Layer:
+    """One that turns queries and keys, once they are normed with these epsilons."""
 
+    def layer(to: Inputs) -> Tensor:
+        query, key = split(to.states)
+        query = query if query_norm is None else normed(query, weights(to.norm), query_norm)
+        key = key if key_norm is None else normed(key, to.norm, key_norm)
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
+        return attend(to, turn(query, to.cos, to.sin), turn(key, key_angles(to.cos), to.sin), lse=key_norm is not None)
 
-def as_qwen3(to: Inputs) -> Tensor:
-    query, key = (normed(heads, to.norm).transpose(1, 2) for heads in split(to.states))
-    return attend(to, turned(query, to.cos, to.sin), turned(key, to.cos, to.sin), lse=True)
-
-
-def with_normed_queries(to: Inputs) -> Tensor:
-    query, key = split(to.states)
-    query, key = normed(query, to.norm).transpose(1, 2), key.transpose(1, 2)
-    return attend(to, turned(query, to.cos, to.sin), turned(key, to.cos, to.sin))
+    return layer
 
 
 def with_keys_read_twice(to: Inputs) -> Tensor:
     query, key = (normed(heads, to.norm).transpose(1, 2) for heads in split(to.states))
     key = turned(key, to.cos, to.sin)
     return attend(to, turned(query, to.cos, to.sin), key) + key.sum()
+
+
+def of_each_head(norm: Tensor) -> Tensor:
+    return norm.expand(4, 16) + torch.arange(4)[:, None]
+
+
+as_llama = layer_of()
+PREPARED: dict[str, tuple[Layer, tuple[bool, bool]]] = {
+    "Llama": (as_llama, (False, False)),
+    "Qwen3": (layer_of(query_norm=0.01, key_norm=0.01), (True, True)),
+    "normed queries": (layer_of(query_norm=0.01), (True, False)),
+    "keys that are read twice": (with_keys_read_twice, (True, True)),
+    "a norm with a weight for each head": (layer_of(query_norm=0.01, weights=of_each_head), (False, False)),
+}
+LEFT: dict[str, Layer] = {
+    "turned in pairs": layer_of(turned_in_pairs),
+    "turned in part": layer_of(turned_in_part),
+    "turned differently": layer_of(key_angles=lambda cos: cos * 2),
+    "two epsilons": layer_of(query_norm=0.01, key_norm=0.5),
+}
 
 
 def rewritten(layer: Layer) -> tuple[Any, Any]:
@@ -251,17 +274,9 @@ def rewritten(layer: Layer) -> tuple[Any, Any]:
     return attention, module.graph
 
 
-@pytest.mark.parametrize(
-    ("layer", "norms"),
-    [
-        (as_llama, (False, False)),
-        (as_qwen3, (True, True)),
-        (with_normed_queries, (True, False)),
-        (with_keys_read_twice, (True, True)),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_norm_and_position_are_left_to_attention(layer, norms, seed):
+@pytest.mark.parametrize("name", PREPARED)
+def test_norm_and_position_are_left_to_attention(name, seed):
+    layer, norms = PREPARED[name]
     attention, graph = rewritten(layer)
     assert attention.cos is not None
     assert attention.sin is not None
@@ -270,63 +285,17 @@ def test_norm_and_position_are_left_to_attention(layer, norms, seed):
     assert bool(graph.find_nodes(op="call_function", target=torch.cat)) == (layer is with_keys_read_twice)
 
 
-@pytest.mark.parametrize("turn", [turned_in_pairs, turned_in_part], ids=lambda turn: turn.__name__)
-def test_what_is_turned_otherwise_stays_as_it_is(turn, seed):
-    def layer(to: Inputs) -> Tensor:
-        query, key = (heads.transpose(1, 2) for heads in split(to.states))
-        return attend(to, turn(query, to.cos, to.sin), turn(key, to.cos, to.sin))
-
-    attention, _ = rewritten(layer)
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_turned_or_normed_otherwise_stays_as_it_is(name, seed):
+    attention, _ = rewritten(LEFT[name])
     assert attention.cos is None
 
 
-def test_queries_and_keys_that_are_turned_differently_stay_as_they_are(seed):
+@pytest.mark.parametrize("writes_first", [True, False])
+def test_a_table_is_read_early_unless_it_was_written_before(writes_first, seed):
     def layer(to: Inputs) -> Tensor:
-        query, key = (heads.transpose(1, 2) for heads in split(to.states))
-        return attend(to, turned(query, to.cos, to.sin), turned(key, to.cos * 2, to.sin))
-
-    attention, _ = rewritten(layer)
-    assert attention.cos is None
-
-
-def test_norms_with_another_epsilon_stay_as_they_are(seed):
-    def layer(to: Inputs) -> Tensor:
-        query, key = split(to.states)
-        query, key = normed(query, to.norm).transpose(1, 2), normed(key, to.norm, 0.5).transpose(1, 2)
-        return attend(to, turned(query, to.cos, to.sin), turned(key, to.cos, to.sin))
-
-    attention, _ = rewritten(layer)
-    assert attention.cos is None
-
-
-def test_a_norm_with_a_weight_for_each_head_stays_in_front(seed):
-    def layer(to: Inputs) -> Tensor:
-        query, key = split(to.states)
-        weights = to.norm.expand(4, 16) + torch.arange(4)[:, None]
-        query, key = normed(query, weights).transpose(1, 2), key.transpose(1, 2)
-        return attend(to, turned(query, to.cos, to.sin), turned(key, to.cos, to.sin))
-
-    attention, _ = rewritten(layer)
-    assert attention.cos is not None
-    assert attention.query_norm is None
-
-
-def test_a_table_that_is_written_in_front_is_not_read_early(seed):
-    def layer(to: Inputs) -> Tensor:
-        to.lengths.add_(1)
-        return as_llama(to)
-
-    inputs = inputs_of()
-    module, _ = traced(layer, inputs)
-    PreparedInAttention()(module.graph)
-    (attention,) = attentions_in(module.graph)
-    assert not attention.overlap
-    attention, _ = rewritten(as_llama)
-    assert attention.overlap
-
-
-def test_a_table_that_is_written_behind_is_read_early(seed):
-    def layer(to: Inputs) -> Tensor:
+        if writes_first:
+            to.lengths.add_(1)
         out = as_llama(to)
         to.lengths.add_(1)
         return out
@@ -334,7 +303,7 @@ def test_a_table_that_is_written_behind_is_read_early(seed):
     module, _ = traced(layer, inputs_of())
     PreparedInAttention()(module.graph)
     (attention,) = attentions_in(module.graph)
-    assert attention.overlap
+    assert attention.overlap != writes_first
 
 
 # ---- sums and norms
@@ -441,55 +410,36 @@ def test_a_product_that_alone_reads_a_norm_norms_it_itself(seed):
     assert products_of_normed(layers, *row_inputs()) == [False] * 3
 
 
-def gated_by_chunks(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
-    first, second = linear(normed(x + y, norm), weight).chunk(2, dim=-1)
-    return second * silu(first)
+def gated(
+    gate: Callable[[Tensor, Tensor], Tensor], outputs: int = 12, bias: bool = False, total: bool = False
+) -> Callable[..., Tensor]:
+    """A layer that gates one part of so many outputs of a product by another."""
+
+    def layer(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+        states = x + y
+        product = linear(normed(states, norm), weight, weight[:, 0] if bias else None)
+        parts = (torch.narrow(product, -1, start, outputs // 2) for start in (0, outputs // 2))
+        out = gate(*(parts if total or outputs < 12 else product.chunk(2, dim=-1)))
+        return out + states.sum() if total else out
+
+    return layer
 
 
-def gated_by_parts(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
-    total = x + y
-    product = linear(normed(total, norm), weight)
-    return silu(torch.narrow(product, -1, 0, 6)) * torch.narrow(product, -1, 6, 6) + total.sum()
+GATES: dict[str, tuple[Callable[..., Tensor], bool]] = {
+    "chunks": (gated(lambda first, second: second * silu(first)), True),
+    "parts": (gated(lambda first, second: silu(first) * second, total=True), True),
+    "the other half": (gated(lambda first, second: silu(second) * first), False),
+    "another function": (gated(lambda first, second: torch.nn.functional.gelu(first) * second), False),
+    "read twice": (gated(lambda first, second: (gate := silu(first)) * second + gate), False),
+    "a part of a part": (gated(lambda first, second: silu(first) * second, outputs=8), False),
+    "a bias": (gated(lambda first, second: silu(first) * second, bias=True), False),
+}
 
 
-@pytest.mark.parametrize("layer", [gated_by_chunks, gated_by_parts], ids=lambda layer: layer.__name__)
-def test_a_gate_is_left_to_the_product_in_front(layer, seed):
-    assert products_of_normed(layer, *row_inputs()) == [True]
-
-
-def gated_by_the_other_half(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
-    first, second = linear(normed(x + y, norm), weight).chunk(2, dim=-1)
-    return silu(second) * first
-
-
-def gated_by_another_function(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
-    first, second = linear(normed(x + y, norm), weight).chunk(2, dim=-1)
-    return torch.nn.functional.gelu(first) * second
-
-
-def gate_read_twice(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
-    first, second = linear(normed(x + y, norm), weight).chunk(2, dim=-1)
-    gate = silu(first)
-    return gate * second + gate
-
-
-def gated_by_a_part(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
-    product = linear(normed(x + y, norm), weight)
-    return silu(torch.narrow(product, -1, 0, 4)) * torch.narrow(product, -1, 4, 4)
-
-
-def gated_with_bias(x: Tensor, y: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
-    first, second = linear(normed(x + y, norm), weight, weight[:, 0]).chunk(2, dim=-1)
-    return silu(first) * second
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [gated_by_the_other_half, gated_by_another_function, gate_read_twice, gated_by_a_part, gated_with_bias],
-    ids=lambda layer: layer.__name__,
-)
-def test_other_gates_stay_where_they_are(layer, seed):
-    assert products_of_normed(layer, *row_inputs()) == [False]
+@pytest.mark.parametrize("name", GATES)
+def test_a_gate_of_both_halves_is_left_to_the_product_in_front(name, seed):
+    layer, fused = GATES[name]
+    assert products_of_normed(layer, *row_inputs()) == [fused]
 
 
 def test_other_products_do_not_norm_their_rows(seed):

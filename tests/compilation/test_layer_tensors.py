@@ -1,4 +1,4 @@
-"""Layers that are not traced read their own tensors, whatever becomes of their names, and of what the tensors are."""
+"""Layers that are not traced read their own tensors, whatever a class of tensors makes of them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.compilation import backend, programs
+from support.execution.model_changes import Affine
 from support.parity import greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -40,21 +41,6 @@ def _as_aotautograd_leaves_them(regions: bool, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(backend, "compile_with_inductor", lambda module, inputs, options: aot_eager(module, inputs))
 
 
-class Affine(nn.Module):
-    """A norm of two parameters that look alike, and a buffer that looks like them."""
-
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        self.norm = norm
-        self.gain = nn.Parameter(torch.linspace(1, 2, 64))
-        self.offset = nn.Parameter(torch.linspace(-1, 0.5, 64))
-        self.register_buffer("factor", torch.linspace(0.5, 1.5, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed: Tensor = (self.norm(x) * self.gain + self.offset) * self.factor
-        return normed
-
-
 def pair(*changes: Callable[[PreTrainedModel], None]) -> tuple[PreTrainedModel, PreTrainedModel]:
     """HuggingFace's model and ours, with a norm of these in each layer."""
     plain, model = (tiny_qwen3(num_hidden_layers=LAYERS, eos_token_id=None) for _ in range(2))
@@ -73,49 +59,6 @@ def assert_alike(model: PreTrainedModel, plain: PreTrainedModel) -> list[Tensor]
     for own, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
     return list(theirs)
-
-
-# ---- names
-
-
-def register_again(norm: Affine) -> None:
-    """As ``torch.nn.utils.prune`` does: parameters then come in another order."""
-    gain = norm.gain.detach()
-    del norm.gain
-    norm.register_parameter("gain", nn.Parameter(gain * 2))
-
-
-def exchange_names(norm: Affine) -> None:
-    gain, offset = norm.gain, norm.offset
-    del norm.gain, norm.offset
-    norm.offset, norm.gain = gain, offset
-
-
-def replace_the_dictionary(norm: Affine) -> None:
-    norm._parameters = {name: nn.Parameter(tensor.detach() * 2) for name, tensor in norm._parameters.items()}
-
-
-def replace_all_attributes(norm: Affine) -> None:
-    """As unpickling does."""
-    norm.__dict__ = {**vars(norm), "_buffers": {"factor": norm.factor * 2}}
-
-
-CHANGES = [
-    register_again,
-    pytest.param(exchange_names, marks=pytest.mark.whole),
-    pytest.param(replace_the_dictionary, marks=pytest.mark.whole),
-    pytest.param(replace_all_attributes, marks=pytest.mark.whole),
-]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_tensor_is_read_under_its_name(change: Callable[[Affine], None]) -> None:
-    plain, model = pair()
-    before = assert_alike(model, plain)
-    for changed in (plain, model):
-        change(changed.model.layers[LAST].input_layernorm)
-    after = assert_alike(model, plain)
-    assert not torch.equal(torch.stack(before), torch.stack(after))
 
 
 # ---- classes of tensors

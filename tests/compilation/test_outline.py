@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3Model
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Model
 
 import compiled_llm
 from compiled_llm.compat.torch.tensors import Fakes
@@ -26,6 +26,7 @@ from compiled_llm.compilation.tracing import layer_marks, outline
 from compiled_llm.compilation.tracing.layer_state import KnownState
 from compiled_llm.compilation.tracing.outline import Outline
 from compiled_llm.model.attention_switch import attention_configs, paged_attention_in
+from support.execution.model_changes import TRACED_LAYER, patch_the_layers_forward, replace_a_weight
 from support.parity import greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -86,7 +87,7 @@ def descriptions(module: fx.GraphModule) -> list[str]:
 # ---- the graph
 
 
-@pytest.mark.parametrize("fuse", [False, True], ids=["apart", "fused"])
+@pytest.mark.parametrize("fuse", [pytest.param(False, marks=pytest.mark.whole), True], ids=["apart", "fused"])
 def test_what_is_filled_in_is_what_the_whole_would_have_been(fuse, graphs, monkeypatch, seed):
     inputs, tokens = mixed_prompts([5, 9], 128, seed), []
     for whole in (False, True):
@@ -120,7 +121,7 @@ def test_a_cpu_traces_layers_once_and_looks_at_them_once_a_call(without_inductor
         greedy(model, mixed_prompts([9, 12], 128, seed), new_tokens)
         assert len(looked) == len(set(looked)) == 2  # prefill and decode
     for changed in (plain, model):
-        scale(changed.model.layers[2])
+        TRACED_LAYER["a number"](changed.model.layers[2])
     assert_alike(model, plain, seed)
     assert traced == [1, 1, 0, 0]
 
@@ -137,86 +138,6 @@ def test_layers_of_two_kinds_in_turn_are_traced_once_each(graphs, seed):
 # ---- layers that differ
 
 
-class Half(Qwen3MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        half: Tensor = super().forward(x) * 0.5
-        return half
-
-
-class Third(Qwen3MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        third: Tensor = super().forward(x) / 3
-        return third
-
-
-def scale(layer: nn.Module) -> None:
-    layer.self_attn.scaling *= 3
-
-
-def loosen_a_norm(layer: nn.Module) -> None:
-    layer.post_attention_layernorm.variance_epsilon = 0.5
-
-
-def narrow_the_window(layer: nn.Module) -> None:
-    layer.self_attn.sliding_window = 3
-
-
-def replace_a_module(layer: nn.Module) -> None:
-    new = Half(layer.self_attn.config).eval()
-    new.load_state_dict(layer.mlp.state_dict())
-    layer.mlp = new
-
-
-def swap_a_class(layer: nn.Module) -> None:
-    layer.mlp.__class__ = Third
-
-
-def patch_a_forward(layer: nn.Module) -> None:
-    forward = layer.mlp.forward
-    layer.mlp.forward = lambda x: forward(x) * 0.5
-
-
-def patch_the_layers_forward(layer: nn.Module) -> None:
-    forward = layer.forward
-    layer.forward = lambda hidden, **others: forward(hidden, **others) * 0.5
-
-
-def replace_a_weight(layer: nn.Module) -> None:
-    layer.mlp.down_proj.weight = nn.Parameter(layer.mlp.down_proj.weight.detach() * 2)
-
-
-def convert_a_weight(layer: nn.Module) -> None:
-    weight = layer.self_attn.q_norm.weight
-    layer.self_attn.q_norm.weight = nn.Parameter((weight.detach() * 2).bfloat16())
-
-
-def add_a_bias(layer: nn.Module) -> None:
-    layer.mlp.up_proj.bias = nn.Parameter(torch.ones(layer.mlp.up_proj.out_features))
-
-
-def act_otherwise(layer: nn.Module) -> None:
-    layer.mlp.act_fn = nn.GELU()
-
-
-def squash_an_output(layer: nn.Module) -> None:
-    layer.self_attn.o_proj = nn.Sequential(layer.self_attn.o_proj, nn.Tanh())
-
-
-CHANGES = [
-    scale,
-    loosen_a_norm,
-    replace_a_module,
-    swap_a_class,
-    patch_a_forward,
-    patch_the_layers_forward,
-    convert_a_weight,
-    add_a_bias,
-    act_otherwise,
-    squash_an_output,
-    replace_a_weight,
-]
-
-
 def logits(model: PreTrainedModel, seed: int, new_tokens: int = 4) -> list[Tensor]:
     """With one new token, prefill's alone."""
     inputs = mixed_prompts([9, 12], 128, seed)
@@ -228,24 +149,24 @@ def assert_alike(model: PreTrainedModel, plain: PreTrainedModel, seed: int, new_
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-# A weight is an input, and a graph cannot tell one from another.
-NOT_TOLD_APART = {replace_a_weight: 1, patch_the_layers_forward: LAYERS}
-
-
 def test_layers_that_differ_from_the_start_are_each_traced_for_themselves(graphs, seed):
     """All in one model: the first and the last layer are as they were, each between them differs in its own way."""
-    changes = [change for change in CHANGES if change not in NOT_TOLD_APART]
+    changes = [change for name, change in TRACED_LAYER.items() if name != "a layer's forward"]
     count = len(changes) + 2
     plain, model = (tiny_qwen3(num_hidden_layers=count, eos_token_id=None) for _ in range(2))
     compiled_llm.wrap(model, **OPTIONS)
     for changed in (plain, model):
         for change, layer in zip(changes, changed.model.layers[1:-1], strict=True):
             change(layer)
-    assert_alike(model, plain, seed)
-    assert graphs.traced == [count - 1] * 2
+    assert_alike(model, plain, seed, new_tokens=1)
+    assert graphs.traced == [count - 1]
     outlines = model.compiled.model_runner().graph_manager.programs._outlines
     found = [outline._layers.like for outline in outlines.values() if outline._layers is not None]
-    assert found == [[*range(count - 1), 0]] * 2
+    assert found == [[*range(count - 1), 0]]
+
+
+# A weight is an input, and a graph cannot tell one from another.
+NOT_TOLD_APART = {replace_a_weight: 1, patch_the_layers_forward: LAYERS}
 
 
 @pytest.mark.parametrize(("change", "traced"), NOT_TOLD_APART.items(), ids=lambda value: getattr(value, "__name__", ""))
@@ -266,30 +187,11 @@ def test_a_window_of_one_layer_is_seen(graphs, monkeypatch, seed):
         model = compiled_llm.wrap(model_of(), **OPTIONS)
         for _ in range(2):
             found.append(torch.stack(logits(model, seed, new_tokens=1)))
-            narrow_the_window(model.model.layers[2])
+            model.model.layers[2].self_attn.sliding_window = 3
     assert graphs.traced == [1, LAYERS, LAYERS, LAYERS]
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[1], found[3])
     assert not torch.equal(found[0], found[1])
-
-
-# Attributes, modules and tensors; the first layer is the one that was traced.
-LATER = [
-    *((change, 2) for change in (scale, convert_a_weight, replace_a_weight)),
-    (act_otherwise, 0),
-    *(pytest.param(change, 2, marks=pytest.mark.whole) for change in (replace_a_module, add_a_bias)),
-]
-
-
-@pytest.mark.parametrize(("change", "number"), LATER, ids=lambda value: getattr(value, "__name__", f"layer {value}"))
-def test_after_a_later_change_of_any_layer_the_model_is_traced_as_it_is_by_then(change, number, graphs, seed):
-    plain, model = model_of(), compiled_llm.wrap(model_of(), **OPTIONS)
-    assert_alike(model, plain, seed, new_tokens=1)
-    assert graphs.traced == [1]
-    for changed in (plain, model):
-        change(changed.model.layers[number])
-    assert_alike(model, plain, seed, new_tokens=1)
-    assert graphs.traced == [1] + [LAYERS] * (change is not replace_a_weight)
 
 
 @pytest.fixture(scope="module")
@@ -325,7 +227,7 @@ def dicts_of(module: nn.Module) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("number", [0, 2], ids="layer {}".format)
-@pytest.mark.parametrize("change", CHANGES[:-2], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", TRACED_LAYER.values(), ids=TRACED_LAYER)
 def test_a_later_change_of_any_layer_is_noticed(change, number, outlined, monkeypatch):
     """By what a CUDA graph takes for granted, and by what is called where nothing is captured."""
     model_runner = outlined.compiled.model_runner()
@@ -346,7 +248,7 @@ def test_a_later_change_of_any_layer_is_noticed(change, number, outlined, monkey
     with undone(layer):
         change(layer)
         assert not valid()
-        assert traced_whole() == (change is not replace_a_weight)  # which is an input
+        assert traced_whole()
     assert not traced_whole()
 
 
@@ -373,7 +275,7 @@ def test_outlines_share_what_they_know_only_where_they_saw_the_same():
     first = known.of(modules)
     assert known.of(modules) is first
     before = modules[1].self_attn.scaling
-    scale(modules[1])
+    TRACED_LAYER["a number"](modules[1])
     second = known.of(modules)
     assert second is not first
     assert second.valid(glance=1)
@@ -387,23 +289,12 @@ def test_outlines_share_what_they_know_only_where_they_saw_the_same():
 
 def test_after_a_change_the_whole_model_is_traced(graphs, seed):
     plain, model = model_of(), compiled_llm.wrap(model_of(), **OPTIONS)
-    assert_alike(model, plain, seed)
+    assert_alike(model, plain, seed, new_tokens=1)
     for changed in (plain, model):
         changed.model.norm.variance_epsilon = 0.5  # which Dynamo notices, outside all layers
-    assert_alike(model, plain, seed)
-    assert graphs.traced == [1, 1, LAYERS, LAYERS]
-    assert model.compiled.stats().recompiles == 2
-
-
-def test_another_list_of_layers_is_noticed(graphs, seed):
-    plain, model = model_of(), compiled_llm.wrap(model_of(), **OPTIONS)
-    assert_alike(model, plain, seed, new_tokens=1)
-    for changed in (plain, model):
-        inner = copy.copy(changed.model)
-        inner._modules = {**inner._modules, "layers": nn.ModuleList(reversed(inner.layers))}
-        changed.model = inner
     assert_alike(model, plain, seed, new_tokens=1)
     assert graphs.traced == [1, LAYERS]
+    assert model.compiled.stats().recompiles == 1
 
 
 class Numbered(Qwen3Attention):
@@ -435,19 +326,19 @@ class Changing(Qwen3Attention):
 
 
 @pytest.mark.parametrize(
-    ("kind", "traced"),
+    ("kind", "new_tokens", "traced"),
     [
-        (Numbered, [2, 2]),
-        (Leaking, [LAYERS, LAYERS]),
-        (Changing, [LAYERS, 1]),  # what it writes is there by then
+        (Numbered, 1, [2]),
+        (Leaking, 1, [LAYERS]),
+        (Changing, 4, [LAYERS, 1]),  # what it writes is there by then
     ],
 )
-def test_what_layers_do_is_looked_at_too(kind, traced, graphs, seed):
+def test_what_layers_do_is_looked_at_too(kind, new_tokens, traced, graphs, seed):
     plain, model = model_of(), compiled_llm.wrap(model_of(), **OPTIONS)
     for changed in (plain, model):
         for layer in changed.model.layers:
             layer.self_attn.__class__ = kind
-    assert_alike(model, plain, seed)
+    assert_alike(model, plain, seed, new_tokens)
     assert graphs.traced == traced
 
 
@@ -494,9 +385,9 @@ def test_what_happens_between_layers_stays_where_it_is(graphs, monkeypatch, seed
             monkeypatch.setattr(Outline, "prepare", lambda self, arguments: arguments["model"])
         model = compiled_llm.wrap(model_of(), **OPTIONS)
         model.model.__class__ = TwiceInTheMiddle
-        found.append(torch.stack(logits(model, seed)))
+        found.append(torch.stack(logits(model, seed, new_tokens=1)))
     assert torch.equal(*found)
-    assert graphs.traced == [2, 2, LAYERS, LAYERS]
+    assert graphs.traced == [2, LAYERS]
 
 
 def test_looking_at_a_model_leaves_it_as_it_was(graphs, seed):

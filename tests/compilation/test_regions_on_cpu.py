@@ -44,6 +44,7 @@ def test_equal_regions_of_several_layers_are_compiled_once(windows, regions, see
     assert len(compiled) == regions * PREFILL_AND_DECODE
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 def test_compiled_regions_compute_what_huggingface_does(seed):
     wrap_and_compare(tiny_qwen3(num_hidden_layers=17, eos_token_id=None), seed)

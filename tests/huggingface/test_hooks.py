@@ -1,85 +1,23 @@
-"""Hooks on inner modules see what HuggingFace shows them, and change what they change there."""
+"""Hooks on inner modules see what HuggingFace shows them; that they change what they do there: test_model_changes."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from torch import Tensor
+from transformers import PreTrainedModel
 
 import compiled_llm
+from support.execution.model_changes import before_a_layer, calling, on_a_layer
 from support.huggingface.pairs import OPTIONS
 from support.parity import greedy
 from support.tiny_models import tiny_qwen3
 
 pytestmark = pytest.mark.core
-
-
-# ---- what hooks see and change
-
-
-def steer(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    """Turn the last column, which is each row's newest token in HuggingFace's shapes."""
-    output = output.clone()
-    output[:, -1] += 3 * torch.sin(torch.arange(output.shape[-1]))
-    return output
-
-
-def on_a_layer(model: PreTrainedModel) -> Any:
-    return model.model.layers[0].register_forward_hook(steer)
-
-
-def before_a_layer(model: PreTrainedModel) -> Any:
-    def turn(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
-        return (steer(module, (), args[0]), *args[1:]), kwargs
-
-    return model.model.layers[1].register_forward_pre_hook(turn, with_kwargs=True)
-
-
-def in_a_new_dictionary(model: PreTrainedModel) -> Any:
-    model.model.layers[0]._forward_hooks = OrderedDict()
-    return on_a_layer(model)
-
-
-def on_all_modules(model: PreTrainedModel) -> Any:
-    def turn(module: nn.Module, args: Any, output: Any) -> Any:
-        return steer(module, args, output) if module in list(model.model.layers) else None
-
-    return register_module_forward_hook(turn)
-
-
-HOOKS = [on_a_layer, before_a_layer, in_a_new_dictionary, on_all_modules]
-MODES: list[dict[str, Any]] = [
-    {},
-    {"num_beams": 2},
-    {"do_sample": True},
-    {"no_repeat_ngram_size": 2},
-    {"use_cache": False},
-    {"cache_implementation": "dynamic"},
-]
-
-
-@pytest.mark.parametrize("options", MODES, ids=lambda options: "".join(options) or "greedy")
-@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__name__)
-def test_hooks_on_inner_modules_change_the_tokens_that_huggingface_changes(hook, options, models, inputs, seed):
-    before = greedy(models[1], inputs, 7)
-    results = []
-    for model in models:
-        handle = hook(model)
-        torch.manual_seed(seed)
-        results.append(model.generate(**inputs, max_new_tokens=7, **{"do_sample": False, **options}))
-        handle.remove()
-    torch.testing.assert_close(results[1], results[0])
-    assert "do_sample" in options or not torch.equal(results[0], before)
-    assert models[1].compiled.stats().slow_paths == {"inner_hooks": 1}
-    torch.testing.assert_close(greedy(models[1], inputs, 7), before)
-    assert models[1].compiled.stats().generate_calls == {"fast loop": 2, "original": 1}
 
 
 def test_recording_hooks_see_every_step_and_nothing_else(models, inputs):
@@ -136,24 +74,6 @@ def hooked(*models: PreTrainedModel) -> Iterator[None]:
 
 
 # ---- in the middle of a call
-
-
-class Doing(LogitsProcessor, StoppingCriteria):
-    """Does something to a model once three tokens were generated."""
-
-    def __init__(self, what: Callable[[], object], prompt: int) -> None:
-        self.what, self.at = what, prompt + 3
-
-    def __call__(self, input_ids: Tensor, scores: Any) -> Tensor:
-        if input_ids.shape[1] == self.at:
-            self.what()
-        return scores if isinstance(scores, Tensor) else torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-def calling(what: Callable[[], object], how: str, prompt: int = 9) -> dict[str, Any]:
-    """The option of `generate` that makes it call `what` in the middle."""
-    lists = {"stopping_criteria": StoppingCriteriaList, "logits_processor": LogitsProcessorList}
-    return {how: lists[how]([Doing(what, prompt)])}
 
 
 @pytest.mark.parametrize("put", [on_a_layer, lambda model: model.register_forward_hook(lambda *_: None)])

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from compiled_llm_ops import (
@@ -190,87 +189,108 @@ def test_inputs_may_have_any_strides(seed):
 
 # ---- errors come before anything is written
 
+Row = tuple[dict[str, Callable[[Any], Any]], str]
+"""What replaces arguments, and the message."""
 
-def replaced(op: Callable[..., Any], case: tuple[Any, ...], **changes: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
-    names = inspect.signature(op).parameters
-    return tuple(changes[name](value) if name in changes else value for name, value in zip(names, case, strict=False))
+APPEND: list[Row] = [
+    ({"key": lambda key: key[:, :1]}, r"key and value.*one shape.*\(15, 1, 8\)"),
+    ({"key": lambda key: key[0], "value": lambda value: value[0]}, r"\[T, K, D\]"),
+    ({"key": lambda key: key[:, :1], "value": lambda value: value[:, :1]}, r"pages must be"),
+    ({"pages": lambda pages: pages[..., :4]}, r"pages must be.*D >= 8"),
+    ({"pages": lambda pages: pages[:, :1]}, r"pages must be"),
+    ({"pages": lambda pages: pages[0]}, r"pages must be"),
+    ({"token_rows": lambda rows: rows[:-1]}, r"token_rows.*\[15\]"),
+    ({"token_positions": lambda positions: positions[:3]}, r"token_positions.*\[15\]"),
+    ({"token_rows": lambda rows: rows.float()}, r"token_rows.*int32"),
+    ({"token_positions": lambda positions: positions.long()}, r"token_positions.*int32"),
+    ({"indptr": lambda indptr: indptr.float()}, r"indptr.*int32"),
+    ({"indices": lambda indices: indices.bool()}, r"indices.*int32"),
+    ({"value": lambda value: value.double()}, r"value.*dtype|dtype.*value"),
+]
+PLANNED: list[Row] = [
+    ({"query": lambda query: query[0]}, r"query must be \[T, H, D\]"),
+    ({"pages": lambda pages: pages[0]}, r"pages \[P, 2, K, S, D\]"),
+    ({"pages": lambda pages: pages[:, :1]}, r"pages"),
+    ({"query": lambda query: query[:, :3]}, r"3 query heads.*2 kv heads"),
+    ({"query": lambda query: torch.cat([query] * 3, -1)}, r"heads of size 24.*size 16"),
+    ({"qo_indptr": lambda indptr: indptr[:-1]}, r"qo_indptr.*\[6\].*\[5\]"),
+    ({"indptr": lambda indptr: indptr[:-1]}, r"indptr.*\[6\].*\[5\]"),
+    ({"last_page_len": lambda last: last[:-1]}, r"indptr.*\[5\]"),
+    ({"indptr": lambda indptr: indptr.long()}, r"indptr.*int32"),
+    ({"indices": lambda indices: indices.float()}, r"indices.*int32"),
+]
+DECODE: list[Row] = [
+    ({"query": lambda query: query[0]}, r"query must be \[B, H, D\]"),
+    ({"pages": lambda pages: pages[0]}, r"pages \[P, 2, K, S, D\]"),
+    ({"query": lambda query: query[:, :3]}, r"3 query heads.*2 kv heads"),
+    ({"query": lambda query: torch.cat([query] * 3, -1)}, r"heads of size 24.*size 16"),
+    ({"query": lambda query: query[:-1]}, r"for 3 rows"),
+    ({"key": lambda key: key[:-1]}, r"key and value must be \(4, 2, 8\).*\(3, 2, 8\)"),
+    ({"value": lambda value: value[:, :1]}, r"key and value must be.*\(4, 1, 8\)"),
+    ({"value": lambda value: value.double()}, r"of one dtype.*float64"),
+    ({"starts": lambda starts: starts[:-1]}, r"starts and lengths must be \[4\].*\(3,\) and \(4,\)"),
+    ({"lengths": lambda lengths: lengths[:-1]}, r"starts and lengths must be \[4\].*\(4,\) and \(3,\)"),
+    ({"lengths": lambda lengths: lengths.long()}, r"lengths.*int32"),
+    ({"indices": lambda indices: indices.float()}, r"indices.*int32"),
+]
+PREPARED: list[Row] = [
+    ({"query_norm": lambda norm: norm[1:]}, r"query_norm must be \(8,\) torch.float32; got \(7,\)"),
+    ({"key_norm": lambda norm: norm.double()}, r"key_norm must be \(8,\) torch.float32.*float64"),
+    ({"cos": lambda cos: cos[:2]}, r"cos must be \(4, 8\).*\(2, 8\)"),
+    ({"sin": lambda sin: sin[:, :4]}, r"sin must be \(4, 8\).*\(4, 4\)"),
+    ({"cos": lambda cos: None}, r"cos and sin must be given together"),
+]
+NORM: list[Row] = [
+    (
+        {"states": lambda states: states[:, :15]},
+        r"states and update must be \[..., I\] and weight \[I\]; got \(3, 15\)",
+    ),
+    ({"weight": lambda weight: weight[:15]}, r"\(3, 16\) and \(15,\)"),
+    ({"update": lambda update: update.double()}, r"of one dtype; got torch.float32, torch.float64"),
+]
+NORMED: list[Row] = [
+    ({"update": lambda update: update[..., :15]}, r"states and update must be \[..., I\]"),
+    ({"norm": lambda norm: norm[:15]}, r"\(1, 1, 16\) and \(15,\)"),
+    (
+        {"weight": lambda weight: weight[:, :15]},
+        r"states must be \[..., I\] and weight \[O, I\].*got \(1, 1, 16\).*\(6, 15\)",
+    ),
+    (
+        {"weight": lambda weight: weight.double()},
+        r"of one dtype; got .*torch.float32 and \(6, 16\) torch.float64",
+    ),
+    ({"weight": lambda weight: weight[:5]}, r"5 outputs have no two halves"),
+]
+REFUSED: list[tuple[list[Callable[..., Any]], Callable[[], Any], list[Row]]] = [
+    ([append_paged_kv], lambda: append_cases()[0], APPEND),
+    ([paged_attention, paged_attention_lse], lambda: attention_cases()[0], PLANNED),
+    ([decode_attention, decode_attention_lse], lambda: decode_cases()[0], DECODE),
+    ([decode_attention, decode_attention_lse], lambda: decode_cases()[-1], PREPARED),
+    ([add_rms_norm], lambda: norm_cases()[0], NORM),
+    ([normed_linear], lambda: normed_linear_cases()[1], NORMED),
+]
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("op", "case_of", "changes", "message"),
     [
-        ({"key": lambda key: key[:, :1]}, r"key and value.*one shape.*\(15, 1, 8\)"),
-        ({"key": lambda key: key[0], "value": lambda value: value[0]}, r"\[T, K, D\]"),
-        ({"key": lambda key: key[:, :1], "value": lambda value: value[:, :1]}, r"pages must be"),
-        ({"pages": lambda pages: pages[..., :4]}, r"pages must be.*D >= 8"),
-        ({"pages": lambda pages: pages[:, :1]}, r"pages must be"),
-        ({"pages": lambda pages: pages[0]}, r"pages must be"),
-        ({"token_rows": lambda rows: rows[:-1]}, r"token_rows.*\[15\]"),
-        ({"token_positions": lambda positions: positions[:3]}, r"token_positions.*\[15\]"),
-        ({"token_rows": lambda rows: rows.float()}, r"token_rows.*int32"),
-        ({"token_positions": lambda positions: positions.long()}, r"token_positions.*int32"),
-        ({"indptr": lambda indptr: indptr.float()}, r"indptr.*int32"),
-        ({"indices": lambda indices: indices.bool()}, r"indices.*int32"),
-        ({"value": lambda value: value.double()}, r"value.*dtype|dtype.*value"),
+        pytest.param(op, case_of, *row, id=f"{op.__name__}, {', '.join(row[0])}: {row[1]}")
+        for ops, case_of, rows in REFUSED
+        for op in ops
+        for row in rows
     ],
 )
-def test_append_refuses_what_does_not_fit_and_writes_nothing(changes, message):
-    case = append_cases()[0]
-    before = case[2].clone()
+def test_what_does_not_fit_is_refused_and_nothing_is_written(op, case_of, changes, message):
+    case, names = case_of(), list(inspect.signature(op).parameters)
+    before = [value.clone() if torch.is_tensor(value) else value for value in case]
+    given = [changes.get(name, lambda value: value)(value) for name, value in zip(names, case, strict=False)]
     with pytest.raises(ValueError, match=message):
-        append_paged_kv(*replaced(append_paged_kv, case, **changes))
-    assert torch.equal(case[2], before)
-    append_paged_kv(*case)
+        op(*given)
+    assert all(torch.equal(now, then) for now, then in zip(case, before, strict=True) if torch.is_tensor(now))
+    op(*case)
 
 
-@pytest.mark.parametrize("attend", [paged_attention, paged_attention_lse])
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"query": lambda query: query[0]}, r"query must be \[T, H, D\]"),
-        ({"pages": lambda pages: pages[0]}, r"pages \[P, 2, K, S, D\]"),
-        ({"pages": lambda pages: pages[:, :1]}, r"pages"),
-        ({"query": lambda query: query[:, :3]}, r"3 query heads.*2 kv heads"),
-        ({"query": lambda query: torch.cat([query] * 3, -1)}, r"heads of size 24.*size 16"),
-        ({"qo_indptr": lambda indptr: indptr[:-1]}, r"qo_indptr.*\[6\].*\[5\]"),
-        ({"indptr": lambda indptr: indptr[:-1]}, r"indptr.*\[6\].*\[5\]"),
-        ({"last_page_len": lambda last: last[:-1]}, r"indptr.*\[5\]"),
-        ({"indptr": lambda indptr: indptr.long()}, r"indptr.*int32"),
-        ({"indices": lambda indices: indices.float()}, r"indices.*int32"),
-    ],
-)
-def test_attention_refuses_what_does_not_fit(attend, changes, message):
-    case = attention_cases()[0]
-    with pytest.raises(ValueError, match=message):
-        attend(*replaced(paged_attention, case, **changes))
-    attend(*case)
-
-
-@pytest.mark.parametrize("attend", [decode_attention, decode_attention_lse])
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"query": lambda query: query[0]}, r"query must be \[B, H, D\]"),
-        ({"pages": lambda pages: pages[0]}, r"pages \[P, 2, K, S, D\]"),
-        ({"query": lambda query: query[:, :3]}, r"3 query heads.*2 kv heads"),
-        ({"query": lambda query: torch.cat([query] * 3, -1)}, r"heads of size 24.*size 16"),
-        ({"query": lambda query: query[:-1]}, r"for 3 rows"),
-        ({"key": lambda key: key[:-1]}, r"key and value must be \(4, 2, 8\).*\(3, 2, 8\)"),
-        ({"value": lambda value: value[:, :1]}, r"key and value must be.*\(4, 1, 8\)"),
-        ({"value": lambda value: value.double()}, r"of one dtype.*float64"),
-        ({"starts": lambda starts: starts[:-1]}, r"starts and lengths must be \[4\].*\(3,\) and \(4,\)"),
-        ({"lengths": lambda lengths: lengths[:-1]}, r"starts and lengths must be \[4\].*\(4,\) and \(3,\)"),
-        ({"lengths": lambda lengths: lengths.long()}, r"lengths.*int32"),
-        ({"indices": lambda indices: indices.float()}, r"indices.*int32"),
-    ],
-)
-def test_decode_refuses_what_does_not_fit_and_writes_nothing(attend, changes, message):
-    case = decode_cases()[0]
-    before = case[3].clone()
-    with pytest.raises(ValueError, match=message):
-        attend(*replaced(decode_attention, case, **changes))
-    assert torch.equal(case[3], before)
-    attend(*case)
+# ---- queries and keys, sums and their norms
 
 
 @pytest.mark.parametrize("attend", [decode_attention, decode_attention_lse])
@@ -301,26 +321,6 @@ def test_decode_norms_and_turns_queries_and_keys_as_huggingface_does(attend, giv
     torch.testing.assert_close(pages, expected_pages, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("attend", [decode_attention, decode_attention_lse])
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"query_norm": lambda norm: norm[1:]}, r"query_norm must be \(8,\) torch.float32; got \(7,\)"),
-        ({"key_norm": lambda norm: norm.double()}, r"key_norm must be \(8,\) torch.float32.*float64"),
-        ({"cos": lambda cos: cos[:2]}, r"cos must be \(4, 8\).*\(2, 8\)"),
-        ({"sin": lambda sin: sin[:, :4]}, r"sin must be \(4, 8\).*\(4, 4\)"),
-        ({"cos": lambda cos: None}, r"cos and sin must be given together"),
-    ],
-)
-def test_decode_refuses_what_queries_and_keys_cannot_be_prepared_with(attend, changes, message):
-    case = decode_cases()[-1]
-    before = case[3].clone()
-    with pytest.raises(ValueError, match=message):
-        attend(*replaced(decode_attention, case, **changes))
-    assert torch.equal(case[3], before)
-    attend(*case)
-
-
 def test_heads_of_odd_size_cannot_be_turned():
     batch = Batch(*MIXES["decode"], head_dim=5, padded=8).filled()
     angles = torch.zeros(4, 5)
@@ -338,21 +338,6 @@ def test_sums_are_normed_as_huggingface_does_it(dtype, seed):
     assert torch.equal(normed, norm(states + update))
 
 
-@pytest.mark.parametrize(
-    ("place", "wrong", "message"),
-    [
-        (0, torch.zeros(3, 15), r"states and update must be \[..., I\] and weight \[I\]; got \(3, 15\)"),
-        (2, torch.zeros(15), r"\(3, 16\) and \(15,\)"),
-        (1, torch.zeros(3, 16).double(), r"of one dtype; got torch.float32, torch.float64"),
-    ],
-)
-def test_add_rms_norm_refuses_what_does_not_fit(place, wrong, message):
-    case = list(norm_cases()[0])
-    case[place] = wrong
-    with pytest.raises(ValueError, match=message):
-        add_rms_norm(*case)
-
-
 @pytest.mark.parametrize("gated", [False, True])
 def test_normed_rows_are_multiplied_as_huggingface_does_it(gated, seed):
     states, update = torch.randn(2, 1, 1, 16)
@@ -364,23 +349,6 @@ def test_normed_rows_are_multiplied_as_huggingface_does_it(gated, seed):
         expected = torch.nn.functional.silu(expected[..., :6]) * expected[..., 6:]
     assert torch.equal(total, states + update)
     torch.testing.assert_close(product, expected)
-
-
-@pytest.mark.parametrize(
-    ("place", "wrong", "message"),
-    [
-        (1, torch.zeros(1, 1, 15), r"states and update must be \[..., I\]"),
-        (2, torch.zeros(15), r"\(1, 1, 16\) and \(15,\)"),
-        (4, torch.zeros(6, 15), r"states must be \[..., I\] and weight \[O, I\].*got \(1, 1, 16\).*\(6, 15\)"),
-        (4, torch.zeros(6, 16).double(), r"of one dtype; got .*torch.float32 and \(6, 16\) torch.float64"),
-        (4, torch.zeros(5, 16), r"5 outputs have no two halves"),
-    ],
-)
-def test_normed_linear_refuses_what_does_not_fit(place, wrong, message):
-    case = list(normed_linear_cases()[1])
-    case[place] = wrong
-    with pytest.raises(ValueError, match=message):
-        normed_linear(*case)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The decode kernel on CUDA: here under Triton's interpreter on the CPU; on a GPU see `test_ops_gpu.py`.
 
-Triton decides at import whether it interprets, so the tests run in a process of their own.
-
 Shapes: B rows, L tokens of one row, H query heads, K kv heads, D head dimension, P pages, S page size.
 """
 
@@ -31,7 +29,8 @@ from compiled_llm_ops.kernels.attention_tiling import (
     AttentionTiling,
     choose_attention_tiling as choose,
 )
-from support.ops.interpreting import INTERPRETED, check_interpreted, interpreted, needs_triton, not_interpreted
+from support.ops.compiling import compiled
+from support.ops.interpreting import INTERPRETED, interpreted, needs_triton, not_interpreted
 from support.ops.op_cases import UNREAD, planned_table
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
@@ -39,12 +38,6 @@ pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
 KV_HEADS = 2
 SCALE = 0.3
 H200 = {"processors": 132, "shared_memory": 228 * 1024}
-
-
-@pytest.mark.slow
-@not_interpreted
-def test_kernel_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    check_interpreted(__file__, request.config)
 
 
 @pytest.fixture(autouse=True)
@@ -168,21 +161,32 @@ SPARE = pytest.mark.parametrize("spare", [0, 8], ids="spare={}".format)
 LENGTHS = [1, 15, 16, 17, 64, 65, 300, 513]
 
 
-@interpreted
-@SPARE
-@pytest.mark.parametrize(
-    ("group", "head_dim"),
-    [(1, 128), (8, 64), *(pytest.param(*sizes, marks=WHOLE) for sizes in ((1, 64), (5, 64), (5, 128), (8, 128)))],
-)
-def test_rows_of_any_length(group: int, head_dim: int, spare: int, seed: int) -> None:
-    check(batch_of(LENGTHS, group, 16, head_dim), spare)
+ROWS: list[dict[str, int]] = [
+    {"group": 1, "head_dim": 128},
+    {"group": 8},
+    {"page_size": 1},
+    {"page_size": 5},
+    {"page_size": 1024},
+    {"head_dim": 16, "stored": 64},
+    {"head_dim": 96, "stored": 128},
+]
+MORE_ROWS: list[dict[str, int]] = [
+    {"group": 1},
+    {"group": 5},
+    {"group": 5, "head_dim": 128},
+    {"group": 8, "head_dim": 128},
+    {"page_size": 64},
+    {"head_dim": 80, "stored": 128},
+]
 
 
 @interpreted
 @SPARE
-@pytest.mark.parametrize("page_size", [1, 5, pytest.param(64, marks=WHOLE), 1024], ids="S={}".format)
-def test_pages_of_any_size(page_size: int, spare: int, seed: int) -> None:
-    check(batch_of([1, page_size, page_size + 1, 700], 2, page_size, 64), spare)
+@pytest.mark.parametrize("sizes", [*ROWS, *(pytest.param(sizes, marks=WHOLE) for sizes in MORE_ROWS)], ids=str)
+def test_heads_and_pages_of_any_size(sizes: dict[str, int], spare: int, seed: int) -> None:
+    sizes = {"group": 2, "page_size": 16, "head_dim": 64, **sizes}
+    lengths = {*LENGTHS, sizes["page_size"], sizes["page_size"] + 1}
+    check(batch_of(sorted(lengths), **sizes), spare)
 
 
 @interpreted
@@ -259,13 +263,6 @@ def test_capped_logits(window_left: int, spare: int, seed: int) -> None:
     batch = batch_of(LENGTHS, 4, 16, 64)
     check(batch, spare, window_left, soft_cap=2.0)
     check(batch._replace(query=batch.query * 1000), spare, window_left, soft_cap=30.0)
-
-
-@interpreted
-@SPARE
-@pytest.mark.parametrize(("head_dim", "stored"), [(16, 64), pytest.param(80, 128, marks=WHOLE), (96, 128)])
-def test_stored_heads_may_be_wider(head_dim: int, stored: int, spare: int, seed: int) -> None:
-    check(batch_of(LENGTHS, 4, 16, head_dim, stored), spare)
 
 
 @interpreted
@@ -537,34 +534,23 @@ COMPILED = [
 
 @pytest.mark.slow
 @not_interpreted
-@pytest.mark.parametrize(("dtype", "group", "head_dim", "rows", "changes"), COMPILED)
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
-    ("with_lse", "prepares"),
+    ("kernel_of", "with_lse", "prepares"),
     [
-        pytest.param(False, True, id="normed and turned-out"),
-        pytest.param(True, False, id="as they are-out and lse"),
-        pytest.param(False, False, id="as they are-out", marks=WHOLE),
-        pytest.param(True, True, id="normed and turned-out and lse", marks=WHOLE),
+        pytest.param(case, with_lse, prepares, marks=[] if (with_lse, prepares) == in_each_run else WHOLE)
+        for case, in_each_run in zip(COMPILED, itertools.cycle([(False, True), (True, False)]), strict=False)
+        for with_lse, prepares in itertools.product((False, True), repeat=2)
     ],
+    ids=str,
 )
 def test_nothing_but_the_page_table_is_touched_before_waiting(
-    dtype: str,
-    group: int,
-    head_dim: int,
-    rows: int,
-    changes: dict[str, Any],
-    with_lse: bool,
-    prepares: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    kernel_of: tuple[str, int, int, int, dict[str, Any]], with_lse: bool, prepares: bool, tmp_path: Path
 ) -> None:
     """Kernels in front may still write before `gdc_wait`; whoever is let go relies on that this one has waited."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
     from compiled_llm_ops.kernels import attention as module
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    dtype, group, head_dim, rows, changes = kernel_of
     padded, kernel = 1 << (group - 1).bit_length(), module._decode_paged_attention
     tiling = choose(rows, 8, group, head_dim, 40_960, **H200)
     constants = {
@@ -584,12 +570,8 @@ def test_nothing_but_the_page_table_is_touched_before_waiting(
         **dict.fromkeys(("rows", "row_tile", "window_left", "unsplit", "min_share"), "i32"),
         **dict.fromkeys(("scale", "cap", "epsilon"), "fp32"),
     }
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    places = {(names.index(name),): value for name, value in constants.items()}
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("query", "pages", "row_stride")}
-    source = ASTSource(kernel, signature, places, aligned)
-    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": tiling.warps, "launch_pdl": True})
+    aligned = ("query", "pages", "row_stride")
+    made = compiled(kernel, constants, types, tiling.warps, aligned, launch_pdl=True)
     if group <= 16:
         (stack,) = re.findall(r"STACK:(\d+)", resources_of(made.asm["cubin"], tmp_path / "cubin"))
         assert int(stack) <= (16 if prepares else 0), "registers spill"

@@ -1,14 +1,11 @@
 """The kernels of `skinny_linear`, under Triton's interpreter on the CPU; `test_linear_gpu.py` runs them on a GPU.
 
-Triton decides at import whether it interprets, so the test runs in a process of its own.
-
 Shapes: M rows, N outputs, K inputs.
 """
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +13,8 @@ import torch
 
 from compiled_llm_ops import normed_linear
 from compiled_llm_ops.kernels.linear_tiling import LinearTiling
-from support.ops.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
+from support.ops.compiling import compiled, in_order
+from support.ops.interpreting import interpreted, needs_triton, not_interpreted
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
 
@@ -32,12 +30,6 @@ TILINGS = [
     LinearTiling(rows=64, outputs=64, tiles=3, inputs=128, stages=3, prefetched=0),
     LinearTiling(rows=64, outputs=64, tiles=1, inputs=512, stages=1, prefetched=0),
 ]
-
-
-@pytest.mark.slow
-@not_interpreted
-def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    check_interpreted(__file__, request.config)
 
 
 @interpreted
@@ -83,29 +75,6 @@ def test_one_row_is_normed_and_gated(tiling: LinearTiling, n: int, gated: bool, 
 # ---- compiled, without a GPU
 
 
-def compiled(kernel: Any, constants: dict[str, Any], types: dict[str, str]) -> str:
-    """What the kernel is in PTX; what is neither of a type nor constant is None."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
-    constants = {**{name: None for name in kernel.arg_names if name not in types}, **constants}
-    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
-    code: str = made.asm["ptx"]
-    return code
-
-
-def in_order(code: str) -> list[str]:
-    """Where the kernel waits, lets go, and touches memory."""
-    return re.findall(r"griddepcontrol\.\w+|cp\.async\.\w+|(?:ld|st|atom)\.global", code)
-
-
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-
-
 def constants_of(tiling: LinearTiling) -> dict[str, Any]:
     return {"ROWS": tiling.rows, "BN": tiling.outputs, "BK": tiling.inputs, "PDL": True}
 
@@ -124,7 +93,7 @@ def test_with_tensor_cores_weights_alone_are_asked_for_before_waiting(tiling: Li
     types = {**POINTERS, **dict.fromkeys("MNK", "i32")}
     types |= {name: f"tensordesc<bf16[{n},{tiling.inputs}]>" for name, n in zip("xw", tiling[:2], strict=True)}
     constants = {**constants_of(tiling), "TILES": tiling.tiles, "STAGES": tiling.stages}
-    code = compiled(kernel, constants, types)
+    code = compiled(kernel, constants, types, launch_pdl=True).asm["ptx"]
     found = in_order(code)
     before = found.index("griddepcontrol.wait")
     assert set(found[:before]) == {"cp.async.bulk"}
@@ -161,9 +130,8 @@ def test_of_few_rows_weights_alone_are_read_before_waiting(tiling: LinearTiling,
     if normed:
         types |= dict.fromkeys(("update", "norm", "total"), "*bf16")
     masked = tiling.inputs == 512
-    found = in_order(
-        compiled(kernel, {**constants_of(tiling), "PREFETCHED": tiling.prefetched, "MASKED": masked, **changes}, types)
-    )
+    constants = {**constants_of(tiling), "PREFETCHED": tiling.prefetched, "MASKED": masked, **changes}
+    found = in_order(compiled(kernel, constants, types, launch_pdl=True).asm["ptx"])
     before, let_go = map(found.index, ("griddepcontrol.wait", "griddepcontrol.launch_dependents"))
     assert let_go == before + (-1 if changes["TRIGGER_FIRST"] else 1)
     read = found[: min(before, let_go)]

@@ -1,11 +1,6 @@
-"""The kernels of log-probabilities, under Triton's interpreter; `test_top_logprobs_gpu.py` runs them on a GPU.
-
-Triton decides at import whether it interprets, so the tests run in a process of their own.
-"""
+"""The kernels of log-probabilities, under Triton's interpreter; `test_top_logprobs_gpu.py` runs them on a GPU."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +8,8 @@ from torch import Tensor
 
 from compiled_llm_ops import top_logprobs
 from compiled_llm_ops.contracts import TopLogprobs
-from support.ops.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
+from support.ops.compiling import compiled
+from support.ops.interpreting import interpreted, needs_triton, not_interpreted
 from support.ops.logprob_cases import check_packed, logits_of
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
@@ -44,31 +40,18 @@ def test_what_does_not_fit_is_refused(given: tuple[Tensor, Tensor, int], message
 
 @pytest.mark.slow
 @not_interpreted
-def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    check_interpreted(__file__, request.config)
-
-
-@pytest.mark.slow
-@not_interpreted
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(("dtype", "tiles"), [("bf16", 2048), ("fp32", 1)])
-def test_kernels_compile_without_a_gpu(dtype: str, tiles: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes what Triton's compiler does not."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
+def test_kernels_compile_without_a_gpu(dtype: str, tiles: int) -> None:
     from compiled_llm_ops.kernels import logprobs as kernels
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     numbers = dict.fromkeys(("stride", "vocabulary", "tiles", "spans", "num_logprobs"), "i32")
     types = {"logits": f"*{dtype}", "tokens": "*i64", "likelier": "*i32", "packed": "*i32", **numbers}
     for kernel, constants in (
         (kernels._summarise_for_logprobs, {}),
         (kernels._take_likeliest, {"padded_tiles": tiles, "padded_spans": max(1, tiles // 32)}),
     ):
-        names = kernel.arg_names
-        signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}
-        places = {(names.index(name),): value for name, value in constants.items()}
-        compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+        compiled(kernel, constants, {**dict.fromkeys(kernel.arg_names, "*fp32"), **types})
 
 
 @interpreted

@@ -1,28 +1,18 @@
 """The kernel of `add_rms_norm` on CUDA: here under Triton's interpreter on the CPU; on a GPU see `test_linear_gpu.py`.
 
-Triton decides at import whether it interprets, so the test runs in a process of its own.
-
 Shapes: M rows, I inputs.
 """
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 
 import compiled_llm_ops
-from support.ops.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
+from support.ops.compiling import compiled, in_order
+from support.ops.interpreting import interpreted, needs_triton, not_interpreted
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
-
-
-@pytest.mark.slow
-@not_interpreted
-def test_kernel_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    check_interpreted(__file__, request.config)
 
 
 @interpreted
@@ -40,19 +30,13 @@ def test_sums_are_normed(shape: tuple[int, ...], seed: int) -> None:
 
 @pytest.mark.slow
 @not_interpreted
-def test_nothing_but_the_weight_is_touched_before_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
+@pytest.mark.usefixtures("own_cache")
+def test_nothing_but_the_weight_is_touched_before_waiting() -> None:
     from compiled_llm_ops.kernels.norm import _add_rms_norm as kernel
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants = {"INPUTS": 1000, "BLOCK": 1024, "PDL": True}
     types = {**dict.fromkeys(("states", "update", "weight", "total", "normed"), "*bf16"), "epsilon": "fp32"}
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    code = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True}).asm["ptx"]
-    found = re.findall(r"griddepcontrol\.\w+|(?:ld|st)\.global", code)
+    made = compiled(kernel, {"INPUTS": 1000, "BLOCK": 1024, "PDL": True}, types, launch_pdl=True)
+    found = in_order(made.asm["ptx"])
     before = found.index("griddepcontrol.wait")
     assert found[:before] == ["ld.global"] * 8, "a thread's numbers of the weight, one by one"
     assert found[before + 1] == "griddepcontrol.launch_dependents"

@@ -1,14 +1,10 @@
-"""The kernels that sample tokens, under Triton's interpreter on the CPU; `test_sampling_gpu.py` runs them on a GPU.
-
-Triton decides at import whether it interprets, so the tests run in a process of their own.
-"""
+"""The kernels that sample tokens, under Triton's interpreter on the CPU; `test_sampling_gpu.py` runs them on a GPU."""
 
 from __future__ import annotations
 
 import math
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +15,8 @@ from compiled_llm.compilation.sampling.masks import mask_of
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm_ops import build_sampling, sample_tokens
 from compiled_llm_ops.contracts import SampleTokens
-from support.ops.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
+from support.ops.compiling import compiled
+from support.ops.interpreting import interpreted, needs_triton, not_interpreted
 from support.ops.sampling_cases import (
     BRANCHES,
     EDITED,
@@ -35,12 +32,6 @@ from support.ops.sampling_cases import (
 )
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
-
-
-@pytest.mark.slow
-@not_interpreted
-def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    check_interpreted(__file__, request.config)
 
 
 class NoGpu:
@@ -60,7 +51,7 @@ class NoGpu:
 
 @pytest.mark.slow
 @not_interpreted
-def test_what_is_built_early_is_what_is_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_built_early_is_what_is_launched(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
     from triton.runtime import driver
 
@@ -68,7 +59,6 @@ def test_what_is_built_early_is_what_is_launched(tmp_path: Path, monkeypatch: py
     from compiled_llm_ops.kernels import sampling as kernels
 
     built: list[str] = []
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(driver, "_active", NoGpu())
     monkeypatch.setattr(knobs.compilation, "listener", lambda src, **_: built.append(src.fn.__name__))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
@@ -83,35 +73,24 @@ def test_what_is_built_early_is_what_is_launched(tmp_path: Path, monkeypatch: py
 @pytest.mark.whole
 @pytest.mark.slow
 @not_interpreted
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(("dtype", "tiles"), [("bf16", 4096), ("fp16", 1), ("fp32", 8192)])
-def test_kernels_compile_without_a_gpu(dtype: str, tiles: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes what Triton's compiler does not."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
+def test_kernels_compile_without_a_gpu(dtype: str, tiles: int) -> None:
     from compiled_llm_ops.kernels import sampling as kernels
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    int32 = dict.fromkeys(
-        ("top_k", "found", "candidates", "adjustments", "allowed", "biases", "recent", "growing"), "*i32"
-    )
-    int64 = dict.fromkeys(("slots", "positions", "chosen", "seeds"), "*i64")
-    scalars = dict.fromkeys(("stride", "vocabulary", "tiles", "not_a_token", "deferred"), "i32")
+    int32 = ("top_k", "found", "candidates", "adjustments", "allowed", "biases", "recent", "growing")
     types = {
         "logits": f"*{dtype}",
         "counts": "*i16",
-        **int32,
-        **int64,
-        **scalars,
+        **dict.fromkeys(int32, "*i32"),
+        **dict.fromkeys(("slots", "positions", "chosen", "seeds"), "*i64"),
+        **dict.fromkeys(("stride", "vocabulary", "tiles", "not_a_token", "deferred"), "i32"),
     }
     for kernel, constants in (
         (kernels._summarise_for_sampling, {}),
         (kernels._sample_rows, {"padded_tiles": tiles}),
     ):
-        names = kernel.arg_names
-        signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}
-        places = {(names.index(name),): value for name, value in constants.items()}
-        compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options={"num_warps": 16})
+        compiled(kernel, constants, {**dict.fromkeys(kernel.arg_names, "*fp32"), **types}, warps=16)
 
 
 def launch(*given: Any) -> Tensor:

@@ -104,7 +104,6 @@ class Artifacts:
         raise self.missing("a graph is not among them")
 
     def missing(self, what: str) -> NotInArtifactsError:
-        """Return the error for a missing part."""
         return NotInArtifactsError(
             f"artifacts={str(self.source)!r}: {what}. The model has changed since they were written, or torch's "
             "settings are others; write them anew with `compiled-llm compile`, or wrap without artifacts"

@@ -33,11 +33,7 @@ Outputs = TypeVar("Outputs")
 
 
 class CapturedGraph(Generic[Outputs]):
-    """Captured launches.
-
-    Attributes:
-        cost: of the capture.
-    """
+    """Captured launches; ``cost`` is that of their capture."""
 
     def __init__(
         self, graph: torch.cuda.CUDAGraph | GraphInPieces, outputs: Outputs, cost: Cost, give_back: Callable[[], None]
@@ -149,7 +145,6 @@ class GraphCapture:
         self._place.thread.run_slice()
 
     def finish(self) -> None:
-        """Continue the capture underway to its end; any thread may."""
         self._place.thread.finish()
 
     def _capture(self, launch: Callable[[], Outputs], check: Callable[[], None]) -> CapturedGraph[Outputs]:

@@ -135,11 +135,9 @@ class CudaGraphs:
         return len(self.rolling.of("decode", "prefill"))
 
     def shapes(self) -> list[Shape]:
-        """Return the shapes of captured prefills."""
         return [key for key in self.rolling.of("prefill") if isinstance(key, Shape)]
 
     def get(self, key: Key) -> GraphEntry[CapturedGraph[StepOutputs]] | None:
-        """Return the CUDA graph of a step, if there is one."""
         return self.rolling.get(key)
 
     def capture(self, key: Key, step: StepToCapture) -> None:
@@ -246,7 +244,6 @@ class CudaGraphs:
 
     @staticmethod
     def _cost(captured: CapturedGraph[StepOutputs], known: _Known, shared: int) -> Cost:
-        """Return the memory of a graph with that of its input."""
         own, cost = 0 if known.filled is None else known.filled.nbytes, captured.cost
         return cost._replace(nbytes=cost.nbytes + own, shared=cost.shared + shared)
 
@@ -340,7 +337,6 @@ class CudaGraphs:
         logger.debug("%s prepared, %d decode steps and %d prefills captured", what, self.decodes(), self.prefills)
 
     def decodes(self) -> int:
-        """Return how many decode steps have been captured."""
         if self._in_trees:
             return max(0, cudagraph_tree_graphs(self._device) - self._before)
         return self._decodes

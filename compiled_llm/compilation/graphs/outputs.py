@@ -20,7 +20,6 @@ class SharedOutputs:
 
     @property
     def nbytes(self) -> int:
-        """Size of the buffers, in bytes."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def writing(self, launch: Callable[[], StepOutputs], like: StepOutputs | int) -> Callable[[], StepOutputs]:
@@ -59,5 +58,4 @@ class SharedOutputs:
         return same and len(output) <= len(buffer)
 
     def release(self) -> None:
-        """Free the buffers."""
         self._buffers = []

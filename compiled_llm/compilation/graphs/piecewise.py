@@ -82,7 +82,6 @@ class GraphInPieces:
         self._parts.append(graph.replay)
 
     def replay(self) -> None:
-        """Launch everything on the current stream."""
         for replay in self._parts:
             replay()
 

@@ -117,7 +117,6 @@ class GraphEntry(Generic[KeptT]):
         return self.cuda_graph.replay()
 
     def row(self) -> CudaGraphRow:
-        """Return its row for the table."""
         ready = self.cuda_graph is not None
         return CudaGraphRow(
             phase=self.phase,
@@ -175,11 +174,9 @@ class RollingCudaGraphs:
         return key in self._ready
 
     def get(self, key: Key) -> GraphEntry[Any] | None:
-        """Return an entry with a graph, if there is one."""
         return self._ready.get(key)
 
     def of(self, *phases: Phase) -> list[Key]:
-        """Return the keys of graphs of some phases."""
         return [key for key, entry in self._ready.items() if entry.phase in phases]
 
     @property
@@ -268,7 +265,6 @@ class RollingCudaGraphs:
         entry.padded += padded
 
     def failed(self, key: Key) -> None:
-        """Count a failed capture."""
         self._entry(key).failures += 1
 
     def _entry(self, key: Key) -> GraphEntry[Any]:
@@ -293,7 +289,6 @@ class RollingCudaGraphs:
         return anchors or sorted(found, key=_size)[-1:]
 
     def _apart_from(self, new: Key) -> list[GraphEntry[Any]]:
-        """Return all but those that run in one step with a new one."""
         latest = {entry.phase: entry for entry in sorted(self._ready.values(), key=_used)}
         phase = described(new)[0]
         stay = [entry for other, entry in latest.items() if other in ("decode", "prefill") and other != phase]
@@ -368,7 +363,6 @@ def _size(key: Key) -> tuple[int, int, int]:
 
 
 def described(key: Key) -> tuple[Phase, int, int, int]:
-    """Return phase, tokens, rows and variant."""
     if isinstance(key, Shape):
         return "prefill", key.tokens, key.rows, key.variant
     if isinstance(key, SamplingKey):

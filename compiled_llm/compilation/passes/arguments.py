@@ -16,5 +16,4 @@ def arguments_of(node: fx.Node, signature: type[Any]) -> Any:
 
 
 def set_arguments(node: fx.Node, arguments: tuple[Any, ...]) -> None:
-    """Set the arguments of a call of an op, in the order of its signature."""
     node.args, node.kwargs = tuple(arguments), {}

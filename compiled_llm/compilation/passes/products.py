@@ -67,7 +67,6 @@ class FusedProducts:
 
 
 def _parameters(product: fx.Node) -> tuple[object, ...]:
-    """Return a matmul's weight, and its bias if it has one."""
     return tuple(entry for entry in product.args[1:] if entry is not None)
 
 

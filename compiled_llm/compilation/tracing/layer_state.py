@@ -71,7 +71,6 @@ class KnownState:
 
 
 def tensors_of(layer: nn.Module) -> list[dict[str, Any]]:
-    """Return the dictionaries of a layer's parameters and buffers."""
     found: list[dict[str, Any]] = []
     for module in layer.modules():
         found += module._parameters, module._buffers

@@ -162,5 +162,4 @@ class LayerTracer(TorchFunctionMode):
 
 
 def _entries(result: Any) -> Sequence[Any]:
-    """Return a function's results one by one."""
     return result if isinstance(result, (tuple, list)) else [result]

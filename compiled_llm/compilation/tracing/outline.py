@@ -146,7 +146,6 @@ class _Layers:
         self.like: list[int] = []
 
     def compare(self, descriptions: Sequence[Hashable]) -> None:
-        """Note which layers have equal descriptions; NoOutlineError if all differ."""
         self.like = _first_equal(descriptions)
         if len(set(self.like)) == len(descriptions):
             raise NoOutlineError("no two layers are alike")
@@ -163,12 +162,10 @@ class _Layers:
         return found is self._list and self._state.valid(glance)
 
     def tensors(self, number: int, pages: Sequence[Tensor]) -> list[Tensor]:
-        """Return a layer's parameters, buffers and pages."""
         tensors = chain.from_iterable(map(dict.values, self._tensors[number]))
         return [*(tensor for tensor in tensors if tensor is not None), pages[number]]
 
     def take_tensors(self, pages: Sequence[Tensor]) -> None:
-        """Give the outline the layers' present tensors."""
         for number, layer in enumerate(self._marked):
             vars(layer)["_tensors"] = self.tensors(number, pages)
 

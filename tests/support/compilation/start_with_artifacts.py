@@ -18,17 +18,17 @@ PROMPTS = [[5, 6, 7, 8, 9], [11, 12, 13]]
 NEW_TOKENS = 6
 
 
-def answers(model: Any) -> dict[str, list[list[int]]]:
-    """What a model answers to one prompt, to two, to embeddings, and drawn."""
+def answers(model: Any, *ways: str) -> dict[str, list[list[int]]]:
+    """What a model answers to one prompt, to two, and to embeddings, or in some of these ways."""
     one, two = torch.tensor(PROMPTS[:1]), torch.tensor([PROMPTS[0][:3], PROMPTS[1]])
     one, two = one.to(model.device), two.to(model.device)
-    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
-    embeds = model.get_input_embeddings()(one)
-    return {
-        "one": model.generate(one, attention_mask=torch.ones_like(one), **options).tolist(),
-        "two": model.generate(two, attention_mask=torch.ones_like(two), **options).tolist(),
-        "embeddings": model.generate(inputs_embeds=embeds, attention_mask=torch.ones_like(one), **options).tolist(),
+    prompts = {
+        "one": {"input_ids": one, "attention_mask": torch.ones_like(one)},
+        "two": {"input_ids": two, "attention_mask": torch.ones_like(two)},
+        "embeddings": {"inputs_embeds": model.get_input_embeddings()(one), "attention_mask": torch.ones_like(one)},
     }
+    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    return {way: model.generate(**prompts[way], **options).tolist() for way in ways or prompts}
 
 
 def main(model_folder: str, artifacts: str, device: str, dtype: str) -> None:

@@ -31,7 +31,7 @@ def embed_prompt(model: PreTrainedModel) -> Undo:
 
     def prepare(input_ids: Tensor, **kwargs: Any) -> Any:
         inputs = original(input_ids, **kwargs)
-        if inputs["past_key_values"].get_seq_length():
+        if (cache := inputs.get("past_key_values")) is not None and cache.get_seq_length():
             return inputs
         embeddings = model.get_input_embeddings()(inputs["input_ids"]) * 1.2
         return {**inputs, "input_ids": None, "inputs_embeds": embeddings}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+TESTS = Path(__file__).parents[2]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -19,10 +20,19 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process th
 not_interpreted = pytest.mark.skipif(INTERPRETED, reason="for the process that does not interpret")
 
 
-def check_interpreted(file: str, config: pytest.Config) -> None:
-    """Run the interpreted tests of a file."""
+def check_interpreted(files: str, config: pytest.Config) -> None:
+    """Run the interpreted tests of these files in tests."""
     options = [f"--seed={config.getoption('seed')}", *["--whole"] * config.getoption("--whole")]
-    command = [sys.executable, "-m", "pytest", "-q", str(Path(file)), *options, "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        *map(str, sorted(TESTS.glob(files))),
+        *options,
+        "-p",
+        "no:cacheprovider",
+    ]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout
