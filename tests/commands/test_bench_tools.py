@@ -156,18 +156,7 @@ def test_online(tool: Any) -> None:
 
 
 def test_graphs(tool: Any) -> None:
-    quick = (
-        "--prompts",
-        "4,8",
-        "--new",
-        "8",
-        "--requests",
-        "2",
-        "--seconds",
-        "0",
-        "--contenders",
-        "compiled-llm:eager",
-    )
+    quick = ("--prompts=4,8", "--new=8", "--requests=2", "--seconds=0", "--contenders=compiled-llm:eager")
     report, _ = tool("graphs", *quick)
     found = [(one["recordings"], one["prompt"], len(one["running_s"])) for one in report.results["graph_times"]]
     assert found == [("prepared", 4, 1), ("prepared", 8, 1)]
@@ -180,34 +169,39 @@ def test_beams_and_drafts(tool: Any) -> None:
     assert tasks == ["beam search", "drafts of 5", "prompt lookup", "chat of 2 turns", "scoring"] * 2
 
 
-@pytest.mark.slow
+SERVE = ("--prompts=6", "--new=4", "--requests=2", "--streams=2", "--stream-tokens=4", "--rates=4", "--seconds=1")
+LOADS = ("one after the other", "2 at once", "4 requests/s")
+
+
 def test_serve(tool: Any) -> None:
-    alone = ("--prompts", "6", "--new", "4", "--requests", "2")
-    more = ("--streams", "2", "--stream-tokens", "4", "--rates", "4", "--seconds", "1", "--mode", "eager")
-    report, _ = tool("serve", *alone, *more, "--contenders", "compiled-llm:engine,compiled-llm:serve")
-    ways = ("engine", "socket", "socket-busy-poll", "http")
+    report, _ = tool("serve", *SERVE, "--mode", "eager", "--contenders", "compiled-llm:engine")
     found = [(one["contender"], one["load"]) for one in report.results["serve"]]
-    loads = ("one after the other", "2 at once", "4 requests/s")
-    assert found[:3] == [("compiled-llm:engine", load) for load in loads]
-    assert found[3:] == [(f"compiled-llm:{way}", load) for load in loads for way in ways[1:]]
-
-
-@pytest.mark.slow
-def test_startup_of_this_environment(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(TOOLS))
-    startup = importlib.import_module("startup")
-    monkeypatch.delitem(startup.CACHES, "PYTHONPYCACHEPREFIX")  # without byte code it would take twice as long
-    report, _ = tool("startup", "--prompt", "8", "--new", "4", "--runs", "0", "--contenders", "compiled-llm:eager")
-    (result,) = report.results["startup"]
-    assert (result["contender"], result["cache"]) == ("compiled-llm:eager", "cold")
-    stages = [result["stages"][stage][0] for stage in startup.STAGES]
-    assert stages == sorted(stages)
+    assert found == [("compiled-llm:engine", load) for load in LOADS]
 
 
 @pytest.mark.whole
-def test_starts_with_artifacts_are_timed(tool: Any) -> None:
-    report, _ = tool("startup", "--prompt", "8", "--new", "4", "--runs", "1", "--contenders", "compiled-llm:compile")
-    assert [one["cache"] for one in report.results["startup"]] == ["cold", "warm", "artifacts"]
+def test_serve_asks_a_server_in_each_way(tool: Any) -> None:
+    report, _ = tool("serve", *SERVE, "--mode", "eager", "--contenders", "compiled-llm:serve")
+    found = [(one["contender"], one["load"]) for one in report.results["serve"]]
+    ways = ("socket", "socket-busy-poll", "http")
+    assert found == [(f"compiled-llm:{way}", load) for load in LOADS for way in ways]
+
+
+def test_startup(tool: Any, tmp_path: Path) -> None:
+    python, _ = fake_vllm(tmp_path)
+    report, _ = tool("startup", "--prompt", "8", "--new", "4", "--runs", "1", "--contenders", "vllm", "--vllm", python)
+    assert [one["cache"] for one in report.results["startup"]] == ["cold", "warm"]
+    for result in report.results["startup"]:
+        stages = [result["stages"][stage][0] for stage in importlib.import_module("startup").STAGES]
+        assert stages == sorted(stages)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("mode", "caches"), [("eager", ["cold", "warm"]), ("compile", ["cold", "warm", "artifacts"])])
+def test_startup_of_this_environment(tool: Any, mode: str, caches: list[str]) -> None:
+    contender = f"compiled-llm:{mode}"
+    report, _ = tool("startup", "--prompt", "8", "--new", "4", "--runs", "1", "--contenders", contender)
+    assert [one["cache"] for one in report.results["startup"]] == caches
 
 
 def test_the_speed_of_scripts_help(tmp_path: Path) -> None:

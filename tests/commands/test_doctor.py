@@ -85,6 +85,27 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
 
 
+class Gpus:
+    """What torch says of its devices."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.capabilities = [(9, 0)]
+        self.free = 100 * GIB
+        answers: dict[str, Callable[..., Any]] = {
+            "device_count": lambda: len(self.capabilities),
+            "get_device_capability": lambda index: self.capabilities[index],
+            "get_device_name": lambda _: "NVIDIA H200",
+            "mem_get_info": lambda _: (self.free, 141 * GIB),
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    return Gpus(monkeypatch)
+
+
 # ---- packages
 
 
@@ -106,10 +127,27 @@ def test_a_machine_that_has_everything_is_shown_whole() -> None:
         assert needed[name]["detail"].startswith(importlib.import_module(name).__version__)
 
 
-def test_missing_extra_is_named_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    found = finding("extras: gguf")
-    assert (found.status, found.fix, found.prevents) == ("optional", "pip install '.[demo]'", False)
+@pytest.mark.parametrize(
+    ("lacking", "name", "cuda", "status", "fix"),
+    [
+        ("gguf", "extras: gguf", False, "optional", "pip install '.[demo]'"),
+        ("ray", "extras: ray.serve", False, "optional", "pip install '.[ray]'"),
+        ("triton", "packages: triton", False, "not needed", ""),
+        ("triton", "packages: triton", True, "missing", "pip install 'triton'"),
+        ("flashinfer", "packages: flashinfer", False, "not needed", ""),
+    ],
+)
+def test_missing_package_is_named_with_the_command_that_brings_it(
+    lacking: str, name: str, cuda: bool, status: str, fix: str, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, lacking, None)
+    found = finding(name, cuda)
+    assert (found.status, found.fix, found.prevents) == (status, fix, status == "missing")
+
+
+def test_ray_without_its_serve_is_no_ray(module: Fake) -> None:
+    module("ray", "")
+    assert finding("extras: ray.serve").fix == "pip install '.[ray]'"
 
 
 @pytest.mark.parametrize("extra", ["server", "structured", "ray"])
@@ -121,15 +159,6 @@ def test_each_package_of_an_extra_is_looked_for(extra: str) -> None:
         pytest.skip(f"the version that is installed has no extra {extra}")
     assert named <= {package.distribution for package in packages.OPTIONAL}  # it brings those of others, too
     assert {package.distribution for package in packages.OPTIONAL if package.extra == extra} <= named
-
-
-def test_replicas_take_ray_and_what_its_server_needs(module: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    found = finding("extras: ray.serve")
-    assert (found.status, found.fix, found.prevents) == ("optional", "pip install '.[ray]'", False)
-    monkeypatch.delitem(sys.modules, "ray")
-    module("ray", "")  # without its serve
-    assert finding("extras: ray.serve").fix == "pip install '.[ray]'"
 
 
 def test_missing_requirement_prevents_and_sets_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,12 +217,7 @@ def test_missing_compiler_and_headers_prevent(bare: None, monkeypatch: pytest.Mo
     assert "apt install g++" in compiler.fix
     assert str(tmp_path / "Python.h") in headers.detail
     assert "-dev" in headers.fix
-
-
-def test_cuda_tools_are_not_needed_on_the_cpu(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "triton", None)
-    for name in ("packages: flashinfer", "packages: triton", "compilers: ninja"):
-        assert finding(name, cuda=False).status == "not needed", name
+    assert finding("compilers: ninja", cuda=False).status == "not needed"
 
 
 def test_tools_that_are_there_are_named_with_version_and_path(program: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,27 +229,6 @@ def test_tools_that_are_there_are_named_with_version_and_path(program: Fake, mon
 
 
 # ---- CUDA
-
-
-class Gpus:
-    """What torch says of its devices."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.capabilities = [(9, 0)]
-        self.free = 100 * GIB
-        answers: dict[str, Callable[..., Any]] = {
-            "device_count": lambda: len(self.capabilities),
-            "get_device_capability": lambda index: self.capabilities[index],
-            "get_device_name": lambda _: "NVIDIA H200",
-            "mem_get_info": lambda _: (self.free, 141 * GIB),
-        }
-        for name, answer in answers.items():
-            monkeypatch.setattr(torch.cuda, name, answer)
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
-    return Gpus(monkeypatch)
 
 
 def test_device_is_named_with_capability_and_memory(gpus: Gpus) -> None:
@@ -276,12 +279,6 @@ def test_flashinfer_of_another_version_prevents_on_cuda(module: Fake, gpus: Gpus
     assert "FlashInfer 0.5.3 is outside" in found.detail
     assert found.fix.startswith("pip install")
     assert finding("packages: flashinfer", cuda=False).status == "warning"
-
-
-def test_missing_triton_prevents_on_cuda(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "triton", None)
-    found = finding("packages: triton", cuda=True)
-    assert (found.prevents, found.fix) == (True, "pip install 'triton'")
 
 
 def test_torch_that_sees_no_device_beside_a_driver_says_why(program: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
