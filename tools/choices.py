@@ -1,4 +1,4 @@
-"""What the settings of requests cost: an engine's tokens/s with all rows alike, beside rows without any.
+"""What the settings of requests cost: an engine's tokens/s with all rows alike, and with rows without any.
 
 Each round measures every kind once, after one that warms up; the medians are compared. The vocabulary is made up, and
 texts are drawn from random weights, so forms are followed through whatever tokens they allow. Needs the extra
@@ -79,8 +79,8 @@ def tokens_per_second(
 ) -> float:
     draw = random.Random(seed)
     prompts = [[draw.randrange(256, vocabulary - 1) for _ in range(options.prompt)] for _ in range(options.rows)]
-    beside = {} if "structured_outputs" in settings else {"ignore_eos": True}
-    params = SamplingParams(temperature=1.0, max_tokens=options.new, **beside, **settings)
+    ending = {} if "structured_outputs" in settings else {"ignore_eos": True}
+    params = SamplingParams(temperature=1.0, max_tokens=options.new, **ending, **settings)
     began = time.perf_counter()
     outputs = engine.generate(prompts, params)
     seconds = time.perf_counter() - began

@@ -36,8 +36,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> ForeignFolder:
-    """Somebody else's folder, none of whose files may be executed."""
-    return ForeignFolder(tmp_path_factory.mktemp("somebodys") / "folder", imported() | STANDARD)
+    """A folder of another user, none of whose files may be executed."""
+    return ForeignFolder(tmp_path_factory.mktemp("another_user") / "folder", imported() | STANDARD)
 
 
 @pytest.fixture

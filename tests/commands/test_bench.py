@@ -102,7 +102,7 @@ class ScriptedSession(BenchSession):
         return {}
 
 
-def test_rates_follow_their_definitions_and_a_failure_takes_nobody_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_follow_their_definitions_and_a_failure_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latency, "ceiling", lambda *_: 16.0)
     setup = Setup("tiny", torch.device("cpu"), torch.float32, [Workload(2, 8, 5)])
     report, saved = new_report(), []

@@ -98,7 +98,7 @@ def test_an_engine_process_that_is_started_again_is_found(model_folder: Path, en
 
 
 class Questions:
-    """A terminal at which somebody asks, and hears what is said."""
+    """A terminal that asks the questions of a test, and keeps what is said."""
 
     interactive, quiet = False, True
 
@@ -218,7 +218,7 @@ def test_the_second_ctrl_c_at_the_prompt_ends_the_chat(chat: Terminal) -> None:
     interrupt(chat)
     chat.until("Ctrl-C again, or Ctrl-D, ends the chat")
     chat.until("> ")
-    chat.type("/help\n")  # between two it counts anew
+    chat.type("/help\n")  # between two it counts again
     chat.until("at the prompt, the second one ends the chat")
     chat.until("> ")
     assert_two_interrupts_end(chat)

@@ -29,7 +29,7 @@ def test_a_file_of_keys_that_others_may_read_is_told_of_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, log: logging.Logger
 ) -> None:
     async def serve(*_: object) -> None:
-        """Serve nobody."""
+        """Serve no client."""
 
     monkeypatch.setattr(serving, "serve", serve)
     keys = tmp_path / "keys"

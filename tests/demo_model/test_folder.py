@@ -147,7 +147,7 @@ def test_the_real_demo_model_is_that_of_the_gguf_file(demo_model_dir: Path) -> N
     assert tokenizer.decode(tokens[0]) == "The capital of France is Paris."
 
 
-def test_a_file_is_parsed_once_and_then_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_parsed_once_and_then_again(monkeypatch: pytest.MonkeyPatch) -> None:
     gguf = SimpleNamespace(GGUFReader=lambda path: [path], get_tensor_name_map=lambda architecture, layers: [layers])
     before = dict(vars(gguf))
     monkeypatch.setitem(sys.modules, "gguf", gguf)

@@ -55,7 +55,7 @@ BREAKS = {
     "file": Fault(planted.FileAccess, "graph break", "Read the file once, in __init__", planted.FileReadOnce),
     "hook with a lock": Fault(planted.hook_with_lock, "graph break", "Take the lock out", planted.hook_without_lock),
 }
-UNRECORDABLE = {
+UNCAPTURABLE = {
     "item": Fault(planted.Item, "no CUDA graph", "Leave it a tensor", planted.ItemLeftATensor),
     "nonzero": Fault(planted.NonZero, "no CUDA graph", "torch.where(condition, value, 0)", planted.WholeWithMask),
     "mutated": Fault(planted.Mutated, "no CUDA graph", "register_buffer in __init__", planted.MutatedBuffer),
@@ -63,14 +63,14 @@ UNRECORDABLE = {
         planted.Environment, "pinned", "Read the variable once, in __init__", planted.EnvironmentReadOnce
     ),
 }
-# Compiled anew at the first one that fails, so each is in a model of its own.
+# Compiled again at the first one that fails, so each is in a model of its own.
 CACHE = {
     "python cache": Fault(
         planted.PythonCache, "recompile", "Fill the container in __init__", planted.PythonCacheOnlyRead
     ),
 }
 GROWING = {"growing": Fault(planted.Growing, "recompile", "Give it one shape", planted.OneShape)}
-GROUPS = (BREAKS, UNRECORDABLE, CACHE, GROWING)
+GROUPS = (BREAKS, UNCAPTURABLE, CACHE, GROWING)
 FAULTS = {name: fault for group in GROUPS for name, fault in group.items()}
 
 
@@ -137,7 +137,7 @@ def test_what_is_advised_makes_every_finding_go_away_and_the_model_serves():
     torch.testing.assert_close(greedy(compiled_llm.wrap(make(), mode="eager"), inputs, 12), expected)
 
 
-def test_a_module_swapped_after_wrap_is_named_and_wrapping_anew_serves(monkeypatch):
+def test_a_module_swapped_after_wrap_is_named_and_wrapping_again_serves(monkeypatch):
     monkeypatch.setattr(
         programs,
         "compiled",
@@ -324,11 +324,11 @@ def test_without_warmup_the_first_call_of_a_size_waits_and_that_is_no_fault():
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A model that is told of CUDA graphs: one for each bucket that has run, and those in its ``anew``."""
+def captured(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A model that is told of CUDA graphs: one for each bucket that has run, and those in its ``again``."""
     model = in_eager_mode()
     model_runner = model.compiled.model_runner()
-    model.anew, seen, own = [], set(), model_runner.graph_manager.programs.decode
+    model.again, seen, own = [], set(), model_runner.graph_manager.programs.decode
 
     def decode(arguments: Arguments) -> Any:
         seen.add(arguments.inputs.slots.shape[0])
@@ -338,28 +338,28 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(model_runner.graph_manager.programs, "decode", decode)
     monkeypatch.setattr(model_runner.graph_manager.cuda_graphs, "replay", True)
     monkeypatch.setattr(model_runner.graph_manager.cuda_graphs, "_in_trees", True)
-    monkeypatch.setattr(cuda_graphs, "cudagraph_tree_graphs", lambda device: len(seen) + len(model.anew))
+    monkeypatch.setattr(cuda_graphs, "cudagraph_tree_graphs", lambda device: len(seen) + len(model.again))
     model.compiled.warmup([1, 2])
     return model
 
 
-def test_a_weight_that_moved_is_to_blame_for_graphs_recorded_anew(recorded):
-    assert recorded.compiled.explain().clean
-    layer = recorded.model.layers[1].mlp.down_proj
+def test_a_weight_that_moved_is_to_blame_for_graphs_captured_again(captured):
+    assert captured.compiled.explain().clean
+    layer = captured.model.layers[1].mlp.down_proj
     layer.weight.data.copy_(layer.weight.data * 2)
-    assert recorded.compiled.explain().clean
+    assert captured.compiled.explain().clean
     layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
-    recorded.anew += [1, 2]
-    (finding,) = recorded.compiled.explain().data["findings"]
+    captured.again += [1, 2]
+    (finding,) = captured.compiled.explain().data["findings"]
     assert finding["kind"] == "captured again"
     assert finding["reason"].endswith(": model.layers.1.mlp.down_proj.weight.")
     assert finding["reason"].startswith("2 CUDA graphs")
     assert "in place" in finding["advice"]
 
 
-def test_graphs_recorded_anew_for_no_known_reason_are_told_and_how_to_find_it(recorded):
-    recorded.anew.append(1)
-    (finding,) = recorded.compiled.explain().data["findings"]
+def test_graphs_captured_again_for_no_known_reason_are_told_and_how_to_find_it(captured):
+    captured.again.append(1)
+    (finding,) = captured.compiled.explain().data["findings"]
     assert "TORCH_LOGS=+cudagraphs" in finding["advice"]
 
 
@@ -393,7 +393,7 @@ def test_timings_of_a_wrapped_model_are_of_the_buckets_that_are_ready(bandwidth,
     assert model.compiled.stats().pages.used == 0
 
 
-def test_a_batch_size_that_is_ready_for_smaller_ones_to_run_in_is_timed_once_somebody_wants_it(monkeypatch):
+def test_a_batch_size_that_is_ready_for_smaller_ones_to_run_in_is_timed_once_it_is_wanted(monkeypatch):
     let_a_cpu_capture(monkeypatch)
     model = in_eager_mode(max_batch_size=8)
     for wanted, timed in ([2], [2]), ([8], [2, 8]):
@@ -436,7 +436,7 @@ def test_a_broken_model_is_not_timed_and_told_so():
     assert "Nothing was timed" in str(report)
 
 
-def test_history_names_the_line_that_kept_a_cuda_graph_from_being_recorded(monkeypatch):
+def test_history_names_the_line_that_kept_a_cuda_graph_from_being_captured(monkeypatch):
     model = in_eager_mode()
     model_runner = model.compiled.model_runner()
     line = planted_line(planted.Mutated.forward)
@@ -478,7 +478,7 @@ for name in ("uploads", "graphs", "pages"):
     assert done.stderr == "compiled_llm.graphs: said by graphs\n"
 
 
-def test_steps_say_what_they_upload_record_and_take(caplog):
+def test_steps_say_what_they_upload_capture_and_take(caplog):
     model = in_eager_mode(page_size=4)
     with caplog.at_level("DEBUG", "compiled_llm"):
         greedy(model, mixed_prompts([3], 128, seed=0), 4)

@@ -57,7 +57,7 @@ def latency(
     batches: Annotated[str, typer.Option(help="Batch sizes, comma-separated (1,8,32,64 on CUDA, 1,4 on a CPU).")] = "",
     prompts: Annotated[str, typer.Option(help="Prompt lengths, in tokens.")] = "128",
     new: Annotated[str, typer.Option(help="Output lengths, in tokens (256 on CUDA, 64 on a CPU).")] = "",
-    decoding: Annotated[DecodingOption, typer.Option(help="How tokens are chosen.")] = DecodingOption.greedy,
+    decoding: Annotated[DecodingOption, typer.Option(help="How tokens are sampled.")] = DecodingOption.greedy,
     contenders: Annotated[
         str,
         typer.Option(

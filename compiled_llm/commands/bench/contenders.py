@@ -120,7 +120,7 @@ class BenchSession:
 
 
 class Contender:
-    """HuggingFace as it is: nothing compiled, a cache that grows, the attention that it chooses."""
+    """HuggingFace as it is: nothing compiled, a cache that grows, its own attention."""
 
     name = "hf-eager"
 

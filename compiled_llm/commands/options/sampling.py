@@ -24,7 +24,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """How to choose tokens; None if the model's own generation config decides.
+    """How to sample tokens; None if the model's own generation config decides.
 
     Attributes:
         sample: sample, or take the most likely token; None: sample if any other option is given.

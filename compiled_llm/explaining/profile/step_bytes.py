@@ -16,7 +16,7 @@ class StepBytes:
 
     Attributes:
         weights: every weight once, but of an embedding of its own one line a row; None for experts, of which each
-            step chooses others.
+            step uses others.
         kv_per_row: one row's keys and values.
         kv_written: one row's new keys and values.
     """

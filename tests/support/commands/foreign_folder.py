@@ -1,4 +1,4 @@
-"""A folder of somebody else's whose files are called like modules: what imports one of them leaves a note."""
+"""A folder of another user whose files are called like modules: each leaves a note if it is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A terminal for a process, with somebody who types and reads."""
+"""A terminal for a process: a test types into it and reads it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Terminal:
         if select.select([self._ours], [], [], 1.0)[0]:
             try:
                 self.shown += os.read(self._ours, 2**16).decode(errors="replace")
-            except OSError:  # nobody has the other end
+            except OSError:  # no process has the other end
                 return False
         return True
 
