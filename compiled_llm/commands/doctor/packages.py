@@ -73,36 +73,31 @@ def missing_for_cuda(what: str) -> Outcome | None:
     """Return that `wrap` would miss this on CUDA, and the way out, if so it is."""
     from compiled_llm_ops.backends import backend_named
 
-    problems = backend_named("flashinfer").problems()
-    message = next((message for message in problems if message.startswith(f"{what} ")), None)
-    if message is None:
-        return None
-    detail, _, fix = " ".join(message.split()).rpartition(": ")
-    return Outcome("missing", detail, fix)
+    for message in backend_named("flashinfer").problems():
+        if message.startswith(f"{what} "):
+            detail, _, fix = " ".join(message.split()).rpartition(": ")
+            return Outcome("missing", detail, fix)
+    return None
 
 
 def imported(package: Package, if_missing: Status = "missing") -> Outcome:
     """Import a package, and compare its version with those that compiled-llm supports."""
+    supported = _supported_versions(package)
+    requirement = f"'{package.distribution}{supported or ''}'"
+    pip = f"pip install '.[{package.extra}]'" if package.extra else f"pip install {requirement}"
     try:
         module = importlib.import_module(package.module)
     except Exception as error:
-        return _not_imported(package, error, if_missing)
+        lacking = error.name if isinstance(error, ModuleNotFoundError) else None
+        if lacking in (package.module, package.module.partition(".")[0]):
+            return Outcome(if_missing, f"not installed: {package.use}", "" if if_missing == "not needed" else pip)
+        fix = pip if lacking else f"pip install --force-reinstall --no-deps {requirement}"
+        return Outcome("failed", f"does not import: {essence(error)}", fix)
     version = str(getattr(module, "__version__", None) or metadata.version(package.distribution))
-    detail, supported = version, _supported_versions(package)
-    if package.module == "torch":
-        detail += f", {_torch_build(module)}"
+    detail = f"{version}, {_torch_build(module)}" if package.module == "torch" else version
     if supported is None or supported.contains(version, prereleases=True):
         return Outcome("ok", detail)
-    return Outcome("warning", f"{detail} is outside {supported}, the versions that are supported", _pip(package))
-
-
-def _not_imported(package: Package, error: Exception, if_missing: Status) -> Outcome:
-    lacking = error.name if isinstance(error, ModuleNotFoundError) else None
-    if lacking in (package.module, package.module.partition(".")[0]):
-        fix = "" if if_missing == "not needed" else _pip(package)
-        return Outcome(if_missing, f"not installed: {package.use}", fix)
-    fix = _pip(package) if lacking else f"pip install --force-reinstall --no-deps {_requirement(package)}"
-    return Outcome("failed", f"does not import: {essence(error)}", fix)
+    return Outcome("warning", f"{detail} is outside {supported}, the versions that are supported", pip)
 
 
 def _supported_versions(package: Package) -> Any:
@@ -115,14 +110,6 @@ def _supported_versions(package: Package) -> Any:
         return None
     requirements = (Requirement(line) for line in lines)
     return next((entry.specifier for entry in requirements if entry.name == package.distribution), None)
-
-
-def _pip(package: Package) -> str:
-    return f"pip install '.[{package.extra}]'" if package.extra else f"pip install {_requirement(package)}"
-
-
-def _requirement(package: Package) -> str:
-    return f"'{package.distribution}{_supported_versions(package) or ''}'"
 
 
 def _torch_build(torch: Any) -> str:
