@@ -24,12 +24,9 @@ from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS, MAX_QU
 
 if TYPE_CHECKING:
     from compiled_llm.engine.engine import Engine
-    from compiled_llm.engine.grammars.worker_process import WorkerProcess
     from compiled_llm.huggingface.handle import CompiledModel
     from compiled_llm.protocol.messages import Ready
-    from compiled_llm.server.engine_process.engine_server import EngineServer
     from compiled_llm.server.engine_process.kept_profile import KeptProfile
-    from compiled_llm.server.engine_process.operations import Operations
 
 
 class ServeOptions(NamedTuple):
@@ -145,7 +142,9 @@ def serve(
         source = locate(model, progress=not quiet)
         path = _absolute(uds)
         if with_api_server:
-            _run_api_server(http, served, source, path, drain_seconds)
+            if api_server_count is None:
+                http = http._replace(api_server_count=usual_count(served.device))
+            run_with_api_server(http, source, path, served.arguments(), drain_seconds, None if quiet else _say)
         elif path is not None:
             _run(served, source, path, drain_seconds, leashed)
 
@@ -156,27 +155,16 @@ def _check(served: ServeOptions, drain_seconds: float) -> None:
         raise ValueError(f"--max-rows {served.max_rows}: must be at least 1")
     if wrong := [size for size in served.warmup if size > served.max_rows]:
         raise ValueError(f"--warmup {wrong[0]}: there are {served.max_rows} requests at once; raise --max-rows")
-    if served.profile is not None:
-        _check_profile(served.profile, served.mode)
     if drain_seconds < 0:
         raise ValueError(f"--drain-seconds {drain_seconds:g}: must be 0 or more")
-
-
-def _check_profile(path: Path, mode: str) -> None:
-    if mode == "eager":
+    if (path := served.profile) is None:
+        return
+    if served.mode == "eager":
         raise ValueError(f"--profile {path}: --mode eager compiles and captures nothing")
     if not os.access(path.parent, os.W_OK):
         raise ValueError(f"--profile {path}: {path.parent} is no folder that you can write to; make it first")
     if path.exists():
         Profile.read(path)  # which tells before the model is loaded that it is damaged
-
-
-def _run_api_server(
-    http: HttpFlags, served: ServeOptions, source: Source, uds: Path | None, drain_seconds: float
-) -> None:
-    if http.api_server_count is None:
-        http = http._replace(api_server_count=usual_count(served.device))
-    run_with_api_server(http, source, uds, served.arguments(), drain_seconds, None if served.quiet else _say)
 
 
 def _run(served: ServeOptions, source: Source, uds: Path, drain_seconds: float, leashed: bool) -> None:
@@ -188,8 +176,13 @@ def _run(served: ServeOptions, source: Source, uds: Path, drain_seconds: float, 
 
     server = EngineServer(uds)
     kept = None if served.profile is None else KeptProfile(served.profile)
-    operations = _operations(server, served.operations_uds, kept)
-    say = _silent if served.quiet or leashed else _say  # an API server says it, once it is true of HTTP
+    operations = None
+    if served.operations_uds is not None:
+        from compiled_llm.server.engine_process.operations import Operations  # imports what serves HTTP
+
+        operations = Operations(server, served.operations_uds, kept)
+    quiet = served.quiet or leashed  # an API server says it, once it is true of HTTP
+    say: Callable[[str], object] = (lambda text: None) if quiet else _say
     say(f"listening at {uds}")
 
     def prepare(report: Callable[[str], None]) -> tuple[Engine, Ready]:
@@ -200,19 +193,14 @@ def _run(served: ServeOptions, source: Source, uds: Path, drain_seconds: float, 
     run(server, prepare, drain_seconds, operations, kept)
 
 
-def _operations(server: EngineServer, uds: Path | None, kept: KeptProfile | None) -> Operations | None:
-    if uds is None:
-        return None
-    from compiled_llm.server.engine_process.operations import Operations  # imports what serves HTTP
-
-    return Operations(server, uds, kept)
-
-
 def _prepared(
     served: ServeOptions, source: Source, report: Callable[[str], None], kept: KeptProfile | None
 ) -> tuple[Engine, Ready]:
     report(IMPORTING)
-    worker = _grammar_worker()
+    from compiled_llm.engine.grammars.worker_process import WorkerProcess
+    from compiled_llm.requests.structured_outputs.grammar_source import is_installed as grammars_installed
+
+    worker = WorkerProcess() if grammars_installed() else None  # compiles grammars
     with importing(not served.quiet):
         import compiled_llm
         from compiled_llm.commands.loading.load import fetched, load
@@ -231,14 +219,6 @@ def _prepared(
     return engine, ready
 
 
-def _grammar_worker() -> WorkerProcess | None:
-    """Start what compiles grammars; None if nothing is installed that could."""
-    from compiled_llm.engine.grammars.worker_process import WorkerProcess
-    from compiled_llm.requests.structured_outputs.grammar_source import is_installed
-
-    return WorkerProcess() if is_installed() else None
-
-
 def _absolute(path: Path | None) -> Path | None:
     return None if path is None else path.expanduser().absolute()
 
@@ -252,7 +232,3 @@ def _number_or_text(value: str) -> float | str:
 
 def _say(text: str) -> None:
     typer.echo(f"compiled_llm: {text}", err=True)
-
-
-def _silent(text: str) -> None:
-    pass
