@@ -24,7 +24,7 @@ from compiled_llm.explaining.graph_checks import uncapturable
 from compiled_llm.explaining.history import history_of, timings_of
 from compiled_llm.explaining.recompiles import environment_in, recompiles_of
 from compiled_llm.explaining.report import Report
-from compiled_llm.explaining.timings import Prompts, Timing
+from compiled_llm.explaining.timings import Timing
 from compiled_llm.explaining.tracing import Sandbox, Trace
 from compiled_llm.model.attention import BATCH_ARGUMENT
 from compiled_llm.model.attention_switch import attention_configs, paged_attention_in
@@ -80,10 +80,12 @@ def explain(
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"explain: model is a {type(model).__name__}; give a transformers PreTrainedModel")
-    prompts = _prompts(model, example_inputs)
+    prompts, runtime = _prompts(model, example_inputs), runtime_of(model)
+    sizes = [1] if isinstance(timings, bool) else list(timings)
+    if runtime is None and min(sizes, default=1) < 1:
+        raise ValueError(f"timings: {min(sizes)} rows cannot be timed; give batch sizes from 1")
     findings, traces, timed = Findings(), list[Trace](), list[Timing]()
     dumped = None if dump is None else Dump(new_folder(Path(dump)))
-    runtime = runtime_of(model)
     history, happened = (None, []) if runtime is None else history_of(runtime)
     with restored(model):
         subject = _Subject(model, runtime)
@@ -92,7 +94,8 @@ def explain(
             sandbox = Sandbox(facts, subject.config, prompts)
             traces = _trace(model, dumped, sandbox, findings)
             if timings and _whole(traces):
-                timed = _timings(runtime, sandbox, timings, None if example_inputs is None else prompts)
+                given = None if example_inputs is None else prompts
+                timed = sandbox.timed(sizes, given) if runtime is None else timings_of(runtime, timings, given)
     if not findings.entries and subject.refusal:
         findings.add(general("refused", subject.refusal, "Use the model unwrapped, or report this as a bug."))
     findings.extend(happened)
@@ -184,17 +187,6 @@ def _trace(model: PreTrainedModel, dump: Dump | None, sandbox: Sandbox, findings
 
 def _whole(traces: Sequence[Trace]) -> bool:
     return bool(traces) and all(trace.error is None for trace in traces)
-
-
-def _timings(
-    runtime: Runtime | None, sandbox: Sandbox, wanted: bool | Sequence[int], prompts: Prompts | None
-) -> list[Timing]:
-    if runtime is not None:
-        return timings_of(runtime, wanted, prompts)
-    sizes = [1] if wanted is True else list(wanted or ())
-    if min(sizes) < 1:
-        raise ValueError(f"timings: {min(sizes)} rows cannot be timed; give batch sizes from 1")
-    return sandbox.timed(sizes, prompts)
 
 
 def _bypasses_interface(model: PreTrainedModel) -> bool:

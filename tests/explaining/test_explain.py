@@ -393,7 +393,7 @@ def test_timings_of_a_wrapped_model_are_of_the_buckets_that_are_ready(bandwidth,
     assert model.compiled.stats().pages.used == 0
 
 
-def test_a_batch_size_that_is_ready_for_smaller_ones_to_run_in_is_timed_once_it_is_wanted(monkeypatch):
+def test_a_batch_size_that_is_ready_for_smaller_ones_to_run_in_is_timed_once_it_is_wanted(monkeypatch, bandwidth):
     let_a_cpu_capture(monkeypatch)
     model = in_eager_mode(max_batch_size=8)
     for wanted, timed in ([2], [2]), ([8], [2, 8]):
