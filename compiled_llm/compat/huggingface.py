@@ -210,7 +210,6 @@ def experts_implementation(config: PretrainedConfig) -> str | None:
 
 
 def set_experts_implementation(config: PretrainedConfig, name: str) -> None:
-    """Set the implementation of mixtures of experts by name."""
     config._experts_implementation_internal = name
 
 
@@ -220,7 +219,6 @@ def special_tokens(config: GenerationConfig) -> list[Tensor | None]:
 
 
 def set_special_tokens(config: GenerationConfig, tensors: Sequence[Tensor | None]) -> None:
-    """Set the tensors that ``special_tokens`` returns."""
     for name, tensor in zip(_SPECIAL_TOKENS, tensors, strict=True):
         setattr(config, name, tensor)
 
@@ -278,10 +276,9 @@ class Misfits(NamedTuple):
 def load_checkpoint(model: PreTrainedModel, into: nn.Module, tensors: Mapping[str, Any]) -> Misfits:
     """Load a checkpoint's tensors into a stand-in without memory, as ``from_pretrained`` would.
 
-    Args:
-        model: its class and config say how tensors are named and stacked in files; it is not changed.
-        into: has parameters and buffers of the same names, shapes and dtypes; they are replaced.
-        tensors: of the checkpoint, by their names; each is read by ``tensor[...]``.
+    The class and config of ``model``, which is not changed, say how tensors are named and stacked in files. ``into``
+    has parameters and buffers of the same names, shapes and dtypes, which are replaced. ``tensors`` are those of the
+    checkpoint by name, each read by ``tensor[...]``.
     """
     mapping: Any = get_model_conversion_mapping(model)
     config = LoadStateDictConfig(weight_mapping=mapping)

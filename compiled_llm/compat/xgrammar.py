@@ -35,18 +35,10 @@ def is_grammar(processor: Any) -> bool:
 
 
 def masks_of(processor: Any, ids: torch.Tensor) -> NDArray[np.int32]:
-    """Let a processor see all tokens so far, and return a mask of those that may come next.
+    """Let a grammar see all tokens so far, ``[B, T]`` int64 on the host, and return a mask of those that may come next.
 
-    Args:
-        processor: a grammar.
-        ids: ``[B, T]`` int64 on the host.
-
-    Returns:
-        ``[B, words]``, a bit for each token, overwritten by the next call; tokens beyond it are allowed.
-
-    Raises:
-        AssertionError: a token does not follow the grammar.
-        RuntimeError: the processor has served a batch of another size.
+    The mask is ``[B, words]``, a bit for each token, overwritten by the next call; tokens beyond it are allowed.
+    AssertionError if a token does not follow the grammar, RuntimeError if it has served a batch of another size.
     """
     import torch
 

@@ -34,8 +34,6 @@ class CacheChoice:
 
     Attributes:
         given: the cache that the user gave, of any kind.
-        mode: HuggingFace's decoding method.
-        rows: B.
         max_columns: how many columns the cache holds at the end, but for those that it held before if the call is given
             only new tokens.
     """

@@ -60,50 +60,9 @@ def test_a_manager_is_asked_for_with_what_ours_takes():
     assert list(ours) == list(inspect.signature(GenerationMixin.init_continuous_batching).parameters)
 
 
-def test_a_thread_ends_when_it_is_asked_to_and_no_request_is_taken_then(parts):
-    done = []
-    assert parts.refusal() is None
-    parts.start_thread(lambda: done.append(1))
-    assert parts.is_running()
-    parts.ask_to_stop(hard=False)
-    parts.join(0.0)
-    assert done == [1]
-    assert "stopping" in str(parts.refusal())
-    parts.start_thread(lambda: 1 / 0)
-    assert parts.refusal() is None
-    parts.ask_to_stop(hard=True)
-    parts.join(0.0)
-    assert isinstance(parts.background_thread_status.fatal_error, ZeroDivisionError)
-
-
 def test_ids_count_on_from_those_of_many_requests(parts, monkeypatch):
     monkeypatch.setattr(parts, "add_request", lambda **_: None)
     assert [parts.next_id(), *parts.add_requests([[5], [6]]), parts.next_id()] == [f"req_{n}" for n in range(4)]
-
-
-def test_a_kept_manager_is_found_and_forgotten(model, parts, monkeypatch):
-    ended = []
-    monkeypatch.setattr(compat.ManagerParts, "destroy", lambda _: ended.append(1))
-    parts.keep()
-    assert compat.kept_manager(model) is parts
-    compat.forget_kept_manager(model)
-    assert ended == [1]
-    assert compat.kept_manager(model) is None
-
-
-def test_a_state_becomes_an_output(parts):
-    state = compat.RequestState("a", initial_tokens=[5], record_timestamps=True, eos_token_id=[-1, 3])
-    state.generated_tokens = [7, 8]
-    compat.note_times(state, 2)
-    compat.note_times(state, 2)
-    state.status = compat.RequestStatus.FINISHED
-    output = state.to_generation_output()
-    assert (output.prompt_ids, output.generated_tokens, len(output.timestamps)) == ([5], [7, 8], 2)
-    assert output.is_finished()
-    assert output.lifespan[1] >= output.lifespan[0] >= output.created_time
-    parts.output_router.deliver_batch([output])
-    parts._generation_thread = object()
-    assert parts.get_result() is output
 
 
 def test_processors_are_those_of_a_config_and_settings_of_a_request_are_checked(model):
@@ -118,15 +77,3 @@ def test_processors_are_those_of_a_config_and_settings_of_a_request_are_checked(
     others: LogitsProcessorList = compat.processors_of(model, GenerationConfig(repetition_penalty=1.2), [5, 6], 3, [2])
     assert others[0].supports_continuous_batching is False
     assert not compat.batched_processors(list(others), ContinuousBatchingConfig()).do_processing
-
-
-def test_processors_are_those_of_a_prompt_and_its_ends(model):
-    asked = GenerationConfig(
-        min_new_tokens=2, bad_words_ids=[[7]], forced_eos_token_id=2, begin_suppress_tokens=[3], do_sample=False
-    )
-    found = {type(entry).__name__: entry for entry in compat.processors_of(model, asked, [5, 6, 7], 4, [2, 9])}
-    assert found["MinNewTokensLengthLogitsProcessor"].eos_token_id.tolist() == [2, 9]
-    assert found["MinNewTokensLengthLogitsProcessor"].prompt_length_to_skip == 3
-    assert found["ForcedEOSTokenLogitsProcessor"].max_length == 7
-    assert found["SuppressTokensAtBeginLogitsProcessor"].begin_index == 3
-    assert "NoBadWordsLogitsProcessor" in found

@@ -325,14 +325,14 @@ def test_steps_between_which_processors_run_wait_for_nothing(
 
         monkeypatch.setattr(processed_loop._Steps, name, call)
 
-    for name in ("choose", "launch", "pad"):
+    for name in ("sample", "launch", "pad"):
         strict(name)
     inputs = prompts_on_device([9, 30], seed)
     out = twins.wrapped.generate(
         **inputs, max_new_tokens=60, eos_token_id=list(range(0, 2048, 40)), pad_token_id=1, **options
     )
     assert out.shape[1] > 33
-    assert {"choose", "launch", "pad"} == set(checked)
+    assert {"sample", "launch", "pad"} == set(checked)
 
 
 def test_embeddings_choose_as_float32_would(twins: Twins, seed: int) -> None:

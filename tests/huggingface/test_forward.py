@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
-    OPTConfig,
-    OPTForCausalLM as OptForCausalLM,
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -116,20 +114,6 @@ def test_the_result_is_of_the_models_own_class():
     assert ours.aux_loss is theirs.aux_loss is None
     torch.testing.assert_close(ours.loss, theirs.loss, **CLOSE)
     assert_forwards(wrapped, compiled=1)
-
-
-def test_a_model_that_counts_positions_by_the_mask_does_so():
-    config = OPTConfig(
-        vocab_size=128, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=64, word_embed_proj_dim=32, dropout=0.0, init_std=0.3,
-    )  # fmt: skip
-    plain = OptForCausalLM(config).eval()
-    wrapped = compiled_llm.wrap(copy.deepcopy(plain), **OPTIONS)
-    ids = torch.randint(3, 128, (3, LENGTH))
-    for mask in masks().values():
-        with torch.no_grad():
-            assert_equal_where_seen(wrapped(ids, mask), plain(ids, mask), mask)
-    assert_forwards(wrapped, compiled=4)
 
 
 def test_more_rows_than_a_batch_are_scored_in_parts(models):

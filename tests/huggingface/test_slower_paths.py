@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import compiled_llm
 from support.huggingface.callbacks import Collected
-from support.huggingface.pairs import OPTIONS, pair
+from support.huggingface.pairs import pair
 from support.parity import assert_account_is_empty, greedy
-from support.tiny_models import tiny_llama
 
 pytestmark = pytest.mark.core
 
@@ -85,21 +83,6 @@ def test_forward_hooks_that_change_logits_change_tokens(models, inputs):
     for handle in handles:
         handle.remove()
     torch.testing.assert_close(greedy(wrapped, inputs, 9), greedy(plain, inputs, 9))
-
-
-@pytest.mark.usefixtures("without_inductor")
-@pytest.mark.parametrize("mode", ["eager", "compile"])
-def test_hooks_on_inner_modules_fire_whenever_they_are_registered(mode, inputs):
-    model, plain = (tiny_llama(eos_token_id=None, num_hidden_layers=1) for _ in range(2))
-    compiled_llm.wrap(model, **{**OPTIONS, "mode": mode, "progress": False})
-    before = greedy(model, inputs, 6)
-    handle = model.model.layers[0].register_forward_hook(lambda module, args, output: -output)
-    plain.model.layers[0].register_forward_hook(lambda module, args, output: -output)
-    changed = greedy(plain, inputs, 6)
-    assert not torch.equal(changed, before)
-    torch.testing.assert_close(greedy(model, inputs, 6), changed)
-    handle.remove()
-    torch.testing.assert_close(greedy(model, inputs, 6), before)
 
 
 def test_a_streamer_of_sampled_beams_gets_the_prompts_alone_as_huggingfaces_does(models, inputs, seed):

@@ -146,20 +146,6 @@ def test_stop_strings_end_where_huggingface_ends(reading, lengths, plain, wrappe
     assert_account_is_empty(wrapped)
 
 
-def test_max_time_ends_generation_early(wrapped, seed):
-    inputs = mixed_prompts([6], 128, seed)
-    assert greedy(wrapped, inputs, 1000, max_time=0.05).shape[1] < 6 + 1000
-    assert_account_is_empty(wrapped)
-
-
-def test_several_samples_of_each_prompt(wrapped, seed):
-    inputs = mixed_prompts([4, 7], 128, seed)
-    out = wrapped.generate(**inputs, max_new_tokens=12, do_sample=True, num_return_sequences=3)
-    assert out.shape == (6, 7 + 12)
-    torch.testing.assert_close(out[:3, :7], inputs["input_ids"][:1].expand(3, -1))
-    assert len({tuple(row) for row in out[:3].tolist()}) == 3, "each draws for itself"
-
-
 class Noting(BaseStreamer):
     def __init__(self, calls: list[Any], token: int) -> None:
         self.calls, self.token = calls, token

@@ -22,14 +22,8 @@ def captured_into(
     Unlike in ``torch.cuda.graph``, nothing waits for the device, and the allocator keeps its cached memory. Whatever
     fails, this thread and the allocator can go on, but with another pool.
 
-    Args:
-        graph: a new one.
-        pool: for the allocations of ``launch``, as ``torch.cuda.graph_pool_handle`` returns it.
-        device: of the graph.
-        launch: allocates and launches, without waiting.
-
-    Raises:
-        RuntimeError: an operation in it cannot be captured.
+    ``graph`` is a new one; ``pool``, for the allocations of ``launch``, is one of ``torch.cuda.graph_pool_handle``.
+    RuntimeError if an operation of ``launch``, which must not wait, cannot be captured.
     """
     try:
         with generator_of_its_own(device):

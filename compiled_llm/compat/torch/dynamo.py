@@ -152,17 +152,11 @@ class _GraphBreaks(logging.Handler):
 
 
 class CompiledGraph(NamedTuple):
-    """One graph that Dynamo holds for a function.
+    """One graph that Dynamo holds for a function."""
 
-    Attributes:
-        number: Dynamo's name for it, ``frame/attempt``.
-        guards: one a line, as Dynamo prints them.
-        code: the bytecode that runs in the function's place.
-    """
-
-    number: str
-    guards: str
-    code: CodeType
+    number: str  # Dynamo's name for it, "frame/attempt"
+    guards: str  # one a line, as Dynamo prints them
+    code: CodeType  # the bytecode that runs in the function's place
 
 
 def compiled_graphs(function: Callable[..., Any]) -> list[CompiledGraph]:

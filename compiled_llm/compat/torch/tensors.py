@@ -13,12 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 class Fakes(NamedTuple):
-    """Tensors without data.
+    """Makers of tensors without data.
 
-    Attributes:
-        of: replaces tensors in nested containers by fakes, the same ones each time.
-        another: returns a new one, in memory of its own, with the layout of one that needs no gradient; in a tenth of
-            the time that a function takes.
+    ``of`` replaces tensors in nested containers by fakes, the same ones each time. ``another`` returns a new one, in
+    memory of its own, with the layout of one that needs no gradient; in a tenth of the time that a function takes.
     """
 
     of: Callable[[Any], Any]

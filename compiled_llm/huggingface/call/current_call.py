@@ -17,19 +17,14 @@ C = TypeVar("C", bound=PagedCache)
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """A call of ``generate`` in progress.
+    """A call of ``generate`` in progress; ``custom`` if the loop is that of ``custom_generate``."""
 
-    Attributes:
-        taken: the paths of this call and the calls inside it.
-        caches: the caches that the call has made; the user has not seen them.
-        original: why the call's forwards are HuggingFace's own; empty if they are not.
-        custom: whether the loop is that of ``custom_generate``.
-    """
-
-    taken: list[Path]
+    taken: list[Path]  # of this call and the calls inside it
     copies: HostCopies = field(default_factory=HostCopies)
-    caches: list[PagedCache] = field(default_factory=list)
-    original: list[Reason] = field(default_factory=list)
+    caches: list[PagedCache] = field(default_factory=list)  # that the call has made; the user has not seen them
+    original: list[Reason] = field(
+        default_factory=list
+    )  # why its forwards are HuggingFace's own
     custom: bool = False
 
     @classmethod
@@ -49,7 +44,6 @@ def copies() -> HostCopies:
 
 
 def new_cache(runtime: CompiledModel) -> PagedCache:
-    """Return an empty cache for the current call."""
     return made(runtime.new_cache())
 
 

@@ -20,16 +20,11 @@ _MOST = 256
 
 
 class _Entry(NamedTuple):
-    """A prepared config, and further results of the same settings.
+    """A prepared config, and further results of the same settings."""
 
-    Attributes:
-        config: encoded content of the prepared config.
-        added: arguments for the model that the config asks for.
-    """
-
-    config: bytes
+    config: bytes  # its encoded content
     model_inputs: tuple[str, ...]
-    added: dict[str, Any]
+    added: dict[str, Any]  # arguments for the model that the config asks for
 
 
 class PreparedConfigs:
@@ -48,11 +43,8 @@ class PreparedConfigs:
     ) -> Prepared:
         """Return the result of ``prepare(of_call, **arguments)``, with a new config each time.
 
-        Args:
-            prepare: HuggingFace's function, which depends on these arguments alone.
-            config: the model's; HuggingFace reads which of its attributes are set.
-            of_model: the model's generation config.
-            of_call: the call's own generation config, if any.
+        HuggingFace's ``prepare`` depends on these arguments alone; of the model's ``config`` it reads which attributes
+        are set.
         """
         plain = {name: value for name, value in arguments.items() if _is_plain(value)}
         contents = _content(of_model), None if of_call is None else _content(of_call), marshal.dumps(plain, 2)

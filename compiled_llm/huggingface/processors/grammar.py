@@ -38,11 +38,8 @@ def masks_from(
 ) -> Callable[[], Masks] | None:
     """Return a function that gives the masks of each step; None without a grammar.
 
-    Args:
-        grammar: the logits processor; it is called as HuggingFace calls it, once a step.
-        rows: in its order.
-        settings: of each row; tokens that their masks forbid stay forbidden.
-        ids: returns ``[B, T]`` int64 on the host, all tokens so far.
+    ``grammar``, a logits processor, is called as HuggingFace calls it, once a step, with ``ids()``: ``[B, T]`` int64 on
+    the host, all tokens so far of ``rows``. Tokens that the masks of ``settings`` forbid stay forbidden.
     """
     if grammar is None:
         return None

@@ -40,17 +40,11 @@ class GuidanceByTwins(UnbatchedClassifierFreeGuidanceLogitsProcessor):
 
 @dataclass(frozen=True)
 class Twins:
-    """The second rows of a call.
-
-    Attributes:
-        processor: the call's first one.
-        tokens: each row's negative prompt, on the host.
-        positions: the rotary positions of ``tokens``.
-    """
+    """The second rows of a call; ``processor`` is its first one."""
 
     processor: GuidanceByTwins
-    tokens: list[NDArray[np.int64]]
-    positions: list[NDArray[np.int64]]
+    tokens: list[NDArray[np.int64]]  # each row's negative prompt
+    positions: list[NDArray[np.int64]]  # rotary, of these tokens
 
     def pages_needed(self, call: PagedCall) -> int:
         return pages_needed(call.model_runner, [len(tokens) for tokens in self.tokens], call.max_new)

@@ -86,21 +86,15 @@ _Found = Mapping[type[LogitsProcessor], Any]
 
 
 class Prompts(NamedTuple):
-    """The prompts that processors are read for.
+    """The prompts that processors are read for."""
 
-    Attributes:
-        ids: ``[B, T]`` int64, padding included.
-        scored: whether the caller gets each step's scores.
-    """
-
-    ids: NDArray[np.int64]
+    ids: NDArray[np.int64]  # [B, T], padding included
     copies: HostCopies
     vocabulary: int
-    scored: bool = False
+    scored: bool = False  # whether the caller gets each step's scores
 
     @property
     def width(self) -> int:
-        """T."""
         return len(self.ids[0])
 
 

@@ -123,6 +123,7 @@ def test_requests_bring_settings_that_the_list_has(wrapped: Any) -> None:
     drawn = {tuple(answer(manager, temperature=2.0).generated_tokens) for _ in range(4)}
     assert len(drawn) == 4
     assert answer(manager, temperature=2.0, top_k=1).generated_tokens == greedy()
+    assert "Unknown logit_processor_kwargs: {'top_p'}" in answer(manager, top_p=0.5).error
     manager.generation_config.do_sample = False
     assert answer(manager, temperature=2.0, top_k=10).generated_tokens == greedy()
     manager.logit_processor = LogitsProcessorList([TopKLogitsWarper(3)])
