@@ -7,7 +7,7 @@ The functions stand in the modules of ``compat.torch``. Those of transformers st
 | what | for | ends when |
 | --- | --- | --- |
 | ``cudagraph_trees._initialize_tls`` / ``local`` | cudagraph trees on a thread of ours | torch < 2.13 is dropped |
-| ``eval_frame.remove_from_cache`` | freeing a dropped model's graphs | Dynamo forgets code that nobody holds |
+| ``eval_frame.remove_from_cache`` | freeing a dropped model's graphs | Dynamo forgets code that nothing holds |
 | ``eval_frame._debug_get_cache_entry_list`` | counting a function's graphs | torch reports them per function |
 | ``eval_frame.get_eval_frame_callback`` | frames that the user's ``torch.compile`` gave up | ``is_compiling`` says it |
 | ``Module._compiled_call_impl`` | noticing ``model.compile()`` | modules say it publicly |
@@ -38,7 +38,7 @@ transforms and tracing | the same |
 | ``example_value`` and ``FakeTensor.fake_mode`` | which parameter a graph input is; caching a piece | a graph says it |
 | ``utils._mode_utils.no_dispatch`` | fake tensors ten times as fast | torch makes them as fast |
 | ``UntypedStorage._cdata`` | which fake tensors share memory | fake tensors have addresses |
-| ``torch._C._storage_Use_Count`` | whether a weight's memory is nobody else's | storages say it |
+| ``torch._C._storage_Use_Count`` | whether only a weight holds its memory | storages say it |
 | ``_python_dispatch.is_traceable_wrapper_subclass`` | what quantised weights are made of | torch says it publicly |
 | ``Tensor._version`` | what was written to | tensors say it publicly |
 | ``symbolic_shapes.free_unbacked_symbols`` | numbers that only the device knows | a graph says it |
@@ -47,7 +47,7 @@ transforms and tracing | the same |
 | ``cpp_builder``, ``cache_dir_utils`` of Inductor | what ``doctor`` shows | torch reports it |
 | the counters of ``fxgraph_cache_…`` and ``autograd_cache_bypass`` | whether code came from Inductor's cache, and can \
 be kept there | torch reports it |
-| ``TORCHINDUCTOR_CACHE_DIR`` is read anew by each compile | code from a folder of artifacts | Inductor takes its \
+| ``TORCHINDUCTOR_CACHE_DIR`` is read again by each compile | code from a folder of artifacts | Inductor takes its \
 cache as an option |
 | the names of functions in ``async_compile``, ``graph``, ``compile_fx`` and ``triton_heuristics`` of Inductor | what \
 takes so long | torch tells how far it is |

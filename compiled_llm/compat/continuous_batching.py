@@ -16,7 +16,7 @@ and defaults | no outputs | ``GenerationOutput`` is documented |
 ``logits_processor`` | which processors and settings of a request it takes | they would be accepted silently \
 | the same |
 | ``_get_logits_processor`` of a model | a config's processors | settings are ignored | it is public |
-| ``_cached_continuous_batching_manager`` of a model | ``persistent_manager`` | made anew in each call | the same |
+| ``_cached_continuous_batching_manager`` of a model | ``persistent_manager`` | made again in each call | the same |
 """
 
 from __future__ import annotations

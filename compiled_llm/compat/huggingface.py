@@ -77,7 +77,7 @@ STOOD_IN_FOR = (
     "get_compiled_call",
     "__call__",
 )
-"""What HuggingFace's ``_sample`` calls of a model, and itself; ``forward`` is compiled, not stood in for."""
+"""Methods of a model that HuggingFace's ``_sample`` calls, and itself; ``forward`` is compiled, not stood in for."""
 _SERVED_CLASSES = frozenset(
     {
         *("GenerationMixin", "PreTrainedModel", "Module"),

@@ -67,7 +67,7 @@ def fast_loop(call: PagedCall, settings: Sequence[Sampling | None]) -> Tensor | 
     """
     sequences = Sequences(call)
     cache, generate_loop = call.cache, call.cache.generate_loop
-    observer = sequences.recorded.see if call.wants_scores() else None
+    observer = sequences.step_scores.see if call.wants_scores() else None
     with (
         counted(call, sequences),
         cache.extended(call.updates, call.last) as rows,
@@ -87,16 +87,16 @@ def fast_loop(call: PagedCall, settings: Sequence[Sampling | None]) -> Tensor | 
                 check_hooks(call)
             unchanged = generate_loop.steps > 0 and not watched
             fed = _padded(sequences, ends, generate_loop.steps) if ends and observer is not None else {}
-            chosen = (
+            sampled = (
                 generate_loop.step(None, unchanged, fed)
                 if generate_loop.steps < sequences.max_new
                 else generate_loop.drain()
             )
-            if not chosen and not (generate_loop.asynchronous and generate_loop.prepared):
-                chosen = generate_loop.drain()  # the first tokens do not wait for decode to be compiled
-            if not chosen:
+            if not sampled and not (generate_loop.asynchronous and generate_loop.prepared):
+                sampled = generate_loop.drain()  # the first tokens do not wait for decode to be compiled
+            if not sampled:
                 continue
-            ended = append_tokens(call, sequences, [chosen.get(row, 0) for row in rows])
+            ended = append_tokens(call, sequences, [sampled.get(row, 0) for row in rows])
             if ended and call.returns_cache:
                 ends.update({rows[index]: sequences.generated for index in ended})
             elif ended:
@@ -198,7 +198,7 @@ class Sequences:
         generated: G, the tokens of each row.
         max_new: the most tokens that a row can get.
         callbacks: criteria and a streamer, which see each step's tokens.
-        recorded: the outputs of each step that the caller gets.
+        step_scores: the outputs of each step that the caller gets.
     """
 
     def __init__(self, call: PagedCall) -> None:
@@ -220,7 +220,7 @@ class Sequences:
         self.pad_token = 0 if pad is None else int(call.copies.of(pad))
         self._custom = _custom_criteria(call)
         self.callbacks = callbacks_of(call)
-        self.recorded = StepScores(call)
+        self.step_scores = StepScores(call)
 
     @property
     def may_change_model(self) -> bool:
@@ -258,7 +258,7 @@ class Sequences:
         ended = set() if self.eos.isdisjoint(tokens) else {row for row in running if tokens[row] in self.eos}
         for entry in self._custom:
             ids = self.result()
-            scores = self.recorded.scores(ids)
+            scores = self.step_scores.scores(ids)
             flags = torch.zeros(len(ids), dtype=torch.bool, device=ids.device) | entry(ids, scores)
             ended.update(row for row, flag in enumerate(flags.tolist()) if flag)
         if self._call.streamer is not None:
@@ -286,7 +286,7 @@ class Sequences:
         ids = self.result()
         return GenerateDecoderOnlyOutput(
             sequences=ids,  # type: ignore[arg-type]
-            scores=self.recorded.scores(ids),  # type: ignore[arg-type]
-            logits=self.recorded.logits(self.generated),  # type: ignore[arg-type]
+            scores=self.step_scores.scores(ids),  # type: ignore[arg-type]
+            logits=self.step_scores.logits(self.generated),  # type: ignore[arg-type]
             past_key_values=self._call.cache,
         )

@@ -37,7 +37,7 @@ def processed_loop(call: PagedCall, twins: Twins | None = None) -> Tensor | Gene
     with counted(call, sequences), call.cache.extended(call.updates, call.last) as rows, ExitStack() as stack:
         steps = _Steps(call, twins, sequences)
         steps.begin(
-            rows, [] if twins is None else stack.enter_context(twins.beside(call.cache.generate_loop, call.max_new))
+            rows, [] if twins is None else stack.enter_context(twins.rows_in(call.cache.generate_loop, call.max_new))
         )
         while True:
             tokens = steps.sample()
@@ -92,7 +92,7 @@ class _Steps:
         logits = logits if self._twins is None else self._twins.take_logits(logits)
         raw = logits.to(torch.float32, copy=True)
         scores = self._processed(raw)
-        self._sequences.recorded.record(scores, raw)
+        self._sequences.step_scores.keep(scores, raw)
         tokens = self._draws(scores)
         if self._running is not None:
             tokens = torch.where(self._running, tokens, self._sequences.pad_token)

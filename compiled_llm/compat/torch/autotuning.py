@@ -20,7 +20,7 @@ _REPLAYS = 5
 def time_kernels_in_graphs() -> None:
     """Let Inductor choose the tilings of its kernels by launches that follow each other in a CUDA graph.
 
-    It times single launches, each behind a copy of what the kernel overwrites, with an empty L2 cache. For kernels that
+    It times single launches, each after a copy of what the kernel overwrites, with an empty L2 cache. For kernels that
     run for microseconds that measures mostly the copy, and not how they overlap: in one compile or another it chose
     tilings that took three times as long as others. This holds for all that the process compiles from then on.
     """

@@ -107,7 +107,7 @@ def refusing_races(codegen: Callable[..., str], waits: list[int]) -> Callable[..
 
 
 MAY_BEGIN_EARLY = "'launch_pdl': True"
-"""What the source of a kernel says if CUDA may launch it before the previous one has ended."""
+"""The words in the source of a kernel that CUDA may launch before the previous one has ended."""
 
 
 @functools.cache

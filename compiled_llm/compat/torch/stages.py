@@ -23,7 +23,7 @@ _STAGES = {
 """Functions of torch, by file and name, and what it does in them; the innermost one counts."""
 
 _CACHE = ("_inductor/codecache.py", "load_with_key")
-"""What looks for code in the cache, and around these loads what it finds."""
+"""The function that looks for code in the cache, and loads what it finds."""
 
 
 def compiling_stage(thread: int) -> str:

@@ -60,11 +60,11 @@ class BatchAnswers:
 
     def cancel(self, request_id: str) -> None:
         """End one answer, without any more output of it; if the prompt has not begun, all of them."""
-        chosen = [state for state in self.states if state.request_id == request_id or not self.running]
+        cancelled = [state for state in self.states if state.request_id == request_id or not self.running]
         with self._lock:
-            self._cancelled.update(state.request_id for state in chosen)
+            self._cancelled.update(state.request_id for state in cancelled)
         if self.handle is not None:
-            for state in chosen:
+            for state in cancelled:
                 self.handle.cancel(self.states.index(state))
         self._tell()
 

@@ -22,9 +22,7 @@ class GenerateCall:
     taken: list[Path]  # of this call and the calls inside it
     copies: HostCopies = field(default_factory=HostCopies)
     caches: list[PagedCache] = field(default_factory=list)  # that the call has made; the user has not seen them
-    original: list[Reason] = field(
-        default_factory=list
-    )  # why its forwards are HuggingFace's own
+    original: list[Reason] = field(default_factory=list)  # why its forwards are HuggingFace's own
     custom: bool = False
 
     @classmethod

@@ -50,7 +50,7 @@ class Twins:
         return pages_needed(call.model_runner, [len(tokens) for tokens in self.tokens], call.max_new)
 
     @contextmanager
-    def beside(self, generate_loop: GenerateLoop, max_new: int) -> Iterator[list[Row]]:
+    def rows_in(self, generate_loop: GenerateLoop, max_new: int) -> Iterator[list[Row]]:
         """Let the twins be the last rows of ``generate_loop`` for the block; each may grow by ``max_new`` tokens."""
         first = len(generate_loop.rows)
         try:
