@@ -175,16 +175,20 @@ class Rows(RuleBasedStateMachine):
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("budget", [None, 2, pytest.param(4, marks=pytest.mark.whole)])
 def test_tokens_are_right_whatever_is_captured_and_when(
-    budget: int | None, exact: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    budget: int | None,
+    exact: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    request: pytest.FixtureRequest,
 ) -> None:
-    reference = plain()
+    reference, examples = plain(), 30 if request.config.getoption("whole") else 12
     expected = {length: alone(reference, prompt_of(length), LONGEST + 2) for length in LENGTHS}
     caplog.set_level(logging.WARNING, "compiled_llm.graphs")
     model = wrapped(budget, monkeypatch)
     known = {"model": model, "expected": expected, "budget": budget, "exact": exact, "caplog": caplog}
     made = type("OneBudget", (Rows,), known)
     run_state_machine_as_test(
-        made, settings=settings(derandomize=True, deadline=None, max_examples=20, stateful_step_count=30)
+        made, settings=settings(derandomize=True, deadline=None, max_examples=examples, stateful_step_count=30)
     )
     table = model.compiled.cuda_graphs
     print(table)

@@ -117,11 +117,12 @@ BOOKS = (
 )
 
 
-def test_ctrl_c_at_every_call_and_return_of_a_forward_leaves_whole_books(model, executor, seed):
-    """Pages are shared, copied, taken and given back; whatever happened of it, the cache goes on and is whole."""
+def test_ctrl_c_at_calls_and_returns_of_a_forward_leaves_whole_books(model, executor, seed, request):
+    """Pages are shared, copied, taken and given back; wherever that is interrupted, the cache goes on and is whole."""
     if executor is DeviceThread:
         pytest.skip("the books of a step are kept on another thread")
-    plain, moment = tiny_qwen3(eos_token_id=None), seed % 4
+    stride = 1 if request.config.getoption("whole") else 11
+    plain, moment = tiny_qwen3(eos_token_id=None), seed % stride
     first, more = torch.randint(3, 128, (2, 6)), torch.randint(3, 128, (4, 3))
     plain.requires_grad_(False)
     model.requires_grad_(False)
@@ -137,7 +138,7 @@ def test_ctrl_c_at_every_call_and_return_of_a_forward_leaves_whole_books(model, 
 
     done = False
     while not done:
-        moment += 4
+        moment += stride
         cache = copy.deepcopy(kept)
         done = not interrupted_at(moment, lambda cache=cache: turn_of_a_chat(cache), BOOKS)
         pool = model.compiled.model_runner().pool

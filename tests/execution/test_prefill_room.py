@@ -34,7 +34,9 @@ def drawn(count: int) -> list[Sizes]:
     ]
 
 
-@pytest.mark.parametrize("sizes", [*SEEN_TO_FAIL, *EDGES, *drawn(8)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [*SEEN_TO_FAIL, *EDGES, *(pytest.param(sizes, marks=pytest.mark.whole) for sizes in drawn(20))], ids=str
+)
 @pytest.mark.parametrize("cuda_graph", [False, True], ids=["as they come", "captured"])
 def test_every_prefill_fits_and_gives_huggingfaces_tokens(
     sizes: Sizes, cuda_graph: bool, seed: int, monkeypatch

@@ -1,4 +1,4 @@
-"""What a person sees while something is prepared."""
+"""Progress of preparations on stderr."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 import pytest
 
 import compiled_llm
+from compiled_llm import WrapConfig
 from compiled_llm.execution.reporting import progress
 from compiled_llm.execution.reporting.progress import ProgressDisplay
 from support.tiny_models import tiny_qwen3
@@ -30,7 +31,7 @@ def test_in_a_pipe_a_task_says_what_it_does_and_that_it_still_does(brief: bool, 
     assert capsys.readouterr().err == ""
 
 
-def test_how_far_a_task_is_stands_behind_what_it_does(monkeypatch, capsys) -> None:
+def test_the_stage_of_a_task_follows_its_description(monkeypatch, capsys) -> None:
     monkeypatch.setattr(progress, "REMIND_AFTER", 0.1)
     far = iter(["", *(f"building kernel {number} of 9" for number in range(1, 10))])
     with ProgressDisplay(enabled=True).task("compiling", lambda: next(far, "")):
@@ -71,16 +72,18 @@ def test_a_terminal_of_80_columns_shows_one_line(monkeypatch, capsys) -> None:
 
 
 @pytest.mark.parametrize("mode", ["eager", "compile"])
-def test_warmup_numbers_what_it_will_do(mode: str, capsys, without_inductor) -> None:
+def test_warmup_numbers_what_it_will_do(mode: str, capsys, monkeypatch, without_inductor) -> None:
     model = compiled_llm.wrap(tiny_qwen3(), mode=mode, max_batch_size=8, kv_memory="400 tokens")
     capsys.readouterr()
-    for sizes in ([2], [3, 1, 2], None):
+    for sizes in ([2], [3, 1, 2]):
         model.compiled.warmup(sizes)
+    monkeypatch.setattr(WrapConfig, "captures_on", lambda self, device: mode != "eager")
+    model.compiled.warmup()
     expected = [
         "compiled_llm: tracing prefill",
         "compiled_llm: tracing decode, 2 rows",
         "compiled_llm: tracing decode, 1 row (1 of 2)",
         "compiled_llm: preparing decode, 4 rows (2 of 2)",
-        "compiled_llm: preparing decode, 8 rows",
+        "compiled_llm: capturing decode, 8 rows",
     ]
     assert capsys.readouterr().err.splitlines() == ([] if mode == "eager" else expected)

@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
+from transformers import PreTrainedModel, StoppingCriteriaList
 
 import compiled_llm
+from compiled_llm.compilation import backend as inductor
 from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.threads.device_thread import DeviceThread
 from compiled_llm.execution.threads.loop_lock import LoopLock
-from support.execution.inside_steps import calling
+from support.execution.callbacks import Callback
+from support.execution.inside_steps import Calling, calling
 from support.in_threads import PATIENCE, in_thread, start
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import TINY, tiny_qwen3
@@ -41,29 +41,13 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def compiled(executor: type) -> Iterator[PreTrainedModel]:
-    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None, num_hidden_layers=1), mode="compile", **OPTIONS)
-    model.compiled.warmup([1, 2])
-    yield model
-    compiled_llm.unwrap(model)
-
-
-class Callback(BaseStreamer, StoppingCriteria):
-    """Calls a function after each token, as a streamer or as a stopping criterion."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self.function = function
-        self.results: list[Any] = []
-
-    def put(self, value: Tensor) -> None:
-        if value.dim() == 1:  # the prompt comes first
-            self.results.append(self.function())
-
-    def end(self) -> None:
-        pass
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.results.append(self.function())
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+    """Without Inductor, whose code no test here depends on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inductor, "compile_with_inductor", lambda module, inputs, options: module.forward)
+        model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None, num_hidden_layers=1), mode="compile", **OPTIONS)
+        model.compiled.warmup([1, 2])
+        yield model
+        compiled_llm.unwrap(model)
 
 
 def with_callback(kind: str, callback: Callback) -> dict[str, Any]:
@@ -145,7 +129,7 @@ def test_concurrent_calls_queue_where_pages_do_not_suffice_for_both(seed):
 
 
 def while_a_step_runs(model: PreTrainedModel, seed: int, function: Callable[[], Any]) -> Any:
-    """Start `function` in another thread in the middle of a compiled call, and return its result."""
+    """Return the result of a function that another thread begins in the midst of a step."""
     started: list[Future[Any]] = []
 
     def once() -> None:
@@ -159,14 +143,6 @@ def while_a_step_runs(model: PreTrainedModel, seed: int, function: Callable[[], 
     assert "original" not in model.compiled.stats().generate_calls
     torch.testing.assert_close(tokens, greedy(model, inputs, 6))
     return started[0].result(timeout=PATIENCE)
-
-
-def test_a_plain_forward_may_be_called_while_a_compiled_step_runs(model, seed):
-    inputs = mixed_prompts([5], 128, seed)
-    with torch.no_grad():
-        expected = model(**inputs).logits
-    logits = while_a_step_runs(model, seed, lambda: model(**inputs).logits.detach())
-    torch.testing.assert_close(logits, expected)
 
 
 def test_huggingfaces_original_path_may_be_taken_while_a_compiled_step_runs(model, seed):
@@ -234,40 +210,34 @@ def test_callbacks_run_in_the_callers_thread_and_context(kind, model, seed):
     assert callback.results == [("seen", threading.get_ident())] * 4
 
 
-@pytest.mark.core
-@by_kind
-def test_an_exception_in_a_callback_keeps_its_frame_and_gives_everything_back(kind, model, seed):
-    inputs = mixed_prompts([5, 8], 128, seed)
-    expected = greedy(model, inputs, 6)
+def raising(place: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Raise an error at the third token in one place; returns the options of the call that goes there."""
     steps = iter(range(100))
 
-    def fails_at_the_third_token() -> None:
+    def fails_at_the_third_token(*_: Any) -> None:
         if next(steps) == 2:
-            raise LookupError("the user's own")
+            raise LookupError("at the third token")
 
-    with pytest.raises(LookupError, match="the user's own") as caught:
-        greedy(model, inputs, 6, **with_callback(kind, Callback(fails_at_the_third_token)))
-    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert frames[-1] == "fails_at_the_third_token"
-    assert_account_is_empty(model)
-    torch.testing.assert_close(greedy(model, inputs, 6), expected)
+    if place in ("streamer", "stopping criterion"):
+        return with_callback(place, Callback(fails_at_the_third_token))
+    if place == "layer":  # whose hooks would send the call along HuggingFace's own path
+        layer: Any = model.model.layers[1]
+        monkeypatch.setattr(layer, "mlp", Calling(layer.mlp, fails_at_the_third_token))
+    else:
+        run = Decode.run
+        monkeypatch.setattr(Decode, "run", lambda *given: (fails_at_the_third_token(), run(*given))[1])
+    return {}
 
 
 @pytest.mark.core
-def test_an_exception_in_the_model_gives_everything_back(model, seed):
+@pytest.mark.parametrize("place", ["streamer", "stopping criterion", "layer", "step"])
+def test_an_exception_keeps_its_frame_and_gives_everything_back(place, model, monkeypatch, seed):
     inputs = mixed_prompts([5, 8], 128, seed)
     expected = greedy(model, inputs, 6)
-    calls = iter(range(100))
-
-    def fails_at_the_third_call(*_: Any) -> None:
-        if next(calls) == 2:
-            raise LookupError("in a layer")
-
-    handle = model.model.layers[1].register_forward_pre_hook(fails_at_the_third_call)
-    with pytest.raises(LookupError, match="in a layer") as caught:
-        greedy(model, inputs, 6)
-    handle.remove()
-    assert "fails_at_the_third_call" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    options = raising(place, model, monkeypatch)
+    with pytest.raises(LookupError, match="at the third token") as caught:
+        greedy(model, inputs, 6, **options)
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "fails_at_the_third_token"
     assert_account_is_empty(model)
     torch.testing.assert_close(greedy(model, inputs, 6), expected)
 
@@ -301,17 +271,6 @@ def test_a_device_thread_is_used_again_once_its_owner_is_gone():
     assert DeviceThread(torch.device("cpu")).call(threading.current_thread) is worker
 
 
-def test_an_exception_in_a_step_does_not_stop_the_thread(model, monkeypatch, seed):
-    inputs = mixed_prompts([5], 128, seed)
-    expected = greedy(model, inputs, 6)
-    with monkeypatch.context() as patched:
-        patched.setattr(Decode, "run", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
-        with pytest.raises(MemoryError, match="no memory"):
-            greedy(model, inputs, 6)
-    assert_account_is_empty(model)
-    torch.testing.assert_close(greedy(model, inputs, 6), expected)
-
-
 # ---- the end of the process
 
 ENDINGS = {
@@ -325,8 +284,8 @@ ENDINGS = {
     "try:\n    model.generate(ids, max_new_tokens=900)\nexcept KeyboardInterrupt:\n    pass\n"
     "assert model.compiled.stats().pages.used == 0",
 }
-MODES_AND_ENDINGS = [*(("eager", ending) for ending in ENDINGS), ("compile", "falls off the end")]
-PROCESSES = [(executor, *each) for executor in ("CallingThread", "DeviceThread") for each in MODES_AND_ENDINGS]
+COMPILED = ("CallingThread", "compile", "falls off the end")
+PROCESSES = [*((executor, "eager", end) for executor in ("CallingThread", "DeviceThread") for end in ENDINGS), COMPILED]
 
 # Imports once, which is what takes long, and becomes each of the processes in turn.
 PROCESS = """
@@ -361,16 +320,16 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str]
     """The exit code of each process, and what it said."""
     folder = tmp_path_factory.mktemp("processes")
     processes = json.dumps([(executor, mode, ENDINGS[ending]) for executor, mode, ending in PROCESSES])
-    config = json.dumps({**TINY, "num_hidden_layers": 1, "eos_token_id": None})  # compiled already, for `compiled`
+    config = json.dumps({**TINY, "num_hidden_layers": 1, "eos_token_id": None})
     command = [sys.executable, "-c", PROCESS, str(folder), processes, config]
     codes = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=500).stdout)
     said = [(folder / str(number)).read_text() for number in range(len(PROCESSES))]
     return dict(zip(PROCESSES, zip(codes, said, strict=True), strict=True))
 
 
-@pytest.mark.parametrize(("mode", "ending"), MODES_AND_ENDINGS)
-def test_the_process_ends_cleanly_with_a_wrapped_model_alive(mode, ending, executor, ended):
-    code, said = ended[executor.__name__, mode, ending]
+@pytest.mark.parametrize("ending", [*ENDINGS, "compiled"])
+def test_the_process_ends_cleanly_with_a_wrapped_model_alive(ending, executor, ended):
+    code, said = ended[COMPILED if ending == "compiled" else (executor.__name__, "eager", ending)]
     assert code == 0, said
     assert "terminate called" not in said
     assert "Traceback" not in said

@@ -1,6 +1,7 @@
-"""Warm-up: by a profile exactly what was used is prepared, most used first within a budget; what is wrong is refused.
+"""Warm-up by a profile prepares exactly the steps that were used, the most used first within a budget.
 
-CudaGraphs are those of ``support.execution.stand_in_cuda_graphs``, on a CPU.
+CUDA graphs are those of ``support.execution.stand_in_cuda_graphs``, on a CPU. Models are compiled only where that
+matters; then a profile of mode "eager" would be refused, which is switched off.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from hypothesis import given, settings, strategies as st
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm import Engine, SamplingParams
+from compiled_llm import Engine, SamplingParams, WrapConfig
 from compiled_llm.compilation.artifacts.profile import Profile, UsedStep
 from compiled_llm.compilation.graphs.rolling import Budget, Cost, Key, RollingCudaGraphs, SamplingKey, described
 from compiled_llm.compilation.inputs import Shape
 from compiled_llm.execution.lifecycle.used_steps import prepare_profile
+from compiled_llm.execution.lifecycle.warmup import Warmup
 from compiled_llm.execution.model_runner import ModelRunner
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.parity import greedy, mixed_prompts
@@ -30,12 +32,17 @@ OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batc
 
 
 @pytest.fixture
-def cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Warmup, "_check_mode", lambda self: None)
+
+
+@pytest.fixture
+def cuda_graph(monkeypatch: pytest.MonkeyPatch, uncompiled: None) -> None:
     let_a_cpu_capture(monkeypatch)
 
 
-def wrapped(**options: Any) -> PreTrainedModel:
-    return compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1, eos_token_id=None), **{**OPTIONS, **options})
+def wrapped(mode: Any = "eager", **options: Any) -> PreTrainedModel:
+    return compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1, eos_token_id=None), mode=mode, **{**OPTIONS, **options})
 
 
 def ready_in(model: PreTrainedModel) -> set[UsedStep]:
@@ -56,14 +63,17 @@ def rewritten(path: Path, **uses: Any) -> None:
 # ---- real models
 
 
-@pytest.mark.usefixtures("without_inductor", "cuda_graph")
-def test_what_was_used_is_prepared_and_nothing_else(tmp_path: Path, seed: int) -> None:
-    path, model = tmp_path / "profile.json", wrapped()
-    model.compiled.warmup([1, 2])  # which nobody uses
-    with Engine(model, max_rows=8) as engine:
+@pytest.mark.usefixtures("cuda_graph")
+def test_used_steps_are_prepared_and_no_others(tmp_path: Path, seed: int) -> None:
+    def generate(engine: Engine) -> None:
         for count in (3, 3, 5):
             prompts = [[7 + number, 8, 9] * 6 for number in range(count)]
             engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=6))
+
+    path, model = tmp_path / "profile.json", wrapped()
+    model.compiled.warmup([1, 2])  # which are not used
+    with Engine(model, max_rows=8) as engine:
+        generate(engine)
     greedy(model, mixed_prompts([5, 40, 3], 128, seed), 10)
     model.compiled.save_profile(path)
     profile = Profile.read(path)
@@ -78,15 +88,13 @@ def test_what_was_used_is_prepared_and_nothing_else(tmp_path: Path, seed: int) -
     assert "preparing steps of 4 requests (1 of 2)" in told
     before = new.compiled.cuda_graphs.captures
     with Engine(new, max_rows=8) as engine:
-        for count in (3, 3, 5):
-            prompts = [[7 + number, 8, 9] * 6 for number in range(count)]
-            engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=6))
+        generate(engine)
         assert engine.stats().cold_starts == 0
     assert new.compiled.cuda_graphs.captures == before
 
 
-@pytest.mark.usefixtures("without_inductor", "cuda_graph")
-def test_a_run_that_began_with_a_profile_saves_what_that_said_at_half_its_weight(tmp_path: Path, seed: int) -> None:
+@pytest.mark.usefixtures("cuda_graph")
+def test_a_run_that_began_with_a_profile_saves_its_counts_at_half_their_weight(tmp_path: Path, seed: int) -> None:
     path, model = tmp_path / "profile.json", wrapped()
     greedy(model, mixed_prompts([5, 4, 3], 128, seed), 9)
     model.compiled.save_profile(path)
@@ -101,36 +109,38 @@ def test_a_run_that_began_with_a_profile_saves_what_that_said_at_half_its_weight
     assert after.uses[UsedStep("decode", 1, 1, 0)] == uses
 
 
-@pytest.mark.usefixtures("without_inductor", "cuda_graph")
-def test_an_engine_prepares_a_profile_within_max_graphs(tmp_path: Path, seed: int) -> None:
+@pytest.mark.usefixtures("cuda_graph")
+def test_an_engine_prepares_a_profile_within_max_graphs(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, model = tmp_path / "profile.json", wrapped()
     for lengths, tokens in (([5], 30), ([5, 4, 3], 20), ([5, 4, 3, 3, 3], 3)):
         greedy(model, mixed_prompts(lengths, 128, seed), tokens)
     model.compiled.save_profile(path)
-    new = wrapped(max_graphs=2)
+    monkeypatch.setattr(WrapConfig, "graph_budget", property(lambda self: (None, 2)))  # refused in mode "eager"
+    new = wrapped()
     with Engine(new, max_rows=8) as engine:
         engine.warmup(profile=path)
         assert ready_in(new) == set(steps(1, 4))
         assert new.compiled.cuda_graphs.evictions == 0
 
 
-@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.usefixtures("uncompiled")
 def test_without_cuda_graphs_sizes_of_steps_are_prepared(tmp_path: Path, seed: int) -> None:
-    path, model = tmp_path / "profile.json", wrapped(mode="compile")
+    path, model = tmp_path / "profile.json", wrapped()
     greedy(model, mixed_prompts([5, 4, 3], 128, seed), 9)
     model.compiled.save_profile(path)
     assert set(Profile.read(path).uses) == set(steps(4))
-    new = wrapped(mode="compile")
+    new = wrapped()
     with Engine(new) as engine, pytest.raises(ValueError, match="rows 8 there, 256 here"):
         engine.warmup(profile=path)
-    new = wrapped(mode="compile")
+    new = wrapped()
     new.compiled.warmup(profile=path)
     assert new.compiled.stats().buckets == [4]
 
 
-@pytest.mark.usefixtures("without_inductor")
-def test_auto_prepares_up_to_eight_rows_on_a_cpu(tmp_path: Path) -> None:
-    model = wrapped(mode="compile", max_batch_size=24)
+def test_auto_prepares_up_to_eight_rows_on_a_cpu() -> None:
+    model = wrapped(max_batch_size=24)
     told: list[str] = []
     with Engine(model, max_rows=24) as engine:
         engine.warmup("auto", report=told.append)
@@ -144,8 +154,8 @@ def test_auto_prepares_up_to_eight_rows_on_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_inductor")
-def test_what_cannot_be_used_is_refused_and_the_next_call_works(tmp_path: Path, seed: int) -> None:
-    path, model = tmp_path / "profile.json", wrapped(mode="compile")
+def test_profiles_that_cannot_be_used_are_refused_and_the_next_call_works(tmp_path: Path, seed: int) -> None:
+    path, model = tmp_path / "profile.json", wrapped("compile")
     with pytest.raises(RuntimeError, match="no step has run yet; save a profile after the first requests"):
         model.compiled.save_profile(path)
     with pytest.raises(ValueError, match="cannot be read: No such file"):
@@ -161,15 +171,15 @@ def test_what_cannot_be_used_is_refused_and_the_next_call_works(tmp_path: Path, 
     other = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=2, eos_token_id=None), mode="compile", **OPTIONS)
     with pytest.raises(ValueError, match=r"saved for something else: parameters .* there, .* here; weights"):
         other.compiled.warmup(profile=path)
-    other = wrapped()
+    other = wrapped("cuda-graphs")
     with pytest.raises(ValueError, match="option mode 'compile' there, 'cuda-graphs' here"):
         other.compiled.warmup(profile=path)
-    eager = wrapped(mode="eager")
+    eager = wrapped()
     for call in (lambda: eager.compiled.warmup(profile=path), lambda: eager.compiled.save_profile(path)):
         with pytest.raises(ValueError, match="profile: mode='eager' compiles and captures nothing"):
             call()
 
-    new = wrapped(mode="compile")
+    new = wrapped("compile")
     rewritten(path, uses=dict.fromkeys(steps(1, 7), 3))
     with pytest.raises(ValueError, match="it names a decode with tokens=7, rows=7, variant=0; here there are tokens 1"):
         new.compiled.warmup(profile=path)
@@ -186,7 +196,7 @@ def test_what_cannot_be_used_is_refused_and_the_next_call_works(tmp_path: Path, 
 
 
 class FakeDevice:
-    """Captures as a device model does, without a model."""
+    """Captures as a model runner does, without a model."""
 
     def __init__(self, budget: Budget, sizes: dict[Key, int]) -> None:
         ticks = itertools.count()
@@ -239,7 +249,7 @@ budgets = st.one_of(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=150)
 @given(
     uses=st.dictionaries(st.sampled_from(KEYS), st.integers(1, 50), min_size=1),
     budget=budgets,
