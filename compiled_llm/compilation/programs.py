@@ -75,7 +75,6 @@ class PreparedCall(NamedTuple):
 
     @property
     def interpreted(self) -> bool:
-        """Whether it runs the function as it is."""
         return self.program is self.function
 
     @property
@@ -120,7 +119,7 @@ class Programs:
         self._config = config
         self._device = device
         self._layers = facts.layers
-        self._outlines: dict[Callable[..., Any], Outline] = {}
+        self._outlines: dict[str, Outline] = {}
         self._known_state = KnownState()
         self._passes: list[Pass] = []
         self._warned = False
@@ -129,28 +128,26 @@ class Programs:
         if config.mode != "eager":
             begin_beside_tracing(device, artifacts)
         self.compiling = CompilingNotice(None if artifacts is None else artifacts.refuse)
-        self.prefill_function = own_copy(prefill_step)
-        self.decode_one_function = own_copy(decode_step)
-        self.decode_many_function = own_copy(decode_step)
-        self._embedded_function = own_copy(prefill_step)
-        forget_when_gone(self, [*self.functions.values(), self._embedded_function])
+        self._functions = {
+            PREFILL: own_copy(prefill_step),
+            PREFILL_EMBEDDED: own_copy(prefill_step),
+            DECODE_ONE: own_copy(decode_step),
+            DECODE_MANY: own_copy(decode_step),
+        }
+        forget_when_gone(self, [*self._functions.values()])
         self._fused: list[Pass] = [FusedProducts(weights)] if weights is not None and weights.groups else []
         options = {
             PREFILL: prefill_options(device),
+            PREFILL_EMBEDDED: prefill_options(device),
             DECODE_ONE: decode_options(config, device, one_row=True),
             DECODE_MANY: decode_options(config, device, one_row=False),
         }
-        made = {name: self.compile(name, function, options[name]) for name, function in self.functions.items()}
-        self._prefill, self._decode_one, self._decode_many = made.values()
-        # ``explain`` does not look at this one.
-        self._embedded = self._compiled(self._embedded_function, options[PREFILL])
+        self._programs = {name: self.compile(name, options[name]) for name in self._functions}
 
-    def compile(self, name: str, function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-        return self._compiled(function, options)
-
-    def _compiled(self, function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-        decodes = function in (self.decode_one_function, self.decode_many_function)
-        passes = passes_for(self._config, self._device, self._fused, decodes)
+    def compile(self, name: str, options: dict[str, Any]) -> Callable[..., Any]:
+        """Return a program compiled with Inductor ``options``."""
+        function = self._functions[name]
+        passes = passes_for(self._config, self._device, self._fused, name in (DECODE_ONE, DECODE_MANY))
         self._passes += passes
         options = {**options, "post_grad_custom_post_pass": self.compiling}
         backend = Inductor(
@@ -160,7 +157,7 @@ class Programs:
             compile_graph=None if self._artifacts is None else self._artifacts.compile,
         )
         if self.outlines_layers and self._config.traces_layers_once_on(self._device.type):
-            self._outlines[function] = Outline(function, self._known_state)
+            self._outlines[name] = Outline(function, self._known_state)
         return compiled(function, self._config, backend)
 
     def _layers_in_region(self) -> int:
@@ -191,7 +188,7 @@ class Programs:
 
     def compiled_for(self, arguments: Arguments) -> bool:
         """Whether a call with these would compile nothing; the model has been looked at."""
-        outline = self._outlines.get(self._function_for(arguments.inputs))
+        outline = self._outlines.get(_name_for(arguments.inputs))
         if outline is not None:
             arguments = arguments._replace(model=outline.of(self._by_name(arguments)))
         return self._call(arguments).compiled
@@ -201,8 +198,8 @@ class Programs:
 
         ``Weights`` notices layers whose tensors have been replaced since then.
         """
-        function, named = self._function_for(arguments.inputs), self._by_name(arguments)
-        outline = self._outlines.get(function)
+        name, named = _name_for(arguments.inputs), self._by_name(arguments)
+        function, outline = self._functions[name], self._outlines.get(name)
         called_with = None if call is None else call.arguments
         if outline is None:
             return Guards(function, named, called_with=called_with)
@@ -226,7 +223,7 @@ class Programs:
     def _outlined(self, arguments: Arguments, compare: bool) -> PreTrainedModel:
         """Return the outline that the program is called with in place of the model."""
         model, inputs, _, _ = arguments
-        outline = self._outlines.get(self._function_for(inputs))
+        outline = self._outlines.get(_name_for(inputs))
         if outline is None:
             return model
         if outline.is_current and isinstance(inputs, DecodeInputs):  # to compare would take too long in each step
@@ -235,27 +232,19 @@ class Programs:
         return outline.prepare(named) if compare else outline.refreshed(named)
 
     def _call(self, arguments: Arguments) -> PreparedCall:
-        inputs = arguments.inputs
-        return PreparedCall(self._program_for(inputs), self._function_for(inputs), self._by_name(arguments))
+        name = _name_for(arguments.inputs)
+        return PreparedCall(self._programs[name], self._functions[name], self._by_name(arguments))
 
     def _by_name(self, arguments: Arguments) -> dict[str, Any]:
-        """Return the arguments as steps take them, in their order."""
         return {"model": arguments.model, "forward": self._forward, **arguments._asdict()}
-
-    def _function_for(self, inputs: PrefillInputs | DecodeInputs) -> Callable[..., Any]:
-        if isinstance(inputs, PrefillInputs):
-            return self._embedded_function if inputs.ids.dim() == 3 else self.prefill_function
-        return self.decode_one_function if inputs.slots.shape[0] == 1 else self.decode_many_function
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
         """The compiled functions by name; prefill from embeddings once it was needed."""
-        embedded = {PREFILL_EMBEDDED: self._embedded_function} if graph_count(self._embedded_function) else {}
         return {
-            PREFILL: self.prefill_function,
-            **embedded,
-            DECODE_ONE: self.decode_one_function,
-            DECODE_MANY: self.decode_many_function,
+            name: function
+            for name, function in self._functions.items()
+            if name != PREFILL_EMBEDDED or graph_count(function)
         }
 
     def pattern_matches(self) -> dict[str, int]:
@@ -280,26 +269,13 @@ class Programs:
 
     def full(self, inputs: PrefillInputs | DecodeInputs | None = None) -> bool:
         """Whether torch's limit is reached for the program that serves ``inputs``, or for any program."""
-        programs = [*self._bounded().values()] if inputs is None else [self._program_for(inputs)]
+        programs = [*self._programs.values()] if inputs is None else [self._programs[_name_for(inputs)]]
         return any(isinstance(program, Bounded) and program.full for program in programs)
 
     def uncompiled(self) -> dict[str, int]:
         """Return how many calls of each program have run uncompiled because torch's limit was reached."""
-        return {name: program.uncompiled for name, program in self._bounded().items() if program.uncompiled}
-
-    def _bounded(self) -> dict[str, Bounded]:
-        programs = {
-            PREFILL: self._prefill,
-            PREFILL_EMBEDDED: self._embedded,
-            DECODE_ONE: self._decode_one,
-            DECODE_MANY: self._decode_many,
-        }
-        return {name: program for name, program in programs.items() if isinstance(program, Bounded)}
-
-    def _program_for(self, inputs: PrefillInputs | DecodeInputs) -> Callable[..., Any]:
-        if isinstance(inputs, PrefillInputs):
-            return self._embedded if inputs.ids.dim() == 3 else self._prefill
-        return self._decode_one if inputs.slots.shape[0] == 1 else self._decode_many
+        bounded = {name: program for name, program in self._programs.items() if isinstance(program, Bounded)}
+        return {name: program.uncompiled for name, program in bounded.items() if program.uncompiled}
 
     def tracing_seconds(self) -> float:
         return tracing_seconds([*self.functions.values()])
@@ -307,6 +283,13 @@ class Programs:
     def graph_counts(self) -> dict[str, int]:
         """Return how many graphs each program has been compiled into; more than one is a recompile."""
         return {name: graph_count(function) for name, function in self.functions.items()}
+
+
+def _name_for(inputs: PrefillInputs | DecodeInputs) -> str:
+    """Return the name of the program that serves these inputs."""
+    if isinstance(inputs, PrefillInputs):
+        return PREFILL_EMBEDDED if inputs.ids.dim() == 3 else PREFILL
+    return DECODE_ONE if inputs.slots.shape[0] == 1 else DECODE_MANY
 
 
 def begin_beside_tracing(device: torch.device, artifacts: Artifacts | None) -> None:

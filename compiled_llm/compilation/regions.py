@@ -238,8 +238,6 @@ def join(regions: Sequence[Region], functions: Sequence[Callable[..., Any]], gra
 
 
 class _FunctionModule(nn.Module):
-    """A function as the module that a graph needs."""
-
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.forward = function

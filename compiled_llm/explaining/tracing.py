@@ -115,12 +115,8 @@ class WholePrograms(Programs):
 
     def __init__(self, facts: ModelFacts, config: WrapConfig, device: torch.device) -> None:
         super().__init__(config, facts, device)
-        self.traces = [
-            Trace(PREFILL, self.prefill_function, owner=self),
-            Trace(DECODE_ONE, self.decode_one_function, owner=self),
-            Trace(DECODE_MANY, self.decode_many_function, owner=self),
-        ]
-        self._prefill, self._decode_one, self._decode_many = [_whole(trace) for trace in self.traces]
+        self.traces = [Trace(name, self._functions[name], owner=self) for name in (PREFILL, DECODE_ONE, DECODE_MANY)]
+        self._programs |= {trace.name: _whole(trace) for trace in self.traces}
 
 
 def _whole(trace: Trace) -> Callable[..., Any]:
@@ -148,17 +144,17 @@ class BrokenPrograms(Programs):
         super().__init__(config, facts, device)
         self.graphs: list[fx.GraphModule] = []
         self._backend = self._keep
-        self._prefill: Callable[..., Any] = torch.compile(self.prefill_function, backend=self._backend, dynamic=False)
-        self._decode_one = torch.compile(self.decode_one_function, backend=self._backend, dynamic=False)
+        for name in (PREFILL, DECODE_ONE):
+            self._programs[name] = torch.compile(self._functions[name], backend=self._backend, dynamic=False)
 
     def prefill(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
         """Run ``prefill_step`` without symbolic sizes, which graph breaks get wrong; compile it once."""
-        logits, tokens = self._prefill(*self._by_name(arguments).values())
-        self._prefill = self.prefill_function
+        logits, tokens = self._programs[PREFILL](*self._by_name(arguments).values())
+        self._programs[PREFILL] = self._functions[PREFILL]
         return logits, tokens
 
     def decode(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
-        logits, tokens = self._decode_one(*self._by_name(arguments).values())
+        logits, tokens = self._programs[DECODE_ONE](*self._by_name(arguments).values())
         return logits, tokens
 
     @contextmanager
@@ -216,8 +212,9 @@ class InductorPrograms(Programs):
         self._folders = folders
         super().__init__(config, facts, device, weights)
 
-    def compile(self, name: str, function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-        return super().compile(name, function, {**options, **traced_by_inductor(str(self._folders[name]))})
+    def compile(self, name: str, options: dict[str, Any]) -> Callable[..., Any]:
+        traced = traced_by_inductor(str(self._folders[name])) if name in self._folders else {}
+        return super().compile(name, {**options, **traced})
 
 
 class Sandbox:

@@ -38,7 +38,6 @@ class AttentionSwitch:
         self._weights = WeightsLock()
 
     def find_configs(self, model: nn.Module) -> None:
-        """Find the configs again after modules of the model were replaced."""
         self._configs = attention_configs(model)
 
     def paged(self) -> AbstractContextManager[None]:

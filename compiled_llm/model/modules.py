@@ -63,7 +63,6 @@ class InnerModules:
         return Obstacles(hooked or hooks_on_all_modules(), self._mixing)
 
     def hooks(self, model: nn.Module) -> frozenset[tuple[int, int]]:
-        """Return an id for each forward hook; ``model`` must be the same one each time."""
         return frozenset(self._hooks(model))
 
     def _hooks(self, model: nn.Module) -> Iterator[tuple[int, int]]:

@@ -43,7 +43,6 @@ class AdjustmentTables(NamedTuple):
 
     @classmethod
     def of(cls, tables: Any) -> AdjustmentTables:
-        """Take the fields of these names from other tables."""
         return cls(*(getattr(tables, name) for name in cls._fields))
 
 

@@ -20,7 +20,7 @@ import compiled_llm
 from compiled_llm.compat.torch.tensors import Fakes
 from compiled_llm.compilation import backend as inductor, programs as programs
 from compiled_llm.compilation.graphs.validity import Weights
-from compiled_llm.compilation.programs import Arguments
+from compiled_llm.compilation.programs import DECODE_MANY, Arguments
 from compiled_llm.compilation.regions import Examples, cut, without_symbols
 from compiled_llm.compilation.tracing import layer_marks, outline
 from compiled_llm.compilation.tracing.layer_state import KnownState
@@ -232,7 +232,7 @@ def test_a_later_change_of_any_layer_is_noticed(change, number, outlined, monkey
     """By what a CUDA graph takes for granted, and by what is called where nothing is captured."""
     model_runner = outlined.compiled.model_runner()
     programs, state = model_runner.graph_manager.programs, model_runner.state
-    outlines, decode = programs._outlines, programs.decode_many_function
+    outlines, decode = programs._outlines, DECODE_MANY
     arguments = programs._by_name(Arguments(outlined, state.decode_buffers.bucket(2), state.slots.tables, state.pages))
 
     @torch.no_grad()
@@ -400,7 +400,7 @@ def test_looking_at_a_model_leaves_it_as_it_was(graphs, seed):
     tensors = [*model.state_dict().values(), *filter(torch.is_tensor, buffers)]
     values = [tensor.clone() for tensor in tensors]
     with torch.no_grad(), paged_attention_in(attention_configs(model)):
-        shown = programs._outlines[programs.decode_many_function].prepare(arguments)
+        shown = programs._outlines[DECODE_MANY].prepare(arguments)
     assert shown is not model
     assert all(now == then for now, then in before)
     assert all(map(torch.equal, values, tensors))

@@ -69,7 +69,6 @@ class Profile:
 
     @classmethod
     def _decoded(cls, content: bytes) -> Profile:
-        """Read a file's content; ValueError, without its name, if it is no profile."""
         try:
             said = json.loads(content)
             version = said["format"]

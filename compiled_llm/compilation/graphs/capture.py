@@ -45,12 +45,10 @@ class CapturedGraph(Generic[Outputs]):
         self._give_back = give_back
 
     def replay(self) -> Outputs:
-        """Launch on the current stream; return the same tensors each time, overwritten."""
         self._graph.replay()
         return cast(Outputs, self._outputs)
 
     def release(self) -> None:
-        """Free the graph's memory; it is not replayed any more."""
         self._outputs = None
         self._graph.reset()
         self._give_back()
@@ -188,7 +186,6 @@ class _Whole:
         self._pause = pause
 
     def leave_out(self, launch: Callable[[Any], Any], arguments: Any, allocate: Callable[[Any], Any]) -> Any:
-        """See ``compiled_llm_ops.left_out.Divided``."""
         self._pause()
         return launch(arguments)
 

@@ -233,7 +233,6 @@ class CudaGraphs:
         self.finish()
 
     def finish(self) -> None:
-        """Continue the capture underway to its end; any thread may."""
         if self._underway is not None:
             assert self._capturer is not None
             self._capturer.finish()
@@ -291,7 +290,6 @@ class CudaGraphs:
         return self._known[key].guards.valid(glance)
 
     def filled(self, key: Key) -> Tensor:
-        """Return the input tensor of a captured step, to be filled before each replay."""
         filled = self._known[key].filled
         assert filled is not None
         return filled.tensor

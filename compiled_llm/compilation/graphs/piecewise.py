@@ -64,7 +64,6 @@ class GraphInPieces:
         self._graphs[-1].capture_end()
 
     def leave_out(self, launch: Callable[[Any], Any], arguments: Any, allocate: Callable[[Any], Any]) -> Any:
-        """See ``compiled_llm_ops.left_out.Divided``."""
         self._graphs[-1].capture_end()
         self._pause()
         self._begin_piece()

@@ -151,5 +151,4 @@ def _aligned(cell: str, width: int) -> str:
 
 
 def mib(nbytes: float) -> str:
-    """Return a number of bytes in MiB."""
     return f"{nbytes / 2**20:,.1f} MiB"

@@ -176,7 +176,6 @@ class _Layers:
         return self._state.valid()
 
     def outline(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Return the model with marks around all layers, and no calls in those that are not traced."""
         return self._with_layers(model, self._marked)
 
     def traced(self, model: PreTrainedModel, tracer: LayerTracer) -> PreTrainedModel:
@@ -224,7 +223,6 @@ def _compared_layers(program: Callable[..., Any], arguments: Mapping[str, Any], 
 
 
 def _first_equal(entries: Sequence[Hashable]) -> list[int]:
-    """Return for each entry the place of the first that equals it."""
     first: dict[Hashable, int] = {}
     return [first.setdefault(entry, place) for place, entry in enumerate(entries)]
 

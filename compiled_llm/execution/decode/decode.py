@@ -195,7 +195,7 @@ class Decode:
         """Whether this bucket compiles the program of several rows, on CUDA, where its size does not stay built in."""
         programs = self._graph_manager.programs
         on_cuda = self._cuda_graphs.ours or (self._state.device.type == "cuda" and not programs.in_trees)
-        return on_cuda and bucket > 1 and not graph_count(programs.decode_many_function)
+        return on_cuda and bucket > 1 and not graph_count(programs.functions[DECODE_MANY])
 
     def _launch_padding(self, bucket: int) -> StepOutputs:
         self.place([], bucket, "bucket_prepared")

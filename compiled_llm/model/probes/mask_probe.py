@@ -99,8 +99,6 @@ class _First:
 
 
 class _Handed:
-    """Notes which layer gets which mask."""
-
     def __init__(self) -> None:
         self.masks: list[Tensor] = []
         self.of_layer: dict[int, int | None] = {}

@@ -143,7 +143,6 @@ class FusedWeights:
         return True
 
     def _remember(self) -> None:
-        """Remember each parameter's address in memory and its link from the model."""
         model = self._model()
         names = [name for group in self.groups for stack in group for name in stack]
         if model is not None and names:

@@ -135,7 +135,6 @@ def _check(args: DecodeAttention) -> None:
 
 
 def _check_preparation(args: DecodeAttention) -> None:
-    """Check the norms and angles of queries and keys."""
     rows, _, head_dim = args.query.shape
     if (args.cos is None) is not (args.sin is None):
         raise ValueError("decode_attention: cos and sin must be given together")

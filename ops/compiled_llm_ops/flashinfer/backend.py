@@ -44,7 +44,6 @@ class FlashInfer:
         return missing_kernel(geometry)
 
     def stored_head_dim(self, head_dim: int) -> int:
-        """Return the next head size that has kernels."""
         return padded_head_dim(head_dim)
 
     def best_variant(
@@ -57,7 +56,6 @@ class FlashInfer:
     def workspace_bytes(
         self, groups: Sequence[Geometry], device: torch.device, captured: CapturedLaunch | None = None
     ) -> int:
-        """Return room for the largest partial results of any group."""
         processors = processors_of(device)
         if captured is None:
             return max(split_bytes(group, processors) for group in groups)
@@ -67,7 +65,6 @@ class FlashInfer:
         return max(sizes)
 
     def plan_bytes(self, groups: Sequence[Geometry], device: torch.device, tokens: int, rows: int) -> int:
-        """Return room for the largest plan of any group, a multiple of FlashInfer's alignment."""
         largest = max(plan_bytes(group, tokens, rows, max_blocks_of(device)) for group in groups)
         return -(-largest // 256) * 256
 

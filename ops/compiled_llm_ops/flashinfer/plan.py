@@ -72,11 +72,6 @@ class FlashInferPlan:
     def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         """Launch attention on the current stream. Launch once before a capture, so that the kernels are loaded.
 
-        Args:
-            args: ``query`` has the planned number of tokens, in the geometry's dtype.
-            out: ``[T, H, D]``, contiguous, written.
-            lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None to skip it.
-
         Raises:
             RuntimeError: no batch was planned yet.
             ValueError: shapes or dtypes do not fit the plan.

@@ -67,7 +67,6 @@ class HostColumns(NamedTuple):
         return len(self.arrays[2])
 
     def fill(self, batch: PlannedBatch) -> None:
-        """Write a batch of the same number of rows."""
         starts, pages, lengths = self.arrays
         starts[:], pages[:] = batch.qo_indptr, batch.indptr
         first, size = batch.indptr.tolist(), batch.geometry.page_size
@@ -88,11 +87,7 @@ def decide(
         workspace: of the plan.
 
     Returns:
-        The values of ``PLAN_FIELDS``.
-
-    Raises:
-        ValueError: there are more tokens than a captured launch has, or the plan is too small.
-        RuntimeError: the workspace is too small.
+        The values of ``PLAN_FIELDS``; errors are those of ``FlashInferPlan.decide``.
     """
     captured, geometry, rows = batch.captured_tokens >= 0, batch.geometry, columns.rows
     tokens = _tokens(int(batch.qo_indptr[-1]), batch.captured_tokens)
@@ -115,7 +110,6 @@ def decide(
 
 
 def _splits(batch: PlannedBatch, columns: HostColumns, workspace: FlashInferWorkspace) -> bool:
-    """Whether blocks share the keys of a row."""
     if batch.variant >= 0:
         return batch.variant == SPLIT
     starts, _, lengths = columns.arrays
@@ -137,7 +131,6 @@ def plan_bytes(geometry: Geometry, tokens: int, rows: int, max_blocks: int) -> i
 
 
 def planner_arguments(batch: PlannedBatch, columns: HostColumns, tokens: int, split: bool) -> tuple[Any, ...]:
-    """Return the planner's arguments after the three workspaces."""
     causal, fixed_split_size, disable_split_kv, num_colocated_ctas = True, -1, not split, 0
     geometry = batch.geometry
     return (

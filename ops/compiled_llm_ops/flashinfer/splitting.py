@@ -34,7 +34,6 @@ def max_tiles(geometry: Geometry, tokens: int, rows: int, tile: int) -> int:
 
 
 def _max_blocks(geometry: Geometry, processors: int) -> int:
-    """Return how many blocks split rows get for each kv head."""
     return _BLOCKS_AT_ONCE * processors // geometry.kv_heads
 
 

@@ -74,7 +74,6 @@ class FlashInferWorkspace:
         self._loading: dict[Geometry, Future[Any]] = {}
 
     def load(self, geometry: Geometry) -> None:
-        """Begin to build or load the kernels for a geometry on other threads, while this one traces calls of them."""
         self._loading[geometry] = _loaders.submit(_on_device, self.device, make_wrapper, geometry, self.buffer)
         # What goes wrong in that one goes wrong again at the first launch.
         _loaders.submit(_on_device, self.device, append_one_token, geometry, self.device)
@@ -108,7 +107,6 @@ class FlashInferWorkspace:
 
 @functools.cache
 def processors_of(device: torch.device) -> int:
-    """Return how many multiprocessors a device has."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

@@ -24,7 +24,6 @@ class ReferencePlan:
     def decide(self, batch: PlannedBatch) -> None: ...
 
     def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
-        """Attend to one row after the other."""
         how = (args.scale, args.window_left, args.logits_soft_cap)
         result, result_lse = plain_attention.attend_row_by_row(
             args.query, args.pages, args.table, *how, lse is not None
