@@ -174,6 +174,11 @@ class Half(qwen3.Qwen3MLP):
         return super().forward(x) * 0.5  # type: ignore[no-any-return]
 
 
+class Third(qwen3.Qwen3MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 3  # type: ignore[no-any-return]
+
+
 def replace_a_module(layer: Any) -> None:
     new = Half(layer.self_attn.config).eval()
     new.load_state_dict(layer.mlp.state_dict())
@@ -228,7 +233,7 @@ TRACED_LAYER: dict[str, Callable[[Any], object]] = {
     "a number": lambda layer: setattr(layer.self_attn, "scaling", layer.self_attn.scaling * 3),
     "a norm's epsilon": lambda layer: setattr(layer.post_attention_layernorm, "variance_epsilon", 0.5),
     "a module": replace_a_module,
-    "a class": lambda layer: setattr(layer.mlp, "__class__", Half),
+    "a class": lambda layer: setattr(layer.mlp, "__class__", Third),
     "a module's forward": patch_a_forward,
     "a layer's forward": patch_the_layers_forward,
     "a dtype": convert_a_weight,
