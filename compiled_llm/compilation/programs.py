@@ -128,7 +128,7 @@ class Programs:
         if config.mode != "eager":
             begin_beside_tracing(device, artifacts)
         self.compiling = CompilingNotice(None if artifacts is None else artifacts.refuse)
-        self._functions = {
+        self._functions: dict[str, Callable[..., Any]] = {
             PREFILL: own_copy(prefill_step),
             PREFILL_EMBEDDED: own_copy(prefill_step),
             DECODE_ONE: own_copy(decode_step),

@@ -107,7 +107,7 @@ SETTINGS = BRANCHES + EDITED + FILTERED
 COUNTING = Sampling(presence_penalty=0.5)
 
 SPREADS = [(0.3, torch.float32), (1.0, torch.float32), (5.0, torch.float32), (1.0, torch.bfloat16)]
-IN_EACH_RUN = {(5, *SPREADS[1]), (5, *SPREADS[3]), (4097, *SPREADS[0]), (4097, *SPREADS[2])}
+IN_EACH_RUN = {(5, *SPREADS[3]), (4097, *SPREADS[2])}
 SIZES_AND_SPREADS = [
     pytest.param(*case, marks=() if case in IN_EACH_RUN else pytest.mark.whole)
     for case in ((vocabulary, *spread) for vocabulary in (5, 777, 4097, 9001) for spread in SPREADS)
@@ -237,8 +237,8 @@ def test_a_launch_serves_rows_of_one_kind_and_leaves_the_others_as_they_are(samp
 def test_random_numbers_are_those_of_the_cpu(seed: int) -> None:
     """Of rows whose logits are equal, tiles and tokens with the smallest win: large positions, seeds, vocabularies."""
     settings, seeds = [Sampling()] * 4, torch.tensor([0, 2**32 - 1, 2**32, 2**62 - 1])
-    logits = torch.zeros(4, 262_144)
-    for position in (0, 2**31 - 1, 2**40):
+    for position, vocabulary in ((0, 262_144), (2**31 - 1, 5000), (2**40, 5000)):
+        logits = torch.zeros(4, vocabulary)
         given, same = (arguments(logits, seeds, settings, position) for _ in range(2))
         assert launch(*given).tolist() == sample_tokens(*same).tolist()
 
