@@ -213,15 +213,15 @@ def test_of_many_rows_only_long_ones_are_shared(seed: int) -> None:
 
 
 @interpreted
-def test_one_long_row_of_many(seed: int) -> None:
+@pytest.mark.parametrize(("rows", "long"), [pytest.param(8, 7, marks=WHOLE), (17, 8)])
+def test_one_long_row_of_many(rows: int, long: int, seed: int) -> None:
     """In batches of more rows than share programs, too, and wherever it is."""
-    for rows, long in ((8, 7), (17, 8)):
-        lengths = torch.randint(1, 160, (rows,)).tolist()
-        lengths[long] = 3000
-        batch, tiling = batch_of(lengths, 2, 16, 128), fewer(choose(rows, 8, 2, 128, 40_960, **H200))
-        out, _ = check(batch, tiling)
-        alone, _ = launch(batch, tiling._replace(unsplit=1000))
-        assert not torch.equal(out[long], alone[long])
+    lengths = torch.randint(1, 160, (rows,)).tolist()
+    lengths[long] = 3000
+    batch, tiling = batch_of(lengths, 2, 16, 128), fewer(choose(rows, 8, 2, 128, 40_960, **H200))
+    out, _ = check(batch, tiling)
+    alone, _ = launch(batch, tiling._replace(unsplit=1000))
+    assert not torch.equal(out[long], alone[long])
 
 
 @interpreted

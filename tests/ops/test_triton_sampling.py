@@ -187,7 +187,7 @@ def test_greedy_rows_take_what_argmax_takes(vocabulary: int, dtype: torch.dtype,
 
 
 @interpreted
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.whole), 1.0])
 def test_unusual_logits_are_edited_as_on_the_cpu(temperature: float, seed: int) -> None:
     adjustments: list[dict[str, Any]] = [
         *({**edit, "cleaned": True} for edit in SINGLE_EDITS.values()),

@@ -151,14 +151,14 @@ def other_list_of_layers(model: PreTrainedModel) -> None:
 WEIGHTS = {
     "values are written": each(in_place, IN_PLACE),
     "load_state_dict": each(load, IN_PLACE),
-    "a training step": each(train_a_step, IN_PLACE),
+    "a training step": each(train_a_step, TRACE),
     "a parameter": each(new_parameter, CAPTURE),
     "a parameter's data": each(moved_data, CAPTURE),
-    "a module's copy": each(swapped_module, CAPTURE),
+    "a module's copy": each(swapped_module, TRACE),
     "load_state_dict, assign": each(load_assigned, CAPTURE),
     "double and back": each(convert_and_back, CAPTURE),
     "a head": each(new_head, CAPTURE),
-    "a tied head": each(tie, TRACE),
+    "a tied head": each(tie, CAPTURE),
     "another dtype": each(lambda model: model.double(), TRACE),
     "more tokens": each(more_tokens, TRACE),
     "a norm outside the layers": each(lambda model: setattr(model.model.norm, "variance_epsilon", 0.5), TRACE),
@@ -241,17 +241,16 @@ TRACED_LAYER: dict[str, Callable[[Any], object]] = {
     "an activation": lambda layer: setattr(layer.mlp, "act_fn", nn.GELU()),
     "an output": lambda layer: setattr(layer.self_attn, "o_proj", nn.Sequential(layer.self_attn.o_proj, nn.Tanh())),
 }
-TENSORS_OF_LAYER: dict[str, Callable[[Any], object]] = {
-    "a weight": replace_a_weight,
+ORDER_OF_LAYER: dict[str, Callable[[Any], object]] = {
+    "a parameter that is registered again": register_again,
     "names that are exchanged": exchange_names,
     "a dictionary of parameters": replace_the_dictionary,
     "all attributes": replace_all_attributes,
 }
-ORDER_OF_LAYER = {"a parameter that is registered again": register_again}
 LAYERS = {
     f"{name}, {where} layer": in_layer(number, change, must)
     for number, where in ((-1, "last"), (0, "first"))
-    for changes, must in ((TRACED_LAYER, TRACE), (ORDER_OF_LAYER, TRACE), (TENSORS_OF_LAYER, CAPTURE))
+    for changes, must in ((TRACED_LAYER, TRACE), (ORDER_OF_LAYER, TRACE), ({"a weight": replace_a_weight}, CAPTURE))
     for name, change in changes.items()
 }
 
