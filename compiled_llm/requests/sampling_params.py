@@ -33,6 +33,7 @@ SEEDS = 2**62
 """Seeds are below this."""
 
 
+_CONTRADICTS = "contradicts the form of the answer, which says when it ends"
 _FORM = "must be StructuredOutputsParams(...), or None for any text"
 
 
@@ -153,21 +154,15 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "skip_special_tokens"):
             self._check(name, isinstance(getattr(self, name), bool), "must be True or False")
         self._keep("logits_processors", tuple, _are_functions, "must be functions of tokens and logits")
-        self._check_form()
+        form = self.structured_outputs
+        self._check("structured_outputs", form is None or isinstance(form, StructuredOutputsParams), _FORM)
+        self._check("ignore_eos", form is None or not self.ignore_eos, _CONTRADICTS)
         fewer = self.max_tokens is None or self.min_tokens <= self.max_tokens
         self._check("min_tokens", fewer, f"must be at most max_tokens={self.max_tokens}")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return _strings(self.stop or ())
-
-    def _check_form(self) -> None:
-        form = self.structured_outputs
-        self._check("structured_outputs", form is None or isinstance(form, StructuredOutputsParams), _FORM)
-        if form is not None:
-            self._check(
-                "ignore_eos", not self.ignore_eos, "contradicts the form of the answer, which says when it ends"
-            )
 
     def _keep(self, name: str, kind: Callable[[Any], Any], holds: Callable[[Any], bool], must: str) -> None:
         """Check a collection, and keep an immutable copy of it."""

@@ -20,10 +20,10 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.request import RequestError
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.engine.thread.output_processor import OutputProcessor
-from support.engine.tiny_engines import PATIENCE, greedy
+from support.engine.tiny_engines import PATIENCE, greedy, huggingfaces
 from support.execution.failing_calls import fail_once
 from support.in_threads import start
-from support.parity import alone, assert_account_is_empty
+from support.parity import assert_account_is_empty
 
 pytestmark = pytest.mark.usefixtures("one_thread", "reading")
 
@@ -71,9 +71,9 @@ def failing(error: type[BaseException], after: int) -> Any:
     return processor
 
 
-def assert_it_goes_on(engine: Engine, plain: PreTrainedModel) -> None:
-    assert engine.submit(OTHER, greedy(5)).result(PATIENCE).token_ids == alone(plain, OTHER, 5)
-    assert start(lambda: engine.generate(OTHER, greedy(5))).result(PATIENCE)[0].token_ids == alone(plain, OTHER, 5)
+def assert_it_goes_on(engine: Engine) -> None:
+    assert engine.submit(OTHER, greedy(5)).result(PATIENCE).token_ids == huggingfaces(OTHER, 5)
+    assert start(lambda: engine.generate(OTHER, greedy(5))).result(PATIENCE)[0].token_ids == huggingfaces(OTHER, 5)
     assert engine.stats().running == engine.stats().waiting == 0
 
 
@@ -82,9 +82,7 @@ def assert_it_goes_on(engine: Engine, plain: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("after", [0, 3])
-def test_a_processor_ends_its_request(
-    engine: Engine, plain: PreTrainedModel, error: type[BaseException], after: int
-) -> None:
+def test_a_processor_ends_its_request(engine: Engine, error: type[BaseException], after: int) -> None:
     params = greedy(9, logits_processors=[failing(error, after)])
     if error is not KeyboardInterrupt:  # which would be the caller's, in whose thread the processor runs
         outputs = engine.generate([PROMPT, OTHER], [params, greedy(9)])
@@ -94,14 +92,14 @@ def test_a_processor_ends_its_request(
     with pytest.raises(RequestError, match=f"processor has failed: {error.__name__}: planted"):
         bad.result(PATIENCE)
     assert len(bad.output().token_ids) == after
-    assert beside.result(PATIENCE).token_ids == alone(plain, OTHER, 9)
-    assert_it_goes_on(engine, plain)
+    assert beside.result(PATIENCE).token_ids == huggingfaces(OTHER, 9)
+    assert_it_goes_on(engine)
 
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("as_text", [False, True])
 def test_a_listener_hears_no_more_and_others_do(
-    engine: Engine, plain: PreTrainedModel, caplog: pytest.LogCaptureFixture, error: type[BaseException], as_text: bool
+    engine: Engine, caplog: pytest.LogCaptureFixture, error: type[BaseException], as_text: bool
 ) -> None:
     heard: list[int] = []
 
@@ -113,19 +111,19 @@ def test_a_listener_hears_no_more_and_others_do(
         text = handle.text() if as_text else None
         handle.when_changed(fail)
         handle.when_changed(lambda: heard.append(1))
-    assert handle.result(PATIENCE).token_ids == alone(plain, PROMPT, 6)
+    assert handle.result(PATIENCE).token_ids == huggingfaces(PROMPT, 6)
     assert text is None or len("".join(text).split()) == 6
     assert heard
     assert caplog.text.count(f"a listener has failed, and hears no more: {error.__name__}: planted") == 1
-    assert_it_goes_on(engine, plain)
+    assert_it_goes_on(engine)
 
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("stop", [None, "never"])
 def test_a_tokenizer_ends_the_request_whose_tokens_it_fails_on(
-    engine: Engine, plain: PreTrainedModel, tokenizer: Tokenizer, error: type[BaseException], stop: str | None
+    engine: Engine, tokenizer: Tokenizer, error: type[BaseException], stop: str | None
 ) -> None:
-    tokens = alone(plain, PROMPT, 6)
+    tokens = huggingfaces(PROMPT, 6)
     tokenizer.fails_on, tokenizer.error = tokens[3], error
     with engine.paused():
         handle, beside = (engine.submit(prompt, greedy(6, stop=stop)) for prompt in (PROMPT, [0, 1]))
@@ -137,14 +135,14 @@ def test_a_tokenizer_ends_the_request_whose_tokens_it_fails_on(
     assert "".join(other) == beside.result(PATIENCE).text
     assert len(str(beside.output().text).split()) == 6
     tokenizer.fails_on = None
-    assert_it_goes_on(engine, plain)
+    assert_it_goes_on(engine)
 
 
 @pytest.mark.parametrize("error", [SystemExit, PanicException])
 def test_a_tokenizer_that_fails_in_the_callers_thread_ends_that_request(
-    engine: Engine, plain: PreTrainedModel, tokenizer: Tokenizer, error: type[BaseException]
+    engine: Engine, tokenizer: Tokenizer, error: type[BaseException]
 ) -> None:
-    tokenizer.fails_on, tokenizer.error = alone(plain, PROMPT, 6)[3], error
+    tokenizer.fails_on, tokenizer.error = huggingfaces(PROMPT, 6)[3], error
     bad, good = engine.generate([PROMPT, [0, 1]], greedy(6))
     assert (bad.finish_reason, good.finish_reason) == ("error", "length")
     assert "the tokenizer cannot decode" in str(bad.error)
@@ -159,7 +157,7 @@ def press_ctrl_c_soon() -> threading.Timer:
     return timer
 
 
-def test_ctrl_c_reaches_the_user_in_a_processor_that_does_not_end(engine: Engine, plain: PreTrainedModel) -> None:
+def test_ctrl_c_reaches_the_user_in_a_processor_that_does_not_end(engine: Engine) -> None:
     over = threading.Event()
 
     def endless(answer: list[int], logits: Tensor) -> Tensor:
@@ -167,7 +165,7 @@ def test_ctrl_c_reaches_the_user_in_a_processor_that_does_not_end(engine: Engine
             over.wait(PATIENCE)
         return logits
 
-    beside = engine.submit(OTHER, greedy(300))
+    beside = engine.submit(OTHER, greedy(128))
     next(iter(beside))
     began, timer = time.monotonic(), press_ctrl_c_soon()
     with pytest.raises(KeyboardInterrupt):
@@ -175,11 +173,11 @@ def test_ctrl_c_reaches_the_user_in_a_processor_that_does_not_end(engine: Engine
     assert time.monotonic() - began < PATIENCE  # it has not waited for the processor
     over.set()
     timer.join()
-    assert beside.result(PATIENCE).token_ids == alone(plain, OTHER, 300)
-    assert_it_goes_on(engine, plain)
+    assert beside.result(PATIENCE).token_ids == huggingfaces(OTHER, 128)
+    assert_it_goes_on(engine)
 
 
-def test_ctrl_c_in_a_listener_comes_once_the_others_were_told(engine: Engine, plain: PreTrainedModel) -> None:
+def test_ctrl_c_in_a_listener_comes_once_the_others_were_told(engine: Engine) -> None:
     """Of the main thread; all others wait for what a listener is told but once."""
     engine._engine_thread.start_thread = lambda: None  # type: ignore[method-assign]
     told: list[int] = []
@@ -195,8 +193,8 @@ def test_ctrl_c_in_a_listener_comes_once_the_others_were_told(engine: Engine, pl
         engine.generate(OTHER, greedy(9))
     assert sorted(told) == list(range(8))
     handle.listeners.remove(fail)
-    assert engine.generate(OTHER, greedy(9))[0].token_ids == alone(plain, OTHER, 9)
-    assert handle.result(PATIENCE).token_ids == alone(plain, PROMPT, 3)
+    assert engine.generate(OTHER, greedy(9))[0].token_ids == huggingfaces(OTHER, 9)
+    assert handle.result(PATIENCE).token_ids == huggingfaces(PROMPT, 3)
 
 
 # ---- steps, and what is around them
@@ -206,7 +204,6 @@ def test_ctrl_c_in_a_listener_comes_once_the_others_were_told(engine: Engine, pl
 @pytest.mark.parametrize("place", ["step", "drain", "rest", "free_leaks"])
 def test_the_engines_thread_survives_what_fails_in_it(
     engine: Engine,
-    plain: PreTrainedModel,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     error: type[BaseException],
@@ -221,18 +218,18 @@ def test_the_engines_thread_survives_what_fails_in_it(
             fail_once(monkeypatch, loop, "step", RuntimeError("first"), after=3)
         fail_once(monkeypatch, loop, place, error("planted"), after=3 if place == "step" else 1)
     if place in ("rest", "free_leaks"):  # after the last token
-        assert handle.result(PATIENCE).token_ids == alone(plain, PROMPT, 5)
+        assert handle.result(PATIENCE).token_ids == huggingfaces(PROMPT, 5)
     else:
         with pytest.raises(RuntimeError, match=f"failed of {error.__name__}: planted" if place == "step" else "first"):
             handle.result(PATIENCE)
-    assert_it_goes_on(engine, plain)
+    assert_it_goes_on(engine)
     assert "planted" in caplog.text or place == "drain"
     assert thread.is_alive()
     assert engine._engine_thread._serving.thread is thread
 
 
 def test_what_waits_does_not_fail_with_a_drain_that_does(
-    plain: PreTrainedModel, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Engine(model, max_rows=1) as engine:
         engine.submit([5], greedy(1)).result(PATIENCE)
@@ -243,11 +240,11 @@ def test_what_waits_does_not_fail_with_a_drain_that_does(
             fail_once(monkeypatch, loop, "drain", ValueError("second"), after=1)
         with pytest.raises(RuntimeError, match="first"):
             first.result(PATIENCE)
-        assert second.result(PATIENCE).token_ids == alone(plain, OTHER, 4)
+        assert second.result(PATIENCE).token_ids == huggingfaces(OTHER, 4)
 
 
 def test_an_error_that_is_thrown_into_a_callers_thread_reaches_that_caller(
-    engine: Engine, plain: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As libraries do that end threads; what else ran is computed again."""
     engine._engine_thread.start_thread = lambda: None  # type: ignore[method-assign]
@@ -256,9 +253,9 @@ def test_an_error_that_is_thrown_into_a_callers_thread_reaches_that_caller(
     fail_once(monkeypatch, engine._engine_thread.loop, "step", SystemExit("planted"), after=4, once_done=True)
     with pytest.raises(SystemExit, match="planted"):
         start(lambda: engine.generate(PROMPT, greedy(20))).result(PATIENCE)
-    assert engine.generate(PROMPT, greedy(20))[0].token_ids == alone(plain, PROMPT, 20)
+    assert engine.generate(PROMPT, greedy(20))[0].token_ids == huggingfaces(PROMPT, 20)
     assert start(lambda: engine.generate(PROMPT, greedy(40))).result(PATIENCE)
-    assert beside.result(PATIENCE).token_ids == alone(plain, OTHER, 30)
+    assert beside.result(PATIENCE).token_ids == huggingfaces(OTHER, 30)
 
 
 # ---- threads
@@ -273,7 +270,6 @@ def throw(thread: threading.Thread | None, error: type[BaseException]) -> None:
 @pytest.mark.parametrize("name", ["serve", "_run", "_turn"])
 def test_requests_end_with_the_error_of_the_engines_thread(
     engine: Engine,
-    plain: PreTrainedModel,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     name: str,
@@ -283,13 +279,11 @@ def test_requests_end_with_the_error_of_the_engines_thread(
     with caplog.at_level(logging.ERROR), pytest.raises(RuntimeError, match="SystemExit: planted"):
         engine.submit(PROMPT, greedy(5)).result(PATIENCE)
     assert "SystemExit: planted" in caplog.text
-    assert_it_goes_on(engine, plain)
+    assert_it_goes_on(engine)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_has_died_is_replaced(
-    engine: Engine, plain: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_has_died_is_replaced(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     list(engine.submit(OTHER, greedy(1)).text())
     threads = [engine._engine_thread._serving.thread, engine._engine_thread.request_table.output._thread]
     with monkeypatch.context() as patch:
@@ -305,14 +299,14 @@ def test_a_thread_that_has_died_is_replaced(
             assert thread is not None
             thread.join(PATIENCE)
             assert not thread.is_alive()
-    assert_it_goes_on(engine, plain)
+    assert_it_goes_on(engine)
     assert len("".join(engine.submit(PROMPT, greedy(4)).text()).split()) == 4
 
 
 def test_texts_end_with_the_error_of_the_text_thread(
-    engine: Engine, plain: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    handle = engine.submit(PROMPT, greedy(300))
+    handle = engine.submit(PROMPT, greedy(128))
     with monkeypatch.context() as patch:
         patch.setattr(RequestHandle, "read_text", lambda self: {}["missing"])
         text = iter(handle.text())
@@ -320,11 +314,11 @@ def test_texts_end_with_the_error_of_the_text_thread(
             next(text)
     assert handle.output().finish_reason == "error"
     assert "requests whose text is lost: 1" in caplog.text
-    assert_it_goes_on(engine, plain)
+    assert_it_goes_on(engine)
     assert len("".join(engine.submit(PROMPT, greedy(4)).text()).split()) == 4
 
 
-def test_a_thread_that_ends_inside_a_pause_has_the_loop_no_more(engine: Engine, plain: PreTrainedModel) -> None:
+def test_a_thread_that_ends_inside_a_pause_has_the_loop_no_more(engine: Engine) -> None:
     left: list[Any] = []
 
     def pause() -> None:
@@ -334,4 +328,4 @@ def test_a_thread_that_ends_inside_a_pause_has_the_loop_no_more(engine: Engine, 
     thread = threading.Thread(target=pause)
     thread.start()
     thread.join(PATIENCE)
-    assert_it_goes_on(engine, plain)
+    assert_it_goes_on(engine)

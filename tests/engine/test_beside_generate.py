@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,26 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.execution.threads import calls as calls_of_a_model
 from compiled_llm.execution.threads.calls import Calls
-from support.engine.tiny_engines import PATIENCE, greedy, tiny, wrapped
+from support.engine.tiny_engines import PATIENCE, greedy, huggingfaces, tiny, wrapped
 from support.in_threads import start
 from support.parity import alone, assert_account_is_empty
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT, OTHER = [5, 6, 7, 8, 9], [9, 10, 11]
-SHORT, LONG = 120, 400
-
-
-@pytest.fixture(scope="module")
-def plain() -> list[PreTrainedModel]:
-    return [tiny(0), tiny(1)]
+SHORT, LONG = 64, 256
 
 
 @pytest.fixture
@@ -87,47 +82,43 @@ def joined(model: Any, engine: Engine, tokens: int = SHORT) -> Any:
 
 
 @pytest.mark.parametrize("requests", ["end", "wait", "keep"])
-def test_a_call_in_the_batch_ends_before_an_update(
-    plain: list[PreTrainedModel], model: Any, engine: Engine, folder: Path, requests: Any
-) -> None:
+def test_a_call_in_the_batch_ends_before_an_update(model: Any, engine: Engine, folder: Path, requests: Any) -> None:
     beside, call = joined(model, engine)
     engine.update_weights(folder, requests=requests)
-    assert call.result(PATIENCE) == alone(plain[0], PROMPT, SHORT)
+    assert call.result(PATIENCE) == huggingfaces(PROMPT, SHORT)
     assert beside.done == (requests != "keep")
-    assert alone(model, PROMPT, 9) == alone(plain[1], PROMPT, 9)
+    assert alone(model, PROMPT, 9) == huggingfaces(PROMPT, 9, seed=1)
     beside.cancel()
 
 
 @pytest.mark.parametrize("requests", ["park", "end"])
-def test_a_call_in_the_batch_ends_before_the_model_sleeps(
-    plain: list[PreTrainedModel], model: Any, engine: Engine, requests: Any
-) -> None:
+def test_a_call_in_the_batch_ends_before_the_model_sleeps(model: Any, engine: Engine, requests: Any) -> None:
     beside, call = joined(model, engine)
     engine.sleep(requests=requests)
     assert not model.compiled.calls._running
-    assert call.result(PATIENCE) == alone(plain[0], PROMPT, SHORT)
-    assert alone(model, PROMPT, 9) == alone(plain[0], PROMPT, 9)
+    assert call.result(PATIENCE) == huggingfaces(PROMPT, SHORT)
+    assert alone(model, PROMPT, 9) == huggingfaces(PROMPT, 9)
     engine.wake()
     assert beside.result(PATIENCE).finish_reason == ("cancelled" if requests == "end" else "length")
 
 
-def test_calls_go_on_inside_a_pause(plain: list[PreTrainedModel], model: Any, engine: Engine) -> None:
+def test_calls_go_on_inside_a_pause(model: Any, engine: Engine) -> None:
     beside, call = joined(model, engine)
     with engine.paused(weights_stay=True):
-        assert call.result(PATIENCE) == alone(plain[0], PROMPT, SHORT)
-        assert start(lambda: alone(model, OTHER, 30)).result(PATIENCE) == alone(plain[0], OTHER, 30)
+        assert call.result(PATIENCE) == huggingfaces(PROMPT, SHORT)
+        assert start(lambda: alone(model, OTHER, 30)).result(PATIENCE) == huggingfaces(OTHER, 30)
         assert not beside.done
-    assert beside.result(PATIENCE).token_ids == alone(plain[0], OTHER, LONG)
+    assert beside.result(PATIENCE).token_ids == huggingfaces(OTHER, LONG)
 
 
-def test_a_call_that_waits_in_the_batch_leaves_it(plain: list[PreTrainedModel], model: Any) -> None:
+def test_a_call_that_waits_in_the_batch_leaves_it(model: Any) -> None:
     """There is one row, and that is taken for long."""
     with Engine(model, max_rows=1) as engine:
         beside, call = joined(model, engine)
         with engine.paused(weights_stay=True):
-            assert call.result(PATIENCE) == alone(plain[0], PROMPT, SHORT)
+            assert call.result(PATIENCE) == huggingfaces(PROMPT, SHORT)
             assert not beside.done
-        assert beside.result(PATIENCE).token_ids == alone(plain[0], OTHER, LONG)
+        assert beside.result(PATIENCE).token_ids == huggingfaces(OTHER, LONG)
     assert_account_is_empty(model)
 
 
@@ -151,7 +142,7 @@ def test_a_sampled_call_that_leaves_goes_on_with_its_seeds(model: Any) -> None:
     assert model.compiled.stats().generate_calls == {"fast loop": 2}
 
 
-def test_a_call_that_is_refused_its_pages_says_so(plain: list[PreTrainedModel], model: Any, engine: Engine) -> None:
+def test_a_call_that_is_refused_its_pages_says_so(model: Any, engine: Engine) -> None:
     """It would wait in the engine for pages of a cache that the thread which calls sleep keeps."""
     with torch.no_grad():
         kept = model(torch.tensor([PROMPT * 150])).past_key_values  # 188 of 300 pages
@@ -161,7 +152,7 @@ def test_a_call_that_is_refused_its_pages_says_so(plain: list[PreTrainedModel], 
     with pytest.raises(ValueError, match="pages of 4 tokens"):
         call.result(PATIENCE)
     kept.close()
-    assert beside.result(PATIENCE).token_ids == alone(plain[0], OTHER, LONG)
+    assert beside.result(PATIENCE).token_ids == huggingfaces(OTHER, LONG)
 
 
 # ---- a call with a streamer
@@ -181,14 +172,19 @@ def calls_of(model: Any, engine: Engine) -> dict[str, Callable[[], Any]]:
     }
 
 
-@pytest.mark.parametrize("busy", [False, True])
-@pytest.mark.parametrize("stop", ["update", "update and end", "sleep", "close", "pause"])
-@pytest.mark.parametrize("name", ["generate", "generate in another thread", "forward", "submit", "engine.generate"])
+STOPS = ("update", "update and end", "sleep", "close", "pause")
+CALLS = ("generate", "generate in another thread", "forward", "submit", "engine.generate")
+MEETINGS = [
+    pytest.param(name, stop, busy, marks=pytest.mark.whole if busy and name not in ("generate", "submit") else ())
+    for name, stop, busy in itertools.product(CALLS, STOPS, (False, True))
+    if not (stop in ("close", "pause") and name in ("submit", "engine.generate"))  # which end with the engine, or wait
+]
+
+
+@pytest.mark.parametrize(("name", "stop", "busy"), MEETINGS)
 def test_a_streamer_calls_the_model_while_another_thread_stops_it(
-    plain: list[PreTrainedModel], model: Any, engine: Engine, folder: Path, name: str, stop: str, busy: bool
+    model: Any, engine: Engine, folder: Path, name: str, stop: str, busy: bool
 ) -> None:
-    if stop in ("close", "pause") and name in ("submit", "engine.generate"):
-        pytest.skip("what an engine answers ends with it, and waits for it")
     beside = engine.submit(PROMPT, greedy(60)) if busy else None
     streamer = Streamer(calls_of(model, engine)[name])
     call = start(lambda: alone(model, PROMPT, 20, streamer=streamer))
@@ -211,8 +207,8 @@ def test_a_streamer_calls_the_model_while_another_thread_stops_it(
     while stop in ("update", "update and end", "sleep") and not calls.awaited:
         assert not stopping.done()
     streamer.go_on.set()
-    assert call.result(PATIENCE) == alone(plain[0], PROMPT, 20)
-    assert streamer.found == alone(plain[0], OTHER, 1)[0]
+    assert call.result(PATIENCE) == huggingfaces(PROMPT, 20)
+    assert streamer.found == huggingfaces(OTHER, 1)[0]
     over.set()
     stopping.result(PATIENCE)
     if stop == "sleep":
@@ -221,7 +217,7 @@ def test_a_streamer_calls_the_model_while_another_thread_stops_it(
 
 
 def test_a_call_between_its_beginning_and_its_loop_ends_first(
-    plain: list[PreTrainedModel], model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has a cache already, in pages that sleep would give back."""
     alone(model, PROMPT, 1)
@@ -240,14 +236,12 @@ def test_a_call_between_its_beginning_and_its_loop_ends_first(
         assert not sleeping.done()
     late = start(lambda: alone(model, OTHER, 9))
     go_on.set()
-    assert call.result(PATIENCE) == alone(plain[0], PROMPT, 9)
-    assert late.result(PATIENCE) == alone(plain[0], OTHER, 9)
+    assert call.result(PATIENCE) == huggingfaces(PROMPT, 9)
+    assert late.result(PATIENCE) == huggingfaces(OTHER, 9)
     sleeping.result(PATIENCE)
 
 
-def test_a_callback_waits_for_anothers_call_while_the_engine_is_busy(
-    plain: list[PreTrainedModel], model: Any, engine: Engine, folder: Path
-) -> None:
+def test_a_callback_waits_for_anothers_call_while_the_engine_is_busy(model: Any, engine: Engine, folder: Path) -> None:
     """Steps of an engine do not bring a call on that waits."""
     over = threading.Event()
 
@@ -264,13 +258,13 @@ def test_a_callback_waits_for_anothers_call_while_the_engine_is_busy(
         assert not updating.done()
     streamer.go_on.set()
     try:
-        assert call.result(PATIENCE) == alone(plain[0], PROMPT, 20)
+        assert call.result(PATIENCE) == huggingfaces(PROMPT, 20)
         updating.result(PATIENCE)
     finally:
         over.set()
     for each in crowd:
         each.result(PATIENCE)
-    assert streamer.found == alone(plain[0], OTHER, 3)
+    assert streamer.found == huggingfaces(OTHER, 3)
 
 
 # ---- calls in progress

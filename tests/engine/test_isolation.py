@@ -18,7 +18,7 @@ from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.engine.thread import starvation
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.engine.tiny_engines import PATIENCE, greedy, tiny, wrapped
+from support.engine.tiny_engines import PATIENCE, greedy, huggingfaces, tiny, wrapped
 from support.execution.failing_calls import fail_once
 from support.parity import alone, assert_account_is_empty
 
@@ -66,14 +66,14 @@ def place_of(model: PreTrainedModel, engine: Engine, name: str) -> tuple[Any, st
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", PLACES)
-def test_each_call_into_the_device_may_fail_once(plain, monkeypatch, one_thread, place, kind):
+def test_each_call_into_the_device_may_fail_once(monkeypatch, one_thread, place, kind):
     """Requests that run fail with it, or none if it is Ctrl-C; later ones are right, and nothing is lost."""
     monkeypatch.setattr(Loop, "asynchronous", True)
     model, prompts = wrapped(4000, **PAGES), [PROMPT, PROMPT[:20], [5, 6, 7]]
     params = [greedy(6), SamplingParams(temperature=0.9, seed=3, max_tokens=6, n=2), greedy(6)]
     with Engine(model) as engine:
         expected = [output.outputs[-1].token_ids for output in engine.generate(prompts, params)]
-        assert [expected[0], expected[2]] == [alone(plain, prompt, 6) for prompt in (prompts[0], prompts[2])]
+        assert [expected[0], expected[2]] == [huggingfaces(prompt, 6) for prompt in (prompts[0], prompts[2])]
         for once_done in (False, True):
             engine.reset_prefix_cache()
             with monkeypatch.context() as patch:
@@ -88,7 +88,7 @@ def test_each_call_into_the_device_may_fail_once(plain, monkeypatch, one_thread,
     assert_account_is_empty(model)
 
 
-def test_ctrl_c_while_the_device_has_failed_ends_requests(plain, model, engine, monkeypatch):
+def test_ctrl_c_while_the_device_has_failed_ends_requests(model, engine, monkeypatch):
     monkeypatch.setattr(Loop, "asynchronous", True)
     engine.generate(PROMPT, greedy(2))
     handle = engine.submit(PROMPT, greedy(900))
@@ -100,7 +100,7 @@ def test_ctrl_c_while_the_device_has_failed_ends_requests(plain, model, engine, 
         fail_once(patch, loop.scheduler, "read", RuntimeError("planted"), after=2)
         with pytest.raises(RuntimeError, match="planted"):
             handle.result(PATIENCE)
-    assert engine.generate(PROMPT, greedy(4))[0].token_ids == alone(plain, PROMPT, 4)
+    assert engine.generate(PROMPT, greedy(4))[0].token_ids == huggingfaces(PROMPT, 4)
 
 
 # ---- the prefix cache
@@ -142,7 +142,7 @@ def test_an_engine_trusts_nothing_that_a_forgotten_one_has_left(model, one_threa
 
 
 @pytest.mark.parametrize("end", ["cancelled", "timeout"])
-def test_a_request_that_ends_in_the_midst_of_its_prompt_gives_its_pages_back(plain, one_thread, monkeypatch, end):
+def test_a_request_that_ends_in_the_midst_of_its_prompt_gives_its_pages_back(one_thread, monkeypatch, end):
     monkeypatch.setattr(Loop, "asynchronous", True)
     model = wrapped(4000, prefill_tokens=16, **PAGES)
     with Engine(model, prefix_cache=False) as engine:
@@ -164,7 +164,7 @@ def test_a_request_that_ends_in_the_midst_of_its_prompt_gives_its_pages_back(pla
         output = long.result(PATIENCE)
         assert (output.finish_reason, output.token_ids) == (end, [])
         assert loop.steps < first + 12, "its prompt has 30 chunks"
-        assert other.result(PATIENCE).token_ids == alone(plain, PROMPT[:9], 30)
+        assert other.result(PATIENCE).token_ids == huggingfaces(PROMPT[:9], 30)
     assert_account_is_empty(model)
 
 
@@ -200,7 +200,7 @@ def test_a_forgotten_engine_ends_with_its_model(one_thread):
 # ---- callers
 
 
-def test_an_event_loop_that_is_closed_fails_no_other_request(plain, engine):
+def test_an_event_loop_that_is_closed_fails_no_other_request(engine):
     loop = asyncio.new_event_loop()
 
     async def first() -> Any:
@@ -210,7 +210,7 @@ def test_an_event_loop_that_is_closed_fails_no_other_request(plain, engine):
 
     left = loop.run_until_complete(first())
     loop.close()
-    assert engine.submit(PROMPT, greedy(4)).result(PATIENCE).token_ids == alone(plain, PROMPT, 4)
+    assert engine.submit(PROMPT, greedy(4)).result(PATIENCE).token_ids == huggingfaces(PROMPT, 4)
     del left
 
 
@@ -222,15 +222,15 @@ def test_a_request_that_comes_while_the_engine_closes_is_refused(model, engine, 
         engine.generate(PROMPT)
 
 
-def test_inside_a_pause_the_model_generates_and_the_engine_refuses(plain, engine, model):
+def test_inside_a_pause_the_model_generates_and_the_engine_refuses(engine, model):
     handle = engine.submit(PROMPT, greedy(120))
     next(iter(handle))
     with engine.paused(weights_stay=True):
-        assert alone(model, PROMPT[:9], 4) == alone(plain, PROMPT[:9], 4)
+        assert alone(model, PROMPT[:9], 4) == huggingfaces(PROMPT[:9], 4)
         for call in (engine.reset_prefix_cache, engine.close, lambda: engine.generate(PROMPT)):
             with pytest.raises(RuntimeError, match="paused, or running, in this thread"):
                 call()
-    assert handle.result(PATIENCE).token_ids == alone(plain, PROMPT, 120)
+    assert handle.result(PATIENCE).token_ids == huggingfaces(PROMPT, 120)
 
 
 def test_how_a_request_waits_is_checked_before_it_does(engine):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import compiled_llm
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.compilation.programs import PREFILL_EMBEDDED
 from compiled_llm.engine.engine import Engine
@@ -17,17 +16,15 @@ from compiled_llm.engine.grammars.compiling import Grammars
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+from support.engine import tiny_engines
 from support.engine.text_tokenizers import byte_level
-from support.tiny_models import tiny_qwen3
+from support.engine.tiny_engines import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread", "without_inductor")
 
 
 def wrapped() -> PreTrainedModel:
-    plain = tiny_qwen3(eos_token_id=1, num_hidden_layers=1, vocab_size=404)
-    return compiled_llm.wrap(
-        plain, mode="compile", page_size=4, kv_memory="3000 tokens", max_batch_size=8, progress=False
-    )
+    return tiny_engines.wrapped(3000, tiny(eos_token_id=1, vocab_size=404), mode="compile", max_batch_size=8)
 
 
 def test_choices_under_grammars_are_prepared_for_as_many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,11 +47,12 @@ def test_choices_under_grammars_are_prepared_for_as_many_rows(tmp_path: Path, mo
         "prepare_deferred",
         lambda self, buckets=(): prepared.append(list(buckets)) or deferred(self, buckets),
     )
-    with Engine(wrapped(), tokenizer=byte_level(), max_rows=8) as engine:
+    new = wrapped()
+    with Engine(new, tokenizer=byte_level(), max_rows=8) as engine:
         engine.warmup(profile=path)
     assert prepared == ["grammars", rows, []]
     prepared.clear()
-    with Engine(wrapped(), max_rows=8) as engine:  # which can have no grammars
+    with Engine(new, max_rows=8) as engine:  # which can have no grammars
         engine.warmup(profile=path)
     assert prepared == [rows, []]
 

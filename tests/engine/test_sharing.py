@@ -16,7 +16,7 @@ from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.thread.arrivals import Arrivals
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.execution.lifecycle import runner_lifecycle
-from support.engine.tiny_engines import PATIENCE, greedy, wrapped
+from support.engine.tiny_engines import PATIENCE, greedy, huggingfaces, wrapped
 from support.in_threads import in_thread, start
 from support.parity import alone
 
@@ -37,24 +37,24 @@ def by_itself(model: PreTrainedModel, prompt: list[int], new: int) -> list[int]:
 # ---- pages
 
 
-def test_a_call_beside_a_paused_engine_takes_its_pages(plain, model, engine):
+def test_a_call_beside_a_paused_engine_takes_its_pages(model, engine):
     handle = engine.submit(PROMPT, greedy(100))
     next(iter(handle))
     with engine.paused(weights_stay=True):
         assert model.compiled.stats().pages.used > 0
-        assert by_itself(model, PROMPT, 120) == alone(plain, PROMPT, 120)  # 35 of 40 pages
-        assert in_thread(lambda: by_itself(model, PROMPT[:9], 120)) == alone(plain, PROMPT[:9], 120)
-    assert handle.result(timeout=PATIENCE).token_ids == alone(plain, PROMPT, 100)
+        assert by_itself(model, PROMPT, 120) == huggingfaces(PROMPT, 120)  # 35 of 40 pages
+        assert in_thread(lambda: by_itself(model, PROMPT[:9], 120)) == huggingfaces(PROMPT[:9], 120)
+    assert handle.result(timeout=PATIENCE).token_ids == huggingfaces(PROMPT, 100)
     assert engine.stats().preemptions == 1
 
 
-def test_a_call_while_the_loop_passes_between_threads_takes_its_pages(plain, model, engine, monkeypatch):
+def test_a_call_while_the_loop_passes_between_threads_takes_its_pages(model, engine, monkeypatch):
     monkeypatch.setattr(EngineThread, "start_thread", lambda self: None)
     handle = engine.submit(PROMPT, greedy(100))
     engine._engine_thread.run(lambda: handle.requests[0].tokens)  # and now no thread runs it
-    assert by_itself(model, PROMPT, 120) == alone(plain, PROMPT, 120)
+    assert by_itself(model, PROMPT, 120) == huggingfaces(PROMPT, 120)
     engine._engine_thread.run(lambda: handle.done)
-    assert handle.output().token_ids == alone(plain, PROMPT, 100)
+    assert handle.output().token_ids == huggingfaces(PROMPT, 100)
 
 
 def test_a_call_that_never_fits_takes_no_pages(model, engine):
@@ -87,7 +87,7 @@ IN_ENGINE: Any = lambda model, engine, tokens: engine.submit(PROMPT, greedy(toke
     ],
     ids=["calls starve no engine", "small calls starve no large one", "an engine starves no call"],
 )
-def test_requests_are_served_in_their_order(plain, model, engine, crowd, size, late, most):
+def test_requests_are_served_in_their_order(model, engine, crowd, size, late, most):
     """Threads ask again and again, until those have ended that came after them."""
     over, tokens = threading.Event(), 72 if size == 85 else LARGE
 
@@ -102,16 +102,16 @@ def test_requests_are_served_in_their_order(plain, model, engine, crowd, size, l
     try:
         time.sleep(0.1)
         for call in late:
-            assert start(lambda call=call: call(model, engine, tokens)).result(PATIENCE) == alone(plain, PROMPT, tokens)
+            assert start(lambda call=call: call(model, engine, tokens)).result(PATIENCE) == huggingfaces(PROMPT, tokens)
     finally:
         over.set()
         counts = [caller.result(timeout=PATIENCE) for caller in callers]
     assert sum(counts) < most, "it has waited for many that came later"
 
 
-def test_a_call_that_waits_for_no_other_passes_when_nothing_moves(plain, model, engine):
+def test_a_call_that_waits_for_no_other_passes_when_nothing_moves(model, engine):
     """A callback waits for a call that came after one that waits for the callback's pages."""
-    waiting, expected = [], alone(plain, PROMPT[:9], 20)
+    waiting, expected = [], huggingfaces(PROMPT[:9], 20)
 
     def wait_for_another(ids: Any, scores: Any) -> Any:
         if not waiting:
@@ -122,11 +122,11 @@ def test_a_call_that_waits_for_no_other_passes_when_nothing_moves(plain, model, 
             assert engine.submit(PROMPT[:9], greedy(20)).result(timeout=PATIENCE).token_ids == expected
         return torch.zeros(len(ids), dtype=torch.bool)
 
-    assert alone(model, PROMPT, 60, stopping_criteria=[wait_for_another]) == alone(plain, PROMPT, 60)
-    assert waiting[0].result(timeout=PATIENCE) == alone(plain, PROMPT, 120)
+    assert alone(model, PROMPT, 60, stopping_criteria=[wait_for_another]) == huggingfaces(PROMPT, 60)
+    assert waiting[0].result(timeout=PATIENCE) == huggingfaces(PROMPT, 120)
 
 
-def test_a_listener_that_calls_the_model_is_refused(plain, model, engine):
+def test_a_listener_that_calls_the_model_is_refused(model, engine):
     errors = []
 
     def call() -> None:
@@ -138,7 +138,7 @@ def test_a_listener_that_calls_the_model_is_refused(plain, model, engine):
     with engine.paused():
         handle = engine.submit(PROMPT, greedy(2))
         handle.when_changed(call)
-    assert handle.result(timeout=PATIENCE).token_ids == alone(plain, PROMPT, 2)
+    assert handle.result(timeout=PATIENCE).token_ids == huggingfaces(PROMPT, 2)
     assert "in this thread" in errors[0]
 
 

@@ -16,7 +16,7 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.thread import starvation
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.engine.tiny_engines import PATIENCE, greedy, tiny, wrapped
+from support.engine.tiny_engines import PATIENCE, greedy, huggingfaces, wrapped
 from support.in_threads import start
 from support.parity import alone, assert_account_is_empty
 
@@ -54,10 +54,8 @@ def begun(engine: Engine, penalty: float = PENALTY) -> list[RequestHandle]:
 
 
 def assert_right(handles: list[RequestHandle], penalty: float = PENALTY) -> None:
-    plain = tiny()
     for number, handle in enumerate(handles):
-        expected = alone(plain, [5, 6, number], TOKENS, repetition_penalty=penalty)
-        assert handle.result(PATIENCE).token_ids == expected
+        assert handle.result(PATIENCE).token_ids == huggingfaces([5, 6, number], TOKENS, penalty=penalty)
 
 
 @pytest.mark.parametrize("penalty", [PENALTY, 1.0])
@@ -84,7 +82,7 @@ def test_a_call_of_generate_waits_too(penalty: float, model: PreTrainedModel, en
     handles = [begun(engine) for engine in engines[:2]]
     never = {"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]}  # joins no engine
     call = start(lambda: alone(model, [5, 6, 7], 20, repetition_penalty=penalty, **never))
-    assert call.result(PATIENCE) == alone(tiny(), [5, 6, 7], 20, repetition_penalty=penalty)
+    assert call.result(PATIENCE) == huggingfaces([5, 6, 7], 20, penalty=penalty)
     for each in handles:
         assert_right(each)
 
@@ -117,7 +115,7 @@ def _then(say: Any, event: threading.Event) -> Any:
 @pytest.mark.parametrize("rounds", [6, pytest.param(200, marks=pytest.mark.whole)])
 def test_many_loops_of_all_kinds(rounds: int, model: PreTrainedModel, engines: list[Engine], seed: int) -> None:
     expected = {
-        (number, penalty): alone(tiny(), [5, 6, number], 60, repetition_penalty=penalty)
+        (number, penalty): huggingfaces([5, 6, number], 60, penalty=penalty)
         for number in range(4)
         for penalty in (1.0, PENALTY)
     }

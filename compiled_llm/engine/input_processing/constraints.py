@@ -7,7 +7,7 @@ from typing import Any
 
 from compiled_llm.engine.steps.constraint import Constraint, Processor
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource, check_installed
+from compiled_llm.requests.structured_outputs.grammar_source import check_installed
 
 
 def constraints_for(
@@ -25,7 +25,9 @@ def constraints_for(
         ValueError: there is no tokenizer, or no token that would end an answer.
         RuntimeError: xgrammar is missing.
     """
-    source = _source(params, tokenizer)
+    if (form := params.structured_outputs) is not None:
+        check_tokenizer(tokenizer)
+    source = None if form is None else form.source
     if source is None and not params.logits_processors:
         return [None] * params.n
     return [
@@ -39,14 +41,6 @@ def constraints_for(
         )
         for _ in range(params.n)
     ]
-
-
-def _source(params: SamplingParams, tokenizer: Any) -> GrammarSource | None:
-    form = params.structured_outputs
-    if form is None:
-        return None
-    check_tokenizer(tokenizer)
-    return form.source
 
 
 def check_tokenizer(tokenizer: Any) -> None:

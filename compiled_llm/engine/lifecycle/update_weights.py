@@ -21,7 +21,6 @@ from compiled_llm.engine.lifecycle.all_engines import (
     nothing_running,
 )
 from compiled_llm.engine.steps.request import Request
-from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.execution.threads.interrupts import check, deferred
 from compiled_llm.model.weights.new_weights import NewWeights
@@ -70,21 +69,16 @@ def _updated(runtime: Runtime, new: NewWeights, requests: Literal["wait", "keep"
 @contextmanager
 def _ended(runtime: Runtime, cancels: bool) -> Iterator[None]:
     """Run the block once all earlier requests have ended; later ones begin after it."""
+    engine_threads, before = engine_threads_of(runtime), list[Request]()
     with ExitStack() as stack:
-        before = [
-            request for engine_thread in engine_threads_of(runtime) for request in _came_before(engine_thread, stack)
-        ]
-        for engine_thread in engine_threads_of(runtime) if cancels else ():
+        for engine_thread in engine_threads:
+            paused_requests = engine_thread.request_table.paused_requests
+            before += paused_requests.begin()
+            stack.callback(paused_requests.end)
+        for engine_thread in engine_threads if cancels else ():
             engine_thread.cancel([request for request in before if request in engine_thread.request_table])
         _wait_for(before, runtime)
         yield
-
-
-def _came_before(engine_thread: EngineThread, stack: ExitStack) -> Sequence[Request]:
-    """Return an engine's requests that have not ended; later ones begin at the end of the stack."""
-    before = engine_thread.request_table.paused_requests.begin()
-    stack.callback(engine_thread.request_table.paused_requests.end)
-    return before
 
 
 def _wait_for(requests: Sequence[Request], runtime: Runtime) -> None:

@@ -184,15 +184,12 @@ class Scheduler:
         return self._reserved(row, row.length + max(1, min(_MORE, rest, spare)))
 
     def _add_chunk(self, extend: list[Chunk], request: Request, room: int) -> int:
-        chunk = self._chunk(request, room)
-        extend.append(chunk)
-        return room - len(chunk.ids)
-
-    def _chunk(self, request: Request, room: int) -> Chunk:
+        """Add as much of a prompt as there is room for, and return the room that is left."""
         start = request.running_row.length
         scored = request.unscored(start)
         ids = request.known[start : start + (min(room, _SCORED) if scored else room)]
-        return Chunk(request, ids, start + len(ids) == len(request.known), scored)
+        extend.append(Chunk(request, ids, start + len(ids) == len(request.known), scored))
+        return room - len(ids)
 
     def _admit(self) -> Request | None:
         """Give the next waiting request its row; None if none may begin."""

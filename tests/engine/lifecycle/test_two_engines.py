@@ -13,7 +13,7 @@ from compiled_llm.engine import model_check
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.thread.engine_thread import EngineThread
-from support.engine.tiny_engines import PATIENCE, greedy, tiny, wrapped
+from support.engine.tiny_engines import PATIENCE, greedy, huggingfaces, tiny, wrapped
 from support.in_threads import start
 from support.parity import alone
 
@@ -35,7 +35,7 @@ def model() -> PreTrainedModel:
 @pytest.fixture
 def engine(engine: Engine) -> Engine:
     """One that keeps pages, and has kept some."""
-    assert answer(engine) == alone(tiny(), PROMPT, 12)
+    assert answer(engine) == huggingfaces(PROMPT, 12)
     return engine
 
 
@@ -135,7 +135,7 @@ def test_a_thread_that_has_paused_one_engine_may_use_the_other_while_a_third_one
         with mine.paused():
             stopping = start(lambda: mine.sleep() if changes == "sleep" else mine.update_weights(tmp_path))
             time.sleep(0.1)
-            assert start(lambda: answer(other)).result(PATIENCE) == alone(tiny(), PROMPT, 12)
+            assert start(lambda: answer(other)).result(PATIENCE) == huggingfaces(PROMPT, 12)
         stopping.result(PATIENCE)
         if engine.asleep:
             engine.wake()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import threading
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.engine.tiny_engines import PATIENCE, greedy, tiny
+from support.engine.tiny_engines import PATIENCE, greedy, huggingfaces, tiny
 from support.in_threads import start
 from support.parity import alone, assert_account_is_empty
 
@@ -38,15 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("weights")
     tiny(1).save_pretrained(folder)
     return folder
-
-
-@functools.cache
-def model_of(seed: int) -> PreTrainedModel:
-    return tiny(seed)
-
-
-def huggingfaces(seed: int, prompt: list[int], tokens: int) -> list[int]:
-    return alone(model_of(seed), prompt, tokens)
 
 
 def answer(engine: Engine, prompt: list[int] = PROMPT, params: SamplingParams = SHORT) -> list[int]:
@@ -74,9 +64,9 @@ def started(engine: Engine, folder: Path) -> Future[None]:
 
 
 def test_answers_are_those_of_huggingface_with_the_weights_of_the_folder(engine: Engine, folder: Path) -> None:
-    assert answer(engine) == huggingfaces(0, PROMPT, 12)
+    assert answer(engine) == huggingfaces(PROMPT, 12)
     engine.update_weights(str(folder))
-    assert answer(engine) == huggingfaces(1, PROMPT, 12)
+    assert answer(engine) == huggingfaces(PROMPT, 12, 1)
     assert engine.stats().cached_tokens == 0  # what was computed with the old ones is gone
     answer(engine)
     assert engine.stats().cached_tokens > 0
@@ -87,7 +77,7 @@ def test_generate_and_forward_have_them_too(model: Any, engine: Engine, folder: 
     ids = torch.tensor([PROMPT])
     expected = tiny(1)
     torch.testing.assert_close(model(ids).logits, expected(ids).logits)
-    assert alone(model, PROMPT, 6) == huggingfaces(1, PROMPT, 6)
+    assert alone(model, PROMPT, 6) == huggingfaces(PROMPT, 6, 1)
 
 
 def test_requests_end_with_the_old_weights_and_later_ones_begin_with_the_new(engine: Engine, folder: Path) -> None:
@@ -99,9 +89,9 @@ def test_requests_end_with_the_old_weights_and_later_ones_begin_with_the_new(eng
     cancelled.cancel()
     updating.result(PATIENCE)
     for number, handle in enumerate(running + waiting):
-        assert tokens(handle) == huggingfaces(0, [*PROMPT, number], 100)
+        assert tokens(handle) == huggingfaces([*PROMPT, number], 100)
     for number, handle in enumerate(late):
-        assert tokens(handle) == huggingfaces(1, [*PROMPT, number], 12)
+        assert tokens(handle) == huggingfaces([*PROMPT, number], 12, 1)
     assert cancelled.result(PATIENCE).outputs[0].finish_reason == "cancelled"
 
 
@@ -110,18 +100,18 @@ def test_requests_can_be_ended_and_keep_what_they_have(engine: Engine, folder: P
     engine.update_weights(folder, requests="end")
     found = [handle.result(PATIENCE).outputs[0] for handle in handles]
     assert [completion.finish_reason for completion in found] == ["cancelled", "cancelled"]
-    assert found[0].token_ids == huggingfaces(0, PROMPT, len(found[0].token_ids))
-    assert answer(engine) == huggingfaces(1, PROMPT, 12)
+    assert found[0].token_ids == huggingfaces(PROMPT, len(found[0].token_ids))
+    assert answer(engine) == huggingfaces(PROMPT, 12, 1)
 
 
 def test_requests_can_go_on_with_the_new_weights(engine: Engine, folder: Path) -> None:
     handle = begun(engine)
     engine.update_weights(folder, requests="keep")
-    found, old = tokens(handle), huggingfaces(0, PROMPT, 100)
+    found, old = tokens(handle), huggingfaces(PROMPT, 100)
     assert len(found) == 100
     assert found[0] == old[0]
     assert found != old
-    assert answer(engine) == huggingfaces(1, PROMPT, 12)
+    assert answer(engine) == huggingfaces(PROMPT, 12, 1)
 
 
 def test_all_answers_to_one_prompt_have_the_same_weights(engine: Engine, folder: Path) -> None:
@@ -129,7 +119,7 @@ def test_all_answers_to_one_prompt_have_the_same_weights(engine: Engine, folder:
     handle = engine.submit(PROMPT, several)
     next(iter(handle.tokens(0)))
     engine.update_weights(folder)
-    expected = huggingfaces(0, PROMPT, 40)
+    expected = huggingfaces(PROMPT, 40)
     assert [found.token_ids for found in handle.result(PATIENCE).outputs] == [expected] * 6
 
 
@@ -138,8 +128,8 @@ def test_all_engines_of_a_model_wait(model: PreTrainedModel, engine: Engine, fol
         running = begun(other)
         engine.update_weights(folder)
         assert running.done
-        assert tokens(running) == huggingfaces(0, PROMPT, 100)
-        assert answer(other) == huggingfaces(1, PROMPT, 12)
+        assert tokens(running) == huggingfaces(PROMPT, 100)
+        assert answer(other) == huggingfaces(PROMPT, 12, 1)
 
 
 def test_a_folder_that_is_refused_changes_nothing(engine: Engine, folder: Path, tmp_path: Path) -> None:
@@ -149,10 +139,10 @@ def test_a_folder_that_is_refused_changes_nothing(engine: Engine, folder: Path, 
     assert not handle.done
     with pytest.raises(ValueError, match="requests='all': give 'wait', 'keep' or 'end'"):
         engine.update_weights(folder, requests="all")  # type: ignore[arg-type]
-    assert tokens(handle) == huggingfaces(0, PROMPT, 100)
-    assert answer(engine) == huggingfaces(0, PROMPT, 12)
+    assert tokens(handle) == huggingfaces(PROMPT, 100)
+    assert answer(engine) == huggingfaces(PROMPT, 12)
     engine.update_weights(folder)
-    assert answer(engine) == huggingfaces(1, PROMPT, 12)
+    assert answer(engine) == huggingfaces(PROMPT, 12, 1)
 
 
 def test_asleep_nothing_is_mixed_either_unless_requests_end_or_go_on(engine: Engine, folder: Path) -> None:
@@ -161,11 +151,11 @@ def test_asleep_nothing_is_mixed_either_unless_requests_end_or_go_on(engine: Eng
     with pytest.raises(RuntimeError, match=r"the model is asleep, and 1 requests have not ended; wake\(\) it first"):
         engine.update_weights(folder)
     engine.wake()
-    assert tokens(handle) == huggingfaces(0, PROMPT, 100)
+    assert tokens(handle) == huggingfaces(PROMPT, 100)
     engine.sleep()
     engine.update_weights(folder)  # no request has begun
     engine.wake()
-    assert answer(engine) == huggingfaces(1, PROMPT, 12)
+    assert answer(engine) == huggingfaces(PROMPT, 12, 1)
     for requests, reason in (("keep", "length"), ("end", "cancelled")):
         handle = begun(engine)
         engine.sleep()
@@ -174,7 +164,7 @@ def test_asleep_nothing_is_mixed_either_unless_requests_end_or_go_on(engine: Eng
         engine.wake()
         output = handle.result(PATIENCE)
         assert (output.finish_reason, len(output.token_ids) == 100) == (reason, requests == "keep")
-    assert answer(engine) == huggingfaces(1, PROMPT, 12)
+    assert answer(engine) == huggingfaces(PROMPT, 12, 1)
 
 
 def test_one_update_at_a_time(engine: Engine, folder: Path) -> None:
@@ -195,8 +185,8 @@ def test_an_engine_that_sleeps_or_closes_meanwhile_ends_the_update(engine: Engin
     with pytest.raises(RuntimeError, match="the model is asleep"):
         updating.result(PATIENCE)
     engine.wake()
-    assert tokens(late) == huggingfaces(0, PROMPT, 12)
-    assert tokens(handle) == huggingfaces(0, PROMPT, 100)
+    assert tokens(late) == huggingfaces(PROMPT, 12)
+    assert tokens(handle) == huggingfaces(PROMPT, 100)
     begun(engine)
     updating = started(engine, folder)
     late = engine.submit(PROMPT, SHORT)
@@ -212,7 +202,7 @@ def test_it_is_refused_where_it_would_wait_for_itself(engine: Engine, folder: Pa
         other.close()
         with pytest.raises(RuntimeError, match="the engine is closed"):
             other.update_weights(folder)
-    assert answer(engine) == huggingfaces(0, PROMPT, 12)
+    assert answer(engine) == huggingfaces(PROMPT, 12)
 
 
 def test_a_deadline_holds_while_a_request_waits_for_the_weights(engine: Engine, folder: Path) -> None:
@@ -230,7 +220,7 @@ def test_every_answer_is_of_one_set_of_weights(engine: Engine, folder: Path, tmp
     """Requests come all the time, of all priorities and lengths, and some are cancelled; weights change to and fro."""
     tiny(0).save_pretrained(tmp_path)
     prompts = [[*PROMPT, number] for number in range(4)]
-    allowed = [[huggingfaces(seed, prompt, 60) for seed in (0, 1)] for prompt in prompts]
+    allowed = [[huggingfaces(prompt, 60, seed) for seed in (0, 1)] for prompt in prompts]
     over, found = threading.Event(), []
 
     def ask(seed: int) -> None:
