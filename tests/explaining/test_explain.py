@@ -84,11 +84,12 @@ def _settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def reports() -> Callable[[str], Report]:
-    """The report that names a fault; models with several are explained once."""
+    """The report that names a fault; models with several are explained once, every other one with prompts."""
 
     @cache
     def explained(index: int) -> Report:
-        return compiled_llm.explain(plant(*(fault.planted for fault in GROUPS[index].values())))
+        inputs = mixed_prompts([5, 2], 128, seed=0) if index % 2 else None
+        return compiled_llm.explain(plant(*(fault.planted for fault in GROUPS[index].values())), inputs)
 
     return lambda name: explained(next(index for index, group in enumerate(GROUPS) if name in group))
 
@@ -208,9 +209,9 @@ def test_explaining_leaves_no_trace():
     assert left == [modeling_qwen3.Qwen3RMSNorm.forward]
 
 
-def test_text_page_and_data_say_the_same(tmp_path):
-    report = compiled_llm.explain(plant(planted.Mutated), mixed_prompts([5, 2], 128, seed=0))
-    (finding,) = report.data["findings"]
+def test_text_page_and_data_say_the_same(tmp_path, reports):
+    report = reports("mutated")
+    finding = the_finding(report, planted.Mutated)
     page = HtmlText(report.to_html(tmp_path / "report.html").read_text())
     assert page.links == [], "one file, nothing to fetch"
     for said in (finding["source"], finding["reason"], finding["advice"], f"planted_faults.py:{finding['line']}"):
