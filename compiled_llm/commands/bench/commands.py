@@ -6,8 +6,7 @@ import importlib.util
 import itertools
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -160,13 +159,11 @@ def new_report(model: dict[str, str]) -> BenchReport:
     return BenchReport(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), describe_machine(), model)
 
 
-@contextmanager
-def progress() -> Iterator[Callable[[str], object]]:
-    """Yield a function that shows what is being done, on stderr: a spinner on a terminal, in pipes what takes long."""
+def progress() -> AbstractContextManager[Callable[[str], object]]:
+    """Give a block a function that shows what is being done, on stderr; in pipes only what takes long is shown."""
     from compiled_llm.execution.reporting.progress import ProgressDisplay
 
-    with ProgressDisplay(enabled=True, brief=True).task("beginning") as log:
-        yield log
+    return ProgressDisplay(enabled=True, brief=True).task("beginning")
 
 
 def check_plot(plot: Path | None) -> None:
