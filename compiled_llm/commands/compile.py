@@ -6,17 +6,15 @@ What imports torch is imported inside, once everything that compiles in this pro
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from compiled_llm.commands.early_checks import check_driver
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.importing import importing
-from compiled_llm.commands.loading.source import Source, locate
+from compiled_llm.commands.loading.source import locate
 from compiled_llm.commands.options import shared
 from compiled_llm.commands.options.choices import Device, Dtype, integers
 from compiled_llm.compilation.artifacts.profile import Profile
@@ -27,19 +25,6 @@ if TYPE_CHECKING:
     from compiled_llm.compilation.artifacts.manifest import Manifest
 
 _PREPARED = "What it is compiled for"
-
-
-class Prepared(NamedTuple):
-    """The sizes that artifacts are made for, in addition to the model and the options of ``wrap``.
-
-    Attributes:
-        sizes: the batch sizes whose kernels are built; all if empty.
-        profile: a file with the sizes that later processes prepare at their start.
-    """
-
-    max_rows: int
-    sizes: list[int]
-    profile: Path | None
 
 
 def compile_ahead(
@@ -92,41 +77,30 @@ def compile_ahead(
         check_driver(device.value)
         target = output.expanduser().absolute()
         source = locate(model, progress=not quiet)
-        load = partial(_load, source, dtype.value, device.value, progress=not quiet)
-        manifest = write_artifacts(target, load, options, Prepared(max_rows, sizes, profile))
+        with importing(not quiet):
+            from compiled_llm.compilation.artifacts.writing import check_new, unfinished, variables
+
+        check_new(target)
+        with unfinished(target) as folder:
+            os.environ.update(variables(folder))  # this process does nothing else, and nothing is built yet
+            from compiled_llm.commands.loading.load import fetched, load
+
+            loaded, tokenizer = load(fetched(source, not quiet), dtype.value, device.value, progress=not quiet)
+            manifest = _compiled_into(folder, loaded, tokenizer, options, max_rows, sizes, profile)
         size = sum(entry.nbytes for entry in manifest.files.values())
         typer.echo(f"compiled_llm: {len(manifest.files)} files, {size / 2**20:,.1f} MiB, in {target}", err=True)
 
 
-def _load(source: Source, dtype: str, device: str, *, progress: bool) -> tuple[Any, Any]:
-    from compiled_llm.commands.loading.load import fetched, load
-
-    return load(fetched(source, progress), dtype, device, progress=progress)
-
-
-def write_artifacts(
-    target: Path, load: Callable[[], tuple[Any, Any]], options: dict[str, Any], prepared: Prepared
+def _compiled_into(
+    folder: Path,
+    loaded: Any,
+    tokenizer: Any,
+    options: dict[str, Any],
+    max_rows: int,
+    sizes: list[int],
+    profile: Path | None,
 ) -> Manifest:
-    """Write artifacts into a new folder, in a process that does nothing else.
-
-    Args:
-        load: returns a model that is not wrapped, and its tokenizer or None.
-        options: of ``wrap``, ``progress`` among them.
-
-    Raises:
-        ValueError: the folder is there already.
-    """
-    with importing(options["progress"]):
-        from compiled_llm.compilation.artifacts.writing import check_new, unfinished, variables
-
-    check_new(target)
-    with unfinished(target) as folder:
-        os.environ.update(variables(folder))  # this process does nothing else, and nothing is built yet
-        loaded, tokenizer = load()
-        return _compiled_into(folder, loaded, tokenizer, options, prepared)
-
-
-def _compiled_into(folder: Path, loaded: Any, tokenizer: Any, options: dict[str, Any], prepared: Prepared) -> Manifest:
+    """Compile for batches of ``sizes``, or all if none is named; put ``profile`` into the folder if there is one."""
     import compiled_llm
     from compiled_llm.compat.torch.inductor import uncached_graphs
     from compiled_llm.compilation.artifacts import stand_in_compiler
@@ -136,7 +110,6 @@ def _compiled_into(folder: Path, loaded: Any, tokenizer: Any, options: dict[str,
     from compiled_llm.execution.state.decode_buffers import buckets_up_to
 
     here = made_for(loaded, type(loaded), WrapConfig.from_options(options))
-    max_rows, sizes, profile = prepared
     model = compiled_llm.wrap(loaded, max_batch_size=max_rows, **options)
     if profile is not None:
         model.compiled.warming.read(profile).save(folder / PROFILE)
