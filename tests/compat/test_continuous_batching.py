@@ -60,6 +60,22 @@ def test_a_manager_is_asked_for_with_what_ours_takes():
     assert list(ours) == list(inspect.signature(GenerationMixin.init_continuous_batching).parameters)
 
 
+def test_a_thread_ends_when_it_is_asked_to_and_no_request_is_taken_then(parts):
+    done = []
+    assert parts.refusal() is None
+    parts.start_thread(lambda: done.append(1))
+    assert parts.is_running()
+    parts.ask_to_stop(hard=False)
+    parts.join(0.0)
+    assert done == [1]
+    assert "stopping" in str(parts.refusal())
+    parts.start_thread(lambda: 1 / 0)
+    assert parts.refusal() is None
+    parts.ask_to_stop(hard=True)
+    parts.join(0.0)
+    assert isinstance(parts.background_thread_status.fatal_error, ZeroDivisionError)
+
+
 def test_ids_count_on_from_those_of_many_requests(parts, monkeypatch):
     monkeypatch.setattr(parts, "add_request", lambda **_: None)
     assert [parts.next_id(), *parts.add_requests([[5], [6]]), parts.next_id()] == [f"req_{n}" for n in range(4)]
