@@ -112,6 +112,15 @@ def test_page_size_does_not_change_tokens(page_size, seed):
         assert_account_is_empty(wrapped)
 
 
+@pytest.mark.core
+def test_sliding_and_full_layers_in_one_model(seed):
+    config = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "eos_token_id": None}
+    plain, wrapped = tiny_qwen3(**config), compiled_llm.wrap(tiny_qwen3(**config), mode="eager", page_size=4)
+    assert {layer.window_left for layer in wrapped.compiled.facts.layers} == {-1, 6}
+    inputs = mixed_prompts([3, 20, 11], 128, seed)
+    torch.testing.assert_close(greedy(wrapped, inputs, 50), greedy(plain, inputs, 50))
+
+
 @pytest.mark.usefixtures("without_inductor")
 def test_two_wrapped_models_of_one_class_do_not_share_graphs(seed):
     first = compiled_llm.wrap(tiny_qwen3(seed=3, num_hidden_layers=1), page_size=4, progress=False)
