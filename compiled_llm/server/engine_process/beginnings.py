@@ -1,4 +1,4 @@
-"""Requests that take long to begin: their forms and words are read beside the event loop, and others go on."""
+"""Requests that take long to begin: a thread reads their grammars and words, and the event loop goes on."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ _LONG_PROMPT = 2**14
 
 
 class Beginner(Protocol):
-    """What begins requests."""
+    """An engine process, as far as it begins requests."""
 
     def begin(self, submit: Submit) -> Stream | Refused:
         """Begin a request, in any thread."""
-        ...
 
 
 def takes_long(submit: Submit) -> bool:
@@ -31,30 +30,23 @@ def takes_long(submit: Submit) -> bool:
 
 
 class Beginnings:
-    """Those of one connection that are under way; its event loop alone uses them."""
+    """A connection's requests that are about to begin; its event loop alone uses this."""
 
     def __init__(self, desk: Beginner, begun: Callable[[Submit, Stream | Refused], None]) -> None:
-        """Begin with none.
-
-        Args:
-            desk: begins requests.
-            begun: is told, in the event loop, what has come of one.
-        """
+        """``begun``: is called in the event loop with each request that has begun, or was refused."""
         self._desk = desk
         self._begun = begun
         self._tasks: dict[int, asyncio.Task[None]] = {}  # kept here: an event loop knows its tasks only weakly
         self._cancelled: dict[int, list[int | None]] = {}
 
     def __len__(self) -> int:
-        """How many there are."""
         return len(self._tasks)
 
     def __contains__(self, request: int) -> bool:
-        """Whether a request is beginning."""
         return request in self._tasks
 
     def begin(self, submit: Submit) -> None:
-        """Begin a request beside the event loop."""
+        """Begin a request in a thread."""
         self._cancelled[submit.request] = []
         self._tasks[submit.request] = asyncio.create_task(self._begin(submit))
 

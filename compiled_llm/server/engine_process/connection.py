@@ -1,4 +1,4 @@
-"""One client: reads what it asks for, and sends what is new of all of its requests together."""
+"""One client: its messages are read, and the new tokens of all of its requests are sent together."""
 
 from __future__ import annotations
 
@@ -44,19 +44,14 @@ _MAX_WAITING = 1000
 
 
 class Desk(Protocol):
-    """What connections need of their engine process."""
+    """An engine process, as its connections use it."""
 
     def greeting(self) -> list[Struct]:
-        """Return what a client is told first."""
-        ...
+        """Return a client's first messages."""
 
-    def begin(self, submit: Submit) -> Stream | Refused:
-        """Begin a request."""
-        ...
+    def begin(self, submit: Submit) -> Stream | Refused: ...
 
-    def stats(self, number: int) -> Struct:
-        """Answer a question."""
-        ...
+    def stats(self, number: int) -> Struct: ...
 
 
 class ClientConnection:
@@ -64,7 +59,7 @@ class ClientConnection:
 
     Attributes:
         streams: its requests that have not ended, by their numbers.
-        greeted: whether it has said hello, and was told so.
+        greeted: whether it has said hello, and was answered.
     """
 
     def __init__(
@@ -74,14 +69,7 @@ class ClientConnection:
         writer: asyncio.StreamWriter,
         max_unsent: int = MAX_UNSENT,
     ) -> None:
-        """Begin with somebody who has not said hello.
-
-        Args:
-            desk: the engine process's.
-            reader: of the socket.
-            writer: of the socket.
-            max_unsent: tokens that wait for a client that does not read, before its requests end.
-        """
+        """``max_unsent``: tokens that wait for a client that does not read, before its requests end."""
         self.streams: dict[int, Stream] = {}
         self.greeted = False
         self._desk = desk
@@ -90,7 +78,7 @@ class ClientConnection:
         self._max_unsent = max_unsent
         self._frames: Frames[FromClient] = Frames(FromClient)
         self._messages: deque[Struct] = deque()
-        self._long: set[int] = set()  # requests whose news takes long to write
+        self._long: set[int] = set()  # requests whose updates take long to write
         self._beginnings = Beginnings(desk, self._begun)
         # The transport has the socket, and only reads it.
         self._transport = Transport(writer.get_extra_info("socket").dup(), self._due, self._failed)
@@ -130,17 +118,17 @@ class ClientConnection:
         return list(self.streams.values())  # at once: another thread may change it
 
     def close(self) -> None:
-        """End the connection; what its client has not taken is dropped."""
+        """End the connection; messages that its client has not taken are dropped."""
         self._transport.close()
         self._writer.close()
 
     @property
     def busy(self) -> bool:
-        """Whether there is something that the client has not got."""
+        """Whether the client has not got all of its messages, or will get more."""
         return bool(self.streams or self._beginnings or self._messages) or self._transport.busy
 
     async def serve(self) -> None:
-        """Talk until the client leaves, or has sent what is no frame; its requests end with it."""
+        """Talk until the client leaves, or has sent bytes that are no frame; its requests end with it."""
         try:
             await self._read()
         except FrameError as error:
@@ -179,11 +167,7 @@ class ClientConnection:
         self._frames.check_complete()
 
     async def _hello(self) -> Hello:
-        """Wait for the first message, and leave what came with it for later.
-
-        Raises:
-            FrameError: it is no greeting of a client that can be understood.
-        """
+        """Wait for the first message, and leave those that came with it for later; FrameError if it is no hello."""
         while True:
             try:
                 data = await asyncio.wait_for(self._reader.read(_AT_ONCE), _PATIENCE)
@@ -232,7 +216,7 @@ class ClientConnection:
             if begun.takes_long:
                 self._long.add(submit.request)
             self.streams[submit.request] = begun
-            if begun.unsent or begun.handle.done:  # before anybody listened
+            if begun.unsent or begun.handle.done:  # before the engine had this listener
                 self._transport.flush()
 
     # ---- writing, in any thread, one at a time

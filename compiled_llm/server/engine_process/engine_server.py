@@ -1,4 +1,4 @@
-"""Serves the clients of one engine, in an event loop beside the engine's own threads."""
+"""Serves the clients of one engine, in an event loop that runs while the engine's own threads do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _BEAT_SECONDS = 5.0
 
 
 class EngineServer:
-    """Takes requests from clients, gives them to an engine, and sends what comes of them: a frame a step and client.
+    """Takes requests from clients, gives them to an engine, and sends their tokens: one frame a step for each client.
 
     It runs in an event loop; ``report``, ``open`` and ``wake`` may be called from any thread.
 
@@ -46,7 +46,7 @@ class EngineServer:
     """
 
     def __init__(self, path: Path, max_unsent: int = MAX_UNSENT) -> None:
-        """Listen; who connects is answered once it runs.
+        """Listen; clients are answered once it runs.
 
         Args:
             path: of its socket.
@@ -78,7 +78,7 @@ class EngineServer:
     # ---- from any thread
 
     def report(self, doing: str) -> None:
-        """Tell clients what is done before the engine process is ready, or ready again."""
+        """Tell clients what it does before it is ready, or ready again."""
         self._call(self._tell_preparing, doing)
 
     def open(self, engine: Engine, ready: Ready) -> None:
@@ -86,7 +86,7 @@ class EngineServer:
         self._call(self._begin_taking, engine, ready)
 
     def wake(self) -> None:
-        """Send what is new, here and now; the engine calls this once a step, in the thread that has read its tokens."""
+        """Send new tokens in this thread; the engine calls this once a step, in the thread that has read them."""
         for connection in tuple(self._connections):
             if connection.streams:
                 connection.wake()
@@ -132,13 +132,12 @@ class EngineServer:
     # ---- what connections ask for
 
     def greeting(self) -> list[Struct]:
-        """Return what a client is told first."""
+        """Return a client's first messages."""
         welcome = Welcome(VERSION, f"compiled-llm {version('compiled-llm')}", os.getpid())
         leaving = [] if self.leaving is None else [Leaving(self.leaving)]
         return [welcome, self._ready or Preparing(self.doing), *leaving]
 
     def begin(self, submit: Submit) -> Stream | Refused:
-        """Begin a request."""
         if self._engine is None or self._ready is None or self.leaving is not None:
             return Refused(
                 submit.request, "unavailable", self.leaving or f"the engine process is not ready ({self.doing})"
@@ -151,7 +150,6 @@ class EngineServer:
         return stream
 
     def stats(self, number: int) -> Struct:
-        """Answer how the engine is doing."""
         if self._engine is None:
             return Refused(number, "unavailable", f"the engine process is not ready ({self.doing})")
         from compiled_llm.server.engine_process.facts import stats_of
@@ -184,7 +182,7 @@ class EngineServer:
             connection.close()
 
     async def _quiet(self, seconds: float) -> bool:
-        """Wait until clients have got all that they asked for, so long at most; whether they have."""
+        """Wait so many seconds at most until clients have got all answers; return whether they have."""
         deadline = time.monotonic() + seconds
         while any(connection.busy for connection in self._connections) and time.monotonic() < deadline:
             await asyncio.sleep(_LOOKING)

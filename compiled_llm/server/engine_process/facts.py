@@ -1,4 +1,4 @@
-"""What an engine process says of its model and its engine."""
+"""The facts that an engine process tells its clients of its model and its engine."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def ready_of(
     location: str | None = None,
     gguf_file: str | None = None,
 ) -> Ready:
-    """Return what clients are told of a wrapped model.
+    """Return the facts of a wrapped model.
 
     Args:
         model: wrapped.
         engine: that serves it.
-        name: of the model.
+        name: of the model, for clients.
         tokenizer: of the engine; None if it has none.
-        location: where the tokenizer was loaded from, as clients can.
+        location: where clients can load the tokenizer from.
         gguf_file: the file there, if it is one.
     """
     described, runtime = engine.describe(), runtime_of(model)
@@ -49,7 +49,10 @@ def ready_of(
 def _form_ends(model: PreTrainedModel, tokenizer: Any) -> list[int]:
     try:
         return sorted(check_grammars(model, tokenizer))
-    except (RuntimeError, ValueError):  # answers can have no form here, and whoever wants one is told why
+    except (
+        RuntimeError,
+        ValueError,
+    ):  # answers can have no form here; a request for one is refused
         return []
 
 
@@ -62,5 +65,4 @@ def stats_of(engine: Engine, number: int, connections: int) -> StatsReply:
 
 
 def _as_map(value: Any) -> Any:
-    """Return a named tuple as a map."""
     return value._asdict() if hasattr(value, "_asdict") else value

@@ -1,4 +1,4 @@
-"""An engine process's profile: what its requests use, kept in a file for the next one."""
+"""An engine process's profile: the sizes and features that its requests use, in a file for the next one."""
 
 from __future__ import annotations
 
@@ -18,19 +18,9 @@ PERIOD = 60.0
 
 
 class KeptProfile:
-    """Saves the profile of a model again and again, and at the end.
-
-    Attributes:
-        path: of its file.
-    """
+    """Saves the profile of a model each ``period`` seconds, and at the end."""
 
     def __init__(self, path: Path, period: float = PERIOD) -> None:
-        """Save nothing yet.
-
-        Args:
-            path: of its file.
-            period: seconds between two times.
-        """
         self.path = path
         self._period = period
         self._runtime: Runtime | None = None
@@ -38,11 +28,10 @@ class KeptProfile:
         self._lock = threading.Lock()
 
     def begin(self, runtime: Runtime) -> None:
-        """Save what the requests of a model use from now on."""
+        """Save the profile of this model from now on."""
         self._runtime = runtime
 
     async def run(self) -> None:
-        """Save it again and again, until this is cancelled."""
         while True:
             await asyncio.sleep(self._period)
             await asyncio.to_thread(self.save)

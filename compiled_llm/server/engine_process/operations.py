@@ -1,6 +1,6 @@
 """The operator's requests over a socket of their own, as HTTP: sleep, wake, take new weights.
 
-It is never the socket of clients, nor the port of an API server, so who may send requests may not do this.
+It is never the socket of clients, nor the port of an API server: a client may not do this.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ class Operations:
     """Serves the operator in threads of its own, and tells clients of the engine process that it sleeps."""
 
     def __init__(self, server: EngineServer, path: Path, profile: KeptProfile | None = None) -> None:
-        """Listen; who connects is answered once it runs.
+        """Listen; requests are answered once it runs.
 
         Args:
-            server: whose model it is about.
+            server: whose model sleeps and wakes.
             path: of the socket.
-            profile: saved before the model sleeps, for it cannot be then, and the process may end asleep.
+            profile: saved before the model sleeps: it cannot be saved then, and the process may end asleep.
 
         Raises:
             ValueError: there can be no socket that is safe.
-            RuntimeError: somebody listens there.
+            RuntimeError: another process listens there.
         """
         self._server = server
         self._path = path
@@ -101,7 +101,6 @@ class Operations:
     # ---- of its engine process
 
     def start(self) -> None:
-        """Begin to answer."""
         self._thread.start()
 
     def open(self, engine: Engine, ready: Ready) -> None:
@@ -109,12 +108,12 @@ class Operations:
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()  # of weights that are read; this process is ours
-        with self._resting:  # whoever sends the model to sleep says so after this
+        with self._resting:  # a request to sleep reports that after this
             self._engine, self._ready = engine, ready
             self._server.open(engine, ready)
 
     def close(self) -> None:
-        """Answer nobody any more; the socket is gone."""
+        """Answer no more, and remove the socket."""
         self._http.should_exit = True
         if self._thread.is_alive():
             self._thread.join(_PATIENCE)
@@ -124,7 +123,7 @@ class Operations:
     # ---- what is asked for
 
     def _route(self, path: str, kind: type[BodyT], answer: Callable[[Engine, BodyT], Answer]) -> Route:
-        """Return what answers one path, in a thread: that may take long."""
+        """Return the route of one path, which is answered in a thread: that may take long."""
 
         async def endpoint(request: Request) -> Response:
             return await _answered(request, lambda: self._done(path, answer, kind, request))
@@ -182,12 +181,12 @@ class Operations:
 
 
 async def _answered(request: Request, doing: Callable[[], Awaitable[Answer]]) -> Response:
-    """Return what comes of it: what was done, or why it was not, in a sentence."""
+    """Return the response: what was done, or why it was not, in a sentence."""
     try:
         return JSONResponse(await doing())
     except (ValueError, msgspec.DecodeError) as error:
         return _refusal(400, str(error))
-    except RuntimeError as error:  # what the engine is doing does not allow it, or memory is short
+    except RuntimeError as error:  # the engine does something else, or memory is short
         return _refusal(409, str(error))
     except HTTPException:
         raise

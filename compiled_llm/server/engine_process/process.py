@@ -43,10 +43,10 @@ def run(
 
     Args:
         server: listens already.
-        prepare: returns the engine, and what clients are told of it.
+        prepare: returns the engine, and the facts that clients are told of it.
         drain_seconds: how long requests may go on after the first signal.
-        operations: what else is asked of it, at a socket of their own.
-        profile: of what requests use; saved again and again, and once they have ended.
+        operations: the operator's, at a socket of their own.
+        profile: saved now and then, and once requests have ended.
 
     Raises:
         Exception: what kept the engine from being ready.
@@ -89,7 +89,6 @@ class _Life:
         await self._end()
 
     def _prepared(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Prepare the engine, in a thread of its own."""
         try:
             self._engine, ready = self._prepare(self._server.report)
         except BaseException as error:
@@ -97,7 +96,7 @@ class _Life:
             loop.call_soon_threadsafe(self._ending.set)
         else:
             gc.collect()
-            gc.freeze()  # what was imported and compiled stays; to look through it would stop everybody for a while
+            gc.freeze()  # modules and compiled code stay; to look through them would stop all requests for a while
             (self._operations or self._server).open(self._engine, ready)
 
     def _told_to_end(self, number: int) -> None:
@@ -125,7 +124,7 @@ class _Life:
             raise self._failure
 
     async def _end_lost(self, reason: str) -> None:
-        """End the process; what is freed at its usual end would only fail, or wait for the device."""
+        """End the process without freeing anything: that would only fail, or wait for the device."""
         self._server.leave(reason)
         await self._server.drain(LAST_WORDS)
         logger.error("compiled_llm: the engine process ends with exit code %d: %s", DEVICE_LOST, reason)

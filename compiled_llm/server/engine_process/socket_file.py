@@ -1,4 +1,4 @@
-"""The file of a Unix socket: nobody else may open it, one that was left behind is replaced, a live one is not."""
+"""The file of a Unix socket: no other user may open it, one that was left behind is replaced, a live one is not."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def listen(path: Path, of: str = "") -> socket.socket:
 
     Args:
         path: of the socket.
-        of: what the name of the argument begins with that says it, for errors; it ends with ``uds``.
+        of: the beginning of the argument's name, for errors; it ends with ``uds``.
 
     Raises:
         ValueError: the path is too long, or lies in a folder where others could replace the socket.
-        RuntimeError: somebody listens there, or something else lies there.
+        RuntimeError: another process listens there, or another file lies there.
         OSError: the folder cannot be read or written.
     """
     if len(os.fsencode(path)) > _LONGEST:
@@ -84,24 +84,20 @@ def _locked(handle: int) -> bool:
 
 
 def _remove_stale(path: Path, of: str = "") -> bool:
-    """Remove a socket that nobody listens at; whether there is none now.
-
-    Raises:
-        RuntimeError: the file is no socket.
-    """
+    """Remove a socket at which no process listens, and return whether there is none now."""
     try:
         kind = path.lstat().st_mode
     except FileNotFoundError:
         return True
     if not stat.S_ISSOCK(kind):
         raise RuntimeError(f"{of}uds={str(path)!r}: a file lies there that is no socket; give another path")
-    if _somebody_listens(path):
+    if _is_live(path):
         return False
     path.unlink()
     return True
 
 
-def _somebody_listens(path: Path) -> bool:
+def _is_live(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)  # an engine process whose queue is full does not answer
         return probe.connect_ex(str(path)) != errno.ECONNREFUSED
@@ -111,7 +107,7 @@ def _bound(path: Path) -> socket.socket:
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listening.bind(str(path))
-        path.chmod(0o600)  # before anybody can connect
+        path.chmod(0o600)  # before a client can connect
         listening.listen(_QUEUE)
     except BaseException:
         listening.close()

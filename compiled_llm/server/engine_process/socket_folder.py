@@ -12,7 +12,7 @@ from pathlib import Path
 
 _PREFIX = "compiled-llm-"
 _LOCK = "lock"
-"""A file that whoever has made the folder keeps locked; the kernel unlocks it however that process ends."""
+"""A file that the folder's process keeps locked; the kernel unlocks it however that process ends."""
 
 
 class SocketFolder:
@@ -32,7 +32,6 @@ class SocketFolder:
         self.figures.mkdir()
 
     def remove(self) -> None:
-        """Remove it, with all that is in it."""
         shutil.rmtree(self._folder, ignore_errors=True)
         os.close(self._lock)
 

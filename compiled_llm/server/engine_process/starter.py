@@ -15,9 +15,9 @@ from compiled_llm.server.restarts import Restarts
 logger = logging.getLogger("compiled_llm.server")
 
 _PATIENCE = 15.0
-"""Seconds that it has to end before it is killed; nobody waits for answers by then."""
+"""Seconds that it has to end before it is killed; no client waits for answers by then."""
 _LAST_WORDS = 2.0
-"""Seconds that it has if nobody wants to wait."""
+"""Seconds that it has if it is to end at once."""
 
 
 class EngineProcess:
@@ -27,23 +27,14 @@ class EngineProcess:
     """
 
     def __init__(self, arguments: Sequence[str], max_restarts: int = 3) -> None:
-        """Start nothing yet.
-
-        Args:
-            arguments: of ``compiled-llm``, with ``--leashed``.
-            max_restarts: how often it is started again in an hour.
-        """
+        """``arguments``: of ``compiled-llm``, with ``--leashed``; ``max_restarts``: in an hour."""
         self._arguments = own_command(*arguments)
         self._max_restarts = max_restarts
         self._restarts = Restarts(max_restarts)
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self, was_ready: Callable[[], bool]) -> str:
-        """Keep one running, and return why there is none any more.
-
-        Args:
-            was_ready: whether one has ever been.
-        """
+        """Keep one running, and return why there is none any more; ``was_ready`` says whether one has ever been."""
         while True:
             self._process = await asyncio.create_subprocess_exec(
                 *self._arguments,

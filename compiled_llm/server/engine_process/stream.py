@@ -1,4 +1,4 @@
-"""One request as its client sees it: what the engine has made of it, and how much of that was sent."""
+"""One request as its client sees it: the engine's tokens, and how many of them were sent."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ logger = logging.getLogger("compiled_llm.server")
 MAX_ANSWERS = 1024
 """How many answers to one prompt a client can ask for: each takes memory at once."""
 _SCORES_AT_ONCE = 256
-"""Tokens of a prompt whose log-probabilities are told together: some milliseconds, for which others wait."""
+"""Tokens of a prompt whose log-probabilities are sent together: others wait for some milliseconds."""
 
 
 def begun(engine: Engine, submit: Submit) -> Stream | Refused:
-    """Give an engine what a client has sent, and return the stream of what comes, or why nothing will."""
+    """Submit a client's request, and return the stream of its tokens, or why it is refused."""
     try:
         return Stream(submit.request, _submitted(engine, submit))
     except QueueFullError as error:
@@ -64,40 +64,33 @@ def _params(plain: dict[str, Any]) -> SamplingParams:
 
 
 class Stream:
-    """Says what is new of a request, whenever it is asked.
+    """The updates of a request, as its client, who calls it ``number``, is sent them.
 
     Attributes:
-        handle: of the engine.
-        takes_long: whether to say what is new keeps others waiting: log-probabilities do.
+        takes_long: whether an update keeps others waiting: log-probabilities do.
     """
 
     def __init__(self, number: int, handle: RequestHandle) -> None:
-        """Begin before the first token.
-
-        Args:
-            number: what its client calls it.
-            handle: of the engine.
-        """
         first = handle.requests[0]
         self.handle = handle
         self.takes_long = first.logprobs is not None or first.prompt_logprobs is not None
         self._number = number
         self._open = tuple(_Sent(answer) for answer in handle.answers)
         self._scores: Logprobs | None = None
-        self._scored = 0  # how many of them have been told
+        self._scored = 0  # how many of them were sent
 
     @property
     def unsent(self) -> int:
-        """How many tokens have come and were not told."""
+        """How many tokens have come and were not sent."""
         return sum(sent.answer.tokens - sent.tokens for sent in self._open)
 
     @property
     def ended(self) -> bool:
-        """Whether all that comes of its answers has been told."""
+        """Whether all of its answers were sent."""
         return not self._open
 
     def updates(self) -> Iterator[Update]:
-        """Yield what is new of each answer; it counts as told."""
+        """Yield the new tokens of each answer; they count as sent."""
         for sent in self._open:
             if (update := self._update(sent)) is not None:
                 yield update
@@ -119,11 +112,11 @@ class Stream:
         return None if logprobs is None else list(map(_entries, logprobs))
 
     def summary(self) -> Summary:
-        """Return what it came to, once it has ``ended``."""
+        """Return its figures, once it has ``ended``."""
         return Summary(self._number, **self.handle.figures())
 
     def prompt_scores(self) -> PromptScores | None:
-        """Return the next log-probabilities of the prompt's tokens; None if there are none, or all have been told.
+        """Return the next log-probabilities of the prompt's tokens; None if there are none, or all were sent.
 
         They are all there with the first token.
         """
@@ -143,7 +136,7 @@ class Stream:
 
 
 class _Sent:
-    """How much of an answer has been told."""
+    """How many tokens of an answer were sent."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
@@ -162,7 +155,7 @@ def _ended(answer: Answer) -> Ended:
 
 
 def _sentence(error: BaseException) -> str:
-    """Return what a client is told of an error; others than ours may name files of this machine."""
+    """Return an error's message for a client; of others than ours it may name files of this machine."""
     return str(error) if isinstance(error, (RequestError, DeviceLostError)) else _fault(error)
 
 

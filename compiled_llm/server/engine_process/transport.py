@@ -1,4 +1,4 @@
-"""What a client is sent: at once, by whichever thread has it, as far as the socket takes it; the rest when it can."""
+"""A client's messages are sent at once, by the thread that has them, as far as the socket takes them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Transport:
 
         Args:
             connection: does not block; it is closed with this.
-            due: returns frames, all that are to be sent now; it is called by one thread at a time.
-            failed: is told in the event loop of what ``due`` or the socket has raised; nothing more is sent then.
+            due: returns all frames that are to be sent now; it is called by one thread at a time.
+            failed: is called in the event loop with the error of ``due`` or the socket; nothing more is sent then.
         """
         self._loop = asyncio.get_running_loop()
         self._socket = connection
@@ -38,13 +38,13 @@ class Transport:
 
     @property
     def blocked(self) -> bool:
-        """Whether something waits for the client to read; what is due meanwhile goes out together."""
+        """Whether bytes wait for the client to read; frames that are due meanwhile go out together."""
         return bool(self._rest)
 
     @property
     def busy(self) -> bool:
-        """Whether something is being sent, or waits; what is not due any more was sent once this says no."""
-        return self._sending.locked() or self.blocked  # in this order: whoever sends may leave a rest
+        """Whether a frame is being sent, or waits; once this says no, all that were due before have been sent."""
+        return self._sending.locked() or self.blocked  # in this order: a thread that sends may leave a rest
 
     def flush(self) -> None:
         """Send what is due, in any thread."""
@@ -82,7 +82,7 @@ class Transport:
             self._call(self._await_room)
 
     def _sent(self, data: memoryview) -> bool:
-        """Send what the socket takes, and keep the rest; whether there is none."""
+        """Send as much as the socket takes, and keep the rest; return whether there is none."""
         try:
             self._rest = data[self._socket.send(data) :]
         except BlockingIOError:
@@ -96,7 +96,7 @@ class Transport:
         self._call(self._failed, error)
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
     # ---- in the event loop

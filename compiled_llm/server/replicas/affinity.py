@@ -9,32 +9,32 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 R = TypeVar("R", bound=Hashable)
-"""What a replica is known by."""
+"""The identifier of a replica."""
 
 
 @dataclass(frozen=True)
 class Chosen(Generic[R]):
-    """Who answers a prompt, and whether for the sake of its leading pages; otherwise it is whose queue is shorter."""
+    """The replica that answers a prompt, and whether it was chosen for its pages, or for its shorter queue."""
 
     replica: R
     by_pages: bool
 
 
 class Affinity(Generic[R]):
-    """Remembers who has answered prompts, by their leading pages, and chooses who answers the next one.
+    """Remembers which replicas have answered prompts, by their leading pages, and chooses one for the next prompt.
 
-    Pages that nobody has asked for longest are forgotten first; of a prompt the last ones before those that lead to
-    them, so what is known of a prompt is always a beginning.
+    Pages are forgotten in the order of their last use; of a prompt the last ones before those that lead to them, so
+    that the known pages of a prompt are always its first ones.
     """
 
     def __init__(self, max_pages: int, max_longer: int, least_share: float) -> None:
-        """Know nothing yet.
+        """Set the limits.
 
         Args:
             max_pages: that are remembered.
             max_longer: by how many requests a replica's queue may be longer than the shortest one.
-            least_share: of a prompt's pages that a replica has to have, to be asked for their sake: what nearly all
-                prompts begin with would bring them all to one replica.
+            least_share: of a prompt's pages that a replica has to have, to be chosen for them: a beginning that nearly
+                all prompts have would bring them all to one replica.
         """
         self._max_pages = max_pages
         self._max_longer = max_longer
@@ -42,11 +42,10 @@ class Affinity(Generic[R]):
         self._owners: OrderedDict[bytes, set[R]] = OrderedDict()  # those asked for last at the end
 
     def __len__(self) -> int:
-        """How many pages are known."""
         return len(self._owners)
 
     def choose(self, pages: Sequence[bytes], queues: Mapping[R, int]) -> Chosen[R]:
-        """Return who answers a prompt, and remember it.
+        """Choose a replica, and remember it.
 
         Args:
             pages: keys of the prompt's leading pages.
@@ -58,7 +57,7 @@ class Affinity(Generic[R]):
         return Chosen(chosen, owner is not None)
 
     def _owner(self, pages: Sequence[bytes], queues: Mapping[R, int]) -> R | None:
-        """Return who has most of the pages, of those that are not much busier than others."""
+        """Return the replica with most of the pages, of those that are not much busier than others."""
         longest = min(queues.values()) + self._max_longer
         known = {replica: 0 for replica, length in queues.items() if length <= longest}
         for number, page in enumerate(pages, start=1):
@@ -87,8 +86,8 @@ class Affinity(Generic[R]):
 def shorter_of_two(queues: Mapping[R, int]) -> R:
     """Return the one with the shorter queue of two that are drawn: the power of two choices.
 
-    What is known of queues is a moment old. Whoever always took the shortest of all would send there what comes in
-    that moment.
+    The lengths of queues are a moment old: to take always the shortest of all would send all prompts of that moment
+    there.
     """
     drawn = random.sample(list(queues), min(2, len(queues)))
     return min(drawn, key=lambda replica: queues[replica])

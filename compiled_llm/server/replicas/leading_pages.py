@@ -1,4 +1,4 @@
-"""What prompts share by their beginnings: a key for each of their leading pages."""
+"""Keys for a prompt's leading pages, by which prompts are compared."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Sequence
 _KEY_BYTES = 16
 
 
-def leading_pages(prompt: Sequence[int], salt: str | None, page_size: int, most: int) -> list[bytes]:
+def leading_pages(prompt: Sequence[int], salt: str | None, page_size: int, max_pages: int) -> list[bytes]:
     """Return a key for each full page: two prompts have one in common if they are equal up to there, salts included.
 
     Args:
         prompt: token ids.
         salt: of the prefix cache; only prompts with an equal one share pages.
         page_size: tokens of a page.
-        most: how many pages are looked at.
+        max_pages: how many pages are looked at.
     """
     tokens, hashed = array("q", prompt), hashlib.blake2b(_salted(salt), digest_size=_KEY_BYTES)
     keys = []
-    for end in range(page_size, min(len(tokens), most * page_size) + 1, page_size):
+    for end in range(page_size, min(len(tokens), max_pages * page_size) + 1, page_size):
         hashed.update(tokens[end - page_size : end].tobytes())  # on top of all before
         keys.append(hashed.digest())
     return keys

@@ -1,4 +1,4 @@
-"""What a user says of replicas: options of ``compiled-llm serve``, parted between engine processes and API servers."""
+"""Options of ``compiled-llm serve`` for replicas, parted between engine processes and API servers."""
 
 from __future__ import annotations
 
@@ -34,11 +34,7 @@ class Routing(NamedTuple):
     max_pages: int
 
     def check(self) -> None:
-        """Check them here: an error in a router would keep requests waiting.
-
-        Raises:
-            ValueError: one is impossible.
-        """
+        """Raise ValueError if one is impossible: an error in a router would keep requests waiting."""
         for name, value in self._asdict().items():
             least = 0 if name in ("max_longer", "least_share") else 1
             if value < least:
@@ -52,11 +48,7 @@ class Options(NamedTuple):
     given: Mapping[str, Any]
 
     def check(self) -> None:
-        """Check that they are options.
-
-        Raises:
-            ValueError: one is not, or is none here.
-        """
+        """Raise ValueError if one is no option, or none here."""
         for name in self.given:
             if name in OF_RAY:
                 raise ValueError(
@@ -79,11 +71,7 @@ class Options(NamedTuple):
         return int(self.given.get("max_rows") or MAX_ROWS) + int(self.given.get("max_queue") or MAX_QUEUE)
 
     def settings(self) -> ApiServerSettings:
-        """Return the settings of API servers.
-
-        Raises:
-            ValueError: the keys are not what they should be.
-        """
+        """Return the settings of API servers; ValueError if the file of keys has none, or short ones."""
         key_file = self.given.get("api_key_file")
         return ApiServerSettings(
             names=_texts(self.given.get("served_model_name")) or (Path(self.model).name,),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from compiled_llm.server.settings import ApiServerSettings
 
 REPLICA = "engine"
-_MAX_OF_A_FRONT = 2**16
+_MAX_OF_AN_API_SERVER = 2**16
 """Requests that Ray gives an API server at once: replicas say how many they take, and answer others with 429."""
 _ROUTER = "compiled_llm.server.replicas.ray_router.LeadingPagesRouter"
 
@@ -43,12 +43,12 @@ def ray_app(
     Args:
         model: ``demo``, a folder, a GGUF file or a hub id, under which each machine of the cluster has it.
         replicas: engine processes, each with an engine of its own.
-        API servers: processes that answer HTTP; each remembers for itself who has which pages.
+        api_servers: processes that answer HTTP; each remembers for itself which replica has which pages.
         num_gpus: of a replica; 1 unless given, 0 with ``device="cpu"``.
         max_longer: by how many requests the queue of a prompt's replica may be longer than the shortest one, before
             another replica answers.
-        least_share: of a prompt's pages that a replica has to have, to be chosen for their sake. With 0, what all
-            prompts begin with would bring them all to one replica.
+        least_share: of a prompt's pages that a replica has to have, to be chosen for them. With 0, a beginning that
+            all prompts have would bring them all to one replica.
         page_size: tokens of the pages that are compared.
         max_leading: pages of a prompt that are compared.
         max_pages: that an API server remembers.
@@ -81,7 +81,7 @@ def ray_app(
         "logging_config": {"enable_access_log": False},  # API servers have one
         "request_router_config": {"request_router_class": _ROUTER, "request_router_kwargs": routing._asdict()},
     }
-    api_server = {"num_replicas": api_servers, "max_ongoing_requests": _MAX_OF_A_FRONT}
+    api_server = {"num_replicas": api_servers, "max_ongoing_requests": _MAX_OF_AN_API_SERVER}
     engine_processes = serve.deployment(Replica, name=REPLICA, **_with(replica, replica_options)).bind(told.arguments())
     ingress = serve.ingress(_application(settings))()
     return serve.deployment(ingress, name="api-server", **_with(api_server, api_server_options)).bind(engine_processes)
@@ -91,8 +91,8 @@ def _with(options: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[s
     """Return options of a deployment, with those that a user gives before ours."""
     given, ours = dict(given or {}), dict(options)
     if "autoscaling_config" in given:
-        del ours["num_replicas"]  # Ray takes no number beside a range
-    if "ray_actor_options" in given:  # who asks for memory still wants the GPU
+        del ours["num_replicas"]  # Ray takes either a number or a range
+    if "ray_actor_options" in given:  # a user who gives memory still wants the GPU
         given["ray_actor_options"] = {**ours.get("ray_actor_options", {}), **given["ray_actor_options"]}
     return {**ours, **given}
 
@@ -106,7 +106,7 @@ def _serve() -> Any:
 
 
 def _application(settings: ApiServerSettings) -> Callable[[], FastAPI]:
-    """Return what makes the application of an API server, in the API server's process."""
+    """Return a function that makes the application of an API server, in that server's process."""
 
     def build() -> FastAPI:
         from ray import serve

@@ -1,4 +1,4 @@
-"""Figures of replicas and of who answers, in Ray's metrics: Ray says which replica, and Prometheus finds them there."""
+"""Figures of replicas and of routing, in Ray's metrics, where Prometheus finds them with the replica's name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ class ReplicaFigures:
     """
 
     def __init__(self) -> None:
-        """Begin at zero; made in the replica."""
         self._gauges = {name: Gauge(f"compiled_llm_{name}", text) for name, text in GAUGES.items()}
         self._counters = {name: Counter(f"compiled_llm_{name}_total", text) for name, text in COUNTERS.items()}
         self._waits = {name: Gauge(f"compiled_llm_{name}", text, ("quantile",)) for name, text in WAITS.items()}
@@ -23,7 +22,7 @@ class ReplicaFigures:
         self._counted = dict.fromkeys(COUNTERS, 0)
 
     def tell(self, stats: StatsReply) -> None:
-        """Tell of the engine process as it is now."""
+        """Set the metrics to an engine process's figures."""
         for name, gauge in self._gauges.items():
             gauge.set(getattr(stats, name))
         for name, counter in self._counters.items():
@@ -39,12 +38,10 @@ class ReplicaFigures:
 
 
 class RoutedFigure:
-    """How many prompts went where for the sake of their leading pages, or because a queue is short."""
+    """How many prompts were routed by their leading pages, and how many by the length of queues."""
 
     def __init__(self) -> None:
-        """Begin at zero; made where prompts are routed."""
         self._routed = Counter("compiled_llm_routed_total", "Prompts by why a replica was chosen", ("by",))
 
     def count(self, by_pages: bool) -> None:
-        """Count a prompt."""
         self._routed.inc(1, {"by": "pages" if by_pages else "queue"})

@@ -1,6 +1,6 @@
 """A replica on Ray Serve: an engine process in a process of its own, and the actor that passes requests on to it.
 
-The engine has an interpreter for itself: what Ray does for each piece of an answer would keep its steps waiting.
+The engine has an interpreter for itself: Ray's work for each piece of an answer would keep its steps waiting.
 """
 
 from __future__ import annotations
@@ -28,13 +28,10 @@ _COUNTING = 5.0
 
 
 class Replica:
-    """What Ray Serve runs several of."""
+    """A replica, of which Ray Serve runs several."""
 
     async def __init__(self, arguments: Sequence[str]) -> None:  # type: ignore[misc]  # Ray awaits it
-        """Start an engine process, and wait until it is ready.
-
-        Args:
-            arguments: of ``compiled-llm``, but for its socket.
+        """Start an engine process with these arguments and a socket, and wait until it is ready.
 
         Raises:
             RuntimeError: the engine process has ended; its log is in Ray's, of this replica.
@@ -64,7 +61,7 @@ class Replica:
                 return relay
 
     def _leave(self, error: EngineDeadError) -> None:
-        """End the actor with its engine process: it would refuse all that comes, and be chosen for its short queue."""
+        """End the actor with its engine process: it would refuse all requests, and be chosen for its short queue."""
         if not self._ends:
             logger.error("compiled_llm: the replica ends: %s", error)
             self._folder.remove()
@@ -76,7 +73,6 @@ class Replica:
             await asyncio.sleep(_COUNTING)
 
     async def ready(self) -> Ready:
-        """Return what the engine process says of its model."""
         return self._ready
 
     async def answer(self, submit: Submit) -> AsyncIterator[bytes]:

@@ -17,22 +17,16 @@ class ServeReplicas:
     """Asks replicas by Ray Serve, whose router chooses one for each request."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
-        """Use a handle.
-
-        Args:
-            handle: of the deployment.
-        """
+        """``handle``: of the deployment."""
         self._handle = handle
         self._streaming = handle.options(stream=True)
 
     async def ready(self) -> Ready:
-        """Return what one of them says of its model."""
         with _our_errors():
             ready: Ready = await self._handle.ready.remote()
         return ready
 
     async def answer(self, submit: Submit) -> AsyncIterator[bytes]:
-        """Yield what comes of a request."""
         with _our_errors():
             response = self._streaming.answer.remote(submit)
             try:

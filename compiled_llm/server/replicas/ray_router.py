@@ -1,7 +1,7 @@
-"""Which replica a request goes to, for Ray Serve: its ``request_router_config`` names the class.
+"""Ray Serve's router of requests to replicas; the application's ``request_router_config`` names the class.
 
-Its interface is public, and alpha: what is used of it stands here. Ray makes a router for each process that sends
-requests, so each API server remembers for itself who has answered what.
+Ray's interface is public, and alpha: all of its use stands here. Ray makes a router for each process that sends
+requests, so each API server remembers for itself which replica has answered which prompts.
 """
 
 from __future__ import annotations
@@ -22,15 +22,7 @@ class LeadingPagesRouter(RequestRouter):  # type: ignore[misc]  # Ray's types ar
     def initialize_state(
         self, max_longer: int, least_share: float, page_size: int, max_leading: int, max_pages: int
     ) -> None:
-        """Take the settings, which are those of ``ray_app``; Ray calls this once.
-
-        Args:
-            max_longer: by how many requests a replica's queue may be longer than the shortest.
-            least_share: of a prompt's pages that a replica has to have, to be asked for their sake.
-            page_size: tokens of a page.
-            max_leading: pages of a prompt that are looked at.
-            max_pages: that are remembered.
-        """
+        """Take the settings of ``ray_app``; Ray calls this once."""
         self._affinity: Affinity[ReplicaID] = Affinity(max_pages, max_longer, least_share)
         self._page_size = page_size
         self._max_leading = max_leading
@@ -39,13 +31,8 @@ class LeadingPagesRouter(RequestRouter):  # type: ignore[misc]  # Ray's types ar
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replica that is to answer; and those that may, if it cannot.
-
-        Args:
-            candidate_replicas: that run.
-            pending_request: what is to be answered.
-        """
-        if pending_request is not None:  # nobody sets it but Ray's own choices; without it, Ray tries again at once
+        """Return the replica that is to answer, and those that may if it cannot."""
+        if pending_request is not None:  # only Ray's own routers set it; without it, Ray tries again at once
             pending_request.routing_context.should_backoff = True
         found = {replica.replica_id: replica for replica in candidate_replicas}
         if not found:
@@ -55,7 +42,7 @@ class LeadingPagesRouter(RequestRouter):  # type: ignore[misc]  # Ray's types ar
         return [[found[chosen]], others]
 
     def _queues(self, replicas: dict[ReplicaID, RunningReplica]) -> dict[ReplicaID, int]:
-        """Return how many requests each has; of one that was not heard of for seconds, none."""
+        """Return how many requests each has; 0 for one of which Ray has heard nothing for seconds."""
         return {name: self.replica_queue_len_cache.get(name) or 0 for name in replicas}
 
     def _chosen(self, request: PendingRequest | None, queues: dict[ReplicaID, int]) -> ReplicaID:
@@ -68,11 +55,10 @@ class LeadingPagesRouter(RequestRouter):  # type: ignore[misc]  # Ray's types ar
         return chosen.replica
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Forget what those had that do not run any more."""
+        """Forget the pages of replicas that do not run any more."""
         super().update_replicas(replicas)
         self._affinity.keep(set(self.curr_replicas))
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> Any:
-        """Forget what it had."""
         super().on_replica_actor_died(replica_id)
         self._affinity.keep(set(self.curr_replicas))

@@ -1,4 +1,4 @@
-"""What a replica passes on: requests of several API servers to its engine process, and to each what comes of it."""
+"""A replica passes on requests of several API servers to its engine process, and the answers back."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from compiled_llm.protocol.messages import (
 )
 
 News = Update | Summary | PromptScores | Refused
-"""What an engine process says of one request; nothing comes after a summary or a refusal."""
+"""An engine process's message about one request; a summary or a refusal is the last."""
 
 _PAUSE = 0.005
-"""Seconds between two messages of a request, since one costs Ray up to a millisecond: what comes meanwhile is one."""
+"""Seconds between two messages of a request, in which updates are gathered: each costs Ray up to a millisecond."""
 
 
 class _Request(NamedTuple):
@@ -40,17 +40,13 @@ class _Request(NamedTuple):
 
 
 class Relay:
-    """Passes requests on under numbers of its own, since those of two API servers may be equal.
-
-    Attributes:
-        ready: what the engine process says once it takes requests.
-    """
+    """Passes requests on under numbers of its own, since those of two API servers may be equal."""
 
     def __init__(self, line: Line, lost: Callable[[EngineDeadError], None]) -> None:
         """Listen to an engine process from now on; made in the event loop that uses it.
 
         Args:
-            line: to the engine process, to which nobody has listened yet.
+            line: to the engine process, not started yet.
             lost: called in the event loop when the engine process has gone.
         """
         self._loop = asyncio.get_running_loop()
@@ -63,7 +59,7 @@ class Relay:
         line.start(self._take, self._lose)
 
     async def answer(self, submit: Submit) -> AsyncIterator[bytes]:
-        """Yield what comes of a request, in frames of the protocol; whoever leaves the loop ends it."""
+        """Yield the messages about a request, in frames of the protocol; to leave the loop ends the request."""
         number, request = next(self._numbers), _Request(submit.request, asyncio.Queue())
         self._requests[number] = request
         over = False
@@ -80,7 +76,7 @@ class Relay:
                 self._line.send(Cancel(number))
 
     async def stats(self) -> StatsReply:
-        """Return how the engine process is doing; it may never say, if it ends."""
+        """Return how the engine process is doing; if that ends, this may wait for ever."""
         number = next(self._numbers)
         answer: asyncio.Future[StatsReply] = self._loop.create_future()
         self._asked[number] = answer
@@ -99,7 +95,7 @@ class Relay:
         self._call(self._end, error)
 
     def _call(self, function: Callable[..., object], argument: object) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and with it whoever waits
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, argument)
 
     # ---- in the event loop again
@@ -130,7 +126,7 @@ class Relay:
 
 
 async def _all_of(queue: asyncio.Queue[News]) -> list[News]:
-    """Return what has come, one at least."""
+    """Wait for one at least, and return all."""
     news = [await queue.get()]
     while not queue.empty():
         news.append(queue.get_nowait())
@@ -138,7 +134,7 @@ async def _all_of(queue: asyncio.Queue[News]) -> list[News]:
 
 
 def _frames(news: Sequence[News]) -> bytes:
-    """Return frames; a step comes last, since its summary is the last that is heard of a request."""
+    """Return frames; a step comes last, since its summary is a request's last message."""
     updates = [entry for entry in news if isinstance(entry, Update)]
     summaries = [entry for entry in news if isinstance(entry, Summary)]
     others = [frame_of(entry) for entry in news if isinstance(entry, (PromptScores, Refused))]

@@ -1,4 +1,4 @@
-"""An API server's client of replicas: as of one engine process, over another line."""
+"""An API server's client of several replicas, used as one of an engine process."""
 
 from __future__ import annotations
 
@@ -14,12 +14,6 @@ class ReplicaClient(AsyncClient):
     """Sends each request to the replica that a router chooses."""
 
     def __init__(self, replicas: Replicas, tokenizer: Any = None) -> None:
-        """Connect to nobody yet.
-
-        Args:
-            replicas: that answer.
-            tokenizer: as of ``AsyncClient``.
-        """
         super().__init__("replicas", tokenizer=tokenizer)
         self._replicas = replicas
 
@@ -28,9 +22,5 @@ class ReplicaClient(AsyncClient):
         return ReplicaLine(self._replicas, self._loop)
 
     async def stats(self, timeout: float | None = 60) -> StatsReply:
-        """There are none of all replicas together.
-
-        Raises:
-            EngineProcessError: always.
-        """
+        """Raise EngineProcessError: there are none of all replicas together."""
         raise EngineProcessError("replicas are counted one by one; each has its figures in Ray's metrics")

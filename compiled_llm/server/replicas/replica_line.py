@@ -30,15 +30,11 @@ class Replicas(Protocol):
     """Several engine processes behind a router."""
 
     async def ready(self) -> Ready:
-        """Return what one of them says of its model.
-
-        Raises:
-            EngineProcessError: the one that was asked has ended.
-        """
+        """Return the facts of one of them; EngineProcessError if it has ended."""
         ...
 
     def answer(self, submit: Submit) -> AsyncIterator[bytes]:
-        """Yield what comes of a request, in frames of the protocol; whoever leaves the loop ends it.
+        """Yield the messages about a request, in frames of the protocol; to leave the loop ends the request.
 
         Raises:
             EngineDeadError: the one that has answered has ended.
@@ -51,25 +47,18 @@ class ReplicaLine:
     """Brings messages to replicas and back, in an event loop; ``start``, ``send`` and ``close`` any thread may call."""
 
     def __init__(self, replicas: Replicas, loop: asyncio.AbstractEventLoop, patience: float = PATIENCE) -> None:
-        """Ask nothing yet.
-
-        Args:
-            replicas: that answer.
-            loop: in which they are asked.
-            patience: seconds after which they are lost, if none answers.
-        """
+        """``patience``: seconds after which the replicas are lost, if none answers."""
         self._replicas = replicas
         self._loop = loop
         self._patience = patience
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # by the numbers of requests; 0 looks who is there
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by the requests' numbers; 0 looks for a replica
 
     def start(self, handle: Callable[[Iterable[FromEngine]], None], lost: Callable[[EngineDeadError], None]) -> None:
-        """Look whether replicas are there, and have what they say handled in the event loop."""
+        """Look whether replicas are there, and have their messages handled in the event loop."""
         self._handle, self._lost = handle, lost
         self._call(self._begin, 0, self._look)
 
     def send(self, message: Struct) -> None:
-        """Begin or end a request."""
         match message:
             case Submit():
                 self._call(self._begin, message.request, self._answer, message)
@@ -77,15 +66,14 @@ class ReplicaLine:
                 self._call(self._cancel, request)
 
     def check_may_wait(self) -> None:
-        """As of ``LoopConnection``."""
         check_may_wait(self._loop)
 
     def close(self) -> None:
-        """End what is under way."""
+        """End all requests."""
         self._call(self._end)
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
-        # In a context of its own: Ray would give all that is asked for one request of HTTP one name, and answer one.
+        # In a context of its own: Ray would give all requests of one HTTP request one name, and answer only one.
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments, context=Context())
 
@@ -98,7 +86,6 @@ class ReplicaLine:
     def _cancel(self, request: int) -> None:
         if (task := self._tasks.pop(request, None)) is not None:
             task.cancel()
-            # Which is the client's doing, and nobody else's fault.
             self._handle([Refused(request, "invalid", "the client has left")])
 
     def _end(self) -> None:
@@ -119,20 +106,20 @@ class ReplicaLine:
             self._handle([Refused(submit.request, "failed", "an error of the server, which its log has")])
 
     async def _look(self) -> None:
-        """Say what the first replica that is there says, and when none is there any more."""
+        """Report the facts of the first replica that answers, and the loss of them all."""
         try:
             await self._look_on()
         except asyncio.CancelledError:  # the loop ends; or the client is closed, which has said so before
             self._lost(loop_closed())
             raise
-        except Exception as error:  # whatever it was, whoever waits has to hear of it
+        except Exception as error:  # whatever it was, requests that wait have to end
             logger.exception("compiled_llm: replicas cannot be asked")
             self._lost(EngineDeadError(f"replicas cannot be asked: {type(error).__name__}"))
         else:
             self._lost(EngineDeadError(f"no replica has answered for {self._patience:g} s"))
 
     async def _look_on(self) -> None:
-        """Say what replicas say, until none is there any more."""
+        """Report the facts of replicas, until none answers any more."""
         self._handle([Preparing("waiting for a replica")])
         while (ready := await self._found()) is not None:
             self._handle([ready])

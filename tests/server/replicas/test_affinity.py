@@ -16,7 +16,7 @@ SALTS = st.sampled_from([None, "", "a", "salt a"])
 
 
 def pages(prompt: list[int], salt: str | None = None) -> list[bytes]:
-    return leading_pages(prompt, salt, page_size=2, most=5)
+    return leading_pages(prompt, salt, page_size=2, max_pages=5)
 
 
 @given(PROMPTS, PROMPTS, SALTS, SALTS)
