@@ -1,37 +1,25 @@
-"""Real processes: an engine process of its own, clients that are killed, an engine process that is killed."""
+"""Real processes: an engine process answers over its socket and over HTTP, and ends."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compiled_llm
-from compiled_llm.client import Client, EngineDeadError, EngineProcessError
+from compiled_llm.client import Client, EngineDeadError
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.characters import character_tokenizer
 from support.server.engine_processes import COMMAND, PATIENCE, started_engine_process, until
+from support.server.under_load import OPTIONS, SOCKET_CLIENT, kill_client, served
 from support.tiny_models import tiny_qwen3
-
-OPTIONS = ("--mode", "eager", "--warmup", "1", "--kv-memory", "20000 tokens")
-LEAVING_CLIENT = """
-import sys
-from compiled_llm.client import Client
-from compiled_llm.requests.sampling_params import SamplingParams
-client = Client(sys.argv[1])
-handles = [client.submit([3, 4, number], SamplingParams(max_tokens=900, ignore_eos=True)) for number in range(4)]
-for handle in handles:
-    next(iter(handle))
-print("running", flush=True)
-sys.stdin.read()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -62,20 +50,6 @@ def assert_nothing_is_left(client: Client) -> None:
     assert pages.free + pages.cached == pages.total
 
 
-def running_client(path: Path) -> subprocess.Popen[str]:
-    """A client in a process of its own, whose requests run."""
-    arguments = [sys.executable, "-c", LEAVING_CLIENT, str(path)]
-    process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "running\n"
-    return process
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.communicate()
-
-
 def test_an_engine_process_answers_loses_a_client_and_ends(engine: Engine, model_folder: Path, path: Path) -> None:
     (expected,) = engine.generate([[3, 4, 5]], greedy(30))
     with started_engine_process(model_folder, path, *OPTIONS) as process:
@@ -85,9 +59,7 @@ def test_an_engine_process_answers_loses_a_client_and_ends(engine: Engine, model
         assert "30 tokens in" in done.stderr
         with Client(path) as client:
             assert client.generate([[3, 4, 5]], greedy(30))[0].token_ids == expected.token_ids
-            leaving = running_client(path)
-            until(lambda: client.stats().running == 4)
-            kill(leaving)
+            kill_client(SOCKET_CLIENT, str(path))
             assert_nothing_is_left(client)
             handle = client.submit([3, 4], greedy(500))
             next(iter(handle))
@@ -115,64 +87,20 @@ def test_text_comes_by_the_tokenizer_that_the_engine_process_names(
 
 
 @pytest.mark.whole
-def test_an_engine_process_that_is_killed_is_missed_and_replaced(model_folder: Path, path: Path) -> None:
+def test_one_that_listens_is_not_replaced_and_one_that_was_killed_is(model_folder: Path, path: Path) -> None:
     with started_engine_process(model_folder, path, *OPTIONS) as process, Client(path) as client:
-        handle = client.submit([3, 4], greedy(900))
-        next(iter(handle))
         again = [COMMAND, "serve", str(model_folder), "--uds", str(path)]
         second = subprocess.run(again, capture_output=True, text=True, timeout=PATIENCE)
         assert second.returncode == 1
         assert "an engine process listens there already; stop it, or give another path" in second.stderr
         process.kill()
-        with pytest.raises(EngineDeadError, match="has gone: its process has ended"):
-            handle.result(PATIENCE)
-        process.wait(PATIENCE)  # its connections are closed before its socket is
+        process.wait(PATIENCE)
+        until(lambda: client._session.lost)
         for call in (lambda: client.submit([3]), lambda: Client(path)):
             with pytest.raises(EngineDeadError, match="its engine process has gone; start one with"):
                 call()
-        assert path.exists()
         with started_engine_process(model_folder, path, *OPTIONS):
             assert len(client.generate([[3, 4]], greedy(5))[0].token_ids) == 5
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_second_signal_ends_it_at_once(model_folder: Path, path: Path, number: int) -> None:
-    with started_engine_process(model_folder, path, *OPTIONS) as process, Client(path) as client:
-        handle = client.submit([3, 4], greedy(900))
-        next(iter(handle))
-        process.send_signal(number)
-        until(lambda: not path.exists())
-        with pytest.raises(EngineProcessError, match="the engine process was told to end"):
-            client.submit([3], greedy(1)).result(PATIENCE)
-        process.send_signal(number)
-        with pytest.raises(EngineDeadError):
-            handle.result(PATIENCE)
-        assert process.wait(PATIENCE) == 128 + number
-
-
-@pytest.mark.whole
-def test_what_does_not_end_in_time_is_ended(model_folder: Path, path: Path) -> None:
-    with (
-        started_engine_process(model_folder, path, *OPTIONS, "--drain-seconds", "0") as process,
-        Client(path) as client,
-    ):
-        handle = client.submit([3, 4], greedy(900))
-        next(iter(handle))
-        process.send_signal(signal.SIGTERM)
-        with pytest.raises(EngineProcessError, match="the request has not ended 0 s later"):
-            handle.result(PATIENCE)
-        assert process.wait(PATIENCE) == 0
-
-
-@pytest.mark.whole
-def test_before_it_is_ready_the_first_signal_ends_it(model_folder: Path, path: Path) -> None:
-    with started_engine_process(model_folder, path, *OPTIONS) as process, Client(path, wait=False) as client:
-        process.send_signal(signal.SIGTERM)
-        with pytest.raises(EngineDeadError):
-            client.wait_until_ready()
-        assert process.wait(PATIENCE) == 128 + signal.SIGTERM
-    assert not path.exists()
 
 
 @pytest.mark.whole
@@ -184,46 +112,67 @@ def test_a_model_that_cannot_be_loaded_ends_it_and_clients_hear_why(tmp_path: Pa
         assert process.wait(PATIENCE) == 1
         assert process.stderr is not None
         assert "cannot be loaded as a causal LM" in process.stderr.read()
+    arguments = [COMMAND, "serve", str(tmp_path), "--port", "0", *OPTIONS]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 1
+    assert "cannot be loaded as a causal LM" in done.stderr
+    assert "error: serve: the engine process has ended before it was ready" in done.stderr
 
 
 @pytest.mark.whole
-def test_two_hundred_streams_at_once_get_what_the_engine_gives(engine: Engine, model_folder: Path, path: Path) -> None:
+def test_two_hundred_streams_at_once_over_the_socket_and_over_http_get_the_engines_answers(
+    engine: Engine, model_folder: Path, path: Path
+) -> None:
     prompts = [[3 + number % 90, 5, 3 + number // 2] for number in range(200)]
-    expected = [output.token_ids for output in engine.generate(prompts, greedy(40))]
-    with started_engine_process(model_folder, path, *OPTIONS), Client(path) as client:
+    expected = engine.generate(prompts, greedy(40))
 
-        async def stream(prompt: list[int]) -> list[int]:
-            return [token async for token in client.submit(prompt, greedy(40))]
+    async def tokens(client: Client, prompt: list[int]) -> list[int]:
+        return [token async for token in client.submit(prompt, greedy(40))]
 
-        async def all_of_them() -> list[list[int]]:
-            return await asyncio.gather(*map(stream, prompts))
+    async def text(http: openai.AsyncOpenAI, prompt: list[int]) -> str:
+        options: Any = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "stream": True}
+        chunks = await http.completions.create(model=model_folder.name, **options)
+        return "".join([choice.text async for chunk in chunks for choice in chunk.choices])
 
-        assert asyncio.run(all_of_them()) == expected
+    async def leave(http: openai.AsyncOpenAI, prompt: list[int]) -> None:
+        chunks = await http.completions.create(model=model_folder.name, prompt=prompt, max_tokens=900, stream=True)
+        async for _ in chunks:
+            break
+        await chunks.close()
+
+    async def all_of_them(client: Client, url: str) -> None:
+        streams = await asyncio.gather(*(tokens(client, prompt) for prompt in prompts))
+        assert streams == [output.token_ids for output in expected]
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=PATIENCE) as http:
+            leaving = asyncio.gather(*(leave(http, prompt) for prompt in prompts[:40]))
+            texts = await asyncio.gather(*(text(http, prompt) for prompt in prompts))
+            await leaving
+        assert texts == [output.text for output in expected]
+
+    with served(model_folder, path, 1) as server, Client(path) as client:
+        asyncio.run(all_of_them(client, server.url))
         assert_nothing_is_left(client)
 
 
 @pytest.mark.whole
-def test_clients_that_are_killed_leave_nothing_in_twenty_rounds(model_folder: Path, path: Path) -> None:
-    with started_engine_process(model_folder, path, *OPTIONS), Client(path) as client:
-        kept = client.submit([9, 8, 7], greedy(900))
-        for _ in range(20):
-            kill(running_client(path))
-            if kept.done:
-                kept = client.submit([9, 8, 7], greedy(900))
-        assert kept.refused is None
-        kept.cancel()
-        assert_nothing_is_left(client)
-        assert client.stats().connections == 1
-
-
-@pytest.mark.whole
-def test_the_demo_model_writes_what_it_writes_in_process(demo_model_dir: Path, path: Path) -> None:
+def test_the_demo_model_writes_over_the_socket_and_over_http_what_it_writes_in_process(
+    demo_model_dir: Path, path: Path
+) -> None:
     asked: Any = [{"role": "user", "content": "What is the capital of France?"}]
     loaded = AutoModelForCausalLM.from_pretrained(demo_model_dir)
     model = compiled_llm.wrap(loaded, mode="eager", progress=False, kv_memory="20000 tokens")
     with Engine(model, tokenizer=AutoTokenizer.from_pretrained(demo_model_dir)) as engine:
         (expected,) = engine.generate(asked, greedy(24))
-    with started_engine_process("demo", path, *OPTIONS), Client(path, tokenizer=True) as client:
-        assert "".join(client.stream(asked, greedy(24))) == expected.text
-        assert expected.text is not None
-        assert "Paris" in expected.text
+    assert expected.text is not None
+    assert "Paris" in expected.text
+    with served("demo", path, 1) as server:
+        with Client(path, tokenizer=True) as client:
+            assert "".join(client.stream(asked, greedy(24))) == expected.text
+        http = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        assert [model.id for model in http.models.list()] == ["demo"]
+        options: Any = {"model": "demo", "messages": asked, "temperature": 0, "max_tokens": 24}
+        whole = http.chat.completions.create(**options).choices[0].message.content
+        stream = http.chat.completions.create(**options, stream=True)
+        streamed = "".join(choice.delta.content or "" for chunk in stream for choice in chunk.choices)
+        assert whole == streamed == expected.text
+        assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()

@@ -43,7 +43,7 @@ def plant_in_engine_processes(file: str) -> None:
 
     def begin_planted(self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
-        python, _, _, *arguments = self._arguments
+        python, _, *arguments = self._arguments
         self._arguments = (python, SCRIPT, file, *arguments)
 
     EngineProcess.__init__ = begin_planted  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Real processes are killed under load, twenty times: everybody hears of it, and nothing is left behind."""
+"""An engine process is killed under load again and again, and a client reads nothing: the others are answered."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -23,10 +22,9 @@ from compiled_llm.client import Client, EngineProcessError
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.server.engine_processes import PATIENCE, until
 from support.server.processes import children, files_of, threads_of
-from support.server.running_servers import is_refused, serving
+from support.server.running_servers import serving
+from support.server.under_load import OPTIONS, TEXT, assert_nothing_is_left, figures, is_ready, served
 
-OPTIONS = ("--mode", "eager", "--warmup", "1,8", "--kv-memory", "20000 tokens")
-TEXT = "/v1/completions"
 ROUNDS, AT_ONCE = 20, 12
 # The command, with more restarts an hour than it has.
 MANY_RESTARTS = """
@@ -37,31 +35,6 @@ main()
 """
 
 pytestmark = pytest.mark.whole
-
-
-def ready(url: str) -> bool:
-    return get(url, "/ready").status_code == 200
-
-
-def get(url: str, path: str) -> httpx.Response:
-    return httpx.get(url + path, verify=False)  # without certificates, which take long to load
-
-
-def engine_process_of(api_server: int) -> int:
-    (engine_process,) = children(api_server)
-    return engine_process
-
-
-def figures(url: str) -> dict[str, float]:
-    """What /metrics says, without comments."""
-    lines = (line.rpartition(" ") for line in get(url, "/metrics").text.splitlines() if line[0] != "#")
-    return {name: float(value) for name, _, value in lines}
-
-
-def assert_nothing_is_left(url: str) -> None:
-    until(lambda: figures(url).get("compiled_llm_running") == figures(url).get("compiled_llm_waiting") == 0.0)
-    assert figures(url)['compiled_llm_pages{state="used"}'] == 0.0
-    until(lambda: figures(url)["compiled_llm_http_open"] == 1.0)  # this one
 
 
 def ask(http: httpx.Client, draw: random.Random) -> str:
@@ -110,21 +83,21 @@ def asking(url: str, path: Path) -> Iterator[Callable[[int], list[Future[str]]]]
 def test_an_engine_process_that_is_killed_twenty_times(model_folder: Path, path: Path, seed: int) -> None:
     draw, said, before = random.Random(seed), set(), ([""], 0)
     command = (sys.executable, "-c", MANY_RESTARTS)
-    with serving(model_folder, "--uds", str(path), *OPTIONS, command=command) as (process, url):
-        until(lambda: ready(url))
+    with served(model_folder, path, 1, command=command) as server:
+        process, url = server.process, server.url
         with asking(url, path) as ask_many:
             for number in range(ROUNDS):
                 answers = ask_many(1000 * number + seed)
                 time.sleep(draw.uniform(0, 0.8))
-                os.kill(engine_process_of(process.pid), signal.SIGKILL)
+                os.kill(server.engine_process, signal.SIGKILL)
                 said |= {answer.result(PATIENCE) for answer in answers}
                 until(lambda: children(process.pid))
                 if number == 1:
-                    until(lambda: ready(url))
+                    until(lambda: is_ready(url))
                     before = files_of(process.pid), threads_of(process.pid)
                 if draw.random() < 0.8:  # else the next one is killed while it loads
-                    until(lambda: ready(url))
-            until(lambda: ready(url))
+                    until(lambda: is_ready(url))
+            until(lambda: is_ready(url))
         assert {"engine_dead", "whole", "200", "503"} <= said
         assert httpx.post(url + TEXT, json={"prompt": "a", "max_tokens": 3}).status_code == 200
         assert_nothing_is_left(url)
@@ -134,25 +107,6 @@ def test_an_engine_process_that_is_killed_twenty_times(model_folder: Path, path:
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 0
     assert not path.exists()
-
-
-def test_an_api_server_that_is_killed_under_load_leaves_nobody(model_folder: Path, path: Path, seed: int) -> None:
-    draw = random.Random(seed)
-    for _ in range(3):
-        with (
-            serving(model_folder, "--uds", str(path), *OPTIONS) as (process, url),
-            ThreadPoolExecutor(AT_ONCE) as pool,
-            calling(url) as http,
-        ):
-            until(lambda url=url: ready(url))
-            engine_process = engine_process_of(process.pid)
-            answers = [pool.submit(ask, http, random.Random(number)) for number in range(AT_ONCE)]
-            time.sleep(draw.uniform(0, 0.3))
-            process.kill()
-            for answer in answers:
-                assert answer.exception(PATIENCE) is None or isinstance(answer.exception(), httpx.TransportError)
-            until(lambda engine_process=engine_process: not Path(f"/proc/{engine_process}").exists())
-            assert not path.exists()
 
 
 CLIENT = """
@@ -165,37 +119,11 @@ with httpx.stream("POST", sys.argv[1], json=body) as response:
 """
 
 
-def test_clients_that_are_killed_leave_nothing(model_folder: Path, seed: int) -> None:
-    draw = random.Random(seed)
-    with serving(model_folder, *OPTIONS) as (process, url):
-        until(lambda: ready(url))
-        engine_process, before, now = engine_process_of(process.pid), [], []
-        for _ in range(6):
-            killed = [
-                subprocess.Popen(
-                    [sys.executable, "-c", CLIENT, url + TEXT], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-                )
-                for _ in range(4)
-            ]
-            for each in killed:
-                assert each.stdout is not None
-                assert each.stdout.readline() == b"began\n"
-            time.sleep(draw.uniform(0, 0.1))
-            for each in killed:
-                each.kill()
-                each.communicate()
-            assert_nothing_is_left(url)
-            now = [(len(files_of(pid)), threads_of(pid)) for pid in (process.pid, engine_process)]
-            before = before or now
-        for (files, threads), (files_then, threads_then) in zip(now, before, strict=True):
-            assert (files <= files_then + 1, threads <= threads_then + 1) == (True, True)
-
-
 def test_a_reader_of_http_that_stops_keeps_nobody_waiting(model_folder: Path) -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True, "logprobs": 5, "n": 8})
     head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     with serving(model_folder, *OPTIONS) as (_, url):
-        until(lambda: ready(url))
+        until(lambda: is_ready(url))
         with socket.socket() as peer:
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             peer.connect(("127.0.0.1", int(url.rpartition(":")[2])))
@@ -212,24 +140,3 @@ def test_a_reader_of_http_that_stops_keeps_nobody_waiting(model_folder: Path) ->
                 received += data
         assert received.count(b'"finish_reason":"length"') == 8
         assert_nothing_is_left(url)
-
-
-def test_a_drain_that_takes_too_long_ends_what_is_left(model_folder: Path) -> None:
-    with serving(model_folder, *OPTIONS, "--drain-seconds", "1") as (process, url):
-        until(lambda: ready(url))
-        engine_process = engine_process_of(process.pid)
-        with httpx.stream("POST", url + TEXT, json={"prompt": "a", "max_tokens": 9, "stream": True}) as short:
-            events = (line for line in short.iter_lines() if line)
-            next(events)
-            endless = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 8}
-            with ThreadPoolExecutor() as pool:
-                lasting = pool.submit(httpx.post, url + TEXT, json=endless, timeout=PATIENCE)
-                until(lambda: figures(url)["compiled_llm_running"] >= 8)
-                process.send_signal(signal.SIGTERM)
-                began = time.monotonic()
-                assert list(events)[-1] == "data: [DONE]"
-                until(lambda: is_refused(url))
-                assert process.wait(PATIENCE) == 0
-                assert time.monotonic() - began < 20
-                assert lasting.exception(PATIENCE) is not None or "error" in lasting.result().text
-        until(lambda: not Path(f"/proc/{engine_process}").exists())
