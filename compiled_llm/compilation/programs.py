@@ -296,7 +296,7 @@ def begin_beside_tracing(device: torch.device, artifacts: Artifacts | None) -> N
     """Begin work that Inductor needs before it can look up a graph, and the tracing of the first one does not."""
     hash_sources_early()
     if device.type == "cuda":
-        choose_ptxas()  # before any kernel of ours is built
+        choose_ptxas()  # before any of our kernels is built
     if artifacts is not None:
         artifacts.begin(device.type)
     elif device.type == "cuda":

@@ -1,4 +1,4 @@
-"""The attention of a thread: ours while it runs a program of ours, else the user's own.
+"""The attention of a thread: ours while it runs one of our programs, else the user's own.
 
 A wrapped model at rest keeps the user's attention implementation, also for threads that do not compute. So anything
 that does not pass through us (inner modules, other models of the same config, training, saving) is untouched.

@@ -21,7 +21,7 @@ Forward = Callable[..., Any]
 """A model class's own ``forward``."""
 
 Learnt = tuple[Sequence[Layer], Sequence[FusedGroup], DefaultPositions]
-"""What ``ModelFacts.of`` takes beside a model and its forward."""
+"""The arguments of ``ModelFacts.of`` after a model and its forward."""
 
 
 @dataclass(frozen=True)

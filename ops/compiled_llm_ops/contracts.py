@@ -244,7 +244,7 @@ TILE = 64
 """So many neighbouring tokens race as one first."""
 
 OF_TILES, OF_TOKENS = 0, 1
-"""What a random number is for: a part of the generator's counter."""
+"""The use of a random number: a part of the generator's counter."""
 
 
 class Seldom(NamedTuple):

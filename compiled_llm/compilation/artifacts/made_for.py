@@ -24,7 +24,7 @@ SIZE_OPTIONS = ("mode", "backend", "prefill_tokens")
 """The options of ``wrap`` that decide, with the room for rows, which sizes steps have."""
 
 _UNSAID = {"transformers_version", "dtype", "torch_dtype"}
-"""What a config says beside the model itself; its type is looked up in the weights."""
+"""Entries of a config that do not describe the model; the dtype is that of the weights."""
 
 
 def made_for(model: PreTrainedModel, model_class: type[PreTrainedModel], config: WrapConfig) -> dict[str, Any]:

@@ -12,7 +12,7 @@ NAME = "manifest.json"
 FORMAT = 1
 
 MadeFor = Mapping[str, Any]
-"""What code depends on, by names that a user understands; values are those of JSON."""
+"""The requirements of compiled code, by names that a user understands; values are those of JSON."""
 
 
 class ManifestEntry(NamedTuple):

@@ -13,7 +13,7 @@ from compiled_llm.compat.torch.inductor import cache_variables
 from compiled_llm.compilation.artifacts.manifest import NAME, MadeFor, Manifest, ManifestEntry
 
 PLACE = b"[folder of compiled_llm's artifacts]"
-"""What stands in Triton's lists of files for the folder that they lie in, wherever that is."""
+"""Stands in Triton's lists of files for the folder that they lie in, wherever that is."""
 
 PROFILE = "profile.json"
 """Which steps processes that start with the folder prepare."""

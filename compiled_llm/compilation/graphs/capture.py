@@ -1,7 +1,7 @@
 """CUDA graphs of whole steps, captured around the compiled programs and replayed with one launch.
 
 Cudagraph trees check every weight and every guard at each call, which takes the host longer than a small model takes
-the device. A CUDA graph of ours is launched by itself; ``validity`` checks whether it may still be replayed, when the
+the device. Our CUDA graphs are launched unchecked; ``validity`` checks whether they may still be replayed, when the
 model may have changed.
 
 A capture runs no kernels: it notes launches. So it may be made while steps run, in a thread of its own, which lives as

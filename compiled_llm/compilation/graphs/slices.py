@@ -25,7 +25,7 @@ PATIENCE = 0.001
 """Seconds until the giver of a slice goes on, if the thread has not paused by then.
 
 It pauses every few hundred microseconds, but for what may take far longer: loading a kernel, instantiating a graph.
-That goes on beside, mostly without holding the interpreter.
+That continues concurrently, mostly without holding the interpreter.
 """
 
 _State = Literal["idle", "waiting", "working"]

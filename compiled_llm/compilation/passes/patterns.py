@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from compiled_llm.compat.torch.tensors import example_of
 
 Found = dict[str, Any]
-"""What a pattern's parameters stand for, by name: nodes, numbers, dtypes."""
+"""The nodes, numbers and dtypes that a pattern's parameters stand for, by name."""
 
 
 class Pattern:

@@ -1,4 +1,4 @@
-"""Passes over matmuls with weights: several at once, or by kernels of ours."""
+"""Passes over matmuls with weights: several at once, or by our kernels."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class TracedCode:
         self._known: list[object] = []
 
     def note(self, graph: fx.Graph) -> None:
-        """Remember the code behind a graph that Dynamo has just made; called like a pass, inside a backend."""
+        """Remember the code of a graph that Dynamo has just made; called like a pass, inside a backend."""
         model, codes = self._model(), traced_code()
         classes = set() if model is None else set(map(type, model.modules()))
         for place in (*_methods(classes, codes), *_functions(graph, codes)):

@@ -16,7 +16,7 @@ from compiled_llm.model.layer_probe import trial_forward
 from compiled_llm.model.probes.observing import observed
 
 DefaultPositions = Literal["columns", "unmasked", "own"]
-"""What ``forward`` without ``position_ids`` numbers: all tokens, those that are not masked, or something else."""
+"""The tokens that ``forward`` without ``position_ids`` numbers: all, those that are not masked, or others."""
 
 _LAYERS = 4
 """How many are compared; some layers use no positions, but never the first four of them."""

@@ -31,7 +31,7 @@ def _look_in_folders() -> None:
 
 
 def look_in_folders(spec: type[Any]) -> None:
-    """Change FlashInfer's ``JitSpec``, which in 0.7 has a subclass that builds, so that it loads kernels of ours."""
+    """Change FlashInfer's ``JitSpec``, which in 0.7 has a subclass that builds, so that it loads our kernels."""
     build_and_load = spec.build_and_load
 
     @functools.wraps(build_and_load)
