@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 NOTHING = {"graphs": 0, "C++ kernels": 0, "Triton kernels": 0, "FlashInfer kernels": 0}
 OF_TORCH = {"_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
-"""What torch sets for itself when it compiles anything."""
+"""The variables that torch sets when it compiles anything."""
 
 
 @pytest.fixture(scope="module")

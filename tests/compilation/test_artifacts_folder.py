@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_copy_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What is refused leaves nothing in the folder for temporary files, and what is used goes with its object."""
+    """Refused artifacts leave nothing in the folder for temporary files, and used ones go with their object."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))

@@ -1,4 +1,4 @@
-"""What is left to our ops in a decode step: norm and position of queries and keys, and sums with their norms."""
+"""Our ops take over parts of a decode step: norm and position of queries and keys, and sums with their norms."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def products_in(graph: fx.Graph) -> list[Any]:
 
 
 class Found(NamedTuple):
-    """What the ops do in a step of a model of two layers; ``products`` and ``gated`` where there is one row."""
+    """The work of the ops in a step of a model of two layers; ``products`` and ``gated`` where there is one row."""
 
     turned: int
     normed: int
@@ -261,7 +261,7 @@ LEFT: dict[str, Layer] = {
 
 
 def rewritten(layer: Layer) -> tuple[Any, Any]:
-    """What the attention of a layer is given after the pass, which changes nothing that comes out."""
+    """The arguments of a layer's attention after the pass, which changes no output."""
     inputs = inputs_of()
     expected = layer(inputs._replace(pages=inputs.pages.clone()))
     module, given = traced(layer, inputs)

@@ -37,7 +37,7 @@ LAYERS = 3
 
 
 class Graphs(list[fx.GraphModule]):
-    """What comes out of Dynamo, filled, and how many layers of it were traced."""
+    """The graphs that Dynamo has made, filled, and how many layers of each were traced."""
 
     traced: list[int]
 
@@ -196,7 +196,7 @@ def test_a_window_of_one_layer_is_seen(graphs, monkeypatch, seed):
 
 @pytest.fixture(scope="module")
 def outlined() -> PreTrainedModel:
-    """A model that was traced in outline; who changes it undoes that."""
+    """A model that was traced in outline; a test that changes it undoes that."""
     with pytest.MonkeyPatch.context() as patch:
         graphs = tracing(patch)
         model = compiled_llm.wrap(model_of(), **OPTIONS)
@@ -281,7 +281,7 @@ def test_outlines_share_what_they_know_only_where_they_saw_the_same():
     assert second.valid(glance=1)
     assert not first.valid(glance=1)
     modules[1].self_attn.scaling = before
-    assert second.valid(glance=1)  # nobody can have changed it meanwhile, a glance says
+    assert second.valid(glance=1)  # no thread can have changed it meanwhile, a glance says
     assert first.valid(glance=2)
     assert not second.valid(glance=2)
     assert known.of(modules[1:]) is not second
@@ -343,7 +343,7 @@ def test_what_layers_do_is_looked_at_too(kind, new_tokens, traced, graphs, seed)
 
 
 def test_only_the_first_of_equal_layers_runs_on_fake_tensors(graphs, monkeypatch, seed):
-    """What a function gave is told again to the others: a run takes a tenth of a millisecond."""
+    """The others reuse a function's result: a run takes a tenth of a millisecond."""
     ran: list[int] = []
     fakes = outline.fake_tensors
 
@@ -366,7 +366,7 @@ def test_only_the_first_of_equal_layers_runs_on_fake_tensors(graphs, monkeypatch
 
 
 class TwiceInTheMiddle(Qwen3Model):
-    """What a loop does between two layers, and hands to one of them, is its own affair."""
+    """Its loop works between two layers, and hands something else to one of them."""
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
         hidden = self.embed_tokens(input_ids)

@@ -38,7 +38,7 @@ def pieces_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
-    """What Inductor is given."""
+    """The graphs that Inductor is given."""
     given: list[fx.GraphModule] = []
 
     def noted(module: fx.GraphModule, inputs: Any, options: Any) -> Callable[..., Any]:

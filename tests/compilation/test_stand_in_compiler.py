@@ -1,4 +1,4 @@
-"""What stands for the C++ compiler of artifacts says what that one says, and compiles nothing."""
+"""The stand-in for the C++ compiler of artifacts prints the version of that one, and compiles nothing."""
 
 from __future__ import annotations
 

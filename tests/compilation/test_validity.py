@@ -1,4 +1,4 @@
-"""What a CUDA graph has baked in of a model is watched: every way to change it is noticed, and nothing else is."""
+"""The parts of a model that a CUDA graph has baked in are watched: each change of them is noticed, no other is."""
 
 from __future__ import annotations
 

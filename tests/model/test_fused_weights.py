@@ -184,7 +184,7 @@ def test_weights_that_are_swapped_to_and_fro_keep_their_memory(seed):
     value, average = own.clone(), torch.randn(8, 24)
     module.k.weight.data = average
     assert not weights.intact()
-    assert not weights.restore(), "somebody else holds the new weight, and may write to it"
+    assert not weights.restore(), "the test holds the new weight, and may write to it"
     average.fill_(3)
     assert (module.k.weight == 3).all()
     module.k.weight.data = own

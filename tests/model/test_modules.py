@@ -1,4 +1,4 @@
-"""What is known of the modules inside a model."""
+"""The modules inside a model, and what is remembered of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read from a folder: everything is checked before any weight changes."""
+"""New weights from a folder: everything is checked before any weight changes."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def index(text: str) -> Callable[[Path], None]:
 
 
 def fifo(folder: Path) -> None:
-    """Whoever opens it waits for ever."""
+    """A process that opens it waits for ever."""
     (folder / "model.safetensors").unlink()
     os.mkfifo(folder / "model.safetensors")
 

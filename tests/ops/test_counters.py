@@ -1,4 +1,4 @@
-"""Who owns the counters of captured launches; on a CPU, where nothing is captured."""
+"""The owners of the counters of captured launches; on a CPU, where nothing is captured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be installed to run FlashInfer."""
+"""The packages and tools that FlashInfer needs."""
 
 from __future__ import annotations
 
