@@ -140,7 +140,7 @@ class _Subject:
         cause: Exception | None = None
         for fake in (False,) if changes_in_first_call(self.model) else (True, False):
             try:
-                # Not one fake tensor may stay behind.
+                # No fake tensor may stay.
                 with restored(self.model), self._paged(), LinearRecorder() as recorder:
                     layers = probe_layers(self.model, BATCH_ARGUMENT, fake=fake)
                 layers = check_patterns(self.model, layers)

@@ -1,4 +1,4 @@
-"""What the text report and the page say alike: places, changes, timings and history in words."""
+"""Words that the text report and the page share: places, changes, timings and history."""
 
 from __future__ import annotations
 

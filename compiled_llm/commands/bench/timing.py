@@ -1,4 +1,4 @@
-"""What is timed, and how times are summed up: these definitions hold for every contender.
+"""The times that are taken, and how they are summed up: these definitions hold for every contender.
 
 Shapes: B rows, T tokens in each prompt.
 """

@@ -161,9 +161,10 @@ class Trial:
 
         with torch.inference_mode():
             logits = self.model(input_ids=tokens[:, :-1]).logits[0, _PROMPT_TOKENS - 1 :].float()  # [G, V]
-        chosen = logits.gather(1, tokens[0, _PROMPT_TOKENS:, None])[:, 0]
+        ours = logits.gather(1, tokens[0, _PROMPT_TOKENS:, None])[:, 0]
         rounding = 1e-3 if self.model.dtype == torch.float32 else 0.1
-        wrong = (logits.amax(dim=-1) - chosen > rounding * logits.std()).nonzero().flatten().tolist()
+        wrong = (logits.amax(dim=-1) - ours > rounding * logits.std()).nonzero().flatten().tolist()
         if wrong:
-            differently = f"of {_NEW_TOKENS} tokens HuggingFace would have chosen {len(wrong)} differently"
-            raise WrongTokensError(f"{differently}, the first of them number {wrong[0] + 1}")
+            raise WrongTokensError(
+                f"of {_NEW_TOKENS} tokens {len(wrong)} are not HuggingFace's, the first of them number {wrong[0] + 1}"
+            )

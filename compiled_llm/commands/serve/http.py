@@ -166,7 +166,7 @@ def _warn(flags: HttpFlags, say: Callable[[str], None]) -> None:
 
 
 class _Printable(logging.Formatter):
-    """Spells out control characters: a client may have sent them, as the id of a request behind a proxy."""
+    """Spells out control characters: a client may have sent them, as the id of a request through a proxy."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.http.body_values import check_values
-from compiled_llm.server.http.worker_thread import beside
+from compiled_llm.server.http.worker_thread import in_thread_if_long
 
 
 class BodyRoute(APIRoute):
@@ -29,7 +29,7 @@ class BodyRoute(APIRoute):
 
         async def handle(request: Request) -> Response:
             content = await request.body()
-            body = await beside(lambda: _read(content, kind), len(content))
+            body = await in_thread_if_long(lambda: _read(content, kind), len(content))
             response: Response = await endpoint(body, request)
             return response
 

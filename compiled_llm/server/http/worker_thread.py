@@ -20,7 +20,7 @@ _HUGE = 2**17
 _memory = Memory()
 
 
-async def beside(function: Callable[[], T], characters: int) -> T:
+async def in_thread_if_long(function: Callable[[], T], characters: int) -> T:
     """Return ``function()``; it runs in another thread if it takes many characters."""
     if characters < _LONG:
         return function()
@@ -33,5 +33,5 @@ async def beside(function: Callable[[], T], characters: int) -> T:
 
 async def written(made: Callable[[], BaseModel], characters: int) -> Response:
     """Return a response of about so many characters as JSON; a long one is made in another thread."""
-    body = await beside(lambda: made().model_dump_json(), characters)
+    body = await in_thread_if_long(lambda: made().model_dump_json(), characters)
     return Response(body, media_type="application/json")

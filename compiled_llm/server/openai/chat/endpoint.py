@@ -12,7 +12,7 @@ from compiled_llm.protocol.messages import Entry
 from compiled_llm.requests.outputs import Completion
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.http.body_route import BodyRoute
-from compiled_llm.server.http.worker_thread import beside
+from compiled_llm.server.http.worker_thread import in_thread_if_long
 from compiled_llm.server.openai.chat.answer_form import answer_form, with_form
 from compiled_llm.server.openai.chat.logprobs import chat_logprobs, entries_of, prompt_logprobs
 from compiled_llm.server.openai.chat.message import plain_messages
@@ -63,7 +63,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
             [Reading(prompt.reader(), body.include_reasoning is not False) for _ in range(body.answers)],
         )
 
-    tokens, params, form, readings = await beside(prepared, len(await request.body()))
+    tokens, params, form, readings = await in_thread_if_long(prepared, len(await request.body()))
     answers = await api_server.submit(request, [tokens], params, "messages", body, form)
     writer = _ChatResponseWriter(body, model, api_server.settings.names[0], answers, readings)
     return await answered(writer, answers, bool(body.stream))
@@ -138,7 +138,7 @@ class _ChatResponseWriter:
                 for new in self._news(choice.index, news, texts[choice.index])
             ]
         if self._body.wants_usage:
-            yield [self._chunk([], usage=await beside(self._usage, self._answers.characters))]
+            yield [self._chunk([], usage=await in_thread_if_long(self._usage, self._answers.characters))]
 
     def _chunk(self, choices: list[ChunkChoice], count: int = 0, **others: Any) -> bytes:
         if self._body.wants_usage_always and choices:

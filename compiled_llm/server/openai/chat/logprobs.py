@@ -20,14 +20,14 @@ def entries_of(logprobs: Iterable[dict[int, Logprob]]) -> list[list[Entry]]:
     return [[(token, entry.logprob, entry.rank) for token, entry in place.items()] for place in logprobs]
 
 
-def chat_logprobs(places: Sequence[Sequence[Entry]], likeliest: int, names: TokenNames) -> ChatLogprobs:
-    """Return the log-probabilities of tokens: for each its own entry, and so many of the ``likeliest``."""
-    return ChatLogprobs(content=[_place(entries, likeliest, names) for entries in places], refusal=None)
+def chat_logprobs(places: Sequence[Sequence[Entry]], top_logprobs: int, names: TokenNames) -> ChatLogprobs:
+    """Return the log-probabilities of tokens: for each its own entry, and ``top_logprobs`` of the most likely ones."""
+    return ChatLogprobs(content=[_place(entries, top_logprobs, names) for entries in places], refusal=None)
 
 
-def _place(entries: Sequence[Entry], likeliest: int, names: TokenNames) -> TokenLogprob:
+def _place(entries: Sequence[Entry], top_logprobs: int, names: TokenNames) -> TokenLogprob:
     own, *_ = entries
-    first = sorted((entry for entry in entries if entry[2] <= likeliest), key=itemgetter(2))[:likeliest]
+    first = sorted((entry for entry in entries if entry[2] <= top_logprobs), key=itemgetter(2))[:top_logprobs]
     top = [_entry(entry, names) for entry in first]
     return TokenLogprob(top_logprobs=top, **_entry(own, names).model_dump())
 

@@ -13,7 +13,7 @@ from compiled_llm.server.openai.parsing.answer_parts import CallPiece
 
 
 class TopLogprob(BaseModel):
-    """One of the likeliest tokens."""
+    """One of the most likely tokens."""
 
     token: str
     logprob: float
@@ -21,7 +21,7 @@ class TopLogprob(BaseModel):
 
 
 class TokenLogprob(TopLogprob):
-    """A token of the answer, and the likeliest ones in its place."""
+    """A token of the answer, and the most likely ones in its place."""
 
     top_logprobs: list[TopLogprob]
 

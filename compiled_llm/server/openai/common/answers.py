@@ -17,7 +17,7 @@ from compiled_llm.protocol.messages import Entry
 from compiled_llm.requests.answer_text import AnswerText
 from compiled_llm.requests.outputs import Completion
 from compiled_llm.server.http.api_error import ApiError
-from compiled_llm.server.http.worker_thread import beside
+from compiled_llm.server.http.worker_thread import in_thread_if_long
 from compiled_llm.server.openai.common.usage import FinishReason, finish_reason_of
 
 logger = logging.getLogger("compiled_llm.server")
@@ -108,7 +108,7 @@ class Answers:
         """Wait for the end, and return all answers, or raise why one has failed."""
         async for _ in self.changes():
             pass
-        return await beside(self._completions, self.characters)
+        return await in_thread_if_long(self._completions, self.characters)
 
     @property
     def characters(self) -> int:

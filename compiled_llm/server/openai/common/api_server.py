@@ -14,7 +14,7 @@ from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.protocol.messages import Ready
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.http.api_error import ApiError, invalid
-from compiled_llm.server.http.worker_thread import beside
+from compiled_llm.server.http.worker_thread import in_thread_if_long
 from compiled_llm.server.openai.common.answers import CHARACTERS, Answers
 from compiled_llm.server.openai.common.engine_link import EngineLink, Model
 from compiled_llm.server.openai.fields.sampling import SamplingFields
@@ -93,7 +93,7 @@ class ApiServer:
                 raise
             return handles
 
-        handles = await beside(begun, CHARACTERS * sum(map(len, prompts)))
+        handles = await in_thread_if_long(begun, CHARACTERS * sum(map(len, prompts)))
         limits = self.settings.max_unsent, self.settings.stream_interval
         return Answers(handles, request, params.include_stop_str_in_output, *limits, form and form.field)
 

@@ -14,4 +14,4 @@ class PromptLogprob(BaseModel):
 
 
 PromptPlace = dict[str, PromptLogprob]
-"""The token that stands in one place, and the likeliest ones, by their ids."""
+"""The token that stands in one place, and the most likely ones, by their ids."""

@@ -13,7 +13,7 @@ from compiled_llm.protocol.messages import Entry
 from compiled_llm.requests.outputs import Completion
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.http.body_route import BodyRoute
-from compiled_llm.server.http.worker_thread import beside
+from compiled_llm.server.http.worker_thread import in_thread_if_long
 from compiled_llm.server.openai.chat.logprobs import entries_of, prompt_logprobs
 from compiled_llm.server.openai.common.answering import answered
 from compiled_llm.server.openai.common.answers import Answers, Choice, News
@@ -44,7 +44,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Any:
         params = body.sampling(form)
         return [_tokens(prompt, params, model, body) for prompt in body.prompts()], params, form
 
-    prompts, params, form = await beside(prepared, len(await request.body()))
+    prompts, params, form = await in_thread_if_long(prepared, len(await request.body()))
     answers = await api_server.submit(request, prompts, params, "prompt", body, form)
     writer = _CompletionResponseWriter(body, model, api_server.settings.names[0], answers)
     return await answered(writer, answers, bool(body.stream))
@@ -178,6 +178,6 @@ class _CompletionResponseWriter:
 
 
 def _likeliest(place: list[Entry], most: int) -> list[Entry]:
-    """Return a place's own token, and the likeliest ones, of which there may be more than are wanted."""
+    """Return a place's own token, and the most likely ones, of which there may be more than are wanted."""
     own, *others = place
     return [own, *(entry for entry in others if entry[2] <= most)]

@@ -21,7 +21,7 @@ class CompletionScores:
         """Return the log-probabilities of further tokens.
 
         Args:
-            places: for each token its own entry, then those of the likeliest; None if it has none.
+            places: for each token its own entry, then those of the most likely ones; None if it has none.
             first: the token of a place without entries, which begins a prompt.
         """
         tokens = [first if entries is None else entries[0][0] for entries in places]

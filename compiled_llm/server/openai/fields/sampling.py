@@ -1,4 +1,4 @@
-"""Fields of a request that say how tokens are chosen: OpenAI's, and those that vLLM has besides."""
+"""Fields of a request that say how tokens are sampled: OpenAI's, and those that vLLM adds."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Form(NamedTuple):
 
 
 class StructuredOutputs(Body):
-    """A form, and how much white space JSON may have; that counts beside ``response_format``, too."""
+    """A form, and how much white space JSON may have; that counts with ``response_format``, too."""
 
     json_: str | dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = None

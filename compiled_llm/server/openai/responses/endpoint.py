@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from compiled_llm.requests.outputs import Completion
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.http.body_route import BodyRoute
-from compiled_llm.server.http.worker_thread import beside
+from compiled_llm.server.http.worker_thread import in_thread_if_long
 from compiled_llm.server.openai.chat.answer_form import answer_form, with_form
 from compiled_llm.server.openai.chat.logprobs import chat_logprobs, entries_of
 from compiled_llm.server.openai.chat.prompt import chat_prompt
@@ -51,7 +51,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Any:
         form = answer_form(body.form, prompt, body.max_blanks)
         return tokens, with_form(params, form, prompt), form, Reading(prompt.reader())
 
-    tokens, params, form, reading = await beside(prepared, len(await request.body()))
+    tokens, params, form, reading = await in_thread_if_long(prepared, len(await request.body()))
     answers = await api_server.submit(request, [tokens], params, "input", body, form)
     writer = _ResponsesWriter(body, model, api_server.settings.names[0], answers, reading)
     return await answered(writer, answers, bool(body.stream), end=b"")
@@ -91,7 +91,7 @@ class _ResponsesWriter:
                 reason = news.finish_reason
                 yield list(self._news(news))
         assert reason is not None, "an answer that has ended has a reason"
-        response = await beside(lambda: self._ended(reason), self._answers.characters)
+        response = await in_thread_if_long(lambda: self._ended(reason), self._answers.characters)
         yield [self._event(f"response.{response.status}", response=response.model_dump())]
 
     def _news(self, news: News) -> Iterator[bytes]:
