@@ -1,6 +1,7 @@
 """The Python of README and docs runs, and prints what it says.
 
-All blocks of a page share one namespace and run in order, on the CPU and in `mode="eager"` unless they name a mode.
+All blocks of a page share one namespace and run in order, on the CPU and in `mode="eager"` unless they name a mode,
+whose graphs run as Dynamo leaves them.
 They find nothing but what the line at the top of the page makes if it is pasted, `model` and `tokenizer`; pages without
 that line load a model themselves. The model that they name, and the demo model, is a tiny one here. What a line prints
 is compared where the line says so: `print(x)  # -> 3`. A block that cannot run here has a line before it:
@@ -99,6 +100,7 @@ def loaded(folder: Path) -> tuple[Any, Any]:
     return AutoModelForCausalLM.from_pretrained(folder), tokenizer
 
 
+@pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("page", WITH_CODE, ids=short)
 def test_python_of_a_page_runs_and_prints_what_it_says(page: Path, namespace: dict[str, Any]) -> None:
     for block in blocks_of(page):
