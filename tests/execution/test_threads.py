@@ -289,13 +289,14 @@ PROCESSES = [*((executor, "eager", end) for executor in ("CallingThread", "Devic
 
 # Imports once, which is what takes long, and becomes each of the processes in turn.
 PROCESS = """
-import json, os, signal, sys, threading, time
+import gc, json, os, signal, sys, threading, time
 import torch, transformers, compiled_llm
 from compiled_llm.execution.threads.calling_thread import CallingThread
 from compiled_llm.execution.threads.device_thread import DeviceThread
 from compiled_llm.execution.lifecycle import runner_lifecycle
 folder, processes, config = sys.argv[1], *map(json.loads, sys.argv[2:])
 codes = []
+gc.freeze()  # collections of imported objects would take most of the time; processes that fall off the end have them
 for number, (executor, mode, ending) in enumerate(processes):
     child = os.fork()
     if child == 0:
@@ -305,6 +306,8 @@ else:
     print(json.dumps(codes))
     sys.exit()
 signal.alarm(200)
+if not ending:
+    gc.unfreeze()
 os.dup2(os.open(f"{folder}/{number}", os.O_CREAT | os.O_WRONLY), 2)
 runner_lifecycle.executor_for = lambda device, config: globals()[executor](device)
 model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config)).eval()
