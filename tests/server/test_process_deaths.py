@@ -19,7 +19,7 @@ from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.engine_process.process import DEVICE_LOST
 from support.server.engine_processes import PATIENCE, started_engine_process, until
 from support.server.planted_device_loss import SCRIPT
-from support.server.processes import children
+from support.server.processes import children, files_of, threads_of
 from support.server.running_servers import is_refused
 from support.server.under_load import (
     DONE,
@@ -85,9 +85,22 @@ def hurry(server: Served) -> None:
 
 
 def kill_clients(server: Served) -> None:
-    kill_client(SOCKET_CLIENT, str(server.path))
-    if server.url:
-        kill_client(HTTP_CLIENT, server.url + TEXT)
+    """Kill some again and again: their files and threads do not stay."""
+
+    def held() -> list[int]:
+        return [count for pid in (server.process.pid, server.engine_process) for count in held_by(pid)]
+
+    for number in range(3):
+        kill_client(SOCKET_CLIENT, str(server.path))
+        if server.url:
+            kill_client(HTTP_CLIENT, server.url + TEXT)
+        if number == 0:
+            before = held()
+    until(lambda: all(now <= then + 1 for now, then in zip(held(), before, strict=True)))
+
+
+def held_by(pid: int) -> tuple[int, int]:
+    return len(files_of(pid)), threads_of(pid)
 
 
 class Death(NamedTuple):
