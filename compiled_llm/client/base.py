@@ -107,7 +107,7 @@ class BaseClient(ABC):
 
     @property
     def doing(self) -> str:
-        """What the engine process does: what it loads or compiles before it takes requests, then ``"ready"``."""
+        """The work of the engine process: loading or compiling before it takes requests, then ``"ready"``."""
         return self._session.doing
 
     @property
@@ -222,7 +222,7 @@ class BaseClient(ABC):
 
     @property
     def tokenizer(self) -> Any:
-        """What makes tokens of text and text of tokens; None without one. One that is named is loaded once, here."""
+        """The tokenizer of prompts and answers; None without one. One that is named is loaded once, here."""
         return self._tokenizer
 
     @cached_property

@@ -126,7 +126,7 @@ class Programs:
         self.in_trees = config.uses_trees_on(device.type)
         self._artifacts = artifacts
         if config.mode != "eager":
-            begin_beside_tracing(device, artifacts)
+            begin_during_tracing(device, artifacts)
         self.compiling = CompilingNotice(None if artifacts is None else artifacts.refuse)
         self._functions: dict[str, Callable[..., Any]] = {
             PREFILL: own_copy(prefill_step),
@@ -292,7 +292,7 @@ def _name_for(inputs: PrefillInputs | DecodeInputs) -> str:
     return DECODE_ONE if inputs.slots.shape[0] == 1 else DECODE_MANY
 
 
-def begin_beside_tracing(device: torch.device, artifacts: Artifacts | None) -> None:
+def begin_during_tracing(device: torch.device, artifacts: Artifacts | None) -> None:
     """Begin work that Inductor needs before it can look up a graph, and the tracing of the first one does not."""
     hash_sources_early()
     if device.type == "cuda":

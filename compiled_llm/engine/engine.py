@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # imports msgspec, which only a server needs
 
 
 class Engine:
-    """Serves many requests at once on one wrapped model, beside its ``generate``.
+    """Serves many requests at once on one wrapped model, while ``generate`` goes on working.
 
     Examples:
         >>> engine = compiled_llm.Engine(model, tokenizer=tokenizer)  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""What an engine has done so far, and what it has room for."""
+"""Counts of an engine: its work so far, and its room."""
 
 from __future__ import annotations
 

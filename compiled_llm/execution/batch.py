@@ -1,4 +1,4 @@
-"""What runs in one step, said in data, and what comes of it.
+"""The input of one step, as data, and its result.
 
 Shapes: Q new tokens of a row, N rows that a token is sampled for, V vocabulary.
 """
@@ -46,7 +46,7 @@ class Batch(NamedTuple):
         extend: new tokens of other rows.
         tokens: ``[len(decode)]`` int64 on the device, what the rows of ``decode`` feed in; None for the tokens that
             were sampled for them.
-        promise: pages that the rows may take together, beside those promised to each.
+        promise: pages that the rows may take together, besides those promised to each.
         observer: called with each launch's own step, in the model's executor, while its logits are what they are;
             with rows whose sampling is deferred once their tokens are sampled, and with the others of the launch
             before.
@@ -60,7 +60,7 @@ class Batch(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What came of a batch, on the device; what a decode step computed is overwritten by the next one.
+    """The result of a batch, on the device; the next decode step overwrites that of the last one.
 
     Attributes:
         rows: the rows that a token was sampled for: those of ``decode``, then those of ``extend`` that end.

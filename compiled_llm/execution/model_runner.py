@@ -293,7 +293,7 @@ class ModelRunner:
 
     def catch_up(self, wanted: Callable[[], object]) -> None:
         """Run pending captures while no step is to run, until something is ``wanted``."""
-        while self.graph_manager.cuda_graphs.captures_beside and not wanted():
+        while self.graph_manager.cuda_graphs.background_captures and not wanted():
             self.thread.call(self.go_on)
             self.thread.call(self.graph_manager.adopt)
 

@@ -120,7 +120,7 @@ class Row:
         tokens beyond ``pages``. ValueError if the row has pages; those given stay the caller's.
         """
         if self.pages:
-            raise ValueError(f"a row of {self.length} tokens cannot begin anew; free it, or take an empty one")
+            raise ValueError(f"a row of {self.length} tokens cannot begin again; free it, or take an empty one")
         self.pages, self.listed = list(pages), 0
         self.length = self.position = len(pages) * self._pool.page_size
 

@@ -75,7 +75,7 @@ class Welcome(Struct, tag="welcome", frozen=True):
 
 
 class Preparing(Struct, tag="preparing", frozen=True):
-    """What the engine process does before it takes requests, in words; comes again with each change."""
+    """The work of an engine process before it takes requests, in words; sent again with each change."""
 
     doing: str
 

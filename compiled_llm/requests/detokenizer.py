@@ -12,7 +12,7 @@ from tokenizers.decoders import DecodeStream
 from compiled_llm.compat.tokenizers import backend_of, cleans_up, special_tokens
 
 _INCOMPLETE = "\ufffd"
-"""What decoders make of bytes that are no whole character, or not yet one."""
+"""The character that decoders write for bytes that are no whole character, or not yet one."""
 _RUN = 16
 """After so many tokens without a whole character, one is looked for only as often: each look decodes them all."""
 

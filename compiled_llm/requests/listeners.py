@@ -12,7 +12,7 @@ from compiled_llm.compat.condition import Condition
 from compiled_llm.requests.users_code import described, is_interrupt
 
 Task = tuple[asyncio.AbstractEventLoop, asyncio.Event]
-"""What waits in an event loop, and what wakes it."""
+"""A waiter in an event loop, and the function that wakes it."""
 
 logger = logging.getLogger("compiled_llm.engine")
 

@@ -22,9 +22,9 @@ class PendingAnswer(ABC):
     """
 
     owner: ClassVar[str]
-    """What takes a tokenizer, as a user writes it."""
+    """The argument that takes a tokenizer, as a user writes it."""
     failure: ClassVar[type[RuntimeError]]
-    """What ends an answer that cannot be decoded."""
+    """The error that ends an answer which cannot be decoded."""
 
     def __init__(self, index: int, written: Written, form: TextFormat | None) -> None:
         """``form``: how tokens become text; None without a tokenizer."""

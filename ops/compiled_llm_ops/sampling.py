@@ -41,7 +41,7 @@ _MAX_COUNTED = 2**15 - 1
 _builder = ThreadPoolExecutor(1, "compiled_llm_sampling")
 _builds: list[Future[None]] = []  # that a launch has not waited for yet
 
-# So many of the likeliest tokens are searched for a nucleus before the whole vocabulary is sorted.
+# So many of the most likely tokens are searched for a nucleus before the whole vocabulary is sorted.
 _LIKELY = 1024
 
 

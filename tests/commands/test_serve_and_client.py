@@ -111,7 +111,7 @@ def test_what_is_compiled_before_the_first_request(
 def test_a_profile_that_cannot_be_kept_is_refused_at_once(path: Path, tmp_path: Path) -> None:
     (tmp_path / "damaged").write_text("{")
     for profile, options, said in (
-        (tmp_path / "damaged", (), "is damaged, or is no profile; remove it, and have it saved anew"),
+        (tmp_path / "damaged", (), "is damaged, or is no profile; remove it, and have it saved again"),
         (tmp_path, (), "cannot be read: Is a directory"),
         (tmp_path / "no" / "where", (), f"{tmp_path / 'no'} is no folder that you can write to; make it first"),
         (tmp_path / "new", ("--mode", "eager"), "--mode eager compiles and captures nothing"),

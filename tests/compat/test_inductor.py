@@ -28,7 +28,7 @@ from torch._inductor.utils import IndentedBuffer
 from torch.fx import symbolic_trace
 
 from compiled_llm.compat.torch import autotuning, dynamo, inductor
-from compiled_llm.compilation.programs import begin_beside_tracing
+from compiled_llm.compilation.programs import begin_during_tracing
 from support.compile_once import compile_once, double
 
 pytestmark = pytest.mark.core
@@ -198,10 +198,10 @@ def test_the_ptxas_is_chosen_before_any_kernel_is_built(ptxas, monkeypatch):
     """Else Triton builds kernels of ours under one key in a first process, and under another in a second one."""
     at_start: list[str | None] = []
     monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: at_start.append(os.environ.get("TRITON_PTXAS_PATH")))
-    begin_beside_tracing(torch.device("cpu"), None)
+    begin_during_tracing(torch.device("cpu"), None)
     assert at_start == []
     assert "TRITON_PTXAS_PATH" not in os.environ
-    begin_beside_tracing(torch.device("cuda"), None)
+    begin_during_tracing(torch.device("cuda"), None)
     assert at_start == [ptxas]
 
 

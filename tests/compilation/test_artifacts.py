@@ -113,7 +113,7 @@ def test_a_damaged_file_of_compiled_code_is_an_error_in_wrap_which_changes_nothi
     path.write_bytes(path.read_bytes()[:-1])
     model = loaded(model_folder)
     before = type(model), dict(vars(model))
-    with pytest.raises(ValueError, match=r"is damaged: inductor/.*\.so is not what it was; write it anew"):
+    with pytest.raises(ValueError, match=r"is damaged: inductor/.*\.so is not what it was; write it again"):
         compiled_llm.wrap(model, artifacts=tmp_path / "copy")
     assert (type(model), vars(model)) == before
     compiled_llm.wrap(model, artifacts=artifacts, progress=False)

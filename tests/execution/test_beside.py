@@ -213,7 +213,7 @@ def admitted(model: Any, rows: int, exact: bool = False) -> GenerateLoop:
         generate_loop.admit(prompt_of(9), 40)
     generate_loop.step()
     model_runner = model.compiled.model_runner()
-    while model_runner.graph_manager.cuda_graphs.captures_beside:  # the prefill
+    while model_runner.graph_manager.cuda_graphs.background_captures:  # the prefill
         model_runner.thread.call(model_runner.go_on)
         finish_all()
         model_runner.thread.call(model_runner.graph_manager.adopt)
@@ -304,7 +304,7 @@ def test_an_evicted_graph_is_released_when_it_has_ended_and_no_step_waits_for_th
     table = model.compiled.cuda_graphs
     assert (table.evictions, table.captures, evicted.released) == (1, 5, False)
     assert (table.nbytes, table.ready) == (rolling.shared.total() + 1000 + kept_by(rolling), 4)
-    assert cuda_graphs.captures_beside
+    assert cuda_graphs.background_captures
     ended.append(True)
     for _ in range(3):
         generate_loop.step(unchanged=True)

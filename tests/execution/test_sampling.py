@@ -1,4 +1,4 @@
-"""Sampling in the graph: the right sets, the right distribution, anew at each step, decided by the seed."""
+"""Sampling in the graph: the right sets, the right distribution, a new draw at each step, decided by the seed."""
 
 from __future__ import annotations
 

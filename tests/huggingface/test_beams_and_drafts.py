@@ -1,4 +1,4 @@
-"""Beams, drafts and copies over pages: promised, shared, copied when written, given back, and never compiled anew."""
+"""Beams, drafts and copies over pages: promised, shared, copied when written, given back, and never compiled again."""
 
 from __future__ import annotations
 

@@ -189,6 +189,6 @@ def test_signatures_are_the_models_own(pair):
         for _ in range(2):
             assert inspect.signature(getattr(wrapped, name)) == inspect.signature(getattr(plain, name))
     bound = inspect.signature(wrapped.forward)
-    assert inspect.signature(wrapped.forward) is bound, "made anew"
+    assert inspect.signature(wrapped.forward) is bound, "made again"
     assert "input_ids" not in bound.replace(parameters=[]).parameters
     assert "self" in inspect.signature(type(wrapped).forward).replace(return_annotation=int).parameters

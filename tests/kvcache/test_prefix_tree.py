@@ -423,7 +423,7 @@ def test_one_tree_a_pool_until_it_is_cleared(tree, pool):
 def test_only_an_empty_row_begins_from_pages(tree, pool):
     store(tree, pool, text(1))
     row, pages = row_of(pool, text(2)), tree.match(text(1, 2))
-    with pytest.raises(ValueError, match="a row of 4 tokens cannot begin anew"):
+    with pytest.raises(ValueError, match="a row of 4 tokens cannot begin again"):
         row.begin_from(pages)
     pool.give_back(pages)
     assert (row.length, pool.account()) == (4, (10, 1, 8, 1))

@@ -73,12 +73,12 @@ class ThreadConnection:
             try:
                 self._early = self._read()
             except TimeoutError:
-                raise EngineDeadError(f"{self.path}: nobody has answered for {_PATIENCE} s") from None
+                raise EngineDeadError(f"{self.path}: no answer came within {_PATIENCE} s") from None
         first, *self._early = self._early
         if isinstance(first, Problem):
             raise EngineProcessError(f"the engine process refuses the connection: {first.message}")
         if not isinstance(first, Welcome) or first.version != VERSION:
-            raise EngineProcessError(f"{self.path}: whoever listens speaks another protocol than this client")
+            raise EngineProcessError(f"{self.path}: the process that listens speaks another protocol than this client")
         return first
 
     def start(self, handle: Handle, lost: Lose) -> None:

@@ -72,7 +72,7 @@ class Artifacts:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
         except RefusedError as error:
-            raise ValueError(f"artifacts={str(path)!r} {error}; write it anew with `compiled-llm compile`") from None
+            raise ValueError(f"artifacts={str(path)!r} {error}; write it again with `compiled-llm compile`") from None
         if (folder / "triton").is_dir() and has_triton():
             find_kernels_in(folder / "triton")
         if (folder / "flashinfer").is_dir():
@@ -106,7 +106,7 @@ class Artifacts:
     def missing(self, what: str) -> NotInArtifactsError:
         return NotInArtifactsError(
             f"artifacts={str(self.source)!r}: {what}. The model has changed since they were written, or torch's "
-            "settings are others; write them anew with `compiled-llm compile`, or wrap without artifacts"
+            "settings are others; write them again with `compiled-llm compile`, or wrap without artifacts"
         )
 
     def check_rows(self, rows: int) -> None:

@@ -28,7 +28,7 @@ class UsedStep(NamedTuple):
     Attributes:
         phase: prefill, decode, and so on.
         tokens: how many it computes, padding included.
-        rows: how many of them choose a token, padding included.
+        rows: how many of them sample a token, padding included.
         variant: of a prefill how the backend divides it, of a choice 1 if it writes masks first; else 0.
     """
 
@@ -65,7 +65,7 @@ class Profile:
         try:
             return cls._decoded(content)
         except ValueError as error:
-            raise ValueError(f"profile={os.fspath(path)!r} {error}; remove it, and have it saved anew") from None
+            raise ValueError(f"profile={os.fspath(path)!r} {error}; remove it, and have it saved again") from None
 
     @classmethod
     def _decoded(cls, content: bytes) -> Profile:

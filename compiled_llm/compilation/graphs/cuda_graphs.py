@@ -157,7 +157,7 @@ class CudaGraphs:
         self._count(key)
         self.rolling.add(key, captured, self._cost(captured, known, shared), _OWNER)
 
-    # ---- beside the steps
+    # ---- while steps go on
 
     def want(self, key: Key, begin: Begin) -> None:
         """Capture a step after this one was launched, if no other capture runs, and this one is possible.
@@ -178,7 +178,7 @@ class CudaGraphs:
         self._underway = _Underway(key, self._capturer.begin(launch, step.check), known, shared)
 
     @property
-    def captures_beside(self) -> bool:
+    def background_captures(self) -> bool:
         """Whether there is a graph to capture between steps, or to release."""
         underway = any(each is not None for each in (self._underway, self._half_begun, self._wanted))
         return underway or self.rolling.releases_later

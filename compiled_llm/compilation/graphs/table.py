@@ -17,7 +17,7 @@ class CudaGraphRow:
     Attributes:
         phase: prefill, decode, and so on.
         tokens: how many it computes, padding included.
-        rows: how many of them choose a token, padding included.
+        rows: how many of them sample a token, padding included.
         variant: of a prefill how the backend divides it, of a choice 1 if it writes masks first; else 0.
         ready: whether it can be replayed; if not, it has been evicted or dropped.
         nbytes: device memory that it takes in addition to the shared part, and gives back; 0 unless it is ready.

@@ -14,10 +14,10 @@ ALWAYS = 2**31 - 1
 
 BARRED = -math.inf
 FORCED = 1e20
-"""Above all other logits, and so far that these vanish beside it: forced tokens are equally likely."""
+"""Above all other logits, and so far that these vanish in the sum: forced tokens are equally likely."""
 
 LARGEST = 1e10
-"""Most that a bias may be: it vanishes beside what is forced."""
+"""Most that a bias may be: it vanishes in the sum with a forced token's."""
 
 
 NO_BIASES: NDArray[np.int32] = np.zeros((4, 0), dtype=np.int32)

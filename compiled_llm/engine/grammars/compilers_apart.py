@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import xgrammar
 
 MAX_MEMORY = 2**29
-"""Bytes that a grammar may take in the worker process, beside what that has; a process for each, 16 at most."""
+"""Bytes that a grammar may take in the worker process, besides the worker's own; a process for each, 16 at most."""
 _SHARE = 2 / 3
 """The share of a request's timeout that its grammar may take of processor time."""
 _MAX_FATAL = 4096

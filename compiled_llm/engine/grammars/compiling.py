@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _MAX_THREADS = 16
 _LONG = 0.5
-"""Seconds after which another thread compiles the next grammar, beside one that takes longer."""
+"""Seconds after which another thread compiles the next grammar, while one goes on that takes longer."""
 
 
 @dataclass(eq=False)

@@ -1,1 +1,1 @@
-"""What concerns all engines of a model: sleep, new weights, a changed model, a lost device."""
+"""Events of all engines of a model: sleep, new weights, a changed model, a lost device."""

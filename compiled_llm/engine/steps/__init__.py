@@ -1,1 +1,1 @@
-"""What an engine runs: the scheduler, and the loop that launches and reads steps."""
+"""The steps of an engine: the scheduler, and the loop that launches and reads them."""

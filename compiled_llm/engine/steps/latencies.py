@@ -45,7 +45,7 @@ class Waits:
 
 
 class Latencies:
-    """What requests have waited for.
+    """The waiting times of requests.
 
     Attributes:
         queue: until they first ran.

@@ -1,4 +1,4 @@
-"""What ``submit`` returns: a prompt's answers on their way."""
+"""The result of ``submit``: a prompt's answers on their way."""
 
 from __future__ import annotations
 

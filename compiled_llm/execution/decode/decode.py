@@ -171,8 +171,8 @@ class Decode:
             self._planned.plan_padding(bucket)
         self._capture(bucket, bucket)
 
-    def _capture(self, bucket: int, like: StepOutputs | int, beside: bool = True) -> None:
-        self._graph_manager.capture(bucket, self._inputs(bucket), like, beside=beside)
+    def _capture(self, bucket: int, like: StepOutputs | int, background: bool = True) -> None:
+        self._graph_manager.capture(bucket, self._inputs(bucket), like, background=background)
 
     def _prepare(self, bucket: int, waiting: int, number: str, first: bool) -> None:
         """Compile a bucket, the ``first`` with the rows that suit all, and capture it."""
@@ -188,7 +188,7 @@ class Decode:
             outputs = self._launch_padding(bucket)
             graph_manager.programs.warn_if_nothing_matched(self._state.facts.model)
             if self._cuda_graphs.ours:
-                self._capture(bucket, outputs, beside=False)
+                self._capture(bucket, outputs, background=False)
         self.ready.add(bucket)
 
     def _is_first(self, bucket: int) -> bool:

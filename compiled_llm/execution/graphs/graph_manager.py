@@ -92,7 +92,7 @@ class GraphManager:
             RuntimeError: the model was put to sleep, and lies over other pages by now.
         """
         if self._released:
-            raise RuntimeError("the pages of this call, cache or runner were given back by sleep(); begin anew")
+            raise RuntimeError("the pages of this call, cache or runner were given back by sleep(); begin again")
         self._glance += 1
         self._valid.clear()
         self.programs.look_again()
@@ -183,7 +183,7 @@ class GraphManager:
         like: StepOutputs | int,
         first: Callable[[], None] = _nothing,
         filled: Filled | None = None,
-        beside: bool = False,
+        background: bool = False,
     ) -> None:
         """Capture a step that has run before, unless it may have run uncompiled: nothing would guard that.
 
@@ -193,22 +193,22 @@ class GraphManager:
             like: its outputs, or their number of rows.
             first: launches the kernels before the program; any thread may call it.
             filled: the tensor that is filled before each replay, if there is one.
-            beside: capture it while steps go on; ``adopt`` takes it over then.
+            background: capture it while steps go on; ``adopt`` takes it over then.
         """
         if self.programs.full(inputs):
             return
-        if not beside:
+        if not background:
             self.cuda_graphs.finish()
             self.adopt()
             if key in self.cuda_graphs:
                 return
         arguments = self.arguments(inputs)
         with self.paged():
-            call = self.programs.prepared(arguments, compare=not beside)
+            call = self.programs.prepared(arguments, compare=not background)
         guards = self.programs.guards(arguments, call)
         check = partial(_find_guards, guards, call, self.paged)
         step = StepToCapture(check, partial(_launch, call, self.paged, first), like, guards, filled)
-        (self.cuda_graphs.begin if beside else self.cuda_graphs.capture)(key, step)
+        (self.cuda_graphs.begin if background else self.cuda_graphs.capture)(key, step)
 
     def adopt(self) -> None:
         """Take over the CUDA graph that was captured while steps went on, if it is done."""
@@ -218,7 +218,7 @@ class GraphManager:
 
     def go_on(self) -> None:
         """Run one time slice of pending captures."""
-        if self.cuda_graphs.captures_beside:
+        if self.cuda_graphs.background_captures:
             with deferred():
                 self.cuda_graphs.go_on()
 

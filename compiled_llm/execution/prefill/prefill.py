@@ -169,8 +169,8 @@ class Prefill:
         shape = self._shape_to_replay(chunk, wanted, slots, embeddings)
         if shape is not None:
             self._graph_manager.events.used[shape] += 1
-            beside = not (exact and self._cuda_graphs.needs_room_now(shape))
-            logits, tokens = self._run_shape(self._serving(shape, exact), chunk, keep, slots, unchanged, beside)
+            background = not (exact and self._cuda_graphs.needs_room_now(shape))
+            logits, tokens = self._run_shape(self._serving(shape, exact), chunk, keep, slots, unchanged, background)
             return logits[:wanted].clone(), tokens[:sampled].clone()  # the next replay overwrites them
         # A symbolic size is at least 2.
         if len(chunk) == 1:
@@ -237,7 +237,7 @@ class Prefill:
             for shape in reversed(new):  # the largest first: what it leaves in the pool serves the others
                 if shape not in self._cuda_graphs and not (only_with_room and self._state.cuda_graphs.full):
                     with self._cuda_graphs.accounted(f"prefill of {shape.tokens} tokens, {shape.rows} rows"):
-                        self._run_shape(shape, [], none, none, beside=False)
+                        self._run_shape(shape, [], none, none, background=False)
 
     def _shape_to_replay(
         self, chunk: Sequence[Extension], wanted: int, slots: NDArray[np.int64], embeddings: Tensor | None
@@ -289,7 +289,9 @@ class Prefill:
         none = np.zeros(0, dtype=np.int64)
         packed, table = self._padded(shape, [], none, none)
         self._planner.plan_prefill(table, shape)
-        return functools.partial(self._capture, shape, *self._in_new_tensors(shape, packed), shape.rows, beside=True)
+        return functools.partial(
+            self._capture, shape, *self._in_new_tensors(shape, packed), shape.rows, background=True
+        )
 
     def _run_shape(
         self,
@@ -298,9 +300,9 @@ class Prefill:
         keep: NDArray[np.int64],
         slots: NDArray[np.int64],
         unchanged: bool = False,
-        beside: bool = True,
+        background: bool = True,
     ) -> StepOutputs:
-        """Run a prefill padded to ``shape``: replay it, or launch and capture it, ``beside`` later steps or now."""
+        """Run a prefill padded to ``shape``: replay it, or launch and capture it, now or in the ``background``."""
         state = self._state
         packed, table = self._padded(shape, chunk, keep, slots)
         if (cuda_graph := self._cuda_graphs.get(shape)) is not None:
@@ -315,8 +317,8 @@ class Prefill:
         self._upload(packed, table, shape, filled)
         _unpack(inputs, filled)
         result = self._launch(inputs)
-        capture = functools.partial(self._capture, shape, inputs, filled, result, beside)
-        if beside:
+        capture = functools.partial(self._capture, shape, inputs, filled, result, background)
+        if background:
             self._cuda_graphs.want(shape, capture)
         else:
             capture()
@@ -337,11 +339,11 @@ class Prefill:
         return inputs, filled
 
     def _capture(
-        self, shape: Shape, inputs: PrefillInputs, filled: Tensor, like: StepOutputs | int, beside: bool
+        self, shape: Shape, inputs: PrefillInputs, filled: Tensor, like: StepOutputs | int, background: bool
     ) -> None:
         own = 2 * filled.nbytes + sum(plan.nbytes for plan in inputs.plans.tensors)  # filled, and copied to inputs
         first = functools.partial(_unpack, inputs, filled)
-        self._graph_manager.capture(shape, inputs, like, first, Filled(filled, own), beside)
+        self._graph_manager.capture(shape, inputs, like, first, Filled(filled, own), background)
 
     def _upload(self, packed: Packed, table: HostTable, shape: Shape, filled: Tensor) -> None:
         state = self._state

@@ -1,1 +1,1 @@
-"""What a user sees of a model at work: statistics, progress, slower paths."""
+"""Reports of a model at work: statistics, progress, slower paths."""

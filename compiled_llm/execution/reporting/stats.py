@@ -156,7 +156,7 @@ class Stats:
         yield "pages", f"{pages.used} used, {self.peak_pages} at most{cached}, of {pages.total} ({tokens} tokens)"
         for name, size in self.memory.items():
             if size:
-                used = size * self.peak_pages / (pages.total + 1)  # beside the null page
+                used = size * self.peak_pages / (pages.total + 1)  # the null page is not counted
                 most = f", of which {mib(used)} were used at most" if name == "pages" else ""
                 yield f"memory: {name}", f"{mib(size)}{most}"
 

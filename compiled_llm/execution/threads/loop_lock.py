@@ -138,7 +138,7 @@ class LoopLock:
     ) -> None:
         """Wait until the lock is free, this loop is ready, and no ready one has waited for long; or it is gone."""
         waiter = _Waiter(time.monotonic(), ready, takes_pages)
-        if not self._waiters:  # steps that nobody waited for were not noted
+        if not self._waiters:  # steps without a waiting thread were not noted
             self._moved = waiter.since
         self._waiters.append(waiter)
         try:

@@ -32,7 +32,7 @@ def default_positions(model: PreTrainedModel) -> DefaultPositions:
         if _same(asked, _reaching(model, shown, columns)):
             return "columns"
         return "unmasked" if _same(asked, _reaching(model, shown, counted)) else "own"
-    except Exception:  # whatever it wants beside ids and a mask, it makes positions of that
+    except Exception:  # if it wants more than ids and a mask, it makes positions of that
         return "own"
 
 

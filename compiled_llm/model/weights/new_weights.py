@@ -76,7 +76,7 @@ def _own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _refuse_quantised(why: str) -> None:
-    raise ValueError(f"update_weights: the model is quantised ({why}), and files have other weights; load it anew")
+    raise ValueError(f"update_weights: the model is quantised ({why}), and files have other weights; load it again")
 
 
 def _check_config(model: PreTrainedModel, config: Mapping[str, Any]) -> None:

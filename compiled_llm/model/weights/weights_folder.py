@@ -66,14 +66,16 @@ def _sharded(folder: Path) -> dict[str, StoredTensor]:
     stored = {name: _stored(_shard(folder, name)) for name in dict.fromkeys(files.values())}
     for tensor, file in files.items():
         if tensor not in stored[file]:
-            raise ValueError(f"update_weights: {_INDEX} says that {tensor} is in {file}, and it is not; save them anew")
+            raise ValueError(
+                f"update_weights: {_INDEX} says that {tensor} is in {file}, and it is not; save them again"
+            )
     return _united(stored.values())
 
 
 def _files_by_tensor(index: Path) -> dict[str, str]:
     files = _json(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise ValueError(f"update_weights: {str(index)!r} has no weight_map of names of files; save the weights anew")
+        raise ValueError(f"update_weights: {str(index)!r} has no weight_map of names of files; save the weights again")
     return files
 
 
@@ -83,7 +85,7 @@ def _shard(folder: Path, name: str) -> Path:
             f"update_weights: {_INDEX} names the file {name!r}; only files .safetensors of the folder itself are read"
         )
     if not (folder / name).is_file():
-        raise ValueError(f"update_weights: {_INDEX} names the file {name!r}, which is missing; save the weights anew")
+        raise ValueError(f"update_weights: {_INDEX} names the file {name!r}, which is missing; save the weights again")
     return folder / name
 
 
@@ -99,7 +101,7 @@ def _united(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTens
     united: dict[str, StoredTensor] = {}
     for part in parts:
         if twice := united.keys() & part.keys():
-            raise ValueError(f"update_weights: {min(twice)} is in two files; save the weights anew")
+            raise ValueError(f"update_weights: {min(twice)} is in two files; save the weights again")
         united.update(part)
     return united
 

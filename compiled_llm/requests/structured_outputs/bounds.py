@@ -36,7 +36,7 @@ _LARK = re.compile(
     rf"|(?P<open>[(\[])|(?P<close>[)\]])|{_TIMES}",
     re.DOTALL,
 )
-"""What of a text opens and closes levels and repeats; what stands in strings, classes and comments does not. Each
+"""The characters that open and close levels and repeats; those in strings, classes and comments do not. Each
 matches what is not closed as well: to search on from inside would take the square of the time."""
 _NUMBER = re.compile(r"\d+")
 

@@ -16,7 +16,7 @@ GrammarKind = Literal["json", "regex", "ebnf", "lark", "structural_tag"]
 _LONG = 20_000
 """Characters of a text that is not read while its user waits."""
 _PLACE = re.compile(r"^(\[[\d:]+\] )?(\S+\.(cc|h):\d+: )?(Check failed: .* is false: )?")
-"""What xgrammar's messages begin with: the time, and where in its own code they come from."""
+"""The beginning of xgrammar's messages: the time, and the place in its own code."""
 
 
 class GrammarsMissingError(RuntimeError):

@@ -147,7 +147,7 @@ class ClientConnection:
             stream.handle.cancel()
 
     async def _refuse(self, reason: str) -> None:
-        """Say why the connection ends, unless nobody reads it."""
+        """Say why the connection ends, unless the client reads no more."""
         logger.warning("compiled_llm: %s: the connection is closed: %s", self._client, reason)
         self._end_requests()
         self.send(Problem(reason))

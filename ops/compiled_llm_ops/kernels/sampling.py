@@ -48,7 +48,7 @@ _TILE = tl.constexpr(TILE)
 _SPAN = tl.constexpr(2048)
 _CHUNK = tl.constexpr(4096)
 _CANDIDATES = tl.constexpr(256)
-# If top-k does not say how many: so many tiles usually hold a nucleus, and their likeliest tokens fit.
+# If top-k does not say how many: so many tiles usually hold a nucleus, and their most likely tokens fit.
 _LIKELY_TILES = tl.constexpr(128)
 # exp(-104) is 0 in float32: a token whose score is further below the largest is never drawn.
 _REACH = tl.constexpr(104.0)
@@ -154,7 +154,7 @@ def _source(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     row_temperature = tl.load(temperature + slot)
-    # A temperature of 0 takes the likeliest token, which no scale changes.
+    # A temperature of 0 takes the most likely token, which no scale changes.
     scale = 1.0 / tl.where(row_temperature == 0.0, 1.0, row_temperature)
     source = (
         logits + row * stride, tl.load(adjustments + slot), vocabulary, scale, positions + row, repetition + slot,

@@ -1,6 +1,6 @@
 """Each feature of ``generate`` and ``forward``, as a call: what docs/paths.md lists, and what test_paths.py runs.
 
-``python tests/support/huggingface/generate_features.py`` writes the tables of the page anew, from what the calls do.
+``python tests/support/huggingface/generate_features.py`` writes the tables of the page again, from what the calls do.
 """
 
 from __future__ import annotations

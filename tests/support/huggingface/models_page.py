@@ -1,6 +1,6 @@
 """Families of models with an example of each on the hub, and the tables of docs/reference/models.md.
 
-``python tests/support/huggingface/models_page.py`` writes the tables anew, from the families that tests run.
+``python tests/support/huggingface/models_page.py`` writes the tables again, from the families that tests run.
 """
 
 from __future__ import annotations

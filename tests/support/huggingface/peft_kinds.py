@@ -1,6 +1,6 @@
 """PEFT's kinds of adapters on tiny models, what is called with them, and the table of docs/reference/compatibility.md.
 
-``python tests/support/huggingface/peft_kinds.py`` writes the table anew, from what the calls do.
+``python tests/support/huggingface/peft_kinds.py`` writes the table again, from what the calls do.
 """
 
 from __future__ import annotations
