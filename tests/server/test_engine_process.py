@@ -105,6 +105,7 @@ def test_one_that_listens_is_not_replaced_and_one_that_was_killed_is(model_folde
 
 @pytest.mark.whole
 def test_a_model_that_cannot_be_loaded_ends_it_and_clients_hear_why(tmp_path: Path, path: Path) -> None:
+    character_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with started_engine_process(tmp_path, path, *OPTIONS) as process:
         with pytest.raises(EngineDeadError, match=r"could not be made ready: .* cannot be loaded"):
