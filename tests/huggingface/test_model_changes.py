@@ -91,6 +91,7 @@ def test_the_next_call_on_every_path_computes_what_the_model_does_by_then(name, 
     slow = wrapped.compiled.stats().slow_paths
     assert_engine_answers()
     change.make(stack, plain, wrapped)
+    by_now = wrapped.compiled.stats().slow_paths  # a training step is a call, too
     after = {path: run(plain) for path, run in PATHS.items()}
     for path, run in PATHS.items():
         if path != "sampling" or not change.is_fast:  # our loop draws other numbers
@@ -98,7 +99,8 @@ def test_the_next_call_on_every_path_computes_what_the_model_does_by_then(name, 
     unseen = all(torch.equal(tensor, after[path]) for path, tensor in before.items())
     assert unseen == (change.must == "output_hidden_states")
     if change.is_fast:
-        assert wrapped.compiled.stats().slow_paths == {of: 2 * calls for of, calls in slow.items()}
+        again = {of: calls + slow.get(of, 0) for of, calls in by_now.items()}
+        assert wrapped.compiled.stats().slow_paths == again
         assert_engine_answers()
     else:
         assert wrapped.compiled.stats().slow_paths[change.must] >= 3

@@ -33,7 +33,7 @@ def embed_prompt(model: PreTrainedModel) -> Undo:
         inputs = original(input_ids, **kwargs)
         if (cache := inputs.get("past_key_values")) is not None and cache.get_seq_length():
             return inputs
-        embeddings = model.get_input_embeddings()(inputs["input_ids"]) * 1.2
+        embeddings = model.get_input_embeddings()(inputs["input_ids"]).roll(1, dims=-1)
         return {**inputs, "input_ids": None, "inputs_embeds": embeddings}
 
     return replace(model, "prepare_inputs_for_generation", prepare)
