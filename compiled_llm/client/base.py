@@ -80,7 +80,7 @@ class BaseClient(ABC):
             self._finalizer = weakref.finalize(self, session.close)
             if self._tokenizer_given is True:  # the next engine process may have another model
                 for name in ("_tokenizer", "_decoding"):
-                    self.__dict__.pop(name, None)
+                    vars(self).pop(name, None)
 
     async def _wait_until_ready(self, timeout: float | None = None) -> Ready:
         if self._session.broken:

@@ -22,6 +22,7 @@ class Beginner(Protocol):
 
     def begin(self, submit: Submit) -> Stream | Refused:
         """Begin a request, in any thread."""
+        ...
 
 
 def takes_long(submit: Submit) -> bool:

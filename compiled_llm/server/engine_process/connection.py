@@ -48,6 +48,7 @@ class Desk(Protocol):
 
     def greeting(self) -> list[Struct]:
         """Return a client's first messages."""
+        ...
 
     def begin(self, submit: Submit) -> Stream | Refused: ...
 
