@@ -67,7 +67,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
     monkeypatch.syspath_prepend(folder)
 
     def make(name: str, source: str) -> Path:
-        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setitem(sys.modules, name, None)  # so that the end of the test removes what is imported
+        del sys.modules[name]
         path = folder / f"{name}.py"
         path.write_text(source)
         importlib.invalidate_caches()

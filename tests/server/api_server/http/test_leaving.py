@@ -15,8 +15,6 @@ import pytest
 
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.loop import Loop as EngineLoop
-from compiled_llm.engine.steps.plan import Chunk
-from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.server.engine_process.facts import ready_of
 from support.server.engine_processes import Loop
@@ -139,7 +137,8 @@ def test_a_stream_ends_with_its_text_and_not_with_its_last_token(speaking: tuple
 def test_a_prefill_whose_client_has_left_ends_at_its_next_chunk(
     api_server: RunningServer, engine: Engine, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(Scheduler, "_chunk", _chunk_of_four)
+    add_chunk = Scheduler._add_chunk
+    monkeypatch.setattr(Scheduler, "_add_chunk", lambda *arguments: add_chunk(*arguments[:3], 4))
     step, steps = EngineLoop.step, 0
     body = json.dumps({"prompt": [[5 + 7 * place % 90 for place in range(300)]], "max_tokens": 3, **more}).encode()
     head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
@@ -161,9 +160,3 @@ def test_a_prefill_whose_client_has_left_ends_at_its_next_chunk(
         until_idle(engine)
     assert steps <= 4  # of seventy-five
     engine.reset_prefix_cache()
-
-
-def _chunk_of_four(scheduler: Scheduler, request: Request, room: int) -> Chunk:
-    start = request.running_row.length
-    ids = request.known[start : start + 4]
-    return Chunk(request, ids, start + len(ids) == len(request.known), request.unscored(start))
