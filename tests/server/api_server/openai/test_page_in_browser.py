@@ -78,12 +78,12 @@ def test_a_question_is_answered_as_it_comes_and_the_figures_are_there(tab: Brows
         assert tab.text(f"#{name}").endswith("s")
     assert tab.text("#hits").endswith("%")
     assert int(tab.text("#pages-free").replace(",", "")) > 0
-    assert tab.text("#CUDA graphs") == "0"
+    assert tab.text("#cuda_graphs") == "0"
     assert all(url.startswith((api_server.url, "data:")) for url in tab.requests)
     assert tab.complaints == []
 
 
-def test_an_answer_is_stopped_and_a_chat_begun_anew(tab: Browser, api_server: RunningServer) -> None:
+def test_an_answer_is_stopped_and_a_chat_begun_again(tab: Browser, api_server: RunningServer) -> None:
     tab.run("document.querySelector('#temperature').value = 1")
     tab.type("#question", "the quick fox")
     tab.run("document.querySelector('#ask').requestSubmit()")
