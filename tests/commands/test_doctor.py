@@ -87,7 +87,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 class Gpus:
-    """What torch says of its devices."""
+    """Facts of torch about its devices."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.capabilities = [(9, 0)]

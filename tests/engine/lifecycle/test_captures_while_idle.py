@@ -1,4 +1,4 @@
-"""What steps have missed is captured while nothing runs, until a request comes or a call needs the model."""
+"""Captures that steps have missed run while nothing else does, until a request comes or a call needs the model."""
 
 from __future__ import annotations
 

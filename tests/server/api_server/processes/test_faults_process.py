@@ -109,16 +109,6 @@ def test_an_engine_process_that_is_killed_twenty_times(model_folder: Path, path:
     assert not path.exists()
 
 
-CLIENT = """
-import sys, httpx
-body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True, "n": 2}
-with httpx.stream("POST", sys.argv[1], json=body) as response:
-    for line in response.iter_lines():
-        print("began", flush=True)
-        sys.stdin.read()
-"""
-
-
 def test_a_reader_of_http_that_stops_keeps_nobody_waiting(model_folder: Path) -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True, "logprobs": 5, "n": 8})
     head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
