@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.request import RequestError
 from compiled_llm.engine.thread.handle import RequestHandle
-from compiled_llm.engine.thread.output_processor import OutputProcessor
+from compiled_llm.engine.thread.output_processor import OutputProcessor, _Work
 from support.engine.tiny_engines import PATIENCE, greedy, huggingfaces
 from support.execution.failing_calls import fail_once
 from support.in_threads import start
@@ -316,6 +316,15 @@ def test_texts_end_with_the_error_of_the_text_thread(
     assert "requests whose text is lost: 1" in caplog.text
     assert_it_goes_on(engine)
     assert len("".join(engine.submit(PROMPT, greedy(4)).text()).split()) == 4
+
+
+def test_a_request_that_waits_again_while_its_text_is_made_is_lost_once() -> None:
+    handle: Any = object()
+    work = _Work()
+    work.add([handle])
+    assert work.take() == [handle]
+    work.add([handle])
+    assert work.lose() == [handle]
 
 
 def test_a_thread_that_ends_inside_a_pause_has_the_loop_no_more(engine: Engine) -> None:

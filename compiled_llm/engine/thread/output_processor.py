@@ -122,7 +122,8 @@ class _Work:
     def lose(self) -> list[PromptRequests]:
         """Return all requests that waited or were taken."""
         with self.changed:
-            lost, self._handles, self._taken = [*self._taken, *self._handles], {}, []
+            lost = list(dict.fromkeys([*self._taken, *self._handles]))  # one that was taken may wait again
+            self._handles, self._taken = {}, []
             return lost
 
     def close(self) -> None:
