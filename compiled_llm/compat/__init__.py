@@ -15,8 +15,8 @@ The functions stand in the modules of ``compat.torch``. Those of transformers st
 | ``cudagraph_trees.get_container`` | counting CUDA graphs | torch reports them |
 | ``torch._C._cuda_endAllocateToPool``, ``_cuda_releasePool`` | going on after a capture that failed | \
 ``capture_end`` tells the allocator first |
-| the state of ``torch.cuda.default_generators`` while a capture begins | replaying while another thread captures | \
-torch < 2.12 is dropped |
+| ``torch._C._cuda_beginAllocateCurrentThreadToPool``, ``_cuda_getCurrentRawStream`` | drawing and replaying while \
+another thread captures | torch < 2.12 is dropped |
 | the ``torch.__trace`` logger | collecting graph breaks | ``torch._dynamo.explain`` no longer resets Dynamo |
 | the logger of ``cudagraph_utils`` | why CUDA graphs were skipped | torch reports it per function |
 | ``torch._C._len_torch_function_stack``, ``…dispatch_stack`` | noticing modes | torch says it publicly |

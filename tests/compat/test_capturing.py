@@ -1,4 +1,4 @@
-"""What a capture needs of torch: it can be ended when it has failed, and generators can lend each other their state."""
+"""What a capture needs of torch: it can be ended when it has failed, and the allocator can be told of it."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ def test_a_capture_that_fails_is_ended(monkeypatch):
     assert (told, capturing._ended_badly) == (["ended", "released"] * 2, [])
 
 
-def test_generators_hand_over_their_state():
-    assert all(hasattr(torch.Generator(), f"graphsafe_{verb}_state") for verb in ("get", "set"))
+def test_graphs_without_generators_can_tell_the_allocator():
+    """Needed before torch 2.12, whose ``CUDAGraph`` no longer keeps other threads from drawing random numbers."""
+    assert all(hasattr(torch._C, f"_cuda_{name}") for name in ("beginAllocateCurrentThreadToPool", "releasePool"))
 
 
 def test_a_thread_that_never_had_cudagraph_trees_has_recorded_none():

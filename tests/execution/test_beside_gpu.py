@@ -19,6 +19,7 @@ import compiled_llm
 from compiled_llm.compilation.graphs.capture import CapturedGraph, GraphCapture
 from support.execution.twins import DEVICE, OPTIONS, assert_parity, parity, small_qwen3, twins_of
 from support.gpu import needs_cuda
+from support.in_threads import start
 from support.parity import assert_account_is_empty
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
@@ -162,6 +163,26 @@ def finished(capturer: GraphCapture, launch: Callable[[], Tensor]) -> CapturedGr
     underway = capturer.begin(launch)
     slices_until(capturer, underway.done)
     return underway.result()
+
+
+def test_threads_draw_random_numbers_while_captures_begin(capturer: GraphCapture) -> None:
+    """As HuggingFace's sampling does in another thread, or a trainer's dropout."""
+    ended, doubled = threading.Event(), Doubled()
+
+    def draw_on() -> int:
+        drawn = 0
+        while not ended.is_set():
+            torch.rand(10, device=DEVICE)
+            drawn += 1
+        return drawn
+
+    drawing = [start(draw_on) for _ in range(4)]
+    try:
+        for _ in range(50):
+            finished(capturer, doubled.launch).release()
+    finally:
+        ended.set()
+    assert all(future.result(LONGEST) > 50 for future in drawing)
 
 
 def test_what_cannot_be_captured_fails_alone(capturer: GraphCapture) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from compiled_llm.compat.torch.capturing import captured_into
+from compiled_llm.compat.torch.capturing import captured_into, new_graph
 
 _LAUNCHES = 20
 """Of one tiling in a graph, one after the other."""
@@ -47,7 +47,7 @@ def timed_in_a_graph(bench: Callable[..., float]) -> Callable[..., float]:
 
 def _milliseconds(launcher: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
     device = torch.device("cuda", torch.cuda.current_device())
-    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    stream, graph = torch.cuda.Stream(device), new_graph()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def launch(times: int = _LAUNCHES) -> None:

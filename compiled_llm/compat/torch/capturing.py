@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+import ctypes
+import functools
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 Outputs = TypeVar("Outputs")
 
-_ended_badly: list[torch.cuda.CUDAGraph] = []
+
+class Graph(Protocol):
+    """The methods of ``torch.cuda.CUDAGraph`` that capturing and replaying need."""
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None: ...
+    def capture_end(self) -> None: ...
+    def replay(self) -> None: ...
+    def reset(self) -> None: ...
+
+
+_ended_badly: list[Graph] = []
 """Nothing tells the allocator of pinned memory that their captures ended: it goes on asking them, by their address."""
 
 
-def captured_into(
-    graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device, launch: Callable[[], Outputs]
-) -> Outputs:
+def new_graph() -> Graph:
+    """Return a graph that is captured on its thread's current stream, while other threads may draw random numbers.
+
+    Before torch 2.12 a generator either is captured or not, in all threads. ``CUDAGraph`` always captured the default
+    one: until the capture had ended, a thread that drew from it or replayed another graph got an error.
+    """
+    if torch.__version__ >= (2, 12) or _runtime() is None:  # type: ignore[operator]
+        return torch.cuda.CUDAGraph()
+    return GraphWithoutGenerators()
+
+
+def captured_into(graph: Graph, pool: Any, device: torch.device, launch: Callable[[], Outputs]) -> Outputs:
     """Capture the launches of ``launch`` on the current stream of this thread, and return its result.
 
     Unlike in ``torch.cuda.graph``, nothing waits for the device, and the allocator keeps its cached memory. Whatever
@@ -26,8 +47,7 @@ def captured_into(
     RuntimeError if an operation of ``launch``, which must not wait, cannot be captured.
     """
     try:
-        with generator_of_its_own(device):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             outputs = launch()
         except BaseException:
@@ -41,7 +61,7 @@ def captured_into(
     return outputs
 
 
-def _end(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
+def _end(graph: Graph, pool: Any, device: torch.device) -> None:
     try:
         graph.capture_end()
     except RuntimeError:
@@ -53,20 +73,85 @@ def _end(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
         raise
 
 
-@contextmanager
-def generator_of_its_own(device: torch.device) -> Iterator[None]:
-    """Give a capture that begins in the block random numbers of its own.
+_CAPTURE_MODES = {"global": 0, "thread_local": 1, "relaxed": 2}
+_AUTO_FREE_ON_LAUNCH, _USE_NODE_PRIORITY = 1, 8
 
-    Before torch 2.12 a generator either is captured or not, in all threads; the default one always was, and until the
-    capture had ended, a thread that drew from it or replayed another graph got an error.
-    """
-    if torch.__version__ >= (2, 12):  # type: ignore[operator]
-        yield
-        return
-    default = torch.cuda.default_generators[device.index]
-    before = default.graphsafe_get_state()
-    default.graphsafe_set_state(torch.Generator(device))
-    try:
-        yield
-    finally:
-        default.graphsafe_set_state(before)
+
+class GraphWithoutGenerators:
+    """A ``torch.cuda.CUDAGraph`` in which no random numbers can be drawn, and which leaves all generators alone."""
+
+    def __init__(self) -> None:
+        self._device, self._stream = -1, 0
+        self._pool: Any = None
+        self._executable = ctypes.c_void_p()
+
+    def capture_begin(self, pool: Any, capture_error_mode: str = "global") -> None:
+        self._device = torch.cuda.current_device()
+        self._stream = torch.cuda.current_stream().cuda_stream
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self._device, pool)  # first, as ``CUDAGraph`` does
+        try:
+            _call("cudaStreamBeginCapture", self._stream, _CAPTURE_MODES[capture_error_mode])
+        except BaseException:
+            torch._C._cuda_endAllocateToPool(self._device, pool)
+            torch._C._cuda_releasePool(self._device, pool)
+            raise
+        self._pool = pool
+
+    def capture_end(self) -> None:
+        """End the capture; a RuntimeError, if it is invalid, leaves the allocator as it is, as in ``CUDAGraph``."""
+        graph, pool, self._pool = ctypes.c_void_p(), self._pool, None
+        _call("cudaStreamEndCapture", self._stream, ctypes.byref(graph))
+        torch._C._cuda_endAllocateToPool(self._device, pool)
+        self._pool = pool
+        try:
+            flags = _AUTO_FREE_ON_LAUNCH | _USE_NODE_PRIORITY
+            _call("cudaGraphInstantiateWithFlags", ctypes.byref(self._executable), graph, flags)
+        finally:
+            _call("cudaGraphDestroy", graph)
+
+    def replay(self) -> None:
+        """Launch on the current stream."""
+        _call("cudaGraphLaunch", self._executable, torch._C._cuda_getCurrentRawStream(self._device))
+
+    def reset(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            torch._C._cuda_releasePool(self._device, pool)
+        executable, self._executable = self._executable, ctypes.c_void_p()
+        if executable:
+            _call("cudaGraphExecDestroy", executable)
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # at the end of a process
+            self.reset()
+
+
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cudaStreamBeginCapture": (ctypes.c_void_p, ctypes.c_int),
+    "cudaStreamEndCapture": (ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)),
+    "cudaGraphInstantiateWithFlags": (ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p, ctypes.c_ulonglong),
+    "cudaGraphLaunch": (ctypes.c_void_p, ctypes.c_void_p),
+    "cudaGraphDestroy": (ctypes.c_void_p,),
+    "cudaGraphExecDestroy": (ctypes.c_void_p,),
+}
+
+
+@functools.cache
+def _runtime() -> ctypes.CDLL | None:
+    """Return the CUDA runtime that torch has loaded; None where torch holds it in itself."""
+    with suppress(OSError):
+        runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
+        for name, arguments in _SIGNATURES.items():
+            getattr(runtime, name).argtypes = arguments
+        runtime.cudaGetErrorString.restype = ctypes.c_char_p
+        return runtime
+    return None
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """Call a function of the CUDA runtime; RuntimeError if it fails."""
+    runtime = _runtime()
+    assert runtime is not None, "only `new_graph` makes a `GraphWithoutGenerators`"
+    if error := getattr(runtime, name)(*arguments):
+        runtime.cudaGetLastError()  # or the next call of torch's would report it
+        raise RuntimeError(f"{name}: CUDA error {error}: {runtime.cudaGetErrorString(error).decode()}")

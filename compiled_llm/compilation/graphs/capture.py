@@ -21,7 +21,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 
-from compiled_llm.compat.torch.capturing import captured_into, generator_of_its_own
+from compiled_llm.compat.torch.capturing import Graph, captured_into, new_graph
 from compiled_llm.compilation.graphs.piecewise import GraphInPieces
 from compiled_llm.compilation.graphs.rolling import Cost
 from compiled_llm.compilation.graphs.slices import SlicedThread
@@ -35,9 +35,7 @@ Outputs = TypeVar("Outputs")
 class CapturedGraph(Generic[Outputs]):
     """Captured launches; ``cost`` is that of their capture."""
 
-    def __init__(
-        self, graph: torch.cuda.CUDAGraph | GraphInPieces, outputs: Outputs, cost: Cost, give_back: Callable[[], None]
-    ) -> None:
+    def __init__(self, graph: Graph, outputs: Outputs, cost: Cost, give_back: Callable[[], None]) -> None:
         """``outputs`` are the tensors that the graph writes; ``give_back`` is called when it is released."""
         self.cost = cost
         self._graph = graph
@@ -167,11 +165,8 @@ class GraphCapture:
         cost = Cost(own, max(0, grown), time.perf_counter() - start)
         return CapturedGraph(graph, outputs, cost, functools.partial(self._counters.give_back, spans))
 
-    def _new_graph(self) -> Any:
-        if not self._in_pieces:
-            return torch.cuda.CUDAGraph()
-        beginning = functools.partial(generator_of_its_own, self._device)
-        return GraphInPieces(beginning=beginning, pause=self._place.thread.pause)
+    def _new_graph(self) -> Graph:
+        return GraphInPieces(new_graph, self._place.thread.pause) if self._in_pieces else new_graph()
 
     def _unpooled(self) -> int:
         """Return the device memory used by all processes outside PyTorch's allocator: graphs, among others."""

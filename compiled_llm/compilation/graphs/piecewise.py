@@ -8,7 +8,6 @@ later piece of the same step, as it would in one graph: pieces and launches run 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -38,12 +37,10 @@ class GraphInPieces:
     def __init__(
         self,
         new_graph: Callable[[], Any] = torch.cuda.CUDAGraph,
-        beginning: Callable[[], AbstractContextManager[None]] = nullcontext,
         pause: Callable[[], None] = lambda: None,
     ) -> None:
-        """``new_graph`` makes a piece, ``beginning`` surrounds its capture; ``pause`` is called between two pieces."""
+        """``new_graph`` makes a piece; ``pause`` is called between two pieces."""
         self._pause = pause
-        self._beginning = beginning
         self._new_graph = new_graph
         self._graphs: list[Any] = []
         self._parts: list[Callable[[], None]] = []
@@ -75,8 +72,7 @@ class GraphInPieces:
 
     def _begin_piece(self) -> None:
         graph, (args, kwargs) = self._new_graph(), self._options
-        with self._beginning():
-            graph.capture_begin(*args, **kwargs)
+        graph.capture_begin(*args, **kwargs)
         self._graphs.append(graph)
         self._parts.append(graph.replay)
 
