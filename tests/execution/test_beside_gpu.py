@@ -178,11 +178,12 @@ def test_threads_draw_random_numbers_while_captures_begin(capturer: GraphCapture
 
     drawing = [start(draw_on) for _ in range(4)]
     try:
-        for _ in range(50):
-            finished(capturer, doubled.launch).release()
+        graphs = [finished(capturer, doubled.launch) for _ in range(50)]
     finally:
         ended.set()
     assert all(future.result(LONGEST) > 50 for future in drawing)
+    for graph in graphs:
+        graph.release()
 
 
 def test_what_cannot_be_captured_fails_alone(capturer: GraphCapture) -> None:
