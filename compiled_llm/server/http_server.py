@@ -1,7 +1,8 @@
-"""The server of one API server: uvicorn's, which reads and writes HTTP, and ends as ours do."""
+"""The server of one API server: uvicorn's, which reads and writes HTTP, and ends as ours do; and one that listens."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
 from collections.abc import Callable
@@ -73,6 +74,12 @@ class HttpServer(uvicorn.Server):
     def lost_connection(self) -> None:
         """Do nothing: a connection has ended."""
 
+    def freeze_once(self) -> None:
+        """Have the garbage collector pass over all that is imported and loaded: streams would wait for it."""
+        if not self.api_server.link.was_ready:
+            gc.collect()
+            gc.freeze()
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Let requests end at the first signal, and end them at the second, whichever it is."""
         self.force_exit = self.should_exit
@@ -85,3 +92,35 @@ class HttpServer(uvicorn.Server):
         await super().shutdown(sockets)
         if self.force_exit:
             await self.lifespan.shutdown()
+
+
+class ListeningServer(HttpServer):
+    """The only API server, in the process that was started, which listens itself; see ``Serving``."""
+
+    def __init__(self, settings: ApiServerSettings, path: Path, listening: socket.socket) -> None:
+        super().__init__(settings, path, self._changed)
+        self._listening = listening
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether it could ask the engine process, once."""
+        return self.api_server.link.was_ready
+
+    @property
+    def at_once(self) -> bool:
+        """Whether requests are not waited for any more."""
+        return self.force_exit
+
+    async def answer(self) -> str | None:
+        """As of ``Serving``."""
+        await self.serve(sockets=[self._listening])
+        return self.why
+
+    def end(self) -> None:
+        """As of ``Serving``."""
+        self.should_exit = True
+
+    def _changed(self, has_model: bool) -> None:
+        if has_model:
+            self.freeze_once()
+            logger.info("compiled_llm: ready")

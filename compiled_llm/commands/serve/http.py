@@ -137,9 +137,9 @@ def _serving(
     from compiled_llm.server.serving import with_room
 
     if count == 1:
-        from compiled_llm.server.processes.worker import ApiServerHere
+        from compiled_llm.server.http_server import ListeningServer
 
-        return ApiServerHere(with_room(settings), path, listening)
+        return ListeningServer(with_room(settings), path, listening)
     from compiled_llm.server.processes.handover import Start
     from compiled_llm.server.processes.workers import ApiServers
 

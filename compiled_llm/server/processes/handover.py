@@ -23,10 +23,7 @@ CANNOT_SERVE = 78
 
 
 class Start(NamedTuple):
-    """The first thing that an API server is sent: its settings, the engine process's socket, whether it writes a log.
-
-    API keys are in it, which no command line may show.
-    """
+    """First sent to an API server: settings (with API keys, so no arguments), the engine's socket, whether to log."""
 
     settings: ApiServerSettings
     path: Path
@@ -42,6 +39,5 @@ def send_start(end: socket.socket, start: Start) -> None:
 def receive_start(end: socket.socket) -> Start:
     """Wait for it, and read no byte more; EOFError if the other process has gone."""
     with Connection(end.dup().detach()) as connection:
-        start = connection.recv()
-    assert isinstance(start, Start)
+        start: Start = connection.recv()
     return start

@@ -1,70 +1,29 @@
-"""API servers as their own process has them: one that listens itself, and one that is given its connections."""
+"""An API server in its own process, which is given its connections."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
 import socket
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from compiled_llm.server.http.http_protocol import LimitedHttpTools
 from compiled_llm.server.http_server import HttpServer
 from compiled_llm.server.processes.handover import BEGUN, CANNOT_SERVE, LEFT, NOT_READY, READY, Start
 from compiled_llm.server.serving import SIGNALS
-from compiled_llm.server.settings import ApiServerSettings
 
 logger = logging.getLogger("compiled_llm.server")
 
 
-class ApiServerHere(HttpServer):
-    """The one API server of a server, in the process that was started; see ``Serving``."""
-
-    def __init__(self, settings: ApiServerSettings, path: Path, listening: socket.socket) -> None:
-        super().__init__(settings, path, self._changed)
-        self._listening = listening
-
-    @property
-    def was_ready(self) -> bool:
-        """Whether it could ask the engine process, once."""
-        return self.api_server.link.was_ready
-
-    @property
-    def at_once(self) -> bool:
-        """Whether requests are not waited for any more."""
-        return self.force_exit
-
-    async def answer(self) -> str | None:
-        """As of ``Serving``."""
-        await self.serve(sockets=[self._listening])
-        return self.why
-
-    def end(self) -> None:
-        """As of ``Serving``."""
-        self.should_exit = True
-
-    def _changed(self, has_model: bool) -> None:
-        if has_model:
-            _freeze_once(self)
-            logger.info("compiled_llm: ready")
-
-
 class GivenApiServer(HttpServer):
-    """Listens nowhere: it answers the connections that the server's process gives it, and ends when that has gone.
-
-    Args:
-        start: its settings.
-        given: where connections come from.
-        words: a pipe to the server's process, to write to. It has room for more words than there are connections, so a
-            write never waits.
-    """
+    """Listens nowhere: it answers the connections that the server's process gives it, and ends when that has gone."""
 
     def __init__(self, start: Start, given: socket.socket, words: int) -> None:
+        """Connections come over ``given``; ``words`` is a pipe with room for more words than there are connections."""
         super().__init__(start.settings, start.path, self._changed)
         self.api_server.all_ready = False
         given.setblocking(False)
@@ -72,7 +31,6 @@ class GivenApiServer(HttpServer):
         self._taking: set[asyncio.Task[None]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin, and say so."""
         asyncio.get_running_loop().add_reader(self._given, self._read)
         await super().startup(sockets=[])
         self._say(BEGUN)
@@ -82,12 +40,11 @@ class GivenApiServer(HttpServer):
             os.write(self._words, word)
 
     def lost_connection(self) -> None:
-        """Say so."""
         self._say(LEFT)
 
     def _changed(self, has_model: bool) -> None:
         if has_model:
-            _freeze_once(self)
+            self.freeze_once()
         self._say(READY if has_model else NOT_READY)
 
     def _read(self) -> None:
@@ -124,22 +81,11 @@ class GivenApiServer(HttpServer):
         return protocol
 
 
-def _freeze_once(server: HttpServer) -> None:
-    """Have the garbage collector pass over all that is imported and loaded: streams would wait for it."""
-    if not server.api_server.link.was_ready:
-        gc.collect()
-        gc.freeze()
-
-
 def run_given_api_server(start: Start, given: socket.socket) -> None:
     """Serve until SIGTERM or Ctrl-C, or until the server's process has gone; the second signal ends requests.
 
-    Args:
-        start: the settings that this process was sent.
-        given: where connections come from; words go to standard output.
-
-    Raises:
-        SystemExit: it cannot serve, and another API server could not either (exit code ``CANNOT_SERVE``).
+    Connections come over ``given``, words go to standard output. If another API server could not serve either, the
+    exit code is ``CANNOT_SERVE``.
     """
     words = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no word

@@ -21,7 +21,6 @@ class ApiServerProcess:
         takes: whether it takes connections now.
         ready: whether it can ask the engine process now.
         counts: whether the server is only ready if it is: clients may reach it.
-        connections: how many it has.
     """
 
     def __init__(self, start: Start, changed: Callable[[], object], counts: bool) -> None:

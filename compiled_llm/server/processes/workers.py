@@ -28,19 +28,10 @@ class ApiServers:
     Had each API server accepted for itself, one that wakes up would take all that wait (a shared socket), or chance
     would decide (``SO_REUSEPORT``), and connections that wait for an API server would die with it. Nor would the port
     be free before the last of them has ended. See ``Serving``.
-
-    Args:
-        start: sent to each of them.
-        listening: where clients connect.
-        count: of API servers.
-        max_restarts: in an hour, of all together.
-
-    Attributes:
-        was_ready: whether all have been ready at a time, once.
-        at_once: whether requests are not waited for any more.
     """
 
     def __init__(self, start: Start, listening: socket.socket, count: int, max_restarts: int = 3) -> None:
+        """``count`` of them are sent ``start``; all together may be restarted ``max_restarts`` times in an hour."""
         self.was_ready = self.at_once = False
         self._start = start
         self._listening = listening
@@ -89,7 +80,6 @@ class ApiServers:
     # ---- processes
 
     async def _keep(self, place: int) -> None:
-        """Keep one running."""
         while not self._ending.is_set():
             api_server = ApiServerProcess(self._start, self._changed, counts=place not in self._api_servers)
             self._api_servers[place] = api_server
