@@ -1,4 +1,4 @@
-"""A client takes what an engine takes, needs neither torch nor transformers, and says whom it cannot talk to."""
+"""A client takes what an engine takes, without torch; it says whom it cannot talk to, and never waits to send."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ import torch
 
 from compiled_llm.client import AsyncClient, Client, EngineDeadError, EngineProcessError
 from compiled_llm.client.plain import plain_params, token_ids
+from compiled_llm.client.transport import connection
 from compiled_llm.protocol.frames import Frames, frame_of
 from compiled_llm.protocol.messages import (
     VERSION,
     AskStats,
+    Cancel,
     Ended,
     FromClient,
     Leaving,
@@ -93,6 +95,17 @@ def answering(path: Path, *answers: Any, last_after: type | None = None) -> Iter
         thread.join()
 
 
+Kind = type[Client | AsyncClient]
+KINDS = pytest.mark.parametrize("kind", [Client, AsyncClient])
+
+
+async def begun(kind: Kind, path: Path) -> Client | AsyncClient:
+    client = kind(path)
+    if isinstance(client, AsyncClient):
+        await client.__aenter__()
+    return client
+
+
 def test_without_a_tokenizer_neither_torch_nor_transformers_is_imported(path: Path) -> None:
     with answering(path, WELCOME, READY) as received:
         done = subprocess.run([sys.executable, "-c", LIGHT, str(path)], capture_output=True, text=True, timeout=60)
@@ -132,16 +145,10 @@ def test_settings_are_sent_as_plain_data() -> None:
     }
     assert type(sent["n"]) is int
     assert SamplingParams(**sent) == given
-
-
-def test_forms_are_sent_as_what_they_are_kept_as() -> None:
     form = StructuredOutputsParams(choice=["yes", "no"], disable_any_whitespace=True)
     sent = plain_params(SamplingParams(structured_outputs=form))
     assert sent == {"structured_outputs": {"choice": ("yes", "no"), "disable_any_whitespace": True}}
     assert StructuredOutputsParams(**sent["structured_outputs"]) == form
-
-
-def test_functions_cannot_be_sent() -> None:
     with pytest.raises(ValueError, match="logits_processors: only plain data can be sent to an engine process"):
         plain_params(SamplingParams(logits_processors=[lambda tokens, logits: logits]))
 
@@ -195,7 +202,7 @@ def test_text_without_a_tokenizer_is_refused(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answers", "kind", "said"),
+    ("answers", "error", "said"),
     [
         ([], EngineDeadError, "has gone: its process has ended"),
         ([b"HTTP/1.1 400 Bad Request\r\n\r\n"], EngineDeadError, "broke: a frame that says it has"),
@@ -205,19 +212,12 @@ def test_text_without_a_tokenizer_is_refused(path: Path) -> None:
         ([WELCOME, Preparing("loading"), Problem("out of memory")], EngineDeadError, "connection: out of memory"),
     ],
 )
-def test_whom_it_cannot_talk_to_is_said(path: Path, answers: list[Any], kind: type[Exception], said: str) -> None:
-    with answering(path, *answers), pytest.raises(kind, match=said):
-        Client(path)
-
-
-@pytest.mark.parametrize("loss_reported", [[], [WELCOME, Problem("out of memory")]])
-def test_an_event_loop_hears_of_it_too(path: Path, loss_reported: list[Any]) -> None:
-    async def main() -> None:
-        async with AsyncClient(path):
-            pass
-
-    with answering(path, *loss_reported), pytest.raises(EngineDeadError):
-        asyncio.run(main())
+@KINDS
+def test_whom_it_cannot_talk_to_is_said(
+    path: Path, answers: list[Any], error: type[Exception], said: str, kind: Kind
+) -> None:
+    with answering(path, *answers), pytest.raises(error, match=said):
+        asyncio.run(begun(kind, path))
 
 
 def test_nobody_waits_longer_than_asked(path: Path) -> None:
@@ -240,12 +240,10 @@ def test_nobody_waits_longer_than_asked(path: Path) -> None:
         client.close()
 
 
-@pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_a_question_that_is_refused_waits_no_longer(path: Path, kind: type[Client | AsyncClient]) -> None:
+@KINDS
+def test_a_question_that_is_refused_waits_no_longer(path: Path, kind: Kind) -> None:
     async def ask() -> None:
-        client = kind(path)
-        if isinstance(client, AsyncClient):
-            await client.connect()
+        client = await begun(kind, path)
         with pytest.raises(EngineProcessError, match="not ready \\(asleep\\)"):
             await answer if isinstance(answer := client.stats(60), Awaitable) else answer
         assert client._session._questions == {}
@@ -342,3 +340,110 @@ def test_what_an_engine_process_sends_amiss_ends_requests_and_hangs_nobody(path:
             while client._session.lost is None:
                 time.sleep(0.001)
         path.unlink()
+
+
+# ---- an engine process that reads nothing
+
+PATIENCE, REFUSED = 60.0, "it is a test"
+
+
+class Deaf:
+    """An engine process that reads only once it is told to; then it refuses what it was asked."""
+
+    def __init__(self, path: Path) -> None:
+        self.heard: list[Any] = []
+        self.listens = threading.Event()
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(str(path))
+        self._listening.listen()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        peer, _ = self._listening.accept()
+        frames: Frames[Any] = Frames(FromClient)
+        list(frames.feed(peer.recv(2**16)))
+        peer.sendall(frame_of(Welcome(VERSION, "a test", 1)) + frame_of(Ready("a model", 2**30, [2], 10**9, 8)))
+        self.listens.wait(PATIENCE)
+        with suppress(OSError):  # its client may have left
+            while data := peer.recv(2**16):
+                for message in frames.feed(data):
+                    self.heard.append(message)
+                    if isinstance(message, Submit):
+                        peer.sendall(frame_of(Refused(message.request, "full", REFUSED)))
+
+
+async def said(handles: list[Any]) -> set[str]:
+    return {str(error) for error in await asyncio.gather(*handles, return_exceptions=True)}
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[2**20 + number] * (10 + 5000 * (number % 3)) for number in range(count)]
+
+
+def test_an_event_loop_goes_on_while_an_engine_process_reads_nothing(path: Path) -> None:
+    deaf, asked = Deaf(path), prompts(60)  # more than the socket takes
+
+    async def run() -> None:
+        async with AsyncClient(path) as client:
+            handles = [client.submit(prompt) for prompt in asked]
+            handles[1].cancel()
+            await asyncio.sleep(0.01)
+            assert not any(handle.done for handle in handles)
+            deaf.listens.set()
+            assert await said(handles) == {REFUSED}
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))
+    submitted = [message for message in deaf.heard if isinstance(message, Submit)]
+    assert [message.prompt for message in submitted] == asked
+    (cancelled,) = [message for message in deaf.heard if isinstance(message, Cancel)]
+    assert cancelled.request == submitted[1].request
+
+
+def test_an_engine_process_that_reads_nothing_for_long_is_asked_no_more(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaf = Deaf(path)
+
+    async def run() -> None:
+        async with AsyncClient(path) as client:
+            handles = [client.submit(prompt) for prompt in prompts(60)]
+            monkeypatch.setattr(connection, "_PATIENCE", 0)
+            with pytest.raises(
+                EngineProcessError, match="the engine process has read nothing for 0 s: its process is stopped"
+            ):
+                client.submit([3])
+            handles[0].cancel()  # what is small is taken
+            deaf.listens.set()
+            assert await said([handles[-1]]) == {REFUSED}
+            assert await said([client.submit([3])]) == {REFUSED}, "the next one is taken"
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))
+
+
+def test_threads_that_send_at_once_send_whole_frames(path: Path) -> None:
+    deaf, asked = Deaf(path), prompts(60)
+
+    async def run() -> None:
+        async with AsyncClient(path) as client:
+            sending = [asyncio.to_thread(client.submit, prompt) for prompt in asked]
+            threading.Timer(0.05, deaf.listens.set).start()
+            assert await said(await asyncio.gather(*sending)) == {REFUSED}
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))
+    assert sorted(message.prompt for message in deaf.heard) == sorted(asked)
+
+
+def test_a_client_that_is_closed_drops_what_waits(path: Path) -> None:
+    deaf = Deaf(path)
+
+    async def run() -> None:
+        client = AsyncClient(path)
+        await client.connect()
+        handles = [client.submit(prompt) for prompt in prompts(60)]
+        client.close()
+        assert await said([handles[-1]]) == {"the client is closed; make another one"}
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))
+    while any(thread.name == "compiled_llm client sends" for thread in threading.enumerate()):
+        time.sleep(0.001)
+    deaf.listens.set()

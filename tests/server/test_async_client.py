@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,16 +22,21 @@ from support.server.engine_processes import PATIENCE, Loop, until
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
-def in_a_loop(path: Path, use: Callable[[AsyncClient], Awaitable[None]]) -> None:
-    async def running() -> None:
+CLOSED = "the event loop that has read the connection is closed"
+
+
+def in_a_loop(path: Path, use: Callable[[AsyncClient], Awaitable[Any]]) -> Any:
+    async def running() -> Any:
         client = AsyncClient(path)
         await asyncio.wait_for(client.connect(), PATIENCE)
-        await asyncio.wait_for(use(client), PATIENCE)
+        return await asyncio.wait_for(use(client), PATIENCE)
 
-    asyncio.run(running())
+    return asyncio.run(running())
 
 
-def test_what_comes_is_taken_in_the_event_loop(engine_process: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_is_taken_in_the_event_loop(
+    engine_process: Loop, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads, own = set(), ClientSession.take
 
     def take(session: ClientSession, messages: object) -> None:
@@ -46,11 +50,11 @@ def test_what_comes_is_taken_in_the_event_loop(engine_process: Loop, monkeypatch
         assert len(output.outputs[0].token_ids) == PARAMS.max_tokens
         client.close()
 
-    in_a_loop(engine_process.server._path, use)
+    in_a_loop(path, use)
     assert threads == {threading.main_thread()}
 
 
-def test_a_client_that_closes_reads_no_more_and_its_requests_end(engine_process: Loop) -> None:
+def test_a_client_that_closes_reads_no_more_and_its_requests_end(engine_process: Loop, path: Path) -> None:
     async def use(client: AsyncClient) -> None:
         connection: Any = client._session._line
         descriptor = connection._socket.fileno()
@@ -62,23 +66,10 @@ def test_a_client_that_closes_reads_no_more_and_its_requests_end(engine_process:
         assert connection._socket.fileno() == -1
         assert not asyncio.get_running_loop().remove_reader(descriptor)  # the next socket may have its number
 
-    in_a_loop(engine_process.server._path, use)
+    in_a_loop(path, use)
 
 
-def test_connections_follow_one_another(engine_process: Loop) -> None:
-    async def use(client: AsyncClient) -> None:
-        for _ in range(3):
-            await client.submit([1, 2, 3], PARAMS)
-            client.close()
-            await client.wait_until_lost()
-            client = AsyncClient(engine_process.server._path)
-            await client.connect()
-        client.close()
-
-    in_a_loop(engine_process.server._path, use)
-
-
-def test_a_thread_whose_event_loop_reads_the_answer_must_not_wait_for_it(engine_process: Loop) -> None:
+def test_a_thread_whose_event_loop_reads_the_answer_must_not_wait_for_it(engine_process: Loop, path: Path) -> None:
     async def use(client: AsyncClient) -> None:
         handle = client.submit([1, 2, 3], PARAMS)
         for waiting in (handle.result, lambda: list(handle)):
@@ -88,58 +79,52 @@ def test_a_thread_whose_event_loop_reads_the_answer_must_not_wait_for_it(engine_
         assert elsewhere.token_ids == (await handle).token_ids == handle.result().token_ids
         client.close()
 
-    in_a_loop(engine_process.server._path, use)
+    in_a_loop(path, use)
 
 
-def test_other_event_loops_use_it_while_its_own_runs_and_connect_again_after_it(engine_process: Loop) -> None:
-    async def use(client: AsyncClient) -> None:
+def test_other_event_loops_use_it_while_its_own_runs_and_connect_again_after_it(
+    engine_process: Loop, path: Path
+) -> None:
+    async def use(client: AsyncClient) -> AsyncClient:
         async def tokens() -> list[int]:
             return [token async for token in client.submit([1, 2, 3], PARAMS)]
 
         assert await asyncio.to_thread(asyncio.run, tokens()) == await tokens()
-        clients.append(client)
+        return client
 
     async def use_again(client: AsyncClient) -> None:
-        with pytest.raises(EngineDeadError, match="the event loop that has read the connection is closed"):
+        with pytest.raises(EngineDeadError, match=CLOSED):
             client.submit([1, 2, 3], PARAMS)
         (output,) = await client.generate([1, 2, 3], PARAMS)
         assert len(output.token_ids) == PARAMS.max_tokens
         assert (await client.stats()).connections == 1
         client.close()
 
-    clients: list[AsyncClient] = []
-    in_a_loop(engine_process.server._path, use)
-    asyncio.run(asyncio.wait_for(use_again(clients[0]), PATIENCE))
+    asyncio.run(asyncio.wait_for(use_again(in_a_loop(path, use)), PATIENCE))
 
 
 def test_who_waits_for_an_answer_is_told_when_the_event_loop_that_reads_it_ends(
-    engine_process: Loop, engine: Engine
+    engine_process: Loop, engine: Engine, path: Path
 ) -> None:
-    async def use(client: AsyncClient) -> None:
+    async def use(client: AsyncClient) -> tuple[RemoteHandle, Future[RequestOutput], Any]:
         handle = client.submit([1, 2, 3], SamplingParams(max_tokens=900, ignore_eos=True))
-        handles.append(handle)
-        waiting.append(others.submit(handle.result, PATIENCE))
+        waiting = others.submit(handle.result, PATIENCE)
         await anext(aiter(handle))
-        connection: Any = client._session._line
-        sockets.append(connection._socket)
+        return handle, waiting, client._session._line
 
-    handles: list[RemoteHandle] = []
-    waiting: list[Future[RequestOutput]] = []
-    sockets: list[socket.socket] = []
     with ThreadPoolExecutor() as others:
-        in_a_loop(engine_process.server._path, use)  # which nobody closes
-        with pytest.raises(EngineDeadError, match="the event loop that has read the connection is closed"):
-            waiting[0].result(PATIENCE)
-    with pytest.raises(EngineDeadError, match="the event loop that has read the connection is closed"):
-        handles[0].result()
-    assert sockets[0].fileno() == -1
+        handle, waiting, connection = in_a_loop(path, use)  # which nobody closes
+        for wait in (lambda: waiting.result(PATIENCE), handle.result):
+            with pytest.raises(EngineDeadError, match=CLOSED):
+                wait()
+    assert connection._socket.fileno() == -1
     until(lambda: engine.stats().running == 0)
 
 
-def test_a_loop_that_is_closed_with_tasks_left_is_noticed_by_the_next_request(engine_process: Loop) -> None:
-    loop, client = asyncio.new_event_loop(), AsyncClient(engine_process.server._path)
+def test_a_loop_that_is_closed_with_tasks_left_is_noticed_by_the_next_request(engine_process: Loop, path: Path) -> None:
+    loop, client = asyncio.new_event_loop(), AsyncClient(path)
     loop.run_until_complete(client.connect())
     loop.close()
-    with pytest.raises(EngineDeadError, match="the event loop that has read the connection is closed"):
+    with pytest.raises(EngineDeadError, match=CLOSED):
         client.submit([1, 2, 3], PARAMS)
     client.close()

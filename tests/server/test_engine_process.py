@@ -153,27 +153,3 @@ def test_two_hundred_streams_at_once_over_the_socket_and_over_http_get_the_engin
     with served(model_folder, path, 1) as server, Client(path) as client:
         asyncio.run(all_of_them(client, server.url))
         assert_nothing_is_left(client)
-
-
-@pytest.mark.whole
-def test_the_demo_model_writes_over_the_socket_and_over_http_what_it_writes_in_process(
-    demo_model_dir: Path, path: Path
-) -> None:
-    asked: Any = [{"role": "user", "content": "What is the capital of France?"}]
-    loaded = AutoModelForCausalLM.from_pretrained(demo_model_dir)
-    model = compiled_llm.wrap(loaded, mode="eager", progress=False, kv_memory="20000 tokens")
-    with Engine(model, tokenizer=AutoTokenizer.from_pretrained(demo_model_dir)) as engine:
-        (expected,) = engine.generate(asked, greedy(24))
-    assert expected.text is not None
-    assert "Paris" in expected.text
-    with served("demo", path, 1) as server:
-        with Client(path, tokenizer=True) as client:
-            assert "".join(client.stream(asked, greedy(24))) == expected.text
-        http = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-        assert [model.id for model in http.models.list()] == ["demo"]
-        options: Any = {"model": "demo", "messages": asked, "temperature": 0, "max_tokens": 24}
-        whole = http.chat.completions.create(**options).choices[0].message.content
-        stream = http.chat.completions.create(**options, stream=True)
-        streamed = "".join(choice.delta.content or "" for chunk in stream for choice in chunk.choices)
-        assert whole == streamed == expected.text
-        assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()

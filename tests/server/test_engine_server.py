@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib.util
 import socket
 import threading
 from pathlib import Path
@@ -71,27 +70,14 @@ def assert_logprobs_equal(ours: Any, theirs: Any) -> None:
 @pytest.mark.parametrize(
     "params",
     [
-        settings(temperature=0.0),
         settings(n=3, logprobs=2, prompt_logprobs=1),
-        settings(ignore_eos=False, stop_token_ids=list(range(100, 300)), include_stop_str_in_output=True),
         settings(max_tokens=60, stop=["a", "e", "s"], min_tokens=3),
-        settings(max_tokens=60, stop="t", include_stop_str_in_output=True, skip_special_tokens=False),
-        settings(
-            top_k=20,
-            top_p=0.9,
-            min_p=0.01,
-            logit_bias={5: 2.5, 7: -100},
-            presence_penalty=0.5,
-            frequency_penalty=0.25,
-            repetition_penalty=1.2,
-        ),
-        settings(allowed_token_ids=range(40, 80), bad_words=["x", "th"]),
-        settings(structured_outputs=StructuredOutputsParams(choice=["the fox", "a dog"]), ignore_eos=False),
         settings(structured_outputs=StructuredOutputsParams(json={"enum": ["x", 7]}), ignore_eos=False, n=2),
     ],
     ids=lambda params: ", ".join(name for name, value in vars(params).items() if value != getattr(settings(), name)),
 )
 def test_answers_are_those_of_the_engine(client: Client, engine: Engine, params: SamplingParams) -> None:
+    """Each setting is tried over HTTP, in test_sampling_settings."""
     prompts = [PROMPT, "the quick fox", PROMPT[:3]]
     for ours, theirs in zip(client.generate(prompts, params), engine.generate(prompts, params), strict=True):
         assert_equal(ours, theirs)
@@ -279,9 +265,6 @@ def test_cancelled_requests_end_with_what_they_have(client: Client) -> None:
     several.cancel(index=1)
     assert [answer.finish_reason for answer in several.result(PATIENCE).outputs] == ["length", "cancelled"]
     several.cancel()
-
-
-def test_a_loop_over_text_that_is_left_ends_the_request(client: Client) -> None:
     text = client.stream(PROMPT, endless())
     for _ in text:
         break
@@ -413,19 +396,6 @@ def test_a_reader_that_is_too_slow_loses_its_requests_with_the_reason(engine: En
 # ---- before and after
 
 
-def test_a_form_without_xgrammar_is_impossible_and_the_command_is_told(
-    engine_process: Loop, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Client(path) as client:
-        with monkeypatch.context() as patched:
-            find = importlib.util.find_spec
-            patched.setattr(importlib.util, "find_spec", lambda name: None if name == "xgrammar" else find(name))
-            form = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
-            with pytest.raises(ValueError, match=r"pip install '.\[structured\]'"):
-                client.submit([3, 4], form).result()
-        assert len(client.generate([3, 4], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
-
-
 def test_clients_are_told_what_an_engine_process_does_before_it_is_ready(engine: Engine, path: Path) -> None:
     loop = Loop(path)
     with Client(path, tokenizer=byte_level(), wait=False) as client, Bytes(path) as peer:
@@ -446,6 +416,7 @@ def test_clients_are_told_what_an_engine_process_does_before_it_is_ready(engine:
         loop.server.open(engine, ready_of(engine._model, engine, "tiny"))
         assert client.wait_until_ready(PATIENCE).eos_token_ids == [1]
         assert client.doing == "ready"
+        assert client._session._line.welcome.package == f"compiled-llm {compiled_llm.__version__}"
         assert_equal(*client.generate([PROMPT], settings()), *engine.generate([PROMPT], settings()))
     loop.close()
 
@@ -510,17 +481,6 @@ def assert_same_figures(ours: Any, theirs: Any) -> None:
         assert ours == theirs
 
 
-def test_all_settings_can_be_sent() -> None:
-    """A new one of SamplingParams needs a case above; functions alone cannot be sent."""
-    tried = {
-        *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p"),
-        *("seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"),
-        *("logit_bias", "allowed_token_ids", "bad_words", "include_stop_str_in_output", "skip_special_tokens"),
-        "structured_outputs",
-    }
-    assert set(SamplingParams.__dataclass_fields__) == tried | {"logits_processors"}
-
-
 def test_a_request_number_can_be_used_again_once_it_has_ended(engine_process: Loop, path: Path) -> None:
     with Bytes(path) as peer:
         peer.greet()
@@ -530,11 +490,6 @@ def test_a_request_number_can_be_used_again_once_it_has_ended(engine_process: Lo
                 assert step is not None
         peer.send(Submit(7, PROMPT, {"max_tokens": 800, "ignore_eos": True}), Submit(7, PROMPT))
         assert peer.problem() == "a second request number 7, and the first has not ended"
-
-
-def test_the_package_is_named(path: Path, engine_process: Loop) -> None:
-    with Client(path) as client:
-        assert client._session._line.welcome.package == f"compiled-llm {compiled_llm.__version__}"
 
 
 # ---- faults of the model

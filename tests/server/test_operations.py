@@ -321,29 +321,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.whole
-def test_an_engine_process_by_itself(model_folder: Path, weights: Path, path: Path, folder: Path) -> None:
-    """By curl, as the documentation has it."""
-
-    def curl(route: str, *options: str) -> Any:
-        command = ["curl", "-s", "--unix-socket", str(folder / "operations"), f"localhost/{route}", *options]
-        return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
-
-    with started_engine_process(
-        model_folder, path, "--operations-uds", str(folder / "operations"), *OPTIONS
-    ) as process:
-        with Client(path) as client:
-            assert tokens(client) == huggingfaces(plain(0), 8)
-            assert curl("sleep", "-X", "POST")["asleep"] is True
-            assert curl("wake", "-X", "POST")["asleep"] is False
-            client.wait_until_ready(PATIENCE)
-            curl("update_weights", "-d", json.dumps({"folder": str(weights)}))
-            assert tokens(client) == huggingfaces(plain(1), 8)
-        process.terminate()
-        assert process.wait(PATIENCE) == 0
-        assert not (folder / "operations").exists()
-
-
-@pytest.mark.whole
 def test_with_an_api_server_and_an_engine_process_that_is_started_again(
     model_folder: Path, weights: Path, folder: Path
 ) -> None:
@@ -380,8 +357,8 @@ def test_with_an_api_server_and_an_engine_process_that_is_started_again(
 
 
 @pytest.mark.whole
-def test_real_weights(folder: Path, tmp_path: Path) -> None:
-    """SmolLM2 answers as before once it has its own weights again, and not between."""
+def test_real_weights_and_an_engine_process_by_itself(folder: Path, tmp_path: Path) -> None:
+    """SmolLM2 answers as before once it has its own weights again, and not between; by curl, as the page has it."""
     model, tokenizer = compiled_llm.demo()
     prompt = tokenizer("The capital of France is").input_ids
     model.save_pretrained(tmp_path / "own")
@@ -394,14 +371,25 @@ def test_real_weights(folder: Path, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "changed", max_shard_size="100MB")
     operations, path = folder / "operations", folder / "socket"
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+    def curl(route: str, *options: str) -> Any:
+        command = ["curl", "-s", "--unix-socket", str(operations), f"localhost/{route}", *options]
+        return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+
     with (
-        started_engine_process("demo", path, "--operations-uds", str(operations), *OPTIONS),
+        started_engine_process("demo", path, "--operations-uds", str(operations), *OPTIONS) as process,
         asking(operations) as http,
         Client(path) as client,
     ):
         for name, expected in [("changed", changed), ("own", own)]:
-            post(http, "/update_weights", {"folder": str(tmp_path / name)})
+            assert curl("sleep", "-X", "POST")["asleep"] is True
+            assert curl("wake", "-X", "POST")["asleep"] is False
+            client.wait_until_ready(PATIENCE)
+            curl("update_weights", "-d", json.dumps({"folder": str(tmp_path / name)}))
             assert client.generate([prompt], params)[0].outputs[0].token_ids == expected
         (tmp_path / "changed" / "model.safetensors.index.json").unlink()
         assert http.post("/update_weights", json={"folder": str(tmp_path / "changed")}).status_code == 400
         assert client.generate([prompt], params)[0].outputs[0].token_ids == own
+        process.terminate()
+        assert process.wait(PATIENCE) == 0
+        assert not operations.exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,28 +37,49 @@ def vanish(loop: Loop) -> None:
     loop.close()
 
 
+async def done(answer: Any) -> Any:
+    return await answer if isinstance(answer, Awaitable) else answer
+
+
 def until_lost(client: BaseClient) -> None:
     while client._session.lost is None:
         time.sleep(0.001)
 
 
-def test_requests_under_way_end_and_the_next_one_connects_again(engine: Engine, path: Path) -> None:
-    with engine_in_thread(engine, path) as first, Client(path) as client:
-        expected = client.generate([PROMPT], SHORT)[0].token_ids
-        handle = client.submit(PROMPT, LONG)
-        next(iter(handle))
+GONE, NO_SOCKET = "has gone: its process has ended", "there is no such socket; start an engine process with"
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_requests_under_way_end_and_the_next_one_connects_again(
+    engine: Engine, path: Path, kind: type[Client | AsyncClient]
+) -> None:
+    async def generated(client: Client | AsyncClient) -> list[int]:
+        return (await done(client.generate([PROMPT], SHORT)))[0].token_ids
+
+    async def main(first: Loop) -> None:
+        client = kind(path)
+        if isinstance(client, AsyncClient):
+            await client.connect()
+        expected, handle = await generated(client), client.submit(PROMPT, LONG)
+        await anext(aiter(handle))
         vanish(first)
-        with pytest.raises(EngineDeadError, match="has gone: its process has ended"):
-            handle.result(PATIENCE)
-        for call in (lambda: client.submit(PROMPT), lambda: client.generate(PROMPT), client.stats):
-            with pytest.raises(EngineDeadError, match="there is no such socket; start an engine process with"):
-                call()
+        with pytest.raises(EngineDeadError, match=GONE):
+            await handle
+        with pytest.raises(EngineDeadError, match=NO_SOCKET if kind is Client else GONE):  # an event loop may not wait
+            client.submit(PROMPT)
+        for call in (client.stats, client.wait_until_ready, lambda: client.generate([PROMPT])):
+            with pytest.raises(EngineDeadError, match=NO_SOCKET):
+                await done(call())
         with engine_in_thread(engine, path):
-            assert client.submit(PROMPT, SHORT).result(PATIENCE).token_ids == expected
+            assert await generated(client) == (await client.submit(PROMPT, SHORT)).token_ids == expected
             running = client.submit(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True))
             handle.cancel()  # of the first engine process, where a request had the same number
-            assert running.result(PATIENCE).finish_reason == "length"
-            assert client.stats().connections == 1
+            assert (await running).finish_reason == "length"
+            assert (await done(client.stats())).connections == 1
+            client.close()
+
+    with engine_in_thread(engine, path) as first:
+        asyncio.run(main(first))
 
 
 def test_who_waits_finds_an_engine_process_that_comes_back(
@@ -90,28 +112,6 @@ def test_an_engine_process_that_is_not_ready_again_says_so(engine: Engine, path:
         with pytest.raises(TimeoutError, match="the engine process is not ready after"):
             client.wait_until_ready(0.01)
         loop.close()
-
-
-def test_in_an_event_loop_whoever_awaits_connects_again(engine: Engine, path: Path) -> None:
-    async def main(first: Loop) -> None:
-        async with AsyncClient(path) as client:
-            expected = (await client.generate([PROMPT], SHORT))[0].token_ids
-            handle = client.submit(PROMPT, LONG)
-            await handle.__aiter__().__anext__()
-            vanish(first)
-            with pytest.raises(EngineDeadError, match="has gone: its process has ended"):
-                await handle
-            with pytest.raises(EngineDeadError, match="has gone"):
-                client.submit(PROMPT)
-            for call in (client.stats, client.wait_until_ready, lambda: client.generate([PROMPT])):
-                with pytest.raises(EngineDeadError, match="there is no such socket"):
-                    await call()
-            with engine_in_thread(engine, path):
-                assert (await client.generate([PROMPT], SHORT))[0].token_ids == expected
-                assert (await client.submit(PROMPT, SHORT)).token_ids == expected
-
-    with engine_in_thread(engine, path) as first:
-        asyncio.run(main(first))
 
 
 def test_text_is_that_of_the_next_engine_processes_tokenizer(engine: Engine, path: Path) -> None:

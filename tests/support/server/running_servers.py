@@ -46,6 +46,12 @@ class RunningServer:
         self._thread = threading.Thread(target=self.server.run, args=([self._socket],), daemon=True)
         self._thread.start()
 
+    def post(self, path: str, **body: Any) -> Any:
+        """What is answered, with status 200."""
+        response = self.http.post(path, json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
     def events(self, path: str, **body: Any) -> Iterator[dict[str, Any]]:
         """The events of a stream, which ends as it has to."""
         line = ""

@@ -1,32 +1,31 @@
-"""What is served beside answers: tokens, states, figures."""
+"""What is served beside answers: tokens, states, figures, the OpenAPI document, and the page at ``/``."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 import socket
 from pathlib import Path
+from typing import Any
 
-import httpx
+import pytest
 
 import compiled_llm
 from compiled_llm.server.serving import listen
 from compiled_llm.server.settings import ApiServerSettings
 from support.docs.pages import DOCS
-from support.server.engine_processes import Loop
+from support.server.engine_processes import PATIENCE, Loop
 from support.server.running_servers import RunningServer, chat_tokenizer, running_server
-
-
-def post(api_server: RunningServer, path: str, body: object) -> httpx.Response:
-    return api_server.http.post(path, json=body)
 
 
 def test_texts_become_tokens_and_tokens_texts(api_server: RunningServer) -> None:
     tokenizer = chat_tokenizer()
     ids = tokenizer("the quick fox")["input_ids"]
-    assert post(api_server, "/tokenize", {"prompt": "the quick fox"}).json()["tokens"] == ids
-    assert post(api_server, "/detokenize", {"tokens": ids}).json() == {"prompt": "the quick fox"}
+    assert api_server.post("/tokenize", prompt="the quick fox")["tokens"] == ids
+    assert api_server.post("/detokenize", tokens=ids) == {"prompt": "the quick fox"}
     messages = [{"role": "user", "content": "hi"}]
-    found = post(api_server, "/tokenize", {"messages": messages}).json()
+    found = api_server.post("/tokenize", messages=messages)
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert found["tokens"] == expected
     assert found["count"] == len(expected)
@@ -34,9 +33,11 @@ def test_texts_become_tokens_and_tokens_texts(api_server: RunningServer) -> None
 
 def test_states_and_figures(api_server: RunningServer) -> None:
     assert api_server.http.get("/health").json() == {"status": "ok"}
+    head = api_server.http.head("/health")
+    assert (head.status_code, head.content) == (200, b"")
     assert api_server.http.get("/ready").json() == {"ready": True, "doing": "ready"}
     assert api_server.http.get("/version").json() == {"version": compiled_llm.__version__}
-    assert post(api_server, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+    api_server.post("/v1/completions", prompt="a", max_tokens=1)
     text = api_server.http.get("/metrics").text
     for figure in ("compiled_llm_running 0.0", "compiled_llm_steps_total", 'compiled_llm_pages{state="free"}'):
         assert figure in text
@@ -59,7 +60,7 @@ def test_before_the_model_is_ready_requests_hear_what_is_done(path: Path) -> Non
             pass
         assert api_server.http.get("/ready").status_code == 503
         assert api_server.http.get("/health").status_code == 200
-        refused = post(api_server, "/v1/completions", {"prompt": "a"})
+        refused = api_server.http.post("/v1/completions", json={"prompt": "a"})
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "5"
         assert refused.json()["error"]["message"] == "the model is not ready: loading weights"
@@ -74,3 +75,102 @@ def test_small_pieces_do_not_wait_for_others() -> None:
         accepted, _ = listening.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+# ---- the OpenAPI document
+
+
+OPENAIS = ("v1/chat/completions", "v1/completions", "v1/responses", "v1/models")
+PATHS = (*OPENAIS, "tokenize", "detokenize", "ready", "metrics")
+
+
+def test_the_document_names_what_is_served(api_server: RunningServer) -> None:
+    document = api_server.http.get("/openapi.json").json()
+    assert set(document["paths"]) >= {f"/{path}" for path in PATHS}
+    chat = document["components"]["schemas"]["ChatRequest"]["properties"]
+    assert chat["functions"]["description"] == "Not served: give tools."
+    answers = document["paths"]["/v1/chat/completions"]["post"]["responses"]
+    assert {"200", "400", "401", "429", "503"} <= set(answers)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("right", [True, False], ids=["right", "wrong"])
+def test_made_up_requests_get_promised_answers(api_server: RunningServer, right: bool, seed: int) -> None:
+    schemathesis: Any = pytest.importorskip("schemathesis")
+    import hypothesis
+    from hypothesis import HealthCheck, given, settings
+    from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+    schema = schemathesis.openapi.from_url(f"{api_server.url}/openapi.json")
+    failures = []
+    # There is nothing wrong to ask of those that take nothing.
+    chosen = schema if right else schema.include(method="POST")
+    for operation in chosen.get_all_operations():
+        mode = schemathesis.GenerationMode.POSITIVE if right else schemathesis.GenerationMode.NEGATIVE
+
+        @hypothesis.seed(seed)
+        @settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @given(case=operation.ok().as_strategy(generation_mode=mode))
+        def check(case: Any) -> None:
+            response = case.call(base_url=api_server.url, timeout=PATIENCE)  # an answer goes on for long
+            assert response.status_code < 500, response.text
+            case.validate_response(response, excluded_checks=[positive_data_acceptance])  # a template may refuse it
+
+        try:
+            check()
+        except Exception as error:
+            failures.append(f"{operation.ok().label}: {error}")
+    assert not failures, "\n\n".join(failures)
+
+
+# ---- the page
+
+
+def hash_of(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def test_the_page_runs_and_fetches_nothing_but_what_is_in_it(api_server: RunningServer) -> None:
+    response = api_server.http.get("/")
+    assert (response.status_code, response.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    policy = dict(part.split(" ", 1) for part in response.headers["content-security-policy"].split("; "))
+    (style,) = re.findall(r"<style>(.*?)</style>", response.text, re.DOTALL)
+    (script,) = re.findall(r"<script>(.*?)</script>", response.text, re.DOTALL)
+    assert (policy["style-src"], policy["script-src"]) == (hash_of(style), hash_of(script))
+    assert (policy["default-src"], policy["connect-src"], policy["frame-ancestors"]) == ("'none'", "'self'", "'none'")
+    assert policy["require-trusted-types-for"] == "'script'"
+    assert not re.search(r"(src|href)=[\"'](?!data:)|@import|url\(|style=|\bon\w+=", response.text)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|localStorage", script)
+
+
+def test_the_page_shows_figures_that_there_are(api_server: RunningServer) -> None:
+    api_server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, "ignore_eos": True})
+    page, figures = api_server.http.get("/").text, api_server.http.get("/metrics").text
+    names = set(re.findall(r"compiled_llm_\w+", page)) - {"compiled_llm_"}
+    assert len(names) >= 8
+    assert not [name for name in names if name not in figures]
+
+
+def test_the_page_comes_without_a_key_says_nothing_of_the_model_and_can_be_left_out(engine_process: Loop) -> None:
+    with running_server(
+        engine_process.server._path, names=("a-secret-name",), api_keys=("a-key-of-sixteen-or-more",)
+    ) as guarded:
+        page = guarded.http.get("/")
+        assert page.status_code == 200
+        assert "a-secret-name" not in page.text
+        assert guarded.http.get("/", headers={"host": "evil.example"}).status_code == 403
+        assert guarded.http.get("/metrics").status_code == 401
+        assert guarded.http.post("/", json={}).status_code == 405
+    with running_server(engine_process.server._path, page=False) as api_server:
+        assert api_server.http.get("/").status_code == 404
+
+
+def test_who_watches_a_server_does_not_fill_its_log(
+    api_server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "compiled_llm.server"):
+        for path in ("/metrics", "/ready", "/health", "/version"):
+            assert api_server.http.get(path).status_code == 200
+        while " GET /version 200 " not in caplog.text:
+            pass
+    assert len(caplog.records) == 1

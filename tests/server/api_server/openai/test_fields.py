@@ -1,4 +1,6 @@
-"""Every field of OpenAI's requests is served, has no effect and says so, or is refused by name."""
+"""Every field of OpenAI's requests is served, has no effect and says so, or is refused by name; and those that vLLM and
+SGLang have besides, through the openai client and as they are sent.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +8,27 @@ import json
 import re
 from typing import Any
 
-import httpx
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsStreaming as TextParams
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming as ResponsesParams
 
+from compiled_llm.engine.engine import Engine
 from compiled_llm.server.openai.chat.request import ChatRequest, Message
 from compiled_llm.server.openai.completions.request import CompletionRequest
 from compiled_llm.server.openai.fields.fields import Body, NoEffect, RefusedField
 from compiled_llm.server.openai.responses.request import ResponsesRequest
 from support.docs.pages import DOCS
-from support.server.running_servers import RunningServer
+from support.server.accepting import takes
+from support.server.running_servers import RunningServer, chat_tokenizer
+from support.server.scripted import Script
 
-CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+HI: Any = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "temperature": 0},
-    TEXT: {"prompt": "hi", "max_tokens": 3, "temperature": 0},
-    RESPONSES: {"input": "hi", "max_output_tokens": 3, "temperature": 0},
+    TEXT: {"prompt": "the fox", "max_tokens": 12, "seed": 3},
+    CHAT: {"messages": HI, "max_tokens": 12, "seed": 3},
+    RESPONSES: {"input": "hi", "max_output_tokens": 12, "seed": 3},
 }
 MODELS: dict[str, type[Body]] = {CHAT: ChatRequest, TEXT: CompletionRequest, RESPONSES: ResponsesRequest}
 EXAMPLES: dict[str, Any] = {
@@ -61,15 +66,27 @@ def fields(kind: type) -> list[tuple[str, str]]:
     ]
 
 
-def send(api_server: RunningServer, path: str, **fields: Any) -> httpx.Response:
-    return api_server.http.post(path, json={**BODIES[path], **fields})
+def post(api_server: RunningServer, path: str, **fields: Any) -> Any:
+    return api_server.post(path, **{**BODIES[path], **fields})
 
 
-def error(response: httpx.Response) -> dict[str, Any]:
+def refusal(api_server: RunningServer, path: str, **fields: Any) -> dict[str, Any]:
+    response = api_server.http.post(path, json={**BODIES[path], **fields})
     assert response.status_code == 400, response.text
     found: dict[str, Any] = response.json()["error"]
     assert found["type"] == "invalid_request_error"
     return found
+
+
+def events(api_server: RunningServer, path: str, **fields: Any) -> list[dict[str, Any]]:
+    return list(api_server.events(path, **{**BODIES[path], **fields}))
+
+
+def text_of(path: str, body: dict[str, Any]) -> str:
+    if path == RESPONSES:
+        return "".join(part["text"] for item in body["output"] for part in item["content"])
+    (choice,) = body["choices"]
+    return str(choice["text"] if path == TEXT else choice["message"]["content"])
 
 
 @pytest.mark.parametrize(
@@ -84,13 +101,13 @@ def test_every_field_of_openai_is_declared(params: Any, model: type[Body]) -> No
 
 @pytest.mark.parametrize(("path", "name"), fields(RefusedField))
 def test_what_is_not_served_is_refused_by_name(api_server: RunningServer, path: str, name: str) -> None:
-    found = error(send(api_server, path, **{name: "something"}))
+    found = refusal(api_server, path, **{name: "something"})
     assert found["param"] == name
     assert found["message"].startswith(f"{name}: is not served: ")
     assert found["code"] == "unsupported_value"
     (mark,) = (mark for mark in MODELS[path].model_fields[name].metadata if isinstance(mark, RefusedField))
     for neutral in (None, *mark.neutral):
-        assert send(api_server, path, **{name: neutral}).status_code == 200
+        post(api_server, path, **{name: neutral})
 
 
 def test_the_page_lists_what_has_no_effect_and_what_is_refused() -> None:
@@ -108,17 +125,14 @@ def test_the_page_lists_what_has_no_effect_and_what_is_refused() -> None:
 
 @pytest.mark.parametrize(("path", "name"), fields(NoEffect))
 def test_what_has_no_effect_changes_nothing(api_server: RunningServer, path: str, name: str) -> None:
-    streams = {"stream": True} if name == "stream_options" else {}
-    plain, given = (send(api_server, path, **streams, **more) for more in ({}, {name: EXAMPLES[name]}))
-    assert said(given) == said(plain)
+    def said(**more: Any) -> str:
+        if name == "stream_options":
+            return text_of(path, events(api_server, path, **more)[-1]["response"])
+        return text_of(path, post(api_server, path, **more))
+
+    assert said(**{name: EXAMPLES[name]}) == said()
     if name != "access_programs":  # of which nothing is known
-        assert error(send(api_server, path, **{name: 1.5}))["param"] == name
-
-
-def said(response: httpx.Response) -> list[str]:
-    """What the answer says, whatever the kind of response, without ids and times."""
-    assert response.status_code == 200
-    return re.findall(r'"(?:content|text)":"[^"]*"', response.text)[-1:]  # of a stream, the whole text
+        assert refusal(api_server, path, **{name: 1.5})["param"] == name
 
 
 @pytest.mark.parametrize(
@@ -132,19 +146,289 @@ def said(response: httpx.Response) -> list[str]:
 )
 def test_what_is_served_is_checked_by_name(api_server: RunningServer, path: str, name: str) -> None:
     wrong = 1.5 if name in TAKE_BOTH else {1: 2} if name not in TAKE_OBJECTS else "x"
-    assert (error(send(api_server, path, **{name: wrong}))["param"] or "").startswith(name)
+    assert (refusal(api_server, path, **{name: wrong})["param"] or "").startswith(name)
 
 
 @pytest.mark.parametrize("path", MODELS)
 def test_what_nobody_knows_is_refused_by_name(api_server: RunningServer, path: str) -> None:
-    found = error(send(api_server, path, colour="red"))
+    found = refusal(api_server, path, colour="red")
     assert (found["param"], found["code"]) == ("colour", "unknown_parameter")
-    found = error(send(api_server, path, stream=True, stream_options={"colour": 1}))
+    found = refusal(api_server, path, stream=True, stream_options={"colour": 1})
     assert found["param"] == "stream_options.colour"
 
 
 def test_fields_of_messages_are_refused_by_name(api_server: RunningServer) -> None:
     for name in ("audio", "tool_calls", "function_call", "refusal"):
         assert name in Message.model_fields
-        found = error(send(api_server, CHAT, messages=[{"role": "user", "content": "hi", name: {"a": 1}}]))
+        found = refusal(api_server, CHAT, messages=[{"role": "user", "content": "hi", name: {"a": 1}}])
         assert found["param"] == f"messages[0].{name}"
+
+
+# ---- forms
+
+NUMBER = {"type": "integer", "minimum": 10, "maximum": 99}
+FORMS: dict[str, Any] = {
+    "structured_outputs": {"json": NUMBER},
+    "guided_json": json.dumps(NUMBER),
+    "guided_regex": "[1-9][0-9]",
+    "guided_choice": ["11", "22"],
+    "guided_grammar": "root ::= [1-9] [0-9]",
+    "structural_tag": {"type": "structural_tag", "format": {"type": "regex", "pattern": "[1-9][0-9]"}},
+    "json_schema": NUMBER,
+    "regex": "[1-9][0-9]",
+    "ebnf": "root ::= [1-9] [0-9]",
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_by_all_their_names(api_server: RunningServer, path: str, name: str) -> None:
+    text = text_of(path, post(api_server, path, **{name: FORMS[name]}))
+    assert 10 <= int(text) <= 99
+
+
+@pytest.mark.parametrize("name", ["regex", "choice", "grammar", "json_object", "structural_tag"])
+def test_forms_in_structured_outputs(client: Any, name: str) -> None:
+    form = {"json_object": True, "choice": ["11", "22"], "regex": "[1-9][0-9]", "grammar": FORMS["ebnf"]}
+    form["structural_tag"] = json.dumps(FORMS["structural_tag"])
+    likes = {str(chat_tokenizer().encode("}")[0]): 20.0}
+    extra = {"structured_outputs": {name: form[name]}}
+    asked = {"model": "tiny", "messages": HI, "max_tokens": 90, "logit_bias": likes, "extra_body": extra}
+    json.loads(client.chat.completions.create(**asked).choices[0].message.content or "")
+
+
+def test_white_space_is_said_beside_a_response_format(speaking: tuple[Script, RunningServer]) -> None:
+    script, api_server = speaking
+    wanted = {"response_format": {"type": "json_object"}}
+    for said, params in (
+        ({"disable_any_whitespace": True}, {"json_object": True, "disable_any_whitespace": True}),
+        ({"max_whitespace_cnt": 3}, {"json_object": True, "max_whitespace_cnt": 3}),
+        ({"max_whitespace_cnt": None}, {"json_object": True, "max_whitespace_cnt": None}),
+        ({}, {"json_object": True}),
+    ):
+        post(api_server, CHAT, **wanted, structured_outputs=said)
+        assert script.asked[-1].params["structured_outputs"] == params
+    post(api_server, CHAT, structured_outputs={})
+    assert "structured_outputs" not in script.asked[-1].params
+
+
+def test_tags_as_a_response_format(speaking: tuple[Script, RunningServer]) -> None:
+    script, api_server = speaking
+    for given in ({"format": {"type": "any_text"}}, {"structures": [], "triggers": ["<a>"]}):
+        tag = {"type": "structural_tag", **given}
+        post(api_server, CHAT, response_format=tag)
+        assert json.loads(script.asked[-1].params["structured_outputs"]["structural_tag"]) == tag
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_forms_that_are_at_odds_are_refused_by_name(api_server: RunningServer, path: str) -> None:
+    for given, param in (
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "ebnf": 'root ::= "a"'}, "structured_outputs"),
+        ({"guided_json": {"multipleOf": 3}}, "guided_json"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"structured_outputs": {"colour": 1}}, "structured_outputs.colour"),
+        ({"structured_outputs": {"max_whitespace_cnt": 0}}, "structured_outputs.max_whitespace_cnt"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+        ({"json_schema": {"enum": ["a" * 2**16]}}, "json_schema"),
+    ):
+        assert refusal(api_server, path, **given)["param"] == param, given
+    if path == CHAT:
+        found = refusal(api_server, path, response_format={"type": "json_object"}, guided_regex="a")
+        assert found["message"] == (
+            "guided_regex: an answer has one form, and there are several, in guided_regex, response_format"
+        )
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_come_after_thinking(speaking: tuple[Script, RunningServer], name: str) -> None:
+    script, api_server = speaking
+    post(api_server, CHAT, **{name: FORMS[name]}, chat_template_kwargs={"think": True})
+    form = json.loads(script.asked[-1].params["structured_outputs"]["structural_tag"])["format"]
+    assert takes(form, "Hm.</think>\n\n22")
+    assert not takes(form, "22")
+    assert not takes(form, "Hm.</think>\n\n222")
+
+
+def test_forms_that_cannot_come_after_thinking_are_refused(speaking: tuple[Script, RunningServer]) -> None:
+    _, api_server = speaking
+    thinks = {"chat_template_kwargs": {"think": True}}
+    for given in (
+        {"guided_grammar": 'start: "a"'},
+        {"structural_tag": {"structures": [{"begin": "a", "schema": {}, "end": "b"}], "triggers": ["a"]}},
+        {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+    ):
+        found = refusal(api_server, CHAT, **given, **thinks)
+        assert (found["param"], found["code"]) == (next(iter(given)), "unsupported_value")
+        post(api_server, CHAT, **given)
+
+
+# ---- the order in which requests run, and their prompts
+
+
+def of_text(path: str, text: str) -> dict[str, Any]:
+    chat = {"messages": [{"role": "user", "content": text}]}
+    return {TEXT: {"prompt": text}, RESPONSES: {"input": text}, CHAT: chat}[path]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_priority_and_a_salt_reach_the_engine(speaking: tuple[Script, RunningServer], path: str) -> None:
+    script, api_server = speaking
+    for given in (None, -3, 7):
+        post(api_server, path, priority=given, cache_salt="mine")
+        assert (script.asked[-1].priority, script.asked[-1].cache_salt) == (given or 0, "mine")
+    assert refusal(api_server, path, priority=2**31)["param"] == "priority"
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_prompt_is_cut_at_its_beginning(speaking: tuple[Script, RunningServer], path: str) -> None:
+    script, api_server = speaking
+    post(api_server, path)
+    whole = script.asked[-1].prompt
+    for most in (1, 3, len(whole), 1000, -1):
+        post(api_server, path, truncate_prompt_tokens=most)
+        assert script.asked[-1].prompt == (whole if most == -1 else whole[-most:])
+    post(api_server, path, truncate_prompt_tokens=3, truncation_side="right")
+    assert script.asked[-1].prompt == whole[:3]
+    assert refusal(api_server, path, truncate_prompt_tokens=0)["param"] == "truncate_prompt_tokens"
+    longer = of_text(path, "a " * 9000)
+    assert refusal(api_server, path, **longer)["code"] == "context_length_exceeded"
+    post(api_server, path, truncate_prompt_tokens=-1, **longer)
+    assert len(script.asked[-1].prompt) == 4000 - 12
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_text_that_surely_does_not_fit_is_refused_though_it_would_be_cut(
+    speaking: tuple[Script, RunningServer], path: str
+) -> None:
+    _, api_server = speaking
+    refused = refusal(api_server, path, truncate_prompt_tokens=-1, **of_text(path, "a b " * 30_000))
+    assert refused["code"] == "context_length_exceeded"
+    assert "truncate_prompt_tokens cuts tokens" in refused["message"]
+    assert "chat template" not in refused["message"]
+
+
+def test_effort_goes_to_the_template(speaking: tuple[Script, RunningServer]) -> None:
+    script, api_server = speaking
+    tokenizer: Any = api_server.api_server.link.model.vocabulary.tokenizer
+    before = tokenizer.chat_template
+    tokenizer.chat_template = "{{ reasoning_effort }} {{ enable_thinking }} {{ colour }}" + before
+    try:
+        for effort, said in (("low", "low  "), ("none", "none False "), (None, "  ")):
+            post(api_server, CHAT, reasoning_effort=effort)
+            assert script.prompt.startswith(said)
+            post(api_server, RESPONSES, reasoning={"effort": effort, "summary": "auto"})
+            assert script.prompt.startswith(said)
+        post(api_server, CHAT, reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
+        assert script.prompt.startswith("none True ")
+        post(api_server, RESPONSES, chat_template_kwargs={"colour": "red"})
+        assert script.prompt.startswith("  red")
+    finally:
+        tokenizer.chat_template = before
+
+
+# ---- what is told of tokens
+
+
+def test_tokens_by_their_ids(api_server: RunningServer, engine: Engine) -> None:
+    ends = {"stop_token_ids": list(range(60, 120)), "seed": 5}
+    for path in (TEXT, CHAT):
+        whole = post(api_server, path, return_token_ids=True, n=2, **ends)
+        prompt = whole["prompt_token_ids"] if path == CHAT else whole["choices"][0]["prompt_token_ids"]
+        ended = [choice["finish_reason"] == "stop" for choice in whole["choices"]]
+        texts = [
+            chat_tokenizer().decode(choice["token_ids"][: len(choice["token_ids"]) - stop])
+            for choice, stop in zip(whole["choices"], ended, strict=True)
+        ]
+        assert any(ended)
+        told = [choice["text"] if path == TEXT else choice["message"]["content"] for choice in whole["choices"]]
+        assert texts == told
+        chunks = events(api_server, path, return_token_ids=True, n=2, **ends)
+        for choice in whole["choices"]:
+            parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
+            assert [token for part in parts for token in part.get("token_ids") or ()] == choice["token_ids"]
+            given = [part["prompt_token_ids"] for part in parts if "prompt_token_ids" in part]
+            assert given == ([prompt] if path == TEXT else [])
+        if path == CHAT:
+            assert [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk] == [prompt] * 2
+        assert all("token_ids" not in part for chunk in events(api_server, path) for part in chunk["choices"])
+    echoed = events(api_server, TEXT, return_token_ids=True, echo=True)
+    assert echoed[0]["choices"][0]["prompt_token_ids"] == chat_tokenizer().encode("the fox")
+    assert sum("prompt_token_ids" in chunk["choices"][0] for chunk in echoed) == 1
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_log_probabilities_of_prompts_come_whole_alone(api_server: RunningServer, path: str) -> None:
+    assert refusal(api_server, path, prompt_logprobs=1, stream=True)["param"] == "prompt_logprobs"
+    body = post(api_server, path, prompt_logprobs=0)
+    first, *places = (body if path == CHAT else body["choices"][0])["prompt_logprobs"]
+    assert first is None
+    for place in places:
+        (entry,) = place.values()
+        assert isinstance(entry["decoded_token"], str)
+        assert entry["rank"] >= 1
+
+
+def test_more_log_probabilities_of_a_prompt_than_of_its_answer(api_server: RunningServer) -> None:
+    both = post(api_server, TEXT, prompt_logprobs=5, echo=True, logprobs=1)["choices"][0]
+    assert all(len(place) <= 2 for place in both["logprobs"]["top_logprobs"][1:])
+    assert all(len(place) >= 5 for place in both["prompt_logprobs"][1:])
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_each_chunk_counts_its_tokens(api_server: RunningServer, path: str) -> None:
+    asked = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    *chunks, last = events(api_server, path, **asked)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert (counts[-1], len(set(counts)) > 3) == (12, True)
+    for chunk in (*chunks, last):
+        usage = chunk["usage"]
+        assert usage["prompt_tokens"] == last["usage"]["prompt_tokens"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert last["choices"] == []
+    plain = events(api_server, path, stream_options={"include_usage": True})
+    assert [chunk["usage"] for chunk in plain[:-1]] == [None] * (len(plain) - 1)
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_answers_say_what_has_stopped_them(api_server: RunningServer, path: str) -> None:
+    one = {"logit_bias": {"70": 100}}
+    letter = chat_tokenizer().decode([70])
+    for given, reason in (({"stop": [letter]}, letter), ({"stop_token_ids": [70]}, 70), ({"max_tokens": 3}, None)):
+        (choice,) = post(api_server, path, **one, **given)["choices"]
+        assert choice["stop_reason"] == reason
+        choices = [part for chunk in events(api_server, path, **one, **given) for part in chunk["choices"]]
+        assert [part["stop_reason"] for part in choices if "stop_reason" in part] == [reason] * (reason is not None)
+        assert choices[-1].get("stop_reason") == reason
+
+
+# ---- chats
+
+
+def test_an_assistants_own_message_goes_on(api_server: RunningServer) -> None:
+    messages = [*HI, {"role": "assistant", "content": "the quick"}]
+    plain = post(api_server, CHAT, messages=messages, continue_final_message=True)["choices"][0]["message"]["content"]
+    asked: dict[str, Any] = {"messages": messages, "continue_final_message": True, "echo": True}
+    assert post(api_server, CHAT, **asked)["choices"][0]["message"]["content"] == "the quick" + plain
+    deltas = [part["delta"] for chunk in events(api_server, CHAT, **asked) for part in chunk["choices"]]
+    assert [delta.get("content") for delta in deltas[:2]] == ["", "the quick"]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "the quick" + plain
+    assert post(api_server, CHAT, echo=True)["choices"] == post(api_server, CHAT)["choices"]
+    tokens = api_server.http.post("/tokenize", json={"messages": messages, "continue_final_message": True}).json()
+    assert tokens["tokens"] == post(api_server, CHAT, **asked, return_token_ids=True)["prompt_token_ids"]
+    assert tokens["token_strs"] is None
+    found = api_server.post("/tokenize", prompt="the fox", return_token_strs=True)
+    assert found["token_strs"] == chat_tokenizer().convert_ids_to_tokens(found["tokens"])
+    both = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
+    assert api_server.http.post("/tokenize", json=both).status_code == 400
+
+
+def test_texts_without_special_tokens(speaking: tuple[Script, RunningServer]) -> None:
+    script, api_server = speaking
+    for special in (True, False):
+        post(api_server, TEXT, add_special_tokens=special)
+        given = {"prompt": "the fox", "add_special_tokens": special}
+        assert script.asked[-1].prompt == api_server.http.post("/tokenize", json=given).json()["tokens"]

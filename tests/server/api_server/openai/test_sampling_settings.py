@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from typing import Any
 
 import pytest
@@ -44,12 +43,6 @@ def model(one_thread: None) -> PreTrainedModel:
     return compiled_llm.wrap(twin, progress=False, **options)
 
 
-def posted(api_server: RunningServer, path: str, **fields: Any) -> Any:
-    response = api_server.http.post(path, json=fields)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
 @pytest.mark.parametrize("name", GREEDY)
 def test_the_most_likely_tokens_are_huggingfaces(
     name: str, plain: PreTrainedModel, model: PreTrainedModel, engine: Engine, api_server: RunningServer
@@ -63,7 +56,7 @@ def test_the_most_likely_tokens_are_huggingfaces(
     params = SamplingParams(**{"max_tokens": TOKENS, "temperature": 0} | setting.params)
     assert [output.token_ids for output in engine.generate(PROMPTS, params)] == expected
     body = {"max_tokens": TOKENS, "temperature": 0} | setting.fields()
-    answers = posted(api_server, TEXT, prompt=PROMPTS, return_token_ids=True, **body)["choices"]
+    answers = api_server.post(TEXT, prompt=PROMPTS, return_token_ids=True, **body)["choices"]
     assert [answer["token_ids"] for answer in answers] == expected
 
 
@@ -97,7 +90,7 @@ def test_tokens_are_drawn_that_huggingface_would_draw(
         params = SamplingParams(n=64, seed=0, max_tokens=1, ignore_eos=True, **setting.params)
         check([answer.token_ids[0] for answer in engine.generate([prompt], params)[0].outputs])
         fields = {"prompt": prompt, "n": 16, "max_tokens": 1, "return_token_ids": True, **setting.fields()}
-        bodies = [posted(api_server, TEXT, seed=seed, **fields) for seed in rows]
+        bodies = [api_server.post(TEXT, seed=seed, **fields) for seed in rows]
         check([answer["token_ids"][0] for body in bodies for answer in body["choices"]])
 
 
@@ -119,10 +112,17 @@ def test_each_endpoint_takes_each_setting(name: str, engine: Engine, api_server:
     length = fields.pop("max_tokens", TOKENS)
     (text, chat) = engine.generate(["the fox", messages], params)
     asked = {"max_tokens": length, **fields}
-    assert posted(api_server, TEXT, prompt="the fox", **asked)["choices"][0]["text"] == text.text
-    assert posted(api_server, CHAT, messages=messages, **asked)["choices"][0]["message"]["content"] == chat.text
-    output = posted(api_server, RESPONSES, input="the fox", max_output_tokens=length, **fields)["output"]
+    assert api_server.post(TEXT, prompt="the fox", **asked)["choices"][0]["text"] == text.text
+    assert api_server.post(CHAT, messages=messages, **asked)["choices"][0]["message"]["content"] == chat.text
+    output = api_server.post(RESPONSES, input="the fox", max_output_tokens=length, **fields)["output"]
     assert "".join(part["text"] for item in output for part in item["content"]) == chat.text
+
+
+def test_every_setting_is_tried() -> None:
+    """Functions alone cannot be sent."""
+    params = [name for setting in (*GREEDY.values(), *DRAWN.values()) for name in setting.params]
+    tried = {*params, *OF_TEXTS, "n", "logprobs", "prompt_logprobs"}
+    assert set(SamplingParams.__dataclass_fields__) == tried | {"logits_processors"}
 
 
 # ---- log-probabilities
@@ -166,9 +166,7 @@ def of_prompt(entries: list[Any], tokens: list[int]) -> Scored:
 
 def streamed(api_server: RunningServer, path: str, **fields: Any) -> list[Any]:
     """The ``logprobs`` of a stream's chunks."""
-    with api_server.http.stream("POST", path, json={**fields, "stream": True}) as response:
-        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: {")]
-    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    choices = [choice for event in api_server.events(path, **fields) for choice in event["choices"]]
     return [choice["logprobs"] for choice in choices if choice["logprobs"]]
 
 
@@ -202,7 +200,7 @@ def test_log_probabilities_are_those_of_huggingfaces_forward(
 
     asked = {**params, "return_tokens_as_token_ids": True}
     echo = {"prompt": PROMPTS[2], "echo": True, "logprobs": MOST, **asked}
-    whole, parts = posted(api_server, TEXT, **echo)["choices"][0]["logprobs"], streamed(api_server, TEXT, **echo)
+    whole, parts = api_server.post(TEXT, **echo)["choices"][0]["logprobs"], streamed(api_server, TEXT, **echo)
     joined = {name: [value for part in parts for value in part[name]] for name in whole}
     for found in (whole, joined):
         assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
@@ -210,18 +208,18 @@ def test_log_probabilities_are_those_of_huggingfaces_forward(
         assert found["text_offset"] == whole["text_offset"]
 
     question = {"messages": chat, "logprobs": True, "top_logprobs": MOST, **asked}
-    answer = posted(api_server, CHAT, **question, prompt_logprobs=MOST)
+    answer = api_server.post(CHAT, **question, prompt_logprobs=MOST)
     content = [entry for part in streamed(api_server, CHAT, **question) for entry in part["content"]]
     for entries in (answer["choices"][0]["logprobs"]["content"], content):
         check(of_content(entries, [id_of(entry["token"]) for entry in entries]), 1, begin_chat)
     for entries, text, end in (
         (answer["prompt_logprobs"], 1, begin_chat),
-        (posted(api_server, TEXT, prompt=PROMPTS[2], prompt_logprobs=MOST)["choices"][0]["prompt_logprobs"], 0, begin),
+        (api_server.post(TEXT, prompt=PROMPTS[2], prompt_logprobs=MOST)["choices"][0]["prompt_logprobs"], 0, begin),
     ):
         assert entries[0] is None
         check(of_prompt(entries[1:], texts[text][1:end]), text, end=end)
 
     include = {"include": ["message.output_text.logprobs"], "top_logprobs": MOST}
     asked = {"input": "the fox", "max_output_tokens": 9, "seed": 5, "ignore_eos": True, **include}
-    (part,) = posted(api_server, RESPONSES, **asked)["output"][0]["content"]
+    (part,) = api_server.post(RESPONSES, **asked)["output"][0]["content"]
     check(of_content(part["logprobs"], outputs[1].token_ids), 1, begin_chat)
