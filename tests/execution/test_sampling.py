@@ -324,35 +324,6 @@ def test_the_seed_decides_the_tokens(wrapped, seed):
     assert_account_is_empty(wrapped)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sequence_bias": {(9,): 1e15}},
-        {"forced_eos_token_id": [2, 3], "eos_token_id": 2, "repetition_penalty": 1.2},
-        {"forced_eos_token_id": 2, "min_new_tokens": 40, "eos_token_id": 2},
-        {"renormalize_logits": True, "no_repeat_ngram_size": 3},
-    ],
-    ids=str,
-)
-def test_other_processors_run_between_steps_and_equal_huggingface(wrapped, options, seed):
-    inputs = mixed_prompts([4, 9], 128, seed)
-    plain = tiny_qwen3(eos_token_id=None)
-    before = wrapped.compiled.stats().generate_calls.get("processed loop", 0)
-    torch.testing.assert_close(greedy(wrapped, inputs, 40, **options), greedy(plain, inputs, 40, **options))
-    assert wrapped.compiled.stats().generate_calls["processed loop"] == before + 1
-    assert_account_is_empty(wrapped)
-
-
-def test_scores_and_logits_between_steps_are_those_of_huggingface(wrapped, seed):
-    inputs = mixed_prompts([4, 9, 1], 128, seed)
-    plain = tiny_qwen3(eos_token_id=None)
-    options = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True, "no_repeat_ngram_size": 2}
-    ours, theirs = greedy(wrapped, inputs, 25, **options), greedy(plain, inputs, 25, **options)
-    torch.testing.assert_close(ours.sequences, theirs.sequences)
-    for name in ("scores", "logits"):
-        torch.testing.assert_close(torch.stack(ours[name]), torch.stack(theirs[name]), atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize("row", range(7))
 def test_greedy_takes_what_huggingface_takes_of_unusual_scores(wrapped, row, seed):
     scores = unusual_logits(128)[row].expand(2, -1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, PreTrainedModel, StoppingCriteriaList
 
 import compiled_llm
 from compiled_llm.compilation import backend as inductor
@@ -20,6 +20,7 @@ from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import PageCopy
+from support.execution.callbacks import Callback
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -198,17 +199,6 @@ def run_loop(model: PreTrainedModel, name: str, seed: int, **options: Any) -> Te
     return model.generate(**{"max_new_tokens": 22, "do_sample": False, **inputs, **given, **options})
 
 
-class Looking(StoppingCriteria):
-    """Calls a function after each token and ends nothing."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self.function = function
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.function()
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
 def with_pages(count: int) -> PreTrainedModel:
     options = {**OPTIONS, "kv_memory": f"{4 * count} tokens"}
     return compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", **options)
@@ -219,7 +209,7 @@ def by_itself(name: str, seed: int) -> tuple[Tensor, int]:
     """What a loop writes where there are many pages, and how many it was promised."""
     model = with_pages(250)
     pool, available = model.compiled.model_runner().pool, []
-    look = StoppingCriteriaList([Looking(lambda: available.append(pool.available))])
+    look = StoppingCriteriaList([Callback(lambda: available.append(pool.available))])
     tokens = run_loop(model, name, seed, stopping_criteria=look)
     assert len(available) > 5
     assert len(set(available)) == 1, "others have as many pages at each step"
@@ -251,7 +241,7 @@ def test_a_loop_waits_for_one_that_leaves_too_few_pages(name, seed):
     shared, order = with_pages(3 * needed // 2), []
 
     def call(number: int) -> Tensor:
-        look = Looking(lambda: (order.append(number), time.sleep(0.002)))
+        look = Callback(lambda: (order.append(number), time.sleep(0.002)))
         return run_loop(shared, name, seed, stopping_criteria=[look])
 
     with ThreadPoolExecutor(2) as threads:
@@ -274,7 +264,7 @@ def test_a_loop_inside_a_callback_that_finds_too_few_pages_is_refused_before_it_
         refused.append(str(caught.value))
         assert watched.computed == before
 
-    run_loop(model, "beams", seed, stopping_criteria=[Looking(call_again)])
+    run_loop(model, "beams", seed, stopping_criteria=[Callback(call_again)])
     assert len(refused) == 22
     assert_account_is_empty(model)
 
@@ -287,7 +277,7 @@ def test_beams_that_go_on_from_a_cache_are_promised_their_pages(plain, model, se
         with torch.no_grad():
             own(ids, past_key_values=cache)
         available: list[int] = []
-        look = Looking(
+        look = Callback(
             lambda own=own, out=available: own is plain or out.append(own.compiled.model_runner().pool.available)
         )
         text = torch.cat([ids, torch.full((6, 3), 7)], dim=1)[::3]
@@ -365,18 +355,6 @@ def test_first_tokens_of_sampled_copies_have_the_models_distribution(plain, seed
     assert ((share - expected)[likely].abs() < 5 * (expected[likely] / len(drawn)).sqrt()).all()
 
 
-def test_a_chat_of_copies_goes_on_as_huggingfaces(plain, model, seed):
-    results = []
-    for own in (plain, model):
-        inputs = {name: value[[0, 0, 1, 1]] for name, value in mixed_prompts([9, 6], 128, seed).items()}
-        out = greedy(own, inputs, 6, return_dict_in_generate=True)
-        ids = torch.cat([out.sequences, torch.tensor([[5, 6], [7, 8], [9, 10], [5, 6]])], dim=1)
-        mask = torch.cat([inputs["attention_mask"], torch.ones(4, 8, dtype=torch.long)], dim=1)
-        results.append(greedy(own, {"input_ids": ids, "attention_mask": mask}, 9, past_key_values=out.past_key_values))
-    torch.testing.assert_close(results[1], results[0])
-    assert model.compiled.stats().generate_calls == {"fast loop": 2}
-
-
 # ---- compiled
 
 
@@ -391,18 +369,14 @@ def compiled() -> Iterator[PreTrainedModel]:
 
 
 def chat(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
-    ids, mask, cache = inputs["input_ids"], inputs["attention_mask"], None
+    """Four turns over one cache; rows that begin as copies go on with words of their own."""
+    given: dict[str, Any] = inputs
     for turn in range(4):
-        out = greedy(
-            model,
-            {"input_ids": ids, "attention_mask": mask},
-            5 + turn,
-            past_key_values=cache,
-            return_dict_in_generate=True,
-        )
-        cache = out.past_key_values
-        ids = torch.cat([out.sequences, torch.tensor([[7, 8, 9]] * len(ids))], dim=1)
-        mask = torch.cat([mask, torch.ones(len(ids), 8 + turn, dtype=torch.long)], dim=1)
+        out = greedy(model, given, 5 + turn, return_dict_in_generate=True)
+        words = torch.arange(7, 10) + torch.arange(len(out.sequences))[:, None]
+        mask = torch.cat([given["attention_mask"], torch.ones(len(words), 8 + turn, dtype=torch.long)], dim=1)
+        ids = torch.cat([out.sequences, words], dim=1)
+        given = {"input_ids": ids, "attention_mask": mask, "past_key_values": out.past_key_values}
     return ids
 
 
@@ -418,6 +392,7 @@ MODES = {
     "copies": lambda model, one, many: greedy(model, {name: own[[0, 1, 0, 1]] for name, own in many.items()}, 12),
     "copies of one row": lambda model, one, many: greedy(model, {name: own[[0] * 4] for name, own in one.items()}, 12),
     "chat": lambda model, one, many: chat(model, many),
+    "chat of copies": lambda model, one, many: chat(model, {name: own[[0, 0, 1, 1]] for name, own in many.items()}),
     "chat of one": lambda model, one, many: chat(model, one),
     "scoring": lambda model, one, many: model(**many, use_cache=False).logits[many["attention_mask"] != 0],
     "no cache": lambda model, one, many: greedy(model, many, 6, use_cache=False),

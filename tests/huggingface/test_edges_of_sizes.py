@@ -90,13 +90,6 @@ def test_logits_are_kept_as_huggingface_keeps_them(kept: Any, use_cache: bool, s
             torch.testing.assert_close(out[1].logits, out[0].logits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_column_that_is_not_there_is_refused_and_nothing_is_stored(seed: int) -> None:
-    model, inputs = pair()[1], mixed_prompts([5, 5], 128, seed)
-    with torch.no_grad(), pytest.raises(IndexError):
-        model(**inputs, logits_to_keep=torch.tensor([7]), use_cache=True)
-    assert_account_is_empty(model)
-
-
 def test_rows_of_a_runner_end_at_the_last_position() -> None:
     model = pair(max_position_embeddings=8, max_batch_size=1)[1]
     generate_loop = model.compiled.generate_loop()

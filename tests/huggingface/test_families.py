@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import compiled_llm
-from support.huggingface.families import FAMILIES, REFUSED, make
+from support.huggingface.families import FAMILIES, make
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 
 
@@ -43,17 +43,6 @@ def test_soft_caps_and_alternating_windows_are_compiled(seed):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_huggingface_when_compiled(family, seed):
     assert_equal_tokens(family, "compile", seed)
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("family", REFUSED)
-def test_what_cannot_run_over_pages_is_refused_with_the_reason(family, seed):
-    options, reason = REFUSED[family]
-    model = make(family, options, seed)
-    with pytest.raises(compiled_llm.UnsupportedModelError, match=reason):
-        compiled_llm.wrap(model, mode="eager")
-    assert type(model).__mro__[0].__name__.startswith(family)
-    assert greedy(model, mixed_prompts([5], 128, seed), 3).shape == (1, 8), "it stays usable"
 
 
 def test_experts_of_a_layer_that_was_replaced_by_a_copy_are_wrapped(seed):

@@ -24,7 +24,7 @@ from compiled_llm.huggingface.batch.batch_answers import BatchAnswers
 from compiled_llm.huggingface.batch.continuous_batching import EngineManager
 from compiled_llm.requests.listeners import tell
 from support.execution.failing_calls import fail_once
-from support.parity import assert_account_is_empty
+from support.parity import alone as tokens_alone, assert_account_is_empty
 from support.tiny_models import tiny_qwen3
 
 ENDS = [2, 5, 31, 77]
@@ -62,9 +62,7 @@ def manager(wrapped: Any) -> Iterator[EngineManager]:
 
 
 def alone(plain: Any, prompt: list[int], new: int = 9) -> list[int]:
-    ids = torch.tensor([prompt])
-    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": ENDS, "pad_token_id": 0}
-    return plain.generate(ids, max_new_tokens=new, **options)[0, len(prompt) :].tolist()
+    return tokens_alone(plain, prompt, new, eos_token_id=ENDS, pad_token_id=0)
 
 
 def tokens(outputs: dict[str, Any]) -> dict[str, list[int]]:
@@ -185,11 +183,14 @@ def test_settings_that_a_prompt_makes_impossible_are_in_its_output(wrapped):
 # ---- a manager in one's own hands
 
 
-def test_streamed_outputs_have_all_tokens_so_far(plain, manager):
-    name = manager.add_request(PROMPTS[0], streaming=True, eos_token_id=-1)
-    outputs = list(manager.request_id_iter(name))
+def test_streamed_outputs_have_all_tokens_so_far_and_their_log_probabilities(plain, wrapped):
+    with wrapped.continuous_batching_context_manager(
+        config(), continuous_batching_config=sizes(return_logprobs=True)
+    ) as manager:
+        outputs = list(manager.request_id_iter(manager.add_request(PROMPTS[0], streaming=True, eos_token_id=-1)))
     whole = outputs[-1].generated_tokens
     assert [output.generated_tokens for output in outputs] == [whole[:count] for count in range(1, 10)]
+    assert [len(output.logprobs) for output in outputs] == [*range(1, 10)]
     assert [output.is_finished() for output in outputs] == [False] * 8 + [True]
     assert whole[: len(alone(plain, PROMPTS[0]))] == alone(plain, PROMPTS[0])
 
@@ -241,14 +242,6 @@ def test_a_manager_is_stopped_and_started_again(plain, wrapped):
     manager.destroy()
 
 
-def test_a_hard_stop_fails_what_runs(wrapped):
-    manager = wrapped.init_continuous_batching(config())
-    manager.start()
-    manager.add_request([7, 8], max_new_tokens=900, eos_token_id=-1)
-    manager.stop(hard_stop=True)
-    assert "stopped before" in manager.get_result().error
-
-
 def test_weights_change_while_a_manager_pauses(wrapped, manager):
     long = manager.add_request(PROMPTS[2], max_new_tokens=300, eos_token_id=-1, streaming=True)
     manager.get_result(timeout=30)
@@ -262,13 +255,14 @@ def test_weights_change_while_a_manager_pauses(wrapped, manager):
     assert last.generated_tokens == alone(other, PROMPTS[2])
 
 
-def test_generate_beside_it_runs_on_when_it_stops(plain, wrapped):
+def test_a_hard_stop_fails_what_runs_and_generate_beside_it_runs_on(plain, wrapped):
     with wrapped.continuous_batching_context_manager(config()) as manager:
         manager.add_request(PROMPTS[2], max_new_tokens=100, eos_token_id=-1)
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(alone, wrapped, PROMPTS[0], 60)
             manager.stop(hard_stop=True)
             assert answer.result(30) == alone(plain, PROMPTS[0], 60)
+        assert "stopped before" in manager.get_result().error
 
 
 def test_outputs_of_two_threads_come_in_order():
@@ -357,15 +351,6 @@ def test_log_probabilities_are_those_of_huggingfaces_manager(sampling, plain, wr
         theirs = tiny_qwen3(eos_token_id=ENDS).generate_batch(PROMPTS, settings, sizes(return_logprobs=True))
         for ours, their in zip(outputs.values(), theirs.values(), strict=True):
             assert ours.logprobs == pytest.approx(their.logprobs, abs=1e-5)
-
-
-def test_log_probabilities_come_with_their_tokens(wrapped):
-    with wrapped.continuous_batching_context_manager(
-        config(eos_token_id=-1), continuous_batching_config=sizes(return_logprobs=True)
-    ) as manager:
-        manager.add_request(PROMPTS[0], streaming=True)
-        for output in results(manager, 1):
-            assert len(output.logprobs) == len(output.generated_tokens)
 
 
 def test_a_hook_that_comes_later_is_in_the_output(wrapped, manager):

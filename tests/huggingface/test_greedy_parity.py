@@ -82,26 +82,6 @@ def test_three_graphs_serve_all_batches_and_nothing_recompiles(models, seed):
     assert (stats.graphs, stats.graph_breaks, stats.recompiles, stats.cudagraph_skips) == (3, 0, 0, 0)
 
 
-def test_callers_grad_and_inference_modes_neither_recompile_nor_change_tokens(models, seed):
-    plain, wrapped = models
-    inputs = mixed_prompts([4, 6], 128, seed)
-    expected = greedy(plain, inputs, 12)
-    with torch.inference_mode():
-        torch.testing.assert_close(greedy(wrapped, inputs, 12).clone(), expected)
-    with torch.no_grad():
-        torch.testing.assert_close(greedy(wrapped, inputs, 12), expected)
-    torch.testing.assert_close(greedy(wrapped, inputs, 12), expected)
-    assert wrapped.compiled.stats().recompiles == 0
-
-
-def test_holes_in_the_mask_are_not_stored(models, seed):
-    plain, wrapped = models
-    inputs = mixed_prompts([9, 14], 128, seed)
-    inputs["attention_mask"][0, -5:-3] = 0
-    inputs["attention_mask"][1, 4] = 0
-    torch.testing.assert_close(greedy(wrapped, inputs, 30), greedy(plain, inputs, 30))
-
-
 @pytest.mark.core
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_page_size_does_not_change_tokens(page_size, seed):

@@ -31,6 +31,26 @@ def test_recording_hooks_see_every_step_and_nothing_else(models, inputs):
     torch.testing.assert_close(seen[1], seen[0])
 
 
+def test_hooks_on_the_model_itself_fire_once_a_step_and_what_they_change_counts(models, inputs):
+    fired: list[int] = []
+
+    def ban_odd_tokens(module: Any, args: Any, output: Any) -> Any:
+        fired.append(1)
+        output.logits[..., 1::2] = -1e9
+        return output
+
+    handles = [model.register_forward_hook(ban_odd_tokens) for model in models]
+    handles += [model.register_forward_pre_hook(lambda *_: fired.append(2)) for model in models]
+    results = [greedy(model, inputs, 9) for model in models]
+    torch.testing.assert_close(results[1], results[0])
+    assert not (results[0][:, 9:] % 2).any()
+    assert fired == [2, 1] * 9 * 2
+    for handle in handles:
+        handle.remove()
+    theirs, ours = (greedy(model, inputs, 9) for model in models)
+    torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.usefixtures("without_inductor")
 def test_hooks_that_come_and_go_leave_compiled_steps_as_they_were(inputs):
     plain = tiny_qwen3(eos_token_id=None)
@@ -109,40 +129,3 @@ def test_a_callback_may_change_hooks_where_the_call_runs_as_huggingfaces(how, mo
 
         results.append(greedy(model, inputs, 8, **calling(exchange, how)))
     torch.testing.assert_close(results[1], results[0])
-
-
-# ---- PEFT's
-
-
-def adapted(wrapped: bool, **options: Any) -> Any:
-    """A model with two adapters, wrapped before they came."""
-    peft = pytest.importorskip("peft")
-    model = tiny_qwen3(eos_token_id=None)
-    if wrapped:
-        compiled_llm.wrap(model, **OPTIONS)
-    config = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM", **options
-    )
-    torch.manual_seed(0)
-    both = peft.get_peft_model(model, config)
-    both.add_adapter("other", config)
-    return both.eval()
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
-def test_each_row_may_have_an_adapter_of_its_own(options, inputs):
-    plain, model = adapted(False), adapted(True)
-    names = ["default", "other", "__base__"]
-    theirs, ours = (greedy(each, inputs, 6, adapter_names=names, **options) for each in (plain, model))
-    torch.testing.assert_close(ours, theirs)
-    assert model.base_model.model.compiled.stats().slow_paths == {"inner_hooks": 1}
-    torch.testing.assert_close(greedy(model, inputs, 6), greedy(plain, inputs, 6))
-    assert model.base_model.model.compiled.stats().slow_paths == {"inner_hooks": 1}
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_an_activated_adapter_begins_at_its_invocation(inputs):
-    inputs["input_ids"][:, -2] = 5
-    theirs, ours = (greedy(adapted(wrapped, alora_invocation_tokens=[5]), inputs, 6) for wrapped in (False, True))
-    torch.testing.assert_close(ours, theirs)

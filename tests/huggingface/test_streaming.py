@@ -24,6 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 import compiled_llm
 from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.generate_loop import GenerateLoop
+from support.huggingface.callbacks import Collected
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -177,6 +178,16 @@ def test_streamer_and_criteria_are_called_as_huggingface_calls_them(pads, length
     assert calls[0][-2] == "end"
     assert len(lengths) > 1 or len(calls[0]) == 1 + 2 * 4 + 2, "the prompt, four tokens, the end, the text"
     assert wrapped.compiled.stats().generate_calls.keys() == {"fast loop"}
+
+
+def test_a_streamer_of_sampled_beams_gets_the_prompts_alone_as_huggingfaces_does(plain, wrapped, seed):
+    inputs, texts, collected = mixed_prompts([4, 9, 6], 128, seed), [], []
+    for model in (plain, wrapped):
+        torch.manual_seed(seed)
+        collected.append(Collected())
+        texts.append(model.generate(**inputs, max_new_tokens=6, num_beams=2, do_sample=True, streamer=collected[-1]))
+    assert torch.equal(*texts)
+    assert collected[1].calls == collected[0].calls == [inputs["input_ids"].repeat_interleave(2, 0).tolist()]
 
 
 class Own(TextStreamer):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from transformers import GenerationConfig, PreTrainedModel, pipeline
+from transformers import PreTrainedModel, pipeline
 
 import compiled_llm
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
@@ -69,37 +67,9 @@ def test_a_pipeline_of_chat_messages_writes_the_same(models):
     assert [message["role"] for message in answers[1]] == ["system", "user", "assistant", "user", "assistant"]
 
 
-def test_a_chat_template_goes_straight_into_generate(models):
-    words = letters()
-    words.chat_template, words.padding_side = TEMPLATE, "left"
-    inputs = words.apply_chat_template(
-        [[{"role": "user", "content": text}] for text in ("hi", "good morning")],
-        add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True,
-    )  # fmt: skip
-    torch.testing.assert_close(greedy(models[1], inputs, 9), greedy(models[0], inputs, 9))
-    assert models[1].compiled.stats().generate_calls == {"fast loop": 1}
-
-
 @pytest.mark.core
 def test_generate_batch_is_huggingfaces(models):
     assert models[1].generate_batch.__func__ is models[0].generate_batch.__func__
-
-
-def test_generate_batch_writes_what_it_writes_unwrapped(models):
-    small = getattr(transformers, "ContinuousBatchingConfig", None)
-    if small is None:
-        pytest.skip("this transformers sizes its batches by the machine's memory")
-    config = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    prompts, texts = [[5, 6, 7], [9, 10, 11, 12]], []
-    for model in models:
-        sizes = small(num_blocks=32, max_batch_tokens=32)
-        out = model.generate_batch(inputs=prompts, generation_config=config, continuous_batching_config=sizes)
-        texts.append([out[key].generated_tokens for key in sorted(out)])
-    assert texts[1] == texts[0]
-    assert models[1].compiled.stats().forward_calls == {}
-    inputs = mixed_prompts([4, 9], 128, 0)
-    torch.testing.assert_close(greedy(models[1], inputs, 5), greedy(models[0], inputs, 5))
-    assert models[1].compiled.stats().generate_calls == {"engine": 1, "fast loop": 1}
 
 
 # ---- threads
@@ -154,23 +124,3 @@ def test_a_cache_from_before_a_conversion_is_refused(models, seed):
         greedy(models[1], inputs, 4, past_key_values=cache)
     models[0].double()
     torch.testing.assert_close(greedy(models[1], inputs, 4), greedy(models[0], inputs, 4))
-
-
-def test_a_copy_made_between_two_turns_of_a_beam_search_has_no_pages(models, seed):
-    inputs = mixed_prompts([4, 9], 128, seed)
-    expected = greedy(models[0], inputs, 9, num_beams=3)
-    greedy(models[1], inputs, 9, num_beams=3)
-    twin = copy.deepcopy(models[1])
-    torch.testing.assert_close(greedy(twin, inputs, 9, num_beams=3), expected)
-    assert twin.compiled.model_runner() is not models[1].compiled.model_runner()
-
-
-def test_unwrap_gives_back_a_forward_of_huggingfaces(models, seed):
-    inputs = mixed_prompts([4, 9], 128, seed)
-    plain, wrapped = models
-    with torch.no_grad():
-        wrapped(**inputs)
-        greedy(wrapped, inputs, 3, num_beams=2)
-        compiled_llm.unwrap(wrapped)
-        torch.testing.assert_close(wrapped(**inputs).logits, plain(**inputs).logits, rtol=0, atol=0)
-        assert type(wrapped(**inputs).past_key_values) is type(plain(**inputs).past_key_values)

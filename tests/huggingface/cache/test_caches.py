@@ -18,7 +18,6 @@ from transformers import DynamicCache, PreTrainedModel
 import compiled_llm
 from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.huggingface.cache.cache_columns import row_updates, with_only_kept, with_updates
-from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.kvcache.pool import OutOfPagesError
 from support.huggingface.callbacks import Raising
 from support.huggingface.pairs import OPTIONS, pair
@@ -26,6 +25,8 @@ from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
 CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
+THEIRS = "(?s)PagedCache; pass a DynamicCache|model_kwargs"
+BAD: Any = (ValueError, IndexError)
 PAD = 0
 
 
@@ -232,30 +233,6 @@ def test_additions_keep_what_a_mask_leaves_as_it_is():
 # ---- a cache does what HuggingFace's do
 
 
-def reordered(cache: Any) -> None:
-    cache.reorder_cache(torch.tensor([2, 2, 0]))
-
-
-def kept_in_order(cache: Any) -> None:
-    cache.reorder_cache(torch.tensor([0, 1, 2]))
-
-
-def repeated(cache: Any) -> None:
-    cache.batch_repeat_interleave(2)
-
-
-def selected(cache: Any) -> None:
-    cache.batch_select_indices(torch.tensor([1]))
-
-
-def selected_by_mask(cache: Any) -> None:
-    cache.batch_select_indices(torch.tensor([True, False, True]))
-
-
-def cropped(cache: Any) -> None:
-    cache.crop(-3)
-
-
 def cropped_and_repeated(cache: Any) -> None:
     cache.crop(-5)
     cache.batch_repeat_interleave(2)
@@ -263,11 +240,19 @@ def cropped_and_repeated(cache: Any) -> None:
     cache.crop(0)
 
 
-CHANGES = [reordered, kept_in_order, repeated, selected, selected_by_mask, cropped, cropped_and_repeated]
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "reordered": lambda cache: cache.reorder_cache(torch.tensor([2, 2, 0])),
+    "kept in order": lambda cache: cache.reorder_cache(torch.tensor([0, 1, 2])),
+    "repeated": lambda cache: cache.batch_repeat_interleave(2),
+    "selected": lambda cache: cache.batch_select_indices(torch.tensor([1])),
+    "selected by mask": lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])),
+    "cropped": lambda cache: cache.crop(-3),
+    "cropped and repeated": cropped_and_repeated,
+}
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_changes_a_cache_changes_it_as_huggingfaces(change: Callable[[Any], None], models):
     caches = [DynamicCache(config=models[0].config), models[1].compiled.new_cache()]
     ids = torch.randint(3, 128, (3, 10))
@@ -320,25 +305,6 @@ def test_caches_and_their_layers_have_every_attribute_of_huggingfaces(models, in
             assert callable(expected[name]) or actual[name] == expected[name], name
 
 
-@pytest.mark.parametrize(
-    ("method", "arguments"),
-    [
-        ("crop", (-1,)),
-        ("reset", ()),
-        ("reorder_cache", (torch.tensor([0, 0, 1]),)),
-        ("batch_repeat_interleave", (2,)),
-        ("batch_select_indices", (torch.tensor([0]),)),
-        ("offload", ()),
-    ],
-)
-def test_one_layer_alone_does_not_change(method, arguments, models, inputs):
-    with torch.no_grad():
-        cache = models[1](**inputs).past_key_values
-    with pytest.raises(RuntimeError, match=f"{method}: the layers of a PagedCache share their rows"):
-        getattr(cache.layers[1], method)(*arguments)
-    assert cache.get_seq_length() == 9
-
-
 def test_an_empty_cache_has_neither_keys_nor_values(models):
     cache = models[1].compiled.new_cache()
     assert [(keys, values) for keys, values, _ in cache] == [(None, None)] * 2
@@ -373,8 +339,6 @@ def test_cropping_counts_masked_tokens_and_gives_pages_back(models, inputs):
             model(step, longer, past_key_values=cache).logits for model, cache in zip(models, caches, strict=True)
         )
         torch.testing.assert_close(ours[rows], theirs[rows], **CLOSE)
-        with pytest.raises(ValueError, match=r"crop: tokens_to_remove=-9.*6 tokens"):
-            caches[1].crop(-9)
         caches[1].crop(-6)
     assert_account_is_empty(wrapped)
 
@@ -421,96 +385,123 @@ def test_a_row_in_the_decode_buffers_leaves_a_page_that_becomes_shared(models):
     assert_same_contents(*forks)
 
 
-def test_a_cache_repeated_beyond_the_batch_is_refused_and_stays_as_it_is(models):
-    cache = models[1].compiled.new_cache()
-    ids = torch.randint(3, 128, (3, 5))
-    with torch.no_grad():
-        models[1](ids, past_key_values=cache)
-    with pytest.raises(ValueError, match=r"18 rows are more than max_batch_size=16"):
-        cache.batch_repeat_interleave(6)
-    assert [row.length for row in cache.generate_loop.rows] == [5, 5, 5]
-    assert cache.get_seq_length() == 5
-
-
-def test_a_cache_is_not_pickled_and_its_copy_is_no_pickle(models, inputs):
-    with torch.no_grad():
-        cache = models[1](**inputs).past_key_values
-    with pytest.raises(TypeError, match="cannot be pickled"):
-        pickle.dumps(cache)
-
-
 # ---- what a cache in pages cannot do is said before anything changes
 
-
-def test_a_cache_of_another_model_is_refused(models, inputs):
-    other = compiled_llm.wrap(tiny_qwen3(seed=1), **OPTIONS)
-    with torch.no_grad():
-        cache = other(**inputs).past_key_values
-        length = cache.get_seq_length()
-        with pytest.raises(ValueError, match="belongs to another model"):
-            models[1](inputs["input_ids"], past_key_values=cache)
-        with pytest.raises(ValueError, match="belongs to another model"):
-            greedy(models[1], inputs, 3, past_key_values=cache)
-        with pytest.raises(RuntimeError, match="belongs to the wrapped model that made it"):
-            models[0](inputs["input_ids"], past_key_values=cache)
-    assert cache.get_seq_length() == length
+Refused = Callable[[Any, Any, dict[str, Tensor]], Any]
 
 
-REFUSED = {
-    "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
-    "right padding": {"attention_mask": torch.tensor([[1] * 8 + [0]] * 3)},
-    "cache_implementation": {"cache_implementation": "offloaded"},
+def forward(cut: Callable[[Tensor], Tensor] = lambda ids: ids, mask: Any = None, **options: Any) -> Refused:
+    return lambda model, cache, inputs: model(cut(inputs["input_ids"]), mask, past_key_values=cache, **options)
+
+
+def generate(**options: Any) -> Refused:
+    return lambda model, cache, inputs: greedy(model, {**inputs, **options}, 3, past_key_values=cache)
+
+
+def another() -> Any:
+    return compiled_llm.wrap(tiny_qwen3(seed=1), **OPTIONS)
+
+
+BAD_IDS = {
+    "too large": torch.tensor([[3, 500]]),
+    "none": torch.zeros(1, 0, dtype=torch.long),
+    "floats": torch.ones(1, 1),
+}
+OVER_AN_EMPTY_ONE: dict[str, tuple[Refused, type[Exception], str]] = {
+    "hidden states": (generate(output_hidden_states=True, return_dict_in_generate=True), ValueError, THEIRS),
+    "right padding": (generate(attention_mask=torch.tensor([[1] * 8 + [0]] * 3)), ValueError, THEIRS),
+    "cache_implementation": (generate(cache_implementation="offloaded"), ValueError, THEIRS),
+    "use_cache=False": (
+        generate(use_cache=False),
+        ValueError,
+        "use_cache=False, and past_key_values is a PagedCache; leave one",
+    ),
+    "hidden states of a forward": (
+        forward(output_hidden_states=True),
+        ValueError,
+        "output_hidden_states.*DynamicCache",
+    ),
+    "too few pages": (forward(lambda ids: torch.randint(3, 128, (5, 1000))), OutOfPagesError, "pages"),
+    "a column that is not there": (forward(logits_to_keep=torch.tensor([9])), IndexError, "out of"),
+    **{f"ids: {name}": (forward(lambda _, ids=ids: ids), BAD, "input_ids|token") for name, ids in BAD_IDS.items()},
+}
+OF_ONE_LAYER = {
+    "crop": (-1,),
+    "reset": (),
+    "reorder_cache": (torch.tensor([0, 0, 1]),),
+    "batch_repeat_interleave": (2,),
+    "batch_select_indices": (torch.tensor([0]),),
+    "offload": (),
+}
+OVER_A_FILLED_ONE: dict[str, tuple[Refused, type[Exception], str]] = {
+    **{
+        f"{method} of one layer": (
+            lambda model, cache, inputs, method=method: getattr(cache.layers[1], method)(*OF_ONE_LAYER[method]),
+            RuntimeError,
+            f"{method}: the layers of a PagedCache share their rows",
+        )
+        for method in OF_ONE_LAYER
+    },
+    "pickle": (lambda model, cache, inputs: pickle.dumps(cache), TypeError, "cannot be pickled"),
+    "more copies than a batch": (
+        lambda model, cache, inputs: cache.batch_repeat_interleave(6),
+        ValueError,
+        "18 rows are more than max_batch_size=16",
+    ),
+    "more cropped than there is": (
+        lambda model, cache, inputs: cache.crop(-10),
+        ValueError,
+        "crop: tokens_to_remove=-10.*9 tokens",
+    ),
+    "another model": (
+        lambda model, cache, inputs: forward()(another(), cache, inputs),
+        ValueError,
+        "belongs to another model",
+    ),
+    "generate of another model": (
+        lambda model, cache, inputs: generate()(another(), cache, inputs),
+        ValueError,
+        "belongs to another model",
+    ),
+    "the model unwrapped": (
+        lambda model, cache, inputs: forward()(tiny_qwen3(), cache, inputs),
+        RuntimeError,
+        "belongs to the wrapped model that made it",
+    ),
+    "other rows": (forward(lambda ids: ids[:2, :1]), ValueError, "2 rows do not fit a cache of 3"),
+    "too many positions": (forward(lambda ids: ids[:, :1].expand(3, 1020)), ValueError, "1024 positions"),
+    "a token that is not at hand": (
+        forward(lambda ids: ids[:, :1], torch.tensor([[1] * 10, [1] * 4 + [0] + [1] * 5, [1] * 10])),
+        ValueError,
+        "row 0 needs token 0 again.*give the whole text",
+    ),
+    "columns that are not there": (
+        forward(lambda ids: ids[:, :1], torch.ones(3, 12, dtype=torch.long)),
+        ValueError,
+        "attention_mask: 12 columns are more than the 9 of the cache and 1 new",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_options_that_pages_do_not_have_are_refused_with_a_paged_cache(name, models, inputs):
-    cache = models[1].compiled.new_cache()
-    with pytest.raises(ValueError, match=r"(?s)PagedCache; pass a DynamicCache|model_kwargs"):
-        greedy(models[1], {**inputs, **REFUSED[name]}, 3, past_key_values=cache)
-    assert cache.get_seq_length() == 0
-    assert_account_is_empty(models[1])
-
-
-def test_a_mask_that_needs_a_token_that_is_not_at_hand_is_refused(models, inputs):
-    with torch.no_grad():
-        cache = models[1](**inputs).past_key_values
-        mask = torch.ones(3, 10, dtype=torch.long)
-        mask[1, 4] = 0
-        before = models[1].compiled.stats().pages
-        with pytest.raises(ValueError, match=r"row 0 needs token 0 again.*give the whole text"):
-            models[1](torch.tensor([[5]] * 3), mask, past_key_values=cache)
-    assert isinstance(cache, PagedCache)
-    assert models[1].compiled.stats().pages == before
-    assert cache.get_seq_length() == 9
-
-
-def test_a_first_call_that_finds_no_pages_leaves_an_empty_cache_for_any_batch(models):
-    cache = models[1].compiled.new_cache()
-    with pytest.raises(OutOfPagesError):
-        models[1](torch.randint(3, 128, (5, 1000)), past_key_values=cache)
-    assert cache.get_seq_length() == 0
-    assert_account_is_empty(models[1])
-    with torch.no_grad():
-        ids = torch.randint(3, 128, (2, 6))
-        torch.testing.assert_close(models[1](ids, past_key_values=cache).logits, models[0](ids).logits, **CLOSE)
-
-
-def test_a_mask_with_columns_that_neither_cache_nor_call_has_is_refused(models, inputs):
-    _, wrapped = models
-    first = greedy(wrapped, inputs, 3, return_dict_in_generate=True)
-    cache, mask = first.past_key_values, torch.nn.functional.pad(inputs["attention_mask"], (0, 3), value=1)
-    with torch.no_grad():
-        wide = torch.cat([mask, mask[:, :2]], 1)
-        with pytest.raises(ValueError, match="attention_mask: 14 columns are more than the 11 of the cache and 1 new"):
-            wrapped(first.sequences[:, -1:], wide, past_key_values=cache)
-        wrapped(first.sequences[:, -1:], mask, past_key_values=cache)
-    assert cache.get_seq_length() == first.sequences.shape[1]
-
-
-def test_a_paged_cache_without_use_cache_is_refused(models, inputs):
-    _, wrapped = models
-    with pytest.raises(ValueError, match="use_cache=False, and past_key_values is a PagedCache; leave one"):
-        greedy(wrapped, inputs, 3, use_cache=False, past_key_values=wrapped.compiled.new_cache())
-    greedy(wrapped, inputs, 3)
-    assert_account_is_empty(wrapped)
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*OVER_AN_EMPTY_ONE, *OVER_A_FILLED_ONE])
+def test_what_a_cache_refuses_changes_nothing_and_it_goes_on(name, models, inputs):
+    plain, wrapped = models
+    caches, mask = [DynamicCache(config=plain.config), wrapped.compiled.new_cache()], inputs["attention_mask"]
+    if name in OVER_A_FILLED_ONE:
+        for model, cache in zip(models, caches, strict=True):
+            model(**inputs, past_key_values=cache)
+        given = inputs["input_ids"][:, 4:5], torch.cat([mask, mask[:, -1:]], dim=1)
+    else:
+        given = inputs["input_ids"][:2, -4:], mask[:2, -4:]
+    call, error, message = {**OVER_AN_EMPTY_ONE, **OVER_A_FILLED_ONE}[name]
+    rows, pages = caches[1].generate_loop.rows, wrapped.compiled.stats().pages
+    before = [row.length for row in rows], caches[1].get_seq_length()
+    with pytest.raises(error, match=message):
+        call(wrapped, caches[1], inputs)
+    assert ([row.length for row in rows], caches[1].get_seq_length()) == before
+    assert pages in (None, wrapped.compiled.stats().pages)
+    if pages is None and wrapped.compiled.stats().pages is not None:
+        assert_account_is_empty(wrapped)
+    theirs, ours = (model(*given, past_key_values=cache).logits for model, cache in zip(models, caches, strict=True))
+    torch.testing.assert_close(ours, theirs, **CLOSE)

@@ -32,6 +32,7 @@ LOOPS: dict[str, dict[str, Any]] = {
     "fast loop": {},
     "processed loop": {"no_repeat_ngram_size": 2},
     "compiled forward": {"num_beams": 3},
+    "original": {"use_cache": False},  # each step computes the prompt again; its logits may be a masked token's
 }
 
 
@@ -68,8 +69,9 @@ def test_prompts_padded_on_the_right(loop, eos, right):
     for _ in range(2):
         torch.testing.assert_close(greedy(wrapped, right, 14, **LOOPS[loop]), greedy(plain, right, 14, **LOOPS[loop]))
     assert wrapped.compiled.stats().generate_calls == {loop: 2}
-    assert wrapped.compiled.stats().slow_paths == {"prefill": 2}
-    assert_account_is_empty(wrapped)
+    assert wrapped.compiled.stats().slow_paths == {"right_padding" if loop == "original" else "prefill": 2}
+    if loop != "original":
+        assert_account_is_empty(wrapped)
 
 
 def test_scores_of_prompts_padded_on_the_right(right):

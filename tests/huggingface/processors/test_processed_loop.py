@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -167,30 +166,3 @@ def test_watermarks_are_huggingfaces(scheme, plain, model, reading, seed, monkey
     assert torch.equal(greedy(model, inputs, 8, watermarking_config=config, **EARLY), expected)
     assert len(buffers) > 3
     assert (len(set(buffers)) == 1) == (scheme == "lefthash")
-
-
-def test_scores_that_cannot_be_drawn_from_end_the_call(model, reading, seed):
-    class Nothing(LogitsProcessor):
-        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            scores[1] = -math.inf
-            return scores
-
-    with pytest.raises(RuntimeError, match="row 1: no token can be drawn after 0 new ones"):
-        model.generate(
-            **mixed_prompts([4, 9], 128, seed), do_sample=True, max_new_tokens=5, logits_processor=[Nothing()]
-        )
-    assert_account_is_empty(model)
-
-
-def test_a_processor_that_puts_hooks_on_the_model_is_refused(model, reading, seed):
-    class Hooking(LogitsProcessor):
-        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            handles.append(model.model.norm.register_forward_hook(lambda *_: None))
-            return scores
-
-    handles: list[Any] = []
-    with pytest.raises(RuntimeError, match="forward hooks were registered while it was running"):
-        greedy(model, mixed_prompts([4, 9], 128, seed), 5, logits_processor=[Hooking()])
-    assert len(handles) == 1
-    handles[0].remove()
-    assert_account_is_empty(model)

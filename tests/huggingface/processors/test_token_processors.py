@@ -43,14 +43,18 @@ def pair() -> tuple[Any, Any]:
     return tiny_qwen3(), compiled_llm.wrap(tiny_qwen3(), mode="eager", page_size=4, progress=False)
 
 
-def assert_equal_and_fast(pair: tuple[Any, Any], lengths: list[int], seed: int, **options: Any) -> torch.Tensor:
+def assert_equal(pair: tuple[Any, Any], lengths: list[int], seed: int, path: str, **options: Any) -> torch.Tensor:
     plain, wrapped = pair
     inputs = mixed_prompts(lengths, 128, seed)
     before = wrapped.compiled.stats().generate_calls
     ours = greedy(wrapped, inputs, 22, **options)
     torch.testing.assert_close(ours, greedy(plain, inputs, 22, **options), msg=str(options))
-    assert wrapped.compiled.stats().generate_calls == before | {"fast loop": before.get("fast loop", 0) + 1}
+    assert wrapped.compiled.stats().generate_calls == before | {path: before.get(path, 0) + 1}
     return ours
+
+
+def assert_equal_and_fast(pair: tuple[Any, Any], lengths: list[int], seed: int, **options: Any) -> torch.Tensor:
+    return assert_equal(pair, lengths, seed, "fast loop", **options)
 
 
 NAMES = list(PROCESSING)
@@ -78,17 +82,21 @@ def test_all_together_equal_huggingface(pair: Any, seed: int) -> None:
     assert_equal_and_fast(pair, [2, 11, 5], seed, eos_token_id=ENDS, **everything)
 
 
-@pytest.mark.parametrize(
-    "names", [("repetition", "prompt"), ("invalid", "decay", "min_length"), ("forced_eos", "repetition")], ids=str
-)
-def test_what_only_huggingfaces_order_decides(pair: Any, names: tuple[str, ...], seed: int) -> None:
+FORCED = {"forced_eos_token_id": [127, 3]}
+BETWEEN_STEPS: dict[str, dict[str, Any]] = {
+    "two penalties": {**PROCESSING["repetition"], **PROCESSING["prompt"], **FORCED},
+    "barred, made finite and grown": {**PROCESSING["invalid"], **PROCESSING["decay"], "min_length": 14, **FORCED},
+    "forced ends with a penalty": {**FORCED, "eos_token_id": 2, "repetition_penalty": 1.2},
+    "a forced end that is barred": {"forced_eos_token_id": 2, "min_new_tokens": 40, "eos_token_id": 2},
+    "a bias as large as float32's": {"sequence_bias": {(9,): 1e15}},
+    "normalised after": {"renormalize_logits": True, "no_repeat_ngram_size": 3},
+}
+
+
+@pytest.mark.parametrize("options", BETWEEN_STEPS.values(), ids=BETWEEN_STEPS)
+def test_what_only_huggingfaces_order_decides(pair: Any, options: dict[str, Any], seed: int) -> None:
     """Its two penalties may count other tokens; what it has barred and then made finite grows; penalties of forced."""
-    options = {name: value for each in names for name, value in PROCESSING[each].items()} | {
-        "forced_eos_token_id": [127, 3]
-    }
-    inputs = mixed_prompts([2, 9], 128, seed)
-    ours, theirs = (greedy(model, inputs, 22, eos_token_id=ENDS, **options) for model in reversed(pair))
-    torch.testing.assert_close(ours, theirs)
+    assert_equal(pair, [2, 9], seed, "processed loop", **{"eos_token_id": ENDS, **options})
     assert_account_is_empty(pair[1])
 
 

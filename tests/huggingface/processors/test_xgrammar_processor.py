@@ -164,24 +164,11 @@ class Derived(hf.LogitsProcessor):  # type: ignore[misc, name-defined]
 
 
 @pytest.mark.parametrize(
-    ("others", "options"),
-    [
-        ([Other()], {}),
-        ([], {"forced_eos_token_id": END}),
-        ([], {"output_scores": True, "return_dict_in_generate": True}),
-    ],
-    ids=["another", "forced", "scores"],
+    ("kind", "others"), [(hf.LogitsProcessor, [Other()]), (Derived, [])], ids=["another", "derived"]
 )
-def test_what_has_to_see_each_step_keeps_its_path(pair, compile_pattern, others, options, seed):
+def test_what_has_to_see_each_step_keeps_its_path(pair, compile_pattern, kind, others, seed):
     inputs, grammar = mixed_prompts([5, 2], WIDTH, seed), compile_pattern(PATTERNS[0])
-    out = assert_equal(pair, inputs, lambda: [hf.LogitsProcessor(grammar), *others], "processed loop", **options)
-    if hasattr(out, "past_key_values"):
-        out.past_key_values.close()
-
-
-def test_a_derived_class_keeps_its_path(pair, compile_pattern, seed):
-    inputs, grammar = mixed_prompts([5, 2], WIDTH, seed), compile_pattern(PATTERNS[0])
-    assert_equal(pair, inputs, lambda: [Derived(grammar)], "processed loop")
+    assert_equal(pair, inputs, lambda: [kind(grammar), *others], "processed loop")
 
 
 @pytest.mark.parametrize("lengths", [[5, 2], [5]], ids=["same batch", "other batch"])

@@ -84,6 +84,34 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"head_dim": 16, "sliding_window": 8, "n_routed_experts": 4, "moe_intermediate_size": 32, **EXPERTS},
         r"layer 0 keeps a DeepseekV4\w+ in HuggingFace's cache",
     ),
+    "Falcon": ({}, "Falcon"),
+    "GPTJ": (
+        {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 256},
+        "GPTJForCausalLM has 2 layers, of which none reach the attention interface",
+    ),
+    "Mpt": ({"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 256}, "Mpt"),
+    "Mamba": (
+        {"state_size": 4, "num_hidden_layers": 1},
+        "Mamba.* has 1 layer, of which none .*without attention",
+    ),
+    "DeepseekV3": (
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 2,
+        },
+        "DeepseekV3Attention.*latent",
+    ),
 }
 """Families that `wrap` refuses, with their settings and a part of the reason."""
 CONFIGS = {"GPT2LMHead": "GPT2Config", "Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig"}

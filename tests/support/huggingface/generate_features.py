@@ -94,6 +94,7 @@ class Feature(NamedTuple):
 
 
 LABELS_FIRST_UNMASKED = inputs()["input_ids"].masked_fill(inputs()["attention_mask"] == 0, -100)
+POSITIONS = torch.arange(2, 20, 2)[None], torch.arange(9) + torch.tensor([[0], [3], [40]])
 EARLY = {"eos_token_id": list(range(64))}
 SEVERAL = {"return_dict_in_generate": True}
 
@@ -149,7 +150,11 @@ FEATURES: dict[str, list[Feature]] = {
         ),
         Feature(
             "`no_repeat_ngram_size`, `encoder_no_repeat_ngram_size`",
-            [*each(no_repeat_ngram_size=2), *each(encoder_no_repeat_ngram_size=2)],
+            [
+                *each(no_repeat_ngram_size=2),
+                *each(encoder_no_repeat_ngram_size=2),
+                generate(no_repeat_ngram_size=1, output_logits=True, **SEVERAL),
+            ],
             because="they look at the whole text, which the choice does not have; they run between two forwards",
         ),
         Feature(
@@ -163,6 +168,7 @@ FEATURES: dict[str, list[Feature]] = {
             "`watermarking_config`",
             [
                 *each(watermarking_config=WatermarkingConfig(bias=2.5, seeding_scheme="lefthash")),
+                generate(watermarking_config=WatermarkingConfig(bias=2.5), output_scores=True, **SEVERAL),
                 *each(watermarking_config=SynthIDTextWatermarkingConfig(ngram_len=3, keys=[5, 6, 7])),
             ],
         ),
@@ -284,7 +290,10 @@ FEATURES: dict[str, list[Feature]] = {
             "`position_ids` that count each row's unmasked tokens",
             [generate(position_ids=(inputs()["attention_mask"].cumsum(1) - 1).clamp(min=0))],
         ),
-        Feature("`position_ids` of your own", [generate(position_ids=torch.arange(2, 20, 2)[None].expand(3, -1))]),
+        Feature(
+            "`position_ids` of your own",
+            [generate(position_ids=positions.expand(3, -1), **SEVERAL) for positions in POSITIONS],
+        ),
         Feature("`inputs_embeds`", [of_embeddings(), of_embeddings(num_beams=2)]),
         Feature("a new or closed `PagedCache`", [over_a_paged_cache()]),
         Feature("a `PagedCache` that holds tokens: chats in several turns", [going_on]),
