@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,9 +23,12 @@ def log() -> Iterator[logging.Logger]:
     logger.handlers[:], logger.level, logger.propagate = before
 
 
-@pytest.mark.parametrize("mode", [0o600, 0o640, 0o644])
+@pytest.mark.parametrize(
+    ("mode", "whom"),
+    [(0o600, None), (0o400, None), (0o640, "its group"), (0o644, "all users"), (0o444, "all users")],
+)
 def test_a_file_of_keys_that_others_may_read_is_told_of_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, log: logging.Logger
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, whom: str | None, log: logging.Logger
 ) -> None:
     async def serve(*_: object) -> None:
         """Serve no client."""
@@ -40,8 +42,8 @@ def test_a_file_of_keys_that_others_may_read_is_told_of_at_the_start(
     run_with_api_server(flags, Source("tiny", "tiny"), None, ["serve", "tiny"], 1.0, lines.append)
     assert lines[0].startswith("serving tiny at http://127.0.0.1:")
     told = [line for line in lines if "may read the keys" in line]
-    assert len(told) == bool(mode & (stat.S_IRGRP | stat.S_IROTH))
-    assert all(line.startswith(f"--api-key-file {keys}: ") for line in told)
+    assert len(told) == (whom is not None)
+    assert all(line.startswith(f"--api-key-file {keys}: {whom} of this machine may read the keys") for line in told)
 
 
 def test_a_log_moves_no_cursor_and_turns_no_text(log: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:

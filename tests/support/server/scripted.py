@@ -49,6 +49,9 @@ TEMPLATE = """
 {% endif %}{% endif %}"""
 """As Qwen's, and it can begin to think: ``chat_template_kwargs={"think": true}``."""
 
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": SCHEMA}}
 RESPONSES = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|im_start|>assistant\n",

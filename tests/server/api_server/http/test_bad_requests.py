@@ -176,15 +176,6 @@ def test_half_requests(api_server: RunningServer, sent: bytes) -> None:
     assert_answers(api_server)
 
 
-def test_a_long_body_has_no_long_head(api_server: RunningServer) -> None:
-    content = b'{"prompt": "a"' + b" " * (3 * 2**15) + b"}"
-    assert api_server.http.post(TEXT, content=content, headers={"content-type": "application/json"}).status_code in (
-        200,
-        413,
-    )
-    assert_answers(api_server)
-
-
 def test_a_form_without_xgrammar_is_refused_with_the_command(
     api_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -178,23 +178,6 @@ def test_an_error_of_ours_shows_no_trace(
     assert f"{response.headers['x-request-id']} has failed" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"host": "0.0.0.0"}, "--host 0.0.0.0: other machines could use the model; give --api-key-file"),
-        ({"port": 70000}, "--port 70000: must be from 0 to 65535"),
-        ({"allowed_hosts": ("http://a",)}, "--allowed-host http://a: give a name or an address alone"),
-        ({"allowed_hosts": ("a", "b:80")}, "--allowed-host b:80: give a name or an address alone"),
-        ({"cors_origins": ("page.example",)}, "--cors-origin page.example: give it as browsers do"),
-        ({"cors_origins": ("https://page.example/",)}, "--cors-origin https://page.example/: give it as browsers do"),
-        ({"ssl_certfile": Path("x")}, "--ssl-certfile and --ssl-keyfile: give both, or neither"),
-    ],
-)
-def test_settings_that_are_not_safe_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ApiServerSettings(names=("tiny",), **options)  # type: ignore[arg-type]
-
-
 def answer_of_guard(client: tuple[str, int] | None, **options: Any) -> tuple[int, dict[str, str]]:
     """What a guard before an empty application sends to a client."""
     sent: list[Message] = []
@@ -229,19 +212,9 @@ def test_the_names_of_a_proxy_are_kept_and_those_of_clients_are_not(caplog: pyte
         assert "named GET" in caplog.text
 
 
-def test_a_file_of_keys_that_others_may_read_is_warned_of(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    assert readers_of(file) is None
-    file.write_text(KEYS[0])
-    for mode, whom in ((0o600, None), (0o400, None), (0o640, "its group"), (0o644, "all users"), (0o444, "all users")):
-        file.chmod(mode)
-        warning = readers_of(file)
-        assert (warning is None) == (whom is None), oct(mode)
-        assert whom is None or f"{whom} of this machine may read the keys" in (warning or "")
-
-
 def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
+    assert readers_of(file) is None
     file.write_text("\n".join(("", f" {KEYS[0]} ", KEYS[1], "")))
     assert keys_in(file) == KEYS
     for content, message in (

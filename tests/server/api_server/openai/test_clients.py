@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from support.server.running_servers import RunningServer
-from support.server.scripted import Script
+from support.server.scripted import CALL, Script
 
 FILES = sorted((Path(__file__).parent / "clients").glob("*.json"))
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 SENT = [
     pytest.param(request["path"], request["body"], id=f"{file.stem}-{number}")
     for file in FILES

@@ -6,16 +6,13 @@ import json
 import threading
 from typing import Any
 
-import openai
 import pytest
 
 from support.server.engine_processes import PATIENCE
 from support.server.running_servers import RunningServer
-from support.server.scripted import Script
+from support.server.scripted import CALL, WEATHER as FUNCTION, Script
 
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER: Any = {"type": "function", "name": "weather", "description": "of a city", "parameters": SCHEMA}
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+WEATHER: Any = {"type": "function", **FUNCTION["function"]}  # type: ignore[dict-item]
 OPTIONS: dict[str, Any] = {"model": "tiny", "input": "How is the weather?", "tools": [WEATHER]}
 
 
@@ -25,11 +22,11 @@ def api_server(speaking: tuple[Script, RunningServer]) -> RunningServer:
     return speaking[1]
 
 
-def whole(client: openai.OpenAI, **options: Any) -> Any:
+def whole(client: Any, **options: Any) -> Any:
     return client.responses.create(**{**OPTIONS, **options})
 
 
-def streamed(client: openai.OpenAI, **options: Any) -> Any:
+def streamed(client: Any, **options: Any) -> Any:
     """What the client's own accumulator makes of a stream; the items that it was told of are those of the end."""
     with client.responses.stream(**{**OPTIONS, **options}) as stream:
         events = list(stream)
@@ -48,7 +45,7 @@ def streamed(client: openai.OpenAI, **options: Any) -> Any:
 
 @pytest.mark.parametrize("at_once", [1, 1000])
 @pytest.mark.parametrize("ask", [whole, streamed])
-def test_an_answer_has_its_items(client: openai.OpenAI, script: Script, ask: Any, at_once: int) -> None:
+def test_an_answer_has_its_items(client: Any, script: Script, ask: Any, at_once: int) -> None:
     script.text, script.at_once = f"<think>Hm.</think>\n\nWell:\n{CALL}\n{CALL}", at_once
     response = ask(client)
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
@@ -64,7 +61,7 @@ def test_an_answer_has_its_items(client: openai.OpenAI, script: Script, ask: Any
 
 
 @pytest.mark.parametrize("ask", [whole, streamed])
-def test_an_answer_that_was_cut(client: openai.OpenAI, script: Script, ask: Any) -> None:
+def test_an_answer_that_was_cut(client: Any, script: Script, ask: Any) -> None:
     script.text, script.reason = "<think>Hm", "length"
     response = whole(client)
     assert [item.type for item in response.output] == ["reasoning"]
@@ -80,7 +77,7 @@ def test_an_answer_that_was_cut(client: openai.OpenAI, script: Script, ask: Any)
     assert [item.type for item in ask(client).output] == ["message"]
 
 
-def test_a_chat_goes_on_after_a_call(client: openai.OpenAI, script: Script) -> None:
+def test_a_chat_goes_on_after_a_call(client: Any, script: Script) -> None:
     script.text = f"<think>Hm.</think>Well: {CALL}"
     first = whole(client)
     script.text = "Fine."
@@ -98,7 +95,7 @@ def test_a_chat_goes_on_after_a_call(client: openai.OpenAI, script: Script) -> N
     assert script.prompt.count("<|im_start|>assistant") == 4
 
 
-def test_arguments_come_as_they_are_written(client: openai.OpenAI, script: Script) -> None:
+def test_arguments_come_as_they_are_written(client: Any, script: Script) -> None:
     begin = CALL.partition("ome")[0]
     script.text, script.at_once, script.allowed = f"{CALL}\n{CALL}", 1, threading.Semaphore()
     script.allowed.release(len(script.tokens(begin)) - 1)
@@ -118,7 +115,7 @@ def test_arguments_come_as_they_are_written(client: openai.OpenAI, script: Scrip
     ]
 
 
-def test_calls_can_be_required(client: openai.OpenAI, script: Script) -> None:
+def test_calls_can_be_required(client: Any, script: Script) -> None:
     script.text = CALL
     choice: Any = {"type": "function", "name": "weather"}
     for given in ("required", choice):

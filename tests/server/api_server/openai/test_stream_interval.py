@@ -11,15 +11,12 @@ from typing import Any
 
 import pytest
 
-from compiled_llm.server.settings import ApiServerSettings
 from support.server.engine_processes import Loop
 from support.server.running_servers import RunningServer, running_server
-from support.server.scripted import Script, scripted, tool_tokenizer
+from support.server.scripted import CALL, WEATHER, Script, scripted, tool_tokenizer
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the quick fox"}], "max_tokens": 20}
 SETTINGS: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 7, "stop": ["a", "e"]}, {"seed": 7, "n": 3}]
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
 @pytest.fixture(scope="module", params=[4, pytest.param(1, marks=pytest.mark.whole)])
@@ -39,16 +36,6 @@ def calling(interval: int, path: Path) -> Iterator[tuple[Script, RunningServer]]
     with scripted(path, tool_tokenizer()) as script, running_server(path, stream_interval=interval) as api_server:
         script.at_once = 1
         yield script, api_server
-
-
-def whole(api_server: RunningServer, endpoint: str, body: dict[str, Any]) -> Any:
-    response = api_server.http.post(f"/v1/{endpoint}", json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def events(api_server: RunningServer, endpoint: str, body: dict[str, Any]) -> Iterator[Any]:
-    return api_server.events(f"/v1/{endpoint}", **body)
 
 
 def joined(places: list[Any]) -> Any:
@@ -79,8 +66,8 @@ def told_by_chats(chunks: list[Any], index: int) -> dict[str, Any]:
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_chunks_of_a_chat_come_to_its_answer(spaced: RunningServer, interval: int, settings: dict[str, Any]) -> None:
     body = {**CHAT, **settings, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
-    answer = whole(spaced, "chat/completions", body)
-    chunks = list(events(spaced, "chat/completions", {**body, "stream_options": {"include_usage": True}}))
+    answer = spaced.post("/v1/chat/completions", **body)
+    chunks = list(spaced.events("/v1/chat/completions", **body, stream_options={"include_usage": True}))
     assert chunks[-1]["usage"]["completion_tokens"] == answer["usage"]["completion_tokens"]
     for choice in answer["choices"]:
         tokens = choice["token_ids"]
@@ -95,20 +82,28 @@ def test_chunks_of_a_chat_come_to_its_answer(spaced: RunningServer, interval: in
         assert all(len(c["token_ids"]) >= interval for c in told[1:-1])
 
 
-@pytest.mark.parametrize("settings", [*SETTINGS, {"seed": 3, "echo": True}], ids=str)
+PROMPTS = ["the quick fox", "漢", "a" * 700, "over the lazy dog"]
+ECHOES: list[dict[str, Any]] = [{"seed": 3, "echo": True}] + [
+    {"prompt": PROMPTS, "n": 2, "max_tokens": most, "echo": True, "logprobs": logprobs, "seed": 3}
+    for most, logprobs in ((0, 0), (5, None), (5, 2))
+]
+
+
+@pytest.mark.parametrize("settings", [*SETTINGS, *ECHOES], ids=lambda given: str(given)[-70:])
 def test_chunks_of_a_completion_come_to_its_answer(
     spaced: RunningServer, interval: int, settings: dict[str, Any]
 ) -> None:
     body = {"prompt": "the fox", "max_tokens": 20, "logprobs": 1, **settings}
-    answer = whole(spaced, "completions", body)
-    chunks = list(events(spaced, "completions", body))
+    answer = spaced.post("/v1/completions", **body)
+    chunks = list(spaced.events("/v1/completions", **body))
     for choice in answer["choices"]:
         told = [found for chunk in chunks for found in chunk["choices"] if found["index"] == choice["index"]]
         assert joined([found["text"] for found in told]) == choice["text"]
+        if "prompt" in settings:
+            assert told[0]["text"] == PROMPTS[choice["index"] // 2]
         for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
-            assert joined([found["logprobs"] and found["logprobs"][name] for found in told]) == near(
-                choice["logprobs"][name]
-            )
+            expected = near(choice["logprobs"] and choice["logprobs"][name])
+            assert joined([found["logprobs"] and found["logprobs"][name] for found in told]) == expected
         assert [found["finish_reason"] for found in told if found["finish_reason"]] == [choice["finish_reason"]]
 
 
@@ -116,8 +111,8 @@ def test_chunks_of_a_completion_come_to_its_answer(
 def test_events_of_a_response_come_to_its_answer(spaced: RunningServer, settings: dict[str, Any]) -> None:
     wanted = {"top_logprobs": 2, "include": ["message.output_text.logprobs"]}
     body = {"input": "the quick fox", "max_output_tokens": 20, **wanted, **settings}
-    (text,) = whole(spaced, "responses", body)["output"][0]["content"]
-    told = list(events(spaced, "responses", body))
+    (text,) = spaced.post("/v1/responses", **body)["output"][0]["content"]
+    told = list(spaced.events("/v1/responses", **body))
     deltas = [event for event in told if event["type"] == "response.output_text.delta"]
     assert joined([event["delta"] for event in deltas]) == text["text"]
     assert joined([event["logprobs"] for event in deltas]) == near(text["logprobs"])
@@ -128,8 +123,8 @@ def test_deltas_of_a_call_come_to_its_arguments(calling: tuple[Script, RunningSe
     script, api_server = calling
     script.text = f"Well: {CALL}"
     body = {**CHAT, "tools": [WEATHER]}
-    (call,) = whole(api_server, "chat/completions", body)["choices"][0]["message"]["tool_calls"]
-    deltas = [chunk["choices"][0]["delta"] for chunk in events(api_server, "chat/completions", body)]
+    (call,) = api_server.post("/v1/chat/completions", **body)["choices"][0]["message"]["tool_calls"]
+    deltas = [chunk["choices"][0]["delta"] for chunk in api_server.events("/v1/chat/completions", **body)]
     pieces = [piece["function"] for delta in deltas for piece in delta.get("tool_calls") or ()]
     assert pieces[0]["name"] == call["function"]["name"] == "weather"
     assert joined([piece["arguments"] for piece in pieces]) == call["function"]["arguments"] == '{"city": "Rome"}'
@@ -142,15 +137,9 @@ def test_the_first_token_and_the_last_wait_for_no_other(calling: tuple[Script, R
     count = len(script.tokens(script.text))
     assert count > 5
     told: list[int] = []
-    for chunk in events(api_server, "completions", {"prompt": "x", "return_token_ids": True}):
+    for chunk in api_server.events("/v1/completions", prompt="x", return_token_ids=True):
         told.append(len(chunk["choices"][0]["token_ids"]))
         if told == [1]:
             script.allowed.release(count - 1)
     assert sum(told) == count
     assert min(told[1:-1], default=interval) >= interval
-
-
-@pytest.mark.parametrize("wrong", [0, -1, 1025])
-def test_an_interval_that_is_none_is_refused(wrong: int) -> None:
-    with pytest.raises(ValueError, match=rf"^--stream-interval {wrong}: must be from 1 to 1024 tokens$"):
-        ApiServerSettings(names=("tiny",), stream_interval=wrong)

@@ -12,13 +12,10 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from support.server.engine_processes import PATIENCE
 from support.server.running_servers import RunningServer
-from support.server.scripted import Script, tool_tokenizer
+from support.server.scripted import CALL, WEATHER, Script, tool_tokenizer
 
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": SCHEMA}}
 TIME = {"type": "function", "function": {"name": "time"}}
 MESSAGES: list[Any] = [{"role": "user", "content": "How is the weather in Rome?"}]
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 
 
