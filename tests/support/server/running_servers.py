@@ -33,6 +33,15 @@ def chat_tokenizer() -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def request(body: object) -> bytes:
+    """A whole request for a completion, as it is sent."""
+    content = json.dumps(body).encode()
+    return HEAD + b"Content-Length: %d\r\n\r\n" % len(content) + content
+
+
 class RunningServer:
     """An API server in a thread."""
 

@@ -93,15 +93,8 @@ def test_pages_of_others_are_not_served(guarded: RunningServer, api_server: Runn
     assert refused.status_code == 403
     assert refused.json()["error"]["message"].startswith("Origin: pages of other servers are not served")
     port = api_server.port
-    others = (
-        "null",
-        "",
-        "file://",
-        "http://localhost:1",
-        f"http://localhost.evil.example:{port}",
-        f"http://a@localhost:{port}",
-    )
-    for origin in others:
+    others = (f"http://localhost.evil.example:{port}", f"http://a@localhost:{port}")
+    for origin in ("null", "", "file://", "http://localhost:1", *others):
         assert ask(api_server, origin=origin, host=f"localhost:{port}").status_code == 403, origin
     assert ask(api_server, origin=api_server.url).status_code == 200
     allowed = ask(guarded, origin="https://page.example", authorization=f"Bearer {KEYS[0]}")
@@ -114,14 +107,9 @@ def test_pages_of_others_are_not_served(guarded: RunningServer, api_server: Runn
 
 def test_names_of_ipv6_are_served(engine_process: Loop) -> None:
     with running_server(engine_process.server._path, host="::1") as api_server:
-        answer = httpx.post(f"http://[::1]:{api_server.port}/v1/completions", json=BODY)
-        assert answer.status_code == 200
-        page = httpx.post(
-            f"http://[::1]:{api_server.port}/v1/completions",
-            json=BODY,
-            headers={"origin": f"http://[::1]:{api_server.port}"},
-        )
-        assert page.status_code == 200
+        url = f"http://[::1]:{api_server.port}"
+        for headers in ({}, {"origin": url}):
+            assert httpx.post(f"{url}/v1/completions", json=BODY, headers=headers).status_code == 200
 
 
 def test_all_keys_are_compared_each_time(guarded: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,20 +122,6 @@ def test_all_keys_are_compared_each_time(guarded: RunningServer, monkeypatch: py
         ask(guarded, authorization=key)
         assert len(compared) == len(KEYS)
         assert {len(side) for pair in compared for side in pair} == {32}  # digests: of one length
-
-
-def test_cached_prompts_are_not_shared_by_keys_or_users(engine_process: Loop) -> None:
-    def cached(api_server: RunningServer, key: str, user: str) -> int:
-        body = {"prompt": "the quick brown fox jumps over the lazy dog " * 3, "max_tokens": 1, "user": user}
-        answer = api_server.http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}).json()
-        found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return found
-
-    with running_server(engine_process.server._path, api_keys=KEYS, salts_caches=True) as api_server:
-        assert cached(api_server, KEYS[0], "me") == 0
-        assert cached(api_server, KEYS[0], "me") > 0
-        assert cached(api_server, KEYS[0], "you") == 0
-        assert cached(api_server, KEYS[1], "me") == 0
 
 
 def test_a_request_has_an_id_and_its_prompt_is_not_in_the_log(

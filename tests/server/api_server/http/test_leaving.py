@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from compiled_llm.engine.engine import Engine
@@ -18,7 +17,7 @@ from compiled_llm.engine.steps.loop import Loop as EngineLoop
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.server.engine_process.facts import ready_of
 from support.server.engine_processes import Loop
-from support.server.running_servers import RunningServer, chat_tokenizer, running_server
+from support.server.running_servers import RunningServer, chat_tokenizer, request, running_server
 from support.server.scripted import Script
 
 TEXT = "/v1/completions"
@@ -35,26 +34,13 @@ def test_a_client_that_leaves_has_its_request_cancelled(
     api_server: RunningServer, engine: Engine, stream: bool
 ) -> None:
     before = engine.stats()
-    body = json.dumps({**LONG, "stream": stream, "n": 2}).encode()
-    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     with socket.create_connection(("127.0.0.1", api_server.port)) as peer:
-        peer.sendall(f"{head}\r\n\r\n".encode() + body)
+        peer.sendall(request({**LONG, "stream": stream, "n": 2}))
         while engine.stats().new_tokens < before.new_tokens + 4:
             time.sleep(0.002)
     until_idle(engine)
     assert engine.stats().new_tokens < before.new_tokens + 1500
     assert engine.stats().finished == before.finished + 2
-
-
-def test_a_loop_over_a_stream_that_is_left_ends_the_request(client: openai.OpenAI, engine: Engine) -> None:
-    before = engine.stats().new_tokens
-    stream = client.completions.create(
-        model="tiny", prompt="a", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
-    )
-    next(iter(stream))
-    stream.close()
-    until_idle(engine)
-    assert engine.stats().new_tokens < before + 800
 
 
 @pytest.fixture
@@ -99,7 +85,7 @@ def test_a_full_queue_and_an_engine_process_that_is_replaced(mortal: tuple[Loop,
         again = opened(engine, path)
         while api_server.http.get("/ready").status_code == 503:
             time.sleep(0.002)
-        assert api_server.http.post(TEXT, json={"prompt": "a"}).status_code == 200
+        api_server.post(TEXT, prompt="a")
         again.close()
 
 
@@ -110,11 +96,11 @@ def test_time_and_salts_are_the_settings(engine: Engine, engine_process: Loop, m
         engine, "submit", lambda *args, **options: submitted.append(options) or submit(*args, **options)
     )
     with running_server(engine_process.server._path, request_seconds=0.05, salts_caches=True) as api_server:
-        cut = api_server.http.post(TEXT, json=LONG).json()
+        cut = api_server.post(TEXT, **LONG)
         assert cut["choices"][0]["finish_reason"] == "length"
         assert cut["usage"]["completion_tokens"] < 900
         for user in ("me", "you", "me"):
-            assert api_server.http.post(TEXT, json={"prompt": "a", "user": user}).status_code == 200
+            api_server.post(TEXT, prompt="a", user=user)
         api_server.http.post(TEXT, json={"prompt": "a", "user": "me"}, headers={"authorization": "Bearer other"})
     assert all(options["timeout"] == 0.05 for options in submitted)
     _, mine, yours, again, other = (options["cache_salt"] for options in submitted)
@@ -126,9 +112,7 @@ def test_time_and_salts_are_the_settings(engine: Engine, engine_process: Loop, m
 def test_a_stream_ends_with_its_text_and_not_with_its_last_token(speaking: tuple[Script, RunningServer]) -> None:
     script, api_server = speaking
     script.text, script.at_once, script.reason = "one two " * 3000, 1000, "stop"  # tokens come faster than their text
-    with api_server.http.stream("POST", TEXT, json={"prompt": "a", "stream": True}) as response:
-        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-    choices = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    choices = [event["choices"][0] for event in api_server.events(TEXT, prompt="a")]
     assert "".join(choice["text"] for choice in choices) == script.text
     assert choices[-1]["finish_reason"] == "stop"
 
@@ -140,8 +124,6 @@ def test_a_prefill_whose_client_has_left_ends_at_its_next_chunk(
     add_chunk = Scheduler._add_chunk
     monkeypatch.setattr(Scheduler, "_add_chunk", lambda *arguments: add_chunk(*arguments[:3], 4))
     step, steps = EngineLoop.step, 0
-    body = json.dumps({"prompt": [[5 + 7 * place % 90 for place in range(300)]], "max_tokens": 3, **more}).encode()
-    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     with socket.create_connection(("127.0.0.1", api_server.port)) as peer:
 
         def leaving(loop: EngineLoop, unchanged: bool = False) -> Any:
@@ -154,7 +136,7 @@ def test_a_prefill_whose_client_has_left_ends_at_its_next_chunk(
             return step(loop, unchanged)
 
         monkeypatch.setattr(EngineLoop, "step", leaving)
-        peer.sendall(f"{head}\r\n\r\n".encode() + body)
+        peer.sendall(request({"prompt": [[5 + 7 * place % 90 for place in range(300)]], "max_tokens": 3, **more}))
         while steps < 3:
             time.sleep(0.002)
         until_idle(engine)

@@ -25,16 +25,16 @@ CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/response
 HI = [{"role": "user", "content": "hi"}]
 ASKED: dict[str, Any] = {CHAT: {"messages": HI}, TEXT: {"prompt": "hi"}, RESPONSES: {"input": "hi"}}
 
+RECURSIVE = {  # references that only lead to themselves
+    "itself": {"$ref": "#"},
+    "each other": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+}
 WRONG = {
     "is none": {"type": "string", "pattern": "a(b"},
     "leads nowhere": {"$ref": "#/a"},
     "external": {"$ref": "https://example.com/schema.json"},
     "too deep": {"type": "string", "pattern": "(" * 1001 + "a" + ")" * 1001},
-}
-# References that only lead to themselves.
-RECURSIVE = {
-    "itself": {"$ref": "#"},
-    "each other": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+    **RECURSIVE,
 }
 
 
@@ -47,10 +47,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def api_server(engine: Engine) -> Iterator[RunningServer]:
-    with (
-        engine_that_names_its_tokenizer(engine) as loop,
-        running_server(loop.server._path) as api_server,
-    ):
+    with engine_that_names_its_tokenizer(engine) as loop, running_server(loop.server._path) as api_server:
         yield api_server
 
 
@@ -103,15 +100,14 @@ def assert_is_clients(answer: httpx.Response, field: str, sent: Any) -> None:
 
 def assert_answers(api_server: RunningServer) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes"]}}}
-    answer = api_server.http.post(CHAT, json={"messages": HI, "max_tokens": 20, "response_format": form})
-    assert answer.status_code == 200, answer.text
-    assert json.loads(answer.json()["choices"][0]["message"]["content"]) == "yes"
+    answer = api_server.post(CHAT, messages=HI, max_tokens=20, response_format=form)
+    assert json.loads(answer["choices"][0]["message"]["content"]) == "yes"
 
 
 @pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("kind", [*WRONG, *RECURSIVE])
+@pytest.mark.parametrize("kind", WRONG)
 def test_errors_name_the_field_that_was_sent(api_server: RunningServer, kind: str, streams: bool) -> None:
-    for path, sent, field in formats({**WRONG, **RECURSIVE}[kind]):
+    for path, sent, field in formats(WRONG[kind]):
         if kind in RECURSIVE and {"tools", "chat_template_kwargs"} & sent.keys():
             continue  # inside of a larger form they are fine
         answer = api_server.http.post(path, json={**ASKED[path], **sent, "stream": streams})
@@ -139,11 +135,10 @@ def test_a_grammar_that_is_not_compiled_in_time(api_server: RunningServer, strea
 
 def test_openais_client_does_not_ask_again(api_server: RunningServer) -> None:
     asked: list[httpx.Request] = []
-    hooks = {"request": [asked.append]}
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": WRONG["is none"]}}
     said: Any = {"model": "tiny", "messages": HI, "response_format": form}
     with (
-        httpx.Client(event_hooks=hooks) as http,
+        httpx.Client(event_hooks={"request": [asked.append]}) as http,
         openai.OpenAI(base_url=f"{api_server.url}/v1", api_key="none", http_client=http) as client,
         pytest.raises(openai.BadRequestError, match="response_format: "),
     ):
