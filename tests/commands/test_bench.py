@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from compiled_llm.commands.app import app
 from compiled_llm.commands.bench import chart, contenders, latency, tables, timing
 from compiled_llm.commands.bench.contenders import BenchSession, Contender, Setup
 from compiled_llm.commands.bench.http_client import answer_of
 from compiled_llm.commands.bench.load import Asked, Lengths, Load, LoadAnswer, answered, measure_all, pieces_of
 from compiled_llm.commands.bench.report import BenchReport
 from compiled_llm.commands.bench.timing import CallTiming, Spread, TokenClock, Workload, timed
+from support.commands.command_line import invoke
 from support.docs.pages import CHECKOUT
 from support.imports import imports, sources
 from support.server.running_servers import running_server
@@ -34,8 +34,8 @@ MACHINE = {"date": "today", "commit": "abc", "versions": {}, "cpu": {"name": "a 
 MODEL = {"name": "tiny", "weights": "random", "dtype": "float32"}
 
 
-def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
+def bench(*arguments: str) -> Result:
+    return invoke("bench", *arguments)
 
 
 def new_report() -> BenchReport:
@@ -50,7 +50,7 @@ def test_latency_on_this_machine(model_folder: Path, tmp_path: Path) -> None:
     quick = ("--batches", "1,2", "--prompts", "8", "--new", "4", "--runs", "2", "--decoding", "both", "--device", "cpu")
     names = "hf-eager,compiled-llm:eager,compiled-llm:cuda-graphs"
     written = ("--json", str(file), "--plot", str(plot))
-    done = invoke("latency", "--model", str(model_folder), *quick, "--contenders", names, *written)
+    done = bench("latency", "--model", str(model_folder), *quick, "--contenders", names, *written)
     assert done.exit_code == 0, done.output
     report = BenchReport.load(file)
     assert sorted((one["contender"], one["batch"], one["sampled"]) for one in report.results["latency"]) == [
@@ -65,13 +65,13 @@ def test_latency_on_this_machine(model_folder: Path, tmp_path: Path) -> None:
     assert report.machine["versions"]["torch"] == torch.__version__
     assert plot.read_bytes().startswith(PNG)
     assert tables.markdown(report) in done.stdout, "without a terminal, stdout gets Markdown"
-    assert done.stdout in invoke("show", str(file)).stdout
+    assert done.stdout in bench("show", str(file)).stdout
     assert all(line.startswith("compiled_llm: still ") for line in done.stderr.splitlines()), "quiet in pipes"
 
 
 def test_nothing_measured_is_exit_code_1(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("compiled_llm.explaining.profile.bandwidth.read_bandwidth", lambda *_: 1e9)
-    done = invoke("latency", "--model", str(model_folder), "--contenders", "compiled-llm:piecewise", "--device", "cpu")
+    done = bench("latency", "--model", str(model_folder), "--contenders", "compiled-llm:piecewise", "--device", "cpu")
     assert done.exit_code == 1
     assert "Not available: compiled-llm:piecewise: a CPU has no CUDA graphs" in done.stdout
 
@@ -186,7 +186,7 @@ def test_serve_asks_a_server(socket: Path, tmp_path: Path) -> None:
     with running_server(socket) as server:
         loads = ("--concurrency", "1,3", "--rates", "8", "--seconds", "1", "--requests", "2", "--runs", "2")
         lengths = ("--prompts", "6,8-12", "--answers", "4", "--vocabulary", "100", "--name", "mine")
-        done = invoke("serve", "--url", f"{server.url}/v1", *loads, *lengths, "--json", str(tmp_path / "serve.json"))
+        done = bench("serve", "--url", f"{server.url}/v1", *loads, *lengths, "--json", str(tmp_path / "serve.json"))
     assert done.exit_code == 0, done.output
     report = BenchReport.load(tmp_path / "serve.json")
     found = [(one["contender"], one["load"], one["prompts"]) for one in report.results["serve"]]
@@ -197,7 +197,7 @@ def test_serve_asks_a_server(socket: Path, tmp_path: Path) -> None:
         assert 0 < one["first_s"]["p50"] <= one["first_s"]["p99"] <= one["end_s"]["most"]
         assert one["short"] == 0
     assert "| mine | 3 at once |" in done.stdout
-    assert invoke("show", str(tmp_path / "serve.json")).stdout == done.stdout
+    assert bench("show", str(tmp_path / "serve.json")).stdout == done.stdout
 
 
 @contextmanager
@@ -246,7 +246,7 @@ USAGE = {"choices": [], "usage": {"completion_tokens": 3, "prompt_tokens_details
 )
 def test_a_server_that_fails_is_asked_nothing_more(server: dict[str, Any], said: str) -> None:
     with fake_server(**server) as url:
-        done = invoke("serve", "--url", url, "--concurrency", "1,2", "--requests", "2", "--timeout", "0.5")
+        done = bench("serve", "--url", url, "--concurrency", "1,2", "--requests", "2", "--timeout", "0.5")
     assert done.exit_code == 1
     (failure,) = (line for line in done.stdout.splitlines() if line.startswith("Failed: "))
     assert failure.startswith("Failed: server, one after the other, prompts of 100 tokens: RuntimeError: ")
@@ -255,13 +255,13 @@ def test_a_server_that_fails_is_asked_nothing_more(server: dict[str, Any], said:
 
 def test_answers_that_are_too_short_are_said() -> None:
     with fake_server([PIECE, USAGE]) as url:
-        done = invoke("serve", "--url", url, "--concurrency", "1", "--requests", "2", "--answers", "4")
+        done = bench("serve", "--url", url, "--concurrency", "1", "--requests", "2", "--answers", "4")
     assert done.exit_code == 0, done.output
     assert "2 answers were shorter than asked for: this server does not know ignore_eos." in done.stdout
 
 
 def test_a_server_that_is_not_there_is_one_clear_error() -> None:
-    done = invoke("serve", "--url", "http://127.0.0.1:9/v1")
+    done = bench("serve", "--url", "http://127.0.0.1:9/v1")
     assert done.exit_code == 1
     assert "error: http://127.0.0.1:9/v1/models lists no model: ConnectError" in done.output
 
@@ -355,7 +355,7 @@ def test_the_chart_has_greedy_rates_by_batch_size(tmp_path: Path) -> None:
 
 
 def test_published_runs_are_shown() -> None:
-    done = invoke("show", str(CHECKOUT / "results" / "d414b6d-latency-qwen3-0.6b.json"))
+    done = bench("show", str(CHECKOUT / "results" / "d414b6d-latency-qwen3-0.6b.json"))
     assert done.exit_code == 0, done.output
     assert (
         "| compiled-llm:cuda-graphs | 64 | 21.8 / 22.2 | 43,541 / 43,538 | 12.98 | 48% | 41,313 / 41,233 |"
@@ -368,17 +368,17 @@ def test_published_runs_are_shown() -> None:
 def test_a_file_without_results_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "nothing.json"
     path.write_text(text)
-    done = invoke("show", str(path))
+    done = bench("show", str(path))
     assert done.exit_code == 2
     assert f"error: {path} is no result of compiled-llm bench" in done.output
 
 
 def test_a_chart_of_something_else_is_refused(tmp_path: Path) -> None:
     path, speed = tmp_path / "results.json", CHECKOUT / "results" / "d414b6d-latency-qwen3-0.6b.json"
-    done = invoke("show", str(speed), "--plot", str(tmp_path / "chart.jpeg"))
+    done = bench("show", str(speed), "--plot", str(tmp_path / "chart.jpeg"))
     assert (done.exit_code, "the name of a picture ends with .svg, .png, .pdf" in done.output) == (2, True)
     path.write_text(json.dumps(published(latency=[], other=[{}])))
-    assert "a chart needs results of `bench latency`" in invoke("show", str(path), "--plot", "chart.png").output
+    assert "a chart needs results of `bench latency`" in bench("show", str(path), "--plot", "chart.png").output
 
 
 # ---- arguments
@@ -386,14 +386,14 @@ def test_a_chart_of_something_else_is_refused(tmp_path: Path) -> None:
 
 def test_missing_matplotlib_is_said_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    done = invoke("latency", "--plot", "plot.png")
+    done = bench("latency", "--plot", "plot.png")
     assert done.exit_code == 2
     assert "pip install '.[bench]'" in done.output
 
 
 def test_only_commands_import_the_bench_and_only_its_chart_matplotlib() -> None:
-    bench = [one for one in imports() if one.imported.startswith("compiled_llm.commands.bench")]
-    assert {one.importer for one in bench if not one.importer.startswith("compiled_llm.commands.bench")} == {
+    found = [one for one in imports() if one.imported.startswith("compiled_llm.commands.bench")]
+    assert {one.importer for one in found if not one.importer.startswith("compiled_llm.commands.bench")} == {
         "compiled_llm.commands.app"
     }
     drawing = [name for name, path in sources().items() if re.search("(import|from) matplotlib", path.read_text())]

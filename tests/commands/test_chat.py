@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 from compiled_llm.client import Client
-from compiled_llm.commands.app import app
 from compiled_llm.commands.chat.chat import Chat
 from compiled_llm.commands.chat.conversation import Conversation
 from compiled_llm.commands.chat.partner import ClientPartner
@@ -25,21 +23,17 @@ from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.engine_process.facts import ready_of
 from support.characters import character_tokenizer
 from support.commands import talking_partner
+from support.commands.command_line import greedy, invoke
 from support.commands.terminal import CTRL_C, CTRL_D, UP, Terminal, terminal
 from support.server.engine_processes import COMMAND, Loop, engine_in_thread, until
 
-WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
-
 
 def chatted(*arguments: str, lines: str = "") -> Any:
-    return CliRunner().invoke(app, ["chat", *arguments], input=lines, env=WIDE)
+    return invoke("chat", *arguments, stdin=lines)
 
 
 def huggingfaces(folder: Path, text: str, tokens: int) -> str:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    inputs = tokenizer(text, return_tensors="pt")
-    output = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    return str(tokenizer.decode(output, skip_special_tokens=True))
+    return greedy(folder, text, tokens)[1]
 
 
 def test_in_a_pipe_each_line_is_a_question_and_the_chat_goes_on(model_folder: Path) -> None:

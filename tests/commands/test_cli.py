@@ -16,49 +16,38 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 import compiled_llm
-from compiled_llm.commands.app import app
 from compiled_llm.commands.generate.run import GenerateRequest
+from support.commands.command_line import greedy, invoke
 from support.commands.foreign_folder import OURS, STANDARD, ForeignFolder, imported
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
+from support.server.engine_processes import COMMAND
 from support.tiny_models import tiny_qwen3
 
-COMMAND = str(Path(sys.executable).with_name("compiled-llm"))
 FIGURES = re.compile(
     r"^(\d+) tokens, [\d.]+ tokens/s, first token after [\d.]+ s\n"
     r"(nothing compiled|\d+ graphs? (compiled|traced) in \d+ s, and .*)$",
     re.MULTILINE,
 )
-WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run([COMMAND, *arguments], cwd=cwd, capture_output=True, text=True, timeout=300)
 
 
-def invoke(folder: Path, *arguments: str, stdin: str | bytes | None = None) -> Any:
+def generate(folder: Path, *arguments: str, stdin: str | bytes | None = None) -> Any:
     """Run `generate` in this process, uncompiled."""
-    options = ["--model", str(folder), "--mode", "eager", "--max-new-tokens", "40"]
-    return CliRunner().invoke(app, ["generate", *options, *arguments], input=stdin, env=WIDE)
+    options = ("--model", str(folder), "--mode", "eager", "--max-new-tokens", "40")
+    return invoke("generate", *options, *arguments, stdin=stdin)
 
 
 def answer(folder: Path, *arguments: str) -> dict[str, Any]:
     """The object that `--json` writes."""
-    result = invoke(folder, "--json", *arguments)
+    result = generate(folder, "--json", *arguments)
     assert result.exit_code == 0, result.output
     (line,) = result.stdout.splitlines()
     return json.loads(line)
-
-
-def greedy(folder: Path, prompt: str, max_new_tokens: int) -> tuple[str, str]:
-    """The prompt as the tokenizer reads it, and HuggingFace's own continuation."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    inputs = tokenizer(prompt, return_tensors="pt")
-    tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)[0]
-    length = inputs["input_ids"].shape[1]
-    return tuple(tokenizer.decode(part, skip_special_tokens=True) for part in (tokens[:length], tokens[length:]))
 
 
 def test_generate_writes_huggingfaces_text_and_the_figures(model_folder: Path, foreign: ForeignFolder) -> None:
@@ -121,7 +110,7 @@ def test_prompt_comes_from_a_file_a_pipe_or_a_dash(tmp_path: Path, monkeypatch: 
         ((), "x\n\n", "x\n"),
     ]
     for arguments, stdin, _ in asked:
-        assert invoke(tmp_path, *arguments, stdin=stdin).exit_code == 0
+        assert generate(tmp_path, *arguments, stdin=stdin).exit_code == 0
     assert prompts == [expected for *_, expected in asked]
 
 
@@ -141,7 +130,7 @@ def test_prompts_that_cannot_be_read_are_usage_errors(tmp_path: Path) -> None:
         (("\udcff",), None, "PROMPT: is not UTF-8 text"),
     ]
     for arguments, stdin, message in asked:
-        assert_usage_error(invoke(Path("/no/such/model"), *arguments, stdin=stdin), message)
+        assert_usage_error(generate(Path("/no/such/model"), *arguments, stdin=stdin), message)
 
 
 def test_terminal_without_a_prompt_is_not_waited_for() -> None:
@@ -171,17 +160,17 @@ def assert_usage_error(result: Any, message: str) -> None:
 def test_chat_writes_the_answer_alone_to_the_system_message_and_the_users(
     model_folder: Path, flags: list[str], system: str
 ) -> None:
-    result = invoke(model_folder, "Hi", "--chat", *flags)
+    result = generate(model_folder, "Hi", "--chat", *flags)
     assert result.stdout == greedy(model_folder, f"{system}<user: Hi>", 40)[1] + "\n"
 
 
 def test_a_template_that_refuses_or_is_missing_is_a_usage_error(model_folder: Path, tmp_path: Path) -> None:
-    result = invoke(model_folder, "Hi", "--chat", "--system", "forbidden")
+    result = generate(model_folder, "Hi", "--chat", "--system", "forbidden")
     assert result.exit_code == 2
     assert "error: --chat: the model's chat template refuses this: no such message" in result.stderr
     folder = shutil.copytree(model_folder, tmp_path / "plain")
     (folder / "chat_template.jinja").unlink()
-    result = invoke(folder, "Hi", "--chat")
+    result = generate(folder, "Hi", "--chat")
     assert result.exit_code == 2
     assert "has no chat template" in result.stderr
 
@@ -271,7 +260,7 @@ def test_finish_reason_is_eos_or_length(model_folder: Path, tmp_path: Path) -> N
 
 def test_json_holds_text_figures_and_stats(model_folder: Path) -> None:
     prompt, text = greedy(model_folder, "Hello world", 40)
-    result = invoke(model_folder, "Hello world", "--json")
+    result = generate(model_folder, "Hello world", "--json")
     assert FIGURES.search(result.stderr) is None
     (line,) = result.stdout.splitlines()
     written = json.loads(line)
@@ -284,13 +273,13 @@ def test_json_holds_text_figures_and_stats(model_folder: Path) -> None:
 
 
 def test_quiet_shows_the_text_alone(model_folder: Path) -> None:
-    done = invoke(model_folder, "Hello", "--quiet", "--top-k", "1")
+    done = generate(model_folder, "Hello", "--quiet", "--top-k", "1")
     assert (done.exit_code, done.stderr) == (0, "")
     assert done.stdout == "".join(greedy(model_folder, "Hello", 40)) + "\n"
 
 
 def test_help_shows_every_option_in_its_panel() -> None:
-    shown = CliRunner().invoke(app, ["generate", "--help"], env=WIDE)
+    shown = invoke("generate", "--help")
     assert shown.exit_code == 0
     _, *panels = re.split(r"─ (?=Input|Sampling|Model|Output)", shown.output)
     options = [
@@ -305,8 +294,8 @@ def test_help_shows_every_option_in_its_panel() -> None:
 
 @pytest.mark.parametrize("command", [[], ["generate"], ["bench"], ["bench", "latency"]])
 def test_h_is_help(command: list[str]) -> None:
-    asked = CliRunner().invoke(app, [*command, "-h"], env=WIDE)
-    assert (asked.exit_code, asked.output) == (0, CliRunner().invoke(app, [*command, "--help"], env=WIDE).output)
+    asked = invoke(*command, "-h")
+    assert (asked.exit_code, asked.output) == (0, invoke(*command, "--help").output)
 
 
 def test_help_needs_neither_torch_nor_transformers_nor_matplotlib() -> None:
@@ -338,7 +327,7 @@ def test_as_a_module_it_imports_nothing_of_others_from_the_current_folder(tmp_pa
 
 
 def test_too_many_tokens_are_refused_before_anything_is_compiled(model_folder: Path) -> None:
-    result = invoke(model_folder, "x", "--mode", "compile", "--max-new-tokens", "5000")
+    result = generate(model_folder, "x", "--mode", "compile", "--max-new-tokens", "5000")
     assert result.exit_code == 2
     assert "error: --max-new-tokens 5000" in result.stderr
     assert "compiling" not in result.stderr
@@ -354,7 +343,7 @@ def test_damaged_files_are_named(tmp_path: Path, model_folder: Path) -> None:
     gguf = tmp_path / "damaged.gguf"
     gguf.write_bytes(b"not a model")
     for model in (damaged, gguf):
-        result = CliRunner().invoke(app, ["generate", "x", "--model", str(model)])
+        result = invoke("generate", "x", "--model", str(model))
         assert result.exit_code == 1, result.exception
         assert f"error: {model} cannot be loaded" in result.output
 
@@ -386,7 +375,7 @@ for option in sys.argv[1:]:
 
 def test_missing_compiler_is_told_before_weights_are_loaded(model_folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name, *_: None)
-    result = CliRunner().invoke(app, ["generate", "x", "--model", str(model_folder)], env=WIDE)
+    result = invoke("generate", "x", "--model", str(model_folder))
     assert (result.exit_code, "loading" in result.stderr) == (1, False)
     assert "error: no C++ compiler was found" in result.stderr
     assert "or use --mode eager" in result.stderr

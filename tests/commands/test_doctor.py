@@ -27,8 +27,8 @@ from compiled_llm.commands.doctor.finding import DoctorFinding, essence
 from compiled_llm.commands.doctor.report import checks, examine, found_by
 from compiled_llm_ops.flashinfer.install import missing_for_cuda
 from support.commands.foreign_folder import ForeignFolder
+from support.server.engine_processes import COMMAND
 
-COMMAND = str(Path(sys.executable).with_name("compiled-llm"))
 MIB, GIB = 2**20, 2**30
 
 Fake = Callable[[str, str], Path]

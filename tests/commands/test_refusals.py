@@ -6,11 +6,12 @@ import shlex
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from compiled_llm.commands.app import app
+from compiled_llm.commands.errors import as_typed
+from compiled_llm.commands.printable import printable
+from support.commands.command_line import invoke
+from support.compilation.artifact_folders import compiled, made_up
 
-WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
 REFUSED = {
     "generate x --model /no/such/model": [
         ("--max-new-tokens 0", "--max-new-tokens 0: must be at least 1"),
@@ -116,7 +117,7 @@ def test_the_impossible_is_refused_in_one_line(
 ) -> None:
     monkeypatch.setattr("compiled_llm.explaining.profile.bandwidth.read_bandwidth", lambda *_: 1e9)
     given = [str(tmp_path / "new") if word == "NEW" else word for word in shlex.split(f"{command} {arguments}")]
-    done = CliRunner().invoke(app, given, env=WIDE)
+    done = invoke(*given)
     assert (done.exit_code, done.stdout) == (2, ""), done.output
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
@@ -141,7 +142,71 @@ def test_the_impossible_is_refused_in_one_line(
     ],
 )
 def test_an_argument_that_is_none_is_named_and_the_one_that_was_meant(arguments: str, message: str) -> None:
-    done = CliRunner().invoke(app, arguments.split(), env=WIDE)
+    done = invoke(*arguments.split())
     assert done.exit_code == 2
     assert message in done.output
     assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("message", "typed"),
+    [
+        ("wrap: no compiler; install one, or wrap with mode='eager'", "no compiler; install one, or use --mode eager"),
+        ("backend=''; choose one of 'auto'", "--backend ''; choose one of 'auto'"),
+        ("max_new_tokens=50: with a prompt of 3", "--max-new-tokens 50: with a prompt of 3"),
+        ("load it with dtype=torch.bfloat16, or move it", "load it with --dtype bfloat16, or move it"),
+        ("operations_uds='a': a file lies there", "--operations-uds a: a file lies there"),
+        ("device='cuda', but torch sees none", "--device cuda, but torch sees none"),
+        ("page_size=0: must be positive; device_map={}", "page_size=0: must be positive; device_map={}"),
+    ],
+)
+def test_options_are_named_as_they_are_typed(message: str, typed: str) -> None:
+    assert as_typed(message) == typed
+
+
+def test_what_turns_the_direction_of_text_is_spelled_out() -> None:
+    """Else a name or an answer would read otherwise than it is."""
+    assert printable("a\u202eb\u2066c\u2069") == "a\\u202eb\\u2066c\\u2069"
+    assert printable("\x1b[2J \u05d0 \u200f\n") == "\\x1b[2J \u05d0 \u200f\n"
+
+
+# ---- artifacts and profiles
+
+
+def test_a_profile_that_is_none_is_refused_at_once(model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "profile").write_text("{}")
+    arguments = ["compile", str(model_folder), "-o", str(tmp_path / "artifacts"), "--profile"]
+    for name, message in (("profile", "is damaged, or is no profile"), ("none", "cannot be read: No such file")):
+        done = invoke(*arguments, str(tmp_path / name))
+        assert done.exit_code == 2
+        assert f"--profile {tmp_path / name} {message}" in done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["profile"]
+
+
+def test_a_folder_that_exists_is_not_written_over(model_folder: Path, tmp_path: Path) -> None:
+    folder = made_up(tmp_path / "artifacts")
+    for target, message in ((folder, "exists already"), (tmp_path / "no" / "where", "there is no folder")):
+        done = invoke("compile", str(model_folder), "-o", str(target))
+        assert done.exit_code == 2
+        assert message in done.output
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_model_that_cannot_be_loaded_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    done = compiled(tmp_path / "model", tmp_path / "artifacts", "--device", "cpu")
+    assert done.returncode in (1, 2)
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == [tmp_path / "model"]
+
+
+def test_generate_says_why_artifacts_are_refused(model_folder: Path, tmp_path: Path) -> None:
+    folder = made_up(tmp_path / "artifacts")
+    arguments = ["generate", "Hi", "--model", str(model_folder), "--device", "cpu", "--artifacts"]
+    for given, message in (
+        (folder, "option mode 'compile' there, 'cuda-graphs' here"),
+        (tmp_path / "nowhere", "cannot be read: No such file or directory"),
+    ):
+        done = invoke(*arguments, str(given))
+        assert (done.exit_code, message in done.output) == (2, True), done.output
+        assert ("was made for something else: " in done.output) == (given == folder)

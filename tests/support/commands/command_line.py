@@ -1,0 +1,24 @@
+"""The command line, called in this process; and what it should say, by HuggingFace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner, Result
+
+from compiled_llm.commands.app import app
+
+
+def invoke(*arguments: str, stdin: str | bytes | None = None) -> Result:
+    """What a command writes to a terminal of 300 columns, or to pipes."""
+    return CliRunner().invoke(app, arguments, input=stdin, env={"COLUMNS": "300", "NO_COLOR": "1"})
+
+
+def greedy(folder: Path, prompt: str, max_new_tokens: int) -> tuple[str, str]:
+    """The prompt as the tokenizer reads it, and HuggingFace's own continuation."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)[0]
+    length = inputs["input_ids"].shape[1]
+    return tuple(tokenizer.decode(part, skip_special_tokens=True) for part in (tokens[:length], tokens[length:]))  # type: ignore[return-value]
