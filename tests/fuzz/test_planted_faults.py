@@ -11,12 +11,11 @@ import pytest
 from compiled_llm.huggingface import paths
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.kvcache.pool import PagePool
+from support.fuzzing.calls import Generate
 from support.fuzzing.case import Case
 from support.fuzzing.data import Prompt
-from support.fuzzing.fuzz import Tally, first_difference, report
-from support.fuzzing.generate import Generate
+from support.fuzzing.fuzz import Tally, first_difference, report, shrink
 from support.fuzzing.random_cases import random_case
-from support.fuzzing.shrinking import shrink
 
 CASES = 20
 pytestmark = pytest.mark.usefixtures("one_thread")

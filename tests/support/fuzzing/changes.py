@@ -95,51 +95,41 @@ def _replace(side: Side, name: str, undo: Callable[[], Any]) -> None:
 
 @dataclass(frozen=True, repr=False)
 class Override(Step):
-    """A method replaced on the instance."""
+    """A method replaced on the instance, by one that changes what the original gives."""
 
     method: str = "forward"
 
     def run(self, side: Side) -> None:
         side.undo.pop(self.method, lambda: None)()
         original = getattr(side.model, self.method)
-        setattr(side.model, self.method, OVERRIDES[self.method](original, side))
+
+        @functools.wraps(original)
+        def own(*args: Any, **kwargs: Any) -> Any:
+            return OVERRIDES[self.method](side, original(*args, **kwargs))
+
+        setattr(side.model, self.method, own)
         side.undo[self.method] = functools.partial(delattr, side.model, self.method)
 
 
-def _own_forward(original: Callable[..., Any], side: Side) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        output = original(*args, **kwargs)
-        output[0 if isinstance(output, tuple) else "logits"].mul_(torch.tensor(-0.7))
-        return output
-
-    return forward
+def _other_logits(side: Side, output: Any) -> Any:
+    output[0 if isinstance(output, tuple) else "logits"].mul_(torch.tensor(-0.7))
+    return output
 
 
-def _own_inputs(original: Callable[..., Any], side: Side) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def prepare_inputs_for_generation(*args: Any, **kwargs: Any) -> Any:
-        inputs = original(*args, **kwargs)
-        if inputs.get("input_ids") is not None:
-            inputs["input_ids"] = inputs["input_ids"].clamp(max=20)
-        return inputs
-
-    return prepare_inputs_for_generation
+def _other_ids(side: Side, inputs: Any) -> Any:
+    ids = inputs.get("input_ids")
+    return inputs if ids is None else {**inputs, "input_ids": ids.clamp(max=20)}
 
 
-def _own_update(original: Callable[..., Any], side: Side) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _update_model_kwargs_for_generation(*args: Any, **kwargs: Any) -> Any:
-        side.note("updated")
-        return original(*args, **kwargs)
-
-    return _update_model_kwargs_for_generation
+def _noted(side: Side, inputs: Any) -> Any:
+    side.note("updated")
+    return inputs
 
 
-OVERRIDES = {
-    "forward": _own_forward,
-    "prepare_inputs_for_generation": _own_inputs,
-    "_update_model_kwargs_for_generation": _own_update,
+OVERRIDES: dict[str, Callable[[Side, Any], Any]] = {
+    "forward": _other_logits,
+    "prepare_inputs_for_generation": _other_ids,
+    "_update_model_kwargs_for_generation": _noted,
 }
 
 
@@ -196,24 +186,13 @@ class Weights(Step):
             _WAYS[self.how](side.model)
 
 
-def _in_place(model: PreTrainedModel) -> None:
-    weight = next(_attention(model).parameters())
-    weight.copy_(weight.roll(1, dims=0))
-
-
-def _data(model: PreTrainedModel) -> None:
-    weight = next(_attention(model).parameters())
-    weight.data = -weight.data
+def _weight(model: PreTrainedModel) -> nn.Parameter:
+    return next(_attention(model).parameters())
 
 
 def _new_parameter(model: PreTrainedModel) -> None:
     layer = next(module for module in layers_of(model)[0].modules() if isinstance(module, nn.Linear))
     layer.weight = nn.Parameter(layer.weight.detach() * 0.9)
-
-
-def _swapped(model: PreTrainedModel) -> None:
-    layers = layers_of(model)
-    layers[0] = copy.deepcopy(layers[0])
 
 
 def _loaded(model: PreTrainedModel) -> None:
@@ -225,22 +204,17 @@ def _resized(model: PreTrainedModel) -> None:
     model.resize_token_embeddings(model.config.get_text_config(decoder=True).vocab_size + 8, mean_resizing=False)
 
 
-def _rounded(model: PreTrainedModel) -> None:
-    model.to(torch.bfloat16)
-    model.to(torch.float32)
-
-
-_WAYS: dict[str, Callable[[PreTrainedModel], None]] = {
-    "in place": _in_place,
-    "data": _data,
+_WAYS: dict[str, Callable[[PreTrainedModel], object]] = {
+    "in place": lambda model: _weight(model).copy_(_weight(model).roll(1, dims=0)),
+    "data": lambda model: setattr(_weight(model), "data", -_weight(model).data),
     "new parameter": _new_parameter,
-    "swapped module": _swapped,
+    "swapped module": lambda model: layers_of(model).__setitem__(0, copy.deepcopy(layers_of(model)[0])),
     "load_state_dict": _loaded,
     "resize_token_embeddings": _resized,
-    "to bfloat16 and back": _rounded,
-    "to float64": lambda model: model.to(torch.float64) and None,
-    "to float32": lambda model: model.to(torch.float32) and None,
-    "requires no gradients": lambda model: model.requires_grad_(False) and None,
+    "to bfloat16 and back": lambda model: model.to(torch.bfloat16).to(torch.float32),
+    "to float64": lambda model: model.to(torch.float64),
+    "to float32": lambda model: model.to(torch.float32),
+    "requires no gradients": lambda model: model.requires_grad_(False),
 }
 WAYS = tuple(_WAYS)
 
@@ -287,69 +261,83 @@ class Copied(Step):
 # ---- the conversation's cache
 
 
+class OfChat(Step):
+    """A step that a conversation takes, if there is one that it fits."""
+
+    def run(self, side: Side) -> Any:
+        if side.chat is not None and self.fits(side.chat):
+            side.chat = self.changed(side.chat)
+            return None if side.chat is None else [int(side.chat.mask.sum()), int(side.chat.cache.get_seq_length())]
+        return None
+
+    def fits(self, chat: Chat) -> bool:
+        return True
+
+    def changed(self, chat: Chat) -> Chat | None:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, repr=False)
-class Crop(Step):
+class Crop(OfChat):
     """Forget the last tokens of the conversation."""
 
     tokens: int = 1
 
-    def run(self, side: Side) -> Any:
-        if (chat := side.chat) is None or chat.cache.get_seq_length() <= self.tokens:
-            return None
+    def fits(self, chat: Chat) -> bool:
+        return bool(chat.cache.get_seq_length() > self.tokens)
+
+    def changed(self, chat: Chat) -> Chat:
         chat.cache.crop(-self.tokens)
         length = chat.cache.get_seq_length()
-        side.chat = Chat(chat.text[:, :length], chat.mask[:, :length], chat.cache)
-        return length
+        return Chat(chat.text[:, :length], chat.mask[:, :length], chat.cache)
 
 
 @dataclass(frozen=True, repr=False)
-class Select(Step):
+class Select(OfChat):
     """Take other rows of the conversation: ``how`` is a method of caches, ``rows`` what it gets."""
 
     how: str = "reorder_cache"
     rows: tuple[int, ...] = (0,)
 
-    def run(self, side: Side) -> Any:
-        if (chat := side.chat) is None or len(chat.text) <= max(self.rows):
-            return None
+    def fits(self, chat: Chat) -> bool:
+        return len(chat.text) > max(self.rows)
+
+    def changed(self, chat: Chat) -> Chat:
         rows = torch.tensor(self.rows)
         if self.how == "batch_repeat_interleave":
             rows = torch.arange(len(chat.text)).repeat_interleave(len(self.rows))
             chat.cache.batch_repeat_interleave(len(self.rows))
         else:
             getattr(chat.cache, self.how)(rows)
-        side.chat = Chat(chat.text[rows], chat.mask[rows], chat.cache)
-        return len(rows)
+        return Chat(chat.text[rows], chat.mask[rows], chat.cache)
 
 
 @dataclass(frozen=True, repr=False)
-class CopyCache(Step):
+class CopyCache(OfChat):
     """Go on with a copy of the conversation's cache."""
 
-    def run(self, side: Side) -> Any:
-        if (chat := side.chat) is None:
-            return None
-        side.chat = Chat(chat.text, chat.mask, copy.deepcopy(chat.cache))
-        return side.chat.cache.get_seq_length()
+    def changed(self, chat: Chat) -> Chat:
+        return Chat(chat.text, chat.mask, copy.deepcopy(chat.cache))
 
 
 @dataclass(frozen=True, repr=False)
-class Hide(Step):
+class Hide(OfChat):
     """Hide tokens of the conversation's text from now on, such as a row's padding after its end."""
 
     row: int = 0
     last: int = 1
 
-    def run(self, side: Side) -> Any:
-        if (chat := side.chat) is None or self.row >= len(chat.text) or self.last >= chat.text.shape[1] - 2:
-            return None
+    def fits(self, chat: Chat) -> bool:
+        return self.row < len(chat.text) and self.last < chat.text.shape[1] - 2
+
+    def changed(self, chat: Chat) -> Chat:
         chat.mask[self.row, -self.last :] = 0
-        return int(chat.mask.sum())
+        return chat
 
 
 @dataclass(frozen=True, repr=False)
-class Leave(Step):
+class Leave(OfChat):
     """Drop the conversation."""
 
-    def run(self, side: Side) -> None:
-        side.chat = None
+    def changed(self, chat: Chat) -> None:
+        return None

@@ -10,13 +10,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from support.fuzzing.calls import Generate
 from support.fuzzing.case import Case, nudged
-from support.fuzzing.comparing import difference
 from support.fuzzing.data import Step
 from support.fuzzing.draws import Draws
-from support.fuzzing.generate import Generate
 from support.fuzzing.refusals import may_refuse, may_serve
-from support.fuzzing.side import Outcome, Raised, Side, state_at_rest
+from support.fuzzing.side import Outcome, Raised, Side, difference, state_at_rest
 
 NUDGES = 4
 PLANTED = ("PlantedError", "KeyboardInterrupt")

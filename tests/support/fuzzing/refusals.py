@@ -6,10 +6,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from support.fuzzing.calls import Forward, Generate, InThreads
 from support.fuzzing.changes import Select
 from support.fuzzing.data import Step
-from support.fuzzing.forward import Forward
-from support.fuzzing.generate import Generate, InThreads
 from support.fuzzing.side import OPTIONS, Raised, Side
 
 Holds = Callable[[Any, Side], bool]
