@@ -180,18 +180,6 @@ def test_tokens_arrive_one_step_late_and_drain_gives_the_rest(generate_loop):
     assert generate_loop.drain() == {}
 
 
-def test_free_running_tokens_are_generates(model, seed):
-    prompts = [prompt_of(length, np.random.default_rng(seed)) for length in (5, 5)]
-    generate_loop = model.compiled.generate_loop()
-    row = generate_loop.admit(prompts[0], 20)
-    tokens: list[int] = []
-    while len(tokens) < 20:
-        arrived = generate_loop.step() if generate_loop.steps < 20 else generate_loop.drain()
-        tokens += [arrived[row]] if arrived else []
-    expected = model.generate(torch.tensor(prompts[:1]), max_new_tokens=20, do_sample=False)
-    assert tokens == expected[0, 5:].tolist()
-
-
 def test_a_rewind_within_a_page_between_steps_is_seen(model, generate_loop, seed):
     """The token that comes next stays the same, whatever is forgotten before it."""
     prompt = prompt_of(4, np.random.default_rng(seed))

@@ -251,21 +251,6 @@ def test_ctrl_c_works_with_the_handler_that_a_callback_found(model, seed):
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.core
-def test_ctrl_c_interrupts_a_long_call_on_the_device_thread():
-    thread = DeviceThread(torch.device("cpu"))
-
-    def long() -> None:
-        while True:
-            time.sleep(0.01)
-
-    timer = interrupt_after(0.2)
-    with pytest.raises(KeyboardInterrupt):
-        thread.call(long)
-    timer.join()
-    assert in_thread(lambda: thread.call(lambda: 7)) == 7
-
-
 def test_ctrl_c_while_waiting_for_the_loop_lock_leaves_it_to_its_holder(model):
     runtime = model.compiled
     holds, ended = threading.Event(), threading.Event()

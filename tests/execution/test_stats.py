@@ -38,7 +38,7 @@ def test_warmup_takes_one_batch_size_or_several(given, buckets, model):
     assert model.compiled.stats().buckets == buckets
 
 
-@pytest.mark.parametrize("given", [0, 5, 2.5, [2.5], ["3"]])
+@pytest.mark.parametrize("given", [0, 5, 2.5, [2.5], ["3"], [-1, 2]])
 def test_warmup_takes_nothing_else(given, model):
     with pytest.raises(ValueError, match=r"batch_sizes: .* is not a whole number between 1 and max_batch_size=4"):
         model.compiled.warmup(given)

@@ -163,25 +163,14 @@ def test_a_copy_made_while_a_compiled_step_runs_keeps_the_users_attention(model,
 
 @pytest.mark.core
 @by_kind
-def test_a_callback_may_call_the_model(kind, model, seed):
+@pytest.mark.parametrize("runs", [lambda call: call(), in_thread], ids=["itself", "in a thread that it joins"])
+def test_a_callback_may_call_the_model(runs, kind, model, seed):
     inputs, others = mixed_prompts([5], 128, seed), mixed_prompts([2, 7, 3], 128, seed + 1)
     expected, inner = greedy(model, inputs, 6), greedy(model, others, 4)
-    callback = Callback(lambda: greedy(model, others, 4))
+    callback = Callback(lambda: runs(lambda: greedy(model, others, 4)))
     tokens = in_thread(lambda: greedy(model, inputs, 6, **with_callback(kind, callback)))
     torch.testing.assert_close(tokens, expected)
     assert len(callback.results) == 6
-    for result in callback.results:
-        torch.testing.assert_close(result, inner)
-    assert_account_is_empty(model)
-
-
-@by_kind
-def test_a_callback_may_join_a_thread_that_calls_the_model(kind, model, seed):
-    inputs, others = mixed_prompts([5, 9], 128, seed), mixed_prompts([7], 128, seed + 1)
-    expected, inner = greedy(model, inputs, 6), greedy(model, others, 4)
-    callback = Callback(lambda: in_thread(lambda: greedy(model, others, 4)))
-    tokens = in_thread(lambda: greedy(model, inputs, 6, **with_callback(kind, callback)))
-    torch.testing.assert_close(tokens, expected)
     for result in callback.results:
         torch.testing.assert_close(result, inner)
     assert_account_is_empty(model)

@@ -217,14 +217,6 @@ def test_pages_that_do_not_fit_are_refused_at_first_use(seed):
             greedy(model, mixed_prompts([4], 128, seed), 3)
 
 
-@pytest.mark.parametrize("sizes", [[0], [5], [-1, 2]])
-def test_impossible_warmup_sizes_are_refused_before_anything_is_allocated(sizes):
-    model = compiled_llm.wrap(tiny_qwen3(), **OPTIONS)
-    with pytest.raises(ValueError, match=r"batch_sizes: -?\d.*max_batch_size=4"):
-        model.compiled.warmup(sizes)
-    assert model.compiled.stats().pages is None
-
-
 # ---- prompts and what they may grow by
 
 ids = torch.tensor

@@ -337,24 +337,6 @@ def test_sampled_copies_draw_each_for_itself(options, model, watched, seed):
     assert_account_is_empty(model)
 
 
-def test_first_tokens_of_sampled_copies_have_the_models_distribution(plain, seed):
-    options = {**OPTIONS, "max_batch_size": 256, "kv_memory": "2000 tokens"}
-    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", **options)
-    inputs = mixed_prompts([13], 128, seed)
-    with torch.no_grad():
-        expected = plain(**inputs).logits[0, -1].softmax(-1)
-    torch.manual_seed(seed)
-    drawn = torch.cat(
-        [
-            model.generate(**inputs, do_sample=True, num_return_sequences=250, max_new_tokens=1, top_k=0)[:, -1]
-            for _ in range(8)
-        ]
-    )
-    share = torch.bincount(drawn, minlength=128) / len(drawn)
-    likely = expected > 0.02
-    assert ((share - expected)[likely].abs() < 5 * (expected[likely] / len(drawn)).sqrt()).all()
-
-
 # ---- compiled
 
 

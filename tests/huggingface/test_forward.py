@@ -16,7 +16,6 @@ from transformers import (
 )
 
 import compiled_llm
-from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from support.huggingface.pairs import OPTIONS, pair
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import TINY
@@ -69,17 +68,6 @@ def test_logits_are_huggingfaces_with_any_padding(padding, use_cache, models, id
         assert_account_is_empty(wrapped)
     assert_forwards(wrapped, compiled=2)
     assert wrapped.compiled.stats().slow_paths == {}
-
-
-@pytest.mark.parametrize("padding", masks())
-def test_positions_of_ones_own_are_kept(padding, models, ids):
-    mask = masks()[padding]
-    positions = 3 * torch.arange(LENGTH)[None].expand(3, -1) + torch.tensor([[0], [5], [60]])
-    for given in (positions, positions[:1]):
-        with torch.inference_mode():
-            theirs, ours = (model(ids, mask, given, use_cache=False) for model in models)
-        assert_equal_where_seen(ours, theirs, mask)
-    assert_forwards(models[1], compiled=2)
 
 
 @pytest.mark.core
@@ -143,25 +131,6 @@ def test_what_finds_no_room_runs_in_huggingfaces_forward(models):
     assert_account_is_empty(wrapped)
 
 
-@pytest.mark.core
-def test_the_cache_of_a_forward_goes_on_as_huggingfaces_would(models, ids):
-    mask, caches = masks()["left"], []
-    more = torch.randint(3, 128, (3, 4))
-    longer = torch.cat([mask, torch.ones(3, 4, dtype=torch.long)], dim=1)
-    results = []
-    for model in models:
-        with torch.no_grad():
-            cache = model(ids, mask).past_key_values
-            results.append([model(more, longer, past_key_values=cache).logits])
-            results[-1].append(model(more[:, :1], past_key_values=cache, attention_mask=None).logits)
-        caches.append(cache)
-    torch.testing.assert_close(results[1][0], results[0][0], **CLOSE)
-    assert isinstance(caches[1], PagedCache)
-    assert caches[1].get_seq_length() == caches[0].get_seq_length() == LENGTH + 5
-    del caches, cache
-    assert_account_is_empty(models[1])
-
-
 def test_the_cache_of_a_forward_goes_on_in_generate(models, ids):
     whole = torch.cat([ids, torch.randint(3, 128, (3, 5))], dim=1)
     results = []
@@ -188,49 +157,6 @@ def test_losses_that_are_counted_otherwise_are_huggingfaces_own(options, models,
 
 
 # ---- under grad
-
-
-class Adapter(nn.Module):
-    """A linear layer with a low-rank one beside it."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, 2, bias=False)
-        self.up = nn.Linear(2, base.out_features, bias=False)
-        nn.init.constant_(self.down.weight, 0.02)
-        nn.init.constant_(self.up.weight, 0.05)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-def with_adapters(model: PreTrainedModel) -> list[nn.Parameter]:
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    for layer in model.model.layers:
-        layer.self_attn.q_proj = Adapter(layer.self_attn.q_proj)
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-@pytest.mark.core
-def test_low_rank_training_of_a_wrapped_model_is_huggingfaces_and_its_tokens_follow(models, ids):
-    plain, wrapped = models
-    before = greedy(wrapped, {"input_ids": ids}, 8)
-    weights = [with_adapters(model) for model in models]
-    for model, own in zip(models, weights, strict=True):
-        optimizer = torch.optim.SGD(own, lr=3.0)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(ids, labels=ids).loss.backward()
-            optimizer.step()
-    for ours, theirs in zip(weights[1], weights[0], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-    assert_forwards(wrapped, original=3)
-    assert wrapped.compiled.stats().slow_paths == {"forward: gradients": 3}
-    after = greedy(wrapped, {"input_ids": ids}, 8)
-    assert not torch.equal(after, before)
-    torch.testing.assert_close(after, greedy(plain, {"input_ids": ids}, 8))
 
 
 def test_frozen_weights_need_no_gradients(models, ids):

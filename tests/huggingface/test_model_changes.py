@@ -20,6 +20,7 @@ from compiled_llm import Engine, SamplingParams
 from support.execution.model_changes import (
     CAPTURE,
     CHANGES,
+    CLASSES,
     CODE,
     LAYERS,
     SLOWER,
@@ -109,14 +110,15 @@ def test_the_next_call_on_every_path_computes_what_the_model_does_by_then(name, 
     assert_account_is_empty(wrapped)
 
 
-@pytest.mark.parametrize("name", [name for name in SLOWER if name != "a hook on all modules"])
+@pytest.mark.parametrize("name", [name for name in (*SLOWER, *CLASSES) if name != "a hook on all modules"])
 def test_a_model_that_was_changed_before_it_was_wrapped_takes_the_same_path(name, stack):
     plain, model = model_to_change(), model_to_change()
-    CHANGES[name].make(stack, plain, model)
+    change = {**SLOWER, **CLASSES}[name]
+    change.make(stack, plain, model)
     compiled_llm.wrap(model, **FEW_PAGES, mode="eager")
     for path, run in PATHS.items():
         torch.testing.assert_close(run(model), run(plain), rtol=1e-4, atol=1e-4, msg=path)
-    assert model.compiled.stats().slow_paths[CHANGES[name].must] >= 3
+    assert model.compiled.stats().slow_paths[change.must] >= 3
 
 
 # ---- compiled: equal layers are traced once, weights fused, and steps captured

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, Qwen3ForCausalLM as Qwen3
 
 import compiled_llm
 from support.execution.model_changes import hook_by_accelerate
-from support.huggingface.overriding import BIAS, prefer_tokens, shift_ids, skip_positions
+from support.huggingface.overriding import biased, prefer_tokens, shift_ids, shifted, skip_positions
 from support.huggingface.pairs import OPTIONS
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
@@ -26,6 +26,13 @@ Change = Callable[[PreTrainedModel], Any]
 
 def wrapped(model: PreTrainedModel) -> PreTrainedModel:
     return compiled_llm.wrap(model, **OPTIONS)
+
+
+def twins(kind: type | None = None) -> tuple[PreTrainedModel, PreTrainedModel]:
+    plain, model = tiny_qwen3(eos_token_id=None), tiny_qwen3(eos_token_id=None)
+    if kind is not None:
+        plain.__class__ = model.__class__ = kind
+    return plain, wrapped(model)
 
 
 def both(change: Change, before: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -70,54 +77,18 @@ def assert_same_logits(plain: PreTrainedModel, model: PreTrainedModel, path: str
 # ---- what our loops stand in for
 
 
-class ShiftsIds(Qwen3):
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> Any:
-        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
-        return {**inputs, "input_ids": (inputs["input_ids"] + 1) % 128}
-
-
-class SkipsPositions(Qwen3):
-    def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = super()._update_model_kwargs_for_generation(*args, **kwargs)
-        return {**inputs, "position_ids": inputs["position_ids"] + 1}
-
-
-class PrefersTokens(Qwen3):
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().__call__(*args, **kwargs)
-        output.logits = output.logits + BIAS
-        return output
-
-
-class HalvesScores(Qwen3):
-    def _sample(self, *args: Any, logits_processor: Any, **kwargs: Any) -> Any:
-        logits_processor.append(lambda ids, scores: scores - (ids[:, -1:] % 2) * 4 * (torch.arange(128) % 2))
-        return super()._sample(*args, logits_processor=logits_processor, **kwargs)
-
-
-@pytest.mark.parametrize("kind", [ShiftsIds, SkipsPositions, PrefersTokens, HalvesScores])
-def test_what_a_class_overrides_runs_over_the_compiled_forward(kind):
-    models = []
-    for _ in range(2):
-        models.append(tiny_qwen3(eos_token_id=None))
-        models[-1].__class__ = kind
-    assert_same_tokens(models[0], wrapped(models[1]), "compiled forward", "overrides")
-
-
 class Mine(Qwen3):
     pass
 
 
 def test_a_method_of_the_class_that_is_replaced_after_a_call_counts(monkeypatch):
-    plain, model = tiny_qwen3(eos_token_id=None), tiny_qwen3(eos_token_id=None)
-    plain.__class__ = model.__class__ = Mine
-    first = tokens(wrapped(model))
+    plain, model = twins(Mine)
+    first = tokens(model)
     original = Mine.prepare_inputs_for_generation
 
     @functools.wraps(original)  # which copies the names of HuggingFace's own
     def prepare(self: Any, input_ids: Tensor, **kwargs: Any) -> Any:
-        inputs = original(self, input_ids, **kwargs)
-        return {**inputs, "input_ids": (inputs["input_ids"] + 1) % 128}
+        return shifted(original(self, input_ids, **kwargs))
 
     monkeypatch.setattr(Mine, "prepare_inputs_for_generation", prepare)
     assert not torch.equal(first, tokens(plain))
@@ -125,7 +96,7 @@ def test_a_method_of_the_class_that_is_replaced_after_a_call_counts(monkeypatch)
 
 
 def test_what_is_taken_back_brings_back_the_fast_loop():
-    plain, model = both(lambda _: None, before=False)
+    plain, model = twins()
     for change in (shift_ids, skip_positions):
         change(model)
         tokens(model)
@@ -161,7 +132,7 @@ def test_a_mask_that_pages_do_not_take_goes_on_in_huggingfaces_forward():
 
 
 def test_a_cache_that_the_user_gave_is_not_replaced():
-    model = both(lambda _: None, before=False)[1]
+    model = twins()[1]
     original = model.prepare_inputs_for_generation
     model.prepare_inputs_for_generation = lambda input_ids, **kwargs: {
         **original(input_ids, **kwargs),
@@ -226,7 +197,7 @@ def test_a_forward_that_the_user_compiles_is_the_one_that_runs(change, before):
 
 def test_a_forward_that_the_user_compiles_is_traced_as_huggingfaces():
     torch._dynamo.reset()
-    plain, model = both(lambda _: None, before=False)
+    plain, model = twins()
     compile_in_place(model)
     assert_same_logits(plain, model, "original")
     options = {"max_new_tokens": 1, "num_beams": 2}
@@ -237,7 +208,7 @@ def test_a_forward_that_the_user_compiles_is_traced_as_huggingfaces():
 def test_what_dynamo_has_given_up_on_is_not_compiled_by_us():
     """Dynamo then tries each function that runs by itself, and ours cannot be compiled."""
     torch._dynamo.reset()
-    plain, model = both(lambda _: None, before=False)
+    plain, model = twins()
     compiled = torch.compile(model, backend="eager")
     with torch.no_grad():
         with pytest.raises(RuntimeError, match="pass a DynamicCache"):
@@ -264,15 +235,12 @@ def test_without_accelerates_hooks_the_model_is_fast_again(before):
 
 class Forwards(Qwen3):
     def forward(self, input_ids: Any = None, logits_to_keep: Any = 0, **kwargs: Any) -> Any:
-        output = super().forward(input_ids=input_ids, logits_to_keep=logits_to_keep, **kwargs)
-        output.logits = output.logits + BIAS
-        return output
+        return biased(super().forward(input_ids=input_ids, logits_to_keep=logits_to_keep, **kwargs))
 
 
 def test_the_forward_of_a_class_is_compiled():
-    plain, model = tiny_qwen3(eos_token_id=None), tiny_qwen3(eos_token_id=None)
-    plain.__class__ = model.__class__ = Forwards
-    torch.testing.assert_close(greedy(wrapped(model), INPUTS, 8), greedy(plain, INPUTS, 8))
+    plain, model = twins(Forwards)
+    torch.testing.assert_close(greedy(model, INPUTS, 8), greedy(plain, INPUTS, 8))
     assert model.compiled.stats().generate_calls == {"fast loop": 1}
 
 
@@ -295,7 +263,7 @@ def test_a_head_of_several_layers(width):
     torch.manual_seed(0)
     layers = nn.Linear(64, 64), nn.Linear(64, width, bias=False)
     nn.init.normal_(layers[1].weight, std=0.2)
-    plain, model = tiny_qwen3(eos_token_id=None), wrapped(tiny_qwen3(eos_token_id=None))
+    plain, model = twins()
     torch.testing.assert_close(tokens(model), tokens(plain))
     for either in (plain, model):
         either.lm_head = nn.Sequential(*layers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import string
 import threading
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
-    AsyncTextIteratorStreamer,
     MaxTimeCriteria,
     PreTrainedTokenizerFast,
     StoppingCriteriaList,
@@ -82,16 +80,6 @@ def test_the_first_token_does_not_wait_for_decode_to_be_prepared(monkeypatch, se
     assert warm == ["prompt", "decode", "token", "decode", "token", "token", "end"]
 
 
-def test_a_text_streamer_prints_huggingfaces_text(plain, wrapped, tokenizer, capsys, seed):
-    inputs = mixed_prompts([6], 128, seed)
-    printed = []
-    for model in (plain, wrapped):
-        greedy(model, inputs, 30, streamer=TextStreamer(tokenizer, skip_prompt=True))
-        printed.append(capsys.readouterr().out)
-    assert printed[0] == printed[1]
-    assert len(printed[1]) > 20
-
-
 def test_an_iterator_streamer_is_fed_from_a_thread_while_it_is_read(plain, wrapped, tokenizer, seed):
     inputs = mixed_prompts([6], 128, seed)
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=PATIENCE)
@@ -118,20 +106,6 @@ def test_an_iterator_streamer_is_fed_from_a_thread_while_it_is_read(plain, wrapp
     assert finished.is_set()
     assert "".join(parts) == text_of(plain, tokenizer, inputs, 200)
     assert_account_is_empty(wrapped)
-
-
-def test_an_async_streamer_is_read_from_an_event_loop(plain, wrapped, tokenizer, seed):
-    inputs = mixed_prompts([5], 128, seed)
-
-    async def read() -> str:
-        streamer = AsyncTextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=PATIENCE)
-        thread = threading.Thread(target=lambda: greedy(wrapped, inputs, 40, streamer=streamer))
-        thread.start()
-        parts = [part async for part in streamer]
-        thread.join(PATIENCE)
-        return "".join(parts)
-
-    assert asyncio.run(read()) == text_of(plain, tokenizer, inputs, 40)
 
 
 @pytest.mark.parametrize("lengths", [[6], [4, 9, 2]])

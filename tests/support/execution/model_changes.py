@@ -17,11 +17,16 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from support.huggingface.overriding import (
-    BIAS,
+    INPUTS,
+    KWARGS,
+    a_position_further,
     ask_for_hidden_states,
+    biased,
     embed_prompt,
+    in_class,
     prefer_tokens,
     shift_ids,
+    shifted,
     skip_positions,
 )
 from support.parity import mixed_prompts
@@ -336,8 +341,7 @@ def hook_by_accelerate(model: PreTrainedModel) -> None:
 
     class PrefersTokens(ModelHook):
         def post_forward(self, module: nn.Module, output: Any) -> Any:
-            output.logits = output.logits + BIAS
-            return output
+            return biased(output)
 
     add_hook_to_module(model, PrefersTokens())
 
@@ -356,6 +360,21 @@ SLOWER = {
 }
 
 CHANGES = {**WEIGHTS, **LAYERS, **CODE, **SLOWER}
+
+
+class HalvesScores(qwen3.Qwen3ForCausalLM):
+    def _sample(self, *args: Any, logits_processor: Any, **kwargs: Any) -> Any:
+        logits_processor.append(lambda ids, scores: scores - (ids[:, -1:] % 2) * 4 * (torch.arange(128) % 2))
+        return super()._sample(*args, logits_processor=logits_processor, **kwargs)
+
+
+CLASSES = {
+    "the ids of a step, in a class": each(in_class(INPUTS, shifted), "overrides"),
+    "positions, in a class": each(in_class(KWARGS, a_position_further), "overrides"),
+    "each call, in a class": each(in_class("__call__", biased), "overrides"),
+    "the loop, in a class": each(lambda model: setattr(model, "__class__", HalvesScores), "overrides"),
+}
+"""Those that a model has before it is wrapped."""
 
 
 # ---- in the middle of a call

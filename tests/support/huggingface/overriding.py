@@ -12,55 +12,67 @@ from transformers import PreTrainedModel
 
 BIAS = torch.linspace(0, 6, 128)
 Undo = Callable[[], None]
+INPUTS, KWARGS = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
 
 
-def shift_ids(model: PreTrainedModel) -> Undo:
+def shifted(inputs: Any) -> Any:
     """Each step is given the ids after those that were sampled."""
-    original = model.prepare_inputs_for_generation
+    return {**inputs, "input_ids": (inputs["input_ids"] + 1) % 128}
 
-    def prepare(input_ids: Tensor, **kwargs: Any) -> Any:
-        inputs = original(input_ids, **kwargs)
-        return {**inputs, "input_ids": (inputs["input_ids"] + 1) % 128}
 
-    return replace(model, "prepare_inputs_for_generation", prepare)
+def a_position_further(inputs: Any) -> Any:
+    return {**inputs, "position_ids": inputs["position_ids"] + 1}
+
+
+def biased(output: Any) -> Any:
+    output.logits = output.logits + BIAS
+    return output
+
+
+def on_object(name: str, change: Callable[[Any], Any]) -> Callable[[PreTrainedModel], Undo]:
+    """Override a method of the object: ``change`` is applied to what the original returns."""
+
+    def override(model: PreTrainedModel) -> Undo:
+        original = getattr(model, name)
+
+        @functools.wraps(original)
+        def own(*given: Any, **named: Any) -> Any:
+            return change(original(*given, **named))
+
+        return replace(model, name, own)
+
+    return override
+
+
+def in_class(name: str, change: Callable[[Any], Any]) -> Callable[[PreTrainedModel], None]:
+    """Override a method in a class of the model's own."""
+
+    def override(model: PreTrainedModel) -> None:
+        original = getattr(type(model), name)
+
+        @functools.wraps(original)
+        def own(self: Any, *given: Any, **named: Any) -> Any:
+            return change(original(self, *given, **named))
+
+        model.__class__ = type("Mine", (type(model),), {name: own})
+
+    return override
+
+
+shift_ids, skip_positions = on_object(INPUTS, shifted), on_object(KWARGS, a_position_further)
+prefer_tokens = on_object("forward", biased)
 
 
 def embed_prompt(model: PreTrainedModel) -> Undo:
     """The prompt comes as embeddings, as PEFT's learned prompts do."""
-    original = model.prepare_inputs_for_generation
 
-    def prepare(input_ids: Tensor, **kwargs: Any) -> Any:
-        inputs = original(input_ids, **kwargs)
+    def embedded(inputs: Any) -> Any:
         if (cache := inputs.get("past_key_values")) is not None and cache.get_seq_length():
             return inputs
-        embeddings = model.get_input_embeddings()(inputs["input_ids"]).roll(1, dims=-1)
+        embeddings: Tensor = model.get_input_embeddings()(inputs["input_ids"]).roll(1, dims=-1)
         return {**inputs, "input_ids": None, "inputs_embeds": embeddings}
 
-    return replace(model, "prepare_inputs_for_generation", prepare)
-
-
-def skip_positions(model: PreTrainedModel) -> Undo:
-    """Each step is a position further than it would be."""
-    original = model._update_model_kwargs_for_generation
-
-    def update(*args: Any, **kwargs: Any) -> Any:
-        inputs = original(*args, **kwargs)
-        return {**inputs, "position_ids": inputs["position_ids"] + 1}
-
-    return replace(model, "_update_model_kwargs_for_generation", update)
-
-
-def prefer_tokens(model: PreTrainedModel) -> Undo:
-    """The forward has other logits."""
-    original = model.forward
-
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        output = original(*args, **kwargs)
-        output.logits = output.logits + BIAS
-        return output
-
-    return replace(model, "forward", forward)
+    return on_object(INPUTS, embedded)(model)
 
 
 def ask_for_hidden_states(model: PreTrainedModel) -> Undo:
