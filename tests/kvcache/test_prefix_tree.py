@@ -1,6 +1,7 @@
-"""A prefix tree finds pages that hold the beginning of a prompt, and gives them up when rows need them.
+"""Pages never get lost, and a promise is kept; a prefix tree finds pages that hold the beginning of a prompt.
 
-Pool, rows and tree run in random order against a naive model of which page has which owners and contents.
+The tree gives them up when rows need them. Pool, rows and tree run in random order against a naive model of which page
+has which owners and contents.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.typing import NDArray
 
-from compiled_llm.kvcache.pool import NULL_PAGE, OutOfPagesError, PagePool
+from compiled_llm.kvcache.pool import NULL_PAGE, OutOfPagesError, PagePool, Promise
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
 
@@ -90,13 +92,14 @@ class NaivePool:
 
 
 class Requests(RuleBasedStateMachine):
-    """Rows with their texts, of which some are kept in the tree."""
+    """Rows with their texts, of which some are kept in the tree, and what a device knows and stores of them."""
 
-    @initialize(pages=st.integers(3, 16), size=st.integers(1, 3))
+    @initialize(pages=st.integers(3, 20), size=st.integers(1, 5))
     def start(self, pages: int, size: int) -> None:
         self.pool, self.size = PagePool(pages + 1, size), size
         self.tree, self.naive = PrefixTree(self.pool), NaivePool(pages)
         self.texts: dict[Row, Written] = {}
+        self.listed: dict[Row, list[int]] = {}  # the page numbers that a device knows of each
         self.memory = [[POISON] * size for _ in range(pages + 1)]
 
     # ---- what a row does, in both
@@ -107,40 +110,58 @@ class Requests(RuleBasedStateMachine):
     def contents(self, text: Written, length: int) -> list[Written]:
         return [(text[0], text[1][: token + 1]) for token in range(length)]
 
+    def needed(self, tokens: int) -> int:
+        return (tokens + self.size - 1) // self.size
+
     def promised(self) -> int:
-        return sum(row.limit // self.size - len(row.pages) for row in self.texts)
+        return sum(row.limit // self.size - len(row.pages + row.ahead) for row in self.texts)
+
+    def snapshot(self) -> object:
+        rows = [(row.length, row.position, row.limit, tuple(row.pages), tuple(row.ahead)) for row in self.texts]
+        return self.pool.account(), self.pool.available, rows
 
     def copies(self, row: Row) -> bool:
         return row.length % self.size > 0 and len(self.naive.owners[row.pages[-1]]) > 1
 
-    def write(self, row: Row, tokens: Tokens) -> None:
-        """Grow a row and write into its pages as a device would."""
-        before, copies = list(row.pages), bool(tokens) and self.copies(row)
-        missing = self.pool.pages_for(row.length + len(tokens)) - row.limit // self.size
-        if max(0, missing) + copies > self.pool.available:
-            with pytest.raises(OutOfPagesError):
+    def enter(self, row: Row, pages: Sequence[int]) -> None:
+        """Take those pages that the row has not listed ahead."""
+        new = [page for page in pages if row not in self.naive.owners[page]]
+        self.naive.make_room(len(new))
+        self.naive.take(row, new)
+        for page in new:
+            self.memory[page] = [POISON] * self.size
+
+    def write(self, row: Row, tokens: Tokens) -> bool:
+        """Grow a row and write into its pages as a device would; return whether there were pages for it."""
+        before, ahead, copies = list(row.pages), list(row.ahead), bool(tokens) and self.copies(row)
+        length, limit, available, state = row.length + len(tokens), row.limit, self.pool.available, self.snapshot()
+        missing = max(0, self.needed(length) - limit // self.size) + copies
+        assert row.missing(length) == missing
+        if missing > available:
+            said = f"^{missing} pages are needed and {available} of {self.pool.total} are available$"
+            with pytest.raises(OutOfPagesError, match=said):
                 row.grow(len(tokens))
-            assert row.pages == before
-            return
+            assert self.snapshot() == state
+            return False
         copy = row.grow(len(tokens))
         assert (copy is not None) == copies
+        assert (row.length, row.limit) == (length, max(limit, self.needed(length) * self.size))
+        cached = copy is not None and self.naive.owners[copy.source] == {row, "tree"}  # which the row gives back
+        assert self.pool.available == available - missing + cached
         if copy is not None:
-            self.naive.make_room(1)
-            self.naive.take(row, [copy.target])
+            self.enter(row, [copy.target])
             self.naive.give_back(row, [copy.source])
             self.memory[copy.target] = list(self.memory[copy.source])
             before[-1] = copy.target
-        new = row.pages[len(before) :]
         assert row.pages[: len(before)] == before
-        self.naive.make_room(len(new))
-        self.naive.take(row, new)
+        self.enter(row, row.pages)
+        assert row.ahead == [page for page in ahead if page not in row.pages]
         salt, old = self.texts[row]
-        for page in new:
-            self.memory[page] = [POISON] * self.size
         for token, written in enumerate(self.contents((salt, old + tokens), row.length)):
             if token >= len(old):
                 self.memory[row.pages[token // self.size]][token % self.size] = written
         self.texts[row] = (salt, old + tokens)
+        return True
 
     def match(self, salt: Hashable, tokens: Tokens) -> Row:
         """Begin a row with what the tree finds, which is what the naive one finds."""
@@ -176,9 +197,18 @@ class Requests(RuleBasedStateMachine):
         self.naive.use(prefixes)
 
     def end(self, row: Row) -> None:
-        self.naive.give_back(row, row.pages)
-        row.free()
+        self.give_all_back(row)
         del self.texts[row]
+
+    def give_all_back(self, row: Row) -> None:
+        self.naive.give_back(row, row.pages + row.ahead)
+        row.free()
+        after = self.snapshot()
+        assert (row.length, row.position, row.pages, row.ahead, row.limit) == (0, 0, [], [], 0)
+        row.free()
+        assert self.snapshot() == after
+        self.texts[row] = (self.texts[row][0], ())
+        self.listed.pop(row, None)
 
     def some_row(self, data: st.DataObject) -> Row:
         return data.draw(st.sampled_from(list(self.texts)))
@@ -195,6 +225,17 @@ class Requests(RuleBasedStateMachine):
         else:
             self.write(row, tokens[row.length :])
             assert self.texts[row] == (salt, tokens)
+
+    @rule(tokens=st.integers(0, 40))
+    def admit_with_room_for(self, tokens: int) -> None:
+        before, fits = self.snapshot(), self.needed(tokens) <= self.pool.available
+        with nullcontext() if fits else pytest.raises(OutOfPagesError):
+            row = Row(self.pool, tokens)
+        if not fits:
+            assert self.snapshot() == before
+            return
+        assert (row.length, row.pages, row.limit) == (0, [], self.needed(tokens) * self.size)
+        self.texts[row] = (None, ())
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
@@ -232,11 +273,79 @@ class Requests(RuleBasedStateMachine):
         self.go_back(row, data)
         self.write(row, tokens)
 
+    @precondition(lambda self: any(row.limit and not row.length for row in self.texts))
+    @rule(data=st.data(), fails=st.booleans())
+    def begin_as_another(self, data: st.DataObject, fails: bool) -> None:
+        leader = data.draw(st.sampled_from([row for row in self.texts if row.limit and not row.length]))
+        tokens = data.draw(st.lists(st.sampled_from([0, 0, 1]), min_size=1, max_size=min(leader.limit, 12)).map(tuple))
+        row, salt = Row(self.pool, 0), self.texts[leader][0]
+        shared = row.begin_as(leader, len(tokens))
+        assert len(tokens) - self.size <= shared < len(tokens)
+        assert self.needed(len(tokens)) - shared // self.size == row.missing(len(tokens))
+        self.enter(leader, leader.pages)
+        for page in row.pages:
+            self.naive.owners[page].add(row)
+        self.texts[row] = (salt, tokens[:shared])
+        if not fails and row.missing(len(tokens)) <= self.pool.available:
+            self.write(leader, tokens)
+            self.write(row, tokens[shared:])
+            return
+        marks = leader.mark(), row.mark()
+        leader.grow(len(tokens))
+        self.enter(leader, leader.pages)
+        for own in (leader, row):
+            self.naive.give_back(own, own.pages)
+            self.texts[own] = (salt, ())
+        leader.restore(marks[0])
+        row.restore(marks[1])
+        for own in (leader, row) if data.draw(st.booleans()) else (row, leader):
+            own.shrink(own.length)
+        row.position = 0
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data(), promised=st.integers(0, 24))
+    def grow_fork_and_free_under_a_promise(self, data: st.DataObject, promised: int) -> None:
+        promise, before = Promise(self.pool), self.pool.available
+        if promised > before:
+            with pytest.raises(OutOfPagesError), promise.reserved(promised):
+                pass
+            assert self.pool.available == before
+            return
+        with promise.reserved(promised):
+            for _ in range(data.draw(st.integers(1, 4))):
+                row, available, left = self.some_row(data), self.pool.available, promise._pages or 0
+                tokens = data.draw(st.just(()) | some_tokens)
+                more = row.missing(row.length + len(tokens))
+                with promise.drawn_on():
+                    wrote = self.write(row, tokens)
+                available -= max(0, more - left) if wrote else 0
+                assert self.pool.available == available
+                with promise.drawn_on():
+                    row.fork().free()
+                    if data.draw(st.booleans()):
+                        self.give_all_back(row)
+                assert self.pool.available == available
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data(), ahead=st.integers(0, 4))
+    def list_pages(self, data: st.DataObject, ahead: int) -> None:
+        """As far as pages are promised, the device knows some before the row enters them; no other has fewer for it."""
+        row = self.some_row(data)
+        available, limit, had = self.pool.available, row.limit, len(row.ahead)
+        first, new = row.list_pages(ahead)
+        self.enter(row, row.ahead)
+        self.listed[row] = self.listed.get(row, [])[:first] + new
+        assert self.listed[row] == row.pages + row.ahead
+        assert len(row.ahead) == max(had, min(ahead, limit // self.size - len(row.pages)))
+        assert (self.pool.available, row.limit) == (available, limit)
+
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
-        row = self.some_row(data)
+        row, before = self.some_row(data), self.snapshot()
         fork = row.fork()
+        assert self.snapshot() == before
+        assert (fork.length, fork.position, fork.pages, fork.ahead) == (row.length, row.position, row.pages, [])
         self.texts[fork] = self.texts[row]
         for page in fork.pages:
             self.naive.owners[page].add(fork)
@@ -250,10 +359,18 @@ class Requests(RuleBasedStateMachine):
         kept, more = data.draw(st.integers(0, row.length)), data.draw(st.integers(0, 20))
         available, limit = self.pool.available, row.limit
         missing = row.missing(kept + more, kept)
-        dropped = row.pages[self.pool.pages_for(kept) :]
-        row.shrink(row.length - kept)
+        staying, dropped = row.pages[: self.needed(kept)], row.pages[self.needed(kept) :]
+        row.position = row.length + 7
+        if data.draw(st.booleans()):
+            row.shrink(row.length - kept)
+        else:
+            for _ in range(2):  # the second time there is nothing to do
+                row.rewind(kept)
+                assert row.position == kept + 7
+        row.position = kept
         self.naive.give_back(row, dropped)
         others = sum(self.naive.rows_with(page) > 0 for page in dropped)
+        assert (row.length, row.pages) == (kept, staying)
         assert (row.limit, self.pool.available) == (limit - others * self.size, available)
         assert row.missing(kept + more) == missing
         self.texts[row] = (self.texts[row][0], self.texts[row][1][:kept])
@@ -264,8 +381,7 @@ class Requests(RuleBasedStateMachine):
         row = self.some_row(data)
         mark, text, before = row.mark(), self.texts[row], len(row.pages)
         limit, copies, available = row.limit, self.copies(row), self.pool.available
-        self.write(row, tokens)
-        if self.texts[row] == text:
+        if not self.write(row, tokens):
             return
         self.naive.give_back(row, row.pages[before:])
         row.restore(mark)
@@ -276,14 +392,16 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), tokens=st.integers(0, 60))
     def promise(self, data: st.DataObject, tokens: int) -> None:
-        row, account = self.some_row(data), self.pool.account()
-        missing = self.pool.pages_for(tokens) - row.limit // self.size
-        if missing > self.pool.available:
+        row, before = self.some_row(data), self.snapshot()
+        account, limit = self.pool.account(), max(row.limit, self.needed(tokens) * self.size)
+        if (limit - row.limit) // self.size > self.pool.available:
             with pytest.raises(OutOfPagesError):
                 row.reserve(tokens)
-        else:
+            assert self.snapshot() == before
+            return
+        for _ in range(2):  # the second time there is nothing to do
             row.reserve(tokens)
-        assert self.pool.account() == account  # nothing is evicted before it is taken
+            assert (row.limit, self.pool.account()) == (limit, account)  # nothing is evicted before it is taken
 
     @precondition(lambda self: len(self.texts) > 2)
     @rule(data=st.data(), inserts=st.booleans())
@@ -315,8 +433,11 @@ class Requests(RuleBasedStateMachine):
         assert pool.available == len(free) + len(cached) - self.promised() >= 0
         assert pool.peak_used == naive.peak_used
         for row in self.texts:
-            assert row.pages == [page for page in row.pages if row in naive.owners[page]]
-        assert sum(naive.rows_with(page) for page in naive.owners) == sum(len(row.pages) for row in self.texts)
+            assert all(row in naive.owners[page] for page in row.pages + row.ahead)
+            assert len(row.pages) == self.needed(row.length)
+            assert self.listed.get(row, [])[: row.listed] == (row.pages + row.ahead)[: row.listed]
+        owned = sum(len(row.pages) + len(row.ahead) for row in self.texts)
+        assert sum(naive.rows_with(page) for page in naive.owners) == owned
 
     @invariant()
     def the_least_recently_used_are_next(self) -> None:
@@ -339,7 +460,7 @@ class Requests(RuleBasedStateMachine):
 
 
 class TestRequests(Requests.TestCase):  # type: ignore[misc]
-    settings = settings(derandomize=True, deadline=None, max_examples=80, stateful_step_count=40)
+    settings = settings(derandomize=True, deadline=None, max_examples=120, stateful_step_count=40)
 
 
 @pytest.mark.whole

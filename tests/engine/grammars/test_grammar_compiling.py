@@ -9,11 +9,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.grammars import compilers, compiling
@@ -23,6 +22,7 @@ from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+from support.engine import text_tokenizers
 from support.engine.text_tokenizers import byte_level, slow
 from support.engine.tiny_engines import PATIENCE
 from support.in_threads import start
@@ -74,7 +74,9 @@ def made_of(engine: Engine) -> dict[Any, Any]:
     return engine._grammars._compilers._compilers._made
 
 
-def test_others_go_on_while_a_grammar_is_compiled(engine: Engine, compiler: Compiler) -> None:
+def test_others_go_on_while_a_grammar_is_compiled_for_tokens_that_warmup_has_learned(engine, compiler):
+    engine.warmup([1], structured=True)
+    assert list(made_of(engine)) == [(380, frozenset({1}), False)]
     waiting = compiling_slowly(engine, compiler, n=2)
     assert engine.submit([5], PLAIN).result(PATIENCE).finish_reason is not None
     assert engine.submit([5], matching("fast")).result(PATIENCE).text == "fast"
@@ -83,9 +85,7 @@ def test_others_go_on_while_a_grammar_is_compiled(engine: Engine, compiler: Comp
     assert {answer.text for answer in waiting.result(PATIENCE).outputs} <= {"slowa", "slowb"}
 
 
-def test_new_weights_wait_for_requests_that_wait_for_their_grammar(
-    engine: Engine, compiler: Compiler, tmp_path: Path
-) -> None:
+def test_new_weights_wait_for_requests_that_wait_for_their_grammar(engine, compiler, tmp_path):
     engine._model.save_pretrained(tmp_path)  # the same ones
     early = compiling_slowly(engine, compiler, n=2)
     updating = start(lambda: engine.update_weights(tmp_path))
@@ -99,7 +99,7 @@ def test_new_weights_wait_for_requests_that_wait_for_their_grammar(
     assert late.result(PATIENCE).text in ("slowa", "slowb")
 
 
-def test_equal_forms_are_compiled_once(engine: Engine, compiler: Compiler) -> None:
+def test_equal_forms_are_compiled_once(engine, compiler):
     handles = [compiling_slowly(engine, compiler) for _ in range(3)]
     compiler.go_on.set()
     assert all(handle.result(PATIENCE).finish_reason == "stop" for handle in handles)
@@ -107,18 +107,14 @@ def test_equal_forms_are_compiled_once(engine: Engine, compiler: Compiler) -> No
     assert compiler.compiled == ["slow[ab]"]
 
 
-def test_grammars_that_are_kept_are_bounded(
-    engine: Engine, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grammars_that_are_kept_are_bounded(engine, compiler, monkeypatch):
     monkeypatch.setattr(compiling, "KEPT", 1)
     for regex in ("a", "b", "b", "a"):
         assert engine.generate([5], matching(regex))[0].text == regex
     assert compiler.compiled == ["a", "b", "a"]
 
 
-def test_compilers_are_bounded_and_go_with_their_engine(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compilers_are_bounded_and_go_with_their_engine(model, monkeypatch):
     monkeypatch.setattr(model.generation_config, "eos_token_id", None)
     endless = PreTrainedTokenizerFast(tokenizer_object=byte_level().backend_tokenizer)
     with Engine(model, tokenizer=endless) as engine:
@@ -129,22 +125,23 @@ def test_compilers_are_bounded_and_go_with_their_engine(
     assert not engine._grammars._kept
 
 
-def test_a_request_that_waits_for_its_grammar_can_be_cancelled(engine: Engine, compiler: Compiler) -> None:
-    handle = compiling_slowly(engine, compiler)
-    handle.cancel()
-    assert handle.result(PATIENCE).finish_reason == "cancelled"
-    compiler.go_on.set()
-    assert engine.generate([5], matching("slow[ab]"))[0].text in ("slowa", "slowb")
-    assert handle.result().token_ids == []
+@pytest.mark.parametrize("end", ["cancelled", "timeout", "closed"])
+def test_a_request_that_waits_for_its_grammar_can_end(model, compiler, end):
+    with Engine(model, tokenizer=byte_level()) as engine:
+        if end == "timeout":
+            handle = engine.submit([5, 6], matching("slow[ab]"), timeout=0.05)
+        else:
+            handle = compiling_slowly(engine, compiler)
+            (handle.cancel if end == "cancelled" else engine.close)()
+        assert handle.result(PATIENCE).finish_reason == ("timeout" if end == "timeout" else "cancelled")
+        assert handle.result().seconds < 5
+        compiler.go_on.set()
+        if end != "closed":
+            assert engine.generate([5], matching("slow[ab]"))[0].text in ("slowa", "slowb")
+        assert handle.result().token_ids == []
 
 
-def test_deadlines_hold_while_a_grammar_is_compiled(engine: Engine, compiler: Compiler) -> None:
-    late = engine.submit([5, 6], matching("slow"), timeout=0.05)
-    assert late.result(PATIENCE).finish_reason == "timeout"
-    assert late.result().seconds < 5
-
-
-def test_a_grammar_that_takes_too_long_ends_its_requests_alone(model: PreTrainedModel, compiler: Compiler) -> None:
+def test_a_grammar_that_takes_too_long_ends_its_requests_alone(model, compiler):
     with Engine(model, tokenizer=byte_level(), grammar_timeout=0.1) as engine:
         outputs = engine.generate([[5], [6]], [matching("slow"), PLAIN])
         assert re.search(r"not compiled within grammar_timeout=0.1 s", str(outputs[0].error))
@@ -158,15 +155,7 @@ def test_a_grammar_that_takes_too_long_ends_its_requests_alone(model: PreTrained
         assert compiler.compiled.count("slow3") == 1
 
 
-def test_what_waits_ends_with_its_engine(model: PreTrainedModel, compiler: Compiler) -> None:
-    engine = Engine(model, tokenizer=byte_level())
-    handle = compiling_slowly(engine, compiler)
-    engine.close()
-    assert handle.result(PATIENCE).finish_reason == "cancelled"
-    compiler.go_on.set()
-
-
-def test_what_waits_goes_on_after_sleep(engine: Engine, compiler: Compiler) -> None:
+def test_what_waits_goes_on_after_sleep(engine, compiler):
     handle = compiling_slowly(engine, compiler)
     engine.sleep()
     compiler.go_on.set()
@@ -175,7 +164,7 @@ def test_what_waits_goes_on_after_sleep(engine: Engine, compiler: Compiler) -> N
     assert handle.result(PATIENCE).text in ("slowa", "slowb")
 
 
-def test_an_engine_without_references_goes(model: PreTrainedModel, compiler: Compiler) -> None:
+def test_an_engine_without_references_goes(model, compiler):
     engine = Engine(model, tokenizer=byte_level())
     reference = weakref.ref(engine._engine_thread)
     compiling_slowly(engine, compiler)
@@ -184,12 +173,6 @@ def test_an_engine_without_references_goes(model: PreTrainedModel, compiler: Com
     while reference() is not None and time.monotonic() < deadline:
         gc.collect()
     assert reference() is None
-
-
-def test_warmup_learns_the_tokens(engine: Engine) -> None:
-    engine.warmup([1], structured=True)
-    assert list(made_of(engine)) == [(380, frozenset({1}), False)]
-    assert engine.generate([5], matching("ab"))[0].text == "ab"
 
 
 # ---- what is impossible
@@ -222,13 +205,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("values", "message"), WRONG, ids=lambda value: str(value)[:40])
-def test_impossible_forms_name_field_and_value(values: dict[str, Any], message: str) -> None:
+def test_impossible_forms_name_field_and_value(values, message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         StructuredOutputsParams(**values)
     assert str(caught.value).startswith("StructuredOutputsParams: ")
 
 
-def test_what_schemas_have_that_names_and_values_only_look_like() -> None:
+def test_what_schemas_have_that_names_and_values_only_look_like():
     schema = {
         "type": "object",
         "properties": {"not": {"enum": [{"multipleOf": 1}]}, "if": {"type": "string", "pattern": '^[^"\\\\]{2}$'}},
@@ -249,36 +232,42 @@ AT_SUBMIT = [
 
 
 @pytest.mark.parametrize(("values", "message"), AT_SUBMIT, ids=lambda value: str(value)[:40])
-def test_what_cannot_be_compiled_is_refused_with_its_place(
-    engine: Engine, values: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_compiled_is_refused_with_its_place(engine, values, message):
     with pytest.raises(ValueError, match=f"^structured_outputs: .*{message}"):
         engine.submit([5], SamplingParams(structured_outputs=StructuredOutputsParams(**values)))
     assert engine.generate([5], PLAIN)[0].error is None
 
 
-def test_what_turns_out_late_ends_its_request_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GrammarSource, "check", lambda source: None)  # as of a text that is too long to read at once
-    bad, good = engine.generate([[5], [6]], [matching("a(b"), matching("ab")])
-    assert "no grammar could be compiled: Regex parsing error at position 4" in str(bad.error)
-    assert good.text == "ab"
+def unchecked(source: GrammarSource) -> None:
+    """As of a text that is too long to read at once."""
 
 
-def test_a_grammar_that_cannot_begin_ends_its_request_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def begin(constraint: Constraint, grammar: Any) -> None:
-        raise RuntimeError("no room")
-
-    with monkeypatch.context() as failing:
-        failing.setattr(Constraint, "begin", begin)
-        bad, good = engine.generate([[5], [6]], [matching("ab"), PLAIN])
-    assert "no grammar could be compiled: no room" in str(bad.error)
-    assert good.error is None
-    assert engine.generate([5], matching("ab"))[0].text == "ab"
+def fails_to_begin(constraint: Constraint, grammar: Any) -> None:
+    raise RuntimeError("no room")
 
 
-def test_a_request_that_has_ended_while_its_engine_sleeps_stays_as_it_is(
-    model: PreTrainedModel, compiler: Compiler
-) -> None:
+@pytest.mark.parametrize(
+    ("regex", "spoiled", "said"),
+    [
+        ("a(b", (GrammarSource, "check", unchecked), "Regex parsing error at position 4"),
+        ("ab", (Constraint, "begin", fails_to_begin), "no room"),
+        ("ab", (text_tokenizers, "byte_level", slow), "Unsupported tokenizer type"),
+    ],
+    ids=["a wrong form", "a form that cannot begin", "a tokenizer of another kind"],
+)
+def test_what_turns_out_late_ends_its_request_alone(model, monkeypatch, regex, spoiled, said):
+    with monkeypatch.context() as patch:
+        patch.setattr(*spoiled)
+        with Engine(model, tokenizer=text_tokenizers.byte_level()) as engine:
+            bad, good = engine.generate([[5], [6]], [matching(regex), PLAIN])
+            assert f"no grammar could be compiled: {said}" in str(bad.error)
+            assert good.error is None
+            patch.undo()
+            if spoiled[0] is not text_tokenizers:
+                assert engine.generate([5], matching("ab"))[0].text == "ab"
+
+
+def test_a_request_that_has_ended_while_its_engine_sleeps_stays_as_it_is(model, compiler):
     with Engine(model, tokenizer=byte_level(), grammar_timeout=0.3) as engine:
         handle = compiling_slowly(engine, compiler)
         engine.sleep()
@@ -288,14 +277,7 @@ def test_a_request_that_has_ended_while_its_engine_sleeps_stays_as_it_is(
         engine.wake()
 
 
-def test_a_tokenizer_of_another_kind_ends_its_request_alone(model: PreTrainedModel) -> None:
-    with Engine(model, tokenizer=slow()) as engine:
-        bad, good = engine.generate([[5], [6]], [matching("a"), PLAIN])
-    assert "no grammar could be compiled: Unsupported tokenizer type" in str(bad.error)
-    assert good.error is None
-
-
-def test_forms_need_a_tokenizer_and_an_end(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forms_need_a_tokenizer_and_an_end(model, monkeypatch):
     with Engine(model) as engine:
         with pytest.raises(ValueError, match="a form needs a tokenizer; give"):
             engine.submit([5], matching("a"))
@@ -311,7 +293,7 @@ def test_forms_need_a_tokenizer_and_an_end(model: PreTrainedModel, monkeypatch: 
             engine.submit([5], matching("ab"))
 
 
-def test_xgrammar_may_be_missing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xgrammar_may_be_missing(engine, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "xgrammar" else find(name))
     with pytest.raises(RuntimeError, match=re.escape("needs xgrammar to be compiled: pip install '.[structured]'")):
@@ -320,6 +302,6 @@ def test_xgrammar_may_be_missing(engine: Engine, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("seconds", [0, -1, None, "x"])
-def test_the_timeout_is_checked(model: PreTrainedModel, seconds: Any) -> None:
+def test_the_timeout_is_checked(model, seconds):
     with pytest.raises(ValueError, match=re.escape(f"grammar_timeout={seconds!r}: give seconds above 0")):
         Engine(model, grammar_timeout=seconds)

@@ -8,8 +8,8 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import pytest
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.grammars.compilers import UnwantedError
 from compiled_llm.engine.grammars.compilers_apart import CompilersApart
 from compiled_llm.engine.grammars.worker_messages import Compile, Compiled, Failed, Vetted, WorkerVocabulary
 from compiled_llm.engine.grammars.worker_process import WorkerProcess
@@ -29,7 +28,6 @@ from compiled_llm.requests.structured_outputs.grammar_source import GrammarSourc
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import PATIENCE
-from support.in_threads import start
 from support.parity import assert_account_is_empty
 from support.server.engine_processes import until
 
@@ -63,9 +61,7 @@ def forks_of(worker: WorkerProcess) -> list[int]:
 # ---- the process
 
 
-def test_what_a_form_dies_of_is_said_and_the_next_one_is_compiled(
-    worker: WorkerProcess, vocabulary: WorkerVocabulary
-) -> None:
+def test_what_a_form_dies_of_is_said_and_the_next_one_is_compiled(worker, vocabulary):
     for asked, kind, message in (
         (asking("json", CRASH), "crash", "xgrammar ends its process by SIG"),
         (asking("json", ENDLESS, seconds=1), "limit", "it takes more than 1 s of processor time"),
@@ -79,24 +75,7 @@ def test_what_a_form_dies_of_is_said_and_the_next_one_is_compiled(
         assert isinstance(worker.compile(asking("regex", "ab"), vocabulary, wanted), Compiled)
 
 
-def test_a_form_that_is_not_wanted_any_more_stops(worker: WorkerProcess, vocabulary: WorkerVocabulary) -> None:
-    looks = iter([True] * 3)
-    with pytest.raises(UnwantedError):
-        worker.compile(asking("json", ENDLESS), vocabulary, lambda: next(looks, False))
-    until(lambda: not forks_of(worker))
-
-
-def test_forms_are_compiled_beside_one_another(worker: WorkerProcess, vocabulary: WorkerVocabulary) -> None:
-    over = threading.Event()
-    endless = start(lambda: worker.compile(asking("json", ENDLESS), vocabulary, lambda: not over.is_set()))
-    until(lambda: forks_of(worker))
-    assert isinstance(worker.compile(asking("regex", "ab"), vocabulary, wanted), Compiled)
-    assert not endless.done()
-    over.set()
-    assert isinstance(endless.exception(PATIENCE), UnwantedError)
-
-
-def test_a_worker_that_is_killed_is_started_again(worker: WorkerProcess, vocabulary: WorkerVocabulary) -> None:
+def test_a_worker_that_is_killed_is_started_again(worker, vocabulary):
     assert isinstance(worker.compile(asking("regex", "ab"), vocabulary, wanted), Compiled)
     first = worker.pid
     os.kill(first, signal.SIGKILL)
@@ -105,17 +84,7 @@ def test_a_worker_that_is_killed_is_started_again(worker: WorkerProcess, vocabul
     assert worker.pid != first
 
 
-def test_a_fork_that_is_killed_costs_its_form_alone(worker: WorkerProcess, vocabulary: WorkerVocabulary) -> None:
-    endless = start(lambda: worker.compile(asking("json", ENDLESS), vocabulary, wanted))
-    until(lambda: forks_of(worker))
-    os.kill(forks_of(worker)[0], signal.SIGKILL)
-    assert endless.result(PATIENCE) == Failed("lost", "the process that compiled it was ended by SIGKILL")
-    assert isinstance(worker.compile(asking("regex", "ab"), vocabulary, wanted), Compiled)
-
-
-def test_other_tokens_take_the_place_of_those_with_their_number(
-    worker: WorkerProcess, vocabulary: WorkerVocabulary
-) -> None:
+def test_other_tokens_take_the_place_of_those_with_their_number(worker, vocabulary):
     other = xgr.TokenizerInfo(["x", "a", "b"], stop_token_ids=[0])
     for info, sent in ((INFO, vocabulary), (other, WorkerVocabulary(0, other.serialize_json(), 1)), (INFO, vocabulary)):
         answer = worker.compile(asking("regex", "ab"), sent, wanted)
@@ -123,28 +92,20 @@ def test_other_tokens_take_the_place_of_those_with_their_number(
         assert xgr.CompiledGrammar.deserialize_json(answer.grammar, info).tokenizer_info.vocab_size == info.vocab_size
 
 
-def test_the_worker_imports_neither_torch_nor_what_lies_in_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocabulary: WorkerVocabulary
-) -> None:
+def test_the_worker_imports_neither_torch_nor_what_lies_in_the_current_folder(tmp_path, monkeypatch, vocabulary):
     for name in ("msgspec", "xgrammar", "numpy", "compiled_llm", "selectors"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'planted')!r}, 'w')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
-    process = WorkerProcess()
-    try:
-        process.learn(vocabulary)
-        assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
-        assert Path(f"/proc/{process.pid}/task").is_dir()
-        assert len(list(Path(f"/proc/{process.pid}/task").iterdir())) == 1, "a process with threads must not fork"
-        assert os.getsid(process.pid) != os.getsid(0), "Ctrl-C would reach it"
-    finally:
-        process.close()
+    with closing(WorkerProcess()) as worker:
+        worker.learn(vocabulary)
+        assert "libtorch" not in Path(f"/proc/{worker.pid}/maps").read_text()
+        assert len(list(Path(f"/proc/{worker.pid}/task").iterdir())) == 1, "a process with threads must not fork"
+        assert os.getsid(worker.pid) != os.getsid(0), "Ctrl-C would reach it"
     assert not (tmp_path / "planted").exists()
 
 
-def test_a_version_of_xgrammar_that_does_not_come_apart_is_imported_as_a_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocabulary: WorkerVocabulary
-) -> None:
+def test_a_version_of_xgrammar_that_does_not_come_apart_is_imported_as_a_whole(tmp_path, monkeypatch, vocabulary):
     shadow = tmp_path / "xgrammar"
     shadow.mkdir()
     home = Path(xgr.__file__).parent
@@ -153,15 +114,12 @@ def test_a_version_of_xgrammar_that_does_not_come_apart_is_imported_as_a_whole(
     (shadow / "exception.py").unlink()  # one of the modules that compile has gone, or needs more than they do
     (shadow / "exception.py").write_text(f"import torch\n{(home / 'exception.py').read_text()}")
     monkeypatch.syspath_prepend(tmp_path)
-    process = WorkerProcess()
-    try:
-        assert isinstance(process.compile(asking("regex", "ab"), vocabulary, wanted), Compiled)
-        assert "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
-    finally:
-        process.close()
+    with closing(WorkerProcess()) as worker:
+        assert isinstance(worker.compile(asking("regex", "ab"), vocabulary, wanted), Compiled)
+        assert "libtorch" in Path(f"/proc/{worker.pid}/maps").read_text()
 
 
-def test_the_worker_ends_with_the_process_that_has_started_it(tmp_path: Path) -> None:
+def test_the_worker_ends_with_the_process_that_has_started_it(tmp_path):
     script = tmp_path / "starting.py"
     script.write_text(
         "import os, sys, signal\n"
@@ -217,9 +175,7 @@ def assert_same_masks(rng: random.Random, *grammars: Any) -> None:
         assert {matcher.accept_token(token) for matcher in matchers} == {True}
 
 
-def test_masks_are_those_of_grammars_compiled_in_this_process(
-    worker: WorkerProcess, vocabulary: WorkerVocabulary, request: pytest.FixtureRequest
-) -> None:
+def test_masks_are_those_of_grammars_compiled_in_this_process(worker, vocabulary, request):
     seed, count = random.randrange(2**32), 500 if request.config.getoption("--whole") else 40
     print("seed", seed)
     rng, compiler = random.Random(seed), xgr.GrammarCompiler(INFO)
@@ -232,7 +188,7 @@ def test_masks_are_those_of_grammars_compiled_in_this_process(
         assert_same_masks(rng, source.compiled(compiler), xgr.CompiledGrammar.deserialize_json(answer.grammar, INFO))
 
 
-def test_a_large_grammar_is_vetted_there_and_compiled_here(worker: WorkerProcess, vocabulary: WorkerVocabulary) -> None:
+def test_a_large_grammar_is_vetted_there_and_compiled_here(worker, vocabulary):
     large = GrammarSource("regex", "[a-y]" * 40_000)
     assert isinstance(worker.compile(Compile(0, large, 30, 2**29), vocabulary, wanted), Vetted)
     compilers = CompilersApart(byte_level(), worker, 30.0)
@@ -261,26 +217,20 @@ def unbounded(schema: str) -> SamplingParams:
     return params
 
 
-def test_an_engine_answers_by_forms_of_the_worker(engine: Engine) -> None:
+def test_a_form_that_crashes_costs_its_request_alone_and_is_refused_from_then_on(engine):
     engine.warmup([1], structured=True)
-    assert engine.generate([5], answering(regex="ab"))[0].text == "ab"
-    assert engine.generate([5], answering(choice=["yes"]))[0].text == "yes"
-    bad = engine.generate([5], answering(regex="a(b"))[0]
-    assert isinstance(bad.error, InvalidRequestError)
-    assert "no grammar could be compiled: Regex parsing error at position 4" in str(bad.error)
-
-
-def test_a_form_that_crashes_costs_its_request_alone_and_is_refused_from_then_on(engine: Engine) -> None:
-    bad, good = engine.generate([[5], [6]], [unbounded(CRASH), answering(regex="ab")])
-    assert isinstance(bad.error, InvalidRequestError)
-    assert "no grammar could be compiled: xgrammar ends its process by SIG" in str(bad.error)
-    assert good.text == "ab"
+    forms = [unbounded(CRASH), answering(regex="a(b"), answering(regex="ab"), answering(choice=["yes"])]
+    crashed, invalid, *good = engine.generate([[5]] * 4, forms)
+    assert [output.text for output in good] == ["ab", "yes"]
+    for bad, said in ((crashed, "xgrammar ends its process by SIG"), (invalid, "Regex parsing error at position 4")):
+        assert isinstance(bad.error, InvalidRequestError)
+        assert f"no grammar could be compiled: {said}" in str(bad.error)
     with pytest.raises(ValueError, match=r"^structured_outputs: json=.*: there is no grammar of it: xgrammar ends its"):
         engine.submit([5], unbounded(CRASH))
     assert engine.generate([5], answering(regex="cd"))[0].text == "cd"
 
 
-def test_the_forms_that_are_refused_take_bounded_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_forms_that_are_refused_take_bounded_memory(engine, monkeypatch):
     monkeypatch.setattr("compiled_llm.engine.grammars.compilers_apart._MAX_FATAL", 2)
     compilers = engine._grammars._compilers
     assert isinstance(compilers, CompilersApart)
@@ -293,7 +243,7 @@ def test_the_forms_that_are_refused_take_bounded_memory(engine: Engine, monkeypa
             compilers.check(source)
 
 
-def test_a_request_whose_client_has_left_stops_its_form(engine: Engine, worker: WorkerProcess) -> None:
+def test_a_request_whose_client_has_left_stops_its_form(engine, worker):
     params = unbounded(ENDLESS)
     handles = [engine.submit([5], params) for _ in range(2)]
     until(lambda: forks_of(worker))
@@ -308,7 +258,7 @@ def test_a_request_whose_client_has_left_stops_its_form(engine: Engine, worker: 
     until(lambda: not forks_of(worker))
 
 
-def test_a_form_that_takes_too_long_is_cut_off(model: PreTrainedModel, worker: WorkerProcess) -> None:
+def test_a_form_that_takes_too_long_is_cut_off(model, worker):
     with Engine(model, tokenizer=byte_level(), grammar_worker=worker, grammar_timeout=0.3) as engine:
         engine._grammars.prepare(380, frozenset({1}))
         bad = engine.generate([5], unbounded(ENDLESS))[0]
@@ -317,9 +267,7 @@ def test_a_form_that_takes_too_long_is_cut_off(model: PreTrainedModel, worker: W
         until(lambda: not forks_of(worker))
 
 
-def test_a_worker_that_dies_in_the_middle_ends_with_an_error_of_the_server(
-    engine: Engine, worker: WorkerProcess
-) -> None:
+def test_a_worker_that_dies_in_the_middle_ends_with_an_error_of_the_server(engine, worker):
     handle = engine.submit([5], unbounded(ENDLESS))
     until(lambda: forks_of(worker))
     os.kill(forks_of(worker)[0], signal.SIGKILL)
