@@ -20,7 +20,7 @@ from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.stop_strings import StopReader
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from compiled_llm_ops import sample_tokens
-from engine import test_params, test_scoring
+from engine import test_engine, test_params, test_scoring
 from support.docs.pages import DOCS
 from support.engine.text_tokenizers import byte_fallback
 from support.engine.tiny_engines import wrapped
@@ -64,11 +64,6 @@ def small_temperatures_count(engine: Engine) -> None:
 def greedy_answers_are_equal(engine: Engine) -> None:
     output = engine.generate([5, 6], SamplingParams(temperature=0, n=3, max_tokens=4))[0]
     assert len({tuple(answer.token_ids) for answer in output.outputs}) == 1
-
-
-def pages_are_a_limit(engine: Engine) -> None:
-    output = engine.generate([5, 6], SamplingParams(temperature=0, max_tokens=None))[0]
-    assert len(output.token_ids) < 250
 
 
 def the_first_in_the_text_stops(engine: Engine) -> None:
@@ -124,7 +119,7 @@ DIFFERENCES: dict[str, Callable[..., None]] = {
     "seed": refuses({"seed": 2**62}),
     "n": greedy_answers_are_equal,
     "max_tokens=0": test_scoring.test_prompts_are_scored_and_nothing_follows,
-    "max_tokens=None": pages_are_a_limit,
+    "max_tokens=None": test_engine.test_without_a_limit_an_answer_has_what_positions_and_pages_allow,
     "logit_bias": refuses({"logit_bias": {5: 101}}),
     "stop": the_first_in_the_text_stops,
     "text": text_is_that_of_the_answer_alone,

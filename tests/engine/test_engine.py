@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from typing import Any
 
 import pytest
@@ -82,37 +81,10 @@ def test_capped_logits_and_windows_under_hits_and_preemption(monkeypatch, one_th
     assert_account_is_empty(model)
 
 
-def test_draws_depend_on_the_seed_alone(engine, seed):
-    prompts, settings = some_prompts(3, seed), {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2}
-    together = engine.generate(prompts, [SamplingParams(**settings, seed=7 + n, n=2) for n in range(3)])
-    for number, (prompt, output) in enumerate(zip(prompts, together, strict=True)):
-        for answer in output.outputs:
-            (single,) = engine.generate(prompt, SamplingParams(**settings, seed=7 + number + answer.index))
-            assert single.token_ids == answer.token_ids
-        assert output.outputs[0].token_ids != output.outputs[1].token_ids
-
-
-def test_tokens_that_end_an_answer(plain, engine, seed):
-    (prompt,) = some_prompts(1, seed)
-    (free,) = engine.generate(prompt, SamplingParams(**GREEDY, max_tokens=12, ignore_eos=True))
-    stop = free.token_ids[7]
-    (output,) = engine.generate(prompt, SamplingParams(**GREEDY, max_tokens=12, ignore_eos=True, stop_token_ids=[stop]))
-    assert output.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
-    assert output.finish_reason == "stop"
-
-
 def test_without_a_limit_an_answer_has_what_positions_and_pages_allow(seed):
     with Engine(wrapped(tokens=64)) as engine:
         (output,) = engine.generate([5, 6, 7], SamplingParams(**GREEDY, max_tokens=None, ignore_eos=True))
         assert len(output.token_ids) == 64 - 3 + 1
-
-
-def test_engines_side_by_side(plain, model, engine, seed):
-    (prompt,) = some_prompts(1, seed)
-    prompt, params = [*prompt, *range(10, 60)], SamplingParams(**GREEDY, max_tokens=8)
-    with Engine(model) as other:
-        outputs = [server.generate(prompt, params)[0] for server in (engine, other)]
-    assert [output.token_ids for output in outputs] == [alone(plain, prompt, 8)] * 2
 
 
 def test_one_of_several_answers_is_cancelled(engine, seed):
@@ -137,25 +109,6 @@ def test_tokens_come_to_loops_and_tasks(engine, seed):
         return [tokens, (await other).token_ids]
 
     assert asyncio.run(read()) == expected
-
-
-def test_generate_in_many_threads(plain, engine, seed):
-    prompts = some_prompts(6, seed)
-    params = SamplingParams(**GREEDY, max_tokens=12)
-    calls = [start(lambda prompt=prompt: engine.generate(prompt, params)[0].token_ids) for prompt in prompts]
-    assert [call.result(PATIENCE) for call in calls] == [alone(plain, prompt, 12) for prompt in prompts]
-
-
-def test_generate_of_the_model_beside_it(plain, model, engine, seed):
-    prompts = some_prompts(8, seed)
-    params = SamplingParams(**GREEDY, max_tokens=40, ignore_eos=True)
-    handles = [engine.submit(prompt, params) for prompt in prompts]
-    for prompt in prompts[:3]:
-        assert alone(model, prompt, 15) == alone(plain, prompt, 15)
-    outputs = [handle.result(PATIENCE) for handle in handles]
-    assert [output.token_ids[:5] for output in outputs] == [
-        output.token_ids[:5] for output in engine.generate(prompts, params)
-    ]
 
 
 def test_calls_of_generate_join_a_busy_engine(plain, model, engine, seed):
@@ -205,37 +158,11 @@ def test_a_row_that_is_nan_ends_alone(plain, model, engine, monkeypatch, seed):
         engine.submit(bad, SamplingParams(temperature=0.5)).result(PATIENCE)
 
 
-def test_weights_that_change_empty_the_prefix_cache(plain, model, engine, seed):
-    (prompt,) = some_prompts(1, seed, longest=100)
-    prompt, params = [*prompt, *range(10, 60)], SamplingParams(**GREEDY, max_tokens=8)
-    other = tiny(9)
-    engine.generate(prompt, params)
-    with engine.paused():
-        model.load_state_dict(other.state_dict())
-    assert engine.generate(prompt, params)[0].token_ids == alone(other, prompt, 8)
-    with torch.no_grad():  # in place, and the engine is not told
-        for parameter, wanted in zip(model.parameters(), tiny().parameters(), strict=True):
-            parameter.copy_(wanted)
-    threading.Event().wait(0.11)
-    output = engine.generate(prompt, params)[0]
-    assert output.cached_tokens == 0
-    assert output.token_ids == alone(plain, prompt, 8)
-
-
 def test_a_salt_keeps_texts_apart(engine, seed):
     prompt = list(range(3, 60))
     for salt, cached in (("a", 0), ("b", 0), ("a", 48)):
         handle = engine.submit(prompt, SamplingParams(**GREEDY, max_tokens=2), cache_salt=salt)
         assert handle.result(PATIENCE).cached_tokens == cached
-
-
-def test_a_hook_that_is_added_ends_what_runs(model, engine, seed):
-    handle = engine.submit([5, 6, 7], SamplingParams(max_tokens=900, ignore_eos=True))
-    next(iter(handle))
-    hook = model.model.register_forward_hook(lambda *_: None)
-    with pytest.raises(RuntimeError, match="inner_hooks"):
-        handle.result(PATIENCE)
-    hook.remove()
 
 
 def test_the_queue_is_bounded(model, seed):

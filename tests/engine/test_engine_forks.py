@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.thread.handle import RequestHandle
-from support.engine.tiny_engines import greedy, wrapped
+from support.engine.text_tokenizers import byte_level, decode
+from support.engine.tiny_engines import greedy, tiny, wrapped
 from support.execution.forking import another_thread, forked, told_elsewhere
 from support.parity import alone
 
@@ -29,14 +30,20 @@ LONG = greedy(200)
 
 @pytest.fixture
 def model() -> PreTrainedModel:
-    return wrapped(500)
+    return wrapped(700, tiny(vocab_size=380))
+
+
+@pytest.fixture
+def engine(model: PreTrainedModel) -> Iterator[Engine]:
+    with Engine(model, tokenizer=byte_level()) as engine:
+        yield engine
 
 
 async def read(handle: RequestHandle) -> None:
     await handle
 
 
-def uses(engine: Engine, handle: RequestHandle) -> dict[str, Callable[[], Any]]:
+def uses(engine: Engine, handle: RequestHandle, stream: Iterator[str]) -> dict[str, Callable[[], Any]]:
     return {
         "submit": lambda: engine.submit(PROMPT),
         "generate": lambda: engine.generate(PROMPT),
@@ -52,6 +59,7 @@ def uses(engine: Engine, handle: RequestHandle) -> dict[str, Callable[[], Any]]:
         "iter": lambda: list(handle),
         "tokens": lambda: list(handle.tokens()),
         "text": handle.text,
+        "stream": lambda: list(stream),
         "await": lambda: asyncio.run(read(handle)),
         "when_changed": lambda: handle.when_changed(gc.collect),
     }
@@ -80,14 +88,14 @@ def paused_with_every_lock_held(engine: Engine, handle: RequestHandle) -> Iterat
         yield
 
 
-def check_child(engine: Engine, handle: RequestHandle, expected: list[int]) -> None:
-    told_elsewhere(uses(engine, handle))
+def check_child(engine: Engine, handle: RequestHandle, stream: Iterator[str], expected: list[int]) -> None:
+    told_elsewhere(uses(engine, handle, stream))
     assert repr(engine)
     handle.cancel()
     engine.close()
-    del engine, handle
+    del engine, handle, stream
     gc.collect()
-    with Engine(wrapped(500)) as own:
+    with Engine(wrapped(500, tiny(vocab_size=380))) as own:
         assert own.submit(PROMPT, greedy(20)).result(timeout=20).token_ids == expected[:20]
 
 
@@ -95,7 +103,11 @@ def check_child(engine: Engine, handle: RequestHandle, expected: list[int]) -> N
 def test_an_engine_belongs_to_its_process(meanwhile, model, engine):
     expected = alone(model, PROMPT, 200)
     handle = engine.submit(PROMPT, LONG)
-    next(iter(handle))
+    texts = [iter(engine.submit(PROMPT, greedy(200, stop=stop)).text()) for stop in (None, "\0\0")]
+    begun = [next(iter(handle)), *map(next, texts)][1:]
     with meanwhile(engine, handle):
-        forked(lambda: check_child(engine, handle, expected))
+        for stream in texts:
+            forked(lambda stream=stream: check_child(engine, handle, stream, expected))
     assert handle.result(timeout=60).token_ids == expected
+    for piece, stream in zip(begun, texts, strict=True):
+        assert piece + "".join(stream) == decode(expected)

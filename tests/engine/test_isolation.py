@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.engine.thread import starvation
 from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import PATIENCE, greedy, huggingfaces, tiny, wrapped
 from support.execution.failing_calls import fail_once
 from support.parity import alone, assert_account_is_empty
@@ -141,15 +144,18 @@ def test_an_engine_trusts_nothing_that_a_forgotten_one_has_left(model, one_threa
 # ---- requests end alone, in the midst of a prompt too
 
 
-@pytest.mark.parametrize("end", ["cancelled", "timeout"])
-def test_a_request_that_ends_in_the_midst_of_its_prompt_gives_its_pages_back(one_thread, monkeypatch, end):
+SCORED = SamplingParams(max_tokens=0, prompt_logprobs=1)
+
+
+@pytest.mark.parametrize(("end", "params"), [("cancelled", greedy(4)), ("cancelled", SCORED), ("timeout", greedy(4))])
+def test_a_request_that_ends_in_the_midst_of_its_prompt_gives_its_pages_back(one_thread, monkeypatch, end, params):
     monkeypatch.setattr(Loop, "asynchronous", True)
     model = wrapped(4000, prefill_tokens=16, **PAGES)
     with Engine(model, prefix_cache=False) as engine:
         engine.generate([5], greedy(1))
         with engine.paused():
             loop = loop_of(engine)
-            long = engine.submit(list(range(3, 120)) * 4, greedy(4))
+            long = engine.submit(list(range(3, 120)) * 4, params)
             other = engine.submit(PROMPT[:9], greedy(30))
             step, first = loop.step, loop.steps
 
@@ -184,17 +190,50 @@ def test_answers_of_one_prompt_share_its_prefill(model, one_thread, prefix_cache
         assert (stats.prompt_tokens, stats.cached_tokens) == (4 * 57, 3 * 48)
 
 
-def test_a_forgotten_engine_ends_with_its_model(one_thread):
-    model = wrapped(4000, **PAGES)
-    engine = Engine(model)
+def asked(engine: Engine, params: SamplingParams) -> None:
+    next(iter(engine.submit(PROMPT, params)))
+
+
+def idle(engine: Engine) -> None:
     engine.submit(PROMPT, greedy(2)).result(PATIENCE)
-    thread = engine._engine_thread._serving.thread
-    kept = [weakref.ref(model), weakref.ref(model.compiled.model_runner()), weakref.ref(engine)]
-    del engine, model
-    gc.collect()
-    assert thread is not None
-    thread.join(20)
-    assert (thread.is_alive(), *(reference() for reference in kept)) == (False, None, None, None)
+
+
+def asleep(engine: Engine) -> None:
+    asked(engine, greedy(900))
+    engine.sleep()
+
+
+def waiting_for_a_grammar(engine: Engine) -> None:
+    pytest.importorskip("xgrammar")
+    engine.submit(PROMPT, SamplingParams(structured_outputs=StructuredOutputsParams(regex="a" * 3000)))
+
+
+BEFORE: dict[str, Callable[[Engine], Any]] = {
+    "new": lambda engine: None,
+    "idle": idle,
+    "running": lambda engine: asked(engine, greedy(900)),
+    "with texts": lambda engine: asked(engine, greedy(30, stop="\0\0")),
+    "asleep": asleep,
+    "waiting for a grammar": waiting_for_a_grammar,
+}
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_a_forgotten_engine_ends_with_its_model(one_thread, before):
+    def threads() -> list[threading.Thread]:
+        names = ("compiled_llm engine", "compiled_llm output")
+        return [thread for thread in threading.enumerate() if thread.name in names]
+
+    engine, others = Engine(wrapped(plain=tiny(vocab_size=380), **PAGES), tokenizer=byte_level()), len(threads())
+    BEFORE[before](engine)
+    kept = [weakref.ref(thing) for thing in (engine, engine._engine_thread, engine._model)]
+    del engine
+    deadline = time.monotonic() + 20
+    while (any(reference() for reference in kept) or len(threads()) > others) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert [reference() for reference in kept] == [None] * 3
+    assert len(threads()) == others
 
 
 # ---- callers
@@ -214,20 +253,18 @@ def test_an_event_loop_that_is_closed_fails_no_other_request(engine):
     del left
 
 
-def test_a_request_that_comes_while_the_engine_closes_is_refused(model, engine, monkeypatch):
-    monkeypatch.setattr(engine, "_check_open", engine.close)
-    with pytest.raises(RuntimeError, match="closed"):
-        engine.submit(PROMPT)
-    with pytest.raises(RuntimeError, match="closed"):
-        engine.generate(PROMPT)
-
-
 def test_inside_a_pause_the_model_generates_and_the_engine_refuses(engine, model):
     handle = engine.submit(PROMPT, greedy(120))
     next(iter(handle))
     with engine.paused(weights_stay=True):
         assert alone(model, PROMPT[:9], 4) == huggingfaces(PROMPT[:9], 4)
-        for call in (engine.reset_prefix_cache, engine.close, lambda: engine.generate(PROMPT)):
+        for call in (
+            engine.reset_prefix_cache,
+            engine.close,
+            engine.sleep,
+            engine.wake,
+            lambda: engine.generate(PROMPT),
+        ):
             with pytest.raises(RuntimeError, match="paused, or running, in this thread"):
                 call()
     assert handle.result(PATIENCE).token_ids == huggingfaces(PROMPT, 120)
@@ -326,21 +363,3 @@ def test_a_step_is_read_after_the_next_is_launched_whatever_it_runs(monkeypatch,
         long.result(PATIENCE)
     assert set(unread) == {int(late)}
     assert read[-1] <= 3
-
-
-def test_threads_end_with_their_engines(model, one_thread):
-    def threads() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "compiled_llm engine"]
-
-    before = len(threads())
-    for _ in range(5):
-        engine = Engine(model)
-        handle = engine.submit(PROMPT, greedy(3))
-        del engine
-        assert handle.result(PATIENCE).finish_reason == "length"
-        del handle
-        gc.collect()
-    deadline = time.monotonic() + 20
-    while len(threads()) > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(threads()) == before

@@ -105,22 +105,11 @@ def test_settings_of_another_kind(engine, call):
         call(engine)
 
 
-def test_models_that_are_not_wrapped_or_have_hooks(model, engine):
+def test_models_that_are_not_wrapped_and_params_for_other_prompts(engine):
     with pytest.raises(TypeError, match="not wrapped"):
         Engine(tiny())
     with pytest.raises(ValueError, match="one for all prompts"):
         engine.generate([[5], [6]], [SamplingParams()])
-    hook = model.model.register_forward_hook(lambda *_: None)
-    with pytest.raises(RuntimeError, match="inner_hooks"):
-        engine.submit([5])
-    hook.remove()
-
-
-def test_a_closed_engine(model):
-    engine = Engine(model)
-    engine.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        engine.submit([5])
 
 
 def test_names_of_generate():
@@ -151,18 +140,55 @@ def test_sizes_to_warm_up(engine):
     engine.warmup(2)
 
 
-def test_a_model_in_training_mode(model, engine):
+def train(model: PreTrainedModel) -> Callable[[], object]:
+    model.train()
+    return model.eval
+
+
+def hook(model: PreTrainedModel) -> Callable[[], object]:
+    return model.model.register_forward_hook(lambda *_: None).remove
+
+
+@pytest.mark.parametrize(("change", "said"), [(train, r"call model.eval\(\) first"), (hook, "inner_hooks")])
+def test_a_model_that_has_changed_ends_what_runs_and_takes_no_more(model, engine, change, said):
     handle = engine.submit([5, 6], LONG)
     next(iter(handle))
+    with engine.paused(weights_stay=True):
+        undo = change(model)
     try:
-        with engine.paused(weights_stay=True):
-            model.train()
-        with pytest.raises(RuntimeError, match=r"call model.eval\(\) first"):
+        with pytest.raises(RuntimeError, match=said):
             handle.result(PATIENCE)
-        with pytest.raises(RuntimeError, match=r"call model.eval\(\) first"):
+        with pytest.raises(RuntimeError, match=said):
             engine.submit([5, 6])
     finally:
-        model.eval()
+        undo()
+
+
+CALLS: dict[str, Callable[[Engine], Any]] = {
+    "submit": lambda engine: engine.submit([5]),
+    "generate": lambda engine: engine.generate([5]),
+    "describe": lambda engine: engine.describe(),
+    "warmup": lambda engine: engine.warmup(),
+    "sleep": lambda engine: engine.sleep(),
+    "wake": lambda engine: engine.wake(),
+    "update_weights": lambda engine: engine.update_weights("folder"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_closed_engine(model, call):
+    engine = Engine(model)
+    engine.close()
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        CALLS[call](engine)
+
+
+def test_an_engine_that_is_closed_while_a_request_comes(model, monkeypatch):
+    engine = Engine(model)
+    monkeypatch.setattr(engine, "_check_open", engine.close)
+    for call in ("submit", "generate"):
+        with pytest.raises(RuntimeError, match="closed"):
+            CALLS[call](engine)
 
 
 def test_waiting_where_the_engine_cannot_run(engine):

@@ -10,8 +10,6 @@ import torch
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.steps.loop import Loop
-from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from support.engine.text_tokenizers import byte_level
@@ -110,21 +108,3 @@ def test_a_prompt_that_is_too_long_is_refused(engine: Engine) -> None:
         engine.generate([prompt(POSITIONS)], SamplingParams(max_tokens=1))
     with pytest.raises(ValueError, match="min_tokens=1 must be at most max_tokens=0"):
         scoring(min_tokens=1)
-
-
-def test_a_prompt_that_is_cancelled_ends_at_its_next_chunk(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Loop.step
-    for params in (SamplingParams(max_tokens=3), scoring()):
-        handle, steps = engine.prepare(prompt(500), params), 0
-
-        def cancelling(loop: Loop, unchanged: bool = False, handle: RequestHandle = handle) -> Any:
-            nonlocal steps
-            steps += 1
-            if steps == 3:
-                handle.cancel()
-            return step(loop, unchanged)
-
-        monkeypatch.setattr(Loop, "step", cancelling)
-        engine.begin(handle)
-        assert handle.result().finish_reason == "cancelled"
-        assert steps <= 4  # of eight; the last one may only read

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import os
 import random
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,8 +18,6 @@ from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.text_tokenizers import byte_level, decode, up_to_stop
 from support.engine.tiny_engines import PATIENCE, tiny, wrapped
-from support.execution.forking import ELSEWHERE, forked
-from support.in_threads import start
 from support.parity import assert_account_is_empty
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,7 +63,7 @@ def stop_in(tokens: list[int], draw: random.Random) -> str:
 
 
 @BOTH_WAYS
-def test_answers_end_at_stop_strings(engine: Engine, seed: int) -> None:
+def test_answers_end_at_stop_strings(engine, seed):
     draw = random.Random(seed)
     whole = engine.generate([PROMPT] * 8, [settings(number) for number in range(8)])
     for keeps in (False, True):
@@ -87,7 +82,7 @@ def test_answers_end_at_stop_strings(engine: Engine, seed: int) -> None:
     assert engine.stats().running == 0
 
 
-def test_an_answer_without_its_stop_string_is_whole(engine: Engine) -> None:
+def test_an_answer_without_its_stop_string_is_whole(engine):
     plain, output = engine.generate([PROMPT] * 2, [settings(), settings(stop="\0\0")])
     assert (output.token_ids, output.text) == (plain.token_ids, plain.text)
     assert (output.finish_reason, output.stop_reason) == ("length", None)
@@ -95,7 +90,7 @@ def test_an_answer_without_its_stop_string_is_whole(engine: Engine) -> None:
 
 
 @BOTH_WAYS
-def test_a_stop_string_in_the_last_token_counts(engine: Engine) -> None:
+def test_a_stop_string_in_the_last_token_counts(engine):
     whole = engine.generate(PROMPT, settings())[0].token_ids
     while decode(whole).endswith("\ufffd"):
         whole = whole[:-1]
@@ -105,7 +100,7 @@ def test_a_stop_string_in_the_last_token_counts(engine: Engine) -> None:
 
 
 @BOTH_WAYS
-def test_several_answers_stop_each_for_itself(engine: Engine) -> None:
+def test_several_answers_stop_each_for_itself(engine):
     whole = engine.generate(PROMPT, settings(n=3))[0].outputs
     stop = decode(whole[1].token_ids)[5:8]
     outputs = engine.generate(PROMPT, settings(n=3, stop=stop))[0].outputs
@@ -119,7 +114,7 @@ def test_several_answers_stop_each_for_itself(engine: Engine) -> None:
 
 
 @BOTH_WAYS
-def test_stop_strings_are_looked_for_after_min_tokens(engine: Engine) -> None:
+def test_stop_strings_are_looked_for_after_min_tokens(engine):
     whole = engine.generate(PROMPT, settings(min_tokens=12))[0].token_ids
     stop = decode(whole[:6])[2]
     output = engine.generate(PROMPT, settings(min_tokens=12, stop=stop))[0]
@@ -128,7 +123,7 @@ def test_stop_strings_are_looked_for_after_min_tokens(engine: Engine) -> None:
 
 
 @BOTH_WAYS
-def test_tokens_that_end_an_answer_are_not_in_its_text(engine: Engine) -> None:
+def test_tokens_that_end_an_answer_are_not_in_its_text(engine):
     whole = engine.generate(PROMPT, settings())[0].token_ids
     stop = whole[9]
     count = whole.index(stop) + 1
@@ -147,25 +142,8 @@ def test_tokens_that_end_an_answer_are_not_in_its_text(engine: Engine) -> None:
 # ---- streams
 
 
-def test_many_streams_at_once_each_give_their_text_in_order(engine: Engine) -> None:
-    params = [settings(number, stop=["a", "\0\0"] if number % 3 == 0 else None) for number in range(64)]
-    expected = [output.text for output in engine.generate([PROMPT] * 64, params)]
-
-    async def read_all() -> list[str]:
-        async def stream(number: int) -> str:
-            return "".join([piece async for piece in engine.submit(PROMPT, params[number]).text()])
-
-        return await asyncio.gather(*map(stream, range(32, 64)))
-
-    handles = [engine.submit(PROMPT, params[number]) for number in range(32)]
-    readers = [start(lambda handle=handle: "".join(handle.text())) for handle in handles]
-    others = asyncio.run(read_all())
-    assert [*(reader.result(PATIENCE) for reader in readers), *others] == expected
-    assert len(threads()) == 1
-
-
 @pytest.mark.parametrize("as_text", [True, False])
-def test_an_event_loop_is_woken_once_a_step_for_all_its_streams(engine: Engine, as_text: bool) -> None:
+def test_an_event_loop_is_woken_once_a_step_for_all_its_streams(engine, as_text):
     woken = 0
 
     async def read(handle: RequestHandle) -> None:
@@ -190,17 +168,12 @@ def test_an_event_loop_is_woken_once_a_step_for_all_its_streams(engine: Engine, 
     assert 0 < woken <= engine.stats().steps + 20
 
 
-def test_in_the_thread_that_has_paused_the_engine_a_stream_says_so(engine: Engine) -> None:
-    handle = engine.submit(PROMPT, settings())
-    with engine.paused(), pytest.raises(RuntimeError, match="paused, or running, in this thread"):
-        "".join(handle.text())
-    assert "".join(handle.text()) == handle.result(PATIENCE).text
-
-
-def test_a_stream_may_begin_late_and_be_read_again(engine: Engine) -> None:
+def test_a_stream_may_begin_late_and_be_read_again(engine):
     handle = engine.submit(PROMPT, settings())
     text = handle.result(PATIENCE).text
     assert not threads()
+    with engine.paused(), pytest.raises(RuntimeError, match="paused, or running, in this thread"):
+        "".join(engine.submit(PROMPT, settings()).text())
     stream = handle.text()
     assert "".join(stream) == "".join(stream) == "".join(handle.text()) == text
     assert all(stream)
@@ -214,21 +187,24 @@ def test_a_stream_may_begin_late_and_be_read_again(engine: Engine) -> None:
     assert "".join(late.text()) == late.result(PATIENCE).text
 
 
-def test_a_stream_gives_what_a_request_that_is_cancelled_has(engine: Engine) -> None:
-    handle = engine.submit(PROMPT, settings(max_tokens=900, stop="\0\0"))
-    pieces = iter(handle.text())
-    first = next(pieces)
-    handle.cancel()
-    text = first + "".join(pieces)
-    output = handle.result(PATIENCE)
-    assert (output.finish_reason, output.text) == ("cancelled", text)
-    late = engine.submit(PROMPT, settings(max_tokens=900, stop="\0\0"), timeout=0.05)
-    assert "".join(late.text()) == late.result(PATIENCE).text
-    assert late.result().finish_reason == "timeout"
+@pytest.mark.parametrize("stop", [None, "\0\0"])
+@pytest.mark.parametrize("end", ["cancelled", "timeout", "closed"])
+def test_a_stream_gives_what_a_request_that_ends_early_has(model, end, stop):
+    with Engine(model, tokenizer=byte_level()) as engine:
+        timeout = 0.05 if end == "timeout" else None
+        handle = engine.submit(PROMPT, settings(max_tokens=900, stop=stop), timeout=timeout)
+        pieces = iter(handle.text())
+        first = next(pieces, "")
+        if end != "timeout":
+            (handle.cancel if end == "cancelled" else engine.close)()
+        text, output = first + "".join(pieces), handle.result(PATIENCE)
+        assert (output.finish_reason, output.text) == ("timeout" if end == "timeout" else "cancelled", text)
+        assert "".join(handle.text()) == text
+    assert not threads()
 
 
 @BOTH_WAYS
-def test_a_preempted_answer_goes_on_with_its_text(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preempted_answer_goes_on_with_its_text(model, monkeypatch):
     monkeypatch.setattr(scheduler, "_FIRST_GUESS", 4)
     with Engine(model, tokenizer=byte_level(), prefix_cache=False) as engine:
         params = [settings(number, max_tokens=110, stop="\0\0") for number in range(24)]
@@ -254,7 +230,7 @@ class Failing:
         return decode(tokens)
 
 
-def test_without_text_there_is_no_thread_and_no_tokenizer_at_work(model: PreTrainedModel) -> None:
+def test_without_text_there_is_no_thread_and_no_tokenizer_at_work(model):
     with Engine(model, tokenizer=Failing(-1)) as engine:
         handle = engine.submit(PROMPT, settings())
         assert len(list(handle)) == 40
@@ -270,53 +246,10 @@ async def _awaited(handle: RequestHandle) -> None:
     await handle
 
 
-def test_text_without_a_tokenizer_is_refused(model: PreTrainedModel) -> None:
+def test_text_without_a_tokenizer_is_refused(model):
     with Engine(model) as engine:
         with pytest.raises(ValueError, match=r"stop=\('x',\): stop strings need a tokenizer"):
             engine.submit(PROMPT, settings(stop="x"))
         with pytest.raises(ValueError, match=r"text\(\) needs a tokenizer"):
             engine.submit(PROMPT, settings()).text()
         assert engine.submit(PROMPT, settings()).result(PATIENCE).text is None
-
-
-def test_closing_the_engine_ends_streams(model: PreTrainedModel) -> None:
-    engine = Engine(model, tokenizer=byte_level())
-    handles = [engine.submit(PROMPT, settings(max_tokens=900, stop=stop)) for stop in (None, "\0\0")]
-    pieces = [iter(handle.text()) for handle in handles]
-    for each in pieces:
-        next(each)
-    engine.close()
-    for each, handle in zip(pieces, handles, strict=True):
-        "".join(each)
-        assert handle.result(PATIENCE).finish_reason == "cancelled"
-        assert "".join(handle.text()) == handle.output().text
-    assert not threads()
-
-
-def test_a_forgotten_engine_leaves_no_thread(model: PreTrainedModel) -> None:
-    engine = Engine(model, tokenizer=byte_level())
-    handle = engine.submit(PROMPT, settings(stop="\0\0"))
-    del engine
-    assert len("".join(handle.text())) > 0
-    del handle
-    gc.collect()
-    until = time.monotonic() + 20
-    while threads() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not threads()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
-def test_in_a_forked_process_streams_say_where_they_are_read(engine: Engine) -> None:
-    handles = [engine.submit(PROMPT, settings(max_tokens=900, stop=stop)) for stop in (None, "\0\0")]
-    streams = [iter(handle.text()) for handle in handles]
-    first = [next(stream) for stream in streams]
-
-    def check_child() -> None:
-        for stream in streams:
-            with pytest.raises(RuntimeError, match=ELSEWHERE):
-                list(stream)
-
-    forked(check_child)
-    for handle, piece, stream in zip(handles, first, streams, strict=True):
-        assert piece + "".join(stream) == handle.result(PATIENCE).text

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import re
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -162,17 +160,6 @@ def test_what_waits_goes_on_after_sleep(engine, compiler):
     time.sleep(0.1)
     engine.wake()
     assert handle.result(PATIENCE).text in ("slowa", "slowb")
-
-
-def test_an_engine_without_references_goes(model, compiler):
-    engine = Engine(model, tokenizer=byte_level())
-    reference = weakref.ref(engine._engine_thread)
-    compiling_slowly(engine, compiler)
-    del engine
-    deadline = time.monotonic() + PATIENCE
-    while reference() is not None and time.monotonic() < deadline:
-        gc.collect()
-    assert reference() is None
 
 
 # ---- what is impossible

@@ -248,6 +248,7 @@ def test_a_request_whose_client_has_left_stops_its_form(engine, worker):
     handles = [engine.submit([5], params) for _ in range(2)]
     until(lambda: forks_of(worker))
     assert engine.generate([5], answering(regex="ab"))[0].text == "ab"
+    assert not any(handle.done for handle in handles), "it has waited for them"
     handles[0].cancel()
     assert forks_of(worker), "another one waits for it"
     handles[1].cancel()

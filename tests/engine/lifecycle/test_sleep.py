@@ -298,9 +298,6 @@ def test_before_anything_was_done_and_twice(engine):
 def test_impossible_moments_and_arguments(model, engine):
     with pytest.raises(ValueError, match="requests='drop': give 'park' or 'end'"):
         engine.sleep(requests="drop")  # type: ignore[arg-type]
-    for call in (engine.sleep, engine.wake):
-        with engine.paused(), pytest.raises(RuntimeError, match="paused, or running, in this thread"):
-            call()
     errors: list[BaseException] = []
 
     def stop(ids: object, scores: object) -> bool:
@@ -311,10 +308,6 @@ def test_impossible_moments_and_arguments(model, engine):
 
     model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, do_sample=False, stopping_criteria=[stop])
     assert len(errors) == 2
-    engine.close()
-    for call in (engine.sleep, engine.wake):
-        with pytest.raises(RuntimeError, match="the engine is closed"):
-            call()
 
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, KeyboardInterrupt])
@@ -349,19 +342,12 @@ def test_close_asleep(model, engine):
     assert model.compiled.stats().slow_paths == {}
 
 
-def test_an_engine_that_is_forgotten_asleep_keeps_nothing_alive(one_thread):
-    model = wrapped(**PAGES)
+def test_a_model_whose_engine_is_forgotten_asleep_can_be_woken(model):
     engine = Engine(model)
     begun(engine)
     engine.sleep()
-    engine_thread = weakref.ref(engine._engine_thread)
     del engine
-    for _ in range(50):
-        gc.collect()
-        if engine_thread() is None:
-            break
-        time.sleep(0.1)  # its thread has to notice
-    assert engine_thread() is None
+    gc.collect()
     assert Engine(model).asleep
     Engine(model).wake()
     assert answers(Engine(model))
