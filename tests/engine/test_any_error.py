@@ -56,8 +56,9 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def engine(model: PreTrainedModel, tokenizer: Tokenizer) -> Iterator[Engine]:
-    with Engine(model, tokenizer=tokenizer) as engine:
+def engine(model: PreTrainedModel, tokenizer: Tokenizer, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    max_rows = 1 if "place" in request.fixturenames else 256  # there the second request waits
+    with Engine(model, tokenizer=tokenizer, max_rows=max_rows) as engine:
         yield engine
     assert_account_is_empty(model)
 
@@ -82,7 +83,7 @@ def assert_it_goes_on(engine: Engine) -> None:
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("after", [0, 3])
-def test_a_processor_ends_its_request(engine: Engine, error: type[BaseException], after: int) -> None:
+def test_a_processor_ends_its_request(engine, error, after):
     params = greedy(9, logits_processors=[failing(error, after)])
     if error is not KeyboardInterrupt:  # which would be the caller's, in whose thread the processor runs
         outputs = engine.generate([PROMPT, OTHER], [params, greedy(9)])
@@ -98,9 +99,7 @@ def test_a_processor_ends_its_request(engine: Engine, error: type[BaseException]
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("as_text", [False, True])
-def test_a_listener_hears_no_more_and_others_do(
-    engine: Engine, caplog: pytest.LogCaptureFixture, error: type[BaseException], as_text: bool
-) -> None:
+def test_a_listener_hears_no_more_and_others_do(engine, caplog, error, as_text):
     heard: list[int] = []
 
     def fail() -> None:
@@ -120,9 +119,7 @@ def test_a_listener_hears_no_more_and_others_do(
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("stop", [None, "never"])
-def test_a_tokenizer_ends_the_request_whose_tokens_it_fails_on(
-    engine: Engine, tokenizer: Tokenizer, error: type[BaseException], stop: str | None
-) -> None:
+def test_a_tokenizer_ends_the_request_whose_tokens_it_fails_on(engine, tokenizer, error, stop):
     tokens = huggingfaces(PROMPT, 6)
     tokenizer.fails_on, tokenizer.error = tokens[3], error
     with engine.paused():
@@ -132,20 +129,14 @@ def test_a_tokenizer_ends_the_request_whose_tokens_it_fails_on(
         "".join(text)
     with pytest.raises(RequestError):
         handle.result(PATIENCE)
+    if error is not KeyboardInterrupt:  # which would be the caller's
+        bad, good = engine.generate([PROMPT, [0, 1]], greedy(6))
+        assert (bad.finish_reason, good.finish_reason) == ("error", "length")
+        assert "the tokenizer cannot decode" in str(bad.error)
     assert "".join(other) == beside.result(PATIENCE).text
     assert len(str(beside.output().text).split()) == 6
     tokenizer.fails_on = None
     assert_it_goes_on(engine)
-
-
-@pytest.mark.parametrize("error", [SystemExit, PanicException])
-def test_a_tokenizer_that_fails_in_the_callers_thread_ends_that_request(
-    engine: Engine, tokenizer: Tokenizer, error: type[BaseException]
-) -> None:
-    tokenizer.fails_on, tokenizer.error = huggingfaces(PROMPT, 6)[3], error
-    bad, good = engine.generate([PROMPT, [0, 1]], greedy(6))
-    assert (bad.finish_reason, good.finish_reason) == ("error", "length")
-    assert "the tokenizer cannot decode" in str(bad.error)
 
 
 # ---- Ctrl-C
@@ -157,7 +148,7 @@ def press_ctrl_c_soon() -> threading.Timer:
     return timer
 
 
-def test_ctrl_c_reaches_the_user_in_a_processor_that_does_not_end(engine: Engine) -> None:
+def test_ctrl_c_reaches_the_user_in_a_processor_that_does_not_end(engine):
     over = threading.Event()
 
     def endless(answer: list[int], logits: Tensor) -> Tensor:
@@ -177,7 +168,7 @@ def test_ctrl_c_reaches_the_user_in_a_processor_that_does_not_end(engine: Engine
     assert_it_goes_on(engine)
 
 
-def test_ctrl_c_in_a_listener_comes_once_the_others_were_told(engine: Engine) -> None:
+def test_ctrl_c_in_a_listener_comes_once_the_others_were_told(engine):
     """Of the main thread; all others wait for what a listener is told but once."""
     engine._engine_thread.start_thread = lambda: None  # type: ignore[method-assign]
     told: list[int] = []
@@ -202,18 +193,12 @@ def test_ctrl_c_in_a_listener_comes_once_the_others_were_told(engine: Engine) ->
 
 @pytest.mark.parametrize("error", [SystemExit, PanicException, KeyboardInterrupt])
 @pytest.mark.parametrize("place", ["step", "drain", "rest", "free_leaks"])
-def test_the_engines_thread_survives_what_fails_in_it(
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    error: type[BaseException],
-    place: str,
-) -> None:
+def test_the_engines_thread_survives_what_fails_in_it(engine, monkeypatch, caplog, error, place):
     engine.submit(OTHER, greedy(1)).result(PATIENCE)
     with engine.paused():
         loop, thread = engine._engine_thread.loop, engine._engine_thread._serving.thread
         assert loop is not None is not thread
-        handle = engine.submit(PROMPT, greedy(5))
+        handle, waiting = engine.submit(PROMPT, greedy(5)), engine.submit(OTHER, greedy(5))
         if place == "drain":
             fail_once(monkeypatch, loop, "step", RuntimeError("first"), after=3)
         fail_once(monkeypatch, loop, place, error("planted"), after=3 if place == "step" else 1)
@@ -222,30 +207,14 @@ def test_the_engines_thread_survives_what_fails_in_it(
     else:
         with pytest.raises(RuntimeError, match=f"failed of {error.__name__}: planted" if place == "step" else "first"):
             handle.result(PATIENCE)
+    assert waiting.result(PATIENCE).token_ids == huggingfaces(OTHER, 5)
     assert_it_goes_on(engine)
     assert "planted" in caplog.text or place == "drain"
     assert thread.is_alive()
     assert engine._engine_thread._serving.thread is thread
 
 
-def test_what_waits_does_not_fail_with_a_drain_that_does(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Engine(model, max_rows=1) as engine:
-        engine.submit([5], greedy(1)).result(PATIENCE)
-        with engine.paused():
-            first, second = engine.submit(PROMPT, greedy(4)), engine.submit(OTHER, greedy(4))
-            loop = engine._engine_thread.loop
-            fail_once(monkeypatch, loop, "step", RuntimeError("first"), after=2, once_done=True)
-            fail_once(monkeypatch, loop, "drain", ValueError("second"), after=1)
-        with pytest.raises(RuntimeError, match="first"):
-            first.result(PATIENCE)
-        assert second.result(PATIENCE).token_ids == huggingfaces(OTHER, 4)
-
-
-def test_an_error_that_is_thrown_into_a_callers_thread_reaches_that_caller(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_that_is_thrown_into_a_callers_thread_reaches_that_caller(engine, monkeypatch):
     """As libraries do that end threads; what else ran is computed again."""
     engine._engine_thread.start_thread = lambda: None  # type: ignore[method-assign]
     engine.generate(OTHER, greedy(1))
@@ -268,12 +237,7 @@ def throw(thread: threading.Thread | None, error: type[BaseException]) -> None:
 
 
 @pytest.mark.parametrize("name", ["serve", "_run", "_turn"])
-def test_requests_end_with_the_error_of_the_engines_thread(
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    name: str,
-) -> None:
+def test_requests_end_with_the_error_of_the_engines_thread(engine, monkeypatch, caplog, name):
     engine.submit(OTHER, greedy(1)).result(PATIENCE)
     fail_once(monkeypatch, engine._engine_thread, name, SystemExit("planted"), after=1)
     with caplog.at_level(logging.ERROR), pytest.raises(RuntimeError, match="SystemExit: planted"):
@@ -283,7 +247,7 @@ def test_requests_end_with_the_error_of_the_engines_thread(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_has_died_is_replaced(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_has_died_is_replaced(engine, monkeypatch):
     list(engine.submit(OTHER, greedy(1)).text())
     threads = [engine._engine_thread._serving.thread, engine._engine_thread.request_table.output._thread]
     with monkeypatch.context() as patch:
@@ -303,9 +267,7 @@ def test_a_thread_that_has_died_is_replaced(engine: Engine, monkeypatch: pytest.
     assert len("".join(engine.submit(PROMPT, greedy(4)).text()).split()) == 4
 
 
-def test_texts_end_with_the_error_of_the_text_thread(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_texts_end_with_the_error_of_the_text_thread(engine, monkeypatch, caplog):
     handle = engine.submit(PROMPT, greedy(128))
     with monkeypatch.context() as patch:
         patch.setattr(RequestHandle, "read_text", lambda self: {}["missing"])
@@ -318,7 +280,7 @@ def test_texts_end_with_the_error_of_the_text_thread(
     assert len("".join(engine.submit(PROMPT, greedy(4)).text()).split()) == 4
 
 
-def test_a_request_that_waits_again_while_its_text_is_made_is_lost_once() -> None:
+def test_a_request_that_waits_again_while_its_text_is_made_is_lost_once():
     handle: Any = object()
     work = _Work()
     work.add([handle])
@@ -327,7 +289,7 @@ def test_a_request_that_waits_again_while_its_text_is_made_is_lost_once() -> Non
     assert work.lose() == [handle]
 
 
-def test_a_thread_that_ends_inside_a_pause_has_the_loop_no_more(engine: Engine) -> None:
+def test_a_thread_that_ends_inside_a_pause_has_the_loop_no_more(engine):
     left: list[Any] = []
 
     def pause() -> None:

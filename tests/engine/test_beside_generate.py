@@ -82,7 +82,7 @@ def joined(model: Any, engine: Engine, tokens: int = SHORT) -> Any:
 
 
 @pytest.mark.parametrize("requests", ["end", "wait", "keep"])
-def test_a_call_in_the_batch_ends_before_an_update(model: Any, engine: Engine, folder: Path, requests: Any) -> None:
+def test_a_call_in_the_batch_ends_before_an_update(model, engine, folder, requests):
     beside, call = joined(model, engine)
     engine.update_weights(folder, requests=requests)
     assert call.result(PATIENCE) == huggingfaces(PROMPT, SHORT)
@@ -92,7 +92,7 @@ def test_a_call_in_the_batch_ends_before_an_update(model: Any, engine: Engine, f
 
 
 @pytest.mark.parametrize("requests", ["park", "end"])
-def test_a_call_in_the_batch_ends_before_the_model_sleeps(model: Any, engine: Engine, requests: Any) -> None:
+def test_a_call_in_the_batch_ends_before_the_model_sleeps(model, engine, requests):
     beside, call = joined(model, engine)
     engine.sleep(requests=requests)
     assert not model.compiled.calls._running
@@ -102,7 +102,7 @@ def test_a_call_in_the_batch_ends_before_the_model_sleeps(model: Any, engine: En
     assert beside.result(PATIENCE).finish_reason == ("cancelled" if requests == "end" else "length")
 
 
-def test_calls_go_on_inside_a_pause(model: Any, engine: Engine) -> None:
+def test_calls_go_on_inside_a_pause(model, engine):
     beside, call = joined(model, engine)
     with engine.paused(weights_stay=True):
         assert call.result(PATIENCE) == huggingfaces(PROMPT, SHORT)
@@ -111,7 +111,7 @@ def test_calls_go_on_inside_a_pause(model: Any, engine: Engine) -> None:
     assert beside.result(PATIENCE).token_ids == huggingfaces(OTHER, LONG)
 
 
-def test_a_call_that_waits_in_the_batch_leaves_it(model: Any) -> None:
+def test_a_call_that_waits_in_the_batch_leaves_it(model):
     """There is one row, and that is taken for long."""
     with Engine(model, max_rows=1) as engine:
         beside, call = joined(model, engine)
@@ -122,7 +122,7 @@ def test_a_call_that_waits_in_the_batch_leaves_it(model: Any) -> None:
     assert_account_is_empty(model)
 
 
-def test_a_sampled_call_that_leaves_goes_on_with_its_seeds(model: Any) -> None:
+def test_a_sampled_call_that_leaves_goes_on_with_its_seeds(model):
     settings: dict[str, Any] = {"do_sample": True, "max_new_tokens": 40, "attention_mask": torch.ones(1, 5).long()}
 
     def sampled() -> list[int]:
@@ -142,7 +142,7 @@ def test_a_sampled_call_that_leaves_goes_on_with_its_seeds(model: Any) -> None:
     assert model.compiled.stats().generate_calls == {"fast loop": 2}
 
 
-def test_a_call_that_is_refused_its_pages_says_so(model: Any, engine: Engine) -> None:
+def test_a_call_that_is_refused_its_pages_says_so(model, engine):
     """It would wait in the engine for pages of a cache that the thread which calls sleep keeps."""
     with torch.no_grad():
         kept = model(torch.tensor([PROMPT * 150])).past_key_values  # 188 of 300 pages
@@ -182,9 +182,7 @@ MEETINGS = [
 
 
 @pytest.mark.parametrize(("name", "stop", "busy"), MEETINGS)
-def test_a_streamer_calls_the_model_while_another_thread_stops_it(
-    model: Any, engine: Engine, folder: Path, name: str, stop: str, busy: bool
-) -> None:
+def test_a_streamer_calls_the_model_while_another_thread_stops_it(model, engine, folder, name, stop, busy):
     beside = engine.submit(PROMPT, greedy(60)) if busy else None
     streamer = Streamer(calls_of(model, engine)[name])
     call = start(lambda: alone(model, PROMPT, 20, streamer=streamer))
@@ -216,9 +214,7 @@ def test_a_streamer_calls_the_model_while_another_thread_stops_it(
     assert beside is None or beside.result(PATIENCE).finish_reason in ("length", "cancelled")
 
 
-def test_a_call_between_its_beginning_and_its_loop_ends_first(
-    model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_between_its_beginning_and_its_loop_ends_first(model, engine, monkeypatch):
     """It has a cache already, in pages that sleep would give back."""
     alone(model, PROMPT, 1)
     begun, go_on, original = threading.Event(), threading.Event(), type(model)._sample
@@ -241,7 +237,7 @@ def test_a_call_between_its_beginning_and_its_loop_ends_first(
     sleeping.result(PATIENCE)
 
 
-def test_a_callback_waits_for_anothers_call_while_the_engine_is_busy(model: Any, engine: Engine, folder: Path) -> None:
+def test_a_callback_waits_for_anothers_call_while_the_engine_is_busy(model, engine, folder):
     """Steps of an engine do not bring a call on that waits."""
     over = threading.Event()
 
@@ -283,7 +279,7 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_calls_wait_for_those_that_wait_for_others_unless_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_wait_for_those_that_wait_for_others_unless_nothing_moves(monkeypatch):
     calls = Calls()
     first, go_on, order = threading.Event(), threading.Event(), list[str]()
 
@@ -327,9 +323,7 @@ def test_calls_wait_for_those_that_wait_for_others_unless_nothing_moves(monkeypa
         assert not barred
 
 
-def test_a_request_is_not_forgotten_that_another_thread_takes_up_and_leaves(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_is_not_forgotten_that_another_thread_takes_up_and_leaves(engine, monkeypatch):
     """The engine's thread looks for work while a thread that is about to leave hands the only request over."""
     engine.submit(PROMPT, greedy(1)).result(PATIENCE)  # from now on there is a thread
     add_all = Scheduler.add_all

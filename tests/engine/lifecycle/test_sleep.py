@@ -81,6 +81,16 @@ def alive(objects: dict[str, weakref.ref[Any]]) -> list[str]:
     return [name for name, reference in objects.items() if reference() is not None]
 
 
+@pytest.fixture
+def weights_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU too, to other memory."""
+    monkeypatch.setattr(runner_lifecycle, "is_host", lambda device: False)
+
+
+def places(model: PreTrainedModel) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
 # ---- requests
 
 
@@ -158,44 +168,36 @@ def test_all_engines_of_a_model_sleep_and_wake_together(model, engine):
 # ---- memory
 
 
-@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.whole)])
-def test_nothing_of_the_model_runner_is_left(one_thread, mode):
-    model = wrapped(mode=mode, **PAGES)
+@pytest.mark.parametrize("how", ["eager", "captured", pytest.param("compile", marks=pytest.mark.whole)])
+def test_nothing_of_the_model_runner_is_left_and_all_of_it_is_made_again(monkeypatch, one_thread, how):
+    captures = how == "captured"
+    if captures:
+        let_a_cpu_capture(monkeypatch)
+    model = wrapped(mode="compile" if how == "compile" else "eager", **PAGES)
     with Engine(model, max_rows=8) as engine:
+        if captures:
+            engine.warmup([1, 5])
         expected = answers(engine)
         memory, objects = engine.describe().memory, device_objects(model)
-        graphs, buckets = model.compiled.graphs, model.compiled.stats().buckets
+        graphs, before = model.compiled.graphs, model.compiled.stats()
+        assert (before.cuda_graphs > 1, before.prefill_cuda_graphs > 1) == (captures, captures)
         handles = begun(engine)
         given_back = engine.sleep()
         assert alive(objects) == []
-        assert given_back == sum(memory.values()) - memory["weights"]
+        assert captures or given_back == sum(memory.values()) - memory["weights"]
         assert "asleep" in repr(model.compiled)
         assert model.compiled.stats().memory == {}
         engine.wake()
-        assert results(handles) == answers(engine) == expected
-        assert (model.compiled.graphs, model.compiled.stats().recompiles) == (graphs, 0)
-        assert set(buckets) <= set(model.compiled.stats().buckets)
-        assert engine.describe().memory == memory
-
-
-def test_what_was_captured_is_captured_again(monkeypatch, one_thread):
-    let_a_cpu_capture(monkeypatch)
-    model = wrapped(**PAGES)
-    with Engine(model, max_rows=8) as engine:
-        engine.warmup([1, 5])
-        expected = answers(engine)
-        before, objects = model.compiled.stats(), device_objects(model)
-        engine.sleep()
-        assert alive(objects) == []
-        engine.wake()
         awake = model.compiled.stats()
         assert (awake.cuda_graphs, awake.prefill_cuda_graphs) == (before.cuda_graphs, before.prefill_cuda_graphs)
-        assert before.cuda_graphs > 1 < before.prefill_cuda_graphs
         assert engine.stats().cuda_graphs == awake.cuda_graphs + awake.prefill_cuda_graphs
-        assert awake.buckets == before.buckets
-        assert answers(engine) == expected
+        assert not captures or awake.buckets == before.buckets
+        assert results(handles) == answers(engine) == expected
+        assert (model.compiled.graphs, model.compiled.stats().recompiles) == (graphs, 0)
         assert model.compiled.stats().cuda_graphs == before.cuda_graphs
         assert model.compiled.recaptures() == (0, [])
+        assert set(before.buckets) <= set(model.compiled.stats().buckets)
+        assert captures or engine.describe().memory == memory
 
 
 def test_pages_go_even_if_a_call_of_generate_waits_in_the_engine(model, engine):
@@ -329,17 +331,28 @@ def test_what_fails_to_wake_is_asleep_and_can_be_woken_again(monkeypatch, engine
     assert results(handles) == expected
 
 
-def test_close_asleep(model, engine):
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("end", ["close", "unwrap"])
+def test_a_model_is_as_before_once_its_engines_are_closed_or_it_is_unwrapped(weights_move, model, engine, end, weights):
     expected = alone(model, PROMPTS[0], 6)
     handles = begun(engine)
     engine.sleep()
-    with Engine(model):
-        engine.close()
-        assert model.compiled.asleep  # the other one may wake it
+    before = places(model)
+    if weights:  # which may follow later
+        engine.sleep(weights=True)
+        with pytest.raises(RuntimeError, match="host memory"):
+            alone(model, PROMPTS[0], 6)
+    assert (places(model) != before) == weights
+    if end == "unwrap":
+        compiled_llm.unwrap(model)
+    else:
+        with Engine(model):
+            engine.close()
+            assert model.compiled.asleep  # the other one may wake it
+        assert not model.compiled.asleep
     assert {handle.result(timeout=10).finish_reason for handle in handles if len(handle.requests) == 1} == {"cancelled"}
-    assert not model.compiled.asleep
     assert alone(model, PROMPTS[0], 6) == expected
-    assert model.compiled.stats().slow_paths == {}
+    assert end == "unwrap" or model.compiled.stats().slow_paths == {}
 
 
 def test_a_model_whose_engine_is_forgotten_asleep_can_be_woken(model):
@@ -351,15 +364,6 @@ def test_a_model_whose_engine_is_forgotten_asleep_can_be_woken(model):
     assert Engine(model).asleep
     Engine(model).wake()
     assert answers(Engine(model))
-
-
-def test_unwrap_asleep(model, engine):
-    expected = alone(model, PROMPTS[0], 6)
-    handles = begun(engine)
-    engine.sleep()
-    compiled_llm.unwrap(model)
-    assert handles[0].result(timeout=10).finish_reason == "cancelled"
-    assert alone(model, PROMPTS[0], 6) == expected
 
 
 def test_a_model_that_has_changed_asleep_is_compiled_as_it_is(model, engine):
@@ -374,16 +378,6 @@ def test_a_model_that_has_changed_asleep_is_compiled_as_it_is(model, engine):
 
 
 # ---- weights
-
-
-@pytest.fixture
-def weights_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU too, to other memory."""
-    monkeypatch.setattr(runner_lifecycle, "is_host", lambda device: False)
-
-
-def places(model: PreTrainedModel) -> dict[str, int]:
-    return {name: tensor.data_ptr() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
 @pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.whole)])
@@ -416,20 +410,6 @@ def test_weights_go_and_come_back_as_they_were(weights_move, one_thread, mode):
         loss.backward()
         optimizer.step()
         assert answers(engine) == expected
-
-
-def test_weights_may_follow_and_are_back_after_close_or_unwrap(weights_move, model):
-    expected = alone(model, PROMPTS[0], 6)
-    for end in ("close", "unwrap"):
-        engine = Engine(model)
-        engine.sleep()
-        before = places(model)
-        engine.sleep(weights=True)
-        assert places(model) != before
-        with pytest.raises(RuntimeError, match="host memory"):
-            alone(model, PROMPTS[0], 6)
-        engine.close() if end == "close" else compiled_llm.unwrap(model)
-        assert alone(model, PROMPTS[0], 6) == expected
 
 
 def test_weights_that_cannot_move_are_named_and_nothing_has_changed(weights_move, model, engine):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -68,14 +67,7 @@ def busy(engine: Engine) -> None:
 @pytest.mark.parametrize("says", [paused, reset, updated])
 @pytest.mark.parametrize("before", [fresh, busy])
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_either_engine_says_it_for_both(
-    says: Callable[[Engine, Path], None],
-    before: Callable[[Engine], None],
-    prefix_cache: bool,
-    model: PreTrainedModel,
-    engine: Engine,
-    tmp_path: Path,
-) -> None:
+def test_either_engine_says_it_for_both(says, before, prefix_cache, model, engine, tmp_path):
     with Engine(model, prefix_cache=prefix_cache) as other:
         before(other)
         answer(engine)
@@ -86,9 +78,7 @@ def test_either_engine_says_it_for_both(
         assert engine.stats().cached_tokens > cached  # what it has computed since is kept
 
 
-def test_an_update_that_fails_keeps_no_pages(
-    model: PreTrainedModel, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_that_fails_keeps_no_pages(model, engine, tmp_path, monkeypatch):
     """Some weights are new by then."""
 
     def fails(self: object) -> None:
@@ -102,9 +92,7 @@ def test_an_update_that_fails_keeps_no_pages(
 
 
 @pytest.mark.parametrize("watched", [True, False])
-def test_an_engine_that_runs_looks_at_the_model_in_its_next_step(
-    watched: bool, model: PreTrainedModel, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_runs_looks_at_the_model_in_its_next_step(watched, model, engine, monkeypatch):
     """A captured step would go on with tensors that were replaced, and what it computes would be kept."""
     monkeypatch.setattr(model_check, "_SECONDS", 1000)
     monkeypatch.setattr(EngineThread, "start_thread", lambda self: None)
@@ -126,8 +114,8 @@ def test_an_engine_that_runs_looks_at_the_model_in_its_next_step(
 @pytest.mark.parametrize("changes", ["sleep", "update_weights"])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_thread_that_has_paused_one_engine_may_use_the_other_while_a_third_one_stops_both(
-    first: bool, changes: str, model: PreTrainedModel, engine: Engine, tmp_path: Path
-) -> None:
+    first, changes, model, engine, tmp_path
+):
     """Whichever engine is paused: the other would be kept by the thread that waits for this one."""
     model.save_pretrained(tmp_path)
     with Engine(model) as another:
