@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Awaitable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
@@ -46,6 +45,7 @@ from compiled_llm.protocol.messages import (
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from support.characters import character_tokenizer
+from support.server.engine_processes import PATIENCE, until
 
 WELCOME, READY = Welcome(VERSION, "a test", 1), Ready("a model", 100, [2], 1000, 8)
 
@@ -118,8 +118,7 @@ def test_several_prompts_are_told_from_one(path: Path) -> None:
     with answering(path, WELCOME, READY) as received, ThreadPoolExecutor() as pool, Client(path) as client:
         for prompts, count in zip(given, (1, 2, 4, 6), strict=True):
             pool.submit(client.generate, prompts)
-            while len(received) < 1 + count:
-                time.sleep(0.001)
+            until(lambda count=count: len(received) >= 1 + count)
     sent = [[1, 2], [3, 4], [5], [6, 7], [8], [9]]
     assert [message.prompt for message in received[1 : 1 + len(sent)]] == sent
 
@@ -337,14 +336,13 @@ def test_what_an_engine_process_sends_amiss_ends_requests_and_hangs_nobody(path:
                 for handle in [client.submit([1, 2], SamplingParams(n=number, logprobs=0)) for number in (1, 2)]:
                     with suppress(EngineProcessError):
                         handle.result(60)
-            while client._session.lost is None:
-                time.sleep(0.001)
+            until(lambda: client._session.lost is not None)
         path.unlink()
 
 
 # ---- an engine process that reads nothing
 
-PATIENCE, REFUSED = 60.0, "it is a test"
+REFUSED = "it is a test"
 
 
 class Deaf:
@@ -444,6 +442,5 @@ def test_a_client_that_is_closed_drops_what_waits(path: Path) -> None:
         assert await said([handles[-1]]) == {"the client is closed; make another one"}
 
     asyncio.run(asyncio.wait_for(run(), PATIENCE))
-    while any(thread.name == "compiled_llm client sends" for thread in threading.enumerate()):
-        time.sleep(0.001)
+    until(lambda: "compiled_llm client sends" not in {thread.name for thread in threading.enumerate()})
     deaf.listens.set()

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -249,10 +250,8 @@ def test_old_devices_are_refused_or_warned_about_and_only_the_first_is_needed(gp
 
 
 def test_device_that_cannot_be_asked_prevents(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: int) -> None:
-        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
-
-    monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
+    error = RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", Mock(side_effect=error))
     found = finding("devices: cuda:0", cuda=True)
     assert (found.prevents, found.detail) == (True, "CUDA error: out of memory")
 
@@ -283,9 +282,7 @@ def test_flashinfer_of_another_version_prevents_on_cuda(module: Fake, gpus: Gpus
 
 
 def test_torch_that_sees_no_device_beside_a_driver_says_why(program: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).")
-
+    error = RuntimeError("The NVIDIA driver on your system is too old (found version 11040).")
     program("nvidia-smi", "echo 570.86.10")
     assert finding("devices: NVIDIA driver").detail == "570.86.10"
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -294,7 +291,7 @@ def test_torch_that_sees_no_device_beside_a_driver_says_why(program: Fake, monke
     assert "this torch is not built for CUDA" in found.detail
     assert "pip install --force-reinstall torch" in found.fix
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "init", fail)
+    monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=error))
     assert "driver on your system is too old" in finding("devices: CUDA").detail
 
 
@@ -379,12 +376,8 @@ def test_slower_path_is_no_proof(trial: doctor_build.Trial, monkeypatch: pytest.
 
 
 def test_builds_stop_at_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> str:
-        raise RuntimeError(
-            "CppCompileError: C++ compile error\nOutput:\n/tmp/a.cpp:1:9: fatal error: Python.h: no such file"
-        )
-
-    monkeypatch.setattr(doctor_build, "build_with_inductor", fail)
+    said = "CppCompileError: C++ compile error\nOutput:\n/tmp/a.cpp:1:9: fatal error: Python.h: no such file"
+    monkeypatch.setattr(doctor_build, "build_with_inductor", Mock(side_effect=RuntimeError(said)))
     (finding,) = doctor_build.try_builds(cuda=False)
     assert finding.prevents
     assert finding.detail == "CppCompileError: C++ compile error: /tmp/a.cpp:1:9: fatal error: Python.h: no such file"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from huggingface_hub import errors
@@ -70,10 +71,7 @@ NOTHING_HERE = "no folder or file of that name here, and "
     [
         (OSError("no route"), NOTHING_HERE + r"the hub cannot be asked \(no route\)"),
         (errors.OfflineModeIsEnabled("offline"), "without a network, name a folder, or `demo`"),
-        (
-            errors.RepositoryNotFoundError("404", response=NOT_FOUND),
-            NOTHING_HERE + "no model on the hub",
-        ),
+        (errors.RepositoryNotFoundError("404", response=NOT_FOUND), NOTHING_HERE + "no model on the hub"),
         (errors.GatedRepoError("ask for access", response=NOT_FOUND), "nosuch cannot be loaded: ask for access"),
     ],
 )
@@ -98,9 +96,7 @@ def test_what_the_hub_has_or_what_was_downloaded_is_left_to_transformers(monkeyp
 
 
 def test_messages_of_transformers_are_whole(monkeypatch, model_folder: Path) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise ValueError("Couldn't instantiate the backend tokenizer from one of:\n(1) a file\nYou need sentencepiece")
-
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", fail)
+    error = ValueError("Couldn't instantiate the backend tokenizer from one of:\n(1) a file\nYou need sentencepiece")
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", Mock(side_effect=error))
     with pytest.raises(RuntimeError, match=r"from one of:\n\(1\) a file\nYou need sentencepiece"):
         load(str(model_folder), progress=False)

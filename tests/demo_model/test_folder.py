@@ -3,9 +3,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -60,11 +62,8 @@ def test_the_weights_are_read_once_and_kept(reads: Reads, monkeypatch: pytest.Mo
 
 
 def test_an_interrupted_start_leaves_nothing(reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(_: Path) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(demo_folder, "_seal", interrupt)
+        patch.setattr(demo_folder, "_seal", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             folder()
     assert [file.name for file in wheel.home().iterdir()] == [wheel.GGUF_NAME]
@@ -94,12 +93,8 @@ def test_processes_that_make_it_at_once_agree(reads: Reads, monkeypatch: pytest.
 
     monkeypatch.setattr(demo_folder, "_check", check_alone)
     reads.meanwhile = threading.Barrier(2).wait
-    found: list[Path] = []
-    threads = [threading.Thread(target=lambda: found.append(folder(progress=False))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: folder(progress=False), range(2)))
     assert found == [wheel.home() / "safetensors"] * 2
     assert is_whole(found[0])
     assert {file.name for file in wheel.home().iterdir()} == {wheel.GGUF_NAME, "safetensors"}

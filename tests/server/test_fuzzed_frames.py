@@ -56,9 +56,7 @@ HELLO = bytes(frame_of(Hello()))
         (HELLO + b"\x00\x00\x00\x00", "a frame that is no message of the protocol"),
     ],
 )
-def test_what_is_no_frame_closes_the_connection_with_a_sentence(
-    beside: None, path: Path, sent: bytes, said: str
-) -> None:
+def test_what_is_no_frame_ends_the_connection_with_a_sentence(beside: None, path: Path, sent: bytes, said: str) -> None:
     with Bytes(path) as peer:
         peer.send(sent)
         peer.socket.shutdown(1)  # nothing more comes
@@ -74,13 +72,10 @@ def test_requests_of_a_connection_that_is_closed_end(beside: None, path: Path) -
         while not isinstance(message := peer.receive(), Problem):
             assert message is not None
         assert peer.receive() is None
-        while other.stats().running > 1:
-            pass
+        until(lambda: other.stats().running <= 1)
 
 
-def test_what_was_answered_comes_before_the_sentence_that_closes_the_connection(
-    beside: None, engine_process: Loop, path: Path
-) -> None:
+def test_what_was_answered_comes_before_the_sentence_of_the_end(beside: None, engine_process: Loop, path: Path) -> None:
     with Bytes(path) as peer:
         peer.greet()
         peer.send(b"".join(map(frame_of, map(AskStats, range(900)))), b"\x00\x00\x00\x01\xc1")
@@ -106,8 +101,7 @@ def test_who_asks_and_never_reads_can_leave(beside: None, path: Path) -> None:
         except BlockingIOError:
             pass
     with Client(path) as client:
-        while client.stats().connections > 2:
-            pass
+        until(lambda: client.stats().connections <= 2)
 
 
 def test_random_bytes_do_no_harm(beside: None, path: Path, seed: int) -> None:

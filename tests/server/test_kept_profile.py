@@ -36,7 +36,7 @@ class Used:
         self.saved += 1
 
 
-def test_it_is_saved_when_something_was_used_and_the_model_is_awake(
+def test_it_is_saved_when_a_step_was_used_and_the_model_is_awake(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     used, kept = Used(), KeptProfile(tmp_path / "profile")
@@ -86,7 +86,7 @@ def ended(folder: Path, path: Path, profile: Path) -> Iterator[Client]:
 
 
 @pytest.mark.slow
-def test_the_next_engine_process_prepares_what_requests_of_the_last_one_have_used(
+def test_the_next_engine_process_prepares_what_the_last_one_used(
     model_folder: Path, path: Path, tmp_path: Path
 ) -> None:
     profile, prompts = tmp_path / "profile", [[3, 4, 5]]

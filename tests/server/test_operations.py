@@ -176,8 +176,7 @@ def test_asleep_clients_hear_it_and_awake_requests_go_on(served: Served, http: h
         assert slept["asleep"] is True
         assert slept["bytes"] > 0
         assert http.get("/status").json()["asleep"] is True
-        while client.doing != "asleep":
-            pass
+        until(lambda: client.doing == "asleep")
         with pytest.raises(EngineProcessError, match=r"the engine process is not ready \(asleep\)"):
             client.submit(PROMPT, SHORT)
         with Client(served.path, wait=False) as other, pytest.raises(TimeoutError, match="asleep"):
@@ -297,15 +296,13 @@ def test_the_port_of_the_api_knows_none_of_it(served: Served, http: httpx.Client
         question = {"prompt": "a", "max_tokens": 2}
         assert api_server.http.get("/ready").status_code == 200
         post(http, "/sleep")
-        while api_server.http.get("/ready").json() != {"ready": False, "doing": "asleep"}:
-            pass
+        until(lambda: api_server.http.get("/ready").json() == {"ready": False, "doing": "asleep"})
         response = api_server.http.post("/v1/completions", json=question)
         assert (response.status_code, response.headers["retry-after"]) == (503, "5")
         assert response.json()["error"]["message"] == "the model is not ready: asleep"
         assert api_server.http.get("/metrics").status_code == 200
         post(http, "/wake")
-        while api_server.http.get("/ready").status_code == 503:
-            pass
+        until(lambda: api_server.http.get("/ready").status_code != 503)
         assert api_server.http.post("/v1/completions", json=question).status_code == 200
 
 
@@ -336,8 +333,7 @@ def test_with_an_api_server_and_an_engine_process_that_is_started_again(
     ):
 
         def text() -> str:
-            while api_server.get("/ready").status_code != 200:
-                pass
+            until(lambda: api_server.get("/ready").status_code == 200)
             return api_server.post("/v1/completions", json=question).json()["choices"][0]["text"]
 
         assert text() == texts[0]
@@ -347,8 +343,7 @@ def test_with_an_api_server_and_an_engine_process_that_is_started_again(
             assert api_server.post("/update_weights", json={"folder": str(weights)}).status_code == 404
         found = subprocess.run(["pgrep", "-f", f"operations-uds={operations}"], capture_output=True, text=True)
         os.kill(int(found.stdout), signal.SIGKILL)
-        while api_server.get("/ready").status_code == 200:
-            pass
+        until(lambda: api_server.get("/ready").status_code != 200)
         assert text() == texts[0]  # those that it was started with
         with asking(operations) as http:
             assert http.get("/status").json() == {"doing": "ready", "asleep": False, "weights": None}

@@ -18,7 +18,7 @@ from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.engine_process.facts import ready_of
 from support.characters import character_tokenizer
 from support.engine.text_tokenizers import byte_level
-from support.server.engine_processes import PATIENCE, Loop, engine_in_thread
+from support.server.engine_processes import PATIENCE, Loop, engine_in_thread, until
 
 PROMPT = [3, 4, 5]
 SHORT = SamplingParams(max_tokens=5, ignore_eos=True, temperature=0.0)
@@ -42,8 +42,7 @@ async def done(answer: Any) -> Any:
 
 
 def until_lost(client: BaseClient) -> None:
-    while client._session.lost is None:
-        time.sleep(0.001)
+    until(lambda: client._session.lost is not None)
 
 
 GONE, NO_SOCKET = "has gone: its process has ended", "there is no such socket; start an engine process with"
@@ -144,5 +143,4 @@ def test_a_client_that_was_closed_stays_so(engine: Engine, path: Path, monkeypat
             waiting.result(PATIENCE)
         with pytest.raises(EngineDeadError):
             client.submit(PROMPT)
-        while loop.server._connections:
-            time.sleep(0.001)
+        until(lambda: not loop.server._connections)

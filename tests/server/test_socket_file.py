@@ -7,7 +7,7 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -128,11 +128,9 @@ def test_of_many_that_begin_at_once_one_listens(path: Path) -> None:
         except RuntimeError as error:
             refused.append(error)
 
-    threads = [threading.Thread(target=begin) for _ in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(12) as pool:
+        for _ in range(12):
+            pool.submit(begin)
     assert (len(listening), len(refused)) == (1, 11)
     assert connects(path)
     listening[0].close()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -141,10 +142,7 @@ def test_a_request_has_an_id_and_its_prompt_is_not_in_the_log(
 def test_an_error_of_ours_shows_no_trace(
     api_server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(_: object) -> None:
-        raise KeyError("/home/me/secret")
-
-    monkeypatch.setattr(api_server.api_server, "model_for", broken)
+    monkeypatch.setattr(api_server.api_server, "model_for", Mock(side_effect=KeyError("/home/me/secret")))
     response = ask(api_server)
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "an error of the server; its log has it under the request's id"

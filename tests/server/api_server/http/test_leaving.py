@@ -16,7 +16,7 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.loop import Loop as EngineLoop
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.server.engine_process.facts import ready_of
-from support.server.engine_processes import Loop
+from support.server.engine_processes import Loop, until
 from support.server.running_servers import RunningServer, chat_tokenizer, request, running_server
 from support.server.scripted import Script
 
@@ -25,8 +25,7 @@ LONG = {"prompt": "a", "max_tokens": 900, "ignore_eos": True}
 
 
 def until_idle(engine: Engine) -> None:
-    while engine.stats().running or engine.stats().waiting:
-        time.sleep(0.002)
+    until(lambda: not (engine.stats().running or engine.stats().waiting))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -36,8 +35,7 @@ def test_a_client_that_leaves_has_its_request_cancelled(
     before = engine.stats()
     with socket.create_connection(("127.0.0.1", api_server.port)) as peer:
         peer.sendall(request({**LONG, "stream": stream, "n": 2}))
-        while engine.stats().new_tokens < before.new_tokens + 4:
-            time.sleep(0.002)
+        until(lambda: engine.stats().new_tokens >= before.new_tokens + 4)
     until_idle(engine)
     assert engine.stats().new_tokens < before.new_tokens + 1500
     assert engine.stats().finished == before.finished + 2
@@ -68,8 +66,7 @@ def test_a_full_queue_and_an_engine_process_that_is_replaced(mortal: tuple[Loop,
             events = (line for line in running.iter_lines() if line)
             assert next(events).startswith('data: {"id":"cmpl-')
             waiting = pool.submit(api_server.http.post, TEXT, json=LONG)
-            while not engine.stats().waiting:
-                time.sleep(0.002)
+            until(lambda: engine.stats().waiting)
             busy = api_server.http.post(TEXT, json=LONG)
             assert (busy.status_code, busy.headers["retry-after"]) == (429, "1")
             assert busy.json()["error"]["code"] == "queue_full"
@@ -83,8 +80,7 @@ def test_a_full_queue_and_an_engine_process_that_is_replaced(mortal: tuple[Loop,
             time.sleep(0.002)
         assert api_server.http.get("/health").status_code == 200
         again = opened(engine, path)
-        while api_server.http.get("/ready").status_code == 503:
-            time.sleep(0.002)
+        until(lambda: api_server.http.get("/ready").status_code != 503)
         api_server.post(TEXT, prompt="a")
         again.close()
 
@@ -131,8 +127,7 @@ def test_a_prefill_whose_client_has_left_ends_at_its_next_chunk(
             steps += 1
             if steps == 3:
                 peer.close()
-                while not engine._engine_thread._arrivals:
-                    time.sleep(0.002)
+                until(lambda: engine._engine_thread._arrivals)
             return step(loop, unchanged)
 
         monkeypatch.setattr(EngineLoop, "step", leaving)

@@ -6,7 +6,6 @@ import asyncio
 import re
 import shlex
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from compiled_llm.client import Client
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.docs.pages import CHECKOUT
-from support.server.engine_processes import PATIENCE
+from support.server.engine_processes import PATIENCE, until
 from support.server.running_servers import serving
 
 OPTIONS = ("--mode", "eager", "--warmup", "1", "--kv-memory", "40000 tokens")
@@ -43,8 +42,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with tempfile.TemporaryDirectory(prefix="uds-") as folder:
         path = Path(folder) / "socket"
         with serving("demo", "--uds", str(path), *OPTIONS) as (process, url):
-            while httpx.get(f"{url}/ready").status_code != 200:
-                time.sleep(0.1)
+            until(lambda: httpx.get(f"{url}/ready").status_code == 200)
             yield Served(url, path, process.pid)
 
 

@@ -15,7 +15,7 @@ import compiled_llm
 from compiled_llm.server.serving import listen
 from compiled_llm.server.settings import ApiServerSettings
 from support.docs.pages import DOCS
-from support.server.engine_processes import PATIENCE, Loop
+from support.server.engine_processes import PATIENCE, Loop, until
 from support.server.running_servers import RunningServer, chat_tokenizer, running_server
 
 
@@ -56,8 +56,7 @@ def test_before_the_model_is_ready_requests_hear_what_is_done(path: Path) -> Non
     loop = Loop(path)
     loop.server.report("loading weights")
     with running_server(loop.server._path, wait=False) as api_server:
-        while api_server.http.get("/ready").json()["doing"] != "loading weights":
-            pass
+        until(lambda: api_server.http.get("/ready").json()["doing"] == "loading weights")
         assert api_server.http.get("/ready").status_code == 503
         assert api_server.http.get("/health").status_code == 200
         refused = api_server.http.post("/v1/completions", json={"prompt": "a"})
@@ -171,6 +170,5 @@ def test_who_watches_a_server_does_not_fill_its_log(
     with caplog.at_level("INFO", "compiled_llm.server"):
         for path in ("/metrics", "/ready", "/health", "/version"):
             assert api_server.http.get(path).status_code == 200
-        while " GET /version 200 " not in caplog.text:
-            pass
+        until(lambda: " GET /version 200 " in caplog.text)
     assert len(caplog.records) == 1

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -65,10 +66,7 @@ class Panic(BaseException):
 def test_it_ends_with_what_a_tokenizer_raises(
     engine_process: Loop, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    def fails(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(vocabulary, "tokenizer_of", fails)
+    monkeypatch.setattr(vocabulary, "tokenizer_of", Mock(side_effect=error))
 
     async def see(link: EngineLink, said: list[object]) -> None:
         await soon(lambda: said)
@@ -82,10 +80,7 @@ def test_it_ends_with_what_a_tokenizer_raises(
 def test_it_ends_with_what_nobody_has_expected(
     engine_process: Loop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(*_: object) -> None:
-        raise Panic("its bytes")
-
-    monkeypatch.setattr(engine_link, "TokenBytes", fails)
+    monkeypatch.setattr(engine_link, "TokenBytes", Mock(side_effect=Panic("its bytes")))
     assert linking(engine_process.server._path, lambda link, said: soon(lambda: said)) == ["its bytes"]
     assert "Panic" in caplog.text
 
