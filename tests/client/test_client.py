@@ -397,9 +397,7 @@ def test_an_event_loop_goes_on_while_an_engine_process_reads_nothing(path: Path)
     assert cancelled.request == submitted[1].request
 
 
-def test_an_engine_process_that_reads_nothing_for_long_is_asked_no_more(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_reads_nothing_for_long_is_asked_no_more(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deaf = Deaf(path)
 
     async def run() -> None:

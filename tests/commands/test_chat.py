@@ -110,7 +110,7 @@ class Questions:
         return self._questions.pop(0) if self._questions else None
 
 
-def test_an_engine_process_that_comes_back_with_another_model_is_asked_in_its_own_words(
+def test_another_model_that_comes_back_is_asked_in_its_own_words(
     model_folder: Path, engine: Engine, path: Path, tmp_path: Path
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_folder)

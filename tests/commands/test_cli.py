@@ -157,9 +157,7 @@ def assert_usage_error(result: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(("flags", "system"), [([], ""), (["--system", "Be brief"], "<system: Be brief>")])
-def test_chat_writes_the_answer_alone_to_the_system_message_and_the_users(
-    model_folder: Path, flags: list[str], system: str
-) -> None:
+def test_chat_writes_the_answer_alone_to_system_and_user(model_folder: Path, flags: list[str], system: str) -> None:
     result = generate(model_folder, "Hi", "--chat", *flags)
     assert result.stdout == greedy(model_folder, f"{system}<user: Hi>", 40)[1] + "\n"
 

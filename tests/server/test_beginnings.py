@@ -78,7 +78,7 @@ def test_what_was_cancelled_before_it_has_begun_ends(engine_process: Loop, path:
         assert {ended.finish_reason for ended in reasons.values() if ended is not None} == {"cancelled"}
 
 
-def test_a_client_that_leaves_before_its_request_has_begun_leaves_nothing(
+def test_a_client_may_leave_before_its_request_has_begun(
     engine: Engine, engine_process: Loop, path: Path, slow: Slow
 ) -> None:
     with Bytes(path) as peer:

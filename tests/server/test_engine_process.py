@@ -75,9 +75,7 @@ def ask(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.whole
-def test_text_comes_by_the_tokenizer_that_the_engine_process_names(
-    engine: Engine, model_folder: Path, path: Path
-) -> None:
+def test_text_comes_by_the_tokenizer_that_the_process_names(engine: Engine, model_folder: Path, path: Path) -> None:
     (expected,) = engine.generate(["Hello"], greedy(30))
     with started_engine_process(model_folder, path, *OPTIONS):
         done = ask(path, "Hello")
@@ -121,7 +119,7 @@ def test_a_model_that_cannot_be_loaded_ends_it_and_clients_hear_why(tmp_path: Pa
 
 
 @pytest.mark.whole
-def test_two_hundred_streams_at_once_over_the_socket_and_over_http_get_the_engines_answers(
+def test_two_hundred_streams_by_socket_and_by_http_are_the_engines(
     engine: Engine, model_folder: Path, path: Path
 ) -> None:
     prompts = [[3 + number % 90, 5, 3 + number // 2] for number in range(200)]

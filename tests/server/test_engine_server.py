@@ -291,9 +291,7 @@ def test_a_client_that_leaves_takes_its_requests_along(engine: Engine, engine_pr
         assert len(handles[2].output().token_ids) < 900
 
 
-def test_a_client_that_reads_no_more_though_it_might_write_is_left(
-    engine: Engine, engine_process: Loop, path: Path
-) -> None:
+def test_a_client_that_reads_no_more_but_might_write_is_left(engine: Engine, engine_process: Loop, path: Path) -> None:
     with Bytes(path) as deaf:
         deaf.greet()
         ended = engine_ends(engine, 1)
@@ -306,9 +304,7 @@ def test_a_client_that_reads_no_more_though_it_might_write_is_left(
     assert engine.stats().new_tokens < 900
 
 
-def test_an_engine_process_is_not_quiet_before_the_last_tokens_are_in_the_socket(
-    engine_process: Loop, path: Path, monkeypatch: Any
-) -> None:
+def test_it_is_busy_until_the_last_tokens_are_in_the_socket(engine_process: Loop, path: Path, monkeypatch: Any) -> None:
     written, goes_on = threading.Event(), threading.Event()
 
     def slowly(message: Any) -> bytearray:
@@ -396,7 +392,7 @@ def test_a_reader_that_is_too_slow_loses_its_requests_with_the_reason(engine: En
 # ---- before and after
 
 
-def test_a_form_without_xgrammar_is_impossible_and_the_command_is_told(
+def test_without_xgrammar_a_form_is_impossible(
     engine_process: Loop, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Client(path) as client:

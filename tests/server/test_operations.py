@@ -115,7 +115,7 @@ def test_only_its_user_may_open_the_socket(served: Served) -> None:
         Operations(served.loop.server, served.operations_path)
 
 
-def test_who_hears_that_the_engine_process_is_ready_can_ask_at_once(
+def test_operations_can_be_asked_once_it_is_ready(
     engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, path = Loop(folder / "socket"), folder / "operations"
@@ -243,9 +243,7 @@ def test_what_is_not_possible_now_is_told_too(served: Served, http: httpx.Client
     assert http.get("/wake").status_code == 405
 
 
-def test_of_two_updates_the_second_is_refused(
-    served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_update_is_refused(served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, goes_on, body = threading.Event(), threading.Event(), {"folder": "/a/folder"}
 
     def slow(*_: object, **__: object) -> None:
@@ -275,7 +273,7 @@ def test_before_the_engine_process_is_ready_it_says_so(path: Path, folder: Path)
     loop.close()
 
 
-def test_what_requests_have_used_is_saved_before_the_model_sleeps(
+def test_the_profile_is_saved_before_sleep(
     engine: Engine, path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its process may end asleep, and cannot save it then."""
@@ -318,7 +316,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.whole
-def test_with_an_api_server_and_an_engine_process_that_is_started_again(
+def test_an_engine_process_that_is_started_again_has_operations(
     model_folder: Path, weights: Path, folder: Path
 ) -> None:
     operations = folder / "operations"

@@ -176,9 +176,7 @@ def server(death: Death, model_folder: Path, path: Path) -> Iterator[Served]:
         yield server
 
 
-def test_a_process_that_ends_under_load_is_missed_by_those_that_need_it_alone(
-    death: Death, server: Served, path: Path
-) -> None:
+def test_a_process_that_ends_is_missed_by_those_that_need_it_alone(death: Death, server: Served, path: Path) -> None:
     expected = texts(server.url) if server.url else []
     with Client(path) as client:
         server.begin(client, sum(death.streams.values()), {**LONG, "n": death.number})

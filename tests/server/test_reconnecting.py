@@ -49,7 +49,7 @@ GONE, NO_SOCKET = "has gone: its process has ended", "there is no such socket; s
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_requests_under_way_end_and_the_next_one_connects_again(
+def test_requests_end_and_the_next_one_connects_again(
     engine: Engine, path: Path, kind: type[Client | AsyncClient]
 ) -> None:
     async def generated(client: Client | AsyncClient) -> list[int]:
@@ -81,9 +81,7 @@ def test_requests_under_way_end_and_the_next_one_connects_again(
         asyncio.run(main(first))
 
 
-def test_who_waits_finds_an_engine_process_that_comes_back(
-    engine: Engine, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_waits_finds_a_process_that_comes_back(engine: Engine, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "RETURNS_WITHIN", PATIENCE)
     with engine_in_thread(engine, path) as first, Client(path) as client:
         expected = client.generate([PROMPT], SHORT)[0].token_ids

@@ -208,9 +208,7 @@ def test_each_replica_has_its_figures_in_rays_metrics(client: httpx.Client) -> N
     assert {(*replica, "0.5"), (*replica, "0.99")} <= figures("first_token_seconds").keys()
 
 
-def test_more_of_prompts_is_cached_than_if_replicas_are_drawn(
-    client: httpx.Client, start: Callable[..., httpx.Client]
-) -> None:
+def test_more_is_cached_than_if_replicas_are_drawn(client: httpx.Client, start: Callable[..., httpx.Client]) -> None:
     ours = share_cached(client)
     drawn = share_cached(start(replica_options={"request_router_config": {}}))
     assert ours == pytest.approx(2 * 96 / (3 * 112), abs=0.001)  # all that can be: each beginning is computed once

@@ -232,7 +232,7 @@ def test_if_no_replica_answers_for_long_there_is_none(engine_process: Loop, path
     play(path, game)
 
 
-def test_if_replicas_cannot_be_asked_whoever_waits_hears_of_it(
+def test_who_waits_hears_why_no_replica_can_be_asked(
     engine_process: Loop, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def game(replica: OneReplica, client: ReplicaClient) -> None:

@@ -170,9 +170,7 @@ def test_half_requests(api_server: RunningServer, sent: bytes) -> None:
     assert_answers(api_server)
 
 
-def test_a_form_without_xgrammar_is_refused_with_the_command(
-    api_server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_xgrammar_a_form_is_refused(api_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "xgrammar" else find(name))
     response = api_server.http.post(CHAT, json={"messages": HI, "response_format": {"type": "json_object"}})

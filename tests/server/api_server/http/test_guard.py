@@ -125,7 +125,7 @@ def test_all_keys_are_compared_each_time(guarded: RunningServer, monkeypatch: py
         assert {len(side) for pair in compared for side in pair} == {32}  # digests: of one length
 
 
-def test_a_request_has_an_id_and_its_prompt_is_not_in_the_log(
+def test_requests_have_ids_and_no_prompt_in_the_log(
     api_server: RunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", "compiled_llm.server"):

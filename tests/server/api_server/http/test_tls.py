@@ -78,9 +78,7 @@ def test_old_versions_of_tls_are_refused(secure: RunningServer) -> None:
         context.wrap_socket(plain)
 
 
-def test_a_certificate_that_cannot_be_shown_is_refused_before_anything_is_loaded(
-    files: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_certificate_that_cannot_be_shown_is_refused_at_once(files: tuple[Path, Path], tmp_path: Path) -> None:
     certificate, key = files
     (tmp_path / "text").write_text("no certificate")
     (tmp_path / "secret").mkdir()

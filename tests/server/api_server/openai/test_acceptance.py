@@ -64,7 +64,7 @@ def test_readmes_curl_is_answered(served: Served) -> None:
 
 
 @pytest.mark.parametrize("given", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}], ids=["greedy", "drawn"])
-def test_tokens_are_equal_in_process_over_the_socket_and_over_http(
+def test_tokens_are_equal_in_process_by_socket_and_by_http(
     served: Served, engine: Engine, given: dict[str, Any]
 ) -> None:
     params = SamplingParams(max_tokens=24, **given)

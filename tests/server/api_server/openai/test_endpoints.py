@@ -164,9 +164,7 @@ def test_the_page_comes_without_a_key_says_nothing_of_the_model_and_can_be_left_
         assert api_server.http.get("/").status_code == 404
 
 
-def test_who_watches_a_server_does_not_fill_its_log(
-    api_server: RunningServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_to_watch_a_server_does_not_fill_its_log(api_server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "compiled_llm.server"):
         for path in ("/metrics", "/ready", "/health", "/version"):
             assert api_server.http.get(path).status_code == 200

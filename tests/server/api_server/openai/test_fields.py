@@ -300,7 +300,7 @@ def test_a_prompt_is_cut_at_its_beginning(speaking: tuple[Script, RunningServer]
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_text_that_surely_does_not_fit_is_refused_though_it_would_be_cut(
+def test_a_text_that_cannot_fit_is_refused_though_it_would_be_cut(
     speaking: tuple[Script, RunningServer], path: str
 ) -> None:
     _, api_server = speaking

@@ -170,9 +170,7 @@ def streamed(api_server: RunningServer, path: str, **fields: Any) -> list[Any]:
     return [choice["logprobs"] for choice in choices if choice["logprobs"]]
 
 
-def test_log_probabilities_are_those_of_huggingfaces_forward(
-    plain: PreTrainedModel, engine: Engine, api_server: RunningServer
-) -> None:
+def test_log_probabilities_are_huggingfaces(plain: PreTrainedModel, engine: Engine, api_server: RunningServer) -> None:
     """Of prompts and answers, whole and streamed, in the engine and from each endpoint."""
     params = {"max_tokens": 9, "seed": 5, "ignore_eos": True}
     scores = {"logprobs": MOST, "prompt_logprobs": MOST}

@@ -54,7 +54,7 @@ def three(model_folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         assert process.wait(PATIENCE) == 0
 
 
-def test_three_api_servers_say_what_one_says_and_count_together(
+def test_three_api_servers_answer_and_count_as_one(
     model_folder: Path, three: tuple[subprocess.Popen[str], str]
 ) -> None:
     with serving(model_folder, *OPTIONS, "--api-server-count", "1") as (process, url):
@@ -131,7 +131,7 @@ def test_api_servers_that_cannot_begin_end_the_server(model_folder: Path) -> Non
     assert "error: serve: an API server has ended before it took connections (exit code 3)" in done.stderr
 
 
-def test_the_next_api_server_removes_what_a_killed_one_has_left(
+def test_the_next_server_removes_what_a_killed_one_left(
     model_folder: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -161,9 +161,7 @@ main()
 
 
 @pytest.mark.parametrize("seconds", [0, 1])
-def test_an_engine_process_that_does_not_end_is_ended_by_the_second_ctrl_c(
-    model_folder: Path, path: Path, seconds: int
-) -> None:
+def test_the_second_ctrl_c_ends_an_engine_process_that_does_not(model_folder: Path, path: Path, seconds: int) -> None:
     command = (sys.executable, "-c", PATIENT)
     with served(model_folder, path, 1, command=command) as server:
         process, url, engine_process = server.process, server.url, server.engine_process

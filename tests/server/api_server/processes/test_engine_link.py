@@ -63,7 +63,7 @@ class Panic(BaseException):
     "error",
     [ValueError("wrong"), OSError("no file"), EngineProcessError("x"), Panic("index"), StopIteration(1)],
 )
-def test_it_ends_with_what_a_tokenizer_raises(
+def test_it_ends_as_its_tokenizer_does(
     engine_process: Loop, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     monkeypatch.setattr(vocabulary, "tokenizer_of", Mock(side_effect=error))

@@ -76,7 +76,7 @@ def test_an_api_server_is_told_what_it_is_to_be(ends: tuple[socket.socket, socke
         receive_start(ends[1])
 
 
-def test_an_api_server_that_reads_nothing_is_not_waited_for_and_misses_nothing(
+def test_an_api_server_that_reads_nothing_stops_none_and_misses_nothing(
     start: Start, child: Callable[[str], None]
 ) -> None:
     child(CHILD)
@@ -117,9 +117,7 @@ def test_an_api_server_that_reads_nothing_is_not_waited_for_and_misses_nothing(
     asyncio.run(talk())
 
 
-def test_an_api_server_answers_given_connections_and_ends_with_the_process_that_gives_them(
-    start: Start,
-) -> None:
+def test_an_api_server_answers_given_connections_and_ends_with_who_gives_them(start: Start) -> None:
     async def talk() -> None:
         ours, theirs = socket.socketpair()
         reading, words = os.pipe()
