@@ -21,6 +21,7 @@ from compiled_llm.compilation.regions import Examples, Region, cut, join, withou
 from compiled_llm_ops import paged_attention
 from support.compilation.traced import Inputs, inputs_of, traced
 from support.huggingface.families import FAMILIES, make
+from support.noting import note_calls
 from support.parity import FEW_PAGES, greedy, mixed_prompts, wrap_and_compare
 from support.tiny_models import tiny_qwen3
 
@@ -54,9 +55,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
 
 @pytest.mark.parametrize(("layers", "fuse"), [(2, False), (5, True)])
 def test_a_model_takes_three_regions_however_many_layers_it_has(layers, fuse, compiles, seed, monkeypatch):
-    looked_at: list[Any] = []
-    run = Examples._run
-    monkeypatch.setattr(Examples, "_run", lambda self, *given: looked_at.append(given) or run(self, *given))
+    looked_at = note_calls(monkeypatch, Examples, "_run", lambda self, *given: given)
     wrap_and_compare(tiny_qwen3(num_hidden_layers=layers, eos_token_id=None), seed, fuse_projections=fuse)
     assert len(compiles) == 3 * PREFILL_AND_DECODE
     assert len(looked_at) == 3 * PREFILL_AND_DECODE, "what a region computes is known from the first like it"

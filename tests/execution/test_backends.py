@@ -22,7 +22,7 @@ from compiled_llm.compilation.passes.attention import PreparedInAttention
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill.packing import null_extension, pack, padded
 from compiled_llm.execution.state.prefill_room import PrefillRoom
-from compiled_llm.kvcache.table import HostTable, Span, build_table
+from compiled_llm.kvcache.table import Span, build_table
 from compiled_llm.model.checks import check_layers, check_placement
 from compiled_llm.model.layer_probe import Layer
 from compiled_llm.model.refusals import UnsupportedModelError
@@ -31,6 +31,7 @@ from compiled_llm_ops.backends import BACKENDS, backend_named
 from compiled_llm_ops.contracts import AppendPagedKv, PagedAttention, PlannedBatch
 from compiled_llm_ops.protocol import owner_of
 from compiled_llm_ops.reference.backend import ReferencePlan
+from support.noting import note_calls
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -175,14 +176,9 @@ def test_planned_decode_gives_huggingfaces_tokens(mode: str, layers: int, seed: 
 def test_decode_is_planned_again_when_a_row_enters_a_page_and_never_in_between(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pages: list[list[int]] = []
-    plan = Planner.plan_decode
-
-    def noted(self: Planner, table: HostTable, bucket: int) -> None:
-        pages.append((table.indptr[1:] - table.indptr[:-1]).tolist())
-        plan(self, table, bucket)
-
-    monkeypatch.setattr(Planner, "plan_decode", noted)
+    pages = note_calls(
+        monkeypatch, Planner, "plan_decode", lambda self, table, _: (table.indptr[1:] - table.indptr[:-1]).tolist()
+    )
     model = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1, eos_token_id=None), mode="eager", **OPTIONS)
     greedy(model, mixed_prompts([5], 128, seed), 14)  # rows of 6 to 18 tokens, in pages of 4
     assert pages == [[1], [2], [3], [4], [5]]  # a null row first, when the bucket is prepared

@@ -30,6 +30,7 @@ from compiled_llm.kvcache.row import Row
 from support.execution.model_changes import other_attribute
 from support.execution.stand_in_cuda_graphs import StandIn, StandInGraphCapture, let_a_cpu_capture
 from support.in_threads import in_thread
+from support.noting import note_calls
 from support.parity import alone, assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -340,14 +341,7 @@ def test_a_failed_capture_is_logged_once_counted_and_tried_again_by_warmup(caplo
 
 
 def test_no_capture_goes_on_when_a_call_or_the_engine_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[int] = []
-    begin = StandInGraphCapture.begin
-
-    def counted(self: StandInGraphCapture, *args: Any) -> Any:
-        begun.append(1)
-        return begin(self, *args)
-
-    monkeypatch.setattr(StandInGraphCapture, "begin", counted)
+    begun = note_calls(monkeypatch, StandInGraphCapture, "begin", lambda *_: 1)
     monkeypatch.setattr(StandInGraphCapture, "slices", 100)
     model = wrapped()
     model.compiled.warmup([1])

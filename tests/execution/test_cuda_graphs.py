@@ -34,6 +34,7 @@ from support.execution.model_changes import (
     swapped_module,
 )
 from support.execution.stand_in_cuda_graphs import StandIn, StandInGraphCapture, let_a_cpu_capture
+from support.noting import note_calls
 from support.parity import alone, assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -159,8 +160,7 @@ def test_tokens_of_a_replay_whose_guards_turn_out_wrong_are_thrown_away_and_do_n
 def count_looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     looks: Counter[str] = Counter()
     for name in ("weights_valid", "guards_valid"):
-        own = getattr(CudaGraphs, name)
-        monkeypatch.setattr(CudaGraphs, name, lambda *given, own=own, name=name: (looks.update([name]), own(*given))[1])
+        note_calls(monkeypatch, CudaGraphs, name, lambda *_, name=name: looks.update([name]))
     return looks
 
 

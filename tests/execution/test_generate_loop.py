@@ -20,6 +20,7 @@ from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.kvcache.row import Row
 from support.execution.alone import Alone
 from support.execution.failing_calls import fail_once
+from support.noting import note_calls
 from support.parity import assert_account_is_empty
 from support.tiny_models import tiny_llama, tiny_qwen3
 
@@ -395,8 +396,10 @@ def test_an_exception_inside_a_prefill_leaves_the_prompt_waiting(model, generate
 )
 def test_no_row_waits_for_a_smaller_bucket_because_others_have_ended(model, monkeypatch, prepared, used):
     model.compiled.warmup(prepared)
-    generate_loop, own, seen = model.compiled.generate_loop(), Decode.run, []
-    monkeypatch.setattr(Decode, "run", lambda self, bucket, wanted: (seen.append(bucket), own(self, bucket, wanted))[1])
+    generate_loop, seen = (
+        model.compiled.generate_loop(),
+        note_calls(monkeypatch, Decode, "run", lambda _, bucket, __: bucket),
+    )
     twin = Alone(tiny_qwen3(**OVERRIDES), [3, 4, 5])
     rows = [generate_loop.admit([3, 4, 5], 9) for _ in range(5)]
     generate_loop.step()

@@ -21,6 +21,7 @@ from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import Row
 from support.execution.alone import Alone
 from support.execution.failing_calls import fail_once
+from support.noting import note_calls
 from support.ops.sampling_cases import EVERYTHING, tables_of
 from support.parity import assert_account_is_empty
 from support.tiny_models import tiny_qwen3
@@ -102,9 +103,7 @@ def rows_of(count: int) -> list[Row]:
 def test_what_many_rows_bring_is_one_copy_and_rows_that_bring_nothing_write_nothing(monkeypatch):
     """Staging waits for the device once it is some copies ahead."""
     slots, _ = slots_for(16, 300)
-    copied = []
-    to_device = Staging.to_device
-    monkeypatch.setattr(Staging, "to_device", lambda self, arrays: (copied.append(1), to_device(self, arrays))[1])
+    copied = note_calls(monkeypatch, Staging, "to_device", lambda *_: 1)
     plain = rows_of(12)
     slots.admit(plain, [Sampling(seed=seed) for seed in range(12)])
     assert copied == []

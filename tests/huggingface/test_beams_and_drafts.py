@@ -19,9 +19,9 @@ from compiled_llm.compilation import backend as inductor
 from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.pool import PagePool
-from compiled_llm.kvcache.row import PageCopy
 from support.execution.callbacks import Callback
-from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.noting import note_calls
+from support.parity import assert_account_is_empty, greedy, mixed_prompts, next_turn
 from support.tiny_models import tiny_qwen3
 
 OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "1000 tokens", "max_batch_size": 8, "progress": False}
@@ -42,36 +42,25 @@ def model() -> PreTrainedModel:
 
 
 class Watched:
-    """What happens to pages while a call runs."""
+    """What happens to pages while calls run."""
 
-    def __init__(self) -> None:
-        self.peak_used = 0
-        self.copied = 0
-        self.computed: list[int] = []
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._used = note_calls(patch, PagePool, "give_back", lambda pool, *_: pool.account().used)
+        self._copied = note_calls(patch, RunnerState, "copy_pages", lambda self, copies: len(copies))
+        self.computed = note_calls(patch, Prefill, "run", lambda self, batch, *_, **__: sum(len(e.ids) for e in batch))
+
+    @property
+    def peak_used(self) -> int:
+        return max(self._used)
+
+    @property
+    def copied(self) -> int:
+        return sum(self._copied)
 
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
-    seen = Watched()
-    take, copy, prefill = PagePool.take_reserved, RunnerState.copy_pages, Prefill.run
-
-    def taking(self: PagePool, count: int) -> list[int]:
-        pages = take(self, count)
-        seen.peak_used = max(seen.peak_used, self.account().used)
-        return pages
-
-    def copying(self: RunnerState, copies: list[PageCopy]) -> None:
-        seen.copied += len(copies)
-        copy(self, copies)
-
-    def prefilling(self: Prefill, batch: Any, *args: Any, **options: Any) -> Any:
-        seen.computed.append(sum(len(extension.ids) for extension in batch))
-        return prefill(self, batch, *args, **options)
-
-    monkeypatch.setattr(PagePool, "take_reserved", taking)
-    monkeypatch.setattr(RunnerState, "copy_pages", copying)
-    monkeypatch.setattr(Prefill, "run", prefilling)
-    return seen
+    return Watched(monkeypatch)
 
 
 # ---- beams
@@ -355,11 +344,8 @@ def chat(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
     given: dict[str, Any] = inputs
     for turn in range(4):
         out = greedy(model, given, 5 + turn, return_dict_in_generate=True)
-        words = torch.arange(7, 10) + torch.arange(len(out.sequences))[:, None]
-        mask = torch.cat([given["attention_mask"], torch.ones(len(words), 8 + turn, dtype=torch.long)], dim=1)
-        ids = torch.cat([out.sequences, words], dim=1)
-        given = {"input_ids": ids, "attention_mask": mask, "past_key_values": out.past_key_values}
-    return ids
+        given = next_turn(given, out, torch.arange(7, 10) + torch.arange(len(out.sequences))[:, None])
+    return given["input_ids"]
 
 
 MODES = {

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 import compiled_llm
 from support.execution.model_changes import before_a_layer, calling, on_a_layer
 from support.huggingface.pairs import OPTIONS
-from support.parity import greedy
+from support.parity import greedy, next_turn
 from support.tiny_models import tiny_qwen3
 
 pytestmark = pytest.mark.core
@@ -55,7 +55,8 @@ def test_hooks_on_the_model_itself_fire_once_a_step_and_what_they_change_counts(
 def test_hooks_that_come_and_go_leave_compiled_steps_as_they_were(inputs):
     plain = tiny_qwen3(eos_token_id=None)
     model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **{**OPTIONS, "mode": "compile", "progress": False})
-    cache = greedy(model, inputs, 6, return_dict_in_generate=True).past_key_values
+    first = greedy(model, inputs, 6, return_dict_in_generate=True)
+    cache = first.past_key_values
     graphs = model.compiled.stats().graphs
     with hooked(model, plain):
         torch.testing.assert_close(greedy(model, inputs, 6), greedy(plain, inputs, 6))
@@ -63,9 +64,8 @@ def test_hooks_that_come_and_go_leave_compiled_steps_as_they_were(inputs):
             greedy(model, inputs, 6, past_key_values=cache)
         with pytest.raises(ValueError, match="hooks are on inner modules; that takes HuggingFace's own forward"):
             model(torch.ones(3, 1, dtype=torch.long), past_key_values=cache)
-    longer = {"input_ids": torch.cat([greedy(plain, inputs, 6), torch.full((3, 1), 7)], dim=1)}
-    longer["attention_mask"] = torch.cat([inputs["attention_mask"], torch.ones(3, 7, dtype=torch.long)], dim=1)
-    torch.testing.assert_close(greedy(model, longer, 6, past_key_values=cache), greedy(plain, longer, 6))
+    longer = next_turn(inputs, first, torch.full((3, 1), 7))
+    torch.testing.assert_close(greedy(model, longer, 6), greedy(plain, {**longer, "past_key_values": None}, 6))
     assert model.compiled.stats().graphs == graphs
 
 

@@ -17,10 +17,10 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 import compiled_llm
 from compiled_llm import WrapConfig
 from compiled_llm.compilation.graphs.table import CudaGraphTable
-from compiled_llm.compilation.inputs import Shape
 from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.prefill.prefill import Prefill
 from support.execution.stand_in_cuda_graphs import StandInGraphCapture, let_a_cpu_capture
+from support.noting import note_calls
 from support.parity import alone, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -43,20 +43,8 @@ def cuda_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The shapes of prefills and the buckets of decode steps that have run."""
-    ran: list[Any] = []
-    run_shape, run = Prefill._run_shape, Decode.run
-
-    def noted_prefill(self: Prefill, shape: Shape, chunk: Any, *args: Any, **kwargs: Any) -> Any:
-        if chunk:
-            ran.append(shape)
-        return run_shape(self, shape, chunk, *args, **kwargs)
-
-    def noted_decode(self: Decode, bucket: int, wanted: int) -> Any:
-        ran.append(bucket)
-        return run(self, bucket, wanted)
-
-    monkeypatch.setattr(Prefill, "_run_shape", noted_prefill)
-    monkeypatch.setattr(Decode, "run", noted_decode)
+    ran = note_calls(monkeypatch, Decode, "run", lambda self, bucket, wanted: bucket)
+    note_calls(monkeypatch, Prefill, "_run_shape", lambda self, shape, chunk, *_, **__: chunk and ran.append(shape))
     return ran
 
 

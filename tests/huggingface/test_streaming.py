@@ -23,6 +23,7 @@ import compiled_llm
 from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.generate_loop import GenerateLoop
 from support.huggingface.callbacks import Collected
+from support.noting import note_calls
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -193,13 +194,7 @@ def test_the_model_is_looked_at_again_after_code_that_may_have_changed_it(
 ) -> None:
     """A call's prefill looks in any case."""
     model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", page_size=4)
-    said, own = [], GenerateLoop.step
-
-    def step(self: GenerateLoop, forced: Any = None, unchanged: bool = False, *others: Any) -> Any:
-        said.append(unchanged)
-        return own(self, forced, unchanged, *others)
-
-    monkeypatch.setattr(GenerateLoop, "step", step)
+    said = note_calls(monkeypatch, GenerateLoop, "step", lambda self, forced=None, unchanged=False, *_: unchanged)
     options = {"streamer": None if streamer is None else streamer(tokenizer)}
     greedy(model, mixed_prompts([5], 128, seed=0), 6, stopping_criteria=StoppingCriteriaList(criteria), **options)
     assert said == [False, *[not watched] * 5]

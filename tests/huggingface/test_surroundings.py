@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, pipeline
 
 import compiled_llm
-from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.parity import assert_account_is_empty, greedy, mixed_prompts, next_turn
 from support.tiny_models import tiny_qwen3
 from support.tiny_tokenizer import tokenizer as letters
 
@@ -78,8 +78,7 @@ def test_generate_batch_is_huggingfaces(models):
 def _chat(model: PreTrainedModel, seed: int) -> Any:
     inputs = mixed_prompts([5], 128, seed)
     out = greedy(model, inputs, 6, return_dict_in_generate=True)
-    ids = torch.cat([out.sequences, torch.tensor([[7, 8]])], dim=1)
-    return greedy(model, {"input_ids": ids}, 6, past_key_values=out.past_key_values)
+    return greedy(model, next_turn(inputs, out, torch.tensor([[7, 8]])), 6)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from support.huggingface.vision import FAMILIES, IMAGE, SEEING, START, make, types_of_text, with_images
-from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.parity import assert_account_is_empty, greedy, mixed_prompts, next_turn
 
 OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "2000 tokens", "max_batch_size": 8, "progress": False}
 pytestmark = pytest.mark.core
@@ -24,9 +24,7 @@ def pair(family: str, seed: int, mode: str = "eager") -> tuple[PreTrainedModel, 
 def two_turns(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
     """An answer, two more tokens, and the answer to those over the same cache."""
     first = greedy(model, inputs, 6, return_dict_in_generate=True)
-    ids = torch.cat([first.sequences, torch.full((3, 2), 7)], dim=1)
-    mask = torch.cat([inputs["attention_mask"], torch.ones(3, 8, dtype=torch.long)], dim=1)
-    answer: Tensor = greedy(model, {"input_ids": ids, "attention_mask": mask}, 9, past_key_values=first.past_key_values)
+    answer: Tensor = greedy(model, next_turn(inputs, first, torch.full((3, 2), 7)), 9)
     return answer
 
 

@@ -21,6 +21,7 @@ from compiled_llm.huggingface.cache.cache_columns import row_updates, with_only_
 from compiled_llm.kvcache.pool import OutOfPagesError
 from support.huggingface.callbacks import Raising
 from support.huggingface.pairs import OPTIONS, pair
+from support.noting import note_calls
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -33,15 +34,7 @@ PAD = 0
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each prefill or extension computed."""
-    counts: list[int] = []
-    run = Prefill.run
-
-    def spied(self: Prefill, extensions: Any, *args: Any, **options: Any) -> Any:
-        counts.append(sum(len(extension.ids) for extension in extensions))
-        return run(self, extensions, *args, **options)
-
-    monkeypatch.setattr(Prefill, "run", spied)
-    return counts
+    return note_calls(monkeypatch, Prefill, "run", lambda self, batch, *_, **__: sum(len(entry.ids) for entry in batch))
 
 
 def assert_all_given_back(model: PreTrainedModel, chats: Any = ()) -> None:

@@ -13,6 +13,7 @@ import compiled_llm
 from compiled_llm.execution.generate_loop import GenerateLoop
 from support.huggingface.families import make
 from support.huggingface.pairs import OPTIONS
+from support.noting import note_calls
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import WINDOWS, tiny_qwen3
 
@@ -34,15 +35,7 @@ def model() -> PreTrainedModel:
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows each decode step had."""
-    rows: list[int] = []
-    decode = GenerateLoop.decode
-
-    def noted(self: GenerateLoop, *args: Any, **kwargs: Any) -> Tensor:
-        rows.append(len(self.rows))
-        return decode(self, *args, **kwargs)
-
-    monkeypatch.setattr(GenerateLoop, "decode", noted)
-    return rows
+    return note_calls(monkeypatch, GenerateLoop, "decode", lambda self, *_, **__: len(self.rows))
 
 
 def negative(lengths: list[int], seed: int) -> dict[str, Tensor]:

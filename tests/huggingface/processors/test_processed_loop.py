@@ -26,7 +26,8 @@ from compiled_llm.execution.state.staging import Readback
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.kvcache.row import Row
 from support.huggingface.pairs import OPTIONS
-from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.noting import note_calls
+from support.parity import assert_account_is_empty, greedy, mixed_prompts, next_turn
 from support.tiny_models import tiny_qwen3
 
 pytestmark = pytest.mark.core
@@ -86,19 +87,8 @@ def test_processors_are_shown_what_huggingfaces_loop_shows_them(options, plain, 
 
 
 def test_tokens_are_read_while_the_next_forward_runs(model, monkeypatch, seed):
-    happened: list[str] = []
-
-    def noted(owner: type, method: str, what: str) -> None:
-        original = getattr(owner, method)
-
-        def call(*args: Any, **options: Any) -> Any:
-            happened.append(what)
-            return original(*args, **options)
-
-        monkeypatch.setattr(owner, method, call)
-
-    noted(GenerateLoop, "decode", "launch")
-    noted(Readback, "result", "read")
+    happened = note_calls(monkeypatch, GenerateLoop, "decode", lambda *_, **__: "launch")
+    note_calls(monkeypatch, Readback, "result", lambda *_: happened.append("read"))
     for late in (False, True):
         monkeypatch.setattr(GenerateLoop, "asynchronous", property(lambda _, late=late: late))
         happened.clear()
@@ -116,10 +106,7 @@ def test_a_conversation_goes_on_from_what_a_step_too_many_left(plain, model, rea
             out = greedy(own, given, 20, logits_processor=[Noted()], return_dict_in_generate=True, **EARLY)
             assert all(row.length == stored.sum() for row, stored in _rows(out.past_key_values))
             assert out.sequences.shape[1] < given["input_ids"].shape[1] + 20
-            ids = torch.cat([out.sequences, torch.tensor([[7, 8]] * 3)], dim=1)
-            more = torch.ones(3, ids.shape[1] - given["attention_mask"].shape[1], dtype=torch.long)
-            mask = torch.cat([given["attention_mask"], more], dim=1)
-            given = {"input_ids": ids, "attention_mask": mask, "past_key_values": out.past_key_values}
+            given = next_turn(given, out, torch.tensor([[7, 8]] * 3))
             del out
         texts.append(given["input_ids"])
         del given
@@ -152,17 +139,11 @@ def test_a_processor_may_call_the_model(plain, model, reading, seed):
 @pytest.mark.parametrize("scheme", ["lefthash", "selfhash"])
 def test_watermarks_are_huggingfaces(scheme, plain, model, reading, seed, monkeypatch):
     """Whichever the host can seed, it does: its texts lie in one buffer, those of the device in a new one a step."""
-    buffers: list[int] = []
-    set_seed = WatermarkLogitsProcessor.set_seed
-
-    def noted(self: Any, text: Tensor) -> None:
-        buffers.append(text.untyped_storage().data_ptr())
-        set_seed(self, text)
-
     inputs = mixed_prompts([4, 9, 6], 128, seed)
     config = WatermarkingConfig(seeding_scheme=scheme, greenlist_ratio=0.5, bias=3.0)
     expected = greedy(plain, inputs, 8, watermarking_config=config, **EARLY)
-    monkeypatch.setattr(WatermarkLogitsProcessor, "set_seed", noted)
+    of_text = lambda self, text: text.untyped_storage().data_ptr()  # noqa: E731
+    buffers = note_calls(monkeypatch, WatermarkLogitsProcessor, "set_seed", of_text)
     assert torch.equal(greedy(model, inputs, 8, watermarking_config=config, **EARLY), expected)
     assert len(buffers) > 3
     assert (len(set(buffers)) == 1) == (scheme == "lefthash")

@@ -16,8 +16,9 @@ from transformers.generation.logits_process import (
 )
 
 from compiled_llm.execution.generate_loop import GenerateLoop
+from compiled_llm.huggingface.processors import step_scores
 from support.huggingface.pairs import pair
-from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.parity import assert_account_is_empty, greedy, mixed_prompts, next_turn
 
 BOTH = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 EARLY = list(range(30))
@@ -58,10 +59,8 @@ def test_they_are_those_of_huggingface(models, name, seed):
     assert_close(ours.scores, theirs.scores)
     assert_close(ours.logits, theirs.logits)
     assert [value.dtype for value in ours.scores] == [torch.float32] * len(ours.scores)
-    again = torch.cat([ours.sequences, torch.full((4, 1), 77)], dim=1), torch.ones(4, ours.sequences.shape[1] + 1)
-    again[1][:, :9] = inputs["attention_mask"]
     follow = [  # what ended rows have left in the cache is HuggingFace's, too
-        model.generate(again[0], attention_mask=again[1], past_key_values=out.past_key_values, max_new_tokens=3)
+        model.generate(**next_turn(inputs, out, torch.full((4, 1), 77)), max_new_tokens=3)
         for model, out in ((wrapped, ours), (plain, theirs))
     ]
     assert torch.equal(*follow)
@@ -122,9 +121,12 @@ def test_criteria_see_those_so_far(models, seed):
 
 
 def test_memory_that_is_not_there(models, seed, monkeypatch):
+    """Only calls that keep scores ask for it: on a GPU the question takes longer than all else before a first token."""
     plain, wrapped = models
-    monkeypatch.setattr("compiled_llm.huggingface.processors.step_scores.free_bytes", lambda _: 4 * 9 * 2 * 128 - 1)
+    monkeypatch.setattr(step_scores, "free_bytes", lambda _: pytest.fail("nothing is kept"))
     inputs = mixed_prompts([4, 6], 128, seed)
+    greedy(wrapped, inputs, 3)
+    monkeypatch.setattr(step_scores, "free_bytes", lambda _: 4 * 9 * 2 * 128 - 1)
     with pytest.raises(ValueError, match=r"9 steps of 2 rows and 128 tokens take .* give fewer rows or max_new_tokens"):
         greedy(wrapped, inputs, 9, **BOTH)
     assert len(greedy(wrapped, inputs, 8, **BOTH).scores) == 8
@@ -132,16 +134,3 @@ def test_memory_that_is_not_there(models, seed, monkeypatch):
     assert len(ours.scores) == len(theirs.scores)  # it may end early, and HuggingFace's loop takes memory as it goes
     del ours
     assert_account_is_empty(wrapped)
-
-
-def test_only_calls_that_keep_scores_ask_for_free_memory(models, seed, monkeypatch):
-    """On a GPU the question takes longer than all else before the first token."""
-    asked: list[torch.device] = []
-    monkeypatch.setattr(
-        "compiled_llm.huggingface.processors.step_scores.free_bytes", lambda device: asked.append(device) or 2**40
-    )
-    _, wrapped = models
-    greedy(wrapped, mixed_prompts([4, 6], 128, seed), 3)
-    assert not asked
-    greedy(wrapped, mixed_prompts([4, 6], 128, seed), 3, **BOTH)
-    assert asked

@@ -11,7 +11,7 @@ import torch
 from transformers.generation.logits_process import ExponentialDecayLengthPenalty
 
 import compiled_llm
-from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.parity import assert_account_is_empty, greedy, mixed_prompts, next_turn
 from support.tiny_models import tiny_qwen3
 
 pytestmark = pytest.mark.core
@@ -140,8 +140,7 @@ def test_a_conversation_counts_from_its_own_columns(pair: Any, seed: int) -> Non
     results = []
     for model in pair:
         first = greedy(model, inputs, 6, return_dict_in_generate=True, eos_token_id=None)
-        mask = torch.cat([inputs["attention_mask"], torch.ones(2, 6, dtype=torch.long)], dim=1)
-        later = {"input_ids": first.sequences, "attention_mask": mask, "past_key_values": first.past_key_values}
+        later = next_turn(inputs, first, torch.zeros(2, 0, dtype=torch.long))
         results.append(greedy(model, later, 9, eos_token_id=ENDS, min_new_tokens=5, begin_suppress_tokens=ENDS[::2]))
     torch.testing.assert_close(*results)
 

@@ -6,7 +6,6 @@ import copy
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -21,7 +20,8 @@ from transformers import (
     StaticCache,
 )
 
-from support.parity import mixed_prompts
+from support.in_threads import in_thread
+from support.parity import mixed_prompts, next_turn
 from support.tiny_models import tiny_qwen3
 from support.tiny_tokenizer import tokenizer
 
@@ -140,11 +140,7 @@ def going_on(model: PreTrainedModel) -> Any:
     given: dict[str, Any] = dict(inputs())
     for _ in range(3):
         out = model.generate(**given, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
-        ids = torch.cat([out.sequences, torch.tensor([[7, 8]] * 3)], dim=1)
-        more = torch.ones(3, 7, dtype=torch.long)
-        mask = torch.cat([given["attention_mask"], more], dim=1)
-        mask[1, -1] = mask[2, -2] = 1
-        given = {"input_ids": ids, "attention_mask": mask, "past_key_values": out.past_key_values}
+        given = next_turn(given, out, torch.tensor([[7, 8]] * 3))
     return out.sequences
 
 
@@ -183,51 +179,9 @@ def inside(context: Callable[[], Any], call: Call) -> Call:
     return run
 
 
-def under_another_device(model: PreTrainedModel) -> Any:
-    given = inputs()
-    with torch.device("meta"):
-        return model.generate(**given, max_new_tokens=9, do_sample=False)
+def changed(change: Callable[[PreTrainedModel], Callable[[], object]], call: Call) -> Call:
+    """Call a model after a change, and take it back."""
 
-
-def in_a_thread(model: PreTrainedModel) -> Any:
-    results: list[Any] = []
-    thread = Thread(target=lambda: results.append(generate()(model)))
-    thread.start()
-    thread.join()
-    return results[0]
-
-
-def with_hook(where: Callable[[PreTrainedModel], Any], call: Call) -> Call:
-    def run(model: PreTrainedModel) -> Any:
-        handle = where(model).register_forward_hook(lambda *_: None)
-        try:
-            return call(model)
-        finally:
-            handle.remove()
-
-    return run
-
-
-def under_gradients(model: PreTrainedModel) -> Any:
-    given = inputs()
-    loss = model(**given, labels=given["input_ids"]).loss
-    model.zero_grad()
-    loss.backward()
-    return {"loss": loss.detach(), "gradient": model.lm_head.weight.grad.clone()}
-
-
-def in_training_mode(call: Call) -> Call:
-    def run(model: PreTrainedModel) -> Any:
-        model.train()
-        try:
-            return call(model)
-        finally:
-            model.eval()
-
-    return run
-
-
-def changed(change: Callable[[PreTrainedModel], Callable[[], None]], call: Call) -> Call:
     def run(model: PreTrainedModel) -> Any:
         undo = change(model)
         try:
@@ -236,6 +190,32 @@ def changed(change: Callable[[PreTrainedModel], Callable[[], None]], call: Call)
             undo()
 
     return run
+
+
+def with_hook(where: Callable[[PreTrainedModel], Any], call: Call) -> Call:
+    return changed(lambda model: where(model).register_forward_hook(lambda *_: None).remove, call)
+
+
+def in_training_mode(call: Call) -> Call:
+    return changed(lambda model: model.train().eval, call)
+
+
+def in_a_thread(model: PreTrainedModel) -> Any:
+    return in_thread(lambda: generate()(model))
+
+
+def under_another_device(model: PreTrainedModel) -> Any:
+    given = inputs()
+    with torch.device("meta"):
+        return model.generate(**given, max_new_tokens=9, do_sample=False)
+
+
+def under_gradients(model: PreTrainedModel) -> Any:
+    given = inputs((6, 6))  # labels that follow masked tokens are a reason of their own
+    loss = model(**given, labels=given["input_ids"]).loss
+    model.zero_grad()
+    loss.backward()
+    return {"loss": loss.detach(), "gradient": model.lm_head.weight.grad.clone()}
 
 
 def over_a_paged_cache(**options: Any) -> Call:
