@@ -20,6 +20,7 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.request import RequestError
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.engine.thread.output_processor import OutputProcessor, _Work
+from support.engine.text_tokenizers import Numbers
 from support.engine.tiny_engines import PATIENCE, greedy, huggingfaces
 from support.execution.failing_calls import fail_once
 from support.in_threads import start
@@ -38,25 +39,13 @@ ERRORS = [SystemExit, asyncio.CancelledError, PanicException, GeneratorExit, Key
 """KeyboardInterrupt is Ctrl-C in the main thread alone; elsewhere it is an error like the others."""
 
 
-class Tokenizer:
-    """Decodes to numbers; fails on a token."""
-
-    fails_on: int | None = None
-    error: type[BaseException] = PanicException
-
-    def decode(self, tokens: list[int], skip_special_tokens: bool = True, **_: Any) -> str:
-        if self.fails_on in tokens:
-            raise self.error("planted")
-        return "".join(f"{token} " for token in tokens)
+@pytest.fixture
+def tokenizer() -> Numbers:
+    return Numbers()
 
 
 @pytest.fixture
-def tokenizer() -> Tokenizer:
-    return Tokenizer()
-
-
-@pytest.fixture
-def engine(model: PreTrainedModel, tokenizer: Tokenizer, request: pytest.FixtureRequest) -> Iterator[Engine]:
+def engine(model: PreTrainedModel, tokenizer: Numbers, request: pytest.FixtureRequest) -> Iterator[Engine]:
     max_rows = 1 if "place" in request.fixturenames else 256  # there the second request waits
     with Engine(model, tokenizer=tokenizer, max_rows=max_rows) as engine:
         yield engine
@@ -121,7 +110,7 @@ def test_a_listener_hears_no_more_and_others_do(engine, caplog, error, as_text):
 @pytest.mark.parametrize("stop", [None, "never"])
 def test_a_tokenizer_ends_the_request_whose_tokens_it_fails_on(engine, tokenizer, error, stop):
     tokens = huggingfaces(PROMPT, 6)
-    tokenizer.fails_on, tokenizer.error = tokens[3], error
+    tokenizer.fails_on, tokenizer.error = frozenset([tokens[3]]), error
     with engine.paused():
         handle, beside = (engine.submit(prompt, greedy(6, stop=stop)) for prompt in (PROMPT, [0, 1]))
         text, other = handle.text(), beside.text()
@@ -135,7 +124,7 @@ def test_a_tokenizer_ends_the_request_whose_tokens_it_fails_on(engine, tokenizer
         assert "the tokenizer cannot decode" in str(bad.error)
     assert "".join(other) == beside.result(PATIENCE).text
     assert len(str(beside.output().text).split()) == 6
-    tokenizer.fails_on = None
+    tokenizer.fails_on = frozenset()
     assert_it_goes_on(engine)
 
 

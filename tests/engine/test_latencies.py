@@ -12,18 +12,13 @@ from compiled_llm.engine.steps.latencies import WINDOW, Latencies, Latency, Wait
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.kvcache.pool import PageAccount
 from compiled_llm.requests.sampling_params import SamplingParams
+from support.engine.tiny_engines import wrapped
 from support.tiny_models import tiny_qwen3
 
 
 def request(submitted: float, admitted: float | None = None) -> Request:
-    return Request(
-        prompt=np.array([1]),
-        sampling=None,
-        max_tokens=9,
-        stop_token_ids=frozenset(),
-        submitted=submitted,
-        admitted=admitted,
-    )
+    once = {"submitted": submitted, "admitted": admitted}
+    return Request(prompt=np.array([1]), sampling=None, max_tokens=9, stop_token_ids=frozenset(), **once)
 
 
 def test_percentiles_count_each_wait(seed):
@@ -60,7 +55,7 @@ def test_a_request_waits_in_the_queue_for_its_first_token_and_between_tokens():
 
 
 def test_stats_of_an_engine():
-    model = compiled_llm.wrap(tiny_qwen3(), mode="eager", kv_memory="400 tokens", page_size=16, progress=False)
+    model = wrapped(400, tiny_qwen3(), page_size=16)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with compiled_llm.Engine(model, max_rows=4) as engine:
         before = engine.stats()
@@ -81,9 +76,7 @@ def test_stats_of_an_engine():
 
 
 def test_a_description_says_how_many_requests_fit():
-    model = compiled_llm.wrap(
-        tiny_qwen3(max_position_embeddings=512), mode="eager", kv_memory="400 tokens", page_size=16, progress=False
-    )
+    model = wrapped(400, tiny_qwen3(max_position_embeddings=512), page_size=16)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     with compiled_llm.Engine(model, max_rows=4) as engine:
         room = engine.describe()

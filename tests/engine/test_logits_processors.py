@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.tiny_engines import tiny, wrapped
 from support.parity import alone
@@ -43,7 +42,7 @@ def rotating(prompt: list[int], answer: list[int], logits: Tensor) -> Tensor:
     return Rotating()(torch.tensor([prompt + answer]), logits[None])[0]  # type: ignore[no-any-return]
 
 
-def test_tokens_equal_huggingface_with_the_same_processor(plain: PreTrainedModel, engine: Engine, seed: int) -> None:
+def test_tokens_equal_huggingface_with_the_same_processor(plain, engine, seed):
     draw = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(3, VOCABULARY, (length,), generator=draw).tolist() for length in (4, 17, 1, 30)]
     expected = [alone(plain, prompt, 20, logits_processor=LogitsProcessorList([Rotating()])) for prompt in prompts]
@@ -63,7 +62,7 @@ def only(token: int) -> Any:
     return processor
 
 
-def test_objects_that_cannot_be_hashed_and_functions_of_c(engine: Engine) -> None:
+def test_objects_that_cannot_be_hashed_and_functions_of_c(engine):
     class Unhashable(list[int]):
         def __call__(self, answer: list[int], logits: Tensor) -> Tensor:
             return only(50)(answer, logits)  # type: ignore[no-any-return]
@@ -74,7 +73,7 @@ def test_objects_that_cannot_be_hashed_and_functions_of_c(engine: Engine) -> Non
     assert "logits_processors: roll has failed: TypeError" in str(output.error)
 
 
-def test_they_come_first_and_one_after_the_other(engine: Engine) -> None:
+def test_they_come_first_and_one_after_the_other(engine):
     def doubled(answer: list[int], logits: Tensor) -> Tensor:
         return logits.roll(1)
 
@@ -122,9 +121,7 @@ WRONG = [
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("processor", "message"), WRONG, ids=lambda value: getattr(value, "__name__", ""))
-def test_one_that_fails_ends_its_request_alone(
-    engine: Engine, processor: Any, message: str, temperature: float
-) -> None:
+def test_one_that_fails_ends_its_request_alone(engine, processor, message, temperature):
     settings: dict[str, Any] = {"max_tokens": 8, "seed": 3, "temperature": temperature, "ignore_eos": True}
     (expected,) = engine.generate([9, 10], SamplingParams(**settings))
     bad, good = engine.generate(
@@ -136,7 +133,7 @@ def test_one_that_fails_ends_its_request_alone(
     assert good.token_ids == expected.token_ids
 
 
-def test_they_are_logged_once_and_counted(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+def test_they_are_logged_once_and_counted(engine, caplog):
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             engine.generate([5], SamplingParams(max_tokens=2, logits_processors=[rotating]))
@@ -146,6 +143,6 @@ def test_they_are_logged_once_and_counted(engine: Engine, caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("value", [5, "x", [5], [Rotating]])
-def test_what_is_no_function_is_refused(value: Any) -> None:
+def test_what_is_no_function_is_refused(value):
     with pytest.raises(ValueError, match=r"logits_processors=.* must be functions of tokens and logits"):
         SamplingParams(logits_processors=value)

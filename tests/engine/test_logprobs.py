@@ -21,7 +21,6 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-import compiled_llm
 from compiled_llm.compilation.sampling.logprobs import SampledDraws, processed, score_tokens
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.engine.engine import Engine
@@ -80,19 +79,6 @@ def check_entries(entries: dict[int, Logprob], token: int, values: torch.Tensor,
         assert 1 + above <= rank <= below
 
 
-def test_they_are_those_of_huggingfaces_forward(plain, engine, seed):
-    prompts = some_prompts(9, seed, longest=150)  # chunks inside prompts, page boundaries
-    wants = [None if n % 4 == 3 else (0, 3, 20)[n % 3] for n in range(9)]
-    params = [SamplingParams(**GREEDY, max_tokens=20, logprobs=most) for most in wants]
-    for _ in range(2):  # the second time, prompts are in the prefix cache
-        for prompt, most, output in zip(prompts, wants, engine.generate(prompts, params), strict=True):
-            (answer,) = output.outputs
-            if most is None:
-                assert answer.logprobs is answer.cumulative_logprob is None
-            else:
-                check(plain, prompt, answer, most)
-
-
 def test_answers_that_are_drawn(plain, engine, seed):
     prompts = some_prompts(3, seed)
     settings = {"temperature": 1.5, "repetition_penalty": 1.3, "n": 2, "seed": seed, "max_tokens": 12}
@@ -106,28 +92,21 @@ def test_answers_that_are_drawn(plain, engine, seed):
             assert any(next(iter(entries.values())).rank > 1 for entries in answer.logprobs or [])
 
 
-def test_requests_that_lose_their_pages(reading, plain, seed, monkeypatch):
-    monkeypatch.setattr("compiled_llm.engine.steps.scheduler._FIRST_GUESS", 8)
-    with Engine(wrapped(tokens=16 * 9), prefix_cache=False) as engine:
-        prompts = some_prompts(4, seed, longest=20)
-        outputs = engine.generate(prompts, SamplingParams(**GREEDY, max_tokens=40, ignore_eos=True, logprobs=4))
-        assert engine.stats().preemptions > 0
-        for prompt, output in zip(prompts, outputs, strict=True):
-            check(plain, prompt, output.outputs[0], 4)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_scores_that_are_drawn_from(temperature, plain, model, seed):
     """Greedy rows and drawn ones, with prompts that are computed beside them and pages that are lost meanwhile."""
-    ends, prompts = [2, 5, 9, *end_tokens(plain)], some_prompts(4, seed)
+    ends, prompts = [2, 5, 9, *end_tokens(plain)], some_prompts(5, seed)
     settings: list[dict[str, Any]] = [
         {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": -0.3},
         {"logit_bias": {token: 3.0 - token % 5 for token in range(0, 60, 2)}, "stop_token_ids": ends, "min_tokens": 7},
         {"allowed_token_ids": list(range(3, 64)), "repetition_penalty": 1.2, "top_k": 11, "top_p": 0.9, "min_p": 0.05},
+        {"logits_processors": [lambda _, logits: logits / 2], "seed": seed + 1},
         {},
     ]
     params = [
-        SamplingParams(temperature=temperature, max_tokens=12, seed=seed, logprobs=20, ignore_eos=True, **each)
+        SamplingParams(
+            temperature=temperature, **{"max_tokens": 12, "seed": seed, "logprobs": 20, "ignore_eos": True, **each}
+        )
         for each in settings
     ]
     with Engine(model, logprobs_mode="processed_logprobs", max_rows=3) as engine:
@@ -144,26 +123,13 @@ def test_scores_that_are_drawn_from(temperature, plain, model, seed):
                 assert logprob == pytest.approx(float(values[other]), abs=ROUNDING)
 
 
-def test_scores_that_are_drawn_from_after_a_processor_of_the_users(plain, model, seed):
-    (prompt,) = some_prompts(1, seed)
-
-    def halved(_: Any, logits: torch.Tensor) -> torch.Tensor:
-        return logits / 2
-
-    with Engine(model, logprobs_mode="processed_logprobs") as engine:
-        params = SamplingParams(temperature=0.8, max_tokens=6, logprobs=5, logits_processors=[halved])
-        (answer,) = engine.generate([prompt], params)[0].outputs
-    raw = plain(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1].detach()
-    for entries, values in zip(answer.logprobs or [], (raw / 1.6).log_softmax(dim=-1), strict=True):
-        for other, (logprob, _) in entries.items():
-            assert logprob == pytest.approx(float(values[other]), abs=ROUNDING)
-
-
 def huggingfaces_scores(
     logits: torch.Tensor, prompt: list[int], answer: list[int], params: SamplingParams, ends: list[int]
 ) -> torch.Tensor:
     """`[V]` scores as HuggingFace's processors make them; OpenAI's penalties follow HuggingFace's."""
     scores, text = logits[None].clone(), torch.tensor([prompt + answer])
+    for processor in params.logits_processors or ():
+        scores = processor(answer, scores[0])[None]
     for token, bias in (params.logit_bias or {}).items():
         scores[0, token] += bias
     if params.repetition_penalty != 1:
@@ -267,11 +233,6 @@ def held_bytes(kept: object) -> int:
     return nbytes
 
 
-def test_an_unknown_mode():
-    with pytest.raises(ValueError, match="logprobs_mode='raw_logits'"):
-        compiled_llm.Engine(wrapped(), logprobs_mode="raw_logits")  # type: ignore[arg-type]
-
-
 # ---- as they come
 
 
@@ -313,21 +274,25 @@ def check_prompt(plain: PreTrainedModel, output: RequestOutput, most: int) -> No
         check_entries(entries, token, values, most)
 
 
-def test_prompts_are_scored_in_chunks(plain, engine, seed, monkeypatch):
+def test_answers_and_prompts_are_scored_in_chunks(plain, engine, seed, monkeypatch):
     monkeypatch.setattr("compiled_llm.engine.steps.scheduler._SCORED", 20)
-    prompts = [*some_prompts(6, seed, longest=150), [9]]
-    wants = [(None, 0, 5)[n % 3] for n in range(7)]
-    params = [SamplingParams(**GREEDY, max_tokens=12, logprobs=1, prompt_logprobs=most) for most in wants]
-    plain_answers = engine.generate(prompts, SamplingParams(**GREEDY, max_tokens=12))
+    prompts = [*some_prompts(11, seed, longest=150), [9]]  # chunks inside prompts, page boundaries
+    wants = [((None, 0, 3, 20)[n % 4], (None, 0, 5)[n % 3]) for n in range(12)]
+    params = [SamplingParams(**GREEDY, max_tokens=16, logprobs=most, prompt_logprobs=first) for most, first in wants]
+    plain_answers = engine.generate(prompts, SamplingParams(**GREEDY, max_tokens=16))
     for _ in range(2):  # whatever the prefix cache has of them
         outputs = engine.generate(prompts, params)
         assert [output.token_ids for output in outputs] == [output.token_ids for output in plain_answers]
-        for most, output in zip(wants, outputs, strict=True):
-            check(plain, output.prompt_token_ids, output.outputs[0], 1)
+        for (most, first), output in zip(wants, outputs, strict=True):
+            (answer,) = output.outputs
             if most is None:
+                assert answer.logprobs is answer.cumulative_logprob is None
+            else:
+                check(plain, output.prompt_token_ids, answer, most)
+            if first is None:
                 assert output.prompt_logprobs is None
             else:
-                check_prompt(plain, output, most)
+                check_prompt(plain, output, first)
                 assert output.cached_tokens == 0
 
 

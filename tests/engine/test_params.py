@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import compiled_llm
 from compiled_llm.compilation.sampling.bias import packed_values
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.input_processing import sampling
@@ -20,19 +19,9 @@ from compiled_llm.execution.state.slots import Slots
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from support.engine.sampling_settings import COMBINED, ENDS, GREEDY, VOCABULARY, Setting, generated, together
-from support.engine.text_tokenizers import byte_level
+from support.engine.text_tokenizers import Numbers, byte_level
+from support.engine.tiny_engines import wrapped
 from support.tiny_models import tiny_qwen3
-
-
-class Numbers:
-    """A tokenizer of words that are token ids."""
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        assert not add_special_tokens
-        return [int(word) for word in text.split()]
-
-    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
-        return " ".join(map(str, tokens))
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +30,8 @@ def plain() -> Any:
 
 
 def make_engine(tokens: int = 4000, tokenizer: Any = None, **options: Any) -> Engine:
-    model = tiny_qwen3(eos_token_id=ENDS, vocab_size=VOCABULARY)
-    compiled_llm.wrap(
-        model, mode="eager", max_batch_size=16, page_size=16, kv_memory=f"{tokens} tokens", progress=False
-    )
-    return Engine(model, tokenizer=tokenizer or Numbers(), **options)
+    plain = tiny_qwen3(eos_token_id=ENDS, vocab_size=VOCABULARY)
+    return Engine(wrapped(tokens, plain, max_batch_size=16, page_size=16), tokenizer=tokenizer or Numbers(), **options)
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +40,7 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
-def test_preempted_requests_go_on_with_what_they_have_counted(
-    plain: Any, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_preempted_requests_go_on_with_what_they_have_counted(plain, monkeypatch, seed):
     monkeypatch.setattr(Loop, "asynchronous", True)
     monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)  # answers are longer than that: requests are preempted
     everything, none = together(COMBINED), Setting({}, {})
@@ -71,7 +55,7 @@ def test_preempted_requests_go_on_with_what_they_have_counted(
         assert output.token_ids == generated(plain, prompt, setting, 40), setting.params
 
 
-def test_several_answers_count_their_own_tokens(engine: Engine) -> None:
+def test_several_answers_count_their_own_tokens(engine):
     settings = {"frequency_penalty": 2.0, "presence_penalty": 1.0, "logit_bias": {7: 5.0}, "min_tokens": 4}
     several = SamplingParams(n=4, seed=3, max_tokens=12, **settings)
     single = [SamplingParams(seed=3 + index, max_tokens=12, **settings) for index in range(4)]
@@ -80,7 +64,7 @@ def test_several_answers_count_their_own_tokens(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("others", [{}, {"allowed_token_ids": [5, 7]}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}])
-def test_temperatures_that_float32_does_not_have_draw_as_the_next_ones(engine: Engine, others: dict[str, Any]) -> None:
+def test_temperatures_that_float32_does_not_have_draw_as_the_next_ones(engine, others):
     each = (0.0, 1e-300, 1e-39, 1e39, 1e300, 1e10)
     params = [SamplingParams(temperature=one, seed=3, max_tokens=12, ignore_eos=True, **others) for one in each]
     cold, same, colder, hot, hotter, warm = (out.token_ids for out in engine.generate([[5, 6, 7]] * 6, params))
@@ -88,7 +72,7 @@ def test_temperatures_that_float32_does_not_have_draw_as_the_next_ones(engine: E
 
 
 @pytest.mark.whole
-def test_ten_thousand_draws_follow_the_distribution(plain: Any, engine: Engine) -> None:
+def test_ten_thousand_draws_follow_the_distribution(plain, engine):
     """The first token; what it has not written yet costs an answer nothing."""
     prompt, bias = [5, 6, 7], {7: 2.0, 9: -1.0, 44: 3.0}
     how = {"temperature": 1.3, "presence_penalty": 1.5, "frequency_penalty": -0.5, "logit_bias": bias, "min_tokens": 1}
@@ -151,7 +135,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("values", "message"), WRONG, ids=lambda value: str(value)[:40])
-def test_impossible_settings_name_field_value_and_range(values: dict[str, Any], message: str) -> None:
+def test_impossible_settings_name_field_value_and_range(values, message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         SamplingParams(**values)
     assert str(caught.value).startswith("SamplingParams: ")
@@ -169,15 +153,13 @@ AT_SUBMIT: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("values", "message"), AT_SUBMIT, ids=lambda value: str(value)[:40])
-def test_what_does_not_fit_the_model_is_refused_by_submit(engine: Engine, values: dict[str, Any], message: str) -> None:
+def test_what_does_not_fit_the_model_is_refused_by_submit(engine, values, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         engine.submit([5, 6], SamplingParams(**values))
     assert engine.submit([5, 6], SamplingParams(max_tokens=2)).result(timeout=60).outputs
 
 
-def test_requests_of_one_call_share_what_their_settings_are_packed_to(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_of_one_call_share_what_their_settings_are_packed_to(engine, monkeypatch):
     packed: list[Any] = []
     monkeypatch.setattr(sampling, "packed_values", lambda *given: packed.append(packed_values(*given)) or packed[-1])
     admit, entered = Slots.admit, list[Any]()
@@ -188,13 +170,12 @@ def test_requests_of_one_call_share_what_their_settings_are_packed_to(
     assert len(packed) == len({id(sampling) for sampling in entered}) == 2
 
 
-def test_words_need_a_tokenizer() -> None:
-    model = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1), mode="eager", progress=False)
-    with Engine(model) as engine, pytest.raises(ValueError, match="bad_words: words need a tokenizer"):
+def test_words_need_a_tokenizer():
+    with Engine(wrapped()) as engine, pytest.raises(ValueError, match="bad_words: words need a tokenizer"):
         engine.submit([5, 6], SamplingParams(bad_words=["x"]))
 
 
-def test_params_do_not_change_with_what_they_were_made_of() -> None:
+def test_params_do_not_change_with_what_they_were_made_of():
     bias, stops = {5: 1.0}, [7]
     params = SamplingParams(logit_bias=bias, stop_token_ids=stops)
     bias[6], stops[0] = 2.0, 8

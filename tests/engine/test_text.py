@@ -218,20 +218,8 @@ def test_a_preempted_answer_goes_on_with_its_text(model, monkeypatch):
 # ---- its thread, and what goes wrong
 
 
-class Failing:
-    """A tokenizer that fails at one token."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
-        if self.at in tokens:
-            raise KeyError("planted")
-        return decode(tokens)
-
-
 def test_without_text_there_is_no_thread_and_no_tokenizer_at_work(model):
-    with Engine(model, tokenizer=Failing(-1)) as engine:
+    with Engine(model, tokenizer=byte_level()) as engine:
         handle = engine.submit(PROMPT, settings())
         assert len(list(handle)) == 40
         asyncio.run(_awaited(engine.submit(PROMPT, settings())))

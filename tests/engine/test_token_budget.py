@@ -10,6 +10,7 @@ import compiled_llm
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.token_budget import TokenBudget
 from compiled_llm.execution.state.device_timer import DeviceTimer
+from support.engine.tiny_engines import wrapped
 from support.tiny_models import tiny_qwen3
 
 
@@ -73,7 +74,7 @@ def test_the_engine_runs_prompts_in_chunks_that_it_has_timed(monkeypatch, seed):
 
     monkeypatch.setattr(Loop, "_launch", launched)
     monkeypatch.setattr(DeviceTimer, "seconds", property(lambda _: 0.001 * max(1, sum(plans[-1]))))
-    model = compiled_llm.wrap(tiny_qwen3(), mode="eager", kv_memory="4000 tokens", progress=False)
+    model = wrapped(4000, tiny_qwen3(), page_size=16)
     draw = random.Random(seed)
     prompts = [[draw.randrange(3, 128) for _ in range(200)] for _ in range(3)]
     with compiled_llm.Engine(model, max_rows=4, max_step_ms=40, prefix_cache=False) as engine:
@@ -85,7 +86,7 @@ def test_the_engine_runs_prompts_in_chunks_that_it_has_timed(monkeypatch, seed):
 
 
 def test_warmup_prepares_all_sizes(seed):
-    model = compiled_llm.wrap(tiny_qwen3(), mode="eager", kv_memory="4000 tokens", max_batch_size=2, progress=False)
+    model = wrapped(4000, max_batch_size=2)
     with compiled_llm.Engine(model, max_rows=20) as engine:
         engine.warmup()
         assert model.compiled.stats().buckets == [1, 2, 4, 8, 16, 20]

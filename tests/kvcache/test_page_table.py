@@ -77,13 +77,6 @@ def test_build_table_equals_a_naive_one(page_size, lengths, null, data):
     assert all(column.dtype == np.int32 for column in table)
 
 
-def test_a_table_of_padding_alone_reads_and_writes_the_null_page():
-    table = build_table([], [], 4, 3)
-    assert table.indices.tolist() == [NULL_PAGE] * 3
-    assert table.last_page_len.tolist() == [1] * 3
-    assert table.qo_indptr.tolist() == table.indptr.tolist() == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize(("length", "pages"), [(1, 1), (4, 1), (5, 2), (9, 3)])
 def test_a_null_row_lies_on_the_null_page(length, pages):
     assert Span.null(length, 4).pages == [NULL_PAGE] * pages

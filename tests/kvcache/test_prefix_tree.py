@@ -562,15 +562,6 @@ def test_another_row_begins_as_one_that_began_from_pages(tree, pool):
     assert pool.account() == (10, 0, 9, 1)
 
 
-def test_the_peak_counts_matched_pages(tree, pool):
-    store(tree, pool, text(1, 2, 3))
-    store(tree, pool, text(4, 5))
-    assert pool.peak_used == 3
-    tree.match(text(1, 2, 3, 0))
-    tree.match(text(4, 5, 0))
-    assert pool.peak_used == 5
-
-
 def test_running_batches_are_not_disturbed(tree, pool):
     """A batch looks at its rows again after ``changes``; what a tree owns, no row writes into."""
     store(tree, pool, text(1, 2))

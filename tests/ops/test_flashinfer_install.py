@@ -15,7 +15,7 @@ from compiled_llm_ops.flashinfer import install
 from support.ops.mocked_flashinfer import flashinfer
 
 
-def test_nvcc_and_ninja_are_looked_for_where_flashinfer_looks() -> None:
+def test_nvcc_and_ninja_are_looked_for_where_flashinfer_looks():
     source = Path(importlib.import_module("flashinfer.jit.cpp_ext").__file__ or "").read_text()
     for name in ('"FLASHINFER_NVCC"', '"CUDA_HOME"', '"CUDA_PATH"', '["which", "nvcc"]', '"/usr/local/cuda"'):
         assert name in source
@@ -23,7 +23,7 @@ def test_nvcc_and_ninja_are_looked_for_where_flashinfer_looks() -> None:
     assert hasattr(importlib.import_module("flashinfer.jit.env"), "has_flashinfer_jit_cache")
 
 
-def test_installed_version_is_supported() -> None:
+def test_installed_version_is_supported():
     assert install.flashinfer_problem() is None
 
 
@@ -37,26 +37,18 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("bare_machine")
-def test_missing_compilers_are_named_with_the_way_out() -> None:
+def test_missing_compilers_are_named_with_the_way_out_unless_kernels_are_there(monkeypatch):
     nvcc, ninja = install.missing_for_cuda()
     assert "CUDA_HOME" in nvcc
     assert "flashinfer-jit-cache" in nvcc
     assert "pip install ninja" in ninja
-
-
-@pytest.mark.usefixtures("bare_machine")
-def test_kernels_that_come_along_need_no_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert install.missing_for_cuda(builds=False) == [], "they were built before"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert install.missing_for_cuda() == []
+    assert install.missing_for_cuda() == [], "they come along"
 
 
 @pytest.mark.usefixtures("bare_machine")
-def test_kernels_that_were_built_before_need_no_compilers() -> None:
-    assert install.missing_for_cuda(builds=False) == []
-
-
-@pytest.mark.usefixtures("bare_machine")
-def test_nvcc_is_found_in_cuda_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nvcc_is_found_in_cuda_home(monkeypatch, tmp_path):
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
     nvcc.touch(mode=0o755)
@@ -64,11 +56,11 @@ def test_nvcc_is_found_in_cuda_home(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert install.find_nvcc() == str(nvcc)
 
 
-def test_unsupported_version_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_version_is_named_with_the_way_out(monkeypatch):
     monkeypatch.setattr(flashinfer, "__version__", "0.8.0")
     assert 'pip install "flashinfer-python>=0.6.13,<0.8"' in str(install.flashinfer_problem())
 
 
-def test_absent_flashinfer_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_flashinfer_is_named_with_the_way_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     assert 'pip install ".[cuda]"' in str(install.flashinfer_problem())

@@ -23,14 +23,12 @@ from compiled_llm_ops.flashinfer import backend, splitting, versions, workspace
 from compiled_llm_ops.flashinfer.append import readable
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE
 from compiled_llm_ops.protocol import CapturedLaunch, owner_of
-from support.ops.mocked_flashinfer import DATA, GEOMETRY, HOST, NUMBERS, Mocked, make_plan, mocked, tensors
+from support.ops.mocked_flashinfer import DATA, GEOMETRY, HOST, NUMBERS, make_plan, mocked, tensors
 
 __all__ = ["mocked"]
 
 
-def test_a_plan_waits_for_kernels_that_are_being_built_until_its_first_launch(
-    mocked: Mocked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_waits_for_kernels_that_are_being_built_until_its_first_launch(mocked, monkeypatch):
     built, make = Event(), workspace.make_wrapper
 
     def slow(*args: Any) -> Any:
@@ -64,13 +62,8 @@ def test_a_plan_waits_for_kernels_that_are_being_built_until_its_first_launch(
      (16, 64, 2**20, False), (16, 4096, None, True), (16, 1, None, True)],
 )  # fmt: skip
 def test_workspace_holds_all_prefills_and_within_bounds_those_to_record(
-    mocked: Mocked,
-    monkeypatch: pytest.MonkeyPatch,
-    query_heads: int,
-    max_batch_size: int,
-    given: int | None,
-    everything_fits: bool,
-) -> None:
+    mocked, monkeypatch, query_heads, max_batch_size, given, everything_fits
+):
     def unallocated(device: torch.device, nbytes: int) -> SimpleNamespace:
         return SimpleNamespace(buffer=torch.empty(nbytes, dtype=torch.uint8, device="meta"))
 
@@ -101,7 +94,7 @@ def test_workspace_holds_all_prefills_and_within_bounds_those_to_record(
         assert planner.workspace_bytes == given
 
 
-def test_run_reads_the_table_it_is_given(mocked: Mocked) -> None:
+def test_run_reads_the_table_it_is_given(mocked):
     plan = make_plan(mocked)
     with pytest.raises(RuntimeError, match="nothing was planned"):
         plan.run(*tensors(), 0.1)
@@ -116,7 +109,7 @@ def test_run_reads_the_table_it_is_given(mocked: Mocked) -> None:
     assert wrapper._paged_kv_last_page_len_buf is None, "what a graph made is let go"
 
 
-def test_plans_of_one_geometry_share_the_wrapper_and_nothing_else(mocked: Mocked) -> None:
+def test_plans_of_one_geometry_share_the_wrapper_and_nothing_else(mocked):
     first, second = (make_plan(mocked) for _ in range(2))
     planner = mocked.planner
     first.plan(HOST)
@@ -132,7 +125,7 @@ def test_plans_of_one_geometry_share_the_wrapper_and_nothing_else(mocked: Mocked
     assert read == [workspaces[0], workspaces[1], workspaces[0]]
 
 
-def test_staging_buffers_take_turns(mocked: Mocked) -> None:
+def test_staging_buffers_take_turns(mocked):
     plan = make_plan(mocked)
     planner = mocked.planner
     for _ in range(workspace.STAGING_BUFFERS + 1):
@@ -148,7 +141,7 @@ def capture(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         plan.run(*tensors(), 0.1)
 
 
-def test_what_a_captured_launch_has_read_must_not_change(mocked: Mocked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_captured_launch_has_read_must_not_change(mocked, monkeypatch):
     plan, other = [*NUMBERS[:3], 64, *NUMBERS[4:]], make_plan(mocked, captured_tokens=2)
     other.plan(HOST)
     other.run(*tensors(), 0.1)
@@ -161,14 +154,14 @@ def test_what_a_captured_launch_has_read_must_not_change(mocked: Mocked, monkeyp
         other.plan(HOST)
 
 
-def test_nothing_is_planned_during_a_capture(mocked: Mocked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_planned_during_a_capture(mocked, monkeypatch):
     plan = make_plan(mocked, captured_tokens=2)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="plan before the capture"):
         plan.plan(HOST)
 
 
-def test_launches_read_what_the_op_wrote_to_numbers(mocked: Mocked) -> None:
+def test_launches_read_what_the_op_wrote_to_numbers(mocked):
     plan = make_plan(mocked)
     plan.plan(HOST)
     assert plan.owner.numbers.tolist() == NUMBERS
@@ -176,7 +169,7 @@ def test_launches_read_what_the_op_wrote_to_numbers(mocked: Mocked) -> None:
     assert mocked.wrapper._plan_info == NUMBERS
 
 
-def test_two_threads_may_launch_at_once(mocked: Mocked) -> None:
+def test_two_threads_may_launch_at_once(mocked):
     """One captures a graph while the other runs a step."""
     mine, other = make_plan(mocked), make_plan(mocked, captured_tokens=2)
     thread, launched = Thread(target=lambda: other.run(*tensors(), 0.1)), []
@@ -197,7 +190,7 @@ def test_two_threads_may_launch_at_once(mocked: Mocked) -> None:
         assert all(map(operator.is_, found, (plan.owner.tensor, HOST.indices, mocked.workspace.buffer)))
 
 
-def test_numbers_of_another_plan_are_refused(mocked: Mocked) -> None:
+def test_numbers_of_another_plan_are_refused(mocked):
     plan, other = make_plan(mocked).owner, make_plan(mocked).owner
     table = (HOST.qo_indptr, HOST.indptr, HOST.last_page_len)
     for numbers, refused in ((plan.numbers, False), (other.numbers, True)):
@@ -207,7 +200,7 @@ def test_numbers_of_another_plan_are_refused(mocked: Mocked) -> None:
     mocked.planner.assert_called_once()
 
 
-def test_a_launch_of_another_batch_is_refused(mocked: Mocked) -> None:
+def test_a_launch_of_another_batch_is_refused(mocked):
     plan = make_plan(mocked)
     plan.plan(HOST)
     query, pages, out, lse = tensors()
@@ -217,7 +210,7 @@ def test_a_launch_of_another_batch_is_refused(mocked: Mocked) -> None:
         plan.run(query, pages[..., :64], out, lse, 0.1)
 
 
-def test_captured_launches_keep_their_number_of_tokens(mocked: Mocked) -> None:
+def test_captured_launches_keep_their_number_of_tokens(mocked):
     plan = make_plan(mocked, captured_tokens=5)
     plan.plan(HOST)
     assert mocked.planner.call_args.args[6] == 5
@@ -225,14 +218,14 @@ def test_captured_launches_keep_their_number_of_tokens(mocked: Mocked) -> None:
         plan.plan(HOST._replace(qo_indptr=torch.tensor([0, 3, 6], dtype=torch.int32)))
 
 
-def test_a_plan_that_is_too_small_is_named(mocked: Mocked) -> None:
+def test_a_plan_that_is_too_small_is_named(mocked):
     plan = make_plan(mocked)
     with pytest.raises(ValueError, match=r"200000 tokens of 2 rows need a plan of \d+ bytes; got 1048576"):
         plan.plan(HOST._replace(qo_indptr=torch.tensor([0, 1, 200_000], dtype=torch.int32)))
     mocked.planner.assert_not_called()
 
 
-def test_plans_are_as_large_as_the_backend_says_and_pinned_memory_holds_them(mocked: Mocked) -> None:
+def test_plans_are_as_large_as_the_backend_says_and_pinned_memory_holds_them(mocked):
     for tokens in (2, 30_000):
         nbytes = backend.BACKEND.plan_bytes([GEOMETRY], torch.device("cpu"), tokens, 2)
         assert 4 * tokens <= nbytes <= 2**20
@@ -241,7 +234,7 @@ def test_plans_are_as_large_as_the_backend_says_and_pinned_memory_holds_them(moc
     assert pinned.numel() >= tensor.numel()
 
 
-def test_a_plan_is_found_by_its_tensor_for_as_long_as_it_lives(mocked: Mocked) -> None:
+def test_a_plan_is_found_by_its_tensor_for_as_long_as_it_lives(mocked):
     plan = make_plan(mocked)
     tensor = plan.owner.tensor
     assert owner_of(tensor) is plan.owner
@@ -254,7 +247,7 @@ def test_a_plan_is_found_by_its_tensor_for_as_long_as_it_lives(mocked: Mocked) -
         owner_of(tensor)
 
 
-def test_decode_steps_take_little_workspace() -> None:
+def test_decode_steps_take_little_workspace():
     """One query a row: their tiles are of 16 pairs, where prefill's are of 128."""
     decode, prefill = CapturedLaunch(64, 64, SPLIT), CapturedLaunch(1024, 65, SPLIT)
     sizes = [splitting.captured_split_bytes(GEOMETRY, own.tokens, own.rows, 132) for own in (decode, prefill)]
@@ -262,12 +255,12 @@ def test_decode_steps_take_little_workspace() -> None:
 
 
 @pytest.mark.usefixtures("mocked")
-def test_without_shared_keys_no_workspace_is_needed() -> None:
+def test_without_shared_keys_no_workspace_is_needed():
     whole = CapturedLaunch(64, 64, WHOLE)
     assert backend.BACKEND.workspace_bytes([GEOMETRY], torch.device("cpu"), whole) == 0
 
 
-def test_strides_that_kernels_cannot_read_are_copied() -> None:
+def test_strides_that_kernels_cannot_read_are_copied():
     fused = torch.arange(3 * 4 * 64, dtype=torch.float32).view(3, 4, 64).to(torch.bfloat16)
     assert readable(fused[:, 1:3]) is not fused
     assert readable(fused[:, 1:3]).data_ptr() == fused[:, 1:3].data_ptr()
@@ -279,11 +272,11 @@ def test_strides_that_kernels_cannot_read_are_copied() -> None:
 
 
 @pytest.mark.parametrize(("d", "padded"), [(1, 64), (64, 64), (71, 128), (96, 128), (129, 256), (512, 512)])
-def test_head_size_is_padded_to_the_next_with_kernels(d: int, padded: int) -> None:
+def test_head_size_is_padded_to_the_next_with_kernels(d, padded):
     assert versions.padded_head_dim(d) == padded
 
 
-def test_head_size_beyond_all_kernels_raises() -> None:
+def test_head_size_beyond_all_kernels_raises():
     with pytest.raises(ValueError, match="head size 513 is larger than 512"):
         versions.padded_head_dim(513)
 
@@ -296,12 +289,12 @@ def test_head_size_beyond_all_kernels_raises() -> None:
         ({"dtype": torch.float32}, "use torch.bfloat16"),
     ],
 )
-def test_geometry_without_kernels_raises(mocked: Mocked, change: dict[str, Any], message: str) -> None:
+def test_geometry_without_kernels_raises(mocked, change, message):
     with pytest.raises(ValueError, match=message):
         make_plan(mocked, GEOMETRY._replace(**change)).plan(HOST)
 
 
-def test_large_heads_need_a_version_with_their_kernels(mocked: Mocked) -> None:
+def test_large_heads_need_a_version_with_their_kernels(mocked):
     """Ends with 0.6, whose tensor-core kernels reject 512 at their launch."""
     has_kernels = "USE_VO_SPLIT" in (DATA / "include/flashinfer/attention/prefill.cuh").read_text()
     expectation = nullcontext() if has_kernels else pytest.raises(ValueError, match=r"flashinfer-python>=0\.7")
@@ -309,7 +302,7 @@ def test_large_heads_need_a_version_with_their_kernels(mocked: Mocked) -> None:
         make_plan(mocked, GEOMETRY._replace(head_dim=512)).plan(HOST)
 
 
-def test_plans_of_a_model_have_one_size(mocked: Mocked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_of_a_model_have_one_size(mocked, monkeypatch):
     """Programs take it as a constant: another one would compile them again."""
     monkeypatch.setattr(backend, "FlashInferWorkspace", lambda device, nbytes: mocked.workspace)
     shapes = CapturedShapes(8, weights=1, max_row_tokens=40_960, max_tokens=8192).all()

@@ -25,6 +25,8 @@ from compiled_llm_ops import (
     paged_attention,
     paged_attention_lse,
     sample_tokens,
+    skinny_linear,
+    top_logprobs,
 )
 from support.ops.op_cases import (
     MIXES,
@@ -34,6 +36,8 @@ from support.ops.op_cases import (
     attention_cases,
     check_outputs,
     decode_cases,
+    linear_cases,
+    logprob_cases,
     norm_cases,
     normed_linear_cases,
     preparation,
@@ -147,14 +151,6 @@ def test_append_writes_its_slots_and_nothing_else(padded, seed):
     torch.testing.assert_close(batch.pages, expected, rtol=0, atol=0)
 
 
-def test_append_in_pieces_equals_append_at_once(seed):
-    whole, pieces = (Batch([9, 6], [1, 1], seed=seed) for _ in range(2))
-    whole.filled()
-    for starts, ends in (([0, 0], [5, 1]), ([5, 1], [6, 1]), ([6, 1], [9, 6])):
-        pieces.append(starts, ends)
-    torch.testing.assert_close(pieces.pages, whole.pages, rtol=0, atol=0)
-
-
 def test_append_stores_in_the_type_of_the_pages(seed):
     batch = Batch([6], [1], seed=seed)
     batch.pages = batch.pages.bfloat16()
@@ -261,6 +257,27 @@ NORMED: list[Row] = [
     ),
     ({"weight": lambda weight: weight[:5]}, r"5 outputs have no two halves"),
 ]
+SKINNY: list[Row] = [
+    ({"weight": lambda weight: weight[:, :4]}, r"skinny_linear: rows must be \[M, I\].*got \(1, 5\)"),
+    ({"weight": lambda weight: weight.bfloat16()}, r"skinny_linear: rows must be \[M, I\].*got \(1, 5\)"),
+    ({"weight": lambda weight: weight[0]}, r"skinny_linear: rows must be \[M, I\].*got \(1, 5\)"),
+]
+LOGPROBS: list[Row] = [
+    ({"tokens": lambda tokens: tokens.repeat(2)}, r"tokens must be \[3\] int64; got \[6\]"),
+    ({"num_logprobs": lambda number: 41}, "num_logprobs=41 must be from 0 to 40"),
+    ({"logits": lambda logits: logits[0]}, r"logits must be \[R, V\] floats"),
+]
+SAMPLE: list[Row] = [
+    ({"logits": lambda logits: torch.zeros(11)}, r"logits must be \[B, V\]"),
+    ({"logits": lambda logits: logits.long()}, r"logits must be.*int64"),
+    ({"seeds": lambda seeds: seeds.float()}, r"seeds must be \[2\] torch.int64.*float32"),
+    ({"slots": lambda slots: torch.zeros(3, dtype=torch.int64)}, r"slots must be \[2\]"),
+    ({"top_k": lambda table: table.long()}, r"top_k must be \[3\] torch.int32"),
+    ({"counts": lambda table: table.repeat(1, 2)}, r"counts must be \[3, 11\] torch.int16"),
+    ({"allowed": lambda table: table.repeat(1, 2)}, r"allowed must be \[3, 1\] torch.int32"),
+    ({"recent": lambda table: table[:, 1:]}, r"recent must be \[3, 8\] torch.int32"),
+    ({"biases": lambda table: table[:, :4, :9]}, r"biases must be \[3, 11, 512\] torch.int32"),
+]
 REFUSED: list[tuple[list[Callable[..., Any]], Callable[[], Any], list[Row]]] = [
     ([append_paged_kv], lambda: append_cases()[0], APPEND),
     ([paged_attention, paged_attention_lse], lambda: attention_cases()[0], PLANNED),
@@ -268,6 +285,9 @@ REFUSED: list[tuple[list[Callable[..., Any]], Callable[[], Any], list[Row]]] = [
     ([decode_attention, decode_attention_lse], lambda: decode_cases()[-1], PREPARED),
     ([add_rms_norm], lambda: norm_cases()[0], NORM),
     ([normed_linear], lambda: normed_linear_cases()[1], NORMED),
+    ([skinny_linear], lambda: linear_cases()[0], SKINNY),
+    ([top_logprobs], lambda: logprob_cases()[1], LOGPROBS),
+    ([sample_tokens], lambda: sample_cases()[0], SAMPLE),
 ]
 
 
@@ -338,6 +358,15 @@ def test_sums_are_normed_as_huggingface_does_it(dtype, seed):
     assert torch.equal(normed, norm(states + update))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 9, 33])
+@pytest.mark.parametrize("outputs", [1, 48, 8200])
+def test_skinny_linear_equals_a_product_in_double_precision(rows, outputs, seed):
+    x, weight = torch.randn(rows, 96), torch.randn(outputs, 96)
+    expected = (x.double() @ weight.double().T).float()
+    for rows_given in (x, x.T.contiguous().T):
+        torch.testing.assert_close(skinny_linear(rows_given, weight), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_normed_rows_are_multiplied_as_huggingface_does_it(gated, seed):
     states, update = torch.randn(2, 1, 1, 16)
@@ -349,27 +378,6 @@ def test_normed_rows_are_multiplied_as_huggingface_does_it(gated, seed):
         expected = torch.nn.functional.silu(expected[..., :6]) * expected[..., 6:]
     assert torch.equal(total, states + update)
     torch.testing.assert_close(product, expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong", "message"),
-    [
-        ("logits", torch.zeros(11), r"logits must be \[B, V\]"),
-        ("logits", torch.zeros(2, 11, dtype=torch.int64), r"logits must be.*int64"),
-        ("seeds", torch.zeros(2), r"seeds must be \[2\] torch.int64.*float32"),
-        ("slots", torch.zeros(3, dtype=torch.int64), r"slots must be \[2\]"),
-        ("top_k", torch.zeros(3, dtype=torch.int64), r"top_k must be \[3\] torch.int32"),
-        ("counts", torch.zeros(3, 12, dtype=torch.int16), r"counts must be \[3, 11\] torch.int16"),
-        ("allowed", torch.zeros(3, 2, dtype=torch.int32), r"allowed must be \[3, 1\] torch.int32"),
-        ("recent", torch.zeros(3, 7, dtype=torch.int32), r"recent must be \[3, 8\] torch.int32"),
-        ("biases", torch.zeros(3, 4, 9, dtype=torch.int32), r"biases must be \[3, 11, 512\] torch.int32"),
-    ],
-)
-def test_sample_tokens_refuses_what_does_not_fit(name, wrong, message):
-    case = sample_cases()[0]._replace(**{name: wrong})
-    with pytest.raises(ValueError, match=message):
-        sample_tokens(*case)
-    assert not case.counts.any()
 
 
 # ---- empty rows

@@ -159,6 +159,8 @@ def check(
 WHOLE = pytest.mark.whole
 SPARE = pytest.mark.parametrize("spare", [0, 8], ids="spare={}".format)
 LENGTHS = [1, 15, 16, 17, 64, 65, 300, 513]
+FEW_LONG = [5000, 3, 2049]
+FEW_AND_MANY = [300, 1000, 1, 40, 700, 1500, 65]
 
 
 ROWS: list[dict[str, int]] = [
@@ -183,20 +185,29 @@ MORE_ROWS: list[dict[str, int]] = [
 @interpreted
 @SPARE
 @pytest.mark.parametrize("sizes", [*ROWS, *(pytest.param(sizes, marks=WHOLE) for sizes in MORE_ROWS)], ids=str)
-def test_heads_and_pages_of_any_size(sizes: dict[str, int], spare: int, seed: int) -> None:
+def test_heads_and_pages_of_any_size(sizes, spare, seed):
     sizes = {"group": 2, "page_size": 16, "head_dim": 64, **sizes}
     lengths = {*LENGTHS, sizes["page_size"], sizes["page_size"] + 1}
     check(batch_of(sorted(lengths), **sizes), spare)
 
 
 @interpreted
-@pytest.mark.parametrize("spare", [30, *(pytest.param(n, marks=WHOLE) for n in (0, 49))], ids="spare={}".format)
-def test_long_rows_are_shared_by_many_programs(spare: int, seed: int) -> None:
-    check(batch_of([5000, 3, 2049], 2, 16, 128), spare)
+@pytest.mark.parametrize(
+    ("lengths", "group", "spare", "row_tile"),
+    [
+        (FEW_LONG, 2, 30, 0),
+        *((FEW_AND_MANY, 4, 5, row_tile) for row_tile in (1, 7)),
+        *(pytest.param(FEW_LONG, 2, spare, 0, marks=WHOLE) for spare in (0, 49)),
+        pytest.param(FEW_AND_MANY, 4, 5, 3, marks=WHOLE),
+    ],
+)
+def test_long_rows_and_groups_of_rows_are_shared_by_many_programs(lengths, group, spare, row_tile, seed):
+    batch = batch_of(lengths, group, 16, 128)
+    check(batch, tiling_of(batch, spare, row_tile=row_tile))
 
 
 @interpreted
-def test_of_many_rows_only_long_ones_are_shared(seed: int) -> None:
+def test_of_many_rows_only_long_ones_are_shared(seed):
     batch = batch_of([256, 512, 513, 1100], 2, 16, 128)  # blocks: 4, 8, 9, 18
     expected, _ = launch(batch, 0)
     for spare, unsplit, min_share, shared in (
@@ -214,7 +225,7 @@ def test_of_many_rows_only_long_ones_are_shared(seed: int) -> None:
 
 @interpreted
 @pytest.mark.parametrize(("rows", "long"), [pytest.param(8, 7, marks=WHOLE), (17, 8)])
-def test_one_long_row_of_many(rows: int, long: int, seed: int) -> None:
+def test_one_long_row_of_many(rows, long, seed):
     """In batches of more rows than share programs, too, and wherever it is."""
     lengths = torch.randint(1, 160, (rows,)).tolist()
     lengths[long] = 3000
@@ -225,15 +236,8 @@ def test_one_long_row_of_many(rows: int, long: int, seed: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("row_tile", [1, pytest.param(3, marks=WHOLE), 7], ids="row_tile={}".format)
-def test_groups_of_rows_that_share_programs(row_tile: int, seed: int) -> None:
-    batch = batch_of([300, 1000, 1, 40, 700, 1500, 65], 4, 16, 128)
-    check(batch, tiling_of(batch, 5, row_tile=row_tile))
-
-
-@interpreted
 @pytest.mark.parametrize(("window_left", "soft_cap"), [(-1, 0.0), (150, 5.0), pytest.param(10_000, 0.0, marks=WHOLE)])
-def test_batches_of_mixed_rows(window_left: int, soft_cap: float, seed: int) -> None:
+def test_batches_of_mixed_rows(window_left, soft_cap, seed):
     for rows in (3, 16):
         batch = batch_of((2 ** (torch.rand(rows) * 11)).int().tolist(), 2, 16, 128)
         max_keys = 4096 if window_left < 0 else window_left + 1
@@ -245,7 +249,7 @@ def test_batches_of_mixed_rows(window_left: int, soft_cap: float, seed: int) -> 
 @pytest.mark.parametrize(
     "window_left", [0, *(pytest.param(left, marks=WHOLE) for left in (1, 20)), 300], ids="window={}".format
 )
-def test_nothing_outside_of_the_window_is_read(window_left: int, spare: int, seed: int) -> None:
+def test_nothing_outside_of_the_window_is_read(window_left, spare, seed):
     batch = batch_of(LENGTHS, 2, 16, 128)
     expected = check(batch, spare, window_left)
     for row, length in enumerate(LENGTHS):
@@ -259,14 +263,14 @@ def test_nothing_outside_of_the_window_is_read(window_left: int, spare: int, see
 @interpreted
 @SPARE
 @pytest.mark.parametrize("window_left", [pytest.param(-1, marks=WHOLE), 100], ids="window={}".format)
-def test_capped_logits(window_left: int, spare: int, seed: int) -> None:
+def test_capped_logits(window_left, spare, seed):
     batch = batch_of(LENGTHS, 4, 16, 64)
     check(batch, spare, window_left, soft_cap=2.0)
     check(batch._replace(query=batch.query * 1000), spare, window_left, soft_cap=30.0)
 
 
 @interpreted
-def test_log_sum_exp_may_be_left_out(seed: int) -> None:
+def test_log_sum_exp_may_be_left_out(seed):
     from compiled_llm_ops.kernels.attention import decode
 
     batch = batch_of([40, 700], 17, 16, 64)
@@ -275,7 +279,7 @@ def test_log_sum_exp_may_be_left_out(seed: int) -> None:
 
 
 @interpreted
-def test_queries_keys_and_values_may_have_any_strides(seed: int) -> None:
+def test_queries_keys_and_values_may_have_any_strides(seed):
     batch = batch_of([40, 700], 2, 16, 64)
     fused = torch.randn(2, 8, 65).half()
     check(batch._replace(query=fused[:, :4, 1:], key=fused[:, 4:6, 1:], value=fused[:, 6:, :64]), 3)
@@ -285,7 +289,7 @@ def test_queries_keys_and_values_may_have_any_strides(seed: int) -> None:
 
 @interpreted
 @SPARE
-def test_rows_of_padding_are_harmless(spare: int, seed: int) -> None:
+def test_rows_of_padding_are_harmless(spare, seed):
     """They write to the null page and read it, and may all be the same row of it. They count among the rows."""
     batch = batch_of([30, 1, 600], 2, 16, 64)
     alone = launch(batch, spare)
@@ -309,9 +313,7 @@ def test_rows_of_padding_are_harmless(spare: int, seed: int) -> None:
 @SPARE
 @pytest.mark.parametrize(("head_dim", "stored"), [(64, 64), pytest.param(96, 128, marks=WHOLE)])
 @pytest.mark.parametrize("given", [pytest.param("norms", marks=WHOLE), "one norm", "positions", "both"])
-def test_queries_and_keys_are_normed_and_turned_first(
-    given: str, head_dim: int, stored: int, spare: int, seed: int
-) -> None:
+def test_queries_and_keys_are_normed_and_turned_first(given, head_dim, stored, spare, seed):
     batch = batch_of(LENGTHS, 3, 16, head_dim, stored)
     angles = (torch.rand(len(LENGTHS), head_dim // 2) * 6).repeat(1, 2)
     preparation: dict[str, Any] = {"epsilon": 0.1}
@@ -336,7 +338,7 @@ def test_queries_and_keys_are_normed_and_turned_first(
 
 
 @interpreted
-def test_counters_are_zero_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_are_zero_again(seed, monkeypatch):
     """The same ones serve launch after launch, over rows that grow and shrink."""
     from compiled_llm_ops.kernels import attention as triton_attention
 
@@ -348,7 +350,7 @@ def test_counters_are_zero_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @interpreted
-def test_batches_of_any_size_are_two_kernels(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_of_any_size_are_two_kernels(seed, monkeypatch):
     """Or more would be compiled when batches grow, and for types that no test has compiled."""
     from compiled_llm_ops.kernels import attention as triton_attention
 
@@ -372,7 +374,7 @@ def test_batches_of_any_size_are_two_kernels(seed: int, monkeypatch: pytest.Monk
 
 @interpreted
 @pytest.mark.parametrize("change", ["dtype", "pages"])
-def test_what_the_kernel_cannot_read_raises(change: str, seed: int) -> None:
+def test_what_the_kernel_cannot_read_raises(change, seed):
     batch = batch_of([40], 2, 16, 64)
     if change == "dtype":
         batch = batch._replace(query=batch.query.float())
@@ -432,7 +434,7 @@ def counts_of(shares: Sequence[Share], rows: int) -> list[int]:
 @example([1, 2, 2, 3], 2, 0, 1)
 @example([1] * 20 + [64], 63, 0, 1)
 @example([2**20, 3], 69, 0, 1)
-def test_each_block_is_read_once(blocks: list[int], spare: int, unsplit: int, min_share: int) -> None:
+def test_each_block_is_read_once(blocks, spare, unsplit, min_share):
     """By as many programs as there are, whatever the rows; those that read nothing come last."""
     tiling = AttentionTiling(len(blocks), len(blocks) + spare, unsplit, min_share, block=64, stages=3, warps=4)
     shares = dealt(blocks, tiling, more=3)
@@ -455,54 +457,47 @@ def test_each_block_is_read_once(blocks: list[int], spare: int, unsplit: int, mi
     assert ends == blocks
 
 
+NEEDS = [
+    (1, [384], [1]),
+    (1, [1024], [8]),
+    (1, [4096], [16]),
+    (1, [32_768], [16]),
+    (1, [4096] * 2, [8] * 2),
+    (1, [4096] * 8, [4] * 8),
+    (1, [1024] * 8, [1] * 8),
+    (1, [4096] * 32, [4] * 32),
+    (1, [*[160] * 7, 32_768], [*[1] * 7, 24]),
+    (1, [32_768, *[160] * 31], [32, *[1] * 31]),
+    (2, [4096] * 32, [1] * 32),
+    (2, [*[1024] * 31, 4096], [*[1] * 31, 4]),
+    (2, [*[4096] * 16, *[1024] * 16], [*[4] * 16, *[1] * 16]),
+]
+MORE_NEEDS = [
+    (1, [4096] * 4, [4] * 4),
+    (1, [1000] * 32, [1] * 32),
+    (1, [3072, 1024, *[2048] * 14], [3, 1, *[2] * 14]),
+    (2, [*range(1000, 1320, 10)], [1] * 32),
+    (2, [30] * 32, [1] * 32),
+]
+
+
 @interpreted
 @pytest.mark.parametrize(
-    ("lengths", "expected"),
-    [
-        ([384], [1]),
-        ([1024], [8]),
-        ([4096], [16]),
-        ([32_768], [16]),
-        ([4096] * 2, [8] * 2),
-        pytest.param([4096] * 4, [4] * 4, marks=WHOLE),
-        ([4096] * 8, [4] * 8),
-        ([1024] * 8, [1] * 8),
-        pytest.param([1000] * 32, [1] * 32, marks=WHOLE),
-        ([4096] * 32, [4] * 32),
-        ([*[160] * 7, 32_768], [*[1] * 7, 24]),
-        ([32_768, *[160] * 31], [32, *[1] * 31]),
-        pytest.param([3072, 1024, *[2048] * 14], [3, 1, *[2] * 14], marks=WHOLE),
-    ],
-    ids=lambda value: f"{len(value)} rows" if len(value) > 1 else str(value[0]),
+    ("tiles", "lengths", "expected"), [*NEEDS, *(pytest.param(*needs, marks=WHOLE) for needs in MORE_NEEDS)]
 )
-def test_rows_are_shared_by_need(lengths: list[int], expected: list[int]) -> None:
-    """While that occupies multiprocessors that would be idle, and else where they are long."""
-    tiling = choose(len(lengths), 8, 2, 128, 40_960, **H200)
+def test_rows_are_shared_by_need(tiles, lengths, expected):
+    """While that occupies multiprocessors that would be idle, and else where they are long, or uneven."""
+    tiling = choose(tiles * len(lengths), 8, 2, 128, 40_960, **H200)
     shares = dealt([-(-length // tiling.block) for length in lengths], tiling)
     assert counts_of(shares, len(lengths)) == expected
-    assert [share.count > 1 for share in shares] == sorted((share.count > 1 for share in shares), reverse=True)
+    if tiles == 1:
+        assert [share.count > 1 for share in shares] == sorted((share.count > 1 for share in shares), reverse=True)
+    else:
+        assert tiling.row_tile == len(lengths)
 
 
 @interpreted
-@pytest.mark.parametrize(
-    ("lengths", "expected"),
-    [
-        ([4096] * 32, [1] * 32),
-        pytest.param([*range(1000, 1320, 10)], [1] * 32, marks=WHOLE),
-        ([*[1024] * 31, 4096], [*[1] * 31, 4]),
-        ([*[4096] * 16, *[1024] * 16], [*[4] * 16, *[1] * 16]),
-        pytest.param([30] * 32, [1] * 32, marks=WHOLE),
-    ],
-    ids=str,
-)
-def test_of_rows_that_fill_the_device_only_uneven_ones_are_shared(lengths: list[int], expected: list[int]) -> None:
-    tiling = choose(2 * len(lengths), 8, 2, 128, 40_960, **H200)
-    assert tiling.row_tile == len(lengths)
-    assert counts_of(dealt([-(-length // tiling.block) for length in lengths], tiling), len(lengths)) == expected
-
-
-@interpreted
-def test_no_program_is_waited_for(seed: int) -> None:
+def test_no_program_is_waited_for(seed):
     """Where rows of mixed lengths fill the device, the longest share sets the time."""
     tiling = choose(64, 8, 2, 128, 40_960, **H200)
     blocks = [-(-length // tiling.block) for length in torch.randint(16, 4001, (tiling.row_tile,)).tolist()]
@@ -544,9 +539,7 @@ COMPILED = [
     ],
     ids=str,
 )
-def test_nothing_but_the_page_table_is_touched_before_waiting(
-    kernel_of: tuple[str, int, int, int, dict[str, Any]], with_lse: bool, prepares: bool, tmp_path: Path
-) -> None:
+def test_nothing_but_the_page_table_is_touched_before_waiting(kernel_of, with_lse, prepares, tmp_path):
     """Kernels in front may still write before `gdc_wait`; whoever is let go relies on that this one has waited."""
     from compiled_llm_ops.kernels import attention as module
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -15,6 +16,27 @@ SAMPLES = (
     "def f(x):\n    return {'a': x ** 2}  # </answer> <|im_end|>",
     "مرحبا بالعالم नमस्ते दुनिया \u2028 \ufffd end",
 )
+
+
+class Numbers:
+    """Words that are token ids; decoding fails on some tokens.
+
+    Attributes:
+        fails_on: those tokens.
+        error: what it fails with, a panic of a library in Rust if it is no ``Exception``.
+    """
+
+    def __init__(self, fails_on: Iterable[int] = (), error: type[BaseException] = BaseException) -> None:
+        self.fails_on, self.error = frozenset(fails_on), error
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [int(word) for word in text.split()]
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True, **_: object) -> str:
+        if not self.fails_on.isdisjoint(tokens):
+            raise self.error("planted")
+        return "".join(f"{token} " for token in tokens)
 
 
 @functools.cache

@@ -30,6 +30,7 @@ from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.kvcache.row import Row
 from compiled_llm.requests.outputs import Completion
 from compiled_llm.requests.sampling_params import SamplingParams
+from support.engine.text_tokenizers import Numbers
 from support.engine.tiny_engines import greedy, tiny, wrapped
 from support.in_threads import start
 from support.parity import alone, assert_account_is_empty
@@ -70,17 +71,6 @@ class Expected:
         texts = ["".join(f"{token} " for token in whole).partition(stop)[0] for whole in self.answers[prompt]]
         assert any(text.startswith(answer.text or "") for text in texts), (prompt, answer)
         assert (answer.stop_reason == stop) == (answer.finish_reason == "stop")
-
-
-class Tokenizer:
-    """Decodes to numbers, and panics on some tokens."""
-
-    poison = frozenset({17, 90})
-
-    def decode(self, tokens: list[int], skip_special_tokens: bool = True, **_: Any) -> str:
-        if not self.poison.isdisjoint(tokens):
-            raise BaseException("planted")
-        return "".join(f"{token} " for token in tokens)
 
 
 class Planted:
@@ -130,7 +120,7 @@ class Schedule:
         self._over = threading.Event()
 
     def _new_engine(self) -> Engine:
-        return Engine(self._model, tokenizer=Tokenizer(), max_rows=self._rows)
+        return Engine(self._model, tokenizer=Numbers(fails_on=(17, 90)), max_rows=self._rows)
 
     def run(self, actions: int) -> None:
         """Run so many actions a thread, and check what is left."""
