@@ -16,10 +16,8 @@ import pytest
 import torch
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm import WrapConfig
 from compiled_llm.compilation.graphs.rolling import RollingCudaGraphs
 from compiled_llm.compilation.graphs.slices import SlicedThread
 from compiled_llm.compilation.inputs import Shape
@@ -28,40 +26,28 @@ from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.kvcache.row import Row
 from support.execution.model_changes import other_attribute
-from support.execution.stand_in_cuda_graphs import StandIn, StandInGraphCapture, let_a_cpu_capture
+from support.execution.stand_in_cuda_graphs import (
+    OPTIONS,
+    StandIn,
+    StandInGraphCapture,
+    finish_all,
+    let_captures_be_late,
+    one_layer,
+    uncompiled,
+)
 from support.in_threads import in_thread
 from support.noting import note_calls
 from support.parity import alone, assert_account_is_empty, greedy, mixed_prompts
-from support.tiny_models import tiny_qwen3
 
-OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 8, "progress": False}
 LENGTHS = [1, 3, 9, 15, 20, 31, 50, 70]
 LONGEST = 24
 
 
 @pytest.fixture(autouse=True)
 def cuda_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    let_a_cpu_capture(monkeypatch)
-    monkeypatch.setattr(StandInGraphCapture, "late", [])
-    monkeypatch.setattr(StandInGraphCapture, "slices", float("inf"))
+    let_captures_be_late(monkeypatch, slices=float("inf"))
     yield
     finish_all()
-
-
-def finish_all() -> None:
-    while StandInGraphCapture.late:
-        StandInGraphCapture.late.pop().finish()
-
-
-def plain() -> PreTrainedModel:
-    return tiny_qwen3(num_hidden_layers=1, eos_token_id=None)
-
-
-def wrapped(budget: int | None = None, monkeypatch: pytest.MonkeyPatch | None = None, **options: Any) -> Any:
-    """A model that is not compiled; options for graphs are refused with it, so a budget is put under it."""
-    if monkeypatch is not None:
-        monkeypatch.setattr(WrapConfig, "graph_budget", property(lambda self: (None, budget)))
-    return compiled_llm.wrap(plain(), **{**OPTIONS, "mode": "eager", **options})
 
 
 def prompt_of(length: int) -> list[int]:
@@ -182,10 +168,10 @@ def test_tokens_are_right_whatever_is_captured_and_when(
     caplog: pytest.LogCaptureFixture,
     request: pytest.FixtureRequest,
 ) -> None:
-    reference, examples = plain(), 30 if request.config.getoption("whole") else 12
+    reference, examples = one_layer(), 30 if request.config.getoption("whole") else 12
     expected = {length: alone(reference, prompt_of(length), LONGEST + 2) for length in LENGTHS}
     caplog.set_level(logging.WARNING, "compiled_llm.graphs")
-    model = wrapped(budget, monkeypatch)
+    model = uncompiled(monkeypatch, budget)
     known = {"model": model, "expected": expected, "budget": budget, "exact": exact, "caplog": caplog}
     made = type("OneBudget", (Rows,), known)
     run_state_machine_as_test(
@@ -235,7 +221,7 @@ def counts(model: Any, rows: int) -> tuple[int, int, int, int]:
 def test_a_step_without_its_graph_runs_in_the_next_larger_or_as_it_is_until_it_is_captured(
     exact: bool, largest: bool, ran: int
 ) -> None:
-    model = wrapped()
+    model = compiled_llm.wrap(one_layer(), mode="eager", **OPTIONS)
     model.compiled.warmup([2])
     assert model.compiled.stats().buckets == [2, 8], "all can run in the largest"
     if not largest:
@@ -266,7 +252,7 @@ def test_no_prompt_runs_in_far_more_tokens_than_its_own(
         return served[-1][1]
 
     monkeypatch.setattr(Prefill, "_serving", noted)
-    model, rng = wrapped(budget, monkeypatch), random.Random(seed)
+    model, rng = uncompiled(monkeypatch, budget), random.Random(seed)
     model.compiled.warmup([1, 2])
     for _ in range(30):
         generate_loop = runner_of(model, exact=False)
@@ -290,7 +276,7 @@ def test_an_evicted_graph_is_released_when_it_has_ended_and_no_step_waits_for_th
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended: list[bool] = []
-    model = wrapped(4, monkeypatch)
+    model = uncompiled(monkeypatch, 4)
     model.compiled.warmup([2])
     model_runner = model.compiled.model_runner()
     rolling, cuda_graphs = model_runner.state.cuda_graphs, model_runner.graph_manager.cuda_graphs
@@ -321,7 +307,7 @@ def kept_by(rolling: RollingCudaGraphs) -> int:
 
 def test_a_failed_capture_is_logged_once_counted_and_tried_again_by_warmup(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "compiled_llm.graphs")
-    model = wrapped()
+    model = compiled_llm.wrap(one_layer(), mode="eager", **OPTIONS)
     model.compiled.warmup([1])
     for rows in (2, 4):
         generate_loop = admitted(model, rows)
@@ -343,7 +329,7 @@ def test_a_failed_capture_is_logged_once_counted_and_tried_again_by_warmup(caplo
 def test_no_capture_goes_on_when_a_call_or_the_engine_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = note_calls(monkeypatch, StandInGraphCapture, "begin", lambda *_: 1)
     monkeypatch.setattr(StandInGraphCapture, "slices", 100)
-    model = wrapped()
+    model = compiled_llm.wrap(one_layer(), mode="eager", **OPTIONS)
     model.compiled.warmup([1])
     greedy(model, mixed_prompts([5, 9], 128, 1), 3)
     assert not StandInGraphCapture.late
@@ -361,7 +347,7 @@ def test_no_capture_goes_on_when_a_call_or_the_engine_has_ended(monkeypatch: pyt
 @pytest.mark.usefixtures("without_inductor")
 def test_a_capture_ends_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """To time tilings, Inductor waits for the whole device, which CUDA refuses while anything is captured."""
-    model, underway = wrapped(), []
+    model, underway = compiled_llm.wrap(one_layer(), mode="eager", **OPTIONS), []
     generate_loop, programs = runner_of(model, exact=True), model.compiled.model_runner().graph_manager.programs
     decode = programs.decode
     monkeypatch.setattr(
@@ -381,7 +367,7 @@ def test_a_capture_ends_before_anything_is_compiled(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("without_inductor")
 def test_a_model_that_changes_while_its_step_is_captured_computes_as_changed() -> None:
-    reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
+    reference, model = one_layer(), compiled_llm.wrap(one_layer(), **OPTIONS)
     model.compiled.warmup([4])
     inputs = mixed_prompts([5, 18], 128, 1)
     generate_loop = admitted(model, 2)
@@ -422,7 +408,7 @@ class InAThread(StandInGraphCapture):
 @pytest.mark.usefixtures("without_inductor")
 def test_an_engine_goes_on_while_another_thread_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("support.execution.stand_in_cuda_graphs.StandInGraphCapture", InAThread)
-    reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS, max_graphs=4)
+    reference, model = one_layer(), compiled_llm.wrap(one_layer(), **OPTIONS, max_graphs=4)
     lengths = [3, 50, 9, 20, 1, 15] * 2
     expected = {length: alone(reference, prompt_of(length), 14) for length in set(lengths)}
     with compiled_llm.Engine(model, prefix_cache=False) as engine:
@@ -449,7 +435,7 @@ def test_nothing_is_compiled_again_when_pytorch_gets_another_number_of_threads_a
     InAThread.thread.submit(lambda: torch.set_num_threads(3))
     in_thread(InAThread.thread.finish, 20)
     torch.set_num_threads(1)
-    model = compiled_llm.wrap(plain(), **OPTIONS)
+    model = compiled_llm.wrap(one_layer(), **OPTIONS)
     for _ in range(2):
         greedy(model, mixed_prompts([5, 9, 20], 128, 1), 6)
     assert (model.compiled.stats().recompiles, model.compiled.cuda_graphs.failures) == (0, 0)

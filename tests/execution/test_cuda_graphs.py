@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import Engine, SamplingParams, WrapConfig
@@ -33,12 +32,18 @@ from support.execution.model_changes import (
     other_attribute,
     swapped_module,
 )
-from support.execution.stand_in_cuda_graphs import StandIn, StandInGraphCapture, let_a_cpu_capture
+from support.execution.stand_in_cuda_graphs import (
+    OPTIONS,
+    StandIn,
+    StandInGraphCapture,
+    let_a_cpu_capture,
+    one_layer,
+    uncompiled,
+)
 from support.noting import note_calls
 from support.parity import alone, assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
-OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 8, "progress": False}
 SHAPES = CapturedShapes(max_rows=8, weights=1, max_row_tokens=1024, max_tokens=8192)
 
 
@@ -47,19 +52,9 @@ def cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     let_a_cpu_capture(monkeypatch)
 
 
-def plain() -> PreTrainedModel:
-    return tiny_qwen3(num_hidden_layers=1, eos_token_id=None)
-
-
-def uncompiled(monkeypatch: pytest.MonkeyPatch, max_graphs: int | None = None, nbytes: int | None = None) -> Any:
-    """A model that is not compiled; options for graphs are refused with it, so a budget is put under it."""
-    monkeypatch.setattr(WrapConfig, "graph_budget", property(lambda self: (nbytes, max_graphs)))
-    return compiled_llm.wrap(plain(), **OPTIONS, mode="eager")
-
-
 def test_prefills_and_steps_are_captured_once_and_give_huggingfaces_tokens(seed, monkeypatch):
     """Also those that fill a shape, or nearly."""
-    reference, model, shapes = plain(), uncompiled(monkeypatch), {*SHAPES.anchors()}
+    reference, model, shapes = one_layer(), uncompiled(monkeypatch), {*SHAPES.anchors()}
     batches = [5], [9, 4, 17], [9, 4, 17], [3, 3, 3, 20, 8], [16], [15], [17], [9, 7], [4, 4, 8], [5, 4, 4], [64]
     for lengths in batches:
         inputs = mixed_prompts(lengths, 128, seed)
@@ -87,7 +82,7 @@ def test_after_warmup_nothing_is_captured(seed, monkeypatch):
 
 def test_prefills_whose_plans_do_not_fit_are_not_captured(seed, monkeypatch):
     monkeypatch.setattr(Planner, "fits", lambda self, shape: shape.tokens <= 48)
-    reference, model = plain(), uncompiled(monkeypatch)
+    reference, model = one_layer(), uncompiled(monkeypatch)
     model.compiled.warmup([1])
     before = model.compiled.stats()
     assert before.prefill_cuda_graphs == sum(shape.tokens <= 48 for shape in {*SHAPES.of(1), *SHAPES.anchors()}) > 0
@@ -104,27 +99,20 @@ MOVED = {
 }
 
 
-IN_EACH_RUN = [(new_parameter, True), (moved_data, False), (other_attribute, True)]
-
-
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize(
-    ("change", "during"),
+    "change",
     [
-        pytest.param(change, during, marks=[] if (change, during) in IN_EACH_RUN else pytest.mark.whole)
-        for change in (new_parameter, moved_data, swapped_module, in_place, other_attribute)
-        for during in (False, True)
+        *(new_parameter, moved_data, other_attribute),
+        *(pytest.param(each, marks=pytest.mark.whole) for each in (swapped_module, in_place)),
     ],
-    ids=lambda value: getattr(value, "__name__", "during a call" if value else "between calls"),
+    ids=lambda change: change.__name__,
 )
-def test_steps_of_a_changed_model_are_captured_again(change, during, seed):
-    reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
+def test_steps_of_a_model_that_changes_during_a_call_are_captured_again(change, seed):
+    reference, model = one_layer(), compiled_llm.wrap(one_layer(), **OPTIONS)
     inputs = mixed_prompts([5, 18], 128, seed)
     before = greedy(model, inputs, 12)
-    if during:
-        greedy(model, mixed_prompts([7], 128, seed), 12, streamer=Changing(lambda: change(model)))
-    else:
-        change(model)
+    greedy(model, mixed_prompts([7], 128, seed), 12, streamer=Changing(lambda: change(model)))
     change(reference)
     expected = greedy(reference, inputs, 12)
     assert not torch.equal(expected, before)
@@ -137,7 +125,7 @@ def test_steps_of_a_changed_model_are_captured_again(change, during, seed):
 
 @pytest.mark.usefixtures("without_inductor")
 def test_tokens_of_a_replay_whose_guards_turn_out_wrong_are_thrown_away_and_do_not_count_as_seen(monkeypatch, seed):
-    reference, model = plain(), compiled_llm.wrap(plain(), **OPTIONS)
+    reference, model = one_layer(), compiled_llm.wrap(one_layer(), **OPTIONS)
     inputs, penalty = mixed_prompts([5, 18], 128, seed), {"repetition_penalty": 30.0}
 
     def change() -> None:
@@ -165,7 +153,7 @@ def count_looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def test_bounded_cuda_graphs_make_room_and_are_captured_again(seed, monkeypatch):
-    reference, model = plain(), uncompiled(monkeypatch, max_graphs=4)
+    reference, model = one_layer(), uncompiled(monkeypatch, max_graphs=4)
     model.compiled.warmup([1, 2])
     assert model.compiled.cuda_graphs.ready == 4, "in preparing there is no room made for what may not be needed"
     for lengths in ([5], [9, 4, 17], [40], [3, 3, 3, 20, 8], [5], [9, 4, 17]):
@@ -217,7 +205,7 @@ def test_a_call_looks_at_the_model_once_and_at_each_graph_once(watched, monkeypa
 
 @pytest.mark.parametrize("watched", [False, True])
 def test_an_engine_looks_with_each_request_unless_told_not_to(watched, monkeypatch, seed):
-    reference, model = plain(), uncompiled(monkeypatch)
+    reference, model = one_layer(), uncompiled(monkeypatch)
     prompts = [mixed_prompts([length], 128, seed)["input_ids"][0].tolist() for length in (5, 18)]
     expected = [alone(reference, prompt, 6) for prompt in prompts]
     params = SamplingParams(temperature=0, max_tokens=6)
@@ -283,7 +271,7 @@ def test_a_prefill_whose_keys_are_split_is_captured_apart(seed, monkeypatch):
     monkeypatch.setattr(Planner, "variants", (0, 1))
     monkeypatch.setattr(Planner, "variant_for", lambda self, batch: int(batch[0].row.length > 30))
     monkeypatch.setattr(Planner, "fits", lambda self, shape: True)
-    reference, model = plain(), uncompiled(monkeypatch)
+    reference, model = one_layer(), uncompiled(monkeypatch)
     for length in (20, 40, 31):
         inputs = mixed_prompts([length], 128, seed)
         torch.testing.assert_close(greedy(model, inputs, 5), greedy(reference, inputs, 5))
@@ -314,7 +302,7 @@ def test_prefill_is_compiled_with_as_many_tokens_as_the_model_can_take(max_posit
 
 
 def test_a_capture_that_fails_leaves_the_next_call_whole(monkeypatch, seed):
-    reference, model = plain(), uncompiled(monkeypatch)
+    reference, model = one_layer(), uncompiled(monkeypatch)
     inputs = mixed_prompts([5, 9], 128, seed)
     with monkeypatch.context() as patched:
         patched.setattr(StandInGraphCapture, "capture", lambda *_: (_ for _ in ()).throw(RuntimeError("no capture")))
@@ -326,7 +314,7 @@ def test_a_capture_that_fails_leaves_the_next_call_whole(monkeypatch, seed):
 
 
 def test_cuda_graphs_go_with_the_last_reference():
-    model = plain()
+    model = one_layer()
     rolling = RollingCudaGraphs()
     cuda_graphs = CudaGraphs(model, WrapConfig(), model.device, rolling)
     graphs = SamplingGraphs(model.device, captures=True, rolling=rolling)

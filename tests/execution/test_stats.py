@@ -45,14 +45,6 @@ def test_warmup_takes_nothing_else(given, model):
     assert model.compiled.stats().pages is None
 
 
-def test_no_word_but_auto_says_which_sizes(model):
-    with pytest.raises(ValueError, match=r"batch_sizes='3': give numbers of rows, 'auto', or profile=PATH"):
-        model.compiled.warmup("3")
-    assert model.compiled.stats().pages is None
-    model.compiled.warmup("auto")
-    assert model.compiled.stats().buckets == [1, 2, 4]
-
-
 def test_tokens_are_counted_up_to_the_end_of_each_row(model, seed):
     inputs = mixed_prompts([4, 6], 128, seed)
     first = greedy(model, inputs, 8)[:, 6:]

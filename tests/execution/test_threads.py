@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import gc
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from compiled_llm.execution.threads.loop_lock import LoopLock
 from support.execution.callbacks import Callback
 from support.execution.inside_steps import Calling, calling
 from support.in_threads import PATIENCE, in_thread, start
-from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.parity import assert_account_is_empty, greedy, mixed_prompts, next_turn
 from support.tiny_models import TINY, tiny_qwen3
 
 pytestmark = pytest.mark.usefixtures("executor")
@@ -97,15 +98,38 @@ def test_the_callers_modes_compile_nothing(compiled, seed):
     assert compiled.compiled.graphs == before
 
 
+def chat(model: PreTrainedModel, seed: int) -> Any:
+    inputs = mixed_prompts([5], 128, seed)
+    out = greedy(model, inputs, 6, return_dict_in_generate=True)
+    return greedy(model, next_turn(inputs, out, torch.tensor([[7, 8]])), 6)
+
+
+@torch.no_grad()
+def score(model: PreTrainedModel, seed: int) -> Any:
+    inputs = mixed_prompts([5, 9], 128, seed)
+    return model(**inputs, use_cache=False).logits[inputs["attention_mask"] != 0]
+
+
+MODES: list[Callable[[PreTrainedModel, int], Any]] = [
+    lambda model, seed: greedy(model, mixed_prompts([5, 3], 128, seed), 12),
+    lambda model, seed: greedy(model, mixed_prompts([5], 128, seed), 9, num_beams=3),
+    lambda model, seed: greedy(model, mixed_prompts([20], 128, seed), 12, prompt_lookup_num_tokens=3),
+    lambda model, seed: greedy(model, mixed_prompts([5, 4], 128, seed), 8, no_repeat_ngram_size=2),
+    lambda model, seed: greedy(model, mixed_prompts([4], 128, seed), 8, num_beams=2, use_cache=False),
+    chat,
+    score,
+]
+
+
 @pytest.mark.core
-def test_concurrent_calls_each_get_their_own_tokens(model, seed):
-    batches = [mixed_prompts([2 + number, 9], 128, seed + number) for number in range(6)]
+def test_all_modes_at_once_from_several_threads(model):
     plain = tiny_qwen3(eos_token_id=None)
-    expected = [greedy(plain, inputs, 25) for inputs in batches]
-    for _ in range(2):
-        futures = [start(lambda inputs=inputs: greedy(model, inputs, 25)) for inputs in batches]
-        for future, tokens in zip(futures, expected, strict=True):
-            torch.testing.assert_close(future.result(timeout=PATIENCE), tokens)
+    jobs = [(mode, seed) for seed in range(3) for mode in MODES]
+    expected = [mode(plain, seed) for mode, seed in jobs]
+    with ThreadPoolExecutor(6) as pool:
+        for actual, wanted in zip(pool.map(lambda job: job[0](model, job[1]), jobs), expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
+    gc.collect()
     assert_account_is_empty(model)
 
 

@@ -24,11 +24,9 @@ from compiled_llm.compilation.inputs import Shape
 from compiled_llm.execution.lifecycle.used_steps import prepare_profile
 from compiled_llm.execution.lifecycle.warmup import Warmup
 from compiled_llm.execution.model_runner import ModelRunner
-from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
+from support.execution.stand_in_cuda_graphs import OPTIONS, let_a_cpu_capture, one_layer
 from support.parity import greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
-
-OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 8, "progress": False}
 
 
 @pytest.fixture
@@ -42,7 +40,7 @@ def cuda_graph(monkeypatch: pytest.MonkeyPatch, uncompiled: None) -> None:
 
 
 def wrapped(mode: Any = "eager", **options: Any) -> PreTrainedModel:
-    return compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1, eos_token_id=None), mode=mode, **{**OPTIONS, **options})
+    return compiled_llm.wrap(one_layer(), mode=mode, **{**OPTIONS, **options})
 
 
 def ready_in(model: PreTrainedModel) -> set[UsedStep]:

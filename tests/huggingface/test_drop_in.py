@@ -13,15 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import (
     DynamicCache,
     GenerationConfig,
     PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
 )
-from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 import compiled_llm
 from support.huggingface.pairs import OPTIONS, pair
@@ -141,21 +137,6 @@ def test_a_copy_is_wrapped_has_equal_tokens_and_none_of_the_pages(copied: Callab
 
 
 # ---- generate: the fast loop
-
-
-class UntilLength(StoppingCriteria):
-    """The form of before 4.39, which HuggingFace still takes: one answer for all rows."""
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
-        return input_ids.shape[1] >= 15
-
-
-@pytest.mark.parametrize("criterion", [UntilLength(), *map(MaxLengthCriteria, (5, 9, 14, 60))])
-def test_criteria_of_length_hold_in_place_of_max_new_tokens(criterion, models, inputs):
-    criteria = StoppingCriteriaList([criterion])
-    expected, actual = (greedy(model, inputs, 8, stopping_criteria=criteria) for model in models)
-    torch.testing.assert_close(actual, expected)
-    assert_account_is_empty(models[1])
 
 
 def test_inputs_may_be_given_as_huggingface_takes_them(models, seed):

@@ -15,29 +15,21 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import compiled_llm
-from compiled_llm import WrapConfig
 from compiled_llm.compilation.graphs.table import CudaGraphTable
 from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.prefill.prefill import Prefill
-from support.execution.stand_in_cuda_graphs import StandInGraphCapture, let_a_cpu_capture
+from support.execution.stand_in_cuda_graphs import finish_all, let_captures_be_late, one_layer, uncompiled
 from support.noting import note_calls
 from support.parity import alone, greedy, mixed_prompts
-from support.tiny_models import tiny_qwen3
 
-OPTIONS: dict[str, Any] = {
-    "mode": "eager", "page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 16, "progress": False,
-}  # fmt: skip
 CALLS = [[9], [5, 9, 30], [70, 3], [4] * 9]
 
 
 @pytest.fixture(autouse=True)
 def cuda_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    let_a_cpu_capture(monkeypatch)
-    monkeypatch.setattr(StandInGraphCapture, "late", [])
-    monkeypatch.setattr(StandInGraphCapture, "slices", 3)
+    let_captures_be_late(monkeypatch, slices=3)
     yield
-    while StandInGraphCapture.late:
-        StandInGraphCapture.late.pop().finish()
+    finish_all()
 
 
 @pytest.fixture
@@ -46,12 +38,6 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ran = note_calls(monkeypatch, Decode, "run", lambda self, bucket, wanted: bucket)
     note_calls(monkeypatch, Prefill, "_run_shape", lambda self, shape, chunk, *_, **__: chunk and ran.append(shape))
     return ran
-
-
-def wrapped(budget: int | None, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A model that is not compiled; options for graphs are refused with it, so a budget is put under it."""
-    monkeypatch.setattr(WrapConfig, "graph_budget", property(lambda self: (None, budget)))
-    return compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1, eos_token_id=None), **OPTIONS)
 
 
 def replays_in(table: CudaGraphTable) -> int:
@@ -72,7 +58,7 @@ class EndsAt(StoppingCriteria):
 def test_a_call_runs_in_the_same_shapes_whatever_is_recorded(
     budget: int | None, ran: list[Any], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    model, rng = wrapped(budget, monkeypatch), random.Random(seed)
+    model, rng = uncompiled(monkeypatch, budget, max_batch_size=16), random.Random(seed)
     known: dict[int, list[Any]] = {}
     for _ in range(3):
         for number, lengths in rng.sample([*enumerate(CALLS)], len(CALLS)):
@@ -92,7 +78,7 @@ def test_a_call_runs_in_the_same_shapes_whatever_is_recorded(
 @pytest.mark.parametrize("budget", [2, 5, 7])
 def test_a_bounded_call_that_is_repeated_replays_all_its_steps(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """CudaGraphs that others could run in make room for it, too."""
-    model, inputs = wrapped(budget, monkeypatch), mixed_prompts([5, 9, 30], 128, seed=1)
+    model, inputs = uncompiled(monkeypatch, budget, max_batch_size=16), mixed_prompts([5, 9, 30], 128, seed=1)
     model.compiled.warmup([2])
     greedy(model, inputs, 12)
     before = model.compiled.cuda_graphs
@@ -105,7 +91,7 @@ def test_a_bounded_call_that_is_repeated_replays_all_its_steps(budget: int, monk
 def test_which_bucket_rows_run_in_that_are_left_does_not_follow_from_what_is_ready(
     ran: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, inputs = wrapped(None, monkeypatch), mixed_prompts([6] * 6, 128, seed=1)
+    model, inputs = uncompiled(monkeypatch, max_batch_size=16), mixed_prompts([6] * 6, 128, seed=1)
     found = []
     for warm in ([], [1, 4, 8], []):
         if warm:
@@ -120,9 +106,9 @@ def test_which_bucket_rows_run_in_that_are_left_does_not_follow_from_what_is_rea
 
 
 def test_an_engine_pads_what_is_missing(ran: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = wrapped(None, monkeypatch)
+    model = uncompiled(monkeypatch, max_batch_size=16)
     prompt = mixed_prompts([9], 128, seed=1)["input_ids"][0].tolist()
-    expected = alone(tiny_qwen3(num_hidden_layers=1, eos_token_id=None), prompt, 12)
+    expected = alone(one_layer(), prompt, 12)
     params = compiled_llm.SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     with compiled_llm.Engine(model, prefix_cache=False, max_rows=16) as engine:
         engine.warmup([2])

@@ -1,10 +1,8 @@
-"""Around a wrapped model: pipelines, chat templates, threads in every mode, and models that change after wrap."""
+"""Around a wrapped model: pipelines, chat templates, and models that change after wrap."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, pipeline
 
 import compiled_llm
-from support.parity import assert_account_is_empty, greedy, mixed_prompts, next_turn
+from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 from support.tiny_tokenizer import tokenizer as letters
 
@@ -70,44 +68,6 @@ def test_a_pipeline_of_chat_messages_writes_the_same(models):
 @pytest.mark.core
 def test_generate_batch_is_huggingfaces(models):
     assert models[1].generate_batch.__func__ is models[0].generate_batch.__func__
-
-
-# ---- threads
-
-
-def _chat(model: PreTrainedModel, seed: int) -> Any:
-    inputs = mixed_prompts([5], 128, seed)
-    out = greedy(model, inputs, 6, return_dict_in_generate=True)
-    return greedy(model, next_turn(inputs, out, torch.tensor([[7, 8]])), 6)
-
-
-@torch.no_grad()
-def _score(model: PreTrainedModel, seed: int) -> Any:
-    inputs = mixed_prompts([5, 9], 128, seed)
-    return model(**inputs, use_cache=False).logits[inputs["attention_mask"] != 0]
-
-
-MODES: list[Callable[[PreTrainedModel, int], Any]] = [
-    lambda model, seed: greedy(model, mixed_prompts([5, 3], 128, seed), 12),
-    lambda model, seed: greedy(model, mixed_prompts([5], 128, seed), 9, num_beams=3),
-    lambda model, seed: greedy(model, mixed_prompts([20], 128, seed), 12, prompt_lookup_num_tokens=3),
-    lambda model, seed: greedy(model, mixed_prompts([5, 4], 128, seed), 8, no_repeat_ngram_size=2),
-    lambda model, seed: greedy(model, mixed_prompts([4], 128, seed), 8, num_beams=2, use_cache=False),
-    _chat,
-    _score,
-]
-
-
-@pytest.mark.core
-def test_all_modes_at_once_from_several_threads(models):
-    plain, wrapped = models
-    jobs = [(mode, seed) for seed in range(3) for mode in MODES]
-    expected = [mode(plain, seed) for mode, seed in jobs]
-    with ThreadPoolExecutor(6) as pool:
-        for actual, wanted in zip(pool.map(lambda job: job[0](wrapped, job[1]), jobs), expected, strict=True):
-            torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
-    gc.collect()
-    assert_account_is_empty(wrapped)
 
 
 # ---- a model that changes after it was wrapped

@@ -199,27 +199,6 @@ def elsewhere() -> Iterator[None]:
     torch.set_default_device(None)
 
 
-SETTINGS: list[dict[str, Any]] = [
-    {},
-    {"no_repeat_ngram_size": 2},
-    {"prompt_lookup_num_tokens": 3},
-    {"use_cache": False},
-    {"return_dict_in_generate": True, "output_scores": True},
-]
-
-
-@pytest.mark.parametrize("options", SETTINGS, ids=lambda options: "".join(options) or "greedy")
-def test_generate_works_under_another_default_device(options, models, seed, elsewhere):
-    with torch.device("cpu"):
-        prompts = mixed_prompts([4, 9, 6], 128, seed)
-    prompts = {name: value[1:2] if "prompt_lookup_num_tokens" in options else value for name, value in prompts.items()}
-    theirs, ours = (greedy(model, prompts, 8, **options) for model in models)
-    if isinstance(ours, Tensor):
-        torch.testing.assert_close(ours, theirs)
-    else:
-        torch.testing.assert_close(ours.sequences, theirs.sequences)
-
-
 @torch.no_grad()
 def test_wrap_sampling_chats_and_forward_work_under_another_default_device(seed, inputs, elsewhere):
     with torch.device("cpu"):

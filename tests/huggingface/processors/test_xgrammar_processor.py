@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessor
 
 import compiled_llm
-from compiled_llm.execution.generate_loop import GenerateLoop
 from support.parity import assert_account_is_empty, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -70,6 +68,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("reading")
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_batches_are_as_huggingfaces(pair, compile_pattern, pattern, name, seed):
@@ -98,16 +97,7 @@ def test_where_no_token_is_left_it_fails_as_in_huggingfaces_loop(pair, compile_p
     assert_account_is_empty(pair[1])
 
 
-def test_it_is_so_while_steps_are_read_late(pair, compile_pattern, seed):
-    """As on CUDA: a choice is launched in front of the next step, and its tokens are read behind that."""
-    with mock.patch.object(GenerateLoop, "asynchronous", True):
-        for number, pattern in enumerate(PATTERNS):
-            test_batches_are_as_huggingfaces(pair, compile_pattern, pattern, "alone", seed + number)
-        test_each_row_has_its_grammar_and_rows_end_one_by_one(pair, compile_pattern, seed)
-        test_a_cache_is_returned_as_huggingfaces(pair, compile_pattern, seed)
-        test_a_processor_that_was_used_does_what_it_does_in_huggingfaces_loop(pair, compile_pattern, [5, 2], seed)
-
-
+@pytest.mark.usefixtures("reading")
 def test_each_row_has_its_grammar_and_rows_end_one_by_one(pair, compile_pattern, seed):
     inputs = mixed_prompts([5, 2, 7], WIDTH, seed)
     grammars = [compile_pattern(pattern) for pattern in (r"ab?", r"[a-z]{4}!", r"[a-z]{9}!")]
@@ -130,6 +120,7 @@ def test_drawn_answers_follow_the_grammar(pair, compile_pattern, seed):
     assert len(set(texts)) > 1
 
 
+@pytest.mark.usefixtures("reading")
 def test_a_cache_is_returned_as_huggingfaces(pair, compile_pattern, seed):
     inputs, grammar = mixed_prompts([5, 2], WIDTH, seed), compile_pattern(r"[a-z]{3}!")
     options = {"return_dict_in_generate": True, "output_logits": True}
@@ -171,6 +162,7 @@ def test_what_has_to_see_each_step_keeps_its_path(pair, compile_pattern, kind, o
     assert_equal(pair, inputs, lambda: [kind(grammar), *others], "processed loop")
 
 
+@pytest.mark.usefixtures("reading")
 @pytest.mark.parametrize("lengths", [[5, 2], [5]], ids=["same batch", "other batch"])
 def test_a_processor_that_was_used_does_what_it_does_in_huggingfaces_loop(pair, compile_pattern, lengths, seed):
     first, second = mixed_prompts([5, 2], WIDTH, seed), mixed_prompts(lengths, WIDTH, seed + 1)

@@ -14,11 +14,15 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+import compiled_llm
 from compiled_llm import WrapConfig
 from compiled_llm.compilation.graphs.capture import CapturedGraph
 from compiled_llm.compilation.graphs.cuda_graphs import CudaGraphs, StepToCapture
 from compiled_llm.compilation.graphs.rolling import Cost, RollingCudaGraphs
 from compiled_llm.compilation.graphs.validity import Guards, Weights
+from support.tiny_models import tiny_qwen3
+
+OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 8, "progress": False}
 
 
 class StandIn(CapturedGraph[Any]):
@@ -121,3 +125,27 @@ def let_a_cpu_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(CudaGraphs, "__init__", init)
     monkeypatch.setattr(CudaGraphs, "_prepared", prepared)
+
+
+def one_layer() -> PreTrainedModel:
+    return tiny_qwen3(num_hidden_layers=1, eos_token_id=None)
+
+
+def uncompiled(
+    monkeypatch: pytest.MonkeyPatch, max_graphs: int | None = None, nbytes: int | None = None, **options: Any
+) -> Any:
+    """A model that is not compiled; options for graphs are refused with it, so a budget is put under it."""
+    monkeypatch.setattr(WrapConfig, "graph_budget", property(lambda self: (nbytes, max_graphs)))
+    return compiled_llm.wrap(one_layer(), **{**OPTIONS, "mode": "eager", **options})
+
+
+def let_captures_be_late(monkeypatch: pytest.MonkeyPatch, slices: float) -> None:
+    """Let a CPU capture as CUDA does, in so many slices."""
+    let_a_cpu_capture(monkeypatch)
+    monkeypatch.setattr(StandInGraphCapture, "late", [])
+    monkeypatch.setattr(StandInGraphCapture, "slices", slices)
+
+
+def finish_all() -> None:
+    while StandInGraphCapture.late:
+        StandInGraphCapture.late.pop().finish()

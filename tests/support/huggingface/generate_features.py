@@ -20,6 +20,7 @@ from transformers import (
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 import compiled_llm
 from compiled_llm.execution.reporting.slow_paths import WORDINGS
@@ -245,6 +246,8 @@ FEATURES: dict[str, list[Feature]] = {
             "a `StoppingCriteria` of your own",
             [
                 generate(stopping_criteria=[LaterLength(15)]),
+                generate(stopping_criteria=[lambda ids, scores, **_: ids.shape[1] >= 15]),  # one answer for all rows
+                *(generate(stopping_criteria=[MaxLengthCriteria(length)]) for length in (5, 9, 14, 60)),
                 generate(stopping_criteria=[SecondEos(list(range(64)))]),
                 generate(stopping_criteria=StoppingCriteriaList([Until()])),
                 generate(stopping_criteria=[Until()], **EARLY),
