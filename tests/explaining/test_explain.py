@@ -175,11 +175,6 @@ def test_a_model_whose_attention_does_not_reach_pages_is_told_so():
     assert "do not reach the attention interface" in finding["reason"]
 
 
-def test_a_model_in_training_mode_is_told_so():
-    report = compiled_llm.explain(tiny_qwen3().train())
-    assert "call model.eval() first" in report.data["findings"][0]["reason"]
-
-
 def test_what_forward_raises_is_a_finding_with_its_line():
     class Raises(planted.PrintDeleted):
         def forward(self, x):
@@ -235,60 +230,53 @@ def in_eager_mode(**options: Any) -> Any:
     return compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", progress=False, **options)
 
 
+@torch.no_grad()
 def test_history_says_why_page_tables_were_uploaded():
     model = in_eager_mode(page_size=4)
+
+    def causes() -> dict[str, int]:
+        history = model.compiled.explain().data["history"]
+        assert sum(history["upload_causes"].values()) == history["uploads"] == model.compiled.stats().uploads
+        return history["upload_causes"]
+
     greedy(model, mixed_prompts([3], 128, seed=0), 45)
-    causes = model.compiled.explain().data["history"]["upload_causes"]
     # Tokens 3 to 46 are stored by decode steps; the pages of the first 36 are known from the beginning.
-    assert causes == {"bucket_prepared": 1, "call_moved_in": 1, "new_page": 1}
+    assert causes() == {"bucket_prepared": 1, "call_moved_in": 1, "new_page": 1}
     greedy(model, mixed_prompts([3, 2], 128, seed=0), 2)
-    history = model.compiled.explain().data["history"]
-    assert history["upload_causes"]["call_moved_in"] == 2
-    assert sum(history["upload_causes"].values()) == history["uploads"] == model.compiled.stats().uploads
-
-
-def test_rows_that_leave_are_a_cause_of_an_upload():
-    model = in_eager_mode()
+    assert causes()["call_moved_in"] == 2
     generate_loop = model.compiled.generate_loop()
     rows = [generate_loop.admit([1, 2, 3], 8) for _ in range(3)]
     for _ in range(3):
         generate_loop.step()
     generate_loop.release(rows[0])
     generate_loop.step()
-    assert model.compiled.explain().data["history"]["upload_causes"]["rows_changed"] == 1
-
-
-@torch.no_grad()
-def test_a_page_that_is_no_longer_shared_is_a_cause_of_an_upload():
-    model = in_eager_mode(page_size=4)
+    assert causes()["rows_changed"] == 1
     tokens = torch.tensor([[5]])
     cache = model(torch.tensor([[1, 2, 3, 4]]), use_cache=True).past_key_values
     model(tokens, past_key_values=cache)
     other = copy.deepcopy(cache)
     for _ in range(2):
         model(tokens, past_key_values=cache)
-    assert model.compiled.explain().data["history"]["upload_causes"]["page_copied"] == 1
+    assert causes()["page_copied"] == 1
     other.close()
 
 
-def cold_starts(model: Any) -> list[dict[str, Any]]:
+@pytest.mark.parametrize("sizes", [[1], [1, 3], None], ids=["another size", "this size", "no warmup"])
+def test_a_bucket_that_warmup_did_not_name_starts_cold(sizes):
+    model = in_eager_mode()
+    if sizes is not None:
+        model.compiled.warmup(sizes)
+    greedy(model, mixed_prompts([4, 2, 3], 128, seed=0), 3)
     report = model.compiled.explain()
-    assert [entry["kind"] for entry in report.data["findings"]] in ([], ["cold start"])
-    return report.data["findings"]
-
-
-def test_a_bucket_that_warmup_did_not_name_starts_cold_and_naming_it_helps():
-    inputs = mixed_prompts([4, 2, 3], 128, seed=0)
-    model = in_eager_mode()
-    model.compiled.warmup([1])
-    greedy(model, inputs, 3)
-    (finding,) = cold_starts(model)
-    assert "for decode bucket 4: warmup did not name a batch size of 3" in finding["reason"]
-    assert "warmup([..., 3])" in finding["advice"]
-    model = in_eager_mode()
-    model.compiled.warmup([1, 3])
-    greedy(model, inputs, 3)
-    assert cold_starts(model) == []
+    reasons = [finding["reason"] for finding in report.data["findings"] if finding["kind"] == "cold start"]
+    assert len(reasons) == len(report.data["findings"]) == (sizes == [1])
+    for finding in report.data["findings"]:
+        assert "for decode bucket 4: warmup did not name a batch size of 3" in finding["reason"]
+        assert "warmup([..., 3])" in finding["advice"]
+    if sizes is None:  # the first call of a size waits, and that is no fault
+        found = [(cold["what"], cold["rows"], cold["cause"]) for cold in report.data["history"]["cold_starts"]]
+        assert found == [("prefill", 3, "warmup_not_called"), ("decode bucket 4", 3, "warmup_not_called")]
+        assert "waited for decode bucket 4" in str(report)
 
 
 @torch.no_grad()
@@ -298,8 +286,9 @@ def test_prefill_from_embeddings_is_waited_for_but_no_warmup_would_help():
     embeddings = model.get_input_embeddings()(torch.tensor([[1, 2, 3]]))
     for _ in range(2):
         model(inputs_embeds=embeddings, use_cache=False)
-    assert cold_starts(model) == []
-    (entry,) = model.compiled.explain().data["history"]["cold_starts"]
+    report = model.compiled.explain()
+    assert report.clean
+    (entry,) = report.data["history"]["cold_starts"]
     assert (entry["what"], entry["rows"]) == ("prefill from embeddings", 1)
     assert entry["cause"] == "never_prepared"
 
@@ -312,16 +301,6 @@ def test_what_a_change_of_the_model_took_starts_cold_with_that_as_its_cause():
     reasons = [entry["reason"] for entry in model.compiled.explain().data["findings"]]
     said = "moved, converted, hooked or given more positions after warmup"
     assert [said in reason for reason in reasons] == [True, True]
-
-
-def test_without_warmup_the_first_call_of_a_size_waits_and_that_is_no_fault():
-    model = in_eager_mode()
-    greedy(model, mixed_prompts([4, 2], 128, seed=0), 3)
-    report = model.compiled.explain()
-    assert report.clean
-    found = [(cold["what"], cold["rows"], cold["cause"]) for cold in report.data["history"]["cold_starts"]]
-    assert found == [("prefill", 2, "warmup_not_called"), ("decode bucket 2", 2, "warmup_not_called")]
-    assert "waited for decode bucket 2" in str(report)
 
 
 @pytest.fixture
@@ -431,8 +410,9 @@ def test_timings_of_sizes_that_cannot_be_are_refused():
         compiled_llm.explain(plant(planted.PrintDeleted), timings=[0])
 
 
-def test_a_broken_model_is_not_timed_and_told_so():
+def test_a_model_in_training_mode_is_told_so_and_not_timed():
     report = compiled_llm.explain(tiny_qwen3().train(), timings=True)
+    assert "call model.eval() first" in report.data["findings"][0]["reason"]
     assert report.data["timings"] == []
     assert "Nothing was timed" in str(report)
 
