@@ -71,29 +71,6 @@ def test_temperatures_that_float32_does_not_have_draw_as_the_next_ones(engine, o
     assert cold == same == colder != hot == hotter == warm
 
 
-@pytest.mark.whole
-def test_ten_thousand_draws_follow_the_distribution(plain, engine):
-    """The first token; what it has not written yet costs an answer nothing."""
-    prompt, bias = [5, 6, 7], {7: 2.0, 9: -1.0, 44: 3.0}
-    how = {"temperature": 1.3, "presence_penalty": 1.5, "frequency_penalty": -0.5, "logit_bias": bias, "min_tokens": 1}
-    params = SamplingParams(**how, bad_words=["12"], max_tokens=1, n=16)
-    counts = torch.zeros(VOCABULARY)
-    for seed in range(0, 10_000, 16):
-        output = engine.generate(prompt, dataclasses.replace(params, seed=seed))[0]
-        counts += torch.bincount(torch.tensor([answer.token_ids[0] for answer in output.outputs]), minlength=VOCABULARY)
-    with torch.no_grad():
-        logits = plain(torch.tensor([prompt])).logits[0, -1].double()
-    for token, value in bias.items():
-        logits[token] += value
-    logits[[*ENDS, 12]] = -torch.inf
-    expected = (logits / 1.3).softmax(dim=0) * counts.sum()
-    assert counts[expected == 0].sum() == 0
-    large = expected >= 5
-    statistic = float(((counts - expected)[large] ** 2 / expected[large]).sum())
-    freedom = int(large.sum()) - 1
-    assert statistic < freedom + 5 * (2 * freedom) ** 0.5, (statistic, freedom)
-
-
 # ---- what is impossible
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
@@ -66,25 +65,6 @@ def test_the_third_of_three_busy_engines_waits(penalty: float, engines: list[Eng
     for each in handles:
         assert_right(each)
     assert [engine.stats().preemptions for engine in engines] == [0, 0, 0]
-
-
-def test_rows_that_run_are_left_slots_to_go_on(engines: list[Engine]) -> None:
-    """They give theirs to rows with penalties, which keep them."""
-    plain = begun(engines[0], penalty=1.0)
-    late = [[engine.submit([5, 6, number], params(PENALTY)) for number in range(ROWS)] for engine in engines[1:]]
-    assert_right(plain, penalty=1.0)
-    for each in late:
-        assert_right(each)
-
-
-@pytest.mark.parametrize("penalty", [PENALTY, 1.0])
-def test_a_call_of_generate_waits_too(penalty: float, model: PreTrainedModel, engines: list[Engine]) -> None:
-    handles = [begun(engine) for engine in engines[:2]]
-    never = {"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]}  # joins no engine
-    call = start(lambda: alone(model, [5, 6, 7], 20, repetition_penalty=penalty, **never))
-    assert call.result(PATIENCE) == huggingfaces([5, 6, 7], 20, penalty=penalty)
-    for each in handles:
-        assert_right(each)
 
 
 def test_a_request_that_waits_for_paused_engines_is_reported(

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from compiled_llm.engine.grammars.worker_messages import Compile, Failed, WorkerVocabulary
-from compiled_llm.engine.grammars.worker_process import WorkerProcess
 from compiled_llm.requests.structured_outputs import bounds
 from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
@@ -87,7 +86,7 @@ TOO_LARGE: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("field", "value", "message"), TOO_LARGE, ids=range(len(TOO_LARGE)))
-def test_what_is_too_large_names_field_value_and_bound(field: str, value: Any, message: str) -> None:
+def test_what_is_too_large_names_field_value_and_bound(field, value, message):
     with pytest.raises(ValueError, match=rf"^StructuredOutputsParams: {field}=.{{1,3000}} {re.escape(message)}"):
         StructuredOutputsParams(**{field: value})
 
@@ -111,7 +110,7 @@ FINE: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("field", "value"), FINE, ids=range(len(FINE)))
-def test_what_is_as_large_as_may_be_is_taken(field: str, value: Any) -> None:
+def test_what_is_as_large_as_may_be_is_taken(field, value):
     assert StructuredOutputsParams(**{field: value}).source.text
 
 
@@ -155,9 +154,7 @@ LARGEST = {
 
 
 @pytest.mark.parametrize("form", LARGEST.values(), ids=LARGEST)
-def test_xgrammar_takes_what_is_within_the_bounds(
-    form: dict[str, Any], worker: WorkerProcess, vocabulary: WorkerVocabulary
-) -> None:
+def test_xgrammar_takes_what_is_within_the_bounds(form, worker, vocabulary):
     if "pattern" in str(form)[:40]:  # deeper than it may be, as deep as it could be if its levels were miscounted
         source = GrammarSource("json", json.dumps(form["json"]))
     else:

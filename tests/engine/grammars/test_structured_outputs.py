@@ -68,18 +68,16 @@ def text_of(output: RequestOutput) -> str:
 
 _BOOLEAN = {"type": "json_schema", "json_schema": {"type": "boolean"}}
 _TAG = {"type": "tag", "begin": "<f>", "content": _BOOLEAN, "end": "</f>"}
-KINDS: dict[str, tuple[Any, str]] = {
-    "json": (
-        {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]},
-        r'\{"a": "[xy]"\}',
-    ),
-    "regex": (r"[a-c]{2,4}@(com|org)", r"[a-c]{2,4}@(com|org)"),
-    "choice": (['yes "no"', "perhaps\n", "héllo\\"], r'yes "no"|perhaps\n|héllo\\'),
-    "grammar": ('root ::= "<" item ("," item){1,3} ">"\nitem ::= [0-9]', r"<\d(,\d){1,3}>"),
-    "json_object": (True, r"(?s)\{.*\}"),
-    "structural_tag": ({"type": "structural_tag", "format": _TAG}, "<f>(true|false)</f>"),
-}
-LARK = ('start: "a" /[0-9]{2}/', r"a\d\d")
+_OBJECT = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
+KINDS: list[tuple[str, Any, str]] = [
+    ("json", _OBJECT, r'\{"a": "[xy]"\}'),
+    ("regex", r"[a-c]{2,4}@(com|org)", r"[a-c]{2,4}@(com|org)"),
+    ("choice", ['yes "no"', "perhaps\n", "héllo\\"], r'yes "no"|perhaps\n|héllo\\'),
+    ("grammar", 'root ::= "<" item ("," item){1,3} ">"\nitem ::= [0-9]', r"<\d(,\d){1,3}>"),
+    ("grammar", 'start: "a" /[0-9]{2}/', r"a\d\d"),
+    ("json_object", True, r"(?s)\{.*\}"),
+    ("structural_tag", {"type": "structural_tag", "format": _TAG}, "<f>(true|false)</f>"),
+]
 BESIDE: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
@@ -90,9 +88,8 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_form_beside_each_setting(engine: Engine, kind: str) -> None:
-    value, pattern = KINDS[kind]
+@pytest.mark.parametrize(("kind", "value", "pattern"), KINDS, ids=[kind for kind, _, _ in KINDS])
+def test_each_form_beside_each_setting(engine, kind, value, pattern):
     own = {"logit_bias": {byte_level().encode("}")[0]: 8}} if kind == "json_object" else {}  # which may go on for ever
     asked = form(**{kind: value}, disable_any_whitespace=True)
     each = [settings(3, structured_outputs=asked, **own | beside) for beside in BESIDE.values()]
@@ -107,9 +104,7 @@ def test_each_form_beside_each_setting(engine: Engine, kind: str) -> None:
             assert params.logprobs is None or len(answer.logprobs or ()) == len(answer.token_ids)
 
 
-def test_lark_grammars_and_tags_in_their_former_form(engine: Engine) -> None:
-    lark = engine.generate([5], settings(structured_outputs=form(grammar=LARK[0])))[0]
-    assert re.fullmatch(LARK[1], text_of(lark))
+def test_tags_in_their_former_form(engine):
     parts = [{"begin": "a", "schema": {"type": "boolean"}, "end": "z"}]
     former = {"type": "structural_tag", "structures": parts, "triggers": ["a"]}
     output = engine.generate([5], settings(structured_outputs=form(structural_tag=former), stop=["z"]))[0]
@@ -117,7 +112,7 @@ def test_lark_grammars_and_tags_in_their_former_form(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("given", [{"json": {"type": "object"}}, {"json_object": True}])
-def test_blanks_are_bounded_unless_a_user_wants_them(engine: Engine, given: dict[str, Any]) -> None:
+def test_blanks_are_bounded_unless_a_user_wants_them(engine, given):
     blank, brace = byte_level().encode(" ")[0], byte_level().encode("}")[0]
     likes = {"logit_bias": {blank: 100, brace: 50}, "temperature": 0.0}
     bounds = (3, 32, None)
@@ -181,7 +176,7 @@ def assert_follows(schema: dict[str, Any], value: Any) -> None:
         assert schema["minimum"] <= value <= schema["maximum"]
 
 
-def test_64_requests_with_64_schemas(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_64_requests_with_64_schemas(model, monkeypatch):
     monkeypatch.setattr(Loop, "asynchronous", True)
     each = schemas()
     assert len({json.dumps(schema) for schema in each}) == 64
@@ -202,7 +197,7 @@ def test_64_requests_with_64_schemas(model: PreTrainedModel, monkeypatch: pytest
     assert_account_is_empty(model)
 
 
-def test_threads_fill_masks_that_take_long(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_fill_masks_that_take_long(engine, monkeypatch):
     params = [settings(n, structured_outputs=form(json=schema)) for n, schema in enumerate(schemas()[:12])]
     expected = tokens_of(engine.generate([[5]] * 12, params))
     monkeypatch.setattr(constraint, "_THREADS", 2)
@@ -212,7 +207,7 @@ def test_threads_fill_masks_that_take_long(engine: Engine, monkeypatch: pytest.M
         assert tokens_of(engine.generate([[5]] * 12, params)) == expected
 
 
-def test_pydantics_classes(engine: Engine) -> None:
+def test_pydantics_classes(engine):
     from pydantic import BaseModel
 
     class Flag(BaseModel):
@@ -222,7 +217,7 @@ def test_pydantics_classes(engine: Engine) -> None:
     assert isinstance(Flag.model_validate_json(text_of(output)).up, bool)
 
 
-def test_tokens_that_are_bytes_or_begin_with_a_blank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_are_bytes_or_begin_with_a_blank(monkeypatch):
     monkeypatch.setattr(Loop, "asynchronous", True)
     tokenizer = byte_fallback()
     with Engine(wrapped(vocabulary=320), tokenizer=tokenizer) as engine:
@@ -231,7 +226,7 @@ def test_tokens_that_are_bytes_or_begin_with_a_blank(monkeypatch: pytest.MonkeyP
     assert re.fullmatch("[é漢 ]{2}fox", tokenizer.decode([3, *answer.token_ids], skip_special_tokens=True)[-5:])
 
 
-def test_special_tokens_spell_no_text(engine: Engine) -> None:
+def test_special_tokens_spell_no_text(engine):
     """They would be missing in the answer's; tags may begin with them."""
     special = byte_level().get_vocab()["<s>"]
     likely = {"logit_bias": {special: 100}, "skip_special_tokens": False}
@@ -267,7 +262,7 @@ def prompts_of(seed: int) -> list[list[int]]:
     return [torch.randint(5, 380, (length,), generator=draw).tolist() for length in lengths]
 
 
-def test_each_request_gets_the_tokens_that_it_gets_alone(engine: Engine, seed: int) -> None:
+def test_each_request_gets_the_tokens_that_it_gets_alone(engine, seed):
     prompts = prompts_of(seed)
     together = tokens_of(engine.generate(prompts, MIXED))
     alone = [tokens_of(engine.generate([prompt], [params]))[0] for prompt, params in zip(prompts, MIXED, strict=True)]
@@ -277,9 +272,7 @@ def test_each_request_gets_the_tokens_that_it_gets_alone(engine: Engine, seed: i
     without.close()
 
 
-def test_preempted_answers_go_on_in_their_grammars(
-    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, seed: int
-) -> None:
+def test_preempted_answers_go_on_in_their_grammars(monkeypatch, model, seed):
     monkeypatch.setattr(Loop, "asynchronous", True)
     prompts = prompts_of(seed)
     with Engine(model, tokenizer=byte_level()) as engine:
@@ -293,9 +286,7 @@ def test_preempted_answers_go_on_in_their_grammars(
 
 
 @pytest.mark.parametrize("through", ["sleep", "restart"])
-def test_answers_go_on_after_sleep_and_after_steps_are_lost(
-    monkeypatch: pytest.MonkeyPatch, through: str, seed: int
-) -> None:
+def test_answers_go_on_after_sleep_and_after_steps_are_lost(monkeypatch, through, seed):
     monkeypatch.setattr(Loop, "asynchronous", True)
     model, prompts = wrapped(), prompts_of(seed)
     with Engine(model, tokenizer=byte_level()) as engine:
@@ -319,9 +310,7 @@ def test_answers_go_on_after_sleep_and_after_steps_are_lost(
 
 
 @pytest.mark.parametrize("place", [(ModelRunner, "sample_deferred"), (deferred_sampling, "sample")], ids=["call", "op"])
-def test_a_choice_that_fails_ends_what_runs_and_later_requests_are_served(
-    engine: Engine, place: tuple[Any, str], monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_a_choice_that_fails_ends_what_runs_and_later_requests_are_served(engine, place, monkeypatch, seed):
     prompts = prompts_of(seed)
     expected = tokens_of(engine.generate(prompts, MIXED))
     fail_once(monkeypatch, *place, OSError("gone"), after=5)
@@ -330,7 +319,7 @@ def test_a_choice_that_fails_ends_what_runs_and_later_requests_are_served(
     assert tokens_of(engine.generate(prompts, MIXED)) == expected
 
 
-def test_min_tokens_hold_as_far_as_the_form_goes_on(engine: Engine) -> None:
+def test_min_tokens_hold_as_far_as_the_form_goes_on(engine):
     params = [settings(n, structured_outputs=form(regex="a{0,12}"), min_tokens=8, max_tokens=20) for n in range(4)] + [
         settings(structured_outputs=form(regex="bc?"), min_tokens=8, max_tokens=20)
     ]
@@ -339,7 +328,7 @@ def test_min_tokens_hold_as_far_as_the_form_goes_on(engine: Engine) -> None:
     assert text_of(outputs[4]) == "bc"
 
 
-def test_what_a_request_bars_is_barred_from_its_form(engine: Engine) -> None:
+def test_what_a_request_bars_is_barred_from_its_form(engine):
     allowed = [token for token in range(380) if "a" not in byte_level().decode([token])]
     outputs = engine.generate(
         [[5, n] for n in range(6)],

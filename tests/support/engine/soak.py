@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import threading
 import time
@@ -14,46 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
 from compiled_llm import Engine, RequestError, SamplingParams
 from compiled_llm.engine.thread.handle import RequestHandle
+from support.engine.thread_search import ERRORS, Planted, Streamer
 
 THREADS = 8
 VOCABULARY = 128
-ERRORS: tuple[type[BaseException], ...] = (SystemExit, asyncio.CancelledError, GeneratorExit, MemoryError, ValueError)
 SELDOM = 0.01
 """How often a call stops the whole model: sleep, new weights, a pause."""
-
-
-class Fails:
-    """A logits processor that raises after some tokens."""
-
-    def __init__(self, error: type[BaseException], after: int) -> None:
-        self.error, self.after = error, after
-
-    def __call__(self, tokens: list[int], logits: Tensor) -> Tensor:
-        if len(tokens) >= self.after:
-            raise self.error("planted")
-        return logits
-
-
-class CallsTheModel(BaseStreamer):
-    """A streamer that calls the model that it listens to."""
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.left = model, 2
-
-    def put(self, value: Tensor) -> None:
-        if value.dim() == 1 and self.left:
-            self.left -= 1
-            with torch.no_grad():
-                self.model(torch.tensor([[5, 6, 7]], device=self.model.device))
-
-    def end(self) -> None:
-        pass
 
 
 class Soak:
@@ -80,7 +49,7 @@ class Soak:
         self._generated(chance, do_sample=True, temperature=0.8, top_p=0.9)
 
     def streamed(self, chance: random.Random) -> None:
-        self._generated(chance, rows=1, do_sample=False, streamer=CallsTheModel(self.model))
+        self._generated(chance, rows=1, do_sample=False, streamer=Streamer(lambda: self.forward(chance), at=2))
 
     def _generated(self, chance: random.Random, rows: int = 0, **options: Any) -> None:
         rows, length, new = rows or chance.randint(1, 3), chance.randint(1, 40), chance.randint(1, 12)
@@ -120,7 +89,7 @@ class Soak:
     def failing(self, chance: random.Random) -> None:
         """A request that its own processor ends, in the midst of others."""
         params = SamplingParams(
-            logits_processors=[Fails(chance.choice(ERRORS), chance.randint(0, 3))], max_tokens=8, ignore_eos=True
+            logits_processors=[Planted(chance.choice(ERRORS), chance.randint(1, 4))], max_tokens=8, ignore_eos=True
         )
         handle = self._submitted(chance.choice(self.engines), prompt(chance, 9), params)
         if handle is None:

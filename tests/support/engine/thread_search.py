@@ -214,15 +214,16 @@ class Schedule:
         for handle, (number, length, _) in zip(handles, asked, strict=True):
             self._check_result(handle, number, length)
 
+    def _submitted(self, draw: random.Random, **settings: Any) -> tuple[RequestHandle, int, int]:
+        number, length, params = self._request(draw, **settings)
+        return self._engine(draw).submit(PROMPTS[number], params), number, length
+
     def _submit_failing(self, draw: random.Random) -> None:
         at = draw.randint(1, 20)
-        number, length, params = self._request(draw, logits_processors=[Planted(draw.choice(ERRORS), at)])
-        handle = self._engine(draw).submit(PROMPTS[number], params)
-        self._check_result(handle, number, length)
+        self._check_result(*self._submitted(draw, logits_processors=[Planted(draw.choice(ERRORS), at)]))
 
     def _listen_failing(self, draw: random.Random) -> None:
-        number, length, params = self._request(draw)
-        handle = self._engine(draw).submit(PROMPTS[number], params)
+        handle, number, length = self._submitted(draw)
         handle.when_changed(Planted(draw.choice(ERRORS), draw.randint(1, 5)).fail)
         self._check_result(handle, number, length)
 
@@ -238,8 +239,7 @@ class Schedule:
         self._check_result(handle, number, length)
 
     def _cancel(self, draw: random.Random) -> None:
-        number, length, params = self._request(draw)
-        handle = self._engine(draw).submit(PROMPTS[number], params)
+        handle, number, length = self._submitted(draw)
         for count, _ in enumerate(handle):
             if count == draw.randrange(8):
                 handle.cancel()
@@ -254,16 +254,15 @@ class Schedule:
             self._check_answer(output.outputs[0], number, length)
 
     def _await(self, draw: random.Random) -> None:
-        number, length, params = self._request(draw)
         patience = draw.choice((PATIENCE, 0.005))
 
-        async def ask() -> RequestHandle:
-            handle = self._engine(draw).submit(PROMPTS[number], params)
+        async def ask() -> tuple[RequestHandle, int, int]:
+            submitted = self._submitted(draw)
             with contextlib.suppress(asyncio.TimeoutError, RequestError):
-                await asyncio.wait_for(handle._ended(), patience)
-            return handle
+                await asyncio.wait_for(submitted[0]._ended(), patience)
+            return submitted
 
-        self._check_result(asyncio.run(ask()), number, length)
+        self._check_result(*asyncio.run(ask()))
 
     def _generate(self, draw: random.Random, **options: Any) -> None:
         number, length, _ = self._request(draw)
