@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -266,23 +264,3 @@ def test_the_command_in_a_terminal(model_folder: Path) -> None:
         chat.until("(cancelled)")
         chat.until(">\b")
         assert_two_interrupts_end(chat, ">\b")
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("closed", [False, True])
-def test_in_a_pipe_ctrl_c_and_a_closed_pipe_end_it(model_folder: Path, closed: bool) -> None:
-    command = [COMMAND, "chat", str(model_folder), "--mode", "eager", "--max-new-tokens", "100"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
-        process.stdin.write("Hi\n" * 200)
-        process.stdin.flush()
-        assert process.stdout.read(1)
-        if closed:
-            process.stdout.close()
-            errors = process.stderr.read()
-        else:
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=60)
-        assert process.wait(60) == (1 if closed else 130), errors
-    assert "Traceback" not in errors
-    assert "Exception ignored" not in errors

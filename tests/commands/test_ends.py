@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from support.server.engine_processes import COMMAND
+
 PLANTED = """
 import atexit, sys, threading, time
 import compiled_llm.commands.app as commands
@@ -102,3 +104,41 @@ def test_ctrl_c_while_torch_is_imported_ends_the_command_at_once(command: str, t
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert "PreTrainedModel" not in errors
+
+
+MADE_UP = """
+from compiled_llm.__main__ import main
+from compiled_llm.commands.generate.run import GenerateRequest
+GenerateRequest.run = lambda request: [print("Hello", flush=True) for _ in range(10**6)]
+main()
+"""
+GENERATE = (COMMAND, "generate", "Hello world", "--max-new-tokens", "1000", "--mode", "eager", "--model")
+CHAT = (COMMAND, "chat", "--max-new-tokens", "100", "--mode", "eager")
+
+
+@pytest.mark.parametrize(
+    ("command", "closed"),
+    [
+        (GENERATE, False),
+        ((sys.executable, "-c", MADE_UP, "generate", "Hi", "--model"), True),
+        *(pytest.param(CHAT, closed, marks=pytest.mark.whole) for closed in (False, True)),
+    ],
+    ids=["generate, Ctrl-C", "generate, closed", "chat, Ctrl-C", "chat, closed"],
+)
+def test_ctrl_c_and_a_closed_pipe_end_a_command_quietly(
+    model_folder: Path, command: tuple[str, ...], closed: bool
+) -> None:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*command, str(model_folder)], text=True, **pipes) as process:  # type: ignore[call-overload]
+        process.stdin.write("Hi\n" * 200)
+        process.stdin.flush()
+        assert process.stdout.read(1)
+        if closed:
+            process.stdout.close()
+            errors = process.stderr.read()
+        else:
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        assert process.wait(60) == (1 if closed else 130), errors
+    assert "Traceback" not in errors
+    assert "Exception ignored" not in errors

@@ -1,18 +1,30 @@
-"""What a user names as a model, found or refused."""
+"""A model that a user names is found or refused; its code never runs, and what it says reaches a terminal as text."""
 
 from __future__ import annotations
 
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from huggingface_hub import errors
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from compiled_llm.commands.app import app
+from compiled_llm.commands.generate.streamer import AnswerStreamer
 from compiled_llm.commands.loading import hub
 from compiled_llm.commands.loading.load import load
 from compiled_llm.commands.loading.source import locate
+from compiled_llm.commands.printable import printable
 
 
 def test_a_folder_without_a_config_says_so_and_names_its_gguf(tmp_path: Path) -> None:
@@ -100,3 +112,156 @@ def test_messages_of_transformers_are_whole(monkeypatch, model_folder: Path) -> 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", Mock(side_effect=error))
     with pytest.raises(RuntimeError, match=r"from one of:\n\(1\) a file\nYou need sentencepiece"):
         load(str(model_folder), progress=False)
+
+
+# ---- what its files ask for
+
+
+HOSTILE = "\x1b]0;owned\x07 \x9b2J\x08 text\r"
+CODE = """
+from transformers import Qwen3Config, Qwen3ForCausalLM
+open({note!r}, "w").close()
+class Config(Qwen3Config):
+    model_type = "theirs"
+class Model(Qwen3ForCausalLM):
+    config_class = Config
+"""
+
+
+class Payload:
+    """An object whose pickle makes a file when it is loaded."""
+
+    def __init__(self, note: Path) -> None:
+        self.note = note
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.note), "w")
+
+
+@pytest.fixture
+def folder(model_folder: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(model_folder, tmp_path / "theirs")
+
+
+@pytest.fixture
+def note(tmp_path: Path) -> Path:
+    """The file that code of the model's would make."""
+    return tmp_path / "executed"
+
+
+def change_config(folder: Path, **settings: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+
+
+def brings_code(folder: Path, note: Path) -> None:
+    (folder / "code.py").write_text(CODE.format(note=str(note)))
+    code = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    change_config(folder, model_type="theirs", auto_map=code)
+
+
+def pickles_code(folder: Path, note: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": Payload(note)}, folder / "pytorch_model.bin")
+
+
+def asks_for_kernels(folder: Path, note: Path) -> None:
+    change_config(folder, attn_implementation="somebody/kernels")
+
+
+def asks_for_kernels_of_a_part(folder: Path, note: Path) -> None:
+    change_config(folder, model_type="gemma3", attn_implementation={"text_config": "somebody/kernels"})
+
+
+def is_an_adapter_of(base: Path, folder: Path) -> None:
+    """Leave the tokenizer, and put an adapter in place of the model."""
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        (folder / name).unlink()
+    adapter = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, lora_alpha=256)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), adapter).save_pretrained(folder)
+
+
+def asks_for_kernels_of_its_base(folder: Path, note: Path) -> None:
+    base = shutil.copytree(folder, folder.with_name("base"))
+    is_an_adapter_of(base, folder)
+    change_config(base, attn_implementation="somebody/kernels")
+
+
+def generate(folder: Path, *arguments: str) -> Any:
+    """Run `generate` with a yes to whatever is asked."""
+    options = ["--model", str(folder), "--mode", "eager", "--max-new-tokens", "2"]
+    return CliRunner().invoke(app, ["generate", "Hi", *options, *arguments], input="y\n" * 9)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (brings_code, "brings Python code of its own, which compiled-llm does not run"),
+        (pickles_code, "weights are a pickle that is damaged, or asks for more than tensors"),
+        (asks_for_kernels, "asks for attention kernels from the hub (somebody/kernels)"),
+        (asks_for_kernels_of_its_base, "asks for attention kernels from the hub (somebody/kernels)"),
+        (asks_for_kernels_of_a_part, "asks for attention kernels from the hub (somebody/kernels)"),
+    ],
+)
+def test_a_model_that_would_run_code_is_refused(
+    folder: Path, note: Path, spoil: Callable[[Path, Path], None], message: str
+) -> None:
+    spoil(folder, note)
+    result = generate(folder)
+    assert result.exit_code == 1, result.output
+    assert message in " ".join(result.output.split())
+    assert "[y/N]" not in result.output
+    assert not note.exists()
+
+
+def test_an_adapter_is_loaded_upon_the_model_that_it_names(model_folder: Path, folder: Path) -> None:
+    is_an_adapter_of(model_folder, folder)
+    result = generate(folder)
+    assert result.exit_code == 0, result.output
+    assert result.stdout != generate(model_folder).stdout
+
+
+def test_a_generate_that_lies_beside_the_weights_is_not_run(folder: Path, note: Path) -> None:
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate" / "generate.py").write_text(f"open({str(note)!r}, 'w').close()")
+    assert generate(folder).exit_code == 0
+    assert not note.exists()
+
+
+def test_a_chat_template_runs_in_a_sandbox(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    result = generate(folder, "--chat")
+    assert result.exit_code == 2
+    assert "the model's chat template refuses this: access to attribute" in result.output
+
+
+# ---- what reaches the terminal
+
+
+def test_errors_show_control_characters(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(f"{{{{ raise_exception({HOSTILE!r}) }}}}")
+    result = generate(folder, "--chat")
+    assert result.exit_code == 2
+    assert r"\x1b]0;owned\x07 \x9b2J\x08 text" in result.output
+    assert printable(result.output) == result.output
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stdout", "expected"), [(Terminal(), printable(HOSTILE) + "\n"), (io.StringIO(), HOSTILE + "\n")]
+)
+def test_generated_text_is_shown_on_a_terminal_and_left_alone_elsewhere(
+    model_folder: Path, stdout: io.StringIO, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", stdout)
+    AnswerStreamer(AutoTokenizer.from_pretrained(model_folder)).on_finalized_text(HOSTILE, stream_end=True)
+    assert stdout.getvalue() == expected
+
+
+def test_text_without_control_characters_stays_as_it_is() -> None:
+    for text in ("a\tb\nc", "é 中文 שלום 🙂", "\\x1b"):
+        assert printable(text) == text

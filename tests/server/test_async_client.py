@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from compiled_llm.client import AsyncClient, EngineDeadError
+from compiled_llm.client import AsyncClient, Client, EngineDeadError
 from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.client.transport.session import ClientSession
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.server.engine_processes import PATIENCE, Loop, until
+from support.server.scripted import scripted, tool_tokenizer
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
@@ -122,3 +123,19 @@ def test_a_loop_that_is_closed_with_tasks_left_is_noticed_by_the_next_request(en
     with pytest.raises(EngineDeadError, match=CLOSED):
         client.submit([1, 2, 3], PARAMS)
     client.close()
+
+
+def test_clients_of_both_kinds_hear_the_heartbeat_without_a_request(tmp_path: Path) -> None:
+    """By it programs tell an engine process that hangs from one that is busy."""
+    path = tmp_path / "socket"
+    with scripted(path, tool_tokenizer()), Client(path) as client:
+        before = client.heard
+        until(lambda: client.heard > before)
+
+        async def listening() -> None:
+            async with AsyncClient(path) as other:
+                begun = other.heard
+                while other.heard == begun:
+                    await asyncio.sleep(0.01)
+
+        asyncio.run(asyncio.wait_for(listening(), 30))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import compiled_llm
-from compiled_llm.client import AsyncClient, Client, EngineBusyError, EngineDeadError, EngineProcessError
+from compiled_llm.client import AsyncClient, Client, EngineDeadError, EngineProcessError
 from compiled_llm.engine.engine import Engine
 from compiled_llm.protocol.frames import frame_of
 from compiled_llm.protocol.messages import AskStats, Cancel, Preparing, Refused, StepUpdates, Submit, Welcome
@@ -180,18 +180,6 @@ def test_a_fault_in_one_request_ends_that_alone(client: Client, engine: Engine, 
         with pytest.raises(EngineProcessError, match="failed of KeyError; the engine process's log says more"):
             client.submit(PROMPT, settings()).result(PATIENCE)
     assert running.result(PATIENCE).finish_reason == "length"
-
-
-def test_a_full_queue_is_told_from_what_is_impossible(model: Any, path: Path) -> None:
-    with Engine(model, max_rows=1, max_queue=1) as engine, engine_in_thread(engine, path), Client(path) as client:
-        running = client.submit(PROMPT, endless())
-        next(iter(running))
-        waiting = client.submit(PROMPT, endless())
-        with pytest.raises(EngineBusyError, match="max_queue=1"):
-            client.submit(PROMPT, settings()).result(PATIENCE)
-        running.cancel()
-        waiting.cancel()
-        assert running.result(PATIENCE).finish_reason == "cancelled"
 
 
 # ---- how it is sent

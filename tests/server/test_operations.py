@@ -28,7 +28,6 @@ from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.engine_process import process
 from compiled_llm.server.engine_process.facts import ready_of
 from compiled_llm.server.engine_process.operations import Operations
-from support.characters import character_tokenizer
 from support.engine.text_tokenizers import byte_level
 from support.server.engine_processes import PATIENCE, Loop, engine_in_thread, operating, started_engine_process, until
 from support.server.running_servers import running_server, serving
@@ -305,14 +304,6 @@ def test_the_port_of_the_api_knows_none_of_it(served: Served, http: httpx.Client
 
 
 # ---- real processes
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("served")
-    plain(0).save_pretrained(folder)
-    character_tokenizer().save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.whole

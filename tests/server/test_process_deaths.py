@@ -7,10 +7,9 @@ import os
 import random
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 
-from compiled_llm.client import Client, EngineDeadError, EngineProcessError
+from compiled_llm.client import Client, EngineDeadError
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.engine_process.process import DEVICE_LOST
 from support.server.engine_processes import PATIENCE, started_engine_process, until
@@ -274,61 +273,37 @@ def ask(http: httpx.Client, draw: random.Random) -> str:
     with http.stream("POST", TEXT, json={**body, "stream": True}) as response:
         *_, last = [line for line in response.iter_lines() if line]
     if response.status_code == 200:
-        return "whole" if last == "data: [DONE]" else json.loads(last.removeprefix("data: "))["error"]["code"]
+        return "whole" if last == DONE else json.loads(last.removeprefix("data: "))["error"]["code"]
     assert response.status_code == 503
     return "503"
 
 
-def ask_the_socket(client: Client, stop: threading.Event) -> set[str]:
-    """Ask by the socket until told to stop, by one client through all engine processes; return what was said."""
-    said = set()
-    while not stop.is_set():
-        try:
-            said.add(client.generate([[3, 4]], SamplingParams(max_tokens=40, ignore_eos=True))[0].finish_reason or "")
-        except EngineProcessError as error:
-            said.add(type(error).__name__)
-    return said
-
-
-def calling(url: str) -> httpx.Client:
-    """One for all: to make another takes longer than an answer does."""
-    return httpx.Client(base_url=url, timeout=PATIENCE, verify=False)
-
-
-@contextmanager
-def asking(url: str, path: Path) -> Iterator[Callable[[int], list[Future[str]]]]:
-    """Somebody who asks by the socket all the time, and a function that has many ask by HTTP."""
-    stop = threading.Event()
-    with ThreadPoolExecutor(AT_ONCE + 1) as pool, Client(path) as client, calling(url) as http:
-        by_socket = pool.submit(ask_the_socket, client, stop)
-        yield lambda seed: [pool.submit(ask, http, random.Random(seed + number)) for number in range(AT_ONCE)]
-        stop.set()
-        assert by_socket.result(PATIENCE) >= {"length", "EngineDeadError"}
-
-
 def test_an_engine_process_that_is_killed_twenty_times(model_folder: Path, path: Path, seed: int) -> None:
-    draw, said, before = random.Random(seed), set(), ([""], 0)
-    command = (sys.executable, "-c", MANY_RESTARTS)
-    with served(model_folder, path, 1, command=command) as server:
+    draw, said, before = random.Random(seed), set(), (0, 0)
+    with (
+        served(model_folder, path, 1, command=(sys.executable, "-c", MANY_RESTARTS)) as server,
+        ThreadPoolExecutor(AT_ONCE) as pool,
+        httpx.Client(base_url=server.url, timeout=PATIENCE, verify=False) as http,
+    ):
         process, url = server.process, server.url
-        with asking(url, path) as ask_many:
-            for number in range(ROUNDS):
-                answers = ask_many(1000 * number + seed)
-                time.sleep(draw.uniform(0, 0.8))
-                os.kill(server.engine_process, signal.SIGKILL)
-                said |= {answer.result(PATIENCE) for answer in answers}
-                until(lambda: children(process.pid))
-                if number == 1:
-                    until(lambda: is_ready(url))
-                    before = files_of(process.pid), threads_of(process.pid)
-                if draw.random() < 0.8:  # else the next one is killed while it loads
-                    until(lambda: is_ready(url))
-            until(lambda: is_ready(url))
+        for number in range(ROUNDS):
+            answers = [pool.submit(ask, http, random.Random(1000 * number + seed + one)) for one in range(AT_ONCE)]
+            time.sleep(draw.uniform(0, 0.8))
+            os.kill(server.engine_process, signal.SIGKILL)
+            said |= {answer.result(PATIENCE) for answer in answers}
+            until(lambda: children(process.pid))
+            if number == 1:
+                until(lambda: is_ready(url))
+                before = held_by(process.pid)
+            if draw.random() < 0.8:  # else the next one is killed while it loads
+                until(lambda: is_ready(url))
+        until(lambda: is_ready(url))
         assert {"engine_dead", "whole", "200", "503"} <= said
-        assert httpx.post(url + TEXT, json={"prompt": "a", "max_tokens": 3}).status_code == 200
+        http.close()
         assert_nothing_is_left(url)
-        until(lambda: len(files_of(process.pid)) <= len(before[0]) + 2)  # connections that clients keep for a while
-        assert threads_of(process.pid) <= before[1] + 2
+        files, threads = before
+        until(lambda: held_by(process.pid)[0] <= files + 2)  # connections that clients keep for a while
+        assert held_by(process.pid)[1] <= threads + 2
         assert len(children(process.pid)) == 1
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 0

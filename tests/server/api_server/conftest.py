@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -42,6 +43,13 @@ def client(api_server: RunningServer) -> Iterator[openai.OpenAI]:
 def speaking() -> Iterator[tuple[Script, RunningServer]]:
     with speaking_server(tool_tokenizer()) as speaking:
         yield speaking
+
+
+@pytest.fixture(scope="module")
+def talker(speaking: tuple[Script, RunningServer]) -> Iterator[Any]:
+    """The openai package's client of that server."""
+    with openai.OpenAI(base_url=f"{speaking[1].url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture

@@ -6,10 +6,7 @@ import json
 import os
 import signal
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +24,6 @@ pytestmark = pytest.mark.slow  # of all, or the server would be started twice: s
 
 OPTIONS = ("--mode", "eager", "--warmup", "1,8", "--kv-memory", "30000 tokens")
 TEXT = "/v1/completions"
-STREAMS, TOKENS = 16, 600
 MIB = 2**20
 LEFT = 96 * MIB
 """What a server may have more after all bombs than before: what libraries do at their first use, and its pools."""
@@ -101,57 +97,6 @@ def test_no_request_takes_more_than_it_may_or_keeps_a_loop(server: Recorded, bom
         throw(http, processes, bomb)
         assert loop_recorder.noted(notes) == [], bomb.name
     assert_given_back(http, processes, before)
-
-
-def stream(http: httpx.Client, stop: threading.Event, gaps: list[float]) -> int:
-    """Read streams until told to stop, each to its end; return how many there were."""
-    count, body = 0, {"prompt": "a", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
-    while not stop.is_set():
-        came, lines = time.monotonic(), []
-        with http.stream("POST", TEXT, json={**body, "stream_options": {"include_usage": True}}) as response:
-            for line in filter(None, response.iter_lines()):
-                came, gap = time.monotonic(), time.monotonic() - came
-                lines.append(line)
-                gaps.append(gap)
-        assert lines[-1] == "data: [DONE]"
-        assert f'"completion_tokens":{TOKENS},' in lines[-2]
-        count += 1
-    return count
-
-
-def health(http: httpx.Client, stop: threading.Event, gaps: list[float]) -> int:
-    while not stop.is_set():
-        came = time.monotonic()
-        assert http.get("/health").status_code == 200
-        gaps.append(time.monotonic() - came)
-        time.sleep(0.01)
-    return 1
-
-
-@pytest.mark.whole
-def test_sixteen_streams_go_on_among_bombs(server: Recorded) -> None:
-    processes, http, _ = server
-    stop, waits = threading.Event(), {name: list[float]() for name in ("streams", "/health")}
-    limits = httpx.Limits(max_connections=None)
-    with (
-        httpx.Client(base_url=http.base_url, timeout=PATIENCE, verify=False, limits=limits) as others,
-        ThreadPoolExecutor(STREAMS + 1) as pool,
-    ):
-        jobs: list[tuple[Callable[..., int], str]] = [(stream, "streams")] * STREAMS + [(health, "/health")]
-        running: list[Future[int]] = [pool.submit(job, others, stop, waits[name]) for job, name in jobs]
-        before = [memory_of(process) for process in processes]
-        try:
-            until(lambda: len(waits["streams"]) > STREAMS)
-            for bomb in BOMBS:
-                for gaps in waits.values():
-                    gaps.clear()
-                throw(http, processes, bomb)
-                longest = {name: round(1000 * max(gaps, default=0.0)) for name, gaps in waits.items()}
-                print(f"{bomb.name}: waits of {longest} ms")
-        finally:
-            stop.set()
-        assert all(job.result(PATIENCE) for job in running)
-        assert_given_back(http, processes, before)
 
 
 # ---- forms that would crash xgrammar, or the process that compiles them

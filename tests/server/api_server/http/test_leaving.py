@@ -1,4 +1,6 @@
-"""Clients leave, queues are full, engine processes die: all requests that wait are told, and nothing is left over."""
+"""Clients leave, send half a request or take nothing, queues are full, engine processes die: all requests that wait are
+told, nothing is left over, and others do not wait.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,8 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.loop import Loop as EngineLoop
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.server.engine_process.facts import ready_of
-from support.server.engine_processes import Loop, until
-from support.server.running_servers import RunningServer, chat_tokenizer, request, running_server
+from support.server.engine_processes import PATIENCE, Loop, until
+from support.server.running_servers import HEAD, RunningServer, chat_tokenizer, request, running_server
 from support.server.scripted import Script
 
 TEXT = "/v1/completions"
@@ -135,3 +138,195 @@ def test_a_prefill_whose_client_has_left_ends_at_its_next_chunk(
         until_idle(engine)
     assert steps <= 4  # of seventy-five
     engine.reset_prefix_cache()
+
+
+# ---- clients that send half a request, or take nothing
+
+
+BODY = {"prompt": "a", "max_tokens": 1}
+WORDY = {"prompt": "a", "max_tokens": 100, "n": 16, "ignore_eos": True, "logprobs": 20}
+"""An answer of megabytes."""
+
+
+@pytest.fixture(scope="module")
+def hasty(engine_process: Loop) -> Iterator[RunningServer]:
+    with running_server(engine_process.server._path, client_seconds=0.2) as api_server:
+        # Else the kernel would take megabytes for a client that takes nothing.
+        api_server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**12)
+        yield api_server
+
+
+def connected(api_server: RunningServer) -> socket.socket:
+    peer = socket.socket()
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
+    peer.settimeout(PATIENCE)
+    peer.connect(("127.0.0.1", api_server.port))
+    return peer
+
+
+def rest(peer: socket.socket) -> bytes:
+    """What comes until the connection is closed."""
+    received = b""
+    while data := peer.recv(2**16):
+        received += data
+    return received
+
+
+def send_until_closed(peer: socket.socket, data: bytes) -> int:
+    """How often it could be sent, with a moment between."""
+    for count in range(2000):
+        try:
+            peer.sendall(data)
+        except OSError:
+            return count
+        time.sleep(0.01)
+    raise AssertionError("the connection is still open")
+
+
+def is_answered(api_server: RunningServer) -> bool:
+    return api_server.http.post("/v1/completions", json=BODY).status_code == 200
+
+
+@pytest.mark.parametrize("sent", [HEAD, b"P", b""])
+def test_half_a_head_is_waited_for_until_its_time_is_over(hasty: RunningServer, sent: bytes) -> None:
+    with connected(hasty) as peer:
+        peer.sendall(sent)
+        assert is_answered(hasty)
+        received = rest(peer)
+    assert received.startswith(b"HTTP/1.1 400 " if sent else b"")
+    assert received.endswith(b"The head of the request has not come in time." if sent else b"")
+    assert received or not sent
+    with connected(hasty) as peer:  # nor longer, if it comes byte by byte
+        peer.sendall(HEAD)
+        send_until_closed(peer, b"X-A: b\r\n")
+
+
+@pytest.mark.parametrize("trickle", [b"\r\n", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "])
+def test_the_next_head_has_its_time_as_well(hasty: RunningServer, trickle: bytes) -> None:
+    with connected(hasty) as peer:
+        peer.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert peer.recv(2**16).startswith(b"HTTP/1.1 200 ")
+        peer.sendall(trickle)
+        rest(peer)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 120_000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X-A: b\r\n" * 17_000 + b"\r\n",
+        b"GET /health?" + b"x" * 70_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        HEAD + b"X-A: " + b"a" * 2**16,
+        HEAD + b"X-A: b\r\n" * 2**14,
+    ],
+)
+def test_a_head_that_is_too_long_is_refused_whole_or_without_end(api_server: RunningServer, head: bytes) -> None:
+    with connected(api_server) as peer:
+        received = b"HTTP/1.1 400 The head of the request is too long."
+        with suppress(OSError):  # if the rest was on its way when it was closed, the kernel says no more
+            peer.sendall(head)
+            received = rest(peer)
+    assert received.startswith(b"HTTP/1.1 400 ")
+    assert received.endswith(b"The head of the request is too long.")
+    assert received.count(b"HTTP/1.1") == 1
+    assert is_answered(api_server)
+
+
+def test_a_long_head_is_answered_and_trailers_are_counted(api_server: RunningServer) -> None:
+    with connected(api_server) as peer:
+        peer.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 60_000 + b"\r\n\r\n")
+        assert peer.recv(2**16).startswith(b"HTTP/1.1 200 ")
+        peer.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n")
+        send_until_closed(peer, b"X: " + b"x" * 9_000 + b"\r\n")
+    assert is_answered(api_server)
+
+
+@pytest.mark.parametrize("begun", [b"2\r\n{}\r\n0\r\nX: ", b"2;x="])
+def test_a_trailer_without_end_is_left(api_server: RunningServer, begun: bytes) -> None:
+    with connected(api_server) as peer:
+        peer.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + begun)
+        assert send_until_closed(peer, b"x" * 9_000) < 500, "long before its time is over"
+    assert is_answered(api_server)
+
+
+def test_half_a_body_is_refused_and_its_rest_is_not_waited_for(hasty: RunningServer) -> None:
+    with connected(hasty) as peer:
+        peer.sendall(HEAD + b"Content-Length: 1000\r\n\r\n{")
+        received = b""
+        while b'"code"' not in received:
+            received += peer.recv(2**16)
+            assert received
+        assert received.startswith(b"HTTP/1.1 408 ")
+        assert b"the body has not come within 0.2 s" in received
+        send_until_closed(peer, b" ")
+    assert is_answered(hasty)
+
+
+def test_a_request_that_comes_in_pieces_is_answered(hasty: RunningServer) -> None:
+    whole, head = request(BODY), len(HEAD)
+    with connected(hasty) as peer:
+        for piece in (whole[:20], whole[20:head], whole[head:-20], whole[-20:-5], whole[-5:]):
+            peer.sendall(piece)
+            time.sleep(0.03)
+        assert peer.recv(2**16).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_head_may_wait_for_the_answer_before_it(hasty: RunningServer, engine: Engine) -> None:
+    with connected(hasty) as peer:
+        peer.sendall(request({"prompt": "a", "max_tokens": 300, "ignore_eos": True}) + b"GET /hea")
+        received = b""
+        while b"}}}" not in received:
+            received += peer.recv(2**16)
+            assert received, "its answer takes longer than a head may"
+        assert received.startswith(b"HTTP/1.1 200 ")
+        peer.sendall(b"lth HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"HTTP/1.1 200 " in peer.recv(2**16)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_takes_nothing_is_cut_off(hasty: RunningServer, engine: Engine, stream: bool) -> None:
+    with connected(hasty) as peer:
+        peer.sendall(request({**WORDY, "stream": stream}))
+        state = hasty.server.server_state
+        until(lambda: state.tasks)
+        until(lambda: not state.tasks and all(each.client != peer.getsockname() for each in tuple(state.connections)))
+        assert is_answered(hasty)
+        received = rest(peer)
+    assert received.startswith(b"HTTP/1.1 200 ")
+    assert len(received) < 2**20, "and the answer has more"
+    assert b"[DONE]" not in received
+    until(lambda: not engine.stats().running)
+
+
+def test_a_stream_that_is_not_read_ends_at_a_limit_and_no_other_waits(engine_process: Loop, engine: Engine) -> None:
+    before = engine.stats()
+    with running_server(engine_process.server._path, max_unsent=100) as api_server:
+        api_server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**12)
+        with connected(api_server) as peer:
+            peer.sendall(request({**WORDY, "stream": True, "max_tokens": 900}))
+            others = 0
+            while engine.stats().finished < before.finished + 16 + others:
+                assert is_answered(api_server)
+                others += 1
+            assert engine.stats().new_tokens < before.new_tokens + 16 * 900
+            received = b""
+            while not received.endswith(b"0\r\n\r\n"):
+                received += peer.recv(2**16)
+        last = received.rstrip(b"0\r\n").rpartition(b"data: ")[2]
+        assert json.loads(last)["error"]["message"] == "the client has not read, and more than 100 tokens wait for it"
+        with api_server.http.stream("POST", "/v1/completions", json={**WORDY, "stream": True}) as quick:
+            assert list(quick.iter_lines())[-2] == "data: [DONE]"
+
+
+def test_there_are_so_many_connections_and_the_next_is_told(engine_process: Loop) -> None:
+    with running_server(engine_process.server._path, max_connections=2) as api_server:
+        with connected(api_server) as first, connected(api_server):
+            with connected(api_server) as third:
+                received = rest(third)
+            assert received.startswith(b"HTTP/1.1 503 ")
+            assert b"Retry-After: " in received
+            assert json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_many_connections"
+            first.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert first.recv(2**16).startswith(b"HTTP/1.1 200 ")
+        until(lambda: not api_server.server.server_state.connections)
+        assert is_answered(api_server)

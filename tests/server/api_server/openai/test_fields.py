@@ -167,34 +167,21 @@ def test_fields_of_messages_are_refused_by_name(api_server: RunningServer) -> No
 # ---- forms
 
 NUMBER = {"type": "integer", "minimum": 10, "maximum": 99}
-FORMS: dict[str, Any] = {
-    "structured_outputs": {"json": NUMBER},
-    "guided_json": json.dumps(NUMBER),
-    "guided_regex": "[1-9][0-9]",
-    "guided_choice": ["11", "22"],
-    "guided_grammar": "root ::= [1-9] [0-9]",
-    "structural_tag": {"type": "structural_tag", "format": {"type": "regex", "pattern": "[1-9][0-9]"}},
-    "json_schema": NUMBER,
-    "regex": "[1-9][0-9]",
-    "ebnf": "root ::= [1-9] [0-9]",
-}
+DIGITS, CHOICE, GRAMMAR = "[1-9][0-9]", ["11", "22"], "root ::= [1-9] [0-9]"
+TAG = {"type": "structural_tag", "format": {"type": "regex", "pattern": DIGITS}}
+OUTPUTS = {"json": NUMBER, "regex": DIGITS, "choice": CHOICE, "grammar": GRAMMAR, "structural_tag": json.dumps(TAG)}
+FORMS: list[tuple[str, Any]] = [
+    *(("guided_json", json.dumps(NUMBER)), ("json_schema", NUMBER), ("structural_tag", TAG), ("guided_choice", CHOICE)),
+    *(("guided_regex", DIGITS), ("regex", DIGITS), ("guided_grammar", GRAMMAR), ("ebnf", GRAMMAR)),
+    *(("structured_outputs", {name: form}) for name, form in OUTPUTS.items()),
+]
 
 
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("name", FORMS)
-def test_forms_by_all_their_names(api_server: RunningServer, path: str, name: str) -> None:
-    text = text_of(path, post(api_server, path, **{name: FORMS[name]}))
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_forms_by_all_their_names(api_server: RunningServer, path: str, name: str, form: Any) -> None:
+    text = text_of(path, post(api_server, path, **{name: form}))
     assert 10 <= int(text) <= 99
-
-
-@pytest.mark.parametrize("name", ["regex", "choice", "grammar", "json_object", "structural_tag"])
-def test_forms_in_structured_outputs(client: Any, name: str) -> None:
-    form = {"json_object": True, "choice": ["11", "22"], "regex": "[1-9][0-9]", "grammar": FORMS["ebnf"]}
-    form["structural_tag"] = json.dumps(FORMS["structural_tag"])
-    likes = {str(chat_tokenizer().encode("}")[0]): 20.0}
-    extra = {"structured_outputs": {name: form[name]}}
-    asked = {"model": "tiny", "messages": HI, "max_tokens": 90, "logit_bias": likes, "extra_body": extra}
-    json.loads(client.chat.completions.create(**asked).choices[0].message.content or "")
 
 
 def test_white_space_is_said_beside_a_response_format(speaking: tuple[Script, RunningServer]) -> None:
@@ -242,10 +229,10 @@ def test_forms_that_are_at_odds_are_refused_by_name(api_server: RunningServer, p
         )
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_forms_come_after_thinking(speaking: tuple[Script, RunningServer], name: str) -> None:
+@pytest.mark.parametrize(("name", "given"), FORMS)
+def test_forms_come_after_thinking(speaking: tuple[Script, RunningServer], name: str, given: Any) -> None:
     script, api_server = speaking
-    post(api_server, CHAT, **{name: FORMS[name]}, chat_template_kwargs={"think": True})
+    post(api_server, CHAT, **{name: given}, chat_template_kwargs={"think": True})
     form = json.loads(script.asked[-1].params["structured_outputs"]["structural_tag"])["format"]
     assert takes(form, "Hm.</think>\n\n22")
     assert not takes(form, "22")

@@ -69,50 +69,45 @@ def test_three_api_servers_answer_and_count_as_one(
     assert {get(url, "/v1/models").text for _ in range(6)} == {get(url, "/v1/models").text}
 
 
+def assert_spread(url: str, api_servers: list[int], before: int, each: int) -> None:
+    """New connections go to the API servers in turn, so many to each of three."""
+    with ExitStack() as stack:
+        for _ in range(3 * each):
+            client = stack.enter_context(httpx.Client(timeout=PATIENCE, verify=False))
+            assert client.get(f"{url}/health").status_code == 200
+        assert [sockets(api_server) - before for api_server in api_servers] == [each] * 3
+
+
 def test_connections_are_spread_evenly(three: tuple[subprocess.Popen[str], str]) -> None:
     process, url = three
     api_servers = api_servers_of(process.pid)
     until(lambda: len({sockets(api_server) for api_server in api_servers}) == 1)
     before = sockets(api_servers[0])
-    with ExitStack() as stack:
-        for _ in range(12):
-            client = stack.enter_context(httpx.Client(timeout=PATIENCE, verify=False))
-            assert client.get(f"{url}/health").status_code == 200
-        assert [sockets(api_server) - before for api_server in api_servers] == [4, 4, 4]
+    assert_spread(url, api_servers, before, 4)
     until(lambda: [sockets(api_server) - before for api_server in api_servers] == [0, 0, 0])
 
 
 def test_https_and_keys_with_several_api_servers(model_folder: Path, tmp_path: Path) -> None:
     certificate, key = signed_by_itself(tmp_path)
     (tmp_path / "keys").write_text("a-key-of-sixteen-or-more")
-    options = ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key), "--api-key-file", str(tmp_path / "keys")]
+    options = ("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key), "--api-key-file", str(tmp_path / "keys"))
     bearer = {"authorization": "Bearer a-key-of-sixteen-or-more"}
-    arguments = [COMMAND, "serve", str(model_folder), "--port", "0", *OPTIONS, *SEVERAL, *options]
-    log = tmp_path / "log"
-    with log.open("w") as stderr, subprocess.Popen(arguments, stderr=stderr) as process:
-        try:
-            until(lambda: " at https://" in log.read_text())
-            url = re.findall(r"at (https://\S+)/v1", log.read_text())[0]
-            until(lambda: is_ready(url))
-            api_servers = api_servers_of(process.pid)
-            until(lambda: len({sockets(api_server) for api_server in api_servers}) == 1)
-            before = sockets(api_servers[0])
-            for _ in range(4):
-                with pytest.raises(httpx.TransportError):
-                    httpx.get(url.replace("https", "http") + "/health", timeout=PATIENCE)
-            assert get(url, "/v1/models").status_code == 401
-            answers = [httpx.get(f"{url}/v1/models", headers=bearer, verify=False).status_code for _ in range(4)]
-            assert answers == [200] * 4
-            until(lambda: [sockets(api_server) - before for api_server in api_servers] == [0, 0, 0])
-            with ExitStack() as stack:  # those that have failed are not counted as open
-                for _ in range(6):
-                    client = stack.enter_context(httpx.Client(timeout=PATIENCE, verify=False))
-                    assert client.get(f"{url}/health").status_code == 200
-                assert [sockets(api_server) - before for api_server in api_servers] == [2, 2, 2]
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(PATIENCE) == 0
-        finally:
-            process.kill()
+    with serving(model_folder, *OPTIONS, *SEVERAL, *options) as (process, url):
+        until(lambda: is_ready(url))
+        api_servers = api_servers_of(process.pid)
+        until(lambda: len({sockets(api_server) for api_server in api_servers}) == 1)
+        before = sockets(api_servers[0])
+        for _ in range(4):
+            with pytest.raises(httpx.TransportError):
+                httpx.get(url.replace("https", "http") + "/health", timeout=PATIENCE)
+        assert get(url, "/v1/models").status_code == 401
+        answers = [httpx.get(f"{url}/v1/models", headers=bearer, verify=False).status_code for _ in range(4)]
+        assert answers == [200] * 4
+        # Those that have failed are not counted as open.
+        until(lambda: [sockets(api_server) - before for api_server in api_servers] == [0, 0, 0])
+        assert_spread(url, api_servers, before, 2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
 
 
 BROKEN = """
