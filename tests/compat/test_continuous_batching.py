@@ -20,6 +20,7 @@ pytestmark = pytest.mark.core
 
 INHERITED = ("add_requests", "get_result", "__iter__", "request_id_iter", "register_result_handler", "is_running")
 """HuggingFace's methods that run over our attributes."""
+OURS = ("add_request", "cancel_request", "stop", "join", "start", "warmup", "destroy")
 ENTRIES = ("generate_batch", "continuous_batching_context_manager", "destroy_cached_continuous_batching_manager")
 
 
@@ -49,15 +50,13 @@ def test_huggingfaces_entries_use_what_a_manager_has():
     assert {"warmup", "start", "stop", "destroy", "add_requests", "get_result", "is_running"} <= used
 
 
-@pytest.mark.parametrize("name", ["add_request", "cancel_request", "stop", "join", "start", "warmup", "destroy"])
+@pytest.mark.parametrize("name", ["init_continuous_batching", *OURS])
 def test_our_methods_take_what_huggingfaces_take(name):
-    ours = inspect.signature(getattr(EngineManager, name)).parameters
-    assert list(ours) == list(inspect.signature(getattr(continuous_api.ContinuousBatchingManager, name)).parameters)
-
-
-def test_a_manager_is_asked_for_with_what_ours_takes():
-    ours = inspect.signature(WrappedModel.init_continuous_batching).parameters
-    assert list(ours) == list(inspect.signature(GenerationMixin.init_continuous_batching).parameters)
+    kinds = (
+        (EngineManager, continuous_api.ContinuousBatchingManager) if name in OURS else (WrappedModel, GenerationMixin)
+    )
+    taken, given = (list(inspect.signature(getattr(kind, name)).parameters) for kind in kinds)
+    assert taken == given
 
 
 def test_a_thread_ends_when_it_is_asked_to_and_no_request_is_taken_then(parts):

@@ -81,42 +81,34 @@ def joined(model: Any, engine: Engine, tokens: int = SHORT) -> Any:
 # ---- a call in the engine's batch
 
 
-@pytest.mark.parametrize("requests", ["end", "wait", "keep"])
-def test_a_call_in_the_batch_ends_before_an_update(model, engine, folder, requests):
+@pytest.mark.parametrize(
+    ("stop", "requests"),
+    [("update", "end"), ("update", "wait"), ("update", "keep"), ("sleep", "park"), ("sleep", "end")],
+)
+def test_a_call_in_the_batch_ends_before_the_engine_stops(model, engine, folder, stop, requests):
     beside, call = joined(model, engine)
-    engine.update_weights(folder, requests=requests)
+    if stop == "update":
+        engine.update_weights(folder, requests=requests)
+        assert beside.done == (requests != "keep")
+    else:
+        engine.sleep(requests=requests)
+        assert not model.compiled.calls._running
     assert call.result(PATIENCE) == huggingfaces(PROMPT, SHORT)
-    assert beside.done == (requests != "keep")
-    assert alone(model, PROMPT, 9) == huggingfaces(PROMPT, 9, seed=1)
+    assert alone(model, PROMPT, 9) == huggingfaces(PROMPT, 9, seed=int(stop == "update"))
+    if stop == "sleep":
+        engine.wake()
+        assert beside.result(PATIENCE).finish_reason == ("cancelled" if requests == "end" else "length")
     beside.cancel()
 
 
-@pytest.mark.parametrize("requests", ["park", "end"])
-def test_a_call_in_the_batch_ends_before_the_model_sleeps(model, engine, requests):
-    beside, call = joined(model, engine)
-    engine.sleep(requests=requests)
-    assert not model.compiled.calls._running
-    assert call.result(PATIENCE) == huggingfaces(PROMPT, SHORT)
-    assert alone(model, PROMPT, 9) == huggingfaces(PROMPT, 9)
-    engine.wake()
-    assert beside.result(PATIENCE).finish_reason == ("cancelled" if requests == "end" else "length")
-
-
-def test_calls_go_on_inside_a_pause(model, engine):
-    beside, call = joined(model, engine)
-    with engine.paused(weights_stay=True):
-        assert call.result(PATIENCE) == huggingfaces(PROMPT, SHORT)
-        assert start(lambda: alone(model, OTHER, 30)).result(PATIENCE) == huggingfaces(OTHER, 30)
-        assert not beside.done
-    assert beside.result(PATIENCE).token_ids == huggingfaces(OTHER, LONG)
-
-
-def test_a_call_that_waits_in_the_batch_leaves_it(model):
-    """There is one row, and that is taken for long."""
-    with Engine(model, max_rows=1) as engine:
+@pytest.mark.parametrize("rows", [1, 256])
+def test_calls_go_on_inside_a_pause(model, rows):
+    """With one row, which is taken for long, a call that waits in the batch leaves it."""
+    with Engine(model, max_rows=rows) as engine:
         beside, call = joined(model, engine)
         with engine.paused(weights_stay=True):
             assert call.result(PATIENCE) == huggingfaces(PROMPT, SHORT)
+            assert start(lambda: alone(model, OTHER, 30)).result(PATIENCE) == huggingfaces(OTHER, 30)
             assert not beside.done
         assert beside.result(PATIENCE).token_ids == huggingfaces(OTHER, LONG)
     assert_account_is_empty(model)

@@ -25,9 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # Python drops a Ctrl-C that arrives while it calls a finalizer or a weak reference's callback, and prints that.
 @pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.slow
-def test_schedules_end_and_leave_nothing(
-    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_schedules_end_and_leave_nothing(tmp_path_factory, pytestconfig, monkeypatch, seed):
     expected, done = Expected(tmp_path_factory.mktemp("weights")), Counter[str]()
     first, cases = pytestconfig.getoption("fuzz_seed"), pytestconfig.getoption("fuzz_cases")
     seconds = pytestconfig.getoption("fuzz_seconds")

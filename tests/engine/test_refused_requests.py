@@ -12,6 +12,7 @@ from transformers import BatchEncoding, GenerationConfig, PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
+from support.engine.text_tokenizers import Numbers
 from support.engine.tiny_engines import PATIENCE, greedy, tiny, wrapped
 
 LONG = greedy(200)
@@ -27,13 +28,6 @@ def model() -> PreTrainedModel:
 def engine(engine: Engine) -> Iterator[Engine]:
     yield engine
     assert len(engine.generate([5, 6], SamplingParams(max_tokens=2))[0].token_ids) == 2
-
-
-class Tokenizer:
-    """Would be asked for a chat."""
-
-    def apply_chat_template(self, *_: Any, **__: Any) -> Any:
-        raise AssertionError
 
 
 @pytest.mark.parametrize(
@@ -68,7 +62,7 @@ def test_prompts(engine, prompt, said):
 
 
 def test_a_message_with_an_image_is_refused_whatever_the_tokenizer_would_do(model, one_thread):
-    with Engine(model, tokenizer=Tokenizer()) as engine, pytest.raises(ValueError, match="part of type 'image'"):
+    with Engine(model, tokenizer=Numbers()) as engine, pytest.raises(ValueError, match="part of type 'image'"):
         engine.submit(IMAGE)
 
 

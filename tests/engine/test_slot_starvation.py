@@ -58,7 +58,7 @@ def assert_right(handles: list[RequestHandle], penalty: float = PENALTY) -> None
 
 
 @pytest.mark.parametrize("penalty", [PENALTY, 1.0])
-def test_the_third_of_three_busy_engines_waits(penalty: float, engines: list[Engine]) -> None:
+def test_the_third_of_three_busy_engines_waits(penalty, engines):
     handles = [begun(engine) for engine in engines[:2]]
     late = [engines[2].submit([5, 6, number], params(penalty)) for number in range(ROWS)]
     assert_right(late, penalty)
@@ -67,9 +67,7 @@ def test_the_third_of_three_busy_engines_waits(penalty: float, engines: list[Eng
     assert [engine.stats().preemptions for engine in engines] == [0, 0, 0]
 
 
-def test_a_request_that_waits_for_paused_engines_is_reported(
-    engines: list[Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_request_that_waits_for_paused_engines_is_reported(engines, monkeypatch, caplog):
     monkeypatch.setattr(starvation, "_LONG", 0.05)
     said = threading.Event()
     monkeypatch.setattr(starvation.Starvation, "_say", _then(starvation.Starvation._say, said))
@@ -93,7 +91,7 @@ def _then(say: Any, event: threading.Event) -> Any:
 
 
 @pytest.mark.parametrize("rounds", [6, pytest.param(200, marks=pytest.mark.whole)])
-def test_many_loops_of_all_kinds(rounds: int, model: PreTrainedModel, engines: list[Engine], seed: int) -> None:
+def test_many_loops_of_all_kinds(rounds, model, engines, seed):
     expected = {
         (number, penalty): huggingfaces([5, 6, number], 60, penalty=penalty)
         for number in range(4)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from compiled_llm_ops.flashinfer import prebuilt
 
 
@@ -27,9 +25,7 @@ class JitSpecNvcc(JitSpec):
     """In FlashInfer 0.7 what builds is a subclass."""
 
 
-def test_a_folders_kernels_come_first_and_others_are_built_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folders_kernels_come_first_and_others_are_built_and_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(prebuilt, "_folders", [tmp_path / "gone", tmp_path])
     before = prebuilt.kernels_built()
     library = tmp_path / "prefill" / "prefill.so"

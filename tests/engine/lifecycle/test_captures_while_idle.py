@@ -5,9 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-import pytest
-
-from compiled_llm import Engine
 from compiled_llm.execution.model_runner import ModelRunner
 from support.engine.tiny_engines import PATIENCE, greedy
 from support.in_threads import start
@@ -15,9 +12,7 @@ from support.in_threads import start
 PARAMS = greedy(4)
 
 
-def test_an_idle_engine_captures_until_a_request_comes_or_it_is_paused(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_engine_captures_until_a_request_comes_or_it_is_paused(engine, monkeypatch):
     idle, let_go = threading.Event(), threading.Event()
 
     def catch_up(self: ModelRunner, wanted: Callable[[], object]) -> None:

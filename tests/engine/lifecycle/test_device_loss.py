@@ -43,23 +43,18 @@ def engine(one_thread: None) -> Iterator[Engine]:
     ],
     ids=str,
 )
-def test_errors_that_end_a_process_and_errors_that_end_a_request(error: Exception, what: str | None) -> None:
+def test_errors_that_end_a_process_and_errors_that_end_a_request(error, what):
     lost = device_lost(error)
     assert (lost is None) == (what is None)
     if lost is not None:
-        assert str(lost) == (
-            f"the device has failed ({what}), and nothing more runs on it in this process; start the process again"
-        )
+        assert str(lost).startswith(f"the device has failed ({what}), and nothing more runs on it in this process; ")
         assert lost.__cause__ is error
+        led_to = RuntimeError("a step has failed")
+        led_to.__cause__ = error
+        assert device_lost(led_to) is not None
 
 
-def test_what_has_led_to_an_error_counts() -> None:
-    wrapped = RuntimeError("a step has failed")
-    wrapped.__cause__ = torch.AcceleratorError(ILLEGAL)
-    assert device_lost(wrapped) is not None
-
-
-def test_all_requests_end_and_no_more_are_taken(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_requests_end_and_no_more_are_taken(engine, monkeypatch):
     handles = [engine.submit([3, 4, number], LONG) for number in range(5)]  # two of them run
     next(iter(handles[0]))
     with engine.paused():
@@ -75,7 +70,7 @@ def test_all_requests_end_and_no_more_are_taken(engine: Engine, monkeypatch: pyt
     assert engine.stats().new_tokens >= 1
 
 
-def test_a_loop_that_cannot_restart_ends_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_cannot_restart_ends_requests(engine, monkeypatch):
     handle = engine.submit([3, 4], LONG)
     next(iter(handle))
     with engine.paused():
@@ -86,7 +81,7 @@ def test_a_loop_that_cannot_restart_ends_requests(engine: Engine, monkeypatch: p
         handle.result(PATIENCE)
 
 
-def test_a_device_that_cannot_be_prepared_any_more_is_lost(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_cannot_be_prepared_any_more_is_lost(engine, monkeypatch):
     with engine.paused():
         engine._engine_thread.placed.drop()
         handle = engine.submit([3, 4], LONG)
@@ -97,7 +92,7 @@ def test_a_device_that_cannot_be_prepared_any_more_is_lost(engine: Engine, monke
     assert engine.lost is not None
 
 
-def test_memory_that_others_may_give_back_ends_what_runs_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_others_may_give_back_ends_what_runs_alone(engine, monkeypatch):
     handle = engine.submit([3, 4], LONG)
     next(iter(handle))
     with engine.paused():

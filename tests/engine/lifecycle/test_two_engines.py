@@ -57,20 +57,13 @@ def updated(engine: Engine, folder: Path) -> None:
     engine.update_weights(folder)
 
 
-def fresh(engine: Engine) -> None: ...
-
-
-def busy(engine: Engine) -> None:
-    answer(engine)
-
-
 @pytest.mark.parametrize("says", [paused, reset, updated])
-@pytest.mark.parametrize("before", [fresh, busy])
+@pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_either_engine_says_it_for_both(says, before, prefix_cache, model, engine, tmp_path):
+def test_either_engine_says_it_for_both(says, busy, prefix_cache, model, engine, tmp_path):
     with Engine(model, prefix_cache=prefix_cache) as other:
-        before(other)
-        answer(engine)
+        for each in (other, engine) if busy else (engine,):
+            answer(each)
         says(other, tmp_path)
         assert answer(engine) == alone(change(tiny()), PROMPT, 12)
         cached = engine.stats().cached_tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from transformers import PreTrainedModel
 
 from compiled_llm import Engine
 from compiled_llm.engine.model_check import ModelCheck
@@ -17,9 +16,7 @@ def tokens(engine: Engine) -> list[int]:
 
 
 @pytest.mark.parametrize("watched", [False, True])
-def test_how_often_the_model_is_looked_at(
-    model: PreTrainedModel, watched: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_often_the_model_is_looked_at(model, watched, monkeypatch):
     looks: list[object] = []
     obstacle = ModelCheck.obstacle
     monkeypatch.setattr(ModelCheck, "obstacle", lambda self: looks.append(self) or obstacle(self))
@@ -31,7 +28,7 @@ def test_how_often_the_model_is_looked_at(
         assert (len(looks) > once) == watched
 
 
-def test_another_model_runner_is_looked_at_again(model: PreTrainedModel) -> None:
+def test_another_model_runner_is_looked_at_again(model):
     with Engine(model, watch_model=False) as engine:
         expected = tokens(engine)
         engine.sleep()
