@@ -6,7 +6,9 @@ import gc
 import json
 import os
 import random
+import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -66,14 +68,14 @@ def test_damage_at_random_places_is_an_error(folder: Path, seed: int, kind: str)
         content = path.read_bytes()
         place = at_random.randrange(len(content))
         other = folder / "inductor" / f"other{at_random.random()}"
-        if kind == "cut":
-            path.write_bytes(content[:place])
-        elif kind == "flipped":
-            path.write_bytes(
-                content[:place] + bytes([content[place] ^ 1 << at_random.randrange(8)]) + content[place + 1 :]
-            )
-        elif kind == "emptied":
-            path.write_bytes(b"")
+        bit = content[place] ^ 1 << at_random.randrange(8)
+        written = {
+            "cut": content[:place],
+            "flipped": content[:place] + bytes([bit]) + content[place + 1 :],
+            "emptied": b"",
+        }
+        if kind in written:
+            path.write_bytes(written[kind])
         elif kind == "removed":
             path.unlink()
         elif kind == "added":
@@ -103,72 +105,73 @@ def test_a_manifest_of_another_format_is_named_as_that(folder: Path, monkeypatch
         read(folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "here"),
-    [("torch", "2.14.0"), ("dtype", "torch.bfloat16"), ("config.hidden_size", 65), ("option mode", "cuda-graphs")],
-)
+OTHERS = [
+    *(("torch", "2.14.0"), ("dtype", "torch.bfloat16"), ("config.hidden_size", 65), ("option mode", "cuda-graphs")),
+    ("GPU", "NVIDIA H200"),
+]
+
+
+@pytest.mark.parametrize(("name", "here"), OTHERS)
 def test_what_differs_is_named(folder: Path, name: str, here: object) -> None:
+    there = HERE.get(name, "missing")
     with pytest.raises(ValueError, match="was made for something else: ") as raised:
         read(folder, **{name: here})
-    assert f"{name} {HERE[name]!r} there, {here!r} here;" in str(raised.value)
+    assert f"{name} {there!r} there, {here!r} here;" in str(raised.value)
 
 
-def test_what_is_only_known_here_differs_too(folder: Path) -> None:
-    with pytest.raises(ValueError, match="GPU 'missing' there, 'NVIDIA H200' here"):
-        read(folder, GPU="NVIDIA H200")
+def shared(mode: int) -> Callable[[Path], None]:
+    return lambda path: path.chmod(path.stat().st_mode | mode)
 
 
-@pytest.mark.parametrize("mode", [0o020, 0o002])
-@pytest.mark.parametrize("name", [".", NAME, "inductor", "inductor/aa", "inductor/aa/code.py"])
-def test_what_others_may_write_is_refused(folder: Path, name: str, mode: int) -> None:
-    path = folder / name
-    path.chmod(path.stat().st_mode | mode)
-    with pytest.raises(ValueError, match=r"is not trusted: others may write .* \(chmod -R go-w\)"):
-        read(folder)
+def given_away(path: Path) -> None:
+    os.chown(path, 12345, -1)
 
 
-def test_a_folder_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checked_folder, "ROOT", -1)
-    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
-    with pytest.raises(ValueError, match="is not trusted: artifacts belongs to another user"):
-        read(folder)
-
-
-def test_roots_folder_is_read_by_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checked_folder, "ROOT", folder.stat().st_uid)
-    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
-    assert read(folder).rows == ROWS
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-@pytest.mark.parametrize("name", [NAME, "inductor/aa", "inductor/aa/code.py"])
-def test_a_part_of_another_user_is_refused(folder: Path, name: str) -> None:
-    os.chown(folder / name, 12345, -1)
-    with pytest.raises(ValueError, match="belongs to another user"):
-        read(folder)
-
-
-@pytest.mark.parametrize("name", [".", NAME, "inductor", "inductor/aa/code.py"])
-def test_links_are_refused(folder: Path, tmp_path: Path, name: str) -> None:
-    path, elsewhere = folder / name, tmp_path / "elsewhere"
+def linked(path: Path) -> None:
+    elsewhere = path.parent.parent / f"elsewhere{path.name}"
     path.resolve().rename(elsewhere)
     path.resolve().symlink_to(elsewhere)
-    with pytest.raises(ValueError, match=r"is a link|is not whole"):
+
+
+def made_a_pipe(path: Path) -> None:
+    """Which nobody writes to: it is not waited for."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+OTHERS_WRITE = r"is not trusted: others may write .* \(chmod -R go-w\)"
+DISTRUSTED: dict[str, tuple[list[str], Callable[[Path], None], str]] = {
+    "its group may write": ([".", NAME, "inductor", "inductor/aa", "inductor/aa/code.py"], shared(0o020), OTHERS_WRITE),
+    "others may write": ([".", NAME, "inductor", "inductor/aa", "inductor/aa/code.py"], shared(0o002), OTHERS_WRITE),
+    "another user's": ([NAME, "inductor/aa", "inductor/aa/code.py"], given_away, "belongs to another user"),
+    "a link": ([".", NAME, "inductor", "inductor/aa/code.py"], linked, "is a link|is not whole"),
+    "a pipe": (["inductor/aa/code.py"], made_a_pipe, "cannot be (read|used)"),
+    "a file": (["."], lambda path: (shutil.rmtree(path), path.touch()), "cannot be (read|used)"),
+    "gone": (["."], shutil.rmtree, "cannot be (read|used)"),
+}
+
+
+@pytest.mark.parametrize(("why", "name"), [(why, name) for why, (names, *_) in DISTRUSTED.items() for name in names])
+def test_a_part_that_is_not_trusted_or_not_there_is_refused(folder: Path, why: str, name: str) -> None:
+    if why == "another user's" and os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    _, change, message = DISTRUSTED[why]
+    change(folder / name)
+    with pytest.raises(ValueError, match=f"artifacts='.*' .*({message})"):
         read(folder)
 
 
-def test_what_is_no_file_is_refused_and_not_waited_for(folder: Path) -> None:
-    (folder / "inductor/aa/code.py").unlink()
-    os.mkfifo(folder / "inductor/aa/code.py")
-    with pytest.raises(ValueError, match=r"cannot be (read|used)"):
-        read(folder)
-
-
-@pytest.mark.parametrize("name", ["nowhere", "a file"])
-def test_what_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / "a file").write_text("")
-    with pytest.raises(ValueError, match=r"artifacts='.*' cannot be (read|used)"):
-        read(tmp_path / name)
+@pytest.mark.parametrize("roots", [False, True])
+def test_a_folder_of_another_user_is_refused_unless_it_is_roots(
+    folder: Path, roots: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checked_folder, "ROOT", folder.stat().st_uid if roots else -1)
+    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+    if roots:
+        assert read(folder).rows == ROWS
+    else:
+        with pytest.raises(ValueError, match="is not trusted: artifacts belongs to another user"):
+            read(folder)
 
 
 # ---- writing

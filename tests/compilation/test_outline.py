@@ -21,11 +21,11 @@ from compiled_llm.compat.torch.tensors import Fakes
 from compiled_llm.compilation import backend as inductor, programs as programs
 from compiled_llm.compilation.graphs.validity import Weights
 from compiled_llm.compilation.programs import DECODE_MANY, Arguments
-from compiled_llm.compilation.regions import Examples, cut, without_symbols
 from compiled_llm.compilation.tracing import layer_marks, outline
 from compiled_llm.compilation.tracing.layer_state import KnownState
 from compiled_llm.compilation.tracing.outline import Outline
 from compiled_llm.model.attention_switch import attention_configs, paged_attention_in
+from support.compilation.traced import descriptions_of
 from support.execution.model_changes import TRACED_LAYER, patch_the_layers_forward, replace_a_weight
 from support.parity import greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
@@ -75,13 +75,21 @@ def model_of(**overrides: Any) -> PreTrainedModel:
     return tiny_qwen3(num_hidden_layers=LAYERS, eos_token_id=None, **overrides)
 
 
-def descriptions(module: fx.GraphModule) -> list[str]:
-    examples, found = Examples(module), []
-    for region in cut(module):
-        description = region.describe(examples.of(region))
-        examples.follow(region, description)
-        found.append(without_symbols(description))
-    return found
+def outlined_and_whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Go on twice: layers are traced in outline, and then each by itself."""
+    yield
+    monkeypatch.setattr(Outline, "prepare", lambda self, arguments: arguments["model"])
+    yield
+
+
+def arguments_of(model: PreTrainedModel) -> Arguments:
+    """The arguments of a decode step of two rows."""
+    state = model.compiled.model_runner().state
+    return Arguments(model, state.decode_buffers.bucket(2), state.slots.tables, state.pages)
+
+
+def programs_of(model: PreTrainedModel) -> Any:
+    return model.compiled.model_runner().graph_manager.programs
 
 
 # ---- the graph
@@ -90,14 +98,12 @@ def descriptions(module: fx.GraphModule) -> list[str]:
 @pytest.mark.parametrize("fuse", [pytest.param(False, marks=pytest.mark.whole), True], ids=["apart", "fused"])
 def test_what_is_filled_in_is_what_the_whole_would_have_been(fuse, graphs, monkeypatch, seed):
     inputs, tokens = mixed_prompts([5, 9], 128, seed), []
-    for whole in (False, True):
-        if whole:
-            monkeypatch.setattr(Outline, "prepare", lambda self, arguments: arguments["model"])
+    for _ in outlined_and_whole(monkeypatch):
         model = compiled_llm.wrap(model_of(), **OPTIONS, fuse_projections=fuse)
         tokens.append(greedy(model, inputs, 6, output_logits=True, return_dict_in_generate=True))
     assert graphs.traced == [1, 1, LAYERS, LAYERS]
     for outlined, whole in zip(graphs[:2], graphs[2:], strict=True):
-        assert descriptions(outlined) == descriptions(whole)
+        assert descriptions_of(outlined) == descriptions_of(whole)
     assert torch.equal(tokens[0].sequences, tokens[1].sequences)
     assert all(map(torch.equal, tokens[0].logits, tokens[1].logits))
 
@@ -160,7 +166,7 @@ def test_layers_that_differ_from_the_start_are_each_traced_for_themselves(graphs
             change(layer)
     assert_alike(model, plain, seed, new_tokens=1)
     assert graphs.traced == [count - 1]
-    outlines = model.compiled.model_runner().graph_manager.programs._outlines
+    outlines = programs_of(model)._outlines
     found = [outline._layers.like for outline in outlines.values() if outline._layers is not None]
     assert found == [[*range(count - 1), 0]]
 
@@ -181,9 +187,7 @@ def test_what_differs_without_an_attribute_does_not_mislead(change, traced, grap
 def test_a_window_of_one_layer_is_seen(graphs, monkeypatch, seed):
     """HuggingFace's own mask comes from the config, so that it is no reference."""
     found = []
-    for whole in (False, True):
-        if whole:
-            monkeypatch.setattr(Outline, "prepare", lambda self, arguments: arguments["model"])
+    for _ in outlined_and_whole(monkeypatch):
         model = compiled_llm.wrap(model_of(), **OPTIONS)
         for _ in range(2):
             found.append(torch.stack(logits(model, seed, new_tokens=1)))
@@ -230,10 +234,8 @@ def dicts_of(module: nn.Module) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("change", TRACED_LAYER.values(), ids=TRACED_LAYER)
 def test_a_later_change_of_any_layer_is_noticed(change, number, outlined, monkeypatch):
     """By what a CUDA graph takes for granted, and by what is called where nothing is captured."""
-    model_runner = outlined.compiled.model_runner()
-    programs, state = model_runner.graph_manager.programs, model_runner.state
-    outlines, decode = programs._outlines, DECODE_MANY
-    arguments = programs._by_name(Arguments(outlined, state.decode_buffers.bucket(2), state.slots.tables, state.pages))
+    outlines, decode = programs_of(outlined)._outlines, DECODE_MANY
+    arguments = programs_of(outlined)._by_name(arguments_of(outlined))
 
     @torch.no_grad()
     def traced_whole() -> bool:
@@ -254,9 +256,6 @@ def test_a_later_change_of_any_layer_is_noticed(change, number, outlined, monkey
 
 def validity_of(model: PreTrainedModel) -> Callable[[], bool]:
     """Return the check of what a CUDA graph of decode takes for granted."""
-    model_runner = model.compiled.model_runner()
-    programs, state = model_runner.graph_manager.programs, model_runner.state
-    arguments = Arguments(model, state.decode_buffers.bucket(2), state.slots.tables, state.pages)
 
     @torch.no_grad()
     def valid() -> bool:
@@ -264,7 +263,7 @@ def validity_of(model: PreTrainedModel) -> Callable[[], bool]:
             return weights.valid() and guards.valid()
 
     with torch.no_grad(), paged_attention_in(attention_configs(model)):
-        weights, guards = Weights(model), programs.guards(arguments)
+        weights, guards = Weights(model), programs_of(model).guards(arguments_of(model))
         guards.find()
     return valid
 
@@ -380,9 +379,7 @@ class TwiceInTheMiddle(Qwen3Model):
 
 def test_what_happens_between_layers_stays_where_it_is(graphs, monkeypatch, seed):
     found = []
-    for whole in (False, True):
-        if whole:
-            monkeypatch.setattr(Outline, "prepare", lambda self, arguments: arguments["model"])
+    for _ in outlined_and_whole(monkeypatch):
         model = compiled_llm.wrap(model_of(), **OPTIONS)
         model.model.__class__ = TwiceInTheMiddle
         found.append(torch.stack(logits(model, seed, new_tokens=1)))
@@ -392,15 +389,13 @@ def test_what_happens_between_layers_stays_where_it_is(graphs, monkeypatch, seed
 
 def test_looking_at_a_model_leaves_it_as_it_was(graphs, seed):
     model = compiled_llm.wrap(model_of(), **OPTIONS)
-    model_runner = model.compiled.model_runner()
-    programs, state = model_runner.graph_manager.programs, model_runner.state
-    buffers = state.decode_buffers.bucket(2)
-    arguments = programs._by_name(Arguments(model, buffers, state.slots.tables, state.pages))
+    arguments = programs_of(model)._by_name(arguments_of(model))
+    buffers = model.compiled.model_runner().state.decode_buffers.bucket(2)
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     tensors = [*model.state_dict().values(), *filter(torch.is_tensor, buffers)]
     values = [tensor.clone() for tensor in tensors]
     with torch.no_grad(), paged_attention_in(attention_configs(model)):
-        shown = programs._outlines[DECODE_MANY].prepare(arguments)
+        shown = programs_of(model)._outlines[DECODE_MANY].prepare(arguments)
     assert shown is not model
     assert all(now == then for now, then in before)
     assert all(map(torch.equal, values, tensors))

@@ -17,9 +17,9 @@ from torch._inductor.utils import fresh_cache
 import compiled_llm
 from compiled_llm.compat.torch.tensors import storage_number
 from compiled_llm.compilation import backend as inductor, programs as programs
-from compiled_llm.compilation.regions import Examples, Region, cut, join, without_symbols
+from compiled_llm.compilation.regions import Examples, Region, cut, join
 from compiled_llm_ops import paged_attention
-from support.compilation.traced import Inputs, inputs_of, traced
+from support.compilation.traced import Inputs, descriptions_of, inputs_of, traced
 from support.huggingface.families import FAMILIES, make
 from support.noting import note_calls
 from support.parity import FEW_PAGES, greedy, mixed_prompts, wrap_and_compare
@@ -186,14 +186,7 @@ def both_ways(module: fx.GraphModule, told: Examples, run: Examples) -> Iterator
 
 
 def descriptions(function: Callable[..., Any], *inputs: Any) -> list[str]:
-    module, _ = traced(function, *inputs)
-    examples = Examples(module)
-    found = []
-    for region in cut(module):
-        description = region.describe(examples.of(region))
-        examples.follow(region, description)
-        found.append(without_symbols(description))
-    return found
+    return descriptions_of(traced(function, *inputs)[0])
 
 
 def run(region: Region, module: fx.GraphModule) -> Callable[..., Any]:

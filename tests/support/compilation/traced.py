@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from compiled_llm.compilation.regions import Examples, cut, without_symbols
+
 
 class Inputs(NamedTuple):
     query: Tensor
@@ -47,4 +49,14 @@ def traced(function: Callable[..., Any], *inputs: Any) -> tuple[fx.GraphModule, 
     with torch.no_grad():
         torch.compile(function, fullgraph=True, dynamic=False, backend=backend)(*inputs)
     (found,) = graphs
+    return found
+
+
+def descriptions_of(module: fx.GraphModule) -> list[str]:
+    """What tells the regions of a graph apart, without symbols."""
+    examples, found = Examples(module), []
+    for region in cut(module):
+        description = region.describe(examples.of(region))
+        examples.follow(region, description)
+        found.append(without_symbols(description))
     return found

@@ -110,14 +110,6 @@ def other_attribute(model: PreTrainedModel) -> None:
     model.model.layers[0].self_attn.scaling *= 4
 
 
-def load(model: PreTrainedModel) -> None:
-    model.load_state_dict(model_to_change(seed=9).state_dict())
-
-
-def load_assigned(model: PreTrainedModel) -> None:
-    model.load_state_dict(model_to_change(seed=8).state_dict(), assign=True)
-
-
 def train_a_step(model: PreTrainedModel) -> None:
     ids = mixed_prompts([9, 9], 128, 3)["input_ids"]
     model.train()
@@ -143,10 +135,6 @@ def more_tokens(model: PreTrainedModel) -> None:
     model.resize_token_embeddings(160, mean_resizing=False)
 
 
-def tie(model: PreTrainedModel) -> None:
-    model.lm_head.weight = model.get_input_embeddings().weight
-
-
 def other_list_of_layers(model: PreTrainedModel) -> None:
     inner = copy.copy(model.model)
     inner._modules = {**inner._modules, "layers": nn.ModuleList(reversed(inner.layers))}
@@ -155,15 +143,17 @@ def other_list_of_layers(model: PreTrainedModel) -> None:
 
 WEIGHTS = {
     "values are written": each(in_place, IN_PLACE),
-    "load_state_dict": each(load, IN_PLACE),
+    "load_state_dict": each(lambda model: model.load_state_dict(model_to_change(9).state_dict()), IN_PLACE),
     "a training step": each(train_a_step, TRACE),
     "a parameter": each(new_parameter, CAPTURE),
     "a parameter's data": each(moved_data, CAPTURE),
     "a module's copy": each(swapped_module, TRACE),
-    "load_state_dict, assign": each(load_assigned, CAPTURE),
+    "load_state_dict, assign": each(
+        lambda model: model.load_state_dict(model_to_change(8).state_dict(), assign=True), CAPTURE
+    ),
     "double and back": each(convert_and_back, CAPTURE),
     "a head": each(new_head, CAPTURE),
-    "a tied head": each(tie, CAPTURE),
+    "a tied head": each(lambda model: setattr(model.lm_head, "weight", model.get_input_embeddings().weight), CAPTURE),
     "another dtype": each(lambda model: model.double(), TRACE),
     "more tokens": each(more_tokens, TRACE),
     "a norm outside the layers": each(lambda model: setattr(model.model.norm, "variance_epsilon", 0.5), TRACE),
