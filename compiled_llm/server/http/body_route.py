@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from functools import cached_property
 from typing import Any, get_type_hints
 
 import msgspec
@@ -12,8 +13,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from compiled_llm.server.http.api_error import invalid
+from compiled_llm.server.http.api_error import ANSWERED, invalid, respond
 from compiled_llm.server.http.body_values import check_values
 from compiled_llm.server.http.worker_thread import in_thread_if_long
 
@@ -24,16 +27,43 @@ class BodyRoute(APIRoute):
     FastAPI describes the route, and would read the body too: all of it in the event loop, however long it is.
     """
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    @cached_property
+    def answer(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The function that answers a request."""
         endpoint, kind = self.endpoint, get_type_hints(self.endpoint)["body"]
 
-        async def handle(request: Request) -> Response:
+        async def answer(request: Request) -> Response:
             content = await request.body()
             body = await in_thread_if_long(lambda: _read(content, kind), len(content))
             response: Response = await endpoint(body, request)
             return response
 
-        return handle
+        return answer
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        return self.answer
+
+
+class BodyRoutes:
+    """Takes requests straight to ``BodyRoute``: a first token waits 0.1 ms for FastAPI's own way there."""
+
+    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> None:
+        """``app`` answers all other requests; ``routes`` are those that it has, too."""
+        self._app = app
+        found = [route for route in routes if isinstance(route, BodyRoute)]
+        self._routes = {(route.path, method): route for route in found for method in route.methods or ()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self._routes.get((scope["path"], scope["method"])) if scope["type"] == "http" else None
+        if route is None:
+            await self._app(scope, receive, send)
+            return
+        scope["route"], request = route, Request(scope, receive, send)
+        try:
+            response = await route.answer(request)
+        except ANSWERED as error:
+            response = await respond(request, error)
+        await response(scope, receive, send)
 
 
 def _read(content: bytes, kind: type[BaseModel]) -> BaseModel:

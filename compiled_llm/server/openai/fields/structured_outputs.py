@@ -92,8 +92,8 @@ class FormFields(Body):
             ApiError: there are several forms, or one is too long.
             ValueError: there is no such form.
         """
-        said = self.structured_outputs or StructuredOutputs()
-        forms = [("structured_outputs", {name: value}) for name, value in said.forms.items()]
+        said = self.structured_outputs
+        forms = [] if said is None else [("structured_outputs", {name: value}) for name, value in said.forms.items()]
         older = [(old, name, getattr(self, old)) for old, name in _OLDER_NAMES.items()]
         forms += [(old, {name: value}) for old, name, value in older if value is not None]
         if (plain := form_of(wanted)) is not None:
@@ -101,7 +101,9 @@ class FormFields(Body):
         if len(forms) > 1:
             names = ", ".join(dict.fromkeys(name for name, _ in forms))
             raise invalid(f"{forms[0][0]}: an answer has one form, and there are several, in {names}", forms[0][0])
-        return _short(named_form(forms[0][0], **forms[0][1], **said.blanks)) if forms else None
+        if not forms:
+            return None
+        return _short(named_form(forms[0][0], **forms[0][1], **(said or StructuredOutputs()).blanks))
 
 
 def named_form(field: str, **form: Any) -> Form:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, cast
 
 import pytest
@@ -18,11 +18,19 @@ from compiled_llm.client import EngineProcessError
 from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.protocol.messages import Update
 from compiled_llm.server.http.api_error import ANSWERED, ApiError, respond
-from compiled_llm.server.http.body_route import BodyRoute, decoded
+from compiled_llm.server.http.body_route import BodyRoute, BodyRoutes, decoded
 from compiled_llm.server.http.body_values import MAX_VALUES, check_values
 from compiled_llm.server.openai.common.answering import answered
 from compiled_llm.server.openai.common.answers import Answers
 from compiled_llm.server.openai.completions.request import CompletionRequest
+
+
+@pytest.fixture(params=["by FastAPI", "past FastAPI"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A request comes to its endpoint as FastAPI takes it there, or straight."""
+    if request.param == "by FastAPI":
+        monkeypatch.setattr(BodyRoutes, "__call__", lambda self, *asked: self._app(*asked))
+    return str(request.param)
 
 
 def asked(body: object, raises: Exception | None = None) -> tuple[list[str], Any]:
@@ -41,15 +49,31 @@ def asked(body: object, raises: Exception | None = None) -> tuple[list[str], Any
     app.include_router(router)
     for kind in ANSWERED:
         app.add_exception_handler(kind, respond)
+    app.add_middleware(BodyRoutes, routes=router.routes)
     client = TestClient(app, raise_server_exceptions=True)
     response = client.post("/of/bodies", content=body if isinstance(body, str) else json.dumps(body))
     return answered_by, response
 
 
+@pytest.mark.usefixtures("way")
 def test_an_endpoint_gets_the_model_that_it_declares() -> None:
     body = {"prompt": [1, 2], "max_tokens": 3}
     answered_by, response = asked(body)
     assert (answered_by, response.json()) == (["/of/bodies"], [[1, 2], json.dumps(body)])
+
+
+def test_the_router_is_not_asked_for_the_routes_of_bodies(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FastAPI, "build_middleware_stack", without_router(FastAPI.build_middleware_stack))
+    answered_by, response = asked({"prompt": [1]})
+    assert (len(answered_by), response.status_code) == ((1, 200) if way == "past FastAPI" else (0, 404))
+
+
+def without_router(build: Callable[[FastAPI], Any]) -> Callable[[FastAPI], Any]:
+    def built(app: FastAPI) -> Any:
+        app.router.routes.clear()
+        return build(app)
+
+    return built
 
 
 NO_BODIES = [
@@ -63,6 +87,7 @@ NO_BODIES = [
 ]
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(("body", "message"), NO_BODIES)
 def test_what_is_no_body_is_told_why(body: str, message: str) -> None:
     answered_by, response = asked(body)
@@ -80,6 +105,7 @@ def test_values_are_counted_outside_of_texts(text: str) -> None:
         check(MAX_VALUES - 3)
 
 
+@pytest.mark.usefixtures("way")
 def test_errors_of_an_endpoint_are_answered_and_faults_are_the_guards() -> None:
     for error, status in ((ApiError(418, "a test"), 418), (ValueError("x"), 400), (EngineProcessError("x"), 503)):
         answered_by, response = asked({"prompt": "a"}, error)
