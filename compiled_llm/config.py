@@ -16,7 +16,8 @@ CUDA_GRAPH_MODES = ("cuda-graphs", "piecewise")
 WAITING_MODES = ("eager", "piecewise")
 """The modes in which attention may wait for the device."""
 
-Backend = Literal["auto", "flashinfer", "reference"]
+BACKENDS = ("auto", "flashinfer", "reference")
+"""What ``backend`` may be without another package that brings one."""
 
 LEAST_GRAPHS = 2
 """A step may have rows that decode and others whose prompts are computed."""
@@ -53,7 +54,8 @@ class WrapConfig:
         backend: whose kernels attend over the pages. ``"auto"`` takes the fastest: on CUDA FlashInfer for prefill and
             our own kernel for decode, on a CPU plain PyTorch. ``"flashinfer"`` decodes with FlashInfer, too; on CUDA
             only. ``"reference"`` is plain PyTorch: what a CPU runs anyway, and on CUDA, with ``mode="eager"`` or
-            ``mode="piecewise"``, the oracle for all others.
+            ``mode="piecewise"``, the oracle for all others. Other packages can bring further ones, by an entry point of
+            the group ``compiled_llm_ops.backends``.
         page_size: tokens in one page of the KV cache.
         max_batch_size: most rows that run at once; a call with more raises.
         kv_memory: what the pages may take. A float up to 1.0 is a fraction of the free memory, an int is bytes, a
@@ -80,7 +82,7 @@ class WrapConfig:
     """
 
     mode: Mode = "cuda-graphs"
-    backend: Backend = "auto"
+    backend: str = "auto"
     page_size: int = 16
     max_batch_size: int = 64
     kv_memory: float | int | str | None = None
@@ -97,8 +99,8 @@ class WrapConfig:
         if self.mode not in get_args(Mode):
             renamed = "; 'pieces' is called 'piecewise'" if str(self.mode) == "pieces" else ""
             raise ValueError(f"mode={self.mode!r}: choose one of {', '.join(map(repr, get_args(Mode)))}{renamed}")
-        if self.backend not in get_args(Backend):
-            raise ValueError(f"backend={self.backend!r}: choose one of {', '.join(map(repr, get_args(Backend)))}")
+        if self.backend not in BACKENDS:
+            _check_is_registered(self.backend)
         for name in ("page_size", "max_batch_size", "prefill_tokens", "workspace_bytes"):
             value = getattr(self, name)
             unset = value is None and name == "workspace_bytes"
@@ -189,6 +191,13 @@ class WrapConfig:
             for name, mine, value in both
             if (type(mine), mine) != (type(value), value)  # 1 and 1.0 are different memories
         )
+
+
+def _check_is_registered(backend: str) -> None:
+    from compiled_llm_ops.backends import backend_names  # imports torch, for which `--help` should not wait
+
+    if backend not in (names := ("auto", *backend_names())):
+        raise ValueError(f"backend={backend!r}: choose one of {', '.join(map(repr, names))}")
 
 
 def parse_kv_memory(value: float | int | str | None) -> KVMemory | None:

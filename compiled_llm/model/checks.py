@@ -147,10 +147,11 @@ def _check_backend(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
         )
     if dtype not in backend.dtypes:
         raise ValueError(
-            f"wrap: the model is {dtype} on CUDA, where FlashInfer has kernels for 16 bits only; "
-            "load it with dtype=torch.bfloat16, or call model.to(torch.bfloat16)"
+            f"wrap: the model is {dtype} on CUDA, where backend={name!r} has kernels for "
+            f"{', '.join(sorted(str(known).removeprefix('torch.') for known in backend.dtypes))} only; load it with "
+            "dtype=torch.bfloat16, or call model.to(torch.bfloat16)"
         )
-    if missing := backend.problems(builds=config.artifacts is None):
+    if missing := backend.installation.problems(builds=config.artifacts is None):
         raise RuntimeError("wrap: the model is on CUDA and something is missing there: " + "; ".join(missing))
 
 

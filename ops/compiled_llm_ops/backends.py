@@ -1,15 +1,37 @@
-"""Access to the backends, each a folder next to this file: no other module imports from those."""
+"""The registry of backends: those in folders next to this file, and those that other packages bring.
+
+A package registers a backend by an entry point of the group ``compiled_llm_ops.backends``, whose object answers
+``protocol.Backend``. It is imported only once its name is asked for.
+"""
 
 from __future__ import annotations
+
+import functools
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from compiled_llm_ops.protocol import Backend
 
 BACKENDS = ("flashinfer", "reference")
-"""Their names."""
+"""The names of our own."""
+
+GROUP = "compiled_llm_ops.backends"
 
 
+def backend_names() -> tuple[str, ...]:
+    """Return the names of all backends, ours first, without importing any."""
+    others = {entry.name for entry in entry_points(group=GROUP)} - {*BACKENDS, "auto"}
+    return *BACKENDS, *sorted(others)
+
+
+@functools.cache
 def backend_named(name: str) -> Backend:
-    """Return a backend, without importing what it needs beyond torch; ValueError if there is none of this name."""
+    """Return a backend; ours import only torch.
+
+    Raises:
+        ValueError: there is none of this name, or several packages bring one.
+        RuntimeError: the package that brings it cannot be imported, or its object is no backend.
+    """
     if name == "flashinfer":
         from compiled_llm_ops.flashinfer import backend as flashinfer
 
@@ -18,4 +40,34 @@ def backend_named(name: str) -> Backend:
         from compiled_llm_ops.reference import backend as reference
 
         return reference.BACKEND
-    raise ValueError(f"backend {name!r} does not exist; choose one of {', '.join(map(repr, BACKENDS))}")
+    match list(dict.fromkeys(entry_points(group=GROUP, name=name))):
+        case []:
+            raise ValueError(f"backend {name!r} does not exist; choose one of {', '.join(map(repr, backend_names()))}")
+        case [entry]:
+            return _loaded(entry)
+        case several:
+            raise ValueError(
+                f"backend {name!r} comes from {' and '.join(map(_origin, several))}; uninstall all but one"
+            )
+
+
+def _loaded(entry: EntryPoint) -> Backend:
+    try:
+        found: Any = entry.load()
+    except Exception as error:
+        raise RuntimeError(f"backend {entry.name!r} of {_origin(entry)} cannot be imported: {error}") from error
+    if missing := [part for part in _parts_of_a_backend() if not hasattr(found, part)]:
+        raise RuntimeError(
+            f"backend {entry.name!r} of {_origin(entry)} is {type(found).__name__}, which lacks {', '.join(missing)}; "
+            "see compiled_llm_ops.protocol.Backend"
+        )
+    backend: Backend = found
+    return backend
+
+
+def _parts_of_a_backend() -> list[str]:
+    return [name for name in (*Backend.__annotations__, *vars(Backend)) if not name.startswith("_")]
+
+
+def _origin(entry: EntryPoint) -> str:
+    return f"{entry.value} ({'an unknown package' if entry.dist is None else entry.dist.name})"

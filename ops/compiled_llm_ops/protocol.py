@@ -74,20 +74,8 @@ class Workspace(Protocol):
         """Begin to build or load the kernels for a geometry on other threads, while this one traces calls of them."""
 
 
-class Backend(Protocol):
-    """Kernels for attention over pages, and their plans.
-
-    Attributes:
-        devices: kinds of devices that it runs on.
-        dtypes: types of queries that there are kernels for.
-        capturable: whether a CUDA graph may capture its launches; if not, they run between the pieces of one.
-        variants: ways to divide a batch among thread blocks, the simplest first.
-    """
-
-    devices: tuple[str, ...]
-    dtypes: frozenset[torch.dtype]
-    capturable: bool
-    variants: tuple[int, ...]
+class Installation(Protocol):
+    """The packages, compilers and built kernels of a backend."""
 
     def problems(self, builds: bool = True) -> list[str]:
         """Return the missing parts of an installation for CUDA, each with the way out.
@@ -103,6 +91,39 @@ class Backend(Protocol):
 
     def kernels_built(self) -> int:
         """Return how many kernels this process has built since it was given a folder."""
+
+
+class NothingToBuild:
+    """The installation of a backend that needs only what is installed with it."""
+
+    def problems(self, builds: bool = True) -> list[str]:
+        return []
+
+    def compiler(self) -> str | None:
+        return None
+
+    def find_kernels_in(self, folder: Path) -> None: ...
+
+    def kernels_built(self) -> int:
+        return 0
+
+
+class Backend(Protocol):
+    """Kernels for attention over pages, and their plans.
+
+    Attributes:
+        devices: kinds of devices that it runs on.
+        dtypes: types of queries that there are kernels for.
+        capturable: whether a CUDA graph may capture its launches; if not, they run between the pieces of one.
+        variants: ways to divide a batch among thread blocks, the simplest first.
+        installation: what must be there before it can run.
+    """
+
+    devices: tuple[str, ...]
+    dtypes: frozenset[torch.dtype]
+    capturable: bool
+    variants: tuple[int, ...]
+    installation: Installation
 
     def missing_kernel(self, geometry: Geometry) -> str | None:
         """Return why there is no kernel for a geometry, whose head size is not padded yet; None if there is one."""

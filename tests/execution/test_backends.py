@@ -6,6 +6,9 @@ A CPU decodes with an op that needs no plan. Here it is made to plan, with the r
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -27,7 +30,7 @@ from compiled_llm.model.checks import check_layers, check_placement
 from compiled_llm.model.layer_probe import Layer
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm_ops import Geometry, append_paged_kv, paged_attention_lse
-from compiled_llm_ops.backends import BACKENDS, backend_named
+from compiled_llm_ops.backends import BACKENDS, backend_named, backend_names
 from compiled_llm_ops.contracts import AppendPagedKv, PagedAttention, PlannedBatch
 from compiled_llm_ops.protocol import owner_of
 from compiled_llm_ops.reference.backend import ReferencePlan
@@ -76,6 +79,80 @@ def test_a_backend_is_found_by_its_name() -> None:
     assert {type(backend_named(name)).__name__ for name in BACKENDS} == {"FlashInfer", "Reference"}
     with pytest.raises(ValueError, match="'triton' does not exist; choose one of 'flashinfer', 'reference'"):
         backend_named("triton")
+
+
+# ---- one that another package brings
+
+
+ONE_OF_ITS_OWN = """
+from compiled_llm_ops.reference.backend import Reference
+
+class Counting(Reference):
+    plans = 0
+
+    def new_plan(self, workspace, nbytes):
+        self.plans += 1
+        return super().new_plan(workspace, nbytes)
+
+BACKEND, NO_BACKEND = Counting(), object()
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two packages with entry points, as pip leaves them."""
+    for package, entries in {
+        "counting": ["counting = counting_kernels:BACKEND", "twice = counting_kernels:BACKEND"],
+        "broken": ["no-backend = counting_kernels:NO_BACKEND", "gone = not_there:BACKEND", "twice = broken:BACKEND"],
+    }.items():
+        info = tmp_path / f"{package}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("\n".join(["[compiled_llm_ops.backends]", *entries]))
+    (tmp_path / "counting_kernels.py").write_text(ONE_OF_ITS_OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    backend_named.cache_clear()
+    sys.modules.pop("counting_kernels", None)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_package_brings_a_backend_that_is_imported_once_it_is_named(seed: int) -> None:
+    assert {*backend_names()} == {*BACKENDS, "counting", "gone", "no-backend", "twice"}
+    WrapConfig(backend="counting")
+    assert "counting_kernels" not in sys.modules
+    reference, model = (tiny_qwen3(num_hidden_layers=1, eos_token_id=None) for _ in range(2))
+    compiled_llm.wrap(model, mode="eager", backend="counting", **OPTIONS)
+    inputs = mixed_prompts([5, 9], 128, seed)
+    torch.testing.assert_close(greedy(model, inputs, 10), greedy(reference, inputs, 10))
+    assert cast(Any, backend_named("counting")).plans > 0
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        (
+            "no-backend",
+            RuntimeError,
+            r"'no-backend' of counting_kernels:NO_BACKEND \(broken\) is object, which lacks dev",
+        ),
+        (
+            "gone",
+            RuntimeError,
+            r"'gone' of not_there:BACKEND \(broken\) cannot be imported: No module named 'not_there'",
+        ),
+        ("twice", ValueError, r"'twice' comes from .*\(\w+\) and .*\(\w+\); uninstall all but one"),
+    ],
+)
+def test_what_a_package_brings_that_is_no_backend_is_refused(name: str, error: type[Exception], message: str) -> None:
+    model = tiny_qwen3(num_hidden_layers=1)
+    with pytest.raises(error, match=message):
+        compiled_llm.wrap(model, mode="eager", backend=name, **OPTIONS)
+    assert not hasattr(model, "compiled")
+
+
+# ---- passes
 
 
 @pytest.mark.parametrize("mode", ["compile", "reduce-overhead", "cuda-graphs", "piecewise"])
@@ -134,7 +211,9 @@ def test_the_reference_on_cuda_runs_only_where_attention_may_wait(mode: Any) -> 
 
 
 def test_the_reference_on_cuda_needs_nothing_installed_and_takes_any_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(backend_named("flashinfer")), "problems", lambda self, builds: ["nvcc was not found"])
+    monkeypatch.setattr(
+        type(backend_named("flashinfer").installation), "problems", lambda self, builds: ["nvcc was not found"]
+    )
     for mode in ("eager", "piecewise"):
         check_placement(placed("cuda:0", torch.float32), WrapConfig(backend="reference", mode=cast(Any, mode)))
     with pytest.raises(RuntimeError, match="nvcc was not found"):

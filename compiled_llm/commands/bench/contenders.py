@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel
 import compiled_llm
 from compiled_llm.commands.bench.timing import SAMPLING, CallTiming, TokenClock, Workload, timed
 from compiled_llm.commands.loading.load import load
-from compiled_llm.config import Backend, Mode, WrapConfig
+from compiled_llm.config import Mode, WrapConfig
 
 _WARM_TOKENS = 16
 
@@ -135,7 +135,7 @@ class Contender:
 class Ours(Contender):
     """The wrapped model; ``mode`` and so on are those of ``wrap``."""
 
-    def __init__(self, mode: Mode, backend: Backend = "auto", artifacts: str | None = None) -> None:
+    def __init__(self, mode: Mode, backend: str = "auto", artifacts: str | None = None) -> None:
         self.mode, self.backend, self.artifacts = mode, backend, artifacts
         self.name = f"compiled-llm:{mode}" + ("" if backend == "auto" else f":{backend}")
 

@@ -114,7 +114,7 @@ def find_nvcc() -> str | None:
     """Return the nvcc that FlashInfer builds its kernels with, if it has to build them."""
     from compiled_llm_ops.backends import backend_named
 
-    return backend_named("flashinfer").compiler()
+    return backend_named("flashinfer").installation.compiler()
 
 
 def cuda_tool(name: str, cuda: bool) -> Outcome:

@@ -73,7 +73,7 @@ def missing_for_cuda(what: str) -> Outcome | None:
     """Return that `wrap` would miss this on CUDA, and the way out, if so it is."""
     from compiled_llm_ops.backends import backend_named
 
-    for message in backend_named("flashinfer").problems():
+    for message in backend_named("flashinfer").installation.problems():
         if message.startswith(f"{what} "):
             detail, _, fix = " ".join(message.split()).rpartition(": ")
             return Outcome("missing", detail, fix)

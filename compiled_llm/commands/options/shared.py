@@ -58,7 +58,12 @@ ModelPlace = Annotated[str, typer.Argument(help="A folder, a GGUF file, a hub id
 RunningMode = Annotated[
     str, _model("--mode", help="How to run: eager, compile, reduce-overhead, cuda-graphs or piecewise.")
 ]
-Backend = Annotated[str, _model("--backend", help="Whose attention kernels: auto, flashinfer or reference.")]
+Backend = Annotated[
+    str,
+    _model(
+        "--backend", help="Whose attention kernels: auto, flashinfer, reference, or one that another package brings."
+    ),
+]
 Artifacts = Annotated[
     Path | None, _model("--artifacts", metavar="DIR", help="Compile nothing: take it from what `compile` has written.")
 ]

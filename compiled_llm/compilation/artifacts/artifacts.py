@@ -25,7 +25,7 @@ from compiled_llm.compilation.artifacts.checked_folder import RefusedError, copy
 from compiled_llm.compilation.artifacts.manifest import MadeFor, Manifest, differences
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.compilation.artifacts.writing import PLACE, PROFILE
-from compiled_llm_ops.protocol import Backend
+from compiled_llm_ops.protocol import Installation
 
 
 class NotInArtifactsError(RuntimeError):
@@ -40,7 +40,7 @@ class Artifacts:
         profile: which steps to prepare; None if none was given when they were written.
     """
 
-    def __init__(self, source: Path, manifest: Manifest, folder: Path, backend: Backend) -> None:
+    def __init__(self, source: Path, manifest: Manifest, folder: Path, installation: Installation) -> None:
         """``folder`` is a checked copy, removed with this object."""
         self.source = source
         self.rows = manifest.rows
@@ -48,13 +48,13 @@ class Artifacts:
         self._folder = folder
         self._variables = stand_in_compiler.variables(folder)
         self._libraries_at_first = self._libraries = _libraries(folder)
-        self._backend = backend
+        self._installation = installation
         self._compiled = 0
-        self._built_before = len(kernels_built()), backend.kernels_built()
+        self._built_before = len(kernels_built()), installation.kernels_built()
         weakref.finalize(self, _remove, folder, os.getpid())
 
     @classmethod
-    def read(cls, source: str | os.PathLike[str], here: MadeFor, backend: Backend) -> Artifacts:
+    def read(cls, source: str | os.PathLike[str], here: MadeFor, installation: Installation) -> Artifacts:
         """Check a folder, and copy it; ``here`` are the requirements that it must meet.
 
         ValueError if it is damaged or not whole, other users can write it, or it has other requirements.
@@ -76,8 +76,8 @@ class Artifacts:
         if (folder / "triton").is_dir() and has_triton():
             find_kernels_in(folder / "triton")
         if (folder / "flashinfer").is_dir():
-            backend.find_kernels_in(folder / "flashinfer")
-        return cls(path, manifest, folder, backend)
+            installation.find_kernels_in(folder / "flashinfer")
+        return cls(path, manifest, folder, installation)
 
     def begin(self, device: str) -> None:
         """Begin, on a thread, slow work that the first graph needs."""
@@ -124,7 +124,7 @@ class Artifacts:
             "graphs": self._compiled,
             "C++ kernels": len(self._libraries - self._libraries_at_first),
             "Triton kernels": len(kernels_built()) - triton,
-            "FlashInfer kernels": self._backend.kernels_built() - attention,
+            "FlashInfer kernels": self._installation.kernels_built() - attention,
         }
 
 

@@ -243,8 +243,8 @@ def _artifacts_for(facts: ModelFacts, config: WrapConfig) -> Artifacts | None:
     if config.artifacts is None:
         return None
     here = made_for(facts.model, facts.model_class, config)
-    backend = backend_named(config.backend_on(facts.model.device.type))
-    artifacts = Artifacts.read(config.artifacts, here, backend)
+    installation = backend_named(config.backend_on(facts.model.device.type)).installation
+    artifacts = Artifacts.read(config.artifacts, here, installation)
     artifacts.check_rows(config.max_batch_size)
     return artifacts
 

@@ -16,16 +16,11 @@ from compiled_llm_ops.flashinfer.prebuilt import find_kernels_in, kernels_built
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, captured_split_bytes, split_bytes, worth_splitting
 from compiled_llm_ops.flashinfer.versions import QUERY_DTYPES, missing_kernel, padded_head_dim
 from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace, max_blocks_of, processors_of
-from compiled_llm_ops.protocol import CapturedLaunch
+from compiled_llm_ops.protocol import CapturedLaunch, Installation
 
 
-class FlashInfer:
-    """FlashInfer's ``BatchPrefillWithPagedKVCacheWrapper``, backend ``fa2``, and its ``append_paged_kv_cache``."""
-
-    devices: tuple[str, ...] = ("cuda",)
-    dtypes = frozenset(QUERY_DTYPES)
-    capturable = True
-    variants: tuple[int, ...] = (WHOLE, SPLIT)
+class FlashInferInstallation:
+    """FlashInfer, and nvcc and ninja, with which it builds its kernels."""
 
     def problems(self, builds: bool = True) -> list[str]:
         return install.missing_for_cuda(builds)
@@ -39,6 +34,16 @@ class FlashInfer:
 
     def kernels_built(self) -> int:
         return kernels_built()
+
+
+class FlashInfer:
+    """FlashInfer's ``BatchPrefillWithPagedKVCacheWrapper``, backend ``fa2``, and its ``append_paged_kv_cache``."""
+
+    devices: tuple[str, ...] = ("cuda",)
+    dtypes = frozenset(QUERY_DTYPES)
+    capturable = True
+    variants: tuple[int, ...] = (WHOLE, SPLIT)
+    installation: Installation = FlashInferInstallation()
 
     def missing_kernel(self, geometry: Geometry) -> str | None:
         return missing_kernel(geometry)

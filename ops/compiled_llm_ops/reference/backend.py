@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from compiled_llm_ops import plain_attention
 from compiled_llm_ops.contracts import AppendPagedKv, Geometry, PagedAttention, PlannedBatch
-from compiled_llm_ops.protocol import CapturedLaunch, own
+from compiled_llm_ops.protocol import CapturedLaunch, Installation, NothingToBuild, own
 
 
 class ReferencePlan:
@@ -49,17 +48,7 @@ class Reference:
     dtypes = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
     capturable = False  # it reads lengths from the device
     variants: tuple[int, ...] = (0,)
-
-    def problems(self, builds: bool = True) -> list[str]:
-        return []
-
-    def compiler(self) -> str | None:
-        return None
-
-    def find_kernels_in(self, folder: Path) -> None: ...
-
-    def kernels_built(self) -> int:
-        return 0
+    installation: Installation = NothingToBuild()
 
     def missing_kernel(self, geometry: Geometry) -> str | None:
         return None

@@ -34,7 +34,7 @@ def made_up(target: Path) -> Path:
 
 def read(folder: Path, **changes: Any) -> Artifacts:
     """Read a made-up folder, where some things are other than where it was written."""
-    return Artifacts.read(folder, {**HERE, **changes}, backend_named("reference"))
+    return Artifacts.read(folder, {**HERE, **changes}, backend_named("reference").installation)
 
 
 def compiled(model: Path, target: Path, *options: str, threads: int = 1) -> subprocess.CompletedProcess[str]:
