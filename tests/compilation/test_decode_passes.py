@@ -24,12 +24,11 @@ from compiled_llm_ops import decode_attention, decode_attention_lse
 from compiled_llm_ops.contracts import DecodeAttention
 from support.compilation.traced import traced
 from support.huggingface.families import FAMILIES, make
-from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_llama, tiny_qwen3
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 
-OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "2000 tokens", "max_batch_size": 8, "progress": False}
 ATTENTIONS = (torch.ops.compiled_llm.decode_attention.default, torch.ops.compiled_llm.decode_attention_lse.default)
 
 
@@ -114,7 +113,7 @@ def test_what_the_ops_do_in_a_step(family, steps, seed):
     model = own[family](eos_token_id=None) if family in own else make(family, FAMILIES[family], seed)
     inputs = mixed_prompts([5, 19, 11], 128, seed)
     expected = greedy(model, inputs, 12)
-    compiled_llm.wrap(model, fuse_projections=True, **OPTIONS)
+    compiled_llm.wrap(model, fuse_projections=True, **FEW_PAGES)
     torch.testing.assert_close(greedy(model, inputs, 12), expected)
     torch.testing.assert_close(greedy(model, {name: column[1:2] for name, column in inputs.items()}, 12), expected[1:2])
     assert len(steps) == 2, "batch 1, and larger ones"
@@ -136,7 +135,7 @@ def test_what_the_ops_do_in_a_step(family, steps, seed):
 )
 def test_a_model_like_llama_that_matches_nothing_is_told_of_once(family, warned, caplog, seed):
     """Starcoder2 has layer norms, and Phi3 matches in part."""
-    model = compiled_llm.wrap(make(family, FAMILIES[family], seed), **OPTIONS)
+    model = compiled_llm.wrap(make(family, FAMILIES[family], seed), **FEW_PAGES)
     model.compiled.warmup([1, 2, 4])
     assert ["no pattern of ours matches" in record.message for record in caplog.records].count(True) == warned
 
@@ -148,7 +147,7 @@ def test_compiled_steps_choose_the_same_tokens(tiny, seed, monkeypatch):
     model = tiny(num_hidden_layers=3, eos_token_id=None)
     inputs = mixed_prompts([5, 19, 11], 128, seed)
     expected = greedy(model, inputs, 12)
-    compiled_llm.wrap(model, fuse_projections=True, **OPTIONS)
+    compiled_llm.wrap(model, fuse_projections=True, **FEW_PAGES)
     for _ in range(2):
         torch.testing.assert_close(greedy(model, inputs, 12), expected)
     assert model.compiled.stats().recompiles == 0

@@ -14,12 +14,11 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm.compilation import backend, programs
 from support.execution.model_changes import Affine
-from support.parity import greedy, mixed_prompts
+from support.parity import FEW_PAGES, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 
-OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "2000 tokens", "max_batch_size": 8, "progress": False}
 LAYERS, LAST = 3, 2
 
 
@@ -49,7 +48,7 @@ def pair(*changes: Callable[[PreTrainedModel], None]) -> tuple[PreTrainedModel, 
             layer.input_layernorm = Affine(layer.input_layernorm)
         for change in changes:
             change(made)
-    return plain, compiled_llm.wrap(model, **OPTIONS, fuse_projections=False)
+    return plain, compiled_llm.wrap(model, **FEW_PAGES, fuse_projections=False)
 
 
 def assert_alike(model: PreTrainedModel, plain: PreTrainedModel) -> list[Tensor]:

@@ -27,12 +27,11 @@ from compiled_llm.compilation.tracing.outline import Outline
 from compiled_llm.model.attention_switch import attention_configs, paged_attention_in
 from support.compilation.traced import descriptions_of
 from support.execution.model_changes import TRACED_LAYER, patch_the_layers_forward, replace_a_weight
-from support.parity import greedy, mixed_prompts
+from support.parity import FEW_PAGES, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 
-OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "2000 tokens", "max_batch_size": 8, "progress": False}
 LAYERS = 3
 
 
@@ -99,7 +98,7 @@ def programs_of(model: PreTrainedModel) -> Any:
 def test_what_is_filled_in_is_what_the_whole_would_have_been(fuse, graphs, monkeypatch, seed):
     inputs, tokens = mixed_prompts([5, 9], 128, seed), []
     for _ in outlined_and_whole(monkeypatch):
-        model = compiled_llm.wrap(model_of(), **OPTIONS, fuse_projections=fuse)
+        model = compiled_llm.wrap(model_of(), **FEW_PAGES, fuse_projections=fuse)
         tokens.append(greedy(model, inputs, 6, output_logits=True, return_dict_in_generate=True))
     assert graphs.traced == [1, 1, LAYERS, LAYERS]
     for outlined, whole in zip(graphs[:2], graphs[2:], strict=True):
@@ -119,7 +118,7 @@ def test_a_cpu_traces_layers_once_and_looks_at_them_once_a_call(without_inductor
 
     monkeypatch.setattr(inductor, "fill", counting)
     monkeypatch.setattr(Outline, "prepare", lambda self, arguments: looked.append(self) or prepare(self, arguments))
-    plain, model = model_of(), compiled_llm.wrap(model_of(), **OPTIONS)
+    plain, model = model_of(), compiled_llm.wrap(model_of(), **FEW_PAGES)
     assert_alike(model, plain, seed)
     assert traced == [1, 1]
     for new_tokens in (3, 9):
@@ -137,7 +136,7 @@ def test_layers_of_two_kinds_in_turn_are_traced_once_each(graphs, seed):
     model = model_of(layer_types=layers, use_sliding_window=True, sliding_window=6)
     inputs = mixed_prompts([9, 12], 128, seed)
     expected = greedy(model, inputs, 8)
-    torch.testing.assert_close(greedy(compiled_llm.wrap(model, **OPTIONS), inputs, 8), expected)
+    torch.testing.assert_close(greedy(compiled_llm.wrap(model, **FEW_PAGES), inputs, 8), expected)
     assert graphs.traced == [2, 2]
 
 
@@ -160,7 +159,7 @@ def test_layers_that_differ_from_the_start_are_each_traced_for_themselves(graphs
     changes = [change for name, change in TRACED_LAYER.items() if name != "a layer's forward"]
     count = len(changes) + 2
     plain, model = (tiny_qwen3(num_hidden_layers=count, eos_token_id=None) for _ in range(2))
-    compiled_llm.wrap(model, **OPTIONS)
+    compiled_llm.wrap(model, **FEW_PAGES)
     for changed in (plain, model):
         for change, layer in zip(changes, changed.model.layers[1:-1], strict=True):
             change(layer)
@@ -177,7 +176,7 @@ NOT_TOLD_APART = {replace_a_weight: 1, patch_the_layers_forward: LAYERS}
 
 @pytest.mark.parametrize(("change", "traced"), NOT_TOLD_APART.items(), ids=lambda value: getattr(value, "__name__", ""))
 def test_what_differs_without_an_attribute_does_not_mislead(change, traced, graphs, seed):
-    plain, model = model_of(), compiled_llm.wrap(model_of(), **OPTIONS)
+    plain, model = model_of(), compiled_llm.wrap(model_of(), **FEW_PAGES)
     for changed in (plain, model):
         change(changed.model.layers[2])
     assert_alike(model, plain, seed, new_tokens=1)
@@ -188,7 +187,7 @@ def test_a_window_of_one_layer_is_seen(graphs, monkeypatch, seed):
     """HuggingFace's own mask comes from the config, so that it is no reference."""
     found = []
     for _ in outlined_and_whole(monkeypatch):
-        model = compiled_llm.wrap(model_of(), **OPTIONS)
+        model = compiled_llm.wrap(model_of(), **FEW_PAGES)
         for _ in range(2):
             found.append(torch.stack(logits(model, seed, new_tokens=1)))
             model.model.layers[2].self_attn.sliding_window = 3
@@ -203,7 +202,7 @@ def outlined() -> PreTrainedModel:
     """A model that was traced in outline; a test that changes it undoes that."""
     with pytest.MonkeyPatch.context() as patch:
         graphs = tracing(patch)
-        model = compiled_llm.wrap(model_of(), **OPTIONS)
+        model = compiled_llm.wrap(model_of(), **FEW_PAGES)
         logits(model, 0)
         assert graphs.traced == [1, 1]
     return model
@@ -287,7 +286,7 @@ def test_outlines_share_what_they_know_only_where_they_saw_the_same():
 
 
 def test_after_a_change_the_whole_model_is_traced(graphs, seed):
-    plain, model = model_of(), compiled_llm.wrap(model_of(), **OPTIONS)
+    plain, model = model_of(), compiled_llm.wrap(model_of(), **FEW_PAGES)
     assert_alike(model, plain, seed, new_tokens=1)
     for changed in (plain, model):
         changed.model.norm.variance_epsilon = 0.5  # which Dynamo notices, outside all layers
@@ -333,7 +332,7 @@ class Changing(Qwen3Attention):
     ],
 )
 def test_what_layers_do_is_looked_at_too(kind, new_tokens, traced, graphs, seed):
-    plain, model = model_of(), compiled_llm.wrap(model_of(), **OPTIONS)
+    plain, model = model_of(), compiled_llm.wrap(model_of(), **FEW_PAGES)
     for changed in (plain, model):
         for layer in changed.model.layers:
             layer.self_attn.__class__ = kind
@@ -359,7 +358,7 @@ def test_only_the_first_of_equal_layers_runs_on_fake_tensors(graphs, monkeypatch
     monkeypatch.setattr(outline, "fake_tensors", counting)
     for layers in (2, LAYERS):
         ran.append(0)
-        logits(compiled_llm.wrap(tiny_qwen3(num_hidden_layers=layers, eos_token_id=None), **OPTIONS), seed, 1)
+        logits(compiled_llm.wrap(tiny_qwen3(num_hidden_layers=layers, eos_token_id=None), **FEW_PAGES), seed, 1)
     of_two, of_all = ran
     assert of_all - of_two < of_two / 4  # what gives back what it was given runs each time
 
@@ -380,7 +379,7 @@ class TwiceInTheMiddle(Qwen3Model):
 def test_what_happens_between_layers_stays_where_it_is(graphs, monkeypatch, seed):
     found = []
     for _ in outlined_and_whole(monkeypatch):
-        model = compiled_llm.wrap(model_of(), **OPTIONS)
+        model = compiled_llm.wrap(model_of(), **FEW_PAGES)
         model.model.__class__ = TwiceInTheMiddle
         found.append(torch.stack(logits(model, seed, new_tokens=1)))
     assert torch.equal(*found)
@@ -388,7 +387,7 @@ def test_what_happens_between_layers_stays_where_it_is(graphs, monkeypatch, seed
 
 
 def test_looking_at_a_model_leaves_it_as_it_was(graphs, seed):
-    model = compiled_llm.wrap(model_of(), **OPTIONS)
+    model = compiled_llm.wrap(model_of(), **FEW_PAGES)
     arguments = programs_of(model)._by_name(arguments_of(model))
     buffers = model.compiled.model_runner().state.decode_buffers.bucket(2)
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
@@ -402,7 +401,7 @@ def test_looking_at_a_model_leaves_it_as_it_was(graphs, seed):
 
 
 def test_an_outline_keeps_no_model_alive(graphs, seed):
-    model = compiled_llm.wrap(model_of(), **OPTIONS)
+    model = compiled_llm.wrap(model_of(), **FEW_PAGES)
     logits(model, seed, new_tokens=1)
     layer = weakref.ref(model.model.layers[2])
     gc.collect()

@@ -61,23 +61,6 @@ def test_a_model_takes_three_regions_however_many_layers_it_has(layers, fuse, co
     assert len(looked_at) == 3 * PREFILL_AND_DECODE, "what a region computes is known from the first like it"
 
 
-def test_a_layer_that_computes_something_else_is_compiled_for_itself(compiles, seed):
-    model = tiny_qwen3(num_hidden_layers=6, eos_token_id=None)
-    model.model.layers[2].self_attn.scaling *= 3
-    model.model.layers[4].post_attention_layernorm.variance_epsilon = 0.5
-    wrap_and_compare(model, seed)
-    assert len(compiles) == 5 * PREFILL_AND_DECODE
-
-
-def test_windows_are_told_apart(compiles, seed):
-    layers = ["sliding_attention", "full_attention"] * 3
-    model = tiny_qwen3(
-        num_hidden_layers=6, eos_token_id=None, layer_types=layers, use_sliding_window=True, sliding_window=6
-    )
-    wrap_and_compare(model, seed)
-    assert len(compiles) == 4 * PREFILL_AND_DECODE, "two kinds of layers, the first and the last"
-
-
 @pytest.mark.parametrize(
     "family", ["GptOss", *(pytest.param(name, marks=pytest.mark.whole) for name in ("Gemma3", "Qwen3Moe"))]
 )

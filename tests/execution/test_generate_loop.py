@@ -199,19 +199,6 @@ def test_a_rewind_within_a_page_between_steps_is_seen(model, generate_loop, seed
 # ---- pages
 
 
-def test_admit_promises_pages_and_release_gives_them_back(model, generate_loop):
-    pool = model.compiled.model_runner().pool
-    before = pool.available
-    row = generate_loop.admit([3] * 7, 14)
-    assert before - pool.available == 7
-    assert pool.account().used == 0
-    generate_loop.step()
-    assert pool.account().used == 3
-    generate_loop.release(row)
-    assert generate_loop.rows == []
-    assert_account_is_empty(model)
-
-
 def test_a_row_released_before_its_prefill_leaves_no_trace(model, generate_loop):
     kept, dropped = generate_loop.admit([3, 4], 5), generate_loop.admit([5, 6], 5)
     generate_loop.release(dropped)

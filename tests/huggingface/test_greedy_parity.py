@@ -83,16 +83,6 @@ def test_three_graphs_serve_all_batches_and_nothing_recompiles(models, seed):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_page_size_does_not_change_tokens(page_size, seed):
-    plain, wrapped = tiny_qwen3(seed=2), compiled_llm.wrap(tiny_qwen3(seed=2), mode="eager", page_size=page_size)
-    for lengths in ([16], [15, 1, 33], [2, 3, 48, 16]):
-        inputs = mixed_prompts(lengths, 128, seed)
-        torch.testing.assert_close(greedy(wrapped, inputs, 40), greedy(plain, inputs, 40))
-        assert_account_is_empty(wrapped)
-
-
-@pytest.mark.core
 def test_sliding_and_full_layers_in_one_model(seed):
     config = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "eos_token_id": None}
     plain, wrapped = tiny_qwen3(**config), compiled_llm.wrap(tiny_qwen3(**config), mode="eager", page_size=4)

@@ -48,14 +48,6 @@ def prepared(model: PreTrainedModel, arguments: dict[str, Any]) -> Any:
     return {name: (type(value), repr(value)) for name, value in vars(config).items()}, model_inputs
 
 
-@pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda arguments: ", ".join(arguments) or "none")
-def test_they_are_huggingfaces_each_time(arguments, pair):
-    plain, wrapped = pair
-    expected = prepared(plain, arguments)
-    for _ in range(3):
-        assert prepared(wrapped, arguments) == expected
-
-
 @pytest.mark.parametrize("first", range(len(ARGUMENTS)))
 def test_settings_that_resemble_each_other_are_told_apart(first, pair):
     plain, wrapped = pair

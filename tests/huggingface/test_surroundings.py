@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, pipeline
+from transformers import pipeline
 
-import compiled_llm
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
-from support.tiny_models import tiny_qwen3
 from support.tiny_tokenizer import tokenizer as letters
 
-OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "4000 tokens", "max_batch_size": 8}
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}a {% endif %}"
 )
-
-
-def pair(**overrides: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
-    overrides = {"eos_token_id": None, **overrides}
-    return tiny_qwen3(**overrides), compiled_llm.wrap(tiny_qwen3(**overrides), progress=False, **OPTIONS)
-
-
-@pytest.fixture
-def models() -> tuple[PreTrainedModel, PreTrainedModel]:
-    return pair()
 
 
 # ---- pipelines and chats

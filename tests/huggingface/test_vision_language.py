@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,14 +9,13 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from support.huggingface.vision import FAMILIES, IMAGE, SEEING, START, make, types_of_text, with_images
-from support.parity import assert_account_is_empty, greedy, mixed_prompts, next_turn
+from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts, next_turn
 
-OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "2000 tokens", "max_batch_size": 8, "progress": False}
 pytestmark = pytest.mark.core
 
 
 def pair(family: str, seed: int, mode: str = "eager") -> tuple[PreTrainedModel, PreTrainedModel]:
-    return make(family, seed), compiled_llm.wrap(make(family, seed), mode=mode, **OPTIONS)  # type: ignore[arg-type]
+    return make(family, seed), compiled_llm.wrap(make(family, seed), mode=mode, **FEW_PAGES)  # type: ignore[arg-type]
 
 
 def two_turns(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:

@@ -74,13 +74,6 @@ def test_prompts_padded_on_the_right(loop, eos, right):
         assert_account_is_empty(wrapped)
 
 
-def test_scores_of_prompts_padded_on_the_right(right):
-    plain, wrapped = pair(eos_token_id=None)
-    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    ours, theirs = (greedy(model, right, 9, **options) for model in (wrapped, plain))
-    torch.testing.assert_close((ours.scores, ours.logits), (theirs.scores, theirs.logits), **CLOSE)
-
-
 def test_draws_after_a_prefill_of_huggingfaces_follow_the_seed_and_the_settings(right):
     plain, wrapped = pair(eos_token_id=None)
 
@@ -135,22 +128,6 @@ def test_a_cache_that_rows_end_early_in(loop, kind, inputs):
     assert results[1].past_key_values is caches[1]
     assert_same_contents(caches[1], caches[0])
     assert models[1].compiled.stats().generate_calls == {loop: 1}
-    assert_account_is_empty(models[1])
-
-
-@pytest.mark.parametrize("padded", ["left", "right"])
-def test_only_new_tokens_may_be_given_with_the_mask_of_all(padded, inputs, right):
-    models = pair(eos_token_id=None)
-    given = inputs if padded == "left" else right
-    answers = []
-    for model in models:
-        cache = DynamicCache(config=model.config)
-        greedy(model, given, 5, past_key_values=cache)
-        mask = torch.cat([given["attention_mask"], torch.ones(3, 6, dtype=torch.long)], dim=1)
-        answers.append(
-            greedy(model, {"input_ids": torch.full((3, 2), 9), "attention_mask": mask}, 7, past_key_values=cache)
-        )
-    torch.testing.assert_close(answers[1], answers[0])
     assert_account_is_empty(models[1])
 
 

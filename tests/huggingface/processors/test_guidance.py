@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 import compiled_llm
 from compiled_llm.execution.generate_loop import GenerateLoop
@@ -20,16 +20,6 @@ from support.tiny_models import WINDOWS, tiny_qwen3
 pytestmark = pytest.mark.core
 
 NEW = 14
-
-
-@pytest.fixture(scope="module")
-def plain() -> PreTrainedModel:
-    return tiny_qwen3(eos_token_id=None)
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **OPTIONS)
 
 
 @pytest.fixture

@@ -20,15 +20,12 @@ from transformers import (
     WatermarkLogitsProcessor,
 )
 
-import compiled_llm
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.state.staging import Readback
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.kvcache.row import Row
-from support.huggingface.pairs import OPTIONS
 from support.noting import note_calls
 from support.parity import assert_account_is_empty, greedy, mixed_prompts, next_turn
-from support.tiny_models import tiny_qwen3
 
 pytestmark = pytest.mark.core
 
@@ -51,16 +48,6 @@ class Noted(LogitsProcessor):
 class SecondRowEnds(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         return torch.tensor([False, input_ids.shape[1] > 12, False])
-
-
-@pytest.fixture(scope="module")
-def plain() -> PreTrainedModel:
-    return tiny_qwen3(eos_token_id=None)
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **OPTIONS)
 
 
 CALLS: dict[str, dict[str, Any]] = {

@@ -281,7 +281,10 @@ FEATURES: dict[str, list[Feature]] = {
         ),
         Feature(
             "prompts padded on the right: HuggingFace's forward computes them, we all further tokens",
-            [generate(**right_padded())],
+            [
+                generate(**right_padded()),
+                generate(**right_padded(), output_scores=True, output_logits=True, **SEVERAL),
+            ],
         ),
         Feature(
             "images and videos: HuggingFace's forward computes the prompts, we all further tokens",
