@@ -18,25 +18,10 @@ from support.tiny_models import tiny_qwen3
 pytestmark = pytest.mark.core
 
 
-def exchange_parameters(model: Any) -> None:
-    model.lm_head._parameters = {"weight": nn.Parameter(model.lm_head.weight.detach().clone()), "bias": None}
-
-
-def exchange_buffers(model: Any) -> None:
-    rotary = model.model.rotary_emb
-    rotary._buffers = {name: buffer.clone() for name, buffer in rotary._buffers.items()}
-
-
-def exchange_modules(model: Any) -> None:
-    model._modules = {name: copy.deepcopy(module) for name, module in model._modules.items()}
-
-
-def swap_inner_module(model: Any) -> None:
-    model.model.layers[1].self_attn.o_proj = copy.deepcopy(model.model.layers[1].self_attn.o_proj)
-
-
 CHANGES: dict[str, Callable[[Any], object]] = {
-    "a module in a module": swap_inner_module,
+    "a module in a module": lambda model: setattr(
+        model.model.layers[1].self_attn, "o_proj", copy.deepcopy(model.model.layers[1].self_attn.o_proj)
+    ),
     "a layer less": lambda model: model.model.layers.pop(1),
     "a layer more": lambda model: model.model.layers.append(copy.deepcopy(model.model.layers[1])),
     "a buffer": lambda model: setattr(model.model.rotary_emb, "inv_freq", model.model.rotary_emb.inv_freq.clone()),
@@ -45,9 +30,13 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a tensor in a list": lambda model: model.model.several.__setitem__(1, torch.zeros(3)),
     "a shorter list": lambda model: model.model.several.pop(),
     "a tensor in a dictionary": lambda model: model.model.named.update(there=torch.zeros(3)),
-    "all parameters of a module": exchange_parameters,
-    "all buffers of a module": exchange_buffers,
-    "all modules of a module": exchange_modules,
+    "all parameters of a module": lambda model: setattr(
+        model.lm_head, "_parameters", {"weight": nn.Parameter(model.lm_head.weight.detach().clone()), "bias": None}
+    ),
+    "all buffers of a module": lambda model: setattr(
+        model.model.rotary_emb, "_buffers", {**copy.deepcopy(model.model.rotary_emb._buffers)}
+    ),
+    "all modules of a module": lambda model: setattr(model, "_modules", copy.deepcopy(model._modules)),
     "another dtype": lambda model: model.half(),
 }
 """Those that change other tensors than ``support.execution.model_changes`` does."""

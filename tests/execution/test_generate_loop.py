@@ -253,50 +253,44 @@ def works(generate_loop: GenerateLoop, model: PreTrainedModel) -> None:
     assert generate_loop.rows == others
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda loop: loop.step(), "no rows; admit a prompt first"),
-        (lambda loop: loop.admit([], 5), "prompt is empty"),
-        (lambda loop: loop.admit(np.array([], dtype=np.int64), 5), "prompt is empty"),
-        (lambda loop: loop.admit([3, 4], -1), "max_new_tokens=-1: must not be negative"),
-        (lambda loop: loop.admit([3.5, 4.0], 5), "prompt: token ids are integers from 0 to 127"),
-        (lambda loop: loop.admit([3, 128], 5), "prompt: token ids are integers from 0 to 127"),
-        (lambda loop: loop.admit([-1], 5), "prompt: token ids are integers from 0 to 127"),
-        (lambda loop: loop.release(Row(loop.model_runner.pool, 0)), "row is not one of this runner's"),
-    ],
-)
-def test_calls_that_are_refused_change_nothing(call, message, model, generate_loop):
-    available = model.compiled.model_runner().pool.available
-    with pytest.raises((RuntimeError, ValueError), match=message):
+REFUSED: dict[str, tuple[list[tuple[int, int]], Callable[[GenerateLoop], Any], str]] = {
+    "a step without rows": ([], lambda loop: loop.step(), "no rows; admit a prompt first"),
+    "no token": ([], lambda loop: loop.admit([], 5), "prompt is empty"),
+    "no token of an array": ([], lambda loop: loop.admit(np.array([], dtype=np.int64), 5), "prompt is empty"),
+    "fewer than no new tokens": ([], lambda loop: loop.admit([3, 4], -1), "max_new_tokens=-1: must not be negative"),
+    "floats": ([], lambda loop: loop.admit([3.5, 4.0], 5), "prompt: token ids are integers from 0 to 127"),
+    "too large": ([], lambda loop: loop.admit([3, 128], 5), "prompt: token ids are integers from 0 to 127"),
+    "negative": ([], lambda loop: loop.admit([-1], 5), "prompt: token ids are integers from 0 to 127"),
+    "another's row": ([], lambda loop: loop.release(Row(loop.model_runner.pool, 0)), "row is not one of this runner's"),
+    "too many rows": ([(2, 5)] * 9, lambda loop: loop.admit([3], 5), "10 rows are more than max_batch_size=9"),
+    "too few pages": (
+        [(30, 970)],
+        lambda loop: loop.admit([3] * 30, 700),
+        r"\d+ pages are needed and \d+ of \d+ are available",
+    ),
+    "fewer forced tokens": ([(2, 20), (5, 20)], lambda loop: loop.step(torch.tensor([1])), "forced"),
+    "more forced tokens": ([(2, 20), (5, 20)], lambda loop: loop.step(torch.tensor([1, 2, 3])), "forced"),
+    "forced floats": ([(2, 20), (5, 20)], lambda loop: loop.step(torch.tensor([1.0, 2.0])), "forced"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_calls_that_are_refused_change_nothing(name, model, generate_loop):
+    admitted, call, message = REFUSED[name]
+    for length, new in admitted:
+        generate_loop.admit([4] * length, new)
+    for _ in range(2 * bool(admitted)):
+        generate_loop.step()
+    pool, rows = model.compiled.model_runner().pool, list(generate_loop.rows)
+    before = pool.available, [row.length for row in rows]
+    with pytest.raises((RuntimeError, ValueError), match=message):  # OutOfPagesError is one
         call(generate_loop)
-    assert generate_loop.rows == []
-    assert model.compiled.model_runner().pool.available == available
-    assert_account_is_empty(model)
-    works(generate_loop, model)
-
-
-def test_too_many_rows_are_refused(model, generate_loop):
-    for _ in range(9):
-        generate_loop.admit([3, 4], 5)
-    available = model.compiled.model_runner().pool.available
-    with pytest.raises(ValueError, match=r"10 rows are more than max_batch_size=9"):
-        generate_loop.admit([3], 5)
-    assert len(generate_loop.rows) == 9
-    assert model.compiled.model_runner().pool.available == available
-    generate_loop.step()
-    generate_loop.step()
-    generate_loop.release(generate_loop.rows[4])
-    works(generate_loop, model)
-
-
-def test_a_prompt_that_does_not_fit_is_refused(model, generate_loop):
-    kept = generate_loop.admit([3] * 30, 970)
-    available = model.compiled.model_runner().pool.available
-    with pytest.raises(OutOfPagesError, match=r"\d+ pages are needed and \d+ of \d+ are available"):
-        generate_loop.admit([3] * 30, 700)
-    assert generate_loop.rows == [kept]
-    assert model.compiled.model_runner().pool.available == available
+    assert generate_loop.rows == rows
+    assert (pool.available, [row.length for row in rows]) == before
+    if not admitted:
+        assert_account_is_empty(model)
+    if len(rows) == 9:
+        generate_loop.release(rows[4])
     works(generate_loop, model)
 
 
@@ -322,18 +316,6 @@ def test_running_out_of_pages_in_a_step_keeps_rows_and_tokens(seed):
         generate_loop.step()
         twins[1].feed([twins[1].next])
         assert_logits(generate_loop, twins[1])
-
-
-@pytest.mark.parametrize("forced", [torch.tensor([1]), torch.tensor([1, 2, 3]), torch.tensor([1.0, 2.0])])
-def test_forced_tokens_of_a_wrong_shape_or_type_are_refused(forced: Tensor, model, generate_loop):
-    for length in (2, 5):
-        generate_loop.admit([4] * length, 20)
-    generate_loop.step()
-    generate_loop.step()
-    with pytest.raises(ValueError, match="forced"):
-        generate_loop.step(forced)
-    assert [row.length for row in generate_loop.rows] == [3, 6]
-    generate_loop.step()
 
 
 @pytest.mark.parametrize("error", [MemoryError("in the step"), KeyboardInterrupt()], ids=repr)

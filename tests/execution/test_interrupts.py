@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from types import FrameType
@@ -38,6 +38,14 @@ OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "4000 tokens", "max_batc
 @pytest.fixture
 def model() -> PreTrainedModel:
     return compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", **OPTIONS)
+
+
+@pytest.fixture
+def handler() -> Iterator[Any]:
+    """The handler of Ctrl-C, which is put back afterwards."""
+    before = signal.getsignal(signal.SIGINT)
+    yield before
+    signal.signal(signal.SIGINT, before)
 
 
 def interrupt_after(seconds: float) -> threading.Timer:
@@ -205,15 +213,12 @@ def test_ctrl_c_on_the_device_thread_waits_for_what_is_deferred_there():
     assert written == ["whole"]
 
 
-def test_a_handler_of_the_users_own_keeps_ctrl_c(model, seed):
+def test_a_handler_of_the_users_own_keeps_ctrl_c(model, handler, seed):
     presses: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda *_: presses.append(1))
-    try:
-        inputs, timer = mixed_prompts([5], 128, seed), interrupt_after(0.05)
-        assert greedy(model, inputs, 200).shape == (1, 205)
-        timer.join()
-    finally:
-        signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, lambda *_: presses.append(1))
+    inputs, timer = mixed_prompts([5], 128, seed), interrupt_after(0.05)
+    assert greedy(model, inputs, 200).shape == (1, 205)
+    timer.join()
     assert presses == [1]
 
 
@@ -223,32 +228,22 @@ def setting(handler: Any) -> Callback:
     return callback
 
 
-@pytest.mark.parametrize(
-    "handler", [lambda *_: None, signal.SIG_IGN, signal.SIG_DFL], ids=["own", "ignored", "default"]
-)
-def test_a_handler_that_a_callback_sets_stays(handler, model, seed):
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        for options in ({"streamer": setting(handler)}, {}):
-            greedy(model, mixed_prompts([5], 128, seed), 6, **options)
-            assert signal.getsignal(signal.SIGINT) == handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+@pytest.mark.parametrize("own", [lambda *_: None, signal.SIG_IGN, signal.SIG_DFL], ids=["own", "ignored", "default"])
+def test_a_handler_that_a_callback_sets_stays(own, model, handler, seed):
+    for options in ({"streamer": setting(own)}, {}):
+        greedy(model, mixed_prompts([5], 128, seed), 6, **options)
+        assert signal.getsignal(signal.SIGINT) == own
 
 
-def test_ctrl_c_works_with_the_handler_that_a_callback_found(model, seed):
-    before, streamer = signal.getsignal(signal.SIGINT), setting(lambda *_: None)
-    inputs = mixed_prompts([5], 128, seed)
-    try:
-        expected = greedy(model, inputs, 6, streamer=streamer)
-        signal.signal(signal.SIGINT, streamer.results[0])
-        for _ in range(2):
-            with pytest.raises(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
-        assert torch.equal(greedy(model, inputs, 6), expected)
-        assert signal.getsignal(signal.SIGINT) is before
-    finally:
-        signal.signal(signal.SIGINT, before)
+def test_ctrl_c_works_with_the_handler_that_a_callback_found(model, handler, seed):
+    streamer, inputs = setting(lambda *_: None), mixed_prompts([5], 128, seed)
+    expected = greedy(model, inputs, 6, streamer=streamer)
+    signal.signal(signal.SIGINT, streamer.results[0])
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert torch.equal(greedy(model, inputs, 6), expected)
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_ctrl_c_while_waiting_for_the_loop_lock_leaves_it_to_its_holder(model):

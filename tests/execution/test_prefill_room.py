@@ -1,17 +1,20 @@
-"""Page tables and plans have room for every prefill, on a CPU that captures as CUDA does."""
+"""Page tables and plans have room for every prefill, in one piece or many, also on a CPU that captures as CUDA does."""
 
 from __future__ import annotations
 
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import compiled_llm
+from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.plans import Planner
+from compiled_llm.execution.prefill.packing import chunks
 from compiled_llm.execution.state.prefill_room import PrefillRoom
-from compiled_llm.kvcache.table import HostTable
+from compiled_llm.kvcache.table import HostTable, Span
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
@@ -83,3 +86,34 @@ def noted_room(monkeypatch: pytest.MonkeyPatch) -> list[PrefillRoom]:
     monkeypatch.setattr(Planner, "__init__", init)
     monkeypatch.setattr(Planner, "plan_prefill", plan)
     return taken
+
+
+# ---- pieces of long prompts
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_pieces_do_not_recompile(seed):
+    wrapped = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1), page_size=4, prefill_tokens=9, progress=False)
+    wrapped.compiled.warmup([1, 4])
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for lengths in ([9], [10], [1], [27, 4], [30, 1, 1]):
+            greedy(wrapped, mixed_prompts(lengths, 128, seed), 4)
+    assert wrapped.compiled.graphs["prefill"] == 1
+
+
+def test_pieces_hold_every_token_once_and_no_more_than_the_budget(seed):
+    lengths = [5, 1, 12, 3]
+    batch = []
+    for number, length in enumerate(lengths):
+        ids = np.arange(length) + 100 * number
+        batch.append(Extension(Span(list(range(1, 9)), 10 + length), ids, ids))
+    pieces = list(chunks(batch, 6, 4))
+    assert [sum(len(part.ids) for part in chunk) for chunk in pieces] == [6, 6, 6, 3]
+    assert np.array_equal(
+        np.concatenate([part.ids for chunk in pieces for part in chunk]), np.concatenate([row.ids for row in batch])
+    )
+    for chunk in pieces:
+        for part in chunk:
+            whole = batch[part.ids[0] // 100]
+            assert part.row.length == whole.row.length - whole.ids[-1] + part.ids[-1]
+            assert len(part.row.pages) == -(-part.row.length // 4) or part.row is whole.row

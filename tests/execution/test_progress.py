@@ -1,4 +1,4 @@
-"""Progress of preparations on stderr."""
+"""Progress of preparations on stderr; what is printed in a notebook stands there once, as text."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import time
 
 import pytest
+from rich import console, jupyter
 
 import compiled_llm
 from compiled_llm import WrapConfig
@@ -87,3 +88,29 @@ def test_warmup_numbers_what_it_will_do(mode: str, capsys, monkeypatch, without_
         "compiled_llm: capturing decode, 8 rows",
     ]
     assert capsys.readouterr().err.splitlines() == ([] if mode == "eager" else expected)
+
+
+# ---- in a notebook, where rich would show what it draws below the cell, too
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What rich shows by itself."""
+    shown: list[object] = []
+    monkeypatch.setattr(console, "_is_jupyter", lambda: True)
+    monkeypatch.setattr(jupyter, "display", lambda *what: shown.append(what))
+    return shown
+
+
+def test_stats_and_reports_are_text_and_nothing_else(shown: list[object]) -> None:
+    model = compiled_llm.wrap(tiny_qwen3(), mode="eager")
+    for printed in (model.compiled.stats(), model.compiled.explain()):
+        assert "generate" in str(printed)
+    assert shown == []
+
+
+def test_progress_is_lines_of_stderr(shown: list[object], capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressDisplay(enabled=True).task("tracing"):
+        pass
+    assert capsys.readouterr().err == "compiled_llm: tracing\n"
+    assert shown == []

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import string
 import threading
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     MaxTimeCriteria,
@@ -22,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 import compiled_llm
 from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.generate_loop import GenerateLoop
+from support.characters import character_tokenizer
 from support.huggingface.callbacks import Collected
 from support.noting import note_calls
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
@@ -32,12 +31,7 @@ PATIENCE = 60.0
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character."""
-    characters = ["<pad>", "<s>", "</s>", *(string.printable + "äöüßéèêàâçñøåæþðłžšč")[:125]]
-    model = Tokenizer(models.WordLevel({token: i for i, token in enumerate(characters)}, unk_token="<pad>"))
-    model.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    model.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>", pad_token="<pad>")
+    return character_tokenizer()
 
 
 @pytest.fixture(scope="module")

@@ -130,35 +130,18 @@ def test_transforms_of_a_wrapped_model_are_those_of_the_model(transform, seed):
 # ---- gradients into tensors that are no parameters
 
 
-def soft(size: int = 64) -> Tensor:
-    return torch.zeros(size, requires_grad=True)
-
-
-def in_an_attribute(module: nn.Module) -> Tensor:
-    module.added = soft()
-    return module.added
-
-
-def in_a_list(module: nn.Module) -> Tensor:
-    module.added = {"all": [soft()]}
-    return module.added["all"][0]
-
-
-def in_a_buffer(module: nn.Module) -> Tensor:
-    module.register_buffer("added", soft())
-    return module.added
-
-
-def in_a_closure(module: nn.Module) -> Tensor:
-    tensor, original = soft(), module.forward
+def in_a_closure(module: Any, tensor: Tensor) -> None:
+    original = module.forward
     module.forward = lambda hidden: original(hidden) + tensor
-    return tensor
 
 
-def in_a_hook(module: nn.Module) -> Tensor:
-    tensor = soft()
-    module.register_forward_hook(lambda module, args, output: output + tensor)
-    return tensor
+PLACES: dict[str, Callable[[Any, Tensor], object]] = {
+    "an attribute": lambda module, tensor: setattr(module, "added", tensor),
+    "a list": lambda module, tensor: setattr(module, "added", {"all": [tensor]}),
+    "a buffer": lambda module, tensor: module.register_buffer("added", tensor),
+    "a closure": in_a_closure,
+    "a hook": lambda module, tensor: module.register_forward_hook(lambda *given: given[-1] + tensor),
+}
 
 
 class Adding(nn.Module):
@@ -173,19 +156,20 @@ class Adding(nn.Module):
         return self.module(hidden) + (added["all"][0] if isinstance(added, dict) else added)
 
 
-@pytest.mark.parametrize("place", [in_an_attribute, in_a_list, in_a_buffer, in_a_closure, in_a_hook])
+@pytest.mark.parametrize("place", PLACES)
 def test_gradients_reach_tensors_that_are_no_parameters(place, models, inputs):
     gradients = []
     for model in models:
         model.requires_grad_(False)
         model.model.layers[0].mlp = Adding(model.model.layers[0].mlp)
-        tensor = place(model.model.layers[0].mlp)
+        tensor = torch.zeros(64, requires_grad=True)
+        PLACES[place](model.model.layers[0].mlp, tensor)
         model(**inputs, use_cache=False).logits.pow(2).sum().backward()
         gradients.append(tensor.grad)
     torch.testing.assert_close(gradients[1], gradients[0])
     with torch.no_grad():
         models[1](**inputs, use_cache=False)
-    assert models[1].compiled.stats().forward_calls.get("compiled", 0) == (place is not in_a_hook)
+    assert models[1].compiled.stats().forward_calls.get("compiled", 0) == (place != "a hook")
 
 
 # ---- a default device

@@ -26,7 +26,6 @@ import compiled_llm
 from compiled_llm.execution.reporting.slow_paths import WORDINGS
 from support.huggingface import vision
 from support.huggingface.callbacks import Halve, LaterLength, SecondEos, Silent, Until
-from support.huggingface.custom_loops import own_greedy
 from support.huggingface.feature_calls import (
     Call,
     a_step_over_a_cache,
@@ -51,6 +50,7 @@ from support.huggingface.feature_calls import (
     inside,
     of_embeddings,
     over_a_paged_cache,
+    own_greedy,
     right_padded,
     score_of,
     static_cache,
