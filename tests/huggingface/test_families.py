@@ -12,37 +12,21 @@ from support.huggingface.families import FAMILIES, make
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 
 
-def assert_equal_tokens(family: str, mode: str, seed: int) -> None:
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=[pytest.mark.slow, pytest.mark.whole])])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.core
+def test_tokens_equal_huggingface(family, mode, seed):
     model = make(family, FAMILIES[family], seed)
     inputs = mixed_prompts([5, 19, 11], 128, seed)
     expected = greedy(model, inputs, 24)
     assert len(set(expected[0, 19:].tolist())) > 3, "text that repeats one token shows little"
     compiled_llm.wrap(model, mode=mode, page_size=4, progress=False)
-    torch.testing.assert_close(greedy(model, inputs, 24), expected)
-    torch.testing.assert_close(greedy(model, inputs, 24), expected)
+    for _ in range(2):
+        torch.testing.assert_close(greedy(model, inputs, 24), expected)
     stats = model.compiled.stats()
     assert stats.generate_calls == {"fast loop": 2}
     assert stats.recompiles == 0
     assert_account_is_empty(model)
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_equal_huggingface(family, seed):
-    assert_equal_tokens(family, "eager", seed)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_inductor")
-def test_soft_caps_and_alternating_windows_are_compiled(seed):
-    assert_equal_tokens("Gemma2", "compile", seed)
-
-
-@pytest.mark.slow
-@pytest.mark.whole
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_equal_huggingface_when_compiled(family, seed):
-    assert_equal_tokens(family, "compile", seed)
 
 
 def test_experts_of_a_layer_that_was_replaced_by_a_copy_are_wrapped(seed):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -89,20 +88,6 @@ def test_sliding_and_full_layers_in_one_model(seed):
     assert {layer.window_left for layer in wrapped.compiled.facts.layers} == {-1, 6}
     inputs = mixed_prompts([3, 20, 11], 128, seed)
     torch.testing.assert_close(greedy(wrapped, inputs, 50), greedy(plain, inputs, 50))
-
-
-@pytest.mark.usefixtures("without_inductor")
-def test_two_wrapped_models_of_one_class_do_not_share_graphs(seed):
-    first = compiled_llm.wrap(tiny_qwen3(seed=3, num_hidden_layers=1), page_size=4, progress=False)
-    second = compiled_llm.wrap(tiny_qwen3(seed=4, num_hidden_layers=1), page_size=4, progress=False)
-    inputs = mixed_prompts([3, 8], 128, seed)
-    outputs = [greedy(model, inputs, 12, eos_token_id=None) for model in (first, second, first, second)]
-    for number, output in enumerate(outputs):
-        plain = tiny_qwen3(seed=3 + number % 2, num_hidden_layers=1)
-        torch.testing.assert_close(output, greedy(plain, inputs, 12, eos_token_id=None))
-    assert first.compiled.stats().recompiles == second.compiled.stats().recompiles == 0
-    del first, second
-    gc.collect()
 
 
 @pytest.fixture

@@ -89,15 +89,3 @@ def test_what_fails_after_tracing_is_no_fault_of_the_models_lines(monkeypatch):
 def test_the_errors_can_be_sent_to_another_process(kind):
     error = pickle.loads(pickle.dumps(kind("why")))
     assert (str(error), error.cause) == ("why", None)
-
-
-def print_shape(module, args, output):
-    print("mlp", output.shape)
-
-
-def test_a_hook_that_prints_runs_and_the_warning_says_what_to_do(caplog, capsys):
-    model = compiled_llm.wrap(plant(print_shape), **OPTIONS)
-    assert greedy(model, mixed_prompts([4], 128, seed=0), 3).shape == (1, 7)
-    assert capsys.readouterr().out.count("mlp") >= 3
-    (record,) = [record for record in caplog.records if record.name == "compiled_llm.generate"]
-    assert "hooks are on inner modules. Remove the hooks" in record.getMessage()

@@ -207,14 +207,3 @@ def test_the_table_has_a_line_for_each_kind_that_can_be_tried() -> None:
     listed = [line.split(" | ")[0][2:].partition(", ")[0] for line in between[0].splitlines()[2:]]
     expected = [str(kind) for kind in KINDS if kind.type != PeftType.ADAMSS]
     assert list(dict.fromkeys(listed)) == expected
-
-
-def test_the_model_beneath_a_learned_prompt_is_fast_again() -> None:
-    """PEFT overrides a method of the model during its calls, and leaves the class's own on the object afterwards."""
-    kind = next(kind for kind in KINDS if kind.type == PeftType.PROMPT_TUNING)
-    for order in ORDERS.values():
-        pair = order(kind)
-        greedy = calls_of(kind)["`generate`, greedy"]
-        assert run(greedy, pair)[0] == "compiled forward"
-        torch.testing.assert_close(greedy(pair.wrapped), greedy(plain(kind)))
-        assert pair.wrapped.compiled.stats().generate_calls == {"compiled forward": 1, "fast loop": 1}

@@ -22,7 +22,7 @@ from compiled_llm.kvcache.pool import OutOfPagesError
 from support.huggingface.callbacks import Raising
 from support.huggingface.pairs import OPTIONS, pair
 from support.noting import note_calls
-from support.parity import assert_account_is_empty, greedy, mixed_prompts
+from support.parity import assert_account_is_empty, greedy
 from support.tiny_models import tiny_qwen3
 
 CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
@@ -164,24 +164,6 @@ def test_a_token_hidden_later_is_as_if_it_had_never_been_there(models, inputs):
     expected = greedy(plain, {"input_ids": chat.ids, "attention_mask": chat.mask}, 7)
     torch.testing.assert_close(chat.answer(7), expected[:, -7:])
     assert wrapped.compiled.stats().generate_calls == {"fast loop": 2}
-
-
-@pytest.mark.core
-def test_two_live_caches_do_not_disturb_each_other(models):
-    chats = [[Chat(model, mixed_prompts(lengths, 128, 1)) for model in models] for lengths in ([5, 3], [7, 2, 4])]
-    for _ in range(3):
-        for pairs in chats:
-            question = torch.randint(3, 128, (len(pairs[0].ids), 2))
-            for chat in pairs:
-                chat.say(question, torch.ones_like(question))
-            theirs, ours = (chat.answer(5) for chat in pairs)
-            torch.testing.assert_close(ours, theirs)
-    del pairs, chat
-    chats.pop()
-    gc.collect()
-    assert models[1].compiled.stats().pages.used > 0
-    chats.pop()
-    assert_all_given_back(models[1])
 
 
 @pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 3}], ids=["fast loop", "processed loop"])

@@ -28,6 +28,21 @@ from support.tiny_tokenizer import tokenizer
 Call = Callable[[PreTrainedModel], Any]
 
 
+def paths_taken(model: PreTrainedModel, call: Callable[[], Any]) -> tuple[set[str], Any]:
+    """Make a call; return the paths that a wrapped model took meanwhile, of ``generate`` if there are any."""
+    before = model.compiled.stats()
+    result = call()
+    after = model.compiled.stats()
+    generates, forwards = (
+        {path for path, count in later.items() if count > earlier.get(path, 0)}
+        for earlier, later in (
+            (before.generate_calls, after.generate_calls),
+            (before.forward_calls, after.forward_calls),
+        )
+    )
+    return generates or {{"compiled": "compiled forward"}.get(path, path) for path in forwards}, result
+
+
 def inputs(lengths: tuple[int, ...] = (4, 9, 6)) -> dict[str, Tensor]:
     return mixed_prompts(list(lengths), 128, 0)
 

@@ -51,6 +51,7 @@ from support.huggingface.feature_calls import (
     of_embeddings,
     over_a_paged_cache,
     own_greedy,
+    paths_taken,
     right_padded,
     score_of,
     static_cache,
@@ -433,19 +434,12 @@ def pair(feature: Feature) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 def paths_of(feature: Feature, call: Call, model: PreTrainedModel) -> tuple[set[str], Any]:
     """Run a call on a wrapped model; return the paths it took, as ``stats()`` has them, and its result."""
-    before = model.compiled.stats()
     try:
-        result = call(model)
+        return paths_taken(model, lambda: call(model))
     except ValueError:
         if not feature.refused:
             raise
         return {"refused"}, None
-    after = model.compiled.stats()
-    paths = {name for name, count in after.generate_calls.items() if count > before.generate_calls.get(name, 0)}
-    if not paths:
-        forwards = {name for name, count in after.forward_calls.items() if count > before.forward_calls.get(name, 0)}
-        paths = {{"compiled": "compiled forward"}.get(name, name) for name in forwards}
-    return paths, result
 
 
 def line(feature: Feature, paths: set[str]) -> str:

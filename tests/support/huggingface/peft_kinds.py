@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import UnsupportedModelError
+from support.huggingface.feature_calls import paths_taken
 from support.parity import mixed_prompts
 from support.tiny_models import TINY, tiny_llama
 
@@ -178,22 +179,14 @@ def adapted_first(kind: Kind) -> Pair:
 
 
 ORDERS = {"wrapped first": wrapped_first, "adapted first": adapted_first}
-_WORDS = {"compiled": "compiled forward"}
 
 
 def run(call: Call, pair: Pair) -> tuple[str, Tensor]:
     """Make a call; return the path it took, in words, and its result."""
-    before = pair.wrapped.compiled.stats()
     with torch.no_grad():
-        result = call(pair.adapted)
-    after = pair.wrapped.compiled.stats()
-    for counts in ("generate_calls", "forward_calls"):
-        earlier, later = getattr(before, counts), getattr(after, counts)
-        taken = [path for path, count in later.items() if count > earlier.get(path, 0)]
-        if taken:  # two if HuggingFace's forward goes on
-            path = "original" if "original" in taken else taken[0]
-            return _WORDS.get(path, path), result
-    return "original", result
+        paths, result = paths_taken(pair.wrapped, lambda: call(pair.adapted))
+    taken = sorted(paths)  # two if HuggingFace's forward goes on
+    return taken[0] if len(taken) == 1 else "original", result
 
 
 def paths_of(kind: Kind, make: Callable[[Kind], Pair]) -> list[str]:
