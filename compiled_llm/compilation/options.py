@@ -28,7 +28,7 @@ def passes_for(config: WrapConfig, device: torch.device, fused: Sequence[Pass], 
     return [OuterProducts(), *prepared, NormedSums(), *fused, NormedProducts()]
 
 
-def prefill_options(device: torch.device) -> dict[str, Any]:
+def prefill_options(config: WrapConfig, device: torch.device) -> dict[str, Any]:
     """Return Inductor's options for prefill; cudagraph trees do not capture it."""
     return {**_shared(device), "triton.cudagraphs": False}
 

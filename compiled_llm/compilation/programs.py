@@ -1,7 +1,6 @@
-"""The compiled programs of one model: a symbolic prefill, a decode step for batch 1 and one for all larger batches.
+"""The compiled programs of one model, those of ``program_list``.
 
-Each ends with sampling, greedy or by each row's own settings. A second prefill reads embeddings in place of token ids,
-for calls with ``inputs_embeds``.
+Each ends with sampling, greedy or by each row's own settings.
 
 Shapes: B rows, T packed tokens, L tokens with logits, C of them with a sampled token, V vocabulary, N entries of the
 page table.
@@ -11,7 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,14 +31,14 @@ from compiled_llm.compilation.bounded import Bounded
 from compiled_llm.compilation.graphs.validity import Guards
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
 from compiled_llm.compilation.notice import CompilingNotice
-from compiled_llm.compilation.options import decode_options, passes_for, prefill_options
+from compiled_llm.compilation.options import passes_for
 from compiled_llm.compilation.passes.attention import PreparedInAttention
 from compiled_llm.compilation.passes.norms import NormedSums
 from compiled_llm.compilation.passes.patterns import is_like_llama
 from compiled_llm.compilation.passes.products import FusedProducts
+from compiled_llm.compilation.program_list import PROGRAMS, Program, program_for
 from compiled_llm.compilation.regions import layers_in_equal_regions
 from compiled_llm.compilation.sampling.sampling import SamplingTables
-from compiled_llm.compilation.steps import decode_step, prefill_step
 from compiled_llm.compilation.tracing.layer_state import KnownState
 from compiled_llm.compilation.tracing.outline import Outline
 from compiled_llm.compilation.tracing.traced_code import TracedCode
@@ -47,9 +47,6 @@ from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.weights.fused_weights import FusedWeights
 
 logger = logging.getLogger("compiled_llm.graphs")
-
-PREFILL, DECODE_ONE, DECODE_MANY = "prefill", "decode, batch 1", "decode, larger batches"
-PREFILL_EMBEDDED = "prefill from embeddings"
 
 _LAYERS_IN_REGION_ON_CPU = 4  # SmolLM2-135M's 30 layers run as fast as in one graph; one by one 18% slower
 
@@ -128,28 +125,18 @@ class Programs:
         if config.mode != "eager":
             begin_during_tracing(device, artifacts)
         self.compiling = CompilingNotice(None if artifacts is None else artifacts.refuse)
-        self._functions: dict[str, Callable[..., Any]] = {
-            PREFILL: own_copy(prefill_step),
-            PREFILL_EMBEDDED: own_copy(prefill_step),
-            DECODE_ONE: own_copy(decode_step),
-            DECODE_MANY: own_copy(decode_step),
-        }
+        self._functions = {program.name: own_copy(program.step) for program in PROGRAMS}
         forget_when_gone(self, [*self._functions.values()])
         self._fused: list[Pass] = [FusedProducts(weights)] if weights is not None and weights.groups else []
-        options = {
-            PREFILL: prefill_options(device),
-            PREFILL_EMBEDDED: prefill_options(device),
-            DECODE_ONE: decode_options(config, device, one_row=True),
-            DECODE_MANY: decode_options(config, device, one_row=False),
-        }
-        self._programs = {name: self.compile(name, options[name]) for name in self._functions}
+        self._programs = {program.name: self.compile(program) for program in PROGRAMS}
 
-    def compile(self, name: str, options: dict[str, Any]) -> Callable[..., Any]:
-        """Return a program compiled with Inductor ``options``."""
-        function = self._functions[name]
-        passes = passes_for(self._config, self._device, self._fused, name in (DECODE_ONE, DECODE_MANY))
+    def compile(self, program: Program, more: Mapping[str, Any] = MappingProxyType({})) -> Callable[..., Any]:
+        """Return a compiled program; ``more`` are options of Inductor's besides its own."""
+        function = self._functions[program.name]
+        passes = passes_for(self._config, self._device, self._fused, program.decodes)
         self._passes += passes
-        options = {**options, "post_grad_custom_post_pass": self.compiling}
+        own = program.options(self._config, self._device)
+        options = {**own, **more, "post_grad_custom_post_pass": self.compiling}
         backend = Inductor(
             options,
             [self._code.note, *passes],
@@ -157,7 +144,7 @@ class Programs:
             compile_graph=None if self._artifacts is None else self._artifacts.compile,
         )
         if self.outlines_layers and self._config.traces_layers_once_on(self._device.type):
-            self._outlines[name] = Outline(function, self._known_state)
+            self._outlines[program.name] = Outline(function, self._known_state)
         return compiled(function, self._config, backend)
 
     def _layers_in_region(self) -> int:
@@ -188,7 +175,7 @@ class Programs:
 
     def compiled_for(self, arguments: Arguments) -> bool:
         """Whether a call with these would compile nothing; the model has been looked at."""
-        outline = self._outlines.get(_name_for(arguments.inputs))
+        outline = self._outlines.get(program_for(arguments.inputs).name)
         if outline is not None:
             arguments = arguments._replace(model=outline.of(self._by_name(arguments)))
         return self._call(arguments).compiled
@@ -198,7 +185,7 @@ class Programs:
 
         ``Weights`` notices layers whose tensors have been replaced since then.
         """
-        name, named = _name_for(arguments.inputs), self._by_name(arguments)
+        name, named = program_for(arguments.inputs).name, self._by_name(arguments)
         function, outline = self._functions[name], self._outlines.get(name)
         called_with = None if call is None else call.arguments
         if outline is None:
@@ -223,7 +210,7 @@ class Programs:
     def _outlined(self, arguments: Arguments, compare: bool) -> PreTrainedModel:
         """Return the outline that the program is called with in place of the model."""
         model, inputs, _, _ = arguments
-        outline = self._outlines.get(_name_for(inputs))
+        outline = self._outlines.get(program_for(inputs).name)
         if outline is None:
             return model
         if outline.is_current and isinstance(inputs, DecodeInputs):  # to compare would take too long in each step
@@ -232,7 +219,7 @@ class Programs:
         return outline.prepare(named) if compare else outline.refreshed(named)
 
     def _call(self, arguments: Arguments) -> PreparedCall:
-        name = _name_for(arguments.inputs)
+        name = program_for(arguments.inputs).name
         return PreparedCall(self._programs[name], self._functions[name], self._by_name(arguments))
 
     def _by_name(self, arguments: Arguments) -> dict[str, Any]:
@@ -240,11 +227,12 @@ class Programs:
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """The compiled functions by name; prefill from embeddings once it was needed."""
+        """The compiled functions by name; those that are compiled on demand once they were needed."""
+        on_demand = {program.name for program in PROGRAMS if program.on_demand}
         return {
             name: function
             for name, function in self._functions.items()
-            if name != PREFILL_EMBEDDED or graph_count(function)
+            if name not in on_demand or graph_count(function)
         }
 
     def pattern_matches(self) -> dict[str, int]:
@@ -269,7 +257,7 @@ class Programs:
 
     def full(self, inputs: PrefillInputs | DecodeInputs | None = None) -> bool:
         """Whether torch's limit is reached for the program that serves ``inputs``, or for any program."""
-        programs = [*self._programs.values()] if inputs is None else [self._programs[_name_for(inputs)]]
+        programs = [*self._programs.values()] if inputs is None else [self._programs[program_for(inputs).name]]
         return any(isinstance(program, Bounded) and program.full for program in programs)
 
     def uncompiled(self) -> dict[str, int]:
@@ -283,13 +271,6 @@ class Programs:
     def graph_counts(self) -> dict[str, int]:
         """Return how many graphs each program has been compiled into; more than one is a recompile."""
         return {name: graph_count(function) for name, function in self.functions.items()}
-
-
-def _name_for(inputs: PrefillInputs | DecodeInputs) -> str:
-    """Return the name of the program that serves these inputs."""
-    if isinstance(inputs, PrefillInputs):
-        return PREFILL_EMBEDDED if inputs.ids.dim() == 3 else PREFILL
-    return DECODE_ONE if inputs.slots.shape[0] == 1 else DECODE_MANY
 
 
 def begin_during_tracing(device: torch.device, artifacts: Artifacts | None) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from compiled_llm.compilation.programs import DECODE_ONE, PREFILL
+from compiled_llm.compilation.program_list import DECODE_ONE, PREFILL
 from compiled_llm.compilation.steps import decode_step, prefill_step
 from compiled_llm.explaining.advice import advise_break
 from compiled_llm.explaining.findings import Finding

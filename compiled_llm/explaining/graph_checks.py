@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from compiled_llm.compat.torch.tensors import unbacked_symbols
-from compiled_llm.compilation.programs import PREFILL
+from compiled_llm.compilation.program_list import PREFILL
 from compiled_llm.explaining.advice import advise_break, advise_change
 from compiled_llm.explaining.findings import Finding
 from compiled_llm.explaining.tracing import Trace

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import CodeType
+from types import CodeType, MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +33,8 @@ from compiled_llm.compat.torch.dynamo import (
 from compiled_llm.compat.torch.inductor import inductor_quiet, traced_by_inductor
 from compiled_llm.compat.torch.stages import compiling_stage
 from compiled_llm.compat.torch.tensors import version_of
-from compiled_llm.compilation.programs import DECODE_MANY, DECODE_ONE, PREFILL, Arguments, Programs
+from compiled_llm.compilation.program_list import DECODE_MANY, DECODE_ONE, PREFILL, Program
+from compiled_llm.compilation.programs import Arguments, Programs
 from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.lifecycle.runtime import runtime_of
@@ -212,9 +213,9 @@ class InductorPrograms(Programs):
         self._folders = folders
         super().__init__(config, facts, device, weights)
 
-    def compile(self, name: str, options: dict[str, Any]) -> Callable[..., Any]:
-        traced = traced_by_inductor(str(self._folders[name])) if name in self._folders else {}
-        return super().compile(name, {**options, **traced})
+    def compile(self, program: Program, more: Mapping[str, Any] = MappingProxyType({})) -> Callable[..., Any]:
+        folder = self._folders.get(program.name)
+        return super().compile(program, {**more, **({} if folder is None else traced_by_inductor(str(folder)))})
 
 
 class Sandbox:

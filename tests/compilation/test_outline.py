@@ -20,7 +20,8 @@ import compiled_llm
 from compiled_llm.compat.torch.tensors import Fakes
 from compiled_llm.compilation import backend as inductor, programs as programs
 from compiled_llm.compilation.graphs.validity import Weights
-from compiled_llm.compilation.programs import DECODE_MANY, Arguments
+from compiled_llm.compilation.program_list import DECODE_MANY
+from compiled_llm.compilation.programs import Arguments
 from compiled_llm.compilation.tracing import layer_marks, outline
 from compiled_llm.compilation.tracing.layer_state import KnownState
 from compiled_llm.compilation.tracing.outline import Outline

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import compiled_llm
-from compiled_llm.compilation.programs import DECODE_MANY, DECODE_ONE, PREFILL
+from compiled_llm.compilation.program_list import DECODE_MANY, DECODE_ONE, PREFILL
 from compiled_llm.explaining.findings import Finding
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.subject import head_rows

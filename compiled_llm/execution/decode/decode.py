@@ -16,7 +16,7 @@ from torch import Tensor
 from compiled_llm.compat.torch.dynamo import graph_count
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.inputs import DecodeInputs
-from compiled_llm.compilation.programs import DECODE_MANY, DECODE_ONE
+from compiled_llm.compilation.program_list import DECODE_MANY, program_for
 from compiled_llm.execution.decode.planned_table import PlannedTable
 from compiled_llm.execution.graphs.graph_manager import GraphManager
 from compiled_llm.execution.plans import Planner
@@ -178,7 +178,7 @@ class Decode:
         """Compile a bucket, the ``first`` with the rows that suit all, and capture it."""
         graph_manager, what = self._graph_manager, f"decode bucket {bucket}"
         waiting = 0 if self._cuda_graphs.lost(bucket) else waiting
-        program = DECODE_ONE if bucket == 1 else DECODE_MANY
+        program = program_for(self._inputs(bucket)).name
         shown = f"decode, {'1 row' if bucket == 1 else f'{bucket} rows'}{number}"
         with graph_manager.preparing(what, waiting, program, shown), self._cuda_graphs.accounted(what):
             if first and bucket < (rows := self.bucket_for(min(_ROWS_TO_COMPILE, self._largest))):

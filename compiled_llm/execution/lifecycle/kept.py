@@ -6,7 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from compiled_llm.compilation.inputs import Shape
-from compiled_llm.compilation.programs import PREFILL_EMBEDDED, Programs
+from compiled_llm.compilation.program_list import PREFILL_EMBEDDED
+from compiled_llm.compilation.programs import Programs
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.model.weights.fused_weights import FusedWeights

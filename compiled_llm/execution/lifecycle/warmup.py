@@ -10,7 +10,7 @@ from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.artifacts.made_for import sizes_made_for
 from compiled_llm.compilation.artifacts.manifest import MadeFor
 from compiled_llm.compilation.artifacts.profile import Profile
-from compiled_llm.compilation.programs import PREFILL_EMBEDDED
+from compiled_llm.compilation.program_list import PREFILL_EMBEDDED
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.lifecycle.runner_lifecycle import ModelRunnerLifecycle, prepare
 from compiled_llm.execution.lifecycle.used_steps import prepare_profile, used_steps

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from compiled_llm.compilation.graphs.cuda_graphs import Filled
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.inputs import PrefillInputs, Shape
-from compiled_llm.compilation.programs import PREFILL, PREFILL_EMBEDDED
+from compiled_llm.compilation.program_list import PREFILL, PREFILL_EMBEDDED
 from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
 from compiled_llm.execution.graphs.graph_manager import GraphManager
