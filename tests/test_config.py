@@ -135,12 +135,6 @@ def test_an_unknown_option_is_refused_with_those_that_exist():
         assert field.name in str(caught.value)
 
 
-def test_every_option_is_documented():
-    assert WrapConfig.__doc__ is not None
-    for field in dataclasses.fields(WrapConfig):
-        assert f"        {field.name}: " in WrapConfig.__doc__
-
-
 def test_options_cannot_change_afterwards():
     with pytest.raises(dataclasses.FrozenInstanceError):
         WrapConfig().page_size = 8  # type: ignore[misc]

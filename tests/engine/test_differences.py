@@ -17,10 +17,9 @@ from compiled_llm.engine.steps.scores import Scores
 from compiled_llm.requests.detokenizer import TokenDecoder
 from compiled_llm.requests.outputs import Logprob
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.requests.stop_strings import StopReader
-from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from compiled_llm_ops import sample_tokens
-from engine import test_engine, test_params, test_scoring
+from engine import test_detokenizer, test_engine, test_logits_processors, test_params, test_scoring
+from engine.grammars import test_grammar_compiling, test_structured_outputs
 from support.docs.pages import DOCS
 from support.engine.text_tokenizers import byte_fallback
 from support.engine.tiny_engines import wrapped
@@ -47,6 +46,11 @@ def refuses(values: dict[str, Any]) -> Callable[..., None]:
     return test_params.test_what_does_not_fit_the_model_is_refused_by_submit
 
 
+def refuses_form(values: dict[str, Any]) -> Callable[..., None]:
+    assert any(values == wrong for wrong, _ in test_grammar_compiling.WRONG)
+    return test_grammar_compiling.test_impossible_forms_name_field_and_value
+
+
 def min_p_comes_last(engine: Engine) -> None:
     """Before top-p it would leave the first two alone, and the first has more than half of their mass."""
     assert drawn([0.33, 0.27, 0.2, 0.2], top_p=0.5, min_p=0.7) == {0, 1}
@@ -66,12 +70,6 @@ def greedy_answers_are_equal(engine: Engine) -> None:
     assert len({tuple(answer.token_ids) for answer in output.outputs}) == 1
 
 
-def the_first_in_the_text_stops(engine: Engine) -> None:
-    match = StopReader(["d", "b"]).take("abcd")
-    assert match is not None
-    assert match.string == "b"
-
-
 def text_is_that_of_the_answer_alone(engine: Engine) -> None:
     tokenizer = byte_fallback()
     assert TokenDecoder(tokenizer).text([tokenizer.get_vocab()["▁fox"]], skip_special_tokens=True) == "fox"
@@ -86,32 +84,6 @@ def equally_likely_tokens_share_a_rank(engine: Engine) -> None:
     assert Logprob._fields == ("logprob", "rank")
 
 
-def unfollowed_schemas_are_refused(engine: Engine) -> None:
-    with pytest.raises(ValueError, match="has multipleOf at #, which grammars do not follow"):
-        StructuredOutputsParams(json={"type": "integer", "multipleOf": 3})
-    for elsewhere in ("https://example.org/schema.json", "other.json", "other.json#/$defs/a"):
-        with pytest.raises(ValueError, match=r"has \$ref to .*, outside of the schema, at #/items"):
-            StructuredOutputsParams(json={"type": "array", "items": {"$ref": elsewhere}})
-
-
-def forms_that_are_complete_end(engine: Engine) -> None:
-    pytest.importorskip("xgrammar")
-    form = StructuredOutputsParams(regex="fox")
-    with Engine(engine._model, tokenizer=byte_fallback()) as other:
-        output = other.generate([5], SamplingParams(structured_outputs=form, min_tokens=9, stop_token_ids=[2]))[0]
-    assert output.finish_reason == "stop"
-    assert len(output.token_ids) < 9
-
-
-def each_request_has_its_own(engine: Engine) -> None:
-    def five(answer: list[int], logits: torch.Tensor) -> torch.Tensor:
-        return torch.where(torch.arange(len(logits)) == 5, 0, -torch.inf)
-
-    params = [SamplingParams(max_tokens=2, seed=1, logits_processors=each) for each in ([five], None)]
-    first, second = (output.token_ids for output in engine.generate([[7], [7]], params))
-    assert first == [5, 5] != second
-
-
 DIFFERENCES: dict[str, Callable[..., None]] = {
     "min_p": min_p_comes_last,
     "top_p": ties_are_kept,
@@ -121,13 +93,13 @@ DIFFERENCES: dict[str, Callable[..., None]] = {
     "max_tokens=0": test_scoring.test_prompts_are_scored_and_nothing_follows,
     "max_tokens=None": test_engine.test_without_a_limit_an_answer_has_what_positions_and_pages_allow,
     "logit_bias": refuses({"logit_bias": {5: 101}}),
-    "stop": the_first_in_the_text_stops,
+    "stop": test_detokenizer.test_stop_strings_are_found_as_a_search_for_each_finds_them,
     "text": text_is_that_of_the_answer_alone,
     "bad_words": refuses({"bad_words": ["3 " * 9]}),
     "allowed_token_ids": refuses({"allowed_token_ids": [9], "bad_words": ["9"]}),
-    "structured_outputs": unfollowed_schemas_are_refused,
-    "min_tokens": forms_that_are_complete_end,
-    "logits_processors": each_request_has_its_own,
+    "structured_outputs": refuses_form({"json": {"type": "array", "items": {"$ref": "other.json"}}}),
+    "min_tokens": test_structured_outputs.test_min_tokens_hold_as_far_as_the_form_goes_on,
+    "logits_processors": test_logits_processors.test_tokens_equal_huggingface_with_the_same_processor,
     "logprobs": equally_likely_tokens_share_a_rank,
 }
 """Each line of the table, and what shows it: a function here, or a test of another module."""

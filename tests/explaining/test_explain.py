@@ -52,16 +52,14 @@ class Fault(NamedTuple):
 BREAKS = {
     "print": Fault(planted.Print, "graph break", "Delete the call", planted.PrintDeleted),
     "branch": Fault(planted.Branch, "graph break", "torch.where", planted.BothSides),
-    "file": Fault(planted.FileAccess, "graph break", "Read the file once, in __init__", planted.FileReadOnce),
+    "file": Fault(planted.FileAccess, "graph break", "Read the file once, in __init__", planted.ReadOnce),
     "hook with a lock": Fault(planted.hook_with_lock, "graph break", "Take the lock out", planted.hook_without_lock),
 }
 UNCAPTURABLE = {
     "item": Fault(planted.Item, "no CUDA graph", "Leave it a tensor", planted.ItemLeftATensor),
     "nonzero": Fault(planted.NonZero, "no CUDA graph", "torch.where(condition, value, 0)", planted.WholeWithMask),
     "mutated": Fault(planted.Mutated, "no CUDA graph", "register_buffer in __init__", planted.MutatedBuffer),
-    "environment": Fault(
-        planted.Environment, "pinned", "Read the variable once, in __init__", planted.EnvironmentReadOnce
-    ),
+    "environment": Fault(planted.Environment, "pinned", "Read the variable once, in __init__", planted.ReadOnce),
 }
 # Compiled again at the first one that fails, so each is in a model of its own.
 CACHE = {

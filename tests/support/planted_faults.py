@@ -75,11 +75,11 @@ class FileAccess(Qwen3MLP):
         return super().forward(x) * scale
 
 
-class FileReadOnce(Qwen3MLP):
+class ReadOnce(Qwen3MLP):
     def __init__(self, config):
         super().__init__(config)
         with open(SETTINGS) as settings:
-            self.scale = float(settings.read())
+            self.scale = float(settings.read()) * float(os.environ.get("PLANTED_SCALE", "1.0"))
 
     def forward(self, x):
         return super().forward(x) * self.scale
@@ -89,15 +89,6 @@ class Environment(Qwen3MLP):
     def forward(self, x):
         scale = float(os.environ.get("PLANTED_SCALE", "1.0"))  # planted
         return super().forward(x) * scale
-
-
-class EnvironmentReadOnce(Qwen3MLP):
-    def __init__(self, config):
-        super().__init__(config)
-        self.scale = float(os.environ.get("PLANTED_SCALE", "1.0"))
-
-    def forward(self, x):
-        return super().forward(x) * self.scale
 
 
 class NonZero(Qwen3MLP):

@@ -177,6 +177,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"json": {"type": {1, 2}}}, "is no JSON: "),
     ({"json": {"properties": {"a": {"multipleOf": 2}}}}, "has multipleOf at #/properties/a, which grammars do not"),
     ({"json": {"items": [{"uniqueItems": True}]}}, "has uniqueItems at #/items/0"),
+    *(
+        ({"json": {"type": "array", "items": {"$ref": elsewhere}}}, ", outside of the schema, at #/items")
+        for elsewhere in ("https://example.org/schema.json", "other.json", "other.json#/$defs/a")
+    ),
     ({"json": {"allOf": [{}, {}]}}, "has allOf of several at #"),
     ({"json": {"anyOf": [{"type": "string", "format": "zip"}]}}, "has format 'zip' at #/anyOf/0"),
     ({"json": {"$defs": {"x": {"pattern": "a", "minLength": 1}}}}, "has pattern or format beside minLength"),
