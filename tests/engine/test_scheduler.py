@@ -280,6 +280,23 @@ def launch(scheduler: Scheduler) -> StepPlan:
     return plan
 
 
+def test_a_request_whose_last_token_is_lost_waits_again():
+    scheduler = Scheduler(PagePool(9, 4), 2, lambda decoding: 100)
+    request = Request(prompt=np.array([1, 2, 3]), sampling=None, max_tokens=2, stop_token_ids=frozenset())
+    scheduler.add(request)
+    lost = [*launch(scheduler).sampled, *launch(scheduler).sampled]
+    assert lost == [request, request]
+    assert request.row is None, "its pages are given back when its last token is sampled"
+    assert scheduler.idle
+    scheduler.again(lost)
+    assert scheduler.waiting == [request]
+    for token in (7, 8):
+        scheduler.read(launch(scheduler).sampled, [token], now=0.0)
+    assert (request.tokens, request.finish_reason) == ([7, 8], "length")
+    scheduler.again(lost)
+    assert scheduler.idle, "it has ended"
+
+
 def test_a_request_that_comes_is_in_the_next_plan():
     scheduler = Scheduler(PagePool(99, 4), 3, lambda decoding: 100)
     first, second = (
@@ -304,3 +321,18 @@ class TestCrowd(Crowd.TestCase):  # type: ignore[misc]
 @pytest.mark.whole
 class TestLargeCrowd(Crowd.TestCase):  # type: ignore[misc]
     settings = settings(deadline=None, max_examples=500, stateful_step_count=100, database=None)
+
+
+def test_the_first_token_and_last_that_could_not_be_read_is_sampled_again():
+    crowd = Crowd()
+    crowd.start(pages=9, size=4, rows=2, budget=12, caches=False, late=True, guess=1.0)
+    crowd.add([5, 6, 7], 1, 1, None, False, 0, None, None, stops=False, late=False)
+    (request,) = crowd.requests
+    crowd.device.arrived = True
+    crowd.loop.step()
+    crowd.device.faults = {"read": KeyboardInterrupt()}
+    with pytest.raises(KeyboardInterrupt):
+        crowd.loop.read_first_tokens()
+    crowd.loop.restart()
+    crowd.step(3, arrived=True)
+    assert (request.tokens, request.finish_reason) == crowd.expected[request]

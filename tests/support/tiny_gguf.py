@@ -11,23 +11,6 @@ from gguf import GGMLQuantizationType as Kind
 from transformers import PreTrainedModel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-ENDS = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
-INNER = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-
 
 def write_gguf(path: Path, model: PreTrainedModel, kind: Kind = Kind.Q8_0) -> None:
     """Write a Llama whose matrices are quantised as ``kind`` says."""
@@ -36,7 +19,7 @@ def write_gguf(path: Path, model: PreTrainedModel, kind: Kind = Kind.Q8_0) -> No
     _write_sizes(writer, config)
     _write_tokens(writer, config.vocab_size)
     for name, weight in model.state_dict().items():
-        _write_weight(writer, name.removesuffix(".weight"), weight.numpy(), config, kind)
+        _write_weight(writer, name, weight.numpy(), config, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -74,15 +57,15 @@ def _write_tokens(writer: gguf.GGUFWriter, size: int) -> None:
 
 
 def _write_weight(writer: gguf.GGUFWriter, name: str, weight: Any, config: Any, kind: Kind) -> None:
-    layer, _, inner = name.removeprefix("model.layers.").partition(".")
-    new = ENDS.get(name) or f"blk.{layer}.{INNER[inner]}"
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(new.rpartition(".")[2])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    new = names.get_name(name, try_suffixes=(".weight",))
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
     if heads is not None:
         weight = _interleaved(weight, heads)
     if weight.ndim == 1:
-        writer.add_tensor(f"{new}.weight", weight)
+        writer.add_tensor(new, weight)
     else:
-        writer.add_tensor(f"{new}.weight", gguf.quantize(weight, kind), raw_dtype=kind)
+        writer.add_tensor(new, gguf.quantize(weight, kind), raw_dtype=kind)
 
 
 def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:

@@ -15,22 +15,10 @@ import torch
 from torch import Tensor
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
-from compiled_llm_ops import (
-    BIASED,
-    CLEANED,
-    COUNTED,
-    FILTERED,
-    FOLLOWING,
-    GROWING,
-    MASKED,
-    MAX_BIASES,
-    MAX_FOLLOWED,
-    MAX_GROWING,
-    PROMPTED,
-    Geometry,
-    append_paged_kv,
-)
+from compiled_llm.compilation.sampling.sampling import Sampling
+from compiled_llm_ops import Geometry, append_paged_kv
 from compiled_llm_ops.contracts import SampleTokens
+from support.ops.sampling_cases import EVERYTHING, arguments
 
 UNWRITTEN = 1e4
 """What lies in slots that no token was written to: it shows if it is read."""
@@ -205,32 +193,9 @@ def append_cases() -> list[tuple[Any, ...]]:
 
 
 def sample_cases() -> list[SampleTokens]:
-    def tables() -> dict[str, Tensor]:
-        numbers = {
-            "temperature": [0.0, 0.8, 1.3],
-            "top_p": [0.7, 1.0, 0.9],
-            "min_p": [0.1, 0.0, 0.0],
-            "repetition_penalty": [1.0, 1.2, 1.0],
-            "presence_penalty": [0.0, 0.5, 0.0],
-            "frequency_penalty": [0.0, -0.5, 0.0],
-        }
-        whole = {
-            "top_k": [0, 3, 0],
-            "adjustments": [0, COUNTED + MASKED + CLEANED + FILTERED + GROWING + PROMPTED + FOLLOWING + BIASED, 0],
-        }
-        shapes = {"allowed": (3, 1), "biases": (3, 4 + MAX_FOLLOWED, MAX_BIASES), "recent": (3, MAX_FOLLOWED + 1)}
-        shapes["growing"] = (3, 1 + MAX_GROWING)
-        return {
-            **{name: torch.tensor(column) for name, column in numbers.items()},
-            **{name: torch.tensor(column, dtype=torch.int32) for name, column in whole.items()},
-            **{name: torch.ones(shape, dtype=torch.int32) for name, shape in shapes.items()},
-            "counts": torch.zeros(3, 11, dtype=torch.int16),
-            "seldom": torch.tensor([[0.5, 0.6, 0.1, 0.1, 1.2, 0.5]] * 3),
-        }
-
-    seeds, slots, positions = torch.randint(2**62, (2,)), torch.tensor([2, 1]), torch.tensor([0, 9])
+    settings = [Sampling(**EVERYTHING, temperature=0.8, top_k=3, typical_p=0.6), Sampling(temperature=1.3, top_p=0.9)]
     logits = (torch.randn(2, 11), torch.randn(11, 2).T, torch.randn(2, 11).bfloat16())
-    return [SampleTokens(own, seeds, slots, positions, **tables()) for own in logits]
+    return [arguments(own, torch.randint(2**62, (2,)), settings) for own in logits]
 
 
 def linear_cases() -> list[tuple[Any, ...]]:
