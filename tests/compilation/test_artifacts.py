@@ -28,7 +28,7 @@ from support.compilation.artifact_folders import compiled
 from support.compilation.start_with_artifacts import answers
 from support.tiny_models import tiny_qwen3
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 NOTHING = {"graphs": 0, "C++ kernels": 0, "Triton kernels": 0, "FlashInfer kernels": 0}
 OF_TORCH = {"_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
@@ -105,7 +105,7 @@ def test_two_processes_at_once_one_without_a_compiler_compile_nothing_and_say_wh
 
 
 def test_a_damaged_file_of_compiled_code_is_an_error_in_wrap_which_changes_nothing(
-    one_thread: None, model_folder: Path, artifacts: Path, tmp_path: Path, seed: int
+    model_folder: Path, artifacts: Path, tmp_path: Path, seed: int
 ) -> None:
     shutil.copytree(artifacts, tmp_path / "copy")
     libraries = sorted((tmp_path / "copy").rglob("*.so"))
@@ -120,7 +120,7 @@ def test_a_damaged_file_of_compiled_code_is_an_error_in_wrap_which_changes_nothi
 
 
 def test_another_dtype_config_option_or_number_of_threads_is_refused(
-    one_thread: None, model_folder: Path, artifacts: Path, monkeypatch: pytest.MonkeyPatch
+    model_folder: Path, artifacts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(message: str, model: Any, **options: Any) -> None:
         with pytest.raises(ValueError, match=message):
@@ -150,7 +150,7 @@ def test_eager_runs_no_compiled_code(model_folder: Path, artifacts: Path) -> Non
 
 
 def test_what_is_not_there_is_an_error_not_a_compile_and_the_next_call_works(
-    one_thread: None, model_folder: Path, artifacts: Path
+    model_folder: Path, artifacts: Path
 ) -> None:
     model = compiled_llm.wrap(loaded(model_folder), artifacts=artifacts, progress=False)
     expected = answers(loaded(model_folder), "one")
@@ -165,7 +165,7 @@ def test_what_is_not_there_is_an_error_not_a_compile_and_the_next_call_works(
     assert answers(model, "one") == expected
 
 
-def test_an_engine_has_the_room_that_was_compiled_for(one_thread: None, model_folder: Path, artifacts: Path) -> None:
+def test_an_engine_has_the_room_that_was_compiled_for(model_folder: Path, artifacts: Path) -> None:
     model = compiled_llm.wrap(loaded(model_folder), artifacts=artifacts, progress=False)
     with pytest.raises(ValueError, match="have room for 64 rows, and 65 are asked for"):
         compiled_llm.Engine(model, max_rows=65)
@@ -174,9 +174,7 @@ def test_an_engine_has_the_room_that_was_compiled_for(one_thread: None, model_fo
     assert model.compiled.stats().builds == NOTHING
 
 
-def test_what_the_profile_in_it_names_is_prepared_by_auto(
-    one_thread: None, model_folder: Path, artifacts: Path, tmp_path: Path
-) -> None:
+def test_what_the_profile_in_it_names_is_prepared_by_auto(model_folder: Path, artifacts: Path, tmp_path: Path) -> None:
     model = compiled_llm.wrap(loaded(model_folder), artifacts=artifacts, progress=False)
     with compiled_llm.Engine(model, max_rows=64) as engine:
         engine.warmup("auto")
@@ -189,9 +187,7 @@ def test_what_the_profile_in_it_names_is_prepared_by_auto(
         compiled_llm.wrap(loaded(model_folder), artifacts=tmp_path / "copy")
 
 
-def test_a_profile_of_another_model_is_not_put_into_artifacts(
-    one_thread: None, model_folder: Path, tmp_path: Path
-) -> None:
+def test_a_profile_of_another_model_is_not_put_into_artifacts(model_folder: Path, tmp_path: Path) -> None:
     Profile({"model": "another"}, {}).save(tmp_path / "profile")
     done = compiled(model_folder, tmp_path / "artifacts", "--profile", str(tmp_path / "profile"), "--quiet")
     assert done.returncode == 2
@@ -199,7 +195,7 @@ def test_a_profile_of_another_model_is_not_put_into_artifacts(
     assert [path.name for path in tmp_path.iterdir()] == ["profile"]
 
 
-def test_a_copy_of_a_model_starts_with_them_too(one_thread: None, model_folder: Path, artifacts: Path) -> None:
+def test_a_copy_of_a_model_starts_with_them_too(model_folder: Path, artifacts: Path) -> None:
     model = copy.deepcopy(compiled_llm.wrap(loaded(model_folder), artifacts=artifacts, progress=False))
     assert answers(model, "one") == answers(loaded(model_folder), "one")
     assert model.compiled.stats().builds == NOTHING

@@ -371,6 +371,7 @@ def test_a_row_that_cannot_be_sampled_raises_and_the_next_call_works(wrapped, se
     assert generate_sampled(wrapped, inputs).shape == (2, 29)
 
 
+@pytest.mark.usefixtures("without_inductor")
 def test_three_graphs_serve_all_settings(seed):
     plain = tiny_qwen3(seed=1, eos_token_id=None, num_hidden_layers=1)
     model = compiled_llm.wrap(plain, page_size=4, max_batch_size=8, progress=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import copy
 import gc
 import json
 import subprocess
@@ -12,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.threads.device_thread import DeviceThread
 from compiled_llm.execution.threads.loop_lock import LoopLock
 from support.execution.callbacks import Callback
-from support.execution.inside_steps import Calling, calling
+from support.execution.inside_steps import Calling
 from support.in_threads import PATIENCE, in_thread, start
 from support.parity import assert_account_is_empty, greedy, mixed_prompts, next_turn
 from support.tiny_models import TINY, tiny_qwen3
@@ -150,36 +149,6 @@ def test_concurrent_calls_queue_where_pages_do_not_suffice_for_both(seed):
     for future in futures:
         torch.testing.assert_close(future.result(timeout=PATIENCE), expected)
     assert_account_is_empty(model)
-
-
-def while_a_step_runs(model: PreTrainedModel, seed: int, function: Callable[[], Any]) -> Any:
-    """Return the result of a function that another thread begins in the midst of a step."""
-    started: list[Future[Any]] = []
-
-    def once() -> None:
-        if not started:
-            started.append(start(function))
-            time.sleep(0.1)  # it may have to wait for the step, so the step does not wait for it
-
-    inputs = mixed_prompts([5, 3], 128, seed)
-    with calling(model, once):
-        tokens = greedy(model, inputs, 6)
-    assert "original" not in model.compiled.stats().generate_calls
-    torch.testing.assert_close(tokens, greedy(model, inputs, 6))
-    return started[0].result(timeout=PATIENCE)
-
-
-def test_huggingfaces_original_path_may_be_taken_while_a_compiled_step_runs(model, seed):
-    inputs = mixed_prompts([5], 128, seed)
-    expected = model.generate(**inputs, max_new_tokens=4, num_beams=2)
-    tokens = while_a_step_runs(model, seed, lambda: model.generate(**inputs, max_new_tokens=4, num_beams=2))
-    torch.testing.assert_close(tokens, expected)
-
-
-def test_a_copy_made_while_a_compiled_step_runs_keeps_the_users_attention(model, seed):
-    own = model.config._attn_implementation
-    twin = while_a_step_runs(model, seed, lambda: copy.deepcopy(model))
-    assert twin.config._attn_implementation == model.config._attn_implementation == own
 
 
 # ---- callbacks

@@ -38,7 +38,7 @@ def logits(model: PreTrainedModel, **inputs: Any) -> Tensor:
 
 
 @pytest.mark.core
-def test_logits_without_positions_are_huggingfaces(models, seed):
+def test_logits_and_tokens_without_positions_are_huggingfaces(models, seed):
     plain, wrapped, numbered = models
     left = mixed_prompts([9, 4], 128, seed)
     holes = copy.deepcopy(left)
@@ -53,16 +53,10 @@ def test_logits_without_positions_are_huggingfaces(models, seed):
     assert wrapped.compiled.facts.default_positions == numbered
     expected = {"original": 4, "compiled": 1} if numbered == "own" else {"compiled": 5}
     assert wrapped.compiled.stats().forward_calls == expected
-    assert_account_is_empty(wrapped)
-
-
-def test_all_of_generate_gives_positions(models, seed):
-    plain, wrapped, _ = models
-    inputs = mixed_prompts([9, 4], 128, seed)
-    wrapped.compiled.counters.generate_calls.clear()
-    for options in ({}, {"num_beams": 2}, {"no_repeat_ngram_size": 2}):
-        torch.testing.assert_close(greedy(wrapped, inputs, 8, **options), greedy(plain, inputs, 8, **options))
+    for options in ({}, {"num_beams": 2}, {"no_repeat_ngram_size": 2}):  # all of generate gives positions
+        torch.testing.assert_close(greedy(wrapped, left, 8, **options), greedy(plain, left, 8, **options))
     assert wrapped.compiled.stats().generate_calls.keys() == {"fast loop", "compiled forward", "processed loop"}
+    assert_account_is_empty(wrapped)
 
 
 def test_a_copy_knows_what_its_model_numbers(models, seed):

@@ -154,18 +154,6 @@ def test_a_chat_that_samples_stays_in_the_fast_loop_and_follows_the_seed(models,
     assert_all_given_back(models[1])
 
 
-def test_a_token_hidden_later_is_as_if_it_had_never_been_there(models, inputs):
-    plain, wrapped = models
-    chat = Chat(wrapped, inputs)
-    chat.answer(6)
-    chat.mask[1, 3] = chat.mask[2, 10] = 0
-    chat.mask[0, :5] = 1  # and what was hidden is shown
-    chat.say(torch.tensor([[5, 6]] * 3), torch.ones(3, 2, dtype=torch.long))
-    expected = greedy(plain, {"input_ids": chat.ids, "attention_mask": chat.mask}, 7)
-    torch.testing.assert_close(chat.answer(7), expected[:, -7:])
-    assert wrapped.compiled.stats().generate_calls == {"fast loop": 2}
-
-
 @pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 3}], ids=["fast loop", "processed loop"])
 @pytest.mark.parametrize("after", [1, 2, 5])
 def test_an_interrupted_call_leaves_the_cache_as_it_was(after, options, models, inputs):

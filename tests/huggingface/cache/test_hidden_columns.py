@@ -70,16 +70,6 @@ def test_windows_with_hidden_tokens_in_their_midst_are_huggingfaces(models, seed
     assert_account_is_empty(wrapped)
 
 
-def test_hidden_tokens_that_no_window_reaches_stay_in_the_fast_loop(models, seed):
-    """The first query that sees fewer tokens than there are is the one at 7 or 8."""
-    plain, wrapped = models
-    inputs = mixed_prompts([4], 128, seed)
-    inputs["attention_mask"][0, 1] = 0
-    before = wrapped.compiled.stats().generate_calls.get("fast loop", 0)
-    torch.testing.assert_close(greedy(wrapped, inputs, 2), greedy(plain, inputs, 2))
-    assert wrapped.compiled.stats().generate_calls["fast loop"] == before + 1
-
-
 @pytest.mark.core
 def test_a_chat_whose_first_row_ended_early_goes_on_until_a_window_reaches_the_padding(models, seed):
     plain, wrapped = models

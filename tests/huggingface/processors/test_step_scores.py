@@ -66,16 +66,6 @@ def test_they_are_those_of_huggingface(models, name, seed):
     assert torch.equal(*follow)
 
 
-@pytest.mark.parametrize("wanted", [("output_scores",), ("output_logits",), ()])
-def test_only_what_is_asked_for_comes(models, wanted, seed):
-    _, wrapped = models
-    out = greedy(
-        wrapped, mixed_prompts([4, 6], 128, seed), 5, return_dict_in_generate=True, **dict.fromkeys(wanted, True)
-    )
-    assert (out.scores is not None, out.logits is not None) == ("output_scores" in wanted, "output_logits" in wanted)
-    assert_fast(wrapped, 1)
-
-
 def test_those_of_rows_that_are_drawn(models, seed):
     plain, wrapped = models
     inputs = mixed_prompts([9, 9, 9], 128, seed)  # newer penalties ignore pads

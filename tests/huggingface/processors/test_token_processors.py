@@ -127,13 +127,6 @@ def test_a_first_token_is_forced_after_prompts_of_one_token(pair: Any, seed: int
         assert (output[:, max(lengths)] == 77).all() == (max(lengths) == 1)
 
 
-def test_drawn_rows_keep_to_them(pair: Any, seed: int) -> None:
-    options = {"suppress_tokens": list(range(64)), "min_new_tokens": 10, "eos_token_id": list(range(64, 90))}
-    drawn = pair[1].generate(**mixed_prompts([4, 9, 2], 128, seed), max_new_tokens=30, do_sample=True, **options)
-    assert drawn[:, 9:19].min() >= 90
-    assert torch.isin(drawn[:, 9:], torch.tensor([*range(64, 128), 0])).all()
-
-
 def test_a_conversation_counts_from_its_own_columns(pair: Any, seed: int) -> None:
     """What continues a cache is at other positions than its first answer was."""
     inputs = mixed_prompts([4, 9], 128, seed)

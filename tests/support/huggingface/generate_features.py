@@ -258,6 +258,7 @@ FEATURES: dict[str, list[Feature]] = {
         Feature(
             "`output_scores`, `output_logits` (with `return_dict_in_generate`)",
             [
+                *(generate(**{name: True}, **SEVERAL) for name in ("output_scores", "output_logits")),
                 generate(output_scores=True, output_logits=True, **SEVERAL),
                 generate(output_scores=True, output_logits=True, repetition_penalty=1.3, **SEVERAL, **EARLY),
             ],
