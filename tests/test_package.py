@@ -122,7 +122,6 @@ def test_models_and_engines_run_without_the_packages_of_extras() -> None:
 def test_ops_import_without_transformers_and_flashinfer(tmp_path: Path) -> None:
     code = """
 import sys
-from collections import Counter
 sys.modules.update(transformers=None, flashinfer=None)
 import compiled_llm_ops
 assert "compiled_llm" not in sys.modules

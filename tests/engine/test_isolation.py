@@ -130,9 +130,7 @@ def test_the_model_is_looked_at_when_work_begins(model, engine):
 
 
 def test_an_engine_trusts_nothing_that_a_forgotten_one_has_left(model, one_thread):
-    engine = Engine(model)
-    engine.generate(PROMPT, greedy(2))
-    del engine
+    Engine(model).generate(PROMPT, greedy(2))
     gc.collect()
     other = train(model, seed=9)
     with Engine(model) as engine:

@@ -160,27 +160,22 @@ def test_append_stores_in_the_type_of_the_pages(seed):
 
 
 def test_inputs_may_have_any_strides(seed):
-    batch = Batch(*MIXES["mixed"], seed=seed).filled()
-    expected = paged_attention(*batch.arguments())
-    query = batch.query.transpose(0, 1).contiguous().transpose(0, 1)
-    assert not query.is_contiguous()
-    out, lse = paged_attention_lse(query, *batch.arguments()[1:])
-    for actual in (out, paged_attention(query, *batch.arguments()[1:])):
+    def strided(states: torch.Tensor) -> torch.Tensor:
+        states = states.transpose(0, 1).contiguous().transpose(0, 1)
+        assert not states.is_contiguous()
+        return states
+
+    batch, other = (Batch(*MIXES["mixed"], seed=seed) for _ in range(2))
+    query, *others = batch.filled().arguments()
+    expected = paged_attention(query, *others)
+    out, lse = paged_attention_lse(strided(query), *others)
+    for actual in (out, paged_attention(strided(query), *others)):
         torch.testing.assert_close(actual, expected)
         assert actual.is_contiguous()
     assert lse.is_contiguous()
-    strided = Batch(*MIXES["mixed"], seed=seed)
-    strided.keys, strided.values = (
-        [states.transpose(0, 2).contiguous().transpose(0, 2) for states in rows]
-        for rows in (strided.keys, strided.values)
-    )
-    key, value = (
-        torch.cat(rows).transpose(0, 1).contiguous().transpose(0, 1) for rows in (strided.keys, strided.values)
-    )
-    assert not key.is_contiguous()
-    slots = strided.slots([0] * 5, strided.lengths)
-    append_paged_kv(key, value, strided.pages, *slots, *strided.table)
-    torch.testing.assert_close(strided.pages, batch.pages, rtol=0, atol=0)
+    key, value = (strided(torch.cat(rows)) for rows in (other.keys, other.values))
+    append_paged_kv(key, value, other.pages, *other.slots([0] * 5, other.lengths), *other.table)
+    torch.testing.assert_close(other.pages, batch.pages, rtol=0, atol=0)
 
 
 # ---- errors come before anything is written

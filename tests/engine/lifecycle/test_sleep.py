@@ -299,17 +299,17 @@ def test_before_anything_was_done_and_twice(engine):
 
 def test_impossible_moments_and_arguments(model, engine):
     with pytest.raises(ValueError, match="requests='drop': give 'park' or 'end'"):
-        engine.sleep(requests="drop")  # type: ignore[arg-type]
-    errors: list[BaseException] = []
+        engine.sleep(requests="drop")
+    refused: list[int] = []
 
     def stop(ids: object, scores: object) -> bool:
-        with pytest.raises(RuntimeError, match="a call of generate is in progress in this thread") as raised:
+        with pytest.raises(RuntimeError, match="a call of generate is in progress in this thread"):
             engine.sleep()
-        errors.append(raised.value)
+        refused.append(1)
         return False
 
     model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, do_sample=False, stopping_criteria=[stop])
-    assert len(errors) == 2
+    assert len(refused) == 2
 
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, KeyboardInterrupt])
