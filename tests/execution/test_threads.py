@@ -139,18 +139,6 @@ def test_concurrent_first_calls_allocate_once(seed):
     assert len({id(future.result(timeout=PATIENCE)) for future in futures}) == 1
 
 
-def test_concurrent_calls_queue_where_pages_do_not_suffice_for_both(seed):
-    """Both fit by themselves; together they need more pages than there are."""
-    options = {**OPTIONS, "kv_memory": "60 tokens"}
-    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", **options)
-    inputs = mixed_prompts([6], 128, seed)
-    expected = greedy(model, inputs, 40)
-    futures = [start(lambda: greedy(model, inputs, 40)) for _ in range(3)]
-    for future in futures:
-        torch.testing.assert_close(future.result(timeout=PATIENCE), expected)
-    assert_account_is_empty(model)
-
-
 # ---- callbacks
 
 

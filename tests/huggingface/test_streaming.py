@@ -103,19 +103,6 @@ def test_an_iterator_streamer_is_fed_from_a_thread_while_it_is_read(plain, wrapp
     assert_account_is_empty(wrapped)
 
 
-@pytest.mark.parametrize("lengths", [[6], [4, 9, 2]])
-def test_stop_strings_end_where_huggingface_ends(reading, lengths, plain, wrapped, tokenizer, seed):
-    inputs = mixed_prompts(lengths, 128, seed)
-    free = greedy(plain, inputs, 60)[:, max(lengths) :]
-    stop = [tokenizer.decode(row[20 + 4 * number : 22 + 4 * number]) for number, row in enumerate(free)]
-    outputs = [
-        greedy(model, inputs, 60, stop_strings=stop, tokenizer=tokenizer, pad_token_id=0) for model in (plain, wrapped)
-    ]
-    torch.testing.assert_close(outputs[1], outputs[0])
-    assert outputs[1].shape[1] < max(lengths) + 60
-    assert_account_is_empty(wrapped)
-
-
 class Noting(BaseStreamer):
     def __init__(self, calls: list[Any], token: int) -> None:
         self.calls, self.token = calls, token
