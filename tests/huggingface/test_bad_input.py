@@ -153,14 +153,6 @@ def test_a_model_on_the_meta_device_is_refused():
         compiled_llm.wrap(model)
 
 
-def test_cuda_without_its_tools_says_what_is_missing(monkeypatch):
-    from compiled_llm_ops.flashinfer import install
-
-    monkeypatch.setattr(install, "missing_for_cuda", lambda builds: ["pip install X", "nvcc was not found"])
-    with pytest.raises(RuntimeError, match=r"CUDA.*pip install X; nvcc was not found"):
-        check_placement(Placed(["cuda:0"]), WrapConfig())
-
-
 def test_a_cpu_without_a_compiler_is_refused_except_for_eager(monkeypatch, seed):
     model = tiny_qwen3()
     with monkeypatch.context() as patched:

@@ -17,7 +17,7 @@ from support.huggingface.callbacks import Raising
 from support.huggingface.families import FAMILIES, make
 from support.huggingface.overriding import embed_prompt, shift_ids, skip_positions
 from support.huggingface.pairs import OPTIONS, pair
-from support.parity import assert_account_is_empty, greedy
+from support.parity import assert_account_is_empty, greedy, next_turn
 
 pytestmark = pytest.mark.core
 
@@ -136,17 +136,14 @@ def test_a_cache_goes_on_where_huggingfaces_prefill_has_left_windows(seed):
     plain, wrapped = (vision.make("Gemma3", seed), compiled_llm.wrap(vision.make("Gemma3", seed), **OPTIONS))
     inputs = vision.with_images("Gemma3", seed)
     width = inputs["input_ids"].shape[1]
-    cache = greedy(wrapped, inputs, 6, return_dict_in_generate=True).past_key_values
-    cache.crop(-5)
-    assert cache.get_seq_length() == width
-    ids = torch.cat([inputs["input_ids"], torch.full((3, 2), 7)], dim=1)
-    more = {
-        name: torch.cat([inputs[name], torch.full((3, 2), fill)], dim=1)
-        for name, fill in (("attention_mask", 1), ("token_type_ids", 0))
-    }
-    expected = greedy(plain, {**inputs, **more, "input_ids": ids}, 8)
-    given = {"input_ids": ids, "attention_mask": more["attention_mask"]}
-    torch.testing.assert_close(greedy(wrapped, given, 8, past_key_values=cache), expected)
+    first = greedy(wrapped, inputs, 6, return_dict_in_generate=True)
+    first.past_key_values.crop(-5)
+    assert first.past_key_values.get_seq_length() == width
+    first.sequences = inputs["input_ids"]
+    given = next_turn(inputs, first, torch.full((3, 2), 7))
+    types = torch.nn.functional.pad(inputs["token_type_ids"], (0, 2))
+    expected = greedy(plain, {**inputs, **given, "token_type_ids": types, "past_key_values": None}, 8)
+    torch.testing.assert_close(greedy(wrapped, given, 8), expected)
 
 
 def test_drafts_after_a_prompt_padded_on_the_right(right):
