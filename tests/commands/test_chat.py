@@ -18,12 +18,11 @@ from compiled_llm.commands.chat.conversation import Conversation
 from compiled_llm.commands.chat.partner import ClientPartner
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.server.engine_process.facts import ready_of
 from support.characters import character_tokenizer
 from support.commands import talking_partner
 from support.commands.command_line import greedy, invoke
 from support.commands.terminal import CTRL_C, CTRL_D, UP, Terminal, terminal
-from support.server.engine_processes import COMMAND, Loop, engine_in_thread, until
+from support.server.engine_processes import Loop, engine_in_thread, until
 
 
 def chatted(*arguments: str, lines: str = "") -> Any:
@@ -77,12 +76,9 @@ def test_an_engine_process_that_is_started_again_is_found(model_folder: Path, en
         client = Client(path, tokenizer=True, wait=False)
         partner = ClientPartner(client, quiet=True)
         first = client.submit([5, 6], params).result(60)
-    while not client._session.broken:  # until the client has heard of it
-        time.sleep(0.01)
+    until(lambda: client._session.broken)  # the client has heard of it
     loop = Loop(path)
-    ready = ready_of(engine._model, engine, "tiny", engine._tokenizer, str(model_folder))
-    begins = threading.Timer(0.2, loop.server.open, (engine, ready))
-    begins.start()
+    threading.Timer(0.2, loop.open, (engine, model_folder)).start()
     assert partner.refresh() is False, "it waits until it is ready"
     assert client.submit([5, 6], params).result(60).token_ids == first.token_ids
     client.close()
@@ -116,7 +112,7 @@ def test_another_model_that_comes_back_is_asked_in_its_own_words(
     AutoModelForCausalLM.from_pretrained(model_folder).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     first, second = Loop(path), None
-    first.server.open(engine, ready_of(engine._model, engine, "tiny", engine._tokenizer, str(model_folder)))
+    first.open(engine, model_folder)
     client = Client(path, tokenizer=True, wait=False)
     partner = ClientPartner(client, quiet=True)
 
@@ -125,7 +121,7 @@ def test_another_model_that_comes_back_is_asked_in_its_own_words(
         first.close()
         until(lambda: client._session.broken)  # the client has heard of it
         second = Loop(path)
-        second.server.open(engine, ready_of(engine._model, engine, "other", engine._tokenizer, str(tmp_path)))
+        second.open(engine, tmp_path, "other")
 
     terminal: Any = Questions("Hi", replaced, "Again")
     params = SamplingParams(max_tokens=8, temperature=0.0)
@@ -197,23 +193,18 @@ def interrupt(chat: Terminal) -> None:
     chat.type(CTRL_C)
 
 
-def assert_two_interrupts_end(chat: Terminal, prompt: str = "> ") -> None:
-    interrupt(chat)
-    chat.until("Ctrl-C again, or Ctrl-D, ends the chat")
-    chat.until(prompt)
+def test_the_second_ctrl_c_at_the_prompt_ends_the_chat(chat: Terminal) -> None:
+    for again in (True, False):
+        interrupt(chat)
+        chat.until("Ctrl-C again, or Ctrl-D, ends the chat")
+        chat.until("> ")
+        if again:
+            chat.type("/help\n")  # between two it counts again
+            chat.until("at the prompt, the second one ends the chat")
+            chat.until("> ")
     interrupt(chat)
     assert chat.ended() == 0
     assert "Traceback" not in chat.shown
-
-
-def test_the_second_ctrl_c_at_the_prompt_ends_the_chat(chat: Terminal) -> None:
-    interrupt(chat)
-    chat.until("Ctrl-C again, or Ctrl-D, ends the chat")
-    chat.until("> ")
-    chat.type("/help\n")  # between two it counts again
-    chat.until("at the prompt, the second one ends the chat")
-    chat.until("> ")
-    assert_two_interrupts_end(chat)
 
 
 def test_an_answer_that_is_cut_says_so() -> None:
@@ -243,24 +234,3 @@ def test_commands_are_completed_and_earlier_questions_come_back() -> None:
         chat.until(">")
         chat.type(CTRL_D)
         assert chat.ended() == 0
-
-
-# ---- real processes
-
-
-@pytest.mark.whole
-def test_the_command_in_a_terminal(model_folder: Path) -> None:
-    command = [COMMAND, "chat", str(model_folder), "--mode", "eager", "--max-new-tokens", "1000"]
-    with terminal(command, TERM="xterm", PROMPT_TOOLKIT_NO_CPR="1") as chat:
-        chat.until("importing torch")
-        chat.until("/help says what can be done, Ctrl-D ends the chat")
-        chat.until(">\b")
-        chat.type("Hi there\n")
-        chat.until(huggingfaces(model_folder, "<user: Hi there>", 5)[:3])
-        chat.type(CTRL_C)
-        chat.until("stopped")
-        chat.until(">\b")
-        chat.type("/stats\n")
-        chat.until("(cancelled)")
-        chat.until(">\b")
-        assert_two_interrupts_end(chat, ">\b")

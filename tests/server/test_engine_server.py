@@ -22,7 +22,6 @@ from compiled_llm.requests.outputs import Completion, RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from compiled_llm.server.engine_process import connection, stream
-from compiled_llm.server.engine_process.facts import ready_of
 from support.engine.text_tokenizers import byte_level
 from support.execution.failing_calls import fail_once
 from support.server.engine_processes import PATIENCE, Bytes, Loop, engine_in_thread, until
@@ -410,7 +409,7 @@ def test_clients_are_told_what_an_engine_process_does_before_it_is_ready(engine:
             doing = loss_reported.doing
         assert doing == "loading weights"
         assert loss_reported == Refused(1, "unavailable", "the engine process is not ready (loading weights)")
-        loop.server.open(engine, ready_of(engine._model, engine, "tiny"))
+        loop.open(engine)
         assert client.wait_until_ready(PATIENCE).eos_token_ids == [1]
         assert client.doing == "ready"
         assert client._session._line.welcome.package == f"compiled-llm {compiled_llm.__version__}"

@@ -15,7 +15,6 @@ from compiled_llm.client import AsyncClient, Client, EngineDeadError, EngineProc
 from compiled_llm.client.base import BaseClient
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.server.engine_process.facts import ready_of
 from support.characters import character_tokenizer
 from support.engine.text_tokenizers import byte_level
 from support.server.engine_processes import PATIENCE, Loop, engine_in_thread, until
@@ -93,7 +92,7 @@ def test_who_waits_finds_a_process_that_comes_back(engine: Engine, path: Path, m
             loop = Loop(path)
             loop.server.report("loading")
             time.sleep(0.05)
-            loop.server.open(engine, ready_of(engine._model, engine, "tiny"))
+            loop.open(engine)
             assert [answer.result(PATIENCE)[0].token_ids for answer in answers] == [expected] * 8
         assert client.stats().connections == 1
         loop.close()

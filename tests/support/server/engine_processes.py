@@ -55,6 +55,11 @@ class Loop:
 
         return self.run(calling())
 
+    def open(self, engine: Engine, tokenizer: Path | None = None, name: str = "tiny") -> None:
+        """Be ready; it may name the folder of a tokenizer."""
+        named = None if tokenizer is None else str(tokenizer)
+        self.server.open(engine, ready_of(engine._model, engine, name, engine._tokenizer, named))
+
     def close(self, drain_seconds: float = 0.0) -> None:
         if self._loop.is_closed():
             return
@@ -70,8 +75,7 @@ class Loop:
 def engine_in_thread(engine: Engine, path: Path, tokenizer: Path | None = None, **options: Any) -> Iterator[Loop]:
     """An engine process that is ready, in a thread of this process; it may name the folder of a tokenizer."""
     loop = Loop(path, **options)
-    named = None if tokenizer is None else str(tokenizer)
-    loop.server.open(engine, ready_of(engine._model, engine, "tiny", engine._tokenizer, named))
+    loop.open(engine, tokenizer)
     try:
         yield loop
     finally:

@@ -18,7 +18,6 @@ import pytest
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.loop import Loop as EngineLoop
 from compiled_llm.engine.steps.scheduler import Scheduler
-from compiled_llm.server.engine_process.facts import ready_of
 from support.server.engine_processes import PATIENCE, Loop, until
 from support.server.running_servers import HEAD, RunningServer, chat_tokenizer, request, running_server
 from support.server.scripted import Script
@@ -52,8 +51,7 @@ def mortal(model: Any, path: Path) -> Iterator[tuple[Loop, Engine]]:
 
 def opened(engine: Engine, path: Path) -> Loop:
     loop = Loop(path)
-    ready = ready_of(engine._model, engine, "tiny", chat_tokenizer(), str(path.parent / "tokenizer"))
-    loop.server.open(engine, ready)
+    loop.open(engine, path.parent / "tokenizer")
     return loop
 
 
