@@ -46,9 +46,15 @@ def speaking() -> Iterator[tuple[Script, RunningServer]]:
 
 
 @pytest.fixture(scope="module")
-def talker(speaking: tuple[Script, RunningServer]) -> Iterator[Any]:
+def speaker(speaking: tuple[Script, RunningServer]) -> RunningServer:
+    """The API server of an engine process that says what a test has written."""
+    return speaking[1]
+
+
+@pytest.fixture(scope="module")
+def talker(speaker: RunningServer) -> Iterator[Any]:
     """The openai package's client of that server."""
-    with openai.OpenAI(base_url=f"{speaking[1].url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{speaker.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 

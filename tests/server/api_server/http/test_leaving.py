@@ -104,10 +104,9 @@ def test_time_and_salts_are_the_settings(engine: Engine, engine_process: Loop, m
     assert "me" not in mine.split()
 
 
-def test_a_stream_ends_with_its_text_and_not_with_its_last_token(speaking: tuple[Script, RunningServer]) -> None:
-    script, api_server = speaking
+def test_a_stream_ends_with_its_text_and_not_with_its_last_token(script: Script, speaker: RunningServer) -> None:
     script.text, script.at_once, script.reason = "one two " * 3000, 1000, "stop"  # tokens come faster than their text
-    choices = [event["choices"][0] for event in api_server.events(TEXT, prompt="a")]
+    choices = [event["choices"][0] for event in speaker.events(TEXT, prompt="a")]
     assert "".join(choice["text"] for choice in choices) == script.text
     assert choices[-1]["finish_reason"] == "stop"
 

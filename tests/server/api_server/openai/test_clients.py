@@ -31,16 +31,15 @@ def test_there_are_clients() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body"), SENT)
 def test_what_a_client_sends_is_answered(
-    speaking: tuple[Script, RunningServer], path: str, body: dict[str, Any], stream: bool
+    script: Script, speaker: RunningServer, path: str, body: dict[str, Any], stream: bool
 ) -> None:
-    script, api_server = speaking
     messages = body.get("messages") or body.get("input") or []
     calls = bool(body.get("tools")) and messages[-1].get("role") == "user"
     script.text = f"<think>Hm.</think>{CALL if calls else 'Sunny.'}"
     sent = {**body, "stream": stream}
     if not stream:
         sent.pop("stream_options", None)
-    response = api_server.http.post(path, json=sent)
+    response = speaker.http.post(path, json=sent)
     assert response.status_code == 200, response.text
     if stream:
         last = response.text.strip().rpartition("\n\n")[2]

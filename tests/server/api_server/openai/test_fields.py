@@ -184,8 +184,7 @@ def test_forms_by_all_their_names(api_server: RunningServer, path: str, name: st
     assert 10 <= int(text) <= 99
 
 
-def test_white_space_is_said_beside_a_response_format(speaking: tuple[Script, RunningServer]) -> None:
-    script, api_server = speaking
+def test_white_space_is_said_beside_a_response_format(script: Script, speaker: RunningServer) -> None:
     wanted = {"response_format": {"type": "json_object"}}
     for said, params in (
         ({"disable_any_whitespace": True}, {"json_object": True, "disable_any_whitespace": True}),
@@ -193,17 +192,16 @@ def test_white_space_is_said_beside_a_response_format(speaking: tuple[Script, Ru
         ({"max_whitespace_cnt": None}, {"json_object": True, "max_whitespace_cnt": None}),
         ({}, {"json_object": True}),
     ):
-        post(api_server, CHAT, **wanted, structured_outputs=said)
+        post(speaker, CHAT, **wanted, structured_outputs=said)
         assert script.asked[-1].params["structured_outputs"] == params
-    post(api_server, CHAT, structured_outputs={})
+    post(speaker, CHAT, structured_outputs={})
     assert "structured_outputs" not in script.asked[-1].params
 
 
-def test_tags_as_a_response_format(speaking: tuple[Script, RunningServer]) -> None:
-    script, api_server = speaking
+def test_tags_as_a_response_format(script: Script, speaker: RunningServer) -> None:
     for given in ({"format": {"type": "any_text"}}, {"structures": [], "triggers": ["<a>"]}):
         tag = {"type": "structural_tag", **given}
-        post(api_server, CHAT, response_format=tag)
+        post(speaker, CHAT, response_format=tag)
         assert json.loads(script.asked[-1].params["structured_outputs"]["structural_tag"]) == tag
 
 
@@ -230,26 +228,24 @@ def test_forms_that_are_at_odds_are_refused_by_name(api_server: RunningServer, p
 
 
 @pytest.mark.parametrize(("name", "given"), FORMS)
-def test_forms_come_after_thinking(speaking: tuple[Script, RunningServer], name: str, given: Any) -> None:
-    script, api_server = speaking
-    post(api_server, CHAT, **{name: given}, chat_template_kwargs={"think": True})
+def test_forms_come_after_thinking(script: Script, speaker: RunningServer, name: str, given: Any) -> None:
+    post(speaker, CHAT, **{name: given}, chat_template_kwargs={"think": True})
     form = json.loads(script.asked[-1].params["structured_outputs"]["structural_tag"])["format"]
     assert takes(form, "Hm.</think>\n\n22")
     assert not takes(form, "22")
     assert not takes(form, "Hm.</think>\n\n222")
 
 
-def test_forms_that_cannot_come_after_thinking_are_refused(speaking: tuple[Script, RunningServer]) -> None:
-    _, api_server = speaking
+def test_forms_that_cannot_come_after_thinking_are_refused(speaker: RunningServer) -> None:
     thinks = {"chat_template_kwargs": {"think": True}}
     for given in (
         {"guided_grammar": 'start: "a"'},
         {"structural_tag": {"structures": [{"begin": "a", "schema": {}, "end": "b"}], "triggers": ["a"]}},
         {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
     ):
-        found = refusal(api_server, CHAT, **given, **thinks)
+        found = refusal(speaker, CHAT, **given, **thinks)
         assert (found["param"], found["code"]) == (next(iter(given)), "unsupported_value")
-        post(api_server, CHAT, **given)
+        post(speaker, CHAT, **given)
 
 
 # ---- the order in which requests run, and their prompts
@@ -261,56 +257,50 @@ def of_text(path: str, text: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_priority_and_a_salt_reach_the_engine(speaking: tuple[Script, RunningServer], path: str) -> None:
-    script, api_server = speaking
+def test_a_priority_and_a_salt_reach_the_engine(script: Script, speaker: RunningServer, path: str) -> None:
     for given in (None, -3, 7):
-        post(api_server, path, priority=given, cache_salt="mine")
+        post(speaker, path, priority=given, cache_salt="mine")
         assert (script.asked[-1].priority, script.asked[-1].cache_salt) == (given or 0, "mine")
-    assert refusal(api_server, path, priority=2**31)["param"] == "priority"
+    assert refusal(speaker, path, priority=2**31)["param"] == "priority"
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_prompt_is_cut_at_its_beginning(speaking: tuple[Script, RunningServer], path: str) -> None:
-    script, api_server = speaking
-    post(api_server, path)
+def test_a_prompt_is_cut_at_its_beginning(script: Script, speaker: RunningServer, path: str) -> None:
+    post(speaker, path)
     whole = script.asked[-1].prompt
     for most in (1, 3, len(whole), 1000, -1):
-        post(api_server, path, truncate_prompt_tokens=most)
+        post(speaker, path, truncate_prompt_tokens=most)
         assert script.asked[-1].prompt == (whole if most == -1 else whole[-most:])
-    post(api_server, path, truncate_prompt_tokens=3, truncation_side="right")
+    post(speaker, path, truncate_prompt_tokens=3, truncation_side="right")
     assert script.asked[-1].prompt == whole[:3]
-    assert refusal(api_server, path, truncate_prompt_tokens=0)["param"] == "truncate_prompt_tokens"
+    assert refusal(speaker, path, truncate_prompt_tokens=0)["param"] == "truncate_prompt_tokens"
     longer = of_text(path, "a " * 9000)
-    assert refusal(api_server, path, **longer)["code"] == "context_length_exceeded"
-    post(api_server, path, truncate_prompt_tokens=-1, **longer)
+    assert refusal(speaker, path, **longer)["code"] == "context_length_exceeded"
+    post(speaker, path, truncate_prompt_tokens=-1, **longer)
     assert len(script.asked[-1].prompt) == 4000 - 12
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_text_that_cannot_fit_is_refused_though_it_would_be_cut(
-    speaking: tuple[Script, RunningServer], path: str
-) -> None:
-    _, api_server = speaking
-    refused = refusal(api_server, path, truncate_prompt_tokens=-1, **of_text(path, "a b " * 30_000))
+def test_a_text_that_cannot_fit_is_refused_though_it_would_be_cut(speaker: RunningServer, path: str) -> None:
+    refused = refusal(speaker, path, truncate_prompt_tokens=-1, **of_text(path, "a b " * 30_000))
     assert refused["code"] == "context_length_exceeded"
     assert "truncate_prompt_tokens cuts tokens" in refused["message"]
     assert "chat template" not in refused["message"]
 
 
-def test_effort_goes_to_the_template(speaking: tuple[Script, RunningServer]) -> None:
-    script, api_server = speaking
-    tokenizer: Any = api_server.api_server.link.model.vocabulary.tokenizer
+def test_effort_goes_to_the_template(script: Script, speaker: RunningServer) -> None:
+    tokenizer: Any = speaker.api_server.link.model.vocabulary.tokenizer
     before = tokenizer.chat_template
     tokenizer.chat_template = "{{ reasoning_effort }} {{ enable_thinking }} {{ colour }}" + before
     try:
         for effort, said in (("low", "low  "), ("none", "none False "), (None, "  ")):
-            post(api_server, CHAT, reasoning_effort=effort)
+            post(speaker, CHAT, reasoning_effort=effort)
             assert script.prompt.startswith(said)
-            post(api_server, RESPONSES, reasoning={"effort": effort, "summary": "auto"})
+            post(speaker, RESPONSES, reasoning={"effort": effort, "summary": "auto"})
             assert script.prompt.startswith(said)
-        post(api_server, CHAT, reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
+        post(speaker, CHAT, reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
         assert script.prompt.startswith("none True ")
-        post(api_server, RESPONSES, chat_template_kwargs={"colour": "red"})
+        post(speaker, RESPONSES, chat_template_kwargs={"colour": "red"})
         assert script.prompt.startswith("  red")
     finally:
         tokenizer.chat_template = before
@@ -413,9 +403,8 @@ def test_an_assistants_own_message_goes_on(api_server: RunningServer) -> None:
     assert api_server.http.post("/tokenize", json=both).status_code == 400
 
 
-def test_texts_without_special_tokens(speaking: tuple[Script, RunningServer]) -> None:
-    script, api_server = speaking
+def test_texts_without_special_tokens(script: Script, speaker: RunningServer) -> None:
     for special in (True, False):
-        post(api_server, TEXT, add_special_tokens=special)
+        post(speaker, TEXT, add_special_tokens=special)
         given = {"prompt": "the fox", "add_special_tokens": special}
-        assert script.asked[-1].prompt == api_server.http.post("/tokenize", json=given).json()["tokens"]
+        assert script.asked[-1].prompt == speaker.http.post("/tokenize", json=given).json()["tokens"]

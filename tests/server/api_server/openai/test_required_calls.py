@@ -56,19 +56,17 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
 
 @pytest.mark.parametrize(("given", "right", "wrong"), CASES)
 def test_what_is_required_is_a_grammar(
-    speaking: tuple[Script, RunningServer], given: dict[str, Any], right: list[str], wrong: list[str]
+    script: Script, speaker: RunningServer, given: dict[str, Any], right: list[str], wrong: list[str]
 ) -> None:
-    script, api_server = speaking
-    api_server.post(CHAT, **{**BODY, **given})
+    speaker.post(CHAT, **{**BODY, **given})
     form = json.loads(script.asked[-1].params["structured_outputs"]["structural_tag"])["format"]
     assert [text for text in right if not takes(form, text)] == []
     assert [text for text in wrong if takes(form, text)] == []
 
 
-def test_what_is_free_has_no_grammar(speaking: tuple[Script, RunningServer]) -> None:
-    script, api_server = speaking
+def test_what_is_free_has_no_grammar(script: Script, speaker: RunningServer) -> None:
     for given in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}, THINKS):
-        api_server.post(CHAT, **{**BODY, **given})
+        speaker.post(CHAT, **{**BODY, **given})
         assert "structured_outputs" not in script.asked[-1].params
 
 
@@ -113,8 +111,7 @@ def test_a_named_function_is_called_once_however_often_the_model_would(calling: 
 # ---- bad requests
 
 
-def test_tools_that_are_at_odds_are_refused_by_name(speaking: tuple[Script, RunningServer]) -> None:
-    _, api_server = speaking
+def test_tools_that_are_at_odds_are_refused_by_name(speaker: RunningServer) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "time", "arguments": "now"}}
     deep = {"name": "time", "arguments": "[" * 50_000}
     big = {"type": "function", "function": {"name": "weather", "description": "漢" * 11_000}}
@@ -136,7 +133,7 @@ def test_tools_that_are_at_odds_are_refused_by_name(speaking: tuple[Script, Runn
         ({"tool_choice": "required", "tools": [big]}, "tools", "more than 65,536 characters"),
     ]:
         content, headers = json.dumps({**BODY, **given}), {"Content-Type": "application/json"}
-        response = api_server.http.post(CHAT, content=content, headers=headers)
+        response = speaker.http.post(CHAT, content=content, headers=headers)
         error = response.json()["error"]
         assert (response.status_code, error["type"]) == (400, "invalid_request_error")
         assert (error["param"] or "").startswith(param), error

@@ -6,7 +6,6 @@ import json
 import threading
 from typing import Any
 
-import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
@@ -19,17 +18,11 @@ MESSAGES: list[Any] = [{"role": "user", "content": "How is the weather in Rome?"
 OTHER = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def api_server(speaking: tuple[Script, RunningServer]) -> RunningServer:
-    """The one that ``client`` talks to."""
-    return speaking[1]
-
-
-def whole(client: openai.OpenAI, **options: Any) -> Any:
+def whole(client: Any, **options: Any) -> Any:
     return client.chat.completions.create(model="tiny", **{"messages": MESSAGES, **options})
 
 
-def streamed(client: openai.OpenAI, **options: Any) -> Any:
+def streamed(client: Any, **options: Any) -> Any:
     """What the client's own accumulator makes of a stream."""
     with client.chat.completions.stream(model="tiny", **{"messages": MESSAGES, **options}) as stream:
         thoughts = ""
@@ -59,10 +52,10 @@ ANSWERS = [
 @pytest.mark.parametrize("at_once", [1, 7, 1000])
 @pytest.mark.parametrize("ask", [whole, streamed])
 def test_parts_are_told_by_their_names(
-    client: openai.OpenAI, script: Script, ask: Any, at_once: int, text: str, content: str, thoughts: Any, calls: Any
+    talker: Any, script: Script, ask: Any, at_once: int, text: str, content: str, thoughts: Any, calls: Any
 ) -> None:
     script.text, script.at_once = text, at_once
-    choice = ask(client, tools=[WEATHER, TIME]).choices[0]
+    choice = ask(talker, tools=[WEATHER, TIME]).choices[0]
     assert (choice.message.content or "") == (content or "")
     assert choice.message.reasoning_content == thoughts
     found = choice.message.tool_calls or []
@@ -74,24 +67,24 @@ def test_parts_are_told_by_their_names(
     assert choice.finish_reason == ("tool_calls" if calls else "stop")
 
 
-def test_a_cut_answer_says_so(client: openai.OpenAI, script: Script) -> None:
+def test_a_cut_answer_says_so(talker: Any, script: Script) -> None:
     script.reason = "length"
     for script.text, arguments in ((CALL, '{"city": "Rome"}'), (CALL.partition("ome")[0], '{"city": "R')):
         accumulated = ChatCompletionStreamState()  # without tools: it refuses to read what was cut
-        for chunk in whole(client, tools=[WEATHER], stream=True):
+        for chunk in whole(talker, tools=[WEATHER], stream=True):
             accumulated.handle_chunk(chunk)
-        for completion in (whole(client, tools=[WEATHER]), accumulated.current_completion_snapshot):
+        for completion in (whole(talker, tools=[WEATHER]), accumulated.current_completion_snapshot):
             (choice,) = completion.choices
             assert choice.finish_reason == "length"
             assert [call.function.arguments for call in choice.message.tool_calls or ()] == [arguments]
 
 
-def test_arguments_come_as_they_are_written(client: openai.OpenAI, script: Script) -> None:
+def test_arguments_come_as_they_are_written(talker: Any, script: Script) -> None:
     begin, end = f"Well: {CALL}".split("ome")
     script.text, script.at_once, script.allowed = f"{begin}ome{end}\n{OTHER}", 1, threading.Semaphore()
     script.allowed.release(len(script.tokens(begin)) - 1)
     deltas, told = [], ""
-    for chunk in whole(client, tools=[WEATHER, TIME], stream=True, timeout=PATIENCE):
+    for chunk in whole(talker, tools=[WEATHER, TIME], stream=True, timeout=PATIENCE):
         for call in chunk.choices[0].delta.tool_calls or ():
             deltas.append(call)
             told += call.function.arguments
@@ -108,7 +101,7 @@ def test_arguments_come_as_they_are_written(client: openai.OpenAI, script: Scrip
     assert other.id != first.id
 
 
-def test_a_call_that_there_was_no_room_for_is_no_content(client: openai.OpenAI, script: Script) -> None:
+def test_a_call_that_there_was_no_room_for_is_no_content(talker: Any, script: Script) -> None:
     script.reason = "length"
     for text, named in (
         ('<tool_call>\n{"na', False),
@@ -116,23 +109,23 @@ def test_a_call_that_there_was_no_room_for_is_no_content(client: openai.OpenAI, 
         ("<tool_c", False),
     ):
         script.text = f"Well: {text}"
-        choice = whole(client, tools=[WEATHER]).choices[0]
+        choice = whole(talker, tools=[WEATHER]).choices[0]
         assert (choice.message.content, choice.finish_reason) == ("Well:", "length")
         calls = choice.message.tool_calls or []
         assert [(call.function.name, call.function.arguments) for call in calls] == [("weather", "")] * named
-        choices = [chunk.choices[0] for chunk in whole(client, tools=[WEATHER], stream=True)]
+        choices = [chunk.choices[0] for chunk in whole(talker, tools=[WEATHER], stream=True)]
         assert "".join(part.delta.content or "" for part in choices) == "Well:"
         assert sum(len(part.delta.tool_calls or ()) for part in choices) == named
         assert choices[-1].finish_reason == "length"
-        assert whole(client).choices[0].message.content == script.text  # without tools it is text
+        assert whole(talker).choices[0].message.content == script.text  # without tools it is text
     script.reason = "stop"
-    assert whole(client, tools=[WEATHER]).choices[0].message.content == script.text
+    assert whole(talker, tools=[WEATHER]).choices[0].message.content == script.text
 
 
-def test_without_tools_nothing_is_a_call(client: openai.OpenAI, script: Script) -> None:
+def test_without_tools_nothing_is_a_call(talker: Any, script: Script) -> None:
     script.text = f"<think>Hm.</think>{CALL}"
     for options in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
-        choice = whole(client, **options).choices[0]
+        choice = whole(talker, **options).choices[0]
         assert choice.message.content == CALL
         assert choice.message.tool_calls is None
         assert choice.finish_reason == "stop"
@@ -140,73 +133,73 @@ def test_without_tools_nothing_is_a_call(client: openai.OpenAI, script: Script) 
         assert "of a city" not in script.prompt
 
 
-def test_one_call_alone_if_that_is_asked_for(client: openai.OpenAI, script: Script) -> None:
+def test_one_call_alone_if_that_is_asked_for(talker: Any, script: Script) -> None:
     script.text = f"{CALL}\n{OTHER}\n{OTHER}"
     for ask in (whole, streamed):
-        message = ask(client, tools=[WEATHER, TIME], parallel_tool_calls=False).choices[0].message
+        message = ask(talker, tools=[WEATHER, TIME], parallel_tool_calls=False).choices[0].message
         assert [call.function.name for call in message.tool_calls] == ["weather"]
 
 
-def test_thinking_is_counted(client: openai.OpenAI, script: Script) -> None:
+def test_thinking_is_counted(talker: Any, script: Script) -> None:
     script.text = "<think>one two three</think>four"
     counted = len(tool_tokenizer()("one two three")["input_ids"])
-    usage = whole(client).usage
+    usage = whole(talker).usage
     assert usage.completion_tokens_details.reasoning_tokens == counted
     assert usage.completion_tokens > counted
-    chunks = list(whole(client, stream=True, stream_options={"include_usage": True}))
+    chunks = list(whole(talker, stream=True, stream_options={"include_usage": True}))
     assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == counted
     script.text = "four"
-    assert whole(client).usage.completion_tokens_details.reasoning_tokens == 0
+    assert whole(talker).usage.completion_tokens_details.reasoning_tokens == 0
 
 
-def test_thinking_is_left_out_if_nobody_wants_it(client: openai.OpenAI, script: Script) -> None:
+def test_thinking_is_left_out_if_nobody_wants_it(talker: Any, script: Script) -> None:
     script.text = "<think>one two three</think>four"
     for ask in (whole, streamed):
-        message = ask(client, extra_body={"include_reasoning": False}).choices[0].message
+        message = ask(talker, extra_body={"include_reasoning": False}).choices[0].message
         assert (getattr(message, "reasoning_content", None), message.content) == (None, "four")
-    usage = whole(client, extra_body={"include_reasoning": False}).usage
+    usage = whole(talker, extra_body={"include_reasoning": False}).usage
     assert usage.completion_tokens_details.reasoning_tokens > 0
 
 
-def test_thinking_that_the_prompt_has_begun(client: openai.OpenAI, script: Script) -> None:
+def test_thinking_that_the_prompt_has_begun(talker: Any, script: Script) -> None:
     script.text = "Hm.\n</think>\n\nHello."
     for ask in (whole, streamed):
-        message = ask(client, extra_body={"chat_template_kwargs": {"think": True}}).choices[0].message
+        message = ask(talker, extra_body={"chat_template_kwargs": {"think": True}}).choices[0].message
         assert (message.reasoning_content, message.content) == ("Hm.", "Hello.")
 
 
-def test_every_answer_has_its_parts(client: openai.OpenAI, script: Script) -> None:
+def test_every_answer_has_its_parts(talker: Any, script: Script) -> None:
     script.text = f"<think>Hm.</think>Well:\n{CALL}"
-    for choice in whole(client, n=3, tools=[WEATHER]).choices:
+    for choice in whole(talker, n=3, tools=[WEATHER]).choices:
         assert (choice.message.content, choice.message.reasoning_content) == ("Well:", "Hm.")
     calls = [0] * 3
-    for chunk in whole(client, n=3, tools=[WEATHER], stream=True):
+    for chunk in whole(talker, n=3, tools=[WEATHER], stream=True):
         for choice in chunk.choices:
             calls[choice.index] += sum(call.id is not None for call in choice.delta.tool_calls or ())
     assert calls == [1] * 3
 
 
-def test_a_chat_goes_on_after_a_call(client: openai.OpenAI, script: Script, api_server: RunningServer) -> None:
+def test_a_chat_goes_on_after_a_call(talker: Any, script: Script, speaker: RunningServer) -> None:
     script.text = f"<think>Hm.</think>{CALL}"
-    message = whole(client, tools=[WEATHER]).choices[0].message
+    message = whole(talker, tools=[WEATHER]).choices[0].message
     script.text = "Fine."
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": [{"type": "text", "text": "sun"}]}
     given = [*MESSAGES, message.model_dump(exclude_none=True), result]
-    assert whole(client, messages=given, tools=[WEATHER]).choices[0].message.content == "Fine."
+    assert whole(talker, messages=given, tools=[WEATHER]).choices[0].message.content == "Fine."
     assert f"<think>Hm.</think>\n\n{CALL}</s>" in script.prompt
     assert f"sun of weather by {message.tool_calls[0].id}" in script.prompt
     assert '"name": "weather", "description": "of a city"' in script.prompt
     given[1]["reasoning"] = given[1].pop("reasoning_content")
-    whole(client, messages=given, tools=[WEATHER])
+    whole(talker, messages=given, tools=[WEATHER])
     assert "<think>Hm.</think>" in script.prompt
-    tokens = api_server.http.post("/tokenize", json={"messages": given, "tools": [WEATHER]}).json()["tokens"]
+    tokens = speaker.http.post("/tokenize", json={"messages": given, "tools": [WEATHER]}).json()["tokens"]
     assert tokens == script.asked[-1].prompt
 
 
 def test_long_thinking_is_counted_beside_the_event_loop(
-    client: openai.OpenAI, script: Script, api_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+    talker: Any, script: Script, speaker: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    vocabulary = api_server.api_server.link.model.vocabulary
+    vocabulary = speaker.api_server.link.model.vocabulary
     threads: list[threading.Thread] = []
     count = vocabulary.of_text
 
@@ -217,8 +210,8 @@ def test_long_thinking_is_counted_beside_the_event_loop(
     monkeypatch.setattr(vocabulary, "of_text", counting)
     script.at_once, script.text = 1000, f"<think>{'one two ' * 3000}</think>four"
     for options in ({}, {"stream": True, "stream_options": {"include_usage": True}}):  # which once ended too early
-        found = whole(client, **options)
+        found = whole(talker, **options)
         usage = list(found)[-1].usage if options else found.usage
         assert usage.completion_tokens_details.reasoning_tokens > 3000
     assert len(threads) == 2
-    assert api_server._thread not in threads
+    assert speaker._thread not in threads
