@@ -19,7 +19,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the quick fox"
 SETTINGS: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 7, "stop": ["a", "e"]}, {"seed": 7, "n": 3}]
 
 
-@pytest.fixture(scope="module", params=[4, pytest.param(1, marks=pytest.mark.whole)])
+@pytest.fixture(scope="module", params=[4, 1])
 def interval(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
