@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import subprocess
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -18,7 +16,7 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.characters import character_tokenizer
 from support.server.engine_processes import COMMAND, PATIENCE, started_engine_process, until
-from support.server.under_load import OPTIONS, SOCKET_CLIENT, kill_client, served
+from support.server.under_load import OPTIONS, SOCKET_CLIENT, kill_client
 
 
 @pytest.fixture
@@ -104,38 +102,3 @@ def test_a_model_that_cannot_be_loaded_ends_it_and_clients_hear_why(tmp_path: Pa
     assert done.returncode == 1
     assert "cannot be loaded as a causal LM" in done.stderr
     assert "error: serve: the engine process has ended before it was ready" in done.stderr
-
-
-@pytest.mark.whole
-def test_two_hundred_streams_by_socket_and_by_http_are_the_engines(
-    engine: Engine, model_folder: Path, path: Path
-) -> None:
-    prompts = [[3 + number % 90, 5, 3 + number // 2] for number in range(200)]
-    expected = engine.generate(prompts, greedy(40))
-
-    async def tokens(client: Client, prompt: list[int]) -> list[int]:
-        return [token async for token in client.submit(prompt, greedy(40))]
-
-    async def text(http: openai.AsyncOpenAI, prompt: list[int]) -> str:
-        options: Any = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "stream": True}
-        chunks = await http.completions.create(model=model_folder.name, **options)
-        return "".join([choice.text async for chunk in chunks for choice in chunk.choices])
-
-    async def leave(http: openai.AsyncOpenAI, prompt: list[int]) -> None:
-        chunks = await http.completions.create(model=model_folder.name, prompt=prompt, max_tokens=900, stream=True)
-        async for _ in chunks:
-            break
-        await chunks.close()
-
-    async def all_of_them(client: Client, url: str) -> None:
-        streams = await asyncio.gather(*(tokens(client, prompt) for prompt in prompts))
-        assert streams == [output.token_ids for output in expected]
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=PATIENCE) as http:
-            leaving = asyncio.gather(*(leave(http, prompt) for prompt in prompts[:40]))
-            texts = await asyncio.gather(*(text(http, prompt) for prompt in prompts))
-            await leaving
-        assert texts == [output.text for output in expected]
-
-    with served(model_folder, path, 1) as server, Client(path) as client:
-        asyncio.run(all_of_them(client, server.url))
-        assert_nothing_is_left(client)

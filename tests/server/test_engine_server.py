@@ -114,8 +114,6 @@ def test_a_client_for_event_loops_waits_without_stopping_them(engine: Engine, en
             outputs = await client.generate(prompts, settings(n=2))
             for ours, theirs in zip(outputs, engine.generate(prompts, settings(n=2)), strict=True):
                 assert_equal(ours, theirs)
-            pieces = [piece async for piece in client.stream(PROMPT, settings())]
-            assert "".join(pieces) == engine.generate([PROMPT], settings())[0].text
             with pytest.raises(ValueError, match="from 0 to 379"):
                 await client.generate([PROMPT, [999]], endless())
             asking = asyncio.create_task(client.generate([PROMPT], endless()))
@@ -124,9 +122,6 @@ def test_a_client_for_event_loops_waits_without_stopping_them(engine: Engine, en
             asking.cancel()
             while (await client.stats()).running:
                 pass
-            handle = client.submit(PROMPT, endless())
-        with pytest.raises(EngineDeadError, match="the client is closed"):
-            await handle
         ticking.cancel()
 
     asyncio.run(main())

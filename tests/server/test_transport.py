@@ -62,17 +62,6 @@ def in_thread(name: str, function: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_what_is_due_is_sent_by_the_thread_that_says_so() -> None:
-    async def use(both: Both) -> None:
-        both.due.frames = [b"one ", b"two"]
-        in_thread("steps", both.transport.flush).join(PATIENCE)  # the event loop stands still meanwhile
-        assert both.peer.recv(100) == b"one two"
-        assert both.due.threads == ["steps"]
-        assert not both.transport.blocked
-
-    with_both(use)
-
-
 def test_what_the_socket_does_not_take_goes_out_when_it_can_and_more_waits_until_then() -> None:
     async def use(both: Both) -> None:
         both.due.frames = [b"a" * LARGE]
@@ -156,27 +145,5 @@ def test_a_client_that_has_left_is_sent_nothing_and_nobody_waits_for_it() -> Non
         while not both.failures:
             await asyncio.sleep(0)
         assert [type(failure) for failure in both.failures] == [BrokenPipeError]
-
-    with_both(use)
-
-
-def test_it_is_busy_while_a_thread_is_about_to_send() -> None:
-    async def use(both: Both) -> None:
-        asked, answered = threading.Event(), threading.Event()
-
-        def due() -> Iterator[bytearray]:
-            asked.set()
-            answered.wait(PATIENCE)
-            yield bytearray(b"the end")
-
-        both.transport._due = due
-        thread = in_thread("steps", both.transport.flush)
-        assert asked.wait(PATIENCE)
-        assert both.transport.busy
-        assert not both.transport.blocked
-        answered.set()
-        thread.join(PATIENCE)
-        assert not both.transport.busy
-        both.transport._due = both.due
 
     with_both(use)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import tempfile
 import threading
@@ -73,6 +74,16 @@ def tool_tokenizer() -> PreTrainedTokenizerBase:
     tokenizer = deepcopy(byte_level())
     tokenizer.chat_template, tokenizer.response_template = TEMPLATE, RESPONSES
     return tokenizer
+
+
+def takes(form: dict[str, Any], text: str) -> bool:
+    """Whether a text has the form that a structural tag describes."""
+    import xgrammar
+
+    grammar = xgrammar.Grammar.from_structural_tag(json.dumps({"type": "structural_tag", "format": form}))
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo([], xgrammar.VocabType.RAW))
+    matcher = xgrammar.GrammarMatcher(compiler.compile_grammar(grammar), terminate_without_stop_token=True)
+    return bool(matcher.accept_string(text) and matcher.is_completed())
 
 
 class Script:

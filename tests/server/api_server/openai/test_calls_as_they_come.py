@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from compiled_llm.compat.response_templates import known_response_template
+from compiled_llm.server.openai.parsing.answer_parts import Parts
 from compiled_llm.server.openai.parsing.call_text import JsonCall
 from compiled_llm.server.openai.parsing.delimiters import Delimiters
+from compiled_llm.server.openai.parsing.parsed_reader import ParsedReader
 from compiled_llm.server.openai.parsing.response_template import ResponseTemplate
 from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
-from support.server.answer_reading import Told, read_in_pieces
 from support.server.scripted import RESPONSES, tool_tokenizer
 
 TYPES = {"days": "integer", "share": "number", "now": "boolean", "where": "object", "all": "array", "text": "string"}
@@ -25,6 +26,27 @@ TOOLS = [
     {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": PROPERTIES}}},
     {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}}}},
 ]
+
+
+class Told(NamedTuple):
+    """What was told, taken together; calls are names and arguments, and whether they have ended."""
+
+    reasoning: str
+    content: str
+    calls: list[tuple[str, str, bool]]
+
+
+def read_in_pieces(reader: ParsedReader, pieces: Iterable[str], cut: bool = False) -> Told:
+    whole = Parts()
+    for parts in [*(reader.read(piece, finished=False) for piece in pieces), reader.read("", finished=True, cut=cut)]:
+        whole.reasoning, whole.content = whole.reasoning + parts.reasoning, whole.content + parts.content
+        for piece in parts.pieces:
+            assert (piece.name is None) == any(piece.id == earlier.id for earlier in whole.pieces)
+            whole.call(piece)
+    assert len({piece.id for piece in whole.pieces}) == len(whole.pieces), "pieces of a call come one after another"
+    return Told(
+        whole.reasoning, whole.content, [(piece.name or "", piece.arguments, piece.finished) for piece in whole.pieces]
+    )
 
 
 def with_calls(calls: dict[str, Any]) -> dict[str, Any]:

@@ -19,9 +19,8 @@ from compiled_llm.server.openai.completions.request import CompletionRequest
 from compiled_llm.server.openai.fields.fields import Body, NoEffect, RefusedField
 from compiled_llm.server.openai.responses.request import ResponsesRequest
 from support.docs.pages import DOCS
-from support.server.accepting import takes
 from support.server.running_servers import RunningServer, chat_tokenizer
-from support.server.scripted import Script
+from support.server.scripted import Script, takes
 
 TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 HI: Any = [{"role": "user", "content": "hi"}]

@@ -1,8 +1,15 @@
-"""The openai package's client gets what the engine gives in process, whole and as it comes."""
+"""The openai package's client gets what the engine gives in process; what other clients send is answered, too.
+
+`clients/` has the bodies that they have sent to a server that wrote them down: for a text, a stream, tools, an answer
+to a call, a required call, and JSON. LangChain, LiteLLM, LlamaIndex and Vercel's AI SDK were installed for that; the
+first and the last speak to /v1/responses, too.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -12,6 +19,7 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.outputs import Completion, RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.server.running_servers import RunningServer, chat_tokenizer
+from support.server.scripted import CALL, Script
 
 MESSAGES: list[Any] = [
     {"role": "system", "content": "Be brief."},
@@ -53,9 +61,9 @@ def test_texts_and_tokens_are_continued(client: Any, engine: Engine) -> None:
         assert [choice.text for choice in ours.choices] == [a.text for output in theirs for a in output.outputs]
 
 
-def test_many_streams_at_once(api_server: RunningServer, engine: Engine) -> None:
-    prompts = ["fox " * number for number in range(1, 21)]
-    theirs = [expected(engine, {"temperature": 0.0, "max_tokens": 10}, prompt).text for prompt in prompts]
+def test_two_hundred_streams_at_once(api_server: RunningServer, engine: Engine) -> None:
+    prompts = ["fox " * (1 + number % 20) for number in range(200)]
+    theirs = [expected(engine, {"temperature": 0.0, "max_tokens": 10}, prompt).text for prompt in prompts[:20]] * 10
 
     async def stream(client: openai.AsyncOpenAI, prompt: str) -> str:
         asked: Any = {"model": "tiny", "prompt": prompt, "max_tokens": 10, "temperature": 0.0, "stream": True}
@@ -74,3 +82,44 @@ def test_the_model_has_its_names(client: Any) -> None:
     assert client.models.retrieve("other").id == "other"
     with pytest.raises(openai.NotFoundError, match="there is no 'gpt-9'"):
         client.models.retrieve("gpt-9")
+
+
+FILES = sorted((Path(__file__).parent / "clients").glob("*.json"))
+SENT = [
+    pytest.param(request["path"], request["body"], id=f"{file.stem}-{number}")
+    for file in FILES
+    for number, request in enumerate(json.loads(file.read_text())["requests"])
+]
+
+
+def test_there_are_clients() -> None:
+    assert len(FILES) == 6
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), SENT)
+def test_what_a_client_sends_is_answered(
+    script: Script, speaker: RunningServer, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    messages = body.get("messages") or body.get("input") or []
+    calls = bool(body.get("tools")) and messages[-1].get("role") == "user"
+    script.text = f"<think>Hm.</think>{CALL if calls else 'Sunny.'}"
+    sent = {**body, "stream": stream}
+    if not stream:
+        sent.pop("stream_options", None)
+    response = speaker.http.post(path, json=sent)
+    assert response.status_code == 200, response.text
+    if stream:
+        last = response.text.strip().rpartition("\n\n")[2]
+        assert last == "data: [DONE]" or last.startswith("event: response.completed\n")
+    assert (path == "/v1/completions") == ("<think>" in response.text)
+    assert ('"tool_calls":[' in response.text or '"function_call"' in response.text) == calls
+    assert all(text in script.prompt for message in messages for text in texts(message))
+
+
+def texts(message: dict[str, Any]) -> list[str]:
+    """What the model has to see of a message."""
+    calls = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+    parts = message.get("content")
+    content = [part["text"] for part in parts] if isinstance(parts, list) else [parts or ""]
+    return [*calls, *content, *(message.get(name) or "" for name in ("name", "output", "reasoning_content"))]

@@ -19,10 +19,9 @@ from compiled_llm.server.openai.fields.tools import Function
 from compiled_llm.server.openai.parsing.call_form import CallForm
 from compiled_llm.server.openai.parsing.response_template import response_template_of
 from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
-from support.server.accepting import takes
 from support.server.engine_processes import engine_that_names_its_tokenizer
 from support.server.running_servers import RunningServer, chat_tokenizer, running_server
-from support.server.scripted import CALL as ROME, RESPONSES, TEMPLATE, Script, speaking_server, tool_tokenizer
+from support.server.scripted import CALL as ROME, RESPONSES, TEMPLATE, Script, speaking_server, takes, tool_tokenizer
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
