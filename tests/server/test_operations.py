@@ -146,8 +146,7 @@ def test_operations_can_be_asked_once_it_is_ready(
 def test_new_weights_are_those_of_huggingface(served: Served, http: httpx.Client, weights: Path) -> None:
     with Client(served.path) as client:
         assert tokens(client) == huggingfaces(plain(0), 8)
-        done = post(http, "/update_weights", {"folder": str(weights)})
-        assert done["weights"] == str(weights)
+        assert post(http, "/update_weights", {"folder": str(weights)})["weights"] == str(weights)
         assert tokens(client) == huggingfaces(plain(1), 8)
         assert http.get("/status").json() == {"doing": "ready", "asleep": False, "weights": str(weights)}
 
@@ -312,10 +311,8 @@ def test_an_engine_process_that_is_started_again_has_operations(
 ) -> None:
     operations = folder / "operations"
     question = {"prompt": "abc", "max_tokens": 8, "temperature": 0, "logprobs": 0}
-    prompt = AutoTokenizer.from_pretrained(model_folder)("abc").input_ids
-    texts = [
-        AutoTokenizer.from_pretrained(model_folder).decode(huggingfaces(plain(seed), 8, prompt)) for seed in (0, 1)
-    ]
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    texts = [tokenizer.decode(huggingfaces(plain(seed), 8, tokenizer("abc").input_ids)) for seed in (0, 1)]
     with (
         serving(model_folder, "--operations-uds", str(operations), *OPTIONS) as (_, url),
         httpx.Client(base_url=url, timeout=PATIENCE) as api_server,

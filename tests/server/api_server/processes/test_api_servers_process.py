@@ -157,8 +157,7 @@ main()
 
 @pytest.mark.parametrize("seconds", [0, 1])
 def test_the_second_ctrl_c_ends_an_engine_process_that_does_not(model_folder: Path, path: Path, seconds: int) -> None:
-    command = (sys.executable, "-c", PATIENT)
-    with served(model_folder, path, 1, command=command) as server:
+    with served(model_folder, path, 1, command=(sys.executable, "-c", PATIENT)) as server:
         process, url, engine_process = server.process, server.url, server.engine_process
         os.kill(engine_process, signal.SIGSTOP)
         process.send_signal(signal.SIGINT)
