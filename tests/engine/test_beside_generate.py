@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.execution.threads import calls as calls_of_a_model
 from compiled_llm.execution.threads.calls import Calls
+from compiled_llm.huggingface.forward import forward
 from support.engine.tiny_engines import PATIENCE, greedy, huggingfaces, tiny, wrapped
 from support.in_threads import start
 from support.parity import alone, assert_account_is_empty
@@ -313,6 +315,34 @@ def test_calls_wait_for_those_that_wait_for_others_unless_nothing_moves(monkeypa
     with calls.begun(), calls.barred() as barred:
         assert calls.here
         assert not barred
+
+
+@pytest.mark.parametrize("keeps_cache", [False, True])
+def test_a_forward_that_has_found_the_model_awake_ends_before_it_sleeps(
+    engine: Engine, model: Any, monkeypatch: pytest.MonkeyPatch, keeps_cache: bool
+) -> None:
+    fitting, sleeping = forward.fitting, list[Future[int]]()
+
+    def looked(runtime: Any, arguments: Any) -> Any:
+        found = fitting(runtime, arguments)
+        sleeping.append(start(engine.sleep))
+        wait(sleeping, timeout=0.2)
+        return found
+
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        monkeypatch.setattr(forward, "fitting", looked)
+        output = model(ids, use_cache=keeps_cache)
+    assert output.logits.equal(expected)
+    if keeps_cache:
+        with pytest.raises(RuntimeError, match="caches hold"):
+            sleeping[0].result(PATIENCE)
+        output.past_key_values.close()
+    else:
+        sleeping[0].result(PATIENCE)
+        engine.wake()
+    assert_account_is_empty(model)
 
 
 def test_a_request_is_not_forgotten_that_another_thread_takes_up_and_leaves(engine, monkeypatch):

@@ -54,14 +54,14 @@ def check_outside(runtime: Runtime, doing: str) -> None:
         RuntimeError: it is inside a call, or runs or has paused an engine.
     """
     if runtime.calls.here or runtime.loop_lock.here:
-        raise RuntimeError(f"{doing}: a call of generate is in progress in this thread; call it from outside of that")
+        raise RuntimeError(f"{doing}: a call of the model is in progress in this thread; call it from outside of that")
     for engine_thread in engine_threads_of(runtime):
         engine_thread.step_lock.check_elsewhere()
 
 
 @contextmanager
 def calls_ended(runtime: Runtime, doing: str) -> Iterator[None]:
-    """Run the block once the calls of ``generate`` in progress have ended; those that come later wait for its end.
+    """Run the block once the calls of the model in progress have ended; those that come later wait for its end.
 
     Engines run on meanwhile, since a streamer may wait for one. Arguments and errors as ``check_outside``.
     """
@@ -76,7 +76,7 @@ def calls_ended(runtime: Runtime, doing: str) -> Iterator[None]:
 
 @contextmanager
 def nothing_running(runtime: Runtime) -> Iterator[list[EngineThread] | None]:
-    """Run the block while neither an engine nor a call of ``generate`` runs; inside ``calls_ended``.
+    """Run the block while neither an engine nor a call of the model runs; inside ``calls_ended``.
 
     Yields the engines; None if a call is in progress, which may wait for an engine: let all run until the calls have
     ended, and try again.

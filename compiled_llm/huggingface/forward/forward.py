@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any, get_args
 
@@ -46,24 +47,30 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
     cache = arguments.get("past_key_values")
     if isinstance(cache, StandIn) and cache.prefill is not None:
         return _run_prefill(original, self, arguments, cache)
-    if isinstance(cache, PagedCache):
-        return _run_over(cache, original, self, arguments)
-    reason = original_reason() or forward_obstacle(original, self, arguments) or fitting(runtime, arguments)
-    if reason is None:
-        try:
-            output = compiled(original, runtime, arguments)
-        except OutOfPagesError:
-            reason = Reason("out_of_pages")  # other threads took them since
-        except HiddenInWindowError:
-            if cache is not None:
-                raise
-            reason = Reason("hidden_in_window")
-        else:
-            count_forward(runtime, "compiled")
-            return output
+    with _in_progress(runtime):
+        if isinstance(cache, PagedCache):
+            return _run_over(cache, original, self, arguments)
+        reason = original_reason() or forward_obstacle(original, self, arguments) or fitting(runtime, arguments)
+        if reason is None:
+            try:
+                output = compiled(original, runtime, arguments)
+            except OutOfPagesError:
+                reason = Reason("out_of_pages")  # other threads took them since
+            except HiddenInWindowError:
+                if cache is not None:
+                    raise
+                reason = Reason("hidden_in_window")
+            else:
+                count_forward(runtime, "compiled")
+                return output
     count_forward(runtime, "original", reason)
     with runtime.facts.attention.original():
         return original(self, *args, **kwargs)
+
+
+def _in_progress(runtime: CompiledModel) -> AbstractContextManager[None]:
+    """Keep the model from falling asleep between the look whether it is awake and the end of a forward."""
+    return nullcontext() if current_call.get() is not None else runtime.calls.begun()
 
 
 def _run_prefill(original: Any, self: Any, arguments: Mapping[str, Any], cache: StandIn) -> Any:

@@ -303,7 +303,7 @@ def test_impossible_moments_and_arguments(model, engine):
     refused: list[int] = []
 
     def stop(ids: object, scores: object) -> bool:
-        with pytest.raises(RuntimeError, match="a call of generate is in progress in this thread"):
+        with pytest.raises(RuntimeError, match="a call of the model is in progress in this thread"):
             engine.sleep()
         refused.append(1)
         return False
