@@ -307,7 +307,7 @@ class Engine:
 
         They are read into host memory and checked while requests run; then they are copied in the place of the old
         ones, while nothing runs, and the prefix cache is emptied. Nothing is compiled or captured again. Calls of
-        ``generate`` in progress end first.
+        ``generate`` and ``forward`` in progress end first.
 
         Args:
             folder: with ``model.safetensors``, or an index and its files: tensors of the same names and shapes.
@@ -334,8 +334,8 @@ class Engine:
 
         What was compiled stays, and so do requests with the tokens that they have got. It is the model that sleeps,
         with all of its engines: they take no requests, and ``model.generate`` and ``model(...)`` run HuggingFace's own
-        code over its own cache, which take none of this memory. Calls of ``generate`` in progress end first. Asleep
-        already, it does nothing more, but for weights that are to follow.
+        code over its own cache, which take none of this memory. Calls of these in progress end first. Asleep already,
+        it does nothing more, but for weights that are to follow.
 
         Args:
             requests: ``"park"`` lets those that run wait, with others, and go on after ``wake`` with the same draws;

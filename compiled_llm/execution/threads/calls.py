@@ -1,4 +1,4 @@
-"""Counts calls of a model in progress, of ``generate`` and of ``forward``: a change of the model waits until they have ended."""
+"""Counts calls of ``generate`` and ``forward`` in progress: a change of the model waits until they have ended."""
 
 from __future__ import annotations
 
