@@ -141,9 +141,9 @@ def test_two_halves_combined_by_their_lse_are_the_whole(seed):
 def test_append_writes_its_slots_and_nothing_else(padded, seed):
     batch = Batch([10, 3, 8], [1, 1, 1], padded=padded, seed=seed)
     before = batch.pages.clone()
-    batch.append([4, 0, 7], [10, 2, 8])
+    batch.append([5, 0, 7], [10, 2, 8])
     expected = before.clone()
-    for row, (start, end) in enumerate([(4, 10), (0, 2), (7, 8)]):
+    for row, (start, end) in enumerate([(5, 10), (0, 2), (7, 8)]):
         for at in range(start, end):
             page = batch.indices[batch.indptr[row] + at // 4]
             expected[page, 0, :, at % 4, :8] = batch.keys[row][at]
