@@ -33,7 +33,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GPTBigCode": GPT,
     "GPTNeoX": {},
     "Gemma": {"head_dim": 16},
-    "Gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
+    "Gemma2": {
+        "head_dim": 16,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 2.0,
+        "attn_implementation": "eager",  # others left it out before transformers 5.21
+    },
     "Gemma3": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
     "Glm": {"head_dim": 16},
     "Glm4": {"head_dim": 16},
