@@ -389,6 +389,8 @@ def test_an_event_loop_goes_on_while_an_engine_process_reads_nothing(path: Path)
             assert not any(handle.done for handle in handles)
             deaf.listens.set()
             assert await said(handles) == {REFUSED}
+            while not isinstance(deaf.heard[-1], Cancel):  # the last message, heard after the last refusal was sent
+                await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(run(), PATIENCE))
     submitted = [message for message in deaf.heard if isinstance(message, Submit)]
