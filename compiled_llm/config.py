@@ -16,8 +16,8 @@ CUDA_GRAPH_MODES = ("cuda-graphs", "piecewise")
 WAITING_MODES = ("eager", "piecewise")
 """The modes in which attention may wait for the device."""
 
-BACKENDS = ("auto", "flashinfer", "reference")
-"""What ``backend`` may be without another package that brings one."""
+OWN_BACKENDS = ("auto", "flashinfer", "reference")
+"""Values of ``backend`` that need no other package; named here, too, so that checking them does not import torch."""
 
 LEAST_GRAPHS = 2
 """A step may have rows that decode and others whose prompts are computed."""
@@ -99,7 +99,7 @@ class WrapConfig:
         if self.mode not in get_args(Mode):
             renamed = "; 'pieces' is called 'piecewise'" if str(self.mode) == "pieces" else ""
             raise ValueError(f"mode={self.mode!r}: choose one of {', '.join(map(repr, get_args(Mode)))}{renamed}")
-        if self.backend not in BACKENDS:
+        if self.backend not in OWN_BACKENDS:
             _check_is_registered(self.backend)
         for name in ("page_size", "max_batch_size", "prefill_tokens", "workspace_bytes"):
             value = getattr(self, name)

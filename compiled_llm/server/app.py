@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from compiled_llm.server.guard import Guard
 from compiled_llm.server.http.api_error import ANSWERED, respond
-from compiled_llm.server.http.body_route import BodyRoutes
+from compiled_llm.server.http.body_route import BodyRouteMiddleware
 from compiled_llm.server.openai import metrics, page, status, tokenize
 from compiled_llm.server.openai.chat import endpoint as chat
 from compiled_llm.server.openai.common.api_server import ApiServer
@@ -36,7 +36,7 @@ def application(settings: ApiServerSettings, link: EngineLink) -> FastAPI:
         app.include_router(page.router)
     for kind in ANSWERED:
         app.add_exception_handler(kind, respond)
-    app.add_middleware(BodyRoutes, routes=[route for room in rooms for route in room.router.routes])
+    app.add_middleware(BodyRouteMiddleware, routes=[route for room in rooms for route in room.router.routes])
     app.add_middleware(Guard, settings=settings, metrics=app.state.metrics)
     if settings.cors_origins:  # outside the guard: a browser asks first, without a key
         app.add_middleware(

@@ -1,4 +1,4 @@
-"""The server of one API server: uvicorn's, which reads and writes HTTP, and ends as ours do; and one that listens."""
+"""The server of one API server: uvicorn's, which reads and writes HTTP, and ends as ours do."""
 
 from __future__ import annotations
 

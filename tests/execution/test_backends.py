@@ -22,6 +22,7 @@ from compiled_llm import WrapConfig
 from compiled_llm.compilation.inputs import Shape
 from compiled_llm.compilation.options import passes_for
 from compiled_llm.compilation.passes.attention import PreparedInAttention
+from compiled_llm.config import OWN_BACKENDS
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill.packing import null_extension, pack, padded
 from compiled_llm.execution.state.prefill_room import PrefillRoom
@@ -76,6 +77,7 @@ def test_whose_kernels_attend(backend: Any, device: str, name: str, plans_decode
 
 
 def test_a_backend_is_found_by_its_name() -> None:
+    assert ("auto", *BACKENDS) == OWN_BACKENDS
     assert {type(backend_named(name)).__name__ for name in BACKENDS} == {"FlashInfer", "Reference"}
     with pytest.raises(ValueError, match="'triton' does not exist; choose one of 'flashinfer', 'reference'"):
         backend_named("triton")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
+
+logger = logging.getLogger("compiled_llm.graphs")
 
 Outputs = TypeVar("Outputs")
 
@@ -138,13 +141,17 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 @functools.cache
 def _runtime() -> ctypes.CDLL | None:
-    """Return the CUDA runtime that torch has loaded; None where torch holds it in itself."""
+    """Return the CUDA runtime that torch has loaded; None, said once, if it is linked into torch."""
     with suppress(OSError):
         runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
         for name, arguments in _SIGNATURES.items():
             getattr(runtime, name).argtypes = arguments
         runtime.cudaGetErrorString.restype = ctypes.c_char_p
         return runtime
+    logger.warning(
+        "compiled_llm: torch's CUDA runtime is no library of its own: threads that draw random numbers "
+        "while a CUDA graph is captured may get an error; use torch 2.12 or newer"
+    )
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeVar, overload
 
@@ -28,8 +29,9 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 class _Entries(Sequence[T]):
     """Entries of consecutive tokens, made when they are read: millions would take seconds."""
 
+    @abstractmethod
     def _entry(self, place: int) -> T:
-        raise NotImplementedError
+        """Return the entry of one token."""
 
     @overload
     def __getitem__(self, index: int) -> T: ...

@@ -69,7 +69,7 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _in_progress(runtime: CompiledModel) -> AbstractContextManager[None]:
-    """Keep the model from falling asleep between the look whether it is awake and the end of a forward."""
+    """Keep the model awake from the check that it is awake to the end of a forward."""
     return nullcontext() if current_call.get() is not None else runtime.calls.begun()
 
 

@@ -44,8 +44,8 @@ class BodyRoute(APIRoute):
         return self.answer
 
 
-class BodyRoutes:
-    """Takes requests straight to ``BodyRoute``: a first token waits 0.1 ms for FastAPI's own way there."""
+class BodyRouteMiddleware:
+    """Calls a ``BodyRoute`` directly: FastAPI's routing makes some 200 more Python calls for each request."""
 
     def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> None:
         """``app`` answers all other requests; ``routes`` are those that it has, too."""

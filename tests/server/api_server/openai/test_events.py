@@ -18,7 +18,7 @@ from compiled_llm.client import EngineProcessError
 from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.protocol.messages import Update
 from compiled_llm.server.http.api_error import ANSWERED, ApiError, respond
-from compiled_llm.server.http.body_route import BodyRoute, BodyRoutes, decoded
+from compiled_llm.server.http.body_route import BodyRoute, BodyRouteMiddleware, decoded
 from compiled_llm.server.http.body_values import MAX_VALUES, check_values
 from compiled_llm.server.http.http_protocol import _HeadWithBody
 from compiled_llm.server.openai.chat.response import ChatChunk, ChunkChoice, Delta
@@ -151,7 +151,7 @@ def test_all_that_follows_the_last_token_goes_out_together(error: Exception | No
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A request comes to its endpoint as FastAPI takes it there, or straight."""
     if request.param == "by FastAPI":
-        monkeypatch.setattr(BodyRoutes, "__call__", lambda self, *asked: self._app(*asked))
+        monkeypatch.setattr(BodyRouteMiddleware, "__call__", lambda self, *asked: self._app(*asked))
     return str(request.param)
 
 
@@ -171,7 +171,7 @@ def asked(body: object, raises: Exception | None = None) -> tuple[list[str], Any
     app.include_router(router)
     for kind in ANSWERED:
         app.add_exception_handler(kind, respond)
-    app.add_middleware(BodyRoutes, routes=router.routes)
+    app.add_middleware(BodyRouteMiddleware, routes=router.routes)
     client = TestClient(app, raise_server_exceptions=True)
     response = client.post("/of/bodies", content=body if isinstance(body, str) else json.dumps(body))
     return answered_by, response
