@@ -74,6 +74,8 @@ def _keep(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, kept: Path
         tokenizer.save_pretrained(new)
         _check(model, new)
         _seal(new)
+        if is_whole(kept):  # another process was first, and may be reading it
+            return
         shutil.rmtree(kept, ignore_errors=True)
         try:
             new.rename(kept)

@@ -100,6 +100,20 @@ def test_processes_that_make_it_at_once_agree(reads: Reads, monkeypatch: pytest.
     assert {file.name for file in wheel.home().iterdir()} == {wheel.GGUF_NAME, "safetensors"}
 
 
+def test_a_process_that_is_second_leaves_the_folder_that_the_first_reads(
+    reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first: list[int] = []
+
+    def be_overtaken() -> None:
+        reads.meanwhile = lambda: None
+        first.append(folder(progress=False).stat().st_ino)
+
+    reads.meanwhile = be_overtaken
+    assert folder(progress=False).stat().st_ino == first[0]
+    assert reads.count == 2
+
+
 def test_what_is_read_back_differently_is_not_kept(reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "equal", lambda *_: False)
     with pytest.raises(RuntimeError, match=r"cannot be stored in .*not what is read back.*COMPILED_LLM_CACHE"):
