@@ -9,11 +9,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from compiled_llm.commands.doctor.finding import DoctorFinding, essence
-from compiled_llm.commands.doctor.machine import find_nvcc
+from compiled_llm.commands.doctor.checks import DoctorFinding, Outcome, essence, find_nvcc
 from compiled_llm.execution.reporting.progress import ProgressDisplay
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
     from compiled_llm.config import Mode
 
-_PART = "kernel builds"
+PART = "kernel builds"
 _PROMPT_TOKENS, _NEW_TOKENS = 40, 16
 
 _CUDA_SOURCE = """
@@ -32,51 +31,35 @@ std::vector<int> host_compiler_works() { return {1, 2, 3}; }
 """
 
 
-class WrongTokensError(RuntimeError):
-    """A wrapped model generated tokens that HuggingFace would not have."""
-
-
 def try_builds(cuda: bool) -> Iterator[DoctorFinding]:
     """Build kernels and run a tiny random model, showing on stderr what is done; stops at the first failure."""
     progress = ProgressDisplay(enabled=True)
-    for name, doing, run in _steps("cuda" if cuda else "cpu"):
+    for name, doing, run in trials("cuda" if cuda else "cpu"):
         started = time.perf_counter()
         try:
             from compiled_llm.compat.torch.stages import compiling_stage  # imports torch
 
-            with progress.task(doing, functools.partial(compiling_stage, threading.get_ident())):
-                result = run()
+            with progress.task(doing, partial(compiling_stage, threading.get_ident())):
+                outcome = run()
         except Exception as error:
-            yield DoctorFinding(_PART, name, "failed", essence(error), _advice(error), needed=True)
+            fix = "TORCH_LOGS=+inductor or FLASHINFER_JIT_VERBOSE=1 in the environment tells more"
+            outcome = Outcome("failed", essence(error), fix)
+        yield DoctorFinding(PART, name, *outcome, needed=True, seconds=time.perf_counter() - started)
+        if outcome.status != "ok":
             return
-        yield DoctorFinding(_PART, name, "ok", result, needed=True, seconds=time.perf_counter() - started)
 
 
-def _steps(device: str) -> list[tuple[str, str, Callable[[], str]]]:
-    """Return names, a text to show meanwhile, and a function that returns what came out, and raises if it is wrong."""
-    trial = functools.cache(functools.partial(Trial, device))
-    steps: list[tuple[str, str, Callable[[], str]]] = [
-        ("Inductor", f"compiling a kernel for {device}", functools.partial(build_with_inductor, device)),
-        ("ops", "running a tiny model over pages", lambda: trial().run("eager")),
-        ("compiled model", "compiling a tiny model", lambda: trial().run("compile")),
-    ]
+def trials(device: str) -> Iterator[tuple[str, str, Callable[[], Outcome]]]:
+    """Yield names, a text to show meanwhile, and what builds and runs something, and raises if it cannot."""
     if device == "cuda" and (compiler := find_nvcc()) is not None:
-        steps.insert(0, ("nvcc", "compiling a CUDA kernel", functools.partial(build_with_nvcc, compiler)))
-    return steps
+        yield "nvcc", "compiling a CUDA kernel", partial(build_with_nvcc, compiler)
+    yield "Inductor", f"compiling a kernel for {device}", partial(build_with_inductor, device)
+    trial = functools.cache(partial(Trial, device))
+    yield "ops", "running a tiny model over pages", lambda: trial().run("eager")
+    yield "compiled model", "compiling a tiny model", lambda: trial().run("compile")
 
 
-def _advice(error: Exception) -> str:
-    text = str(error)
-    if isinstance(error, WrongTokensError):
-        return "this is a bug of compiled_llm or of a library under it: report it with `compiled-llm doctor --json`"
-    if "Python.h" in text:
-        return "install Python's headers, for example with 'apt install python3-dev'"
-    if "out of memory" in text.lower():
-        return "see in nvidia-smi what else runs there"
-    return "TORCH_LOGS=+inductor or FLASHINFER_JIT_VERBOSE=1 in the environment tells more"
-
-
-def build_with_inductor(device: str) -> str:
+def build_with_inductor(device: str) -> Outcome:
     """Compile a kernel that no cache holds; raises RuntimeError if it does not compile, or computes something else."""
     import torch
 
@@ -89,22 +72,19 @@ def build_with_inductor(device: str) -> str:
         return (x * 2 + new).sum(dim=-1)
 
     x = torch.arange(64 * 64, device=device).view(64, 64)
-    compiled = torch.compile(function, fullgraph=True, dynamic=False)
-    if not torch.equal(compiled(x), function(x)):
+    if not torch.equal(torch.compile(function, fullgraph=True, dynamic=False)(x), function(x)):
         raise RuntimeError("the kernel that Inductor compiled computes something wrong")
-    return "a new Triton kernel" if device == "cuda" else "a new C++ kernel"
+    return Outcome("ok", "a new Triton kernel" if device == "cuda" else "a new C++ kernel")
 
 
-def build_with_nvcc(compiler: str) -> str:
+def build_with_nvcc(compiler: str) -> Outcome:
     """Compile CUDA and C++ with nvcc and its host compiler; raises RuntimeError if that fails."""
+    command = [compiler, "-std=c++17", "-x", "cu", "-c", "-", "-o", "scale.o"]
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "scale.cu"
-        source.write_text(_CUDA_SOURCE)
-        command = [compiler, "-std=c++17", "-c", str(source), "-o", str(source.with_suffix(".o"))]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, cwd=folder, input=_CUDA_SOURCE, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise RuntimeError(f"nvcc fails:\n{done.stderr or done.stdout}")
-    return "a CUDA kernel"
+    return Outcome("ok", "a CUDA kernel")
 
 
 class Trial:
@@ -122,7 +102,6 @@ class Trial:
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=128,  # what most models have, so that FlashInfer's kernels are theirs too
-            max_position_embeddings=256,
             initializer_range=0.15,  # large enough that logits differ
             pad_token_id=0,
             eos_token_id=None,
@@ -136,8 +115,8 @@ class Trial:
             dtype = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
         self.model = model.eval().to(device, dtype)
 
-    def run(self, mode: Mode) -> str:
-        """Generate in a mode; raises RuntimeError if something does not build or run, or if the tokens are wrong."""
+    def run(self, mode: Mode) -> Outcome:
+        """Generate in a mode; raises RuntimeError if something does not build or run."""
         import torch
 
         import compiled_llm
@@ -151,20 +130,22 @@ class Trial:
             compiled_llm.unwrap(wrapped)
         if stats.generate_calls != {"fast loop": 1}:
             raise RuntimeError(f"generate did not take the fast loop: {stats.generate_calls}, {stats.slow_paths}")
-        self.check(tokens)
+        if wrong := self.wrong(tokens):
+            said = (
+                f"of {_NEW_TOKENS} tokens {len(wrong)} are not HuggingFace's, the first of them number {wrong[0] + 1}"
+            )
+            fix = "this is a bug of compiled_llm or of a library under it: report it with `compiled-llm doctor --json`"
+            return Outcome("failed", said, fix)
         how = "not compiled" if mode == "eager" else f"{stats.graphs} graphs"
-        return f"{how}, {_NEW_TOKENS} tokens, each HuggingFace's choice"
+        return Outcome("ok", f"{how}, {_NEW_TOKENS} tokens, each HuggingFace's choice")
 
-    def check(self, tokens: torch.Tensor) -> None:
-        """Raise WrongTokensError if HuggingFace would not generate the tokens ``[1, T + G]``, but for rounding."""
+    def wrong(self, tokens: torch.Tensor) -> list[int]:
+        """Return which new tokens of ``[1, T + G]`` HuggingFace would not generate, but for rounding."""
         import torch
 
         with torch.inference_mode():
             logits = self.model(input_ids=tokens[:, :-1]).logits[0, _PROMPT_TOKENS - 1 :].float()  # [G, V]
         ours = logits.gather(1, tokens[0, _PROMPT_TOKENS:, None])[:, 0]
         rounding = 1e-3 if self.model.dtype == torch.float32 else 0.1
-        wrong = (logits.amax(dim=-1) - ours > rounding * logits.std()).nonzero().flatten().tolist()
-        if wrong:
-            raise WrongTokensError(
-                f"of {_NEW_TOKENS} tokens {len(wrong)} are not HuggingFace's, the first of them number {wrong[0] + 1}"
-            )
+        found: list[int] = (logits.amax(dim=-1) - ours > rounding * logits.std()).nonzero().flatten().tolist()
+        return found
