@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from compiled_llm.client import Client
 from compiled_llm.commands.chat.chat import Chat
-from compiled_llm.commands.chat.conversation import Conversation
-from compiled_llm.commands.chat.partner import ClientPartner
+from compiled_llm.commands.chat.conversation import ClientPartner, Conversation, Partner
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.characters import character_tokenizer
@@ -125,7 +124,7 @@ def test_another_model_that_comes_back_is_asked_in_its_own_words(
 
     terminal: Any = Questions("Hi", replaced, "Again")
     params = SamplingParams(max_tokens=8, temperature=0.0)
-    Chat(partner, Conversation(partner.tokenizer, None), params, terminal).run()
+    Chat(Conversation(partner, None), params, terminal).run()
     client.close()
     assert second is not None
     second.close()
@@ -141,17 +140,22 @@ def test_a_socket_without_an_engine_process_is_named(tmp_path: Path) -> None:
     assert "there is no such socket; start an engine process with `compiled-llm serve MODEL --uds PATH`" in done.stderr
 
 
+def partner_with(tokenizer: Any) -> Partner:
+    engine: Any = None
+    return Partner(engine, "a stand-in", tokenizer, 100)
+
+
 def test_a_tokenizer_that_writes_no_chats_is_refused() -> None:
     with pytest.raises(ValueError, match="chat: this model's tokenizer has no chat template"):
-        Conversation(character_tokenizer(), None)
+        Conversation(partner_with(character_tokenizer()), None)
 
 
 def test_a_template_that_takes_no_system_message_says_so_at_once() -> None:
     tokenizer = character_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no system') if messages[0]['role'] == 'system' else 'Hi' }}"
     with pytest.raises(ValueError, match="chat: the model's chat template refuses this: no system"):
-        Conversation(tokenizer, "Be brief")
-    conversation = Conversation(tokenizer, None)
+        Conversation(partner_with(tokenizer), "Be brief")
+    conversation = Conversation(partner_with(tokenizer), None)
     conversation.add("a question without an answer", "")
     assert conversation.messages == []
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import re
-import signal
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
+from rich.table import Table
+
 from compiled_llm.commands.chat.conversation import Conversation
-from compiled_llm.commands.chat.figures import figures_of
-from compiled_llm.commands.chat.partner import Partner
 from compiled_llm.commands.chat.terminal import Terminal
 from compiled_llm.commands.errors import complaint
+from compiled_llm.execution.reporting.plain_text import plain_text
 from compiled_llm.execution.reporting.progress import ProgressDisplay
 
 if TYPE_CHECKING:
-    from compiled_llm.client.handle import RemoteHandle
-    from compiled_llm.engine.thread.handle import RequestHandle
     from compiled_llm.requests.outputs import RequestOutput
     from compiled_llm.requests.sampling_params import SamplingParams
 
@@ -33,17 +31,14 @@ _KEYS = {
     '"""': "begins and ends a message of several lines",
     "Ctrl-C": "end the answer; at the prompt, the second one ends the chat",
 }
-_COMMAND = re.compile(r"(/[a-z]+)(?:\s+(\S.*))?", re.DOTALL)
+_COMMAND = re.compile(r"(/[a-z]+)|(/system)\s+(\S.*)", re.DOTALL)  # a question may begin with a slash, too
 _ENDS = ("/exit", "/quit", "/bye")
-_SILENT_SECONDS = 0.5
-"""After which it is said that an answer is on its way."""
 
 
 @dataclasses.dataclass
 class Chat:
     """Reads questions and writes answers until there are no more questions; ``failed`` once one was not answered."""
 
-    _partner: Partner
     _conversation: Conversation
     _params: SamplingParams
     _terminal: Terminal
@@ -73,10 +68,9 @@ class Chat:
     def _take(self, text: str) -> bool:
         """Answer a question or obey a command; return whether Ctrl-C has ended it."""
         try:
-            found = _COMMAND.fullmatch(text)
-            if found is None or (found[2] and found[1] != "/system"):  # a text may begin with a slash
-                return bool(text.strip()) and self._answer(text.strip())
-            return self._obey(found[1], found[2])
+            if (found := _COMMAND.fullmatch(text)) is not None:
+                return self._obey(found[1] or found[2], found[3])
+            return bool(text.strip()) and self._answer(text.strip())
         except (OSError, RuntimeError, ValueError) as error:
             self._terminal.complain(complaint(error))
             self.failed = True
@@ -85,7 +79,7 @@ class Chat:
     def _obey(self, command: str, rest: str | None) -> bool:
         match command:
             case "/help":
-                self._terminal.tell("\n".join(f"{name:<14}{what}" for name, what in {**COMMANDS, **_KEYS}.items()))
+                self._terminal.tell(_table({**COMMANDS, **_KEYS}.items()))
             case "/clear":
                 self._conversation.messages.clear()
                 self._terminal.say("a new chat")
@@ -93,65 +87,78 @@ class Chat:
                 self._conversation.system = rest or self._conversation.system
                 self._terminal.tell(f"system message: {self._conversation.system or 'none'}")
             case "/stats":
-                self._terminal.tell(figures_of(self._partner.engine.stats(), self._last))
+                self._terminal.tell(_table(self._figures()))
             case "/retry":
-                if (question := self._conversation.take_back()) is None:
-                    raise ValueError("/retry: there is no question to answer again")
-                return self._answer(question)
+                return self._answer(self._conversation.take_back())
             case _:
                 raise ValueError(f"there is no {command}; /help says what there is")
         return False
 
     def _answer(self, question: str) -> bool:
-        if self._partner.refresh():
-            self._terminal.say(f"the engine process has another model now: {self._partner.name}")
-        self._conversation.tokenizer = self._partner.tokenizer
+        """Write an answer as it comes; return whether Ctrl-C has ended it in a terminal."""
+        partner = self._conversation.partner
+        if partner.refresh():
+            self._terminal.say(f"the engine process has another model now: {partner.name}")
         prompt = self._conversation.prompt(question)
-        answer: list[str] = []
+        handle = partner.engine.submit(prompt, self._params_for(len(prompt)))
+        answer, interrupted = "", False
         try:
-            handle = self._partner.engine.submit(prompt, self._params_for(len(prompt)))
-            try:
-                interrupted = asyncio.run(self._write(handle, answer))
-            finally:
-                handle.cancel()  # whatever kept the answer from being read
-            self._last = handle.result()
+            pieces = iter(handle.text())
+            with ProgressDisplay(not self._terminal.quiet, brief=True).task("reading the question"):
+                first = next(pieces, "")
+            for piece in chain([first], pieces):
+                answer += piece
+                self._terminal.write(piece)
+        except KeyboardInterrupt:
+            if not self._terminal.interactive:
+                raise
+            interrupted = True
         finally:
-            self._conversation.add(question, "".join(answer))
-            if any(answer):
-                self._terminal.write("\n")
+            handle.cancel()  # whatever kept the answer from being read
+            self._conversation.add(question, answer)
+            self._terminal.write("\n" if answer else "")
+        self._last = handle.result()
         if interrupted:
             self._terminal.tell("stopped; Ctrl-C again, or Ctrl-D, ends the chat")
         elif self._last.finish_reason == "length":
             self._terminal.say(f"cut after {len(self._last.token_ids)} tokens")
         return interrupted
 
-    async def _write(self, handle: RequestHandle | RemoteHandle, answer: list[str]) -> bool:
-        """Write an answer as it comes, and keep its pieces; return whether Ctrl-C has ended it in a terminal."""
-        interrupted = asyncio.Event()
-
-        def interrupt() -> None:
-            interrupted.set()
-            handle.cancel()
-
-        if self._terminal.interactive:
-            # Not in the midst of anything, as KeyboardInterrupt would be; the end of the loop takes it off.
-            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupt)
-        pieces = aiter(handle.text())
-        first = asyncio.ensure_future(anext(pieces, ""))
-        await asyncio.wait([first], timeout=_SILENT_SECONDS)
-        display = ProgressDisplay(not self._terminal.quiet, brief=True)
-        with nullcontext() if first.done() else display.task("reading the question"):
-            answer.append(await first)
-        self._terminal.write(answer[0])
-        async for piece in pieces:
-            answer.append(piece)
-            self._terminal.write(piece)
-        return interrupted.is_set()
-
     def _params_for(self, prompt: int) -> SamplingParams:
-        most = self._partner.max_tokens
+        most = self._conversation.partner.max_tokens
         if prompt >= most:
             raise ValueError(
                 f"the chat has {prompt} tokens, and with the answer there can be {most}; /clear begins a new one"
             )
         return dataclasses.replace(self._params, max_tokens=min(self._params.max_tokens or most, most - prompt))
+
+    def _figures(self) -> Iterator[tuple[str, str]]:
+        """Yield the figures of the last answer, and of the engine with all of its clients."""
+        if (last := self._last) is None:
+            yield "last answer", "none yet"
+        else:
+            tokens, first = len(last.token_ids), last.first_token_seconds
+            said = f"{tokens} tokens in {last.seconds:.2f} s"
+            if first is not None:
+                said += f", the first after {first:.3f} s"
+                if tokens > 1 and last.seconds > first:
+                    said += f", then {(tokens - 1) / (last.seconds - first):.1f} tokens/s"
+            yield "last answer", f"{said} ({last.finish_reason})"
+            yield "its prompt", f"{len(last.prompt_token_ids)} tokens, {last.cached_tokens} of them cached"
+        stats = self._conversation.partner.engine.stats()
+        yield "requests", f"{stats.running} running, {stats.waiting} waiting, {stats.finished} finished"
+        share = f", {100 * stats.cached_tokens / stats.prompt_tokens:.0f}% cached" if stats.prompt_tokens else ""
+        yield "tokens", f"{stats.new_tokens} new, {stats.prompt_tokens} of prompts{share}"
+        for name, wait in (("first token", stats.first_token_seconds), ("between tokens", stats.inter_token_seconds)):
+            if wait is not None:
+                yield name, f"p50 {1000 * wait.p50:.1f} ms, p99 {1000 * wait.p99:.1f} ms"
+        if (pages := stats.pages) is not None:
+            yield "pages", f"{pages.used} used, {pages.cached} cached, {pages.free} free, of {pages.total}"
+        yield "CUDA graphs", f"{stats.cuda_graphs}, after {stats.cold_starts} cold starts"
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> str:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*row)
+    return plain_text(table)

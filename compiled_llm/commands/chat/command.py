@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from compiled_llm.commands.chat.chat import COMMANDS, Chat
-from compiled_llm.commands.chat.conversation import Conversation
-from compiled_llm.commands.chat.partner import Partner, engine_process_partner, own_model
+from compiled_llm.commands.chat.conversation import ClientPartner, Conversation, Partner, check_template
 from compiled_llm.commands.chat.terminal import Terminal
 from compiled_llm.commands.early_checks import check_driver, check_package
 from compiled_llm.commands.errors import readable_errors
+from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import DEMO, locate
 from compiled_llm.commands.options import shared
 from compiled_llm.commands.options.choices import Device, Dtype
 from compiled_llm.commands.options.running import RunningOptions
 from compiled_llm.commands.options.sampling import SamplingFlags, check_range
+from compiled_llm.commands.preparation import Preparation
 
 _OF_OWN_MODEL = ("mode", "backend", "dtype", "device")
 
@@ -67,7 +69,7 @@ def chat(
         params = flags.params(max_new_tokens, stop or [])
         terminal = Terminal(quiet, COMMANDS)
         with _partner(model or DEMO, uds, options, terminal) as partner:
-            chat = Chat(partner, Conversation(partner.tokenizer, system), params, terminal)
+            chat = Chat(Conversation(partner, system), params, terminal)
             if terminal.interactive:
                 terminal.say(f"{partner.name}; /help says what can be done, Ctrl-D ends the chat")
             chat.run()
@@ -87,9 +89,31 @@ def _check(context: typer.Context, model: str | None, uds: Path | None, options:
             raise ValueError(f"--{name}: the engine process of --uds runs its model in its own way; leave it out")
 
 
-def _partner(
-    model: str, uds: Path | None, options: RunningOptions, terminal: Terminal
-) -> AbstractContextManager[Partner]:
+@contextmanager
+def _partner(model: str, uds: Path | None, options: RunningOptions, terminal: Terminal) -> Iterator[Partner]:
+    """Connect to an engine process for the block; or load a model, and compile what a chat needs.
+
+    Raises:
+        ValueError: the options do not fit the model or the machine, or there is no tokenizer or chat template.
+        RuntimeError: the model cannot be loaded, or there is no engine process.
+    """
     if uds is not None:
-        return engine_process_partner(uds, options.quiet)
-    return own_model(locate(model, progress=not options.quiet), options, terminal.say)
+        from compiled_llm.client import Client
+
+        with Client(uds, tokenizer=True, wait=False) as client:
+            yield ClientPartner(client, options.quiet)
+        return
+    source = locate(model, progress=not options.quiet)
+    with importing(not options.quiet):
+        import compiled_llm
+        from compiled_llm.commands.loading.load import load
+
+    device = options.checked_device()
+    loaded, tokenizer = load(source, options.dtype, device, progress=not options.quiet)
+    check_template(tokenizer)
+    wrapped: Any = compiled_llm.wrap(loaded, **options.wrap_options(device.type))
+    with compiled_llm.Engine(wrapped, tokenizer=tokenizer, max_rows=1) as engine:
+        with Preparation() as preparation:
+            engine.warmup(1)
+        terminal.say(preparation.figures(wrapped.compiled.stats()))
+        yield Partner(engine, source.name, tokenizer, engine.describe().max_tokens)

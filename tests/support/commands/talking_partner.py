@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import sys
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from compiled_llm.commands.chat.chat import COMMANDS, Chat
-from compiled_llm.commands.chat.conversation import Conversation
-from compiled_llm.commands.chat.partner import Partner
+from compiled_llm.commands.chat.conversation import Conversation, Partner
 from compiled_llm.commands.chat.terminal import Terminal
 from compiled_llm.requests.outputs import Completion, RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
@@ -32,16 +31,13 @@ class Handle:
     def __init__(self, prompt: Sequence[int], most: int) -> None:
         self._prompt, self._most, self._written, self._cancelled = list(prompt), most, 0, False
 
-    def text(self) -> AsyncIterator[str]:
-        return self._text()
-
-    async def _text(self) -> AsyncIterator[str]:
+    def text(self) -> Iterator[str]:
         for number in itertools.count(1):
             if self._cancelled or number > self._most:
                 return
             self._written = number
             yield f"{number} "
-            await asyncio.sleep(0.01)
+            time.sleep(0.01)
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -68,5 +64,5 @@ if __name__ == "__main__":
     engine: Any = Counting()
     partner = Partner(engine, "a stand-in", Tokenizer(), 100_000)
     params = SamplingParams(max_tokens=int(sys.argv[1]))
-    Chat(partner, Conversation(partner.tokenizer, None), params, Terminal(commands=COMMANDS)).run()
+    Chat(Conversation(partner, None), params, Terminal(commands=COMMANDS)).run()
     assert "torch" not in sys.modules
