@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib.util
 import socket
 import threading
 from pathlib import Path
@@ -372,19 +371,6 @@ def test_a_reader_that_is_too_slow_loses_its_requests_with_the_reason(engine: En
 
 
 # ---- before and after
-
-
-def test_without_xgrammar_a_form_is_impossible(
-    engine_process: Loop, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Client(path) as client:
-        with monkeypatch.context() as patched:
-            find = importlib.util.find_spec
-            patched.setattr(importlib.util, "find_spec", lambda name: None if name == "xgrammar" else find(name))
-            form = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
-            with pytest.raises(ValueError, match=r"pip install '.\[structured\]'"):
-                client.submit([3, 4], form).result()
-        assert len(client.generate([3, 4], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
 
 
 def test_clients_are_told_what_an_engine_process_does_before_it_is_ready(engine: Engine, path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from compiled_llm.client import Client, EngineProcessError
 from compiled_llm.client.transport import connection as client_connection
 from compiled_llm.protocol import messages
 from compiled_llm.protocol.frames import frame_of
-from compiled_llm.protocol.messages import AskStats, Cancel, Hello, Problem, StatsReply, StepUpdates, Submit
+from compiled_llm.protocol.messages import AskStats, Hello, Problem, StatsReply, Submit
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.engine_process import connection as server_connection
 from support.server.engine_processes import PATIENCE, Bytes, Loop, until
@@ -63,18 +62,6 @@ def test_what_is_no_frame_ends_the_connection_with_a_sentence(beside: None, path
         assert said in peer.problem()
 
 
-def test_requests_of_a_connection_that_is_closed_end(beside: None, path: Path) -> None:
-    with Bytes(path) as peer, Client(path) as other:
-        peer.greet()
-        peer.send(Submit(1, PROMPT, {"max_tokens": 900, "ignore_eos": True}))
-        assert isinstance(peer.receive(), StepUpdates)
-        peer.send(b"\x00\x00\x00\x01\xc1")
-        while not isinstance(message := peer.receive(), Problem):
-            assert message is not None
-        assert peer.receive() is None
-        until(lambda: other.stats().running <= 1)
-
-
 def test_what_was_answered_comes_before_the_sentence_of_the_end(beside: None, engine_process: Loop, path: Path) -> None:
     with Bytes(path) as peer:
         peer.greet()
@@ -102,24 +89,6 @@ def test_who_asks_and_never_reads_can_leave(beside: None, path: Path) -> None:
             pass
     with Client(path) as client:
         until(lambda: client.stats().connections <= 2)
-
-
-def test_random_bytes_do_no_harm(beside: None, path: Path, seed: int) -> None:
-    draw = random.Random(seed)
-    whole = b"".join(map(frame_of, (Submit(1, PROMPT, {"max_tokens": 5}), Cancel(1), AskStats(2), Cancel(9, 3))))
-    for _ in range(60):
-        with Bytes(path) as peer:
-            damaged = bytearray(HELLO * draw.randint(0, 1) + whole)
-            for _ in range(draw.randint(0, 6)):
-                damaged[draw.randrange(len(damaged))] = draw.getrandbits(8)
-            rest = bytes(damaged[: draw.randint(0, len(damaged))])
-            while rest:
-                cut = draw.randint(1, len(rest))
-                try:
-                    peer.send(rest[:cut])
-                except OSError:  # it was closed already
-                    break
-                rest = rest[cut:]
 
 
 def test_nobody_has_for_ever_to_say_hello(beside: None, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from compiled_llm.server.engine_process import process
 from compiled_llm.server.engine_process.facts import ready_of
 from compiled_llm.server.engine_process.operations import Operations
 from support.engine.text_tokenizers import byte_level
-from support.server.engine_processes import PATIENCE, Loop, engine_in_thread, operating, started_engine_process, until
+from support.server.engine_processes import PATIENCE, Loop, engine_in_thread, operating, until
 from support.server.running_servers import running_server, serving
 from support.tiny_models import tiny_qwen3
 
@@ -149,21 +149,6 @@ def test_new_weights_are_those_of_huggingface(served: Served, http: httpx.Client
         assert post(http, "/update_weights", {"folder": str(weights)})["weights"] == str(weights)
         assert tokens(client) == huggingfaces(plain(1), 8)
         assert http.get("/status").json() == {"doing": "ready", "asleep": False, "weights": str(weights)}
-
-
-def test_who_runs_ends_with_the_old_weights_first(served: Served, http: httpx.Client, weights: Path) -> None:
-    with Client(served.path) as client:
-        running = client.submit(PROMPT, LONG)
-        next(iter(running))
-        updating = threading.Thread(target=post, args=(http, "/update_weights", {"folder": str(weights)}))
-        updating.start()
-        while not running.done and served.engine._engine_thread.request_table.paused_requests._early is None:
-            pass
-        late = client.submit(PROMPT, SHORT)
-        assert running.result(PATIENCE).outputs[0].token_ids == huggingfaces(plain(0), 200)
-        assert late.result(PATIENCE).outputs[0].token_ids in (huggingfaces(seed, 8) for seed in map(plain, (0, 1)))
-        updating.join(PATIENCE)
-        assert tokens(client) == huggingfaces(plain(1), 8)
 
 
 def test_asleep_clients_hear_it_and_awake_requests_go_on(served: Served, http: httpx.Client) -> None:
@@ -335,42 +320,3 @@ def test_an_engine_process_that_is_started_again_has_operations(
             assert http.get("/status").json() == {"doing": "ready", "asleep": False, "weights": None}
             post(http, "/update_weights", {"folder": str(weights)})
             assert text() == texts[1]
-
-
-@pytest.mark.whole
-def test_real_weights_and_an_engine_process_by_itself(folder: Path, tmp_path: Path) -> None:
-    """SmolLM2 answers as before once it has its own weights again, and not between; by curl, as the page has it."""
-    model, tokenizer = compiled_llm.demo()
-    prompt = tokenizer("The capital of France is").input_ids
-    model.save_pretrained(tmp_path / "own")
-    own = huggingfaces(model, 12, prompt)
-    with torch.no_grad():
-        for layer in model.model.layers[::2]:
-            layer.mlp.down_proj.weight.mul_(1.05)
-    changed = huggingfaces(model, 12, prompt)
-    assert own != changed
-    model.save_pretrained(tmp_path / "changed", max_shard_size="100MB")
-    operations, path = folder / "operations", folder / "socket"
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-
-    def curl(route: str, *options: str) -> Any:
-        command = ["curl", "-s", "--unix-socket", str(operations), f"localhost/{route}", *options]
-        return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
-
-    with (
-        started_engine_process("demo", path, "--operations-uds", str(operations), *OPTIONS) as process,
-        asking(operations) as http,
-        Client(path) as client,
-    ):
-        for name, expected in [("changed", changed), ("own", own)]:
-            assert curl("sleep", "-X", "POST")["asleep"] is True
-            assert curl("wake", "-X", "POST")["asleep"] is False
-            client.wait_until_ready(PATIENCE)
-            curl("update_weights", "-d", json.dumps({"folder": str(tmp_path / name)}))
-            assert client.generate([prompt], params)[0].outputs[0].token_ids == expected
-        (tmp_path / "changed" / "model.safetensors.index.json").unlink()
-        assert http.post("/update_weights", json={"folder": str(tmp_path / "changed")}).status_code == 400
-        assert client.generate([prompt], params)[0].outputs[0].token_ids == own
-        process.terminate()
-        assert process.wait(PATIENCE) == 0
-        assert not operations.exists()

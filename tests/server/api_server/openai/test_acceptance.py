@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import shlex
 import tempfile
@@ -82,19 +81,3 @@ def test_tokens_are_equal_in_process_by_socket_and_by_http(
     stream = http.chat.completions.create(**asked, stream=True)
     assert "".join(choice.delta.content or "" for chunk in stream for choice in chunk.choices) == expected.text
     assert "libtorch" not in Path(f"/proc/{served.process}/maps").read_text()
-
-
-@pytest.mark.parametrize("given", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}], ids=["greedy", "drawn"])
-def test_sixty_four_equal_questions_have_one_answer_and_a_cached_prompt(served: Served, given: dict[str, Any]) -> None:
-    async def all_of_them() -> list[Any]:
-        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=5 * PATIENCE) as client:
-            ask = client.chat.completions.create
-            first = await ask(model="demo", messages=QUESTION, max_tokens=12, **given)
-            others = (ask(model="demo", messages=QUESTION, max_tokens=12, **given) for _ in range(63))
-            return [first, *await asyncio.gather(*others)]
-
-    answers = asyncio.run(all_of_them())
-    assert len({answer.choices[0].message.content for answer in answers}) == 1
-    assert len({answer.id for answer in answers}) == 64
-    cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers[1:]]
-    assert min(cached) >= answers[0].usage.prompt_tokens - 17  # all whole pages

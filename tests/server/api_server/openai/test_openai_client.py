@@ -46,6 +46,7 @@ def test_a_chat_is_answered_as_in_process(client: Any, engine: Engine, given: An
     assert [choice.finish_reason for choice in ours.choices] == [reason(answer) for answer in theirs.outputs]
     assert [choice.index for choice in ours.choices] == list(range(len(theirs.outputs)))
     assert ours.usage.prompt_tokens == len(theirs.prompt_token_ids)
+    assert ours.usage.prompt_tokens_details.cached_tokens == (len(theirs.prompt_token_ids) - 1) // 4 * 4  # whole pages
     assert ours.usage.completion_tokens == sum(len(answer.token_ids) for answer in theirs.outputs)
     assert (ours.model, ours.object) == ("tiny", "chat.completion")
 
