@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling, sample
-from compiled_llm_ops import build_sampling, sample_tokens
+from compiled_llm_ops import build_sampling, sample_tokens, top_logprobs
 from support.gpu import needs_cuda, seeded
+from support.ops.logprob_cases import check_packed, logits_of
 from support.ops.sampling_cases import (
     BRANCHES,
     EDITED,
@@ -157,3 +158,14 @@ def test_choosing_compiles_whole_and_draws_what_eager_draws(seed: int) -> None:
         assert torch.equal(compiled(logits, slots, positions, ours), sample(logits, slots, positions, theirs))
         positions += 1
     assert torch.equal(ours.counts, theirs.counts)
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "filtered", "strided"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("vocabulary", [5, 49_152, 151_936, 262_145])
+def test_kernels(vocabulary: int, dtype: torch.dtype, kind: str) -> None:
+    logits = logits_of(kind, 64, vocabulary, dtype, "cuda")
+    tokens = torch.randint(-1, vocabulary, (64,), device="cuda")
+    for most in (0, 1, 5, min(20, vocabulary)):
+        check_packed(top_logprobs(logits, tokens, most), logits, tokens, most)
+        check_packed(top_logprobs(logits[:1], tokens[:1], most), logits[:1], tokens[:1], most)

@@ -1,6 +1,6 @@
-"""The kernels of `skinny_linear`, under Triton's interpreter on the CPU; `test_linear_gpu.py` runs them on a GPU.
+"""The kernels of `skinny_linear`, of norms and of log-probabilities, under Triton's interpreter on the CPU.
 
-Shapes: M rows, N outputs, K inputs.
+`test_linear_gpu.py` and `test_sampling_gpu.py` run them on a GPU. Shapes: M rows, N outputs, K or I inputs.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_llm_ops import normed_linear
+import compiled_llm_ops
+from compiled_llm_ops import normed_linear, top_logprobs
+from compiled_llm_ops.contracts import TopLogprobs
 from compiled_llm_ops.kernels.linear_tiling import LinearTiling
 from support.ops.compiling import compiled, in_order
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
+from support.ops.logprob_cases import check_packed, logits_of
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
 
@@ -140,3 +143,69 @@ def test_of_few_rows_weights_alone_are_read_before_waiting(tiling: LinearTiling,
     assert len(read) == tiling.prefetched * outputs * tiling.inputs // 128, (
         "a thread's weights, one by one, and no more"
     )
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(1, 64), (3, 1, 96), (5, 1024), (2, 5000)], ids=str)
+def test_sums_are_normed(shape: tuple[int, ...], seed: int) -> None:
+    from compiled_llm_ops.kernels.norm import add_rms_norm
+
+    states, update = torch.randn(2, *shape).half()
+    weight = torch.randn(shape[-1]).half()
+    total, normed = add_rms_norm(states, update, weight, 0.01, pdl=False)
+    expected_total, expected = compiled_llm_ops.add_rms_norm(states, update, weight, 0.01)
+    assert torch.equal(total, expected_total)
+    torch.testing.assert_close(normed, expected, rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+def test_nothing_but_the_weight_is_touched_before_waiting() -> None:
+    from compiled_llm_ops.kernels.norm import _add_rms_norm as kernel
+
+    types = {**dict.fromkeys(("states", "update", "weight", "total", "normed"), "*bf16"), "epsilon": "fp32"}
+    made = compiled(kernel, {"INPUTS": 1000, "BLOCK": 1024, "PDL": True}, types, launch_pdl=True)
+    found = in_order(made.asm["ptx"])
+    before = found.index("griddepcontrol.wait")
+    assert found[:before] == ["ld.global"] * 8, "a thread's numbers of the weight, one by one"
+    assert found[before + 1] == "griddepcontrol.launch_dependents"
+
+
+KINDS = ["normal", "ties", "filtered", "strided"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_plain_pytorch(kind: str, dtype: torch.dtype, seed: int) -> None:
+    logits, tokens = logits_of(kind, 5, 700, dtype), torch.tensor([0, 699, 5, -1, 44])
+    for num_logprobs in (0, 1, 20, 700):
+        check_packed(top_logprobs(logits, tokens, num_logprobs), logits, tokens, num_logprobs)
+
+
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize(("dtype", "tiles"), [("bf16", 2048), ("fp32", 1)])
+def test_kernels_compile_without_a_gpu(dtype: str, tiles: int) -> None:
+    from compiled_llm_ops.kernels import logprobs as kernels
+
+    numbers = dict.fromkeys(("stride", "vocabulary", "tiles", "spans", "num_logprobs"), "i32")
+    types = {"logits": f"*{dtype}", "tokens": "*i64", "likelier": "*i32", "packed": "*i32", **numbers}
+    for kernel, constants in (
+        (kernels._summarise_for_logprobs, {}),
+        (kernels._take_likeliest, {"padded_tiles": tiles, "padded_spans": max(1, tiles // 32)}),
+    ):
+        compiled(kernel, constants, {**dict.fromkeys(kernel.arg_names, "*fp32"), **types})
+
+
+@interpreted
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocabulary", [5, 4225, *(pytest.param(one, marks=pytest.mark.whole) for one in (128, 9001))])
+def test_kernels(vocabulary: int, dtype: torch.dtype, kind: str, seed: int) -> None:
+    from compiled_llm_ops.kernels import logprobs as kernels
+
+    logits, tokens = logits_of(kind, 3, vocabulary, dtype), torch.tensor([0, vocabulary - 1, -1])
+    for num_logprobs in (0, min(7, vocabulary)):
+        check_packed(kernels.top_logprobs(TopLogprobs(logits, tokens, num_logprobs)), logits, tokens, num_logprobs)
