@@ -291,7 +291,7 @@ def test_no_more_requests_run_at_once_than_asked_for_and_arrivals_are_kept() -> 
     assert most == 3
     answers = asyncio.run(answered([Asked([1], 1, arrival) for arrival in (0.0, 0.05)], ask, None))
     assert [answer.begun for answer in answers] == pytest.approx([0.0, 0.05])
-    assert 0.05 < answers[1].times[0] < 1
+    assert answers[1].times[0] > 0.05
 
 
 def test_passes_have_equal_arrivals_and_lengths_and_other_tokens() -> None:

@@ -131,28 +131,22 @@ def test_a_tokenizer_ends_the_request_whose_tokens_it_fails_on(engine, tokenizer
 # ---- Ctrl-C
 
 
-def press_ctrl_c_soon() -> threading.Timer:
-    timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
-    timer.start()
-    return timer
-
-
 def test_ctrl_c_reaches_the_user_in_a_processor_that_does_not_end(engine):
-    over = threading.Event()
+    reached, over, waits = threading.Event(), threading.Event(), list[bool]()
 
     def endless(answer: list[int], logits: Tensor) -> Tensor:
         if len(answer) == 2:
-            over.wait(PATIENCE)
+            reached.set()
+            waits.append(over.wait(PATIENCE))
         return logits
 
     beside = engine.submit(OTHER, greedy(128))
     next(iter(beside))
-    began, timer = time.monotonic(), press_ctrl_c_soon()
+    start(lambda: reached.wait(PATIENCE) and os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPT, greedy(9, logits_processors=[endless]))
-    assert time.monotonic() - began < PATIENCE  # it has not waited for the processor
+    assert not waits, "it has waited for the processor"
     over.set()
-    timer.join()
     assert beside.result(PATIENCE).token_ids == huggingfaces(OTHER, 128)
     assert_it_goes_on(engine)
 

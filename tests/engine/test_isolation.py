@@ -261,6 +261,7 @@ def test_inside_a_pause_the_model_generates_and_the_engine_refuses(engine, model
             engine.close,
             engine.sleep,
             engine.wake,
+            lambda: engine.update_weights("weights"),
             lambda: engine.generate(PROMPT),
         ):
             with pytest.raises(RuntimeError, match="paused, or running, in this thread"):

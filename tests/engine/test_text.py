@@ -82,23 +82,6 @@ def test_answers_end_at_stop_strings(engine, seed):
     assert engine.stats().running == 0
 
 
-def test_an_answer_without_its_stop_string_is_whole(engine):
-    plain, output = engine.generate([PROMPT] * 2, [settings(), settings(stop="\0\0")])
-    assert (output.token_ids, output.text) == (plain.token_ids, plain.text)
-    assert (output.finish_reason, output.stop_reason) == ("length", None)
-    assert output.text == decode(output.token_ids)
-
-
-@BOTH_WAYS
-def test_a_stop_string_in_the_last_token_counts(engine):
-    whole = engine.generate(PROMPT, settings())[0].token_ids
-    while decode(whole).endswith("\ufffd"):
-        whole = whole[:-1]
-    text = decode(whole)
-    output = engine.generate(PROMPT, settings(max_tokens=len(whole), stop=text[-6:]))[0]
-    assert (output.finish_reason, output.text) == ("stop", text[: text.index(text[-6:])])
-
-
 @BOTH_WAYS
 def test_several_answers_stop_each_for_itself(engine):
     whole = engine.generate(PROMPT, settings(n=3))[0].outputs

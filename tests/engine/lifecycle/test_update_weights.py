@@ -186,12 +186,6 @@ def test_an_engine_that_sleeps_or_closes_meanwhile_ends_the_update(engine, folde
     assert late.result(PATIENCE).outputs[0].finish_reason == "cancelled"
 
 
-def test_it_is_refused_where_it_would_wait_for_itself(engine, folder):
-    with engine.paused(), pytest.raises(RuntimeError, match="paused, or running, in this thread"):
-        engine.update_weights(folder)
-    assert answer(engine) == huggingfaces(PROMPT, 12)
-
-
 def test_a_deadline_holds_while_a_request_waits_for_the_weights(engine, folder):
     handle = begun(engine, PROMPT, greedy(900))
     updating = started(engine, folder)

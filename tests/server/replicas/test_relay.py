@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -221,10 +220,8 @@ def test_a_replica_that_fails_ends_what_it_had_with_an_error(
 
 def test_if_no_replica_answers_for_long_there_is_none(engine_process: Loop, path: Path) -> None:
     async def game(replica: OneReplica, client: ReplicaClient) -> None:
-        began = time.monotonic()
         replica.gone = EngineDeadError("the replica has ended")
         assert str(await client.wait_until_lost()) == "no replica has answered for 0.3 s"
-        assert time.monotonic() - began < 5
         with pytest.raises(EngineDeadError):
             client.submit([5], GREEDY)
 
@@ -239,7 +236,7 @@ def test_who_waits_hears_why_no_replica_can_be_asked(
             raise KeyError("/a/path")
 
         replica.ready = unknown  # type: ignore[method-assign]
-        assert str(await asyncio.wait_for(client.wait_until_lost(), 5)) == "replicas cannot be asked: KeyError"
+        assert str(await asyncio.wait_for(client.wait_until_lost(), PATIENCE)) == "replicas cannot be asked: KeyError"
 
     play(path, game)
     assert "replicas cannot be asked" in caplog.text
