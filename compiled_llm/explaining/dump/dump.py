@@ -5,16 +5,19 @@ For each program a folder, with the stages in their order; for a program that is
 
 from __future__ import annotations
 
+import dis
+import io
 import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from compiled_llm.compat.torch.dynamo import CompiledGraph, compiled_graphs
-from compiled_llm.explaining.dump.bytecode import readable
 from compiled_llm.explaining.dump.links import links_of
 from compiled_llm.explaining.dump.pages import GRAPH, INDUCTOR, DumpedProgram, DumpPages
 from compiled_llm.explaining.page import page
@@ -97,7 +100,7 @@ class Dump:
         try:
             work()
         except Exception as error:  # the rest is worth having
-            self._note(f"{what}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+            self._note(f"{what}: {_first_line(error)}")
 
     def _note(self, text: str) -> None:
         if text and text not in self.notes:
@@ -142,3 +145,24 @@ class Dump:
             return {}
         found: dict[str, Any] = json.loads(mapping.read_text())
         return found
+
+
+def readable(code: CodeType) -> tuple[str, str]:
+    """Return bytecode as Python and an empty note; if depyf cannot do that, disassembled, and a note that says why."""
+    try:
+        from depyf import decompile
+
+        return decompile(code), ""
+    except Exception as error:  # depyf reaches into torch, and knows the versions of its day
+        if isinstance(error, ModuleNotFoundError) and error.name == "depyf":
+            note = "depyf is not installed, so bytecode is shown as such: pip install depyf"
+        else:
+            said = f"depyf {version('depyf')} does not know this Python or torch ({_first_line(error)})"
+            note = f"{said}, so bytecode is shown as such"
+    text = io.StringIO()
+    dis.dis(code, file=text)
+    return f"# {note}\n\n{text.getvalue()}", note
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

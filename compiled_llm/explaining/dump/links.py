@@ -117,12 +117,6 @@ class Part:
         """The number of the module that stands for all: the middle one, as ends are fused with what is around them."""
         return len(self.modules) // 2
 
-    def figures(self) -> tuple[int, int, int]:
-        """Return how many lines the module that is shown has, and how many nodes and kernels they became."""
-        links = self.links[self.shown]
-        kernels = {kernel for link in links for kernel in link.kernels}
-        return len(links), sum(len(link.nodes) for link in links), len(kernels)
-
 
 def parts_of(links: Iterable[SourceLink]) -> list[Part]:
     """Return the parts of a model in the order in which they run first."""
