@@ -6,9 +6,11 @@ import math
 import re
 import ssl
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS, MAX_UNSENT
 
@@ -107,6 +109,36 @@ class ApiServerSettings:
     @property
     def scheme(self) -> str:
         return "http" if self.ssl_certfile is None else "https"
+
+
+_ATTRIBUTES = {
+    "served_model_name": "names",
+    "allowed_host": "allowed_hosts",
+    "cors_origin": "cors_origins",
+    "salt_caches": "salts_caches",
+    "escape_special_tokens": "escapes_special_tokens",
+}
+"""Options whose attribute has another name."""
+
+
+def settings_of(options: Mapping[str, Any], name: str, **others: Any) -> ApiServerSettings:
+    """Return the settings that options of ``compiled-llm serve`` ask for.
+
+    Args:
+        options: by their names with underscores; None for one that is not given.
+        name: that requests call the model by, unless an option says so.
+        others: further attributes.
+
+    Raises:
+        ValueError: as ``ApiServerSettings``, or the file of keys has none, or short ones.
+    """
+    given = {_ATTRIBUTES.get(option, option): value for option, value in options.items() if value is not None}
+    if (file := given.pop("api_key_file", None)) is not None:
+        given["api_keys"] = keys_in(Path(file))
+    for several in ("names", "allowed_hosts", "cors_origins"):
+        value = given.get(several, ())
+        given[several] = (value,) if isinstance(value, str) else tuple(value)
+    return ApiServerSettings(**{**given, "names": given["names"] or (name,)}, **others)
 
 
 def keys_in(file: Path) -> tuple[str, ...]:

@@ -55,31 +55,15 @@ class HttpFlags(NamedTuple):
 
     def settings(self, source: Source, drain_seconds: float) -> ApiServerSettings:
         """Return the settings of the API server; ValueError if they contradict each other, or if a file is unfit."""
-        from compiled_llm.server.settings import ApiServerSettings, check_certificate, keys_in
+        from compiled_llm.server.settings import check_certificate, settings_of
 
-        count = self.api_server_count
+        flags = {**self._asdict(), "host": self.host or None}
+        count = flags.pop("api_server_count")
         if count is not None and not 1 <= count <= _MAX_API_SERVERS:
             raise ValueError(f"--api-server-count {count}: must be from 1 to {_MAX_API_SERVERS}")
         if self.ssl_certfile is not None and self.ssl_keyfile is not None:
             check_certificate(self.ssl_certfile, self.ssl_keyfile)
-        return ApiServerSettings(
-            names=tuple(self.served_model_name) or (source.public_name,),
-            host=self.host or "127.0.0.1",
-            port=8000 if self.port is None else self.port,
-            api_keys=() if self.api_key_file is None else keys_in(self.api_key_file),
-            allowed_hosts=tuple(self.allowed_host),
-            cors_origins=tuple(self.cors_origin),
-            ssl_certfile=self.ssl_certfile,
-            ssl_keyfile=self.ssl_keyfile,
-            request_seconds=self.request_seconds,
-            drain_seconds=drain_seconds,
-            salts_caches=self.salt_caches,
-            escapes_special_tokens=self.escape_special_tokens,
-            page=self.page,
-            max_connections=self.max_connections,
-            client_seconds=self.client_seconds,
-            stream_interval=self.stream_interval,
-        )
+        return settings_of(flags, source.public_name, drain_seconds=drain_seconds)
 
 
 def usual_count(device: str) -> int:

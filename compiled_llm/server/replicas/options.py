@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_QUEUE, MAX_ROWS
-from compiled_llm.server.settings import ApiServerSettings, keys_in
+from compiled_llm.server.defaults import MAX_QUEUE, MAX_ROWS
+from compiled_llm.server.settings import ApiServerSettings, settings_of
 
 OF_ENGINE_PROCESSES = frozenset(
     {"artifacts", "backend", "device", "dtype", "kv_memory", "max_queue", "max_rows", "max_step_ms", "mode", "quiet"}
@@ -72,20 +72,8 @@ class Options(NamedTuple):
 
     def settings(self) -> ApiServerSettings:
         """Return the settings of API servers; ValueError if the file of keys has none, or short ones."""
-        key_file = self.given.get("api_key_file")
-        return ApiServerSettings(
-            names=_texts(self.given.get("served_model_name")) or (Path(self.model).name,),
-            api_keys=() if key_file is None else keys_in(Path(key_file)),
-            allowed_hosts=_texts(self.given.get("allowed_host")),
-            cors_origins=_texts(self.given.get("cors_origin")),
-            request_seconds=self.given.get("request_seconds"),
-            client_seconds=float(self.given.get("client_seconds", CLIENT_SECONDS)),
-            stream_interval=int(self.given.get("stream_interval", 1)),
-            behind_proxy=True,
-            salts_caches=bool(self.given.get("salt_caches")),
-            escapes_special_tokens=bool(self.given.get("escape_special_tokens")),
-            page=bool(self.given.get("page", True)),
-        )
+        given = {name: value for name, value in self.given.items() if name in OF_API_SERVERS}
+        return settings_of(given, Path(self.model).name, behind_proxy=True)
 
 
 def _flags(name: str, value: Any) -> Sequence[str]:
@@ -95,7 +83,3 @@ def _flags(name: str, value: Any) -> Sequence[str]:
     if value is True:
         return [flag]
     return [f"{flag}={','.join(map(str, value)) if isinstance(value, (list, tuple)) else value}"]
-
-
-def _texts(value: str | Iterable[str] | None) -> tuple[str, ...]:
-    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
