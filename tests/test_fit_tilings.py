@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -13,19 +11,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from support.imports import CHECKOUT
+from support.imports import CHECKOUT, module_at
 
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    path = CHECKOUT / "tools" / "fit_tilings.py"
-    spec = importlib.util.spec_from_file_location("fit_tilings", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return module_at(CHECKOUT / "tools" / "fit_tilings.py")
 
 
 RULES = ["linear", "normed", "attention", "splitting", "captured", "cpu-linear"]

@@ -24,7 +24,7 @@ from compiled_llm_ops import decode_attention, decode_attention_lse
 from compiled_llm_ops.contracts import DecodeAttention
 from support.compilation.traced import traced
 from support.huggingface.families import FAMILIES, make
-from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts
+from support.parity import FEW_PAGES, greedy, mixed_prompts, wrap_and_compare
 from support.tiny_models import tiny_llama, tiny_qwen3
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
@@ -144,14 +144,7 @@ def test_a_model_like_llama_that_matches_nothing_is_told_of_once(family, warned,
 @pytest.mark.parametrize("tiny", [tiny_qwen3, pytest.param(tiny_llama, marks=pytest.mark.whole)])
 def test_compiled_steps_choose_the_same_tokens(tiny, seed, monkeypatch):
     monkeypatch.setattr(programs, "Inductor", lambda *args, **_: inductor.Inductor(*args, layers_in_region=1))
-    model = tiny(num_hidden_layers=3, eos_token_id=None)
-    inputs = mixed_prompts([5, 19, 11], 128, seed)
-    expected = greedy(model, inputs, 12)
-    compiled_llm.wrap(model, fuse_projections=True, **FEW_PAGES)
-    for _ in range(2):
-        torch.testing.assert_close(greedy(model, inputs, 12), expected)
-    assert model.compiled.stats().recompiles == 0
-    assert_account_is_empty(model)
+    wrap_and_compare(tiny(num_hidden_layers=3, eos_token_id=None), seed, fuse_projections=True)
 
 
 # ---- one graph

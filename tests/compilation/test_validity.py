@@ -81,7 +81,7 @@ def guarded() -> tuple[nn.Module, Guards, Callable[..., torch.Tensor]]:
 
 
 def test_guards_hold_until_an_attribute_or_the_grad_mode_changes(guarded) -> None:
-    model, guards, _ = guarded
+    model, guards, compiled = guarded
     with torch.no_grad():
         assert guards.valid()
         model.factor = 3.0
@@ -92,13 +92,9 @@ def test_guards_hold_until_an_attribute_or_the_grad_mode_changes(guarded) -> Non
         assert not guards.valid()
         model.eval()
     assert not guards.valid()
-
-
-def test_guards_stay_those_of_the_recording_when_another_graph_is_compiled(guarded) -> None:
-    model, guards, compiled = guarded
     with torch.no_grad():
         model.factor = 3.0
-        compiled(model, (torch.ones(3),))
+        compiled(model, (torch.ones(3),))  # those of the recording stay when another graph is compiled
         assert not guards.valid()
         model.factor = 2.0
         assert guards.valid()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 CHECKOUT = Path(__file__).parents[2]
 PACKAGES = (CHECKOUT / "compiled_llm", CHECKOUT / "ops" / "compiled_llm_ops")
@@ -105,3 +108,14 @@ def reachable(name: str, arrows: set[Import]) -> set[str]:
         seen |= new
         waiting.extend(new)
     return seen
+
+
+@cache
+def module_at(path: Path) -> ModuleType:
+    """Import a file that stands in no package."""
+    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import re
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-CHECKOUT = Path(__file__).parents[3]
+from support.imports import CHECKOUT, module_at
+
 DOCS = CHECKOUT / "docs"
 PAGES = [CHECKOUT / "README.md", *sorted(DOCS.rglob("*.md"))]
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -62,32 +61,22 @@ def run(block: Block, page: Path, namespace: dict[str, Any]) -> list[str]:
 
 def hooks() -> ModuleType:
     """The tables that mkdocs puts into pages."""
-    return _of_mkdocs("hooks")
+    return module_at(DOCS / "hooks.py")
 
 
 def included() -> ModuleType:
     """The pages of the repository that mkdocs puts into those of the site."""
-    return _of_mkdocs("included")
+    return module_at(DOCS / "included.py")
 
 
 def figures() -> ModuleType:
     """The published runs that mkdocs puts into pages."""
-    return _of_mkdocs("figures")
+    return module_at(DOCS / "figures.py")
 
 
 def notebooks() -> ModuleType:
     """The notebooks that mkdocs puts into pages."""
-    return _of_mkdocs("notebooks")
-
-
-@cache
-def _of_mkdocs(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(DOCS / "notebooks.py")
 
 
 def rendered(page: str) -> str:
