@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 _MAIN = Path(__file__).resolve().parents[1] / "__main__.py"
 
@@ -15,3 +17,15 @@ def own_command(*arguments: str) -> list[str]:
     keeps it from that, is new in 3.11. The path of a script is looked up nowhere.
     """
     return [sys.executable, str(_MAIN), *arguments]
+
+
+def serve_arguments(model: str, options: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of ``compiled-llm serve`` for options by their names with underscores; None for none."""
+    arguments = ["serve", model]
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            arguments.append(flag)
+        elif value is not None and value is not False:
+            arguments.append(f"{flag}={','.join(map(str, value)) if isinstance(value, (list, tuple)) else value}")
+    return arguments

@@ -21,6 +21,7 @@ from compiled_llm.commands.serve.leash import end_with_parent
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import WrapConfig
 from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS, MAX_QUEUE, MAX_ROWS
+from compiled_llm.server.own_process import serve_arguments
 
 if TYPE_CHECKING:
     from compiled_llm.engine.engine import Engine
@@ -71,14 +72,8 @@ class ServeOptions(NamedTuple):
 
     def arguments(self) -> list[str]:
         """Return the arguments of an engine process for API servers, whose clients may wait by the thousand."""
-        options = self._asdict() | {
-            "max_queue": MAX_QUEUE if self.max_queue is None else self.max_queue,
-            "warmup": ",".join(map(str, self.warmup)) or None,
-        }
-        flags = ["--quiet"] if options.pop("quiet") else []
-        given = {name: value for name, value in options.items() if value is not None and name != "model"}
-        named = (f"--{name.replace('_', '-')}={value}" for name, value in given.items())
-        return ["serve", self.model, *named, *flags]
+        options = self._asdict() | {"max_queue": MAX_QUEUE if self.max_queue is None else self.max_queue}
+        return serve_arguments(options.pop("model"), options | {"warmup": self.warmup or None})
 
 
 def serve(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from compiled_llm.server.defaults import MAX_QUEUE, MAX_ROWS
+from compiled_llm.server.own_process import serve_arguments
 from compiled_llm.server.settings import ApiServerSettings, settings_of
 
 OF_ENGINE_PROCESSES = frozenset(
@@ -63,7 +64,7 @@ class Options(NamedTuple):
         """Return the command of a replica's engine process, but for its socket."""
         given = {"max_queue": MAX_QUEUE, "drain_seconds": 1}
         given |= {name: value for name, value in self.given.items() if name in OF_ENGINE_PROCESSES}
-        return ["serve", self.model, *(flag for name, value in given.items() for flag in _flags(name, value))]
+        return serve_arguments(self.model, given)
 
     @property
     def max_requests(self) -> int:
@@ -74,12 +75,3 @@ class Options(NamedTuple):
         """Return the settings of API servers; ValueError if the file of keys has none, or short ones."""
         given = {name: value for name, value in self.given.items() if name in OF_API_SERVERS}
         return settings_of(given, Path(self.model).name, behind_proxy=True)
-
-
-def _flags(name: str, value: Any) -> Sequence[str]:
-    flag = f"--{name.replace('_', '-')}"
-    if value is None or value is False:
-        return []
-    if value is True:
-        return [flag]
-    return [f"{flag}={','.join(map(str, value)) if isinstance(value, (list, tuple)) else value}"]
