@@ -365,7 +365,10 @@ def test_builds_stop_at_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(doctor_build, "build_with_inductor", Mock(side_effect=RuntimeError(said)))
     (found,) = doctor_build.try_builds(cuda=False)
     essential = "CppCompileError: C++ compile error: /tmp/a.cpp:1:9: fatal error: Python.h: no such file"
-    assert_found(found, "failed", essential, "TORCH_LOGS*", prevents=True)
+    assert_found(found, "failed", essential, "install Python's headers*", prevents=True)
+    for said, fix in (("CUDA out of memory", "see in nvidia-smi*"), ("error: expected ';'", "TORCH_LOGS*")):
+        monkeypatch.setattr(doctor_build, "build_with_inductor", Mock(side_effect=RuntimeError(said)))
+        assert_found(*doctor_build.try_builds(cuda=False), "failed", "*", fix, prevents=True)
 
 
 def test_an_error_of_nvcc_is_told(program: Fake) -> None:

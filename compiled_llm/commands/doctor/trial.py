@@ -42,11 +42,18 @@ def try_builds(cuda: bool) -> Iterator[DoctorFinding]:
             with progress.task(doing, partial(compiling_stage, threading.get_ident())):
                 outcome = run()
         except Exception as error:
-            fix = "TORCH_LOGS=+inductor or FLASHINFER_JIT_VERBOSE=1 in the environment tells more"
-            outcome = Outcome("failed", essence(error), fix)
+            outcome = Outcome("failed", essence(error), _advice(str(error)))
         yield DoctorFinding(PART, name, *outcome, needed=True, seconds=time.perf_counter() - started)
         if outcome.status != "ok":
             return
+
+
+def _advice(error: str) -> str:
+    if "Python.h" in error:
+        return "install Python's headers, for example with 'apt install python3-dev'"
+    if "out of memory" in error.lower():
+        return "see in nvidia-smi what else runs there"
+    return "TORCH_LOGS=+inductor or FLASHINFER_JIT_VERBOSE=1 in the environment tells more"
 
 
 def trials(device: str) -> Iterator[tuple[str, str, Callable[[], Outcome]]]:
