@@ -8,14 +8,43 @@ from __future__ import annotations
 
 import functools
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, NamedTuple
 
-from compiled_llm_ops.protocol import Backend
+from compiled_llm_ops.protocol import Backend, DecodeOps, own_decode_ops
 
 BACKENDS = ("flashinfer", "reference")
 """The names of our own."""
 
 GROUP = "compiled_llm_ops.backends"
+
+
+class ChosenBackend(NamedTuple):
+    """Whose kernels attend over the pages of a model.
+
+    Attributes:
+        name: of ``backend``.
+        backend: attends in prefill, and in decode if that is planned.
+        decode_ops: those that attend in decode; None if decode steps are planned.
+    """
+
+    name: str
+    backend: Backend
+    decode_ops: DecodeOps | None
+
+
+def backend_for(name: str, device: str) -> ChosenBackend:
+    """Return whose kernels attend on a kind of device, ``"cpu"`` or ``"cuda"``.
+
+    With ``"auto"``, CUDA has FlashInfer for prefill and our own kernel for decode, and a CPU the reference. Any other
+    name is that of a backend, which says itself how decode steps attend.
+
+    Raises: as ``backend_named``.
+    """
+    if name == "auto" and device == "cuda":
+        return ChosenBackend("flashinfer", backend_named("flashinfer"), own_decode_ops())
+    name = "reference" if name == "auto" else name
+    backend = backend_named(name)
+    return ChosenBackend(name, backend, backend.decode_ops(device))
 
 
 def backend_names() -> tuple[str, ...]:

@@ -108,6 +108,34 @@ class NothingToBuild:
         return 0
 
 
+class DecodeOps(NamedTuple):
+    """The ops of decode steps without a plan: each launch reads the page table as it is then.
+
+    Both have the schema of ``contracts.DecodeAttention`` with ``pages`` written, as ``library.schema`` gives it, and
+    answer as our own do.
+
+    Attributes:
+        attend: as ``decode_attention``.
+        attend_lse: as ``decode_attention_lse``.
+        prepare: whether they norm and rotate queries and keys on CUDA, and keep the rules of ``overlap``; if not, the
+            arguments from ``query_norm`` on have their defaults.
+    """
+
+    attend: torch._ops.OpOverload
+    attend_lse: torch._ops.OpOverload
+    prepare: bool = False
+
+    @property
+    def both(self) -> tuple[torch._ops.OpOverload, torch._ops.OpOverload]:
+        return self.attend, self.attend_lse
+
+
+def own_decode_ops() -> DecodeOps:
+    """Return our own: a Triton kernel on CUDA, plain PyTorch on a CPU."""
+    ops = torch.ops.compiled_llm
+    return DecodeOps(ops.decode_attention.default, ops.decode_attention_lse.default, prepare=True)
+
+
 class Backend(Protocol):
     """Kernels for attention over pages, and their plans.
 
@@ -165,6 +193,9 @@ class Backend(Protocol):
 
     def append(self, args: AppendPagedKv) -> None:
         """Write keys and values of new tokens, of the pages' head size, into the pages; see ``append_paged_kv``."""
+
+    def decode_ops(self, device: str) -> DecodeOps | None:
+        """Return the ops of decode steps on a kind of device; None if they are planned as prefill is."""
 
 
 # ---- finding plans

@@ -16,7 +16,7 @@ from compiled_llm_ops.flashinfer.prebuilt import find_kernels_in, kernels_built
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, captured_split_bytes, split_bytes, worth_splitting
 from compiled_llm_ops.flashinfer.versions import QUERY_DTYPES, missing_kernel, padded_head_dim
 from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace, max_blocks_of, processors_of
-from compiled_llm_ops.protocol import CapturedLaunch, Installation
+from compiled_llm_ops.protocol import CapturedLaunch, DecodeOps, Installation
 
 
 class FlashInferInstallation:
@@ -82,6 +82,9 @@ class FlashInfer:
     def append(self, args: AppendPagedKv) -> None:
         table = PageTable(args.indptr, args.indptr, args.indices, args.last_page_len)
         append(args.key, args.value, args.pages, args.token_rows, args.token_positions, table)
+
+    def decode_ops(self, device: str) -> DecodeOps | None:
+        return None
 
 
 BACKEND = FlashInfer()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compiled_llm_ops import plain_attention
 from compiled_llm_ops.contracts import AppendPagedKv, Geometry, PagedAttention, PlannedBatch
-from compiled_llm_ops.protocol import CapturedLaunch, Installation, NothingToBuild, own
+from compiled_llm_ops.protocol import CapturedLaunch, DecodeOps, Installation, NothingToBuild, own, own_decode_ops
 
 
 class ReferencePlan:
@@ -77,6 +77,10 @@ class Reference:
 
     def append(self, args: AppendPagedKv) -> None:
         plain_attention.append(args)
+
+    def decode_ops(self, device: str) -> DecodeOps | None:
+        """Return our own on a CPU, where they are plain PyTorch, too."""
+        return own_decode_ops() if device == "cpu" else None
 
 
 BACKEND = Reference()
