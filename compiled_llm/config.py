@@ -145,16 +145,6 @@ class WrapConfig:
         wanted = device == "cuda" if self.fuse_projections is None else self.fuse_projections
         return wanted and self.mode != "eager"
 
-    def backend_on(self, device: str) -> str:
-        """Return the name of the backend that attends over pages on a kind of device."""
-        if self.backend == "auto":
-            return "flashinfer" if device == "cuda" else "reference"
-        return self.backend
-
-    def plans_decode_on(self, device: str) -> bool:
-        """Return whether the backend attends in decode too on a kind of device, in place of ``decode_attention``."""
-        return device == "cuda" and self.backend != "auto"
-
     def captures_on(self, device: str) -> bool:
         """Return whether we capture steps as CUDA graphs on a kind of device, whole or in pieces."""
         return device == "cuda" and self.mode in CUDA_GRAPH_MODES

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from compiled_llm.compat.torch.inductor import compile_with_inductor
 from compiled_llm.compat.torch.tensors import note_examples
-from compiled_llm.compilation.regions import Examples, attentions_in, cut, join, without_symbols
+from compiled_llm.compilation.regions import PLANNED, Examples, attentions_in, cut, join, without_symbols
 from compiled_llm.compilation.tracing.layer_marks import fill
 
 Compiled = Callable[..., Any]
@@ -33,6 +34,7 @@ class Inductor:
         passes: Sequence[Pass] = (),
         *,
         layers_in_region: int,
+        decode_ops: Sequence[torch._ops.OpOverload] = (),
         compile_graph: CompileGraph | None = None,
     ) -> None:
         """Compile later, at each call.
@@ -42,10 +44,12 @@ class Inductor:
             passes: each rewrites the whole graph in place, before Inductor.
             layers_in_region: compile equal regions of so many layers once; 0 gives Inductor the whole graph. A region
                 costs the host 0.1 to 0.3 ms a call, which the replay of a CUDA graph does not pay.
+            decode_ops: those that attend without a plan: a graph is cut before them, too.
             compile_graph: compiles a graph, or finds it compiled; Inductor with its own cache if None.
         """
         self._options = dict(options)
         self._passes = passes
+        self._attentions = (*PLANNED, *decode_ops)
         self._compile_graph = compile_graph
         self.layers_in_region = layers_in_region
 
@@ -61,10 +65,10 @@ class Inductor:
 
     def _worth_cutting(self, graph: fx.Graph) -> bool:
         layers = self.layers_in_region
-        return layers == 1 or 0 < _FEWEST_REGIONS * layers <= attentions_in(graph)
+        return layers == 1 or 0 < _FEWEST_REGIONS * layers <= attentions_in(graph, self._attentions)
 
     def _compile_regions(self, module: fx.GraphModule) -> Compiled:
-        regions, examples = cut(module, self.layers_in_region), Examples(module)
+        regions, examples = cut(module, self.layers_in_region, self._attentions), Examples(module)
         known: dict[str, Compiled] = {}
         functions = []
         for region in regions:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from compiled_llm.model.attention import AttentionPlans
+from compiled_llm_ops.protocol import DecodeOps
 
 
 class Shape(NamedTuple):
@@ -84,8 +85,8 @@ class DecodeInputs(NamedTuple):
         lengths: ``[B]`` int32, tokens of the row with this one; with the next one afterwards.
         starts: ``[B]`` int32, where the row's pages begin in ``indices``.
         indices: ``[N]`` int32, page numbers, a region for each slot.
-        planned: in place of ``starts`` and ``indices`` for a backend that plans decode; None if ``decode_attention`` is
-            used.
+        ops: those of the backend by which layers attend; None if it plans decode.
+        planned: in place of ``starts`` and ``indices`` for a backend that plans decode, else None.
     """
 
     slots: Tensor
@@ -93,4 +94,5 @@ class DecodeInputs(NamedTuple):
     lengths: Tensor
     starts: Tensor
     indices: Tensor
+    ops: DecodeOps | None = None
     planned: PlannedRows | None = None

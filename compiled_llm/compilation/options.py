@@ -13,6 +13,7 @@ from compiled_llm.compilation.passes.normed_products import NormedProducts
 from compiled_llm.compilation.passes.norms import NormedSums
 from compiled_llm.compilation.passes.products import OuterProducts, SkinnyProducts
 from compiled_llm.config import WrapConfig
+from compiled_llm_ops.backends import backend_for
 
 
 def passes_for(config: WrapConfig, device: torch.device, fused: Sequence[Pass], decodes: bool) -> list[Pass]:
@@ -21,8 +22,8 @@ def passes_for(config: WrapConfig, device: torch.device, fused: Sequence[Pass], 
         return list(fused)
     if not decodes:
         return [OuterProducts(), *fused]
-    # Only ``decode_attention`` norms and rotates queries and keys.
-    prepared: list[Pass] = [] if config.plans_decode_on(device.type) else [PreparedInAttention()]
+    ops = backend_for(config.backend, device.type).decode_ops
+    prepared: list[Pass] = [PreparedInAttention(ops.both)] if ops is not None and ops.prepare else []
     if config.mode == "compile":  # launching an op's kernel costs the host more than launching one of Inductor's
         return [OuterProducts(), *prepared, *fused]
     return [OuterProducts(), *prepared, NormedSums(), *fused, NormedProducts()]

@@ -45,6 +45,7 @@ from compiled_llm.compilation.tracing.traced_code import TracedCode
 from compiled_llm.config import WrapConfig
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.weights.fused_weights import FusedWeights
+from compiled_llm_ops.backends import backend_for
 
 logger = logging.getLogger("compiled_llm.graphs")
 
@@ -115,6 +116,7 @@ class Programs:
         self._code = TracedCode(facts.reference)
         self._config = config
         self._device = device
+        self._decode_ops = backend_for(config.backend, device.type).decode_ops
         self._layers = facts.layers
         self._outlines: dict[str, Outline] = {}
         self._known_state = KnownState()
@@ -141,6 +143,7 @@ class Programs:
             options,
             [self._code.note, *passes],
             layers_in_region=self._layers_in_region(),
+            decode_ops=() if self._decode_ops is None else self._decode_ops.both,
             compile_graph=None if self._artifacts is None else self._artifacts.compile,
         )
         if self.outlines_layers and self._config.traces_layers_once_on(self._device.type):

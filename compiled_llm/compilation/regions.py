@@ -20,12 +20,11 @@ from torch.fx.node import map_arg
 import compiled_llm_ops  # defines the ops  # noqa: F401
 from compiled_llm.compat.torch.tensors import example_of, running_on, storage_number, wrapped_in
 
-_ATTENTIONS = (
+PLANNED: tuple[torch._ops.OpOverload, ...] = (
     torch.ops.compiled_llm.paged_attention.default,
     torch.ops.compiled_llm.paged_attention_lse.default,
-    torch.ops.compiled_llm.decode_attention.default,
-    torch.ops.compiled_llm.decode_attention_lse.default,
 )
+"""The ops that attend by a plan, of any backend; those that need none are a backend's own."""
 _VIEWS = ("squeeze", "transpose", "view", torch.narrow)
 _SYMBOL = re.compile(r"\b[su]\d+\b")
 
@@ -93,17 +92,17 @@ def layers_in_equal_regions(layers: Sequence[object], at_least: int) -> int:
     return -(-at_least // turn) * turn
 
 
-def attentions_in(graph: fx.Graph) -> int:
-    """Return how often a graph attends: once a layer."""
-    return sum(node.target in _ATTENTIONS for node in graph.nodes)
+def attentions_in(graph: fx.Graph, ops: Sequence[torch._ops.OpOverload] = PLANNED) -> int:
+    """Return how often a graph attends, by one of ``ops``: once a layer."""
+    return sum(node.target in ops for node in graph.nodes)
 
 
-def cut(module: fx.GraphModule, layers: int = 1) -> list[Region]:
-    """Cut a graph before each attention, or before every ``layers``-th; the regions run one after the other."""
+def cut(module: fx.GraphModule, layers: int = 1, ops: Sequence[torch._ops.OpOverload] = PLANNED) -> list[Region]:
+    """Cut a graph before each call of ``ops``, or before every ``layers``-th; the regions run one after the other."""
     numbers: dict[fx.Node, int] = {}
     count, attentions = 1, 0
     for node in module.graph.nodes:
-        if node.target in _ATTENTIONS:
+        if node.target in ops:
             count += attentions % layers == 0
             attentions += 1
         if node.op not in ("placeholder", "output"):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.compilation.inputs import DecodeInputs, PlannedRows, PrefillInputs
+from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
 from compiled_llm.compilation.sampling.sampling import SamplingTables, sample
 from compiled_llm.model.attention import BATCH_ARGUMENT, NewestTokens, PackedTokens, PagedBatch
 from compiled_llm.model.facts import Forward
@@ -57,9 +57,7 @@ def decode_step(
     Returns:
         ``[B, V]`` logits in the model's dtype and ``[B]`` int64, the next tokens, or ``NOT_A_TOKEN``.
     """
-    newest = NewestTokens(inputs.starts, inputs.lengths, inputs.indices)
-    rows = newest if inputs.planned is None else _one_token_each(inputs.lengths, inputs.planned)
-    batch = PagedBatch(pages, rows)
+    batch = PagedBatch(pages, _one_token_each(inputs))
     out = forward(
         model,
         input_ids=tables.next_token[inputs.slots][:, None],
@@ -75,7 +73,11 @@ def decode_step(
     return logits, sample(logits, inputs.slots, inputs.positions, tables)
 
 
-def _one_token_each(lengths: Tensor, planned: PlannedRows) -> PackedTokens:
-    """Return where the new token of each row goes: to its end."""
+def _one_token_each(inputs: DecodeInputs) -> PackedTokens | NewestTokens:
+    """Return where the new token of each row goes, to its end, and how it attends."""
+    planned = inputs.planned
+    if planned is None:
+        assert inputs.ops is not None, "decode steps are planned, or have ops"
+        return NewestTokens(inputs.starts, inputs.lengths, inputs.indices, inputs.ops)
     table, each = (planned.indptr, planned.indices, planned.last_page_len), planned.qo_indptr
-    return PackedTokens(each[:-1], lengths - 1, each, *table, planned.plans, one_a_row=True)
+    return PackedTokens(each[:-1], inputs.lengths - 1, each, *table, planned.plans, one_a_row=True)

@@ -19,7 +19,7 @@ from compiled_llm.kvcache.memory import free, mark_static
 from compiled_llm.kvcache.table import HostTable
 from compiled_llm.model.attention import AttentionPlans
 from compiled_llm_ops import Geometry
-from compiled_llm_ops.backends import backend_named
+from compiled_llm_ops.backends import backend_for
 from compiled_llm_ops.contracts import PlannedBatch
 from compiled_llm_ops.protocol import CapturedLaunch, Plan
 
@@ -37,7 +37,7 @@ class Planner:
     All plans of a model have one size, which programs may take as a constant.
 
     Attributes:
-        decodes: whether decode steps are planned; else they attend with ``decode_attention``, which needs no plan.
+        decodes: whether decode steps are planned, too; if not, they attend by ops that need no plan.
     """
 
     def __init__(
@@ -56,13 +56,12 @@ class Planner:
             room: the most that a prefill takes.
             shapes: of captured prefills, of any variant.
         """
-        self._name = config.backend_on(device.type)
-        self._backend = backend_named(self._name)
+        self._name, self._backend, decode_ops = backend_for(config.backend, device.type)
+        self.decodes = decode_ops is None
         self._device = device
         self._max_row_tokens = max_row_tokens
         self._groups = list(dict.fromkeys(layers))
         self._group_of_layer = tuple(map(self._groups.index, layers))
-        self.decodes = config.plans_decode_on(device.type)
         self._captures = not config.leaves_attention_out
         # A decode step has as many tokens as rows.
         tokens = max(room.tokens, config.max_batch_size)

@@ -17,16 +17,18 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from compiled_llm.model.layer_probe import LayerProbe, UnpagedCallError
-from compiled_llm_ops import (
-    append_paged_kv,
-    decode_attention,
-    decode_attention_lse,
-    paged_attention,
-    paged_attention_lse,
-)
+from compiled_llm_ops import append_paged_kv, paged_attention, paged_attention_lse
+from compiled_llm_ops.contracts import DecodeAttention
+from compiled_llm_ops.protocol import DecodeOps
 
 NAME = "compiled_llm"
 BATCH_ARGUMENT = "paged_batch"
+
+States = tuple[Tensor, Tensor, Tensor]
+"""The packed queries, keys and values of new tokens."""
+
+Options = tuple[float, int, float]
+"""Scale, window and cap."""
 
 
 class AttentionPlans(NamedTuple):
@@ -45,7 +47,7 @@ class AttentionPlans(NamedTuple):
 
 
 class PackedTokens(NamedTuple):
-    """Positions of packed tokens, for rows with any number of new ones, and the plan of their attention.
+    """Positions of packed tokens, for rows with any number of new ones, and the plan by which they attend.
 
     Attributes:
         token_rows: ``[T]`` int32, the row of each token.
@@ -70,19 +72,55 @@ class PackedTokens(NamedTuple):
     def table(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.indptr, self.indices, self.last_page_len
 
+    def attend(self, layer: int, states: States, pages: Tensor, options: Options) -> Tensor:
+        """Write the new keys and values into a layer's pages, and attend over them."""
+        return paged_attention(*self._appended(layer, states, pages), *options)
+
+    def attend_lse(self, layer: int, states: States, pages: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        """Attend, and return the log-sum-exp of the logits, too."""
+        return paged_attention_lse(*self._appended(layer, states, pages), *options)
+
+    def _appended(
+        self, layer: int, states: States, pages: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Write the new keys and values, and return all tensors that ``paged_attention`` takes."""
+        query, key, value = states
+        plans, table = self.plans, self.table
+        append_paged_kv(key, value, pages, self.token_rows, self.token_positions, *table, plans.backend)
+        return query, pages, self.qo_indptr, *table, plans.tensors[plans.groups[layer]], plans.workspace
+
 
 class NewestTokens(NamedTuple):
-    """Page table of rows with one new token each, for ``decode_attention``, which needs no plan.
+    """Page table of rows with one new token each, and the ops by which they attend without a plan.
 
     Attributes:
         starts: ``[B]`` int32, where each row's pages begin in ``indices``.
         lengths: ``[B]`` int32, tokens of each row, the new one included.
         indices: ``[N]`` int32, page numbers.
+        ops: the backend's.
     """
 
     starts: Tensor
     lengths: Tensor
     indices: Tensor
+    ops: DecodeOps
+
+    @property
+    def one_a_row(self) -> bool:
+        return True
+
+    def attend(self, layer: int, states: States, pages: Tensor, options: Options) -> Tensor:
+        """Write the new keys and values into a layer's pages, and attend over them."""
+        out: Tensor = self.ops.attend(*self._arguments(states, pages, options))
+        return out
+
+    def attend_lse(self, layer: int, states: States, pages: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        """Attend, and return the log-sum-exp of the logits, too."""
+        out, lse = self.ops.attend_lse(*self._arguments(states, pages, options))
+        return out, lse
+
+    def _arguments(self, states: States, pages: Tensor, options: Options) -> DecodeAttention:
+        return DecodeAttention(*states, pages, self.starts, self.lengths, self.indices, *options)
 
 
 class PagedBatch(NamedTuple):
@@ -140,26 +178,19 @@ def attention_forward(
         )
     if isinstance(paged_batch, LayerProbe):
         return paged_batch.visit(module, query, key, value, attention_mask, sliding_window, softcap, kwargs)
-    states = (_pack(query, paged_batch), _pack(key, paged_batch), _pack(value, paged_batch))
-    layer = cast(int, module.layer_idx)
+    rows, layer = paged_batch.rows, cast(int, module.layer_idx)
+    states = (_pack(query, rows.one_a_row), _pack(key, rows.one_a_row), _pack(value, rows.one_a_row))
     options = (
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         _window_left(paged_batch, layer, sliding_window),
         softcap or 0.0,
     )
     if s_aux is None:
-        out = _attend(paged_batch, layer, states, options)
+        out = rows.attend(layer, states, paged_batch.pages[layer], options)
     else:
-        out, lse = _attend_lse(paged_batch, layer, states, options)
+        out, lse = rows.attend_lse(layer, states, paged_batch.pages[layer], options)
         out = out * torch.sigmoid(lse * math.log(2) - s_aux.float())[..., None].to(out.dtype)
     return out.view(query.shape[0], query.shape[2], query.shape[1], query.shape[3]), None
-
-
-States = tuple[Tensor, Tensor, Tensor]
-"""The packed queries, keys and values of new tokens."""
-
-Options = tuple[float, int, float]
-"""Scale, window and cap."""
 
 
 def _window_left(batch: PagedBatch, layer: int, sliding_window: int | None) -> int:
@@ -168,31 +199,8 @@ def _window_left(batch: PagedBatch, layer: int, sliding_window: int | None) -> i
     return -1 if sliding_window is None else sliding_window - 1
 
 
-def _attend(batch: PagedBatch, layer: int, states: States, options: Options) -> Tensor:
-    if isinstance(batch.rows, NewestTokens):
-        return decode_attention(*states, batch.pages[layer], *batch.rows, *options)
-    return paged_attention(*_appended(batch.pages[layer], batch.rows, layer, states), *options)
-
-
-def _attend_lse(batch: PagedBatch, layer: int, states: States, options: Options) -> tuple[Tensor, Tensor]:
-    if isinstance(batch.rows, NewestTokens):
-        return decode_attention_lse(*states, batch.pages[layer], *batch.rows, *options)
-    return paged_attention_lse(*_appended(batch.pages[layer], batch.rows, layer, states), *options)
-
-
-def _appended(
-    pages: Tensor, packed: PackedTokens, layer: int, states: States
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Write the new keys and values, and return all tensors that ``paged_attention`` takes."""
-    query, key, value = states
-    plans, table = packed.plans, packed.table
-    append_paged_kv(key, value, pages, packed.token_rows, packed.token_positions, *table, plans.backend)
-    return query, pages, packed.qo_indptr, *table, plans.tensors[plans.groups[layer]], plans.workspace
-
-
-def _pack(states: Tensor, batch: PagedBatch) -> Tensor:
+def _pack(states: Tensor, one_a_row: bool) -> Tensor:
     """``[1, H, T, D]``, or ``[B, H, 1, D]`` if each row has one token, to ``[T, H, D]``, a view."""
-    one_a_row = isinstance(batch.rows, NewestTokens) or batch.rows.one_a_row
     return states.transpose(1, 2).squeeze(1 if one_a_row else 0)
 
 

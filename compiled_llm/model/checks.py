@@ -19,7 +19,7 @@ from compiled_llm.model.layer_probe import Layer, accepts_logits_to_keep
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm.model.sizes import attention_geometries
 from compiled_llm_ops import Geometry
-from compiled_llm_ops.backends import BACKENDS, backend_named
+from compiled_llm_ops.backends import BACKENDS, backend_for, backend_named
 
 ROOT = 0
 """Root's user id: who does not trust root has no machine."""
@@ -131,8 +131,7 @@ def check_device(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
 
 
 def _check_backend(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
-    name = config.backend_on(kind)
-    backend = backend_named(name)
+    name, backend, _ = backend_for(config.backend, kind)
     if kind not in backend.devices:
         raise ValueError(
             f"wrap: backend={name!r} has kernels for {' and '.join(backend.devices)} only, and the model is on {kind}; "
@@ -157,9 +156,9 @@ def _check_backend(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
 
 def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapConfig) -> None:
     """Raise UnsupportedModelError if the backend has no kernels for a layer; it says why, and which backend has."""
-    name = config.backend_on(model.device.type)
+    name, backend, _ = backend_for(config.backend, model.device.type)
     for number, geometry in enumerate(attention_geometries(layers, config.page_size, model.dtype)):
-        if (reason := backend_named(name).missing_kernel(geometry)) is not None:
+        if (reason := backend.missing_kernel(geometry)) is not None:
             raise UnsupportedModelError(
                 f"wrap: backend={name!r} cannot run attention layer {number}: {reason}; {_others(name, geometry)}"
             )

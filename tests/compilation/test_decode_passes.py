@@ -143,7 +143,10 @@ def test_a_model_like_llama_that_matches_nothing_is_told_of_once(family, warned,
 @pytest.mark.slow
 @pytest.mark.parametrize("tiny", [tiny_qwen3, pytest.param(tiny_llama, marks=pytest.mark.whole)])
 def test_compiled_steps_choose_the_same_tokens(tiny, seed, monkeypatch):
-    monkeypatch.setattr(programs, "Inductor", lambda *args, **_: inductor.Inductor(*args, layers_in_region=1))
+    def one_layer_a_region(*args, **options):
+        return inductor.Inductor(*args, **options | {"layers_in_region": 1})
+
+    monkeypatch.setattr(programs, "Inductor", one_layer_a_region)
     wrap_and_compare(tiny(num_hidden_layers=3, eos_token_id=None), seed, fuse_projections=True)
 
 
@@ -265,7 +268,7 @@ def after(searched: list[Pass], function: Callable[..., Tensor], *inputs: Any, *
 
 def rewritten(layer: Layer) -> tuple[Any, Any]:
     """Return the arguments of a layer's attention after the pass, and the graph."""
-    graph = after([PreparedInAttention()], layer, inputs_of())
+    graph = after([PreparedInAttention(ATTENTIONS)], layer, inputs_of())
     (attention,) = attentions_in(graph)
     return attention, graph
 
@@ -297,7 +300,7 @@ def test_a_table_is_read_early_unless_it_was_written_before(writes_first, seed):
         return out
 
     module, _ = traced(layer, inputs_of())
-    PreparedInAttention()(module.graph)
+    PreparedInAttention(ATTENTIONS)(module.graph)
     (attention,) = attentions_in(module.graph)
     assert attention.overlap != writes_first
 

@@ -1,7 +1,7 @@
 """Backends: which one a model gets, what is refused, and decode steps that are planned as prefill is.
 
-A CPU decodes with an op that needs no plan. Here it is made to plan, with the reference backend, as CUDA does with
-``backend="flashinfer"``.
+The reference decodes on a CPU with an op that needs no plan. Here it is made to plan, as CUDA does with
+``backend="flashinfer"``; a backend of another package does either.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import WrapConfig
+from compiled_llm.compilation import backend as inductor
 from compiled_llm.compilation.inputs import Shape
 from compiled_llm.compilation.options import passes_for
 from compiled_llm.compilation.passes.attention import PreparedInAttention
+from compiled_llm.compilation.programs import Programs
+from compiled_llm.compilation.regions import attentions_in
 from compiled_llm.config import OWN_BACKENDS
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill.packing import null_extension, pack, padded
@@ -31,10 +34,12 @@ from compiled_llm.model.checks import check_layers, check_placement
 from compiled_llm.model.layer_probe import Layer
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm_ops import Geometry, append_paged_kv, paged_attention_lse
-from compiled_llm_ops.backends import BACKENDS, backend_named, backend_names
+from compiled_llm_ops.backends import BACKENDS, backend_for, backend_named, backend_names
 from compiled_llm_ops.contracts import AppendPagedKv, PagedAttention, PlannedBatch
-from compiled_llm_ops.protocol import owner_of
-from compiled_llm_ops.reference.backend import ReferencePlan
+from compiled_llm_ops.protocol import own_decode_ops, owner_of
+from compiled_llm_ops.reference.backend import Reference, ReferencePlan
+from support.execution import other_kernels
+from support.huggingface.families import FAMILIES, make
 from support.noting import note_calls
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
@@ -71,9 +76,10 @@ def placed(device: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
         ("reference", "cpu", "reference", False),
     ],
 )
-def test_whose_kernels_attend(backend: Any, device: str, name: str, plans_decode: bool) -> None:
-    config = WrapConfig(backend=backend)
-    assert (config.backend_on(device), config.plans_decode_on(device)) == (name, plans_decode)
+def test_whose_kernels_attend(backend: str, device: str, name: str, plans_decode: bool) -> None:
+    chosen = backend_for(backend, device)
+    decode_ops = None if plans_decode else own_decode_ops()
+    assert chosen == (name, backend_named(name), decode_ops)
 
 
 def test_a_backend_is_found_by_its_name() -> None:
@@ -102,10 +108,11 @@ BACKEND, NO_BACKEND = Counting(), object()
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two packages with entry points, as pip leaves them."""
+    """Packages with entry points, as pip leaves them."""
     for package, entries in {
         "counting": ["counting = counting_kernels:BACKEND", "twice = counting_kernels:BACKEND"],
         "broken": ["no-backend = counting_kernels:NO_BACKEND", "gone = not_there:BACKEND", "twice = broken:BACKEND"],
+        "other": [f"{name.lower()} = support.execution.other_kernels:{name}" for name in ("UNPLANNED", "PLANNED")],
     }.items():
         info = tmp_path / f"{package}-1.0.dist-info"
         info.mkdir()
@@ -120,7 +127,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 @pytest.mark.usefixtures("installed")
 def test_a_package_brings_a_backend_that_is_imported_once_it_is_named(seed: int) -> None:
-    assert {*backend_names()} == {*BACKENDS, "counting", "gone", "no-backend", "twice"}
+    assert {*backend_names()} == {*BACKENDS, "counting", "gone", "no-backend", "planned", "twice", "unplanned"}
     WrapConfig(backend="counting")
     assert "counting_kernels" not in sys.modules
     reference, model = (tiny_qwen3(num_hidden_layers=1, eos_token_id=None) for _ in range(2))
@@ -128,6 +135,56 @@ def test_a_package_brings_a_backend_that_is_imported_once_it_is_named(seed: int)
     inputs = mixed_prompts([5, 9], 128, seed)
     torch.testing.assert_close(greedy(model, inputs, 10), greedy(reference, inputs, 10))
     assert cast(Any, backend_named("counting")).plans > 0
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_backend_that_nobody_brings_is_refused_with_all_that_there_are() -> None:
+    message = r"'cudnn': choose one of 'auto', 'flashinfer', 'reference', 'counting', .*'planned', 'twice', 'unplanned'"
+    with pytest.raises(ValueError, match=message):
+        WrapConfig(backend="cudnn")
+
+
+@pytest.mark.usefixtures("installed", "without_inductor")
+@pytest.mark.parametrize("backend", ["unplanned", "planned"])
+@pytest.mark.parametrize(("family", "mode"), [("Qwen2", "eager"), ("Qwen2", "compile"), ("GptOss", "compile")])
+def test_a_backend_says_itself_whether_its_decode_steps_are_planned(
+    backend: str, family: str, mode: Any, seed: int
+) -> None:
+    """GptOss has sinks, which need the log-sum-exp, and windows."""
+    other_kernels.launched.clear()
+    other_kernels.planned.clear()
+    reference, model = (make(family, FAMILIES[family], seed) for _ in range(2))
+    compiled_llm.wrap(model, mode=mode, backend=backend, **OPTIONS)
+    for lengths in ([5], [5, 9, 17], [3, 4]):
+        inputs = mixed_prompts(lengths, 128, seed)
+        torch.testing.assert_close(greedy(model, inputs, 20), greedy(reference, inputs, 20))
+    stats = model.compiled.stats()
+    assert (stats.graph_breaks, stats.recompiles) == (0, 0)
+    assert_account_is_empty(model)
+    buckets = {1, 2, 4}
+    if backend == "unplanned":
+        assert ({*other_kernels.launched}, other_kernels.planned) == (buckets, [])
+    else:
+        assert (other_kernels.launched, buckets - {*other_kernels.planned}) == ([], set())
+
+
+@pytest.mark.usefixtures("installed")
+def test_graphs_are_cut_before_the_decode_ops_of_any_backend(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    ops = other_kernels.UNPLANNED.decode_ops("cpu")
+
+    def noted(module: fx.GraphModule, inputs: Any, options: Any) -> Any:
+        found.append(attentions_in(module.graph, ops.both))
+        return module.forward
+
+    monkeypatch.setattr(inductor, "compile_with_inductor", noted)
+    monkeypatch.setattr(Programs, "_layers_in_region", lambda self: 1)
+    reference, model = (tiny_qwen3(num_hidden_layers=3, eos_token_id=None) for _ in range(2))
+    compiled_llm.wrap(model, mode="compile", backend="unplanned", **OPTIONS)
+    inputs = mixed_prompts([5], 128, seed)
+    torch.testing.assert_close(greedy(model, inputs, 8), greedy(reference, inputs, 8))
+    assert found.count(1) == 2, "the region between two attentions is compiled once"
+    assert max(found) == 1
 
 
 @pytest.mark.usefixtures("installed")
@@ -165,6 +222,12 @@ def test_graphs_are_searched_for_what_decode_attention_prepares_only_if_they_hav
     """Else a model like Llama would be said to match no pattern."""
     passes = passes_for(WrapConfig(mode=mode, backend=backend), torch.device("cuda"), [], decodes=True)
     assert any(isinstance(searched, PreparedInAttention) for searched in passes) is is_searched
+
+
+@pytest.mark.usefixtures("installed")
+def test_ops_that_do_not_prepare_are_not_asked_to() -> None:
+    passes = passes_for(WrapConfig(backend="unplanned"), torch.device("cuda"), [], decodes=True)
+    assert not any(isinstance(searched, PreparedInAttention) for searched in passes)
 
 
 @pytest.mark.parametrize("window_left", [-1, 3])
@@ -236,7 +299,7 @@ def test_a_layer_without_a_kernel_is_named_with_the_reason_and_who_can() -> None
 
 @pytest.fixture
 def planned_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WrapConfig, "plans_decode_on", lambda self, device: True)
+    monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
 
 
 @pytest.mark.usefixtures("planned_decode", "without_inductor")

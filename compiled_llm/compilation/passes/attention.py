@@ -13,11 +13,6 @@ from compiled_llm.compilation.passes.arguments import arguments_of, set_argument
 from compiled_llm.compilation.passes.patterns import RMS_NORM, ROTARY, norms_each_column
 from compiled_llm_ops.contracts import DecodeAttention
 
-_DECODE_ATTENTIONS = (
-    torch.ops.compiled_llm.decode_attention.default,
-    torch.ops.compiled_llm.decode_attention_lse.default,
-)
-
 
 class PreparedInAttention:
     """Moves norm and rotary embedding of queries and keys into decode attention, which reads them anyway.
@@ -30,11 +25,13 @@ class PreparedInAttention:
 
     pattern = "rotary"
 
-    def __init__(self) -> None:
+    def __init__(self, attentions: Sequence[torch._ops.OpOverload]) -> None:
+        """``attentions`` are the decode ops of a backend that can."""
         self.matches: int | None = None
+        self._attentions = attentions
 
     def __call__(self, graph: fx.Graph) -> None:
-        attentions = [node for node in graph.nodes if node.target in _DECODE_ATTENTIONS]
+        attentions = [node for node in graph.nodes if node.target in self._attentions]
         flat: dict[fx.Node, fx.Node] = {}
         self.matches = self.matches or 0
         for node in attentions:

@@ -25,7 +25,7 @@ from compiled_llm.execution.threads.loop_lock import LoopLock
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.modules import InnerModules
-from compiled_llm_ops.backends import backend_named
+from compiled_llm_ops.backends import backend_for
 
 
 class RunningEngine(Holder, Protocol):
@@ -243,7 +243,7 @@ def _artifacts_for(facts: ModelFacts, config: WrapConfig) -> Artifacts | None:
     if config.artifacts is None:
         return None
     here = made_for(facts.model, facts.model_class, config)
-    installation = backend_named(config.backend_on(facts.model.device.type)).installation
+    installation = backend_for(config.backend, facts.model.device.type).backend.installation
     artifacts = Artifacts.read(config.artifacts, here, installation)
     artifacts.check_rows(config.max_batch_size)
     return artifacts

@@ -16,6 +16,7 @@ from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.slots import Slots
 from compiled_llm.kvcache.memory import mark_static
 from compiled_llm.kvcache.row import Row
+from compiled_llm_ops.protocol import DecodeOps
 
 
 class DecodeBuffers:
@@ -28,11 +29,12 @@ class DecodeBuffers:
         types = {"decode_slot": long, "decode_position": long, "decode_length": short, "decode_start": short}
         return {name: (max_rows, dtype) for name, dtype in types.items()}
 
-    def __init__(self, arena: Arena, slots: Slots) -> None:
+    def __init__(self, arena: Arena, slots: Slots, ops: DecodeOps | None) -> None:
+        """``ops`` are those by which decode steps attend; None if they are planned."""
         self._arena = arena
         self._slots = slots
         columns = (arena["decode_slot"], arena["decode_position"], arena["decode_length"], arena["decode_start"])
-        self._whole = DecodeInputs(*columns, slots.pages)
+        self._whole = DecodeInputs(*columns, slots.pages, ops)
         self._buckets: dict[int, DecodeInputs] = {}
 
     def bucket(self, rows: int) -> DecodeInputs:
@@ -44,7 +46,7 @@ class DecodeBuffers:
             whole = self._whole
             batch_indices = (whole.slots[:rows], whole.positions[:rows], whole.lengths[:rows], whole.starts[:rows])
             mark_columns(batch_indices, rows)
-            self._buckets[rows] = DecodeInputs(*batch_indices, whole.indices)
+            self._buckets[rows] = DecodeInputs(*batch_indices, whole.indices, whole.ops)
         return self._buckets[rows]
 
     def place(self, rows: Sequence[Row], bucket: int) -> None:

@@ -25,7 +25,7 @@ from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import PageCopy, Row
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.sizes import logits_width
-from compiled_llm_ops.backends import backend_named
+from compiled_llm_ops.backends import backend_for
 
 
 class RunnerState:
@@ -56,7 +56,8 @@ class RunnerState:
             functools.partial(wait_for, self.device),
             mark=functools.partial(ended_marker, self.device),
         )
-        self.stored_layers = as_stored(facts.layers, backend_named(config.backend_on(self.device.type)))
+        chosen = backend_for(config.backend, self.device.type)
+        self.stored_layers = as_stored(facts.layers, chosen.backend)
         count = pages_to_allocate(config, self.stored_layers, model.dtype, self.device, self.max_positions)
         with torch.inference_mode(False):
             self.pages = allocate_pages(count, self.stored_layers, config.page_size, model.dtype, self.device)
@@ -66,7 +67,7 @@ class RunnerState:
             columns |= Slots.columns(config.max_batch_size, pages_each)
             self.arena = Arena(columns, self.device, self.staging)
             self.slots = Slots(self.arena, self.staging, logits_width(model))
-            self.decode_buffers = DecodeBuffers(self.arena, self.slots)
+            self.decode_buffers = DecodeBuffers(self.arena, self.slots, chosen.decode_ops)
             self.sampling_graphs = SamplingGraphs(self.device, config.captures_on(self.device.type), self.cuda_graphs)
             self.prefill_indices = torch.zeros(prefill_pages, dtype=torch.int32, device=self.device)
         self.pool = PagePool(count, config.page_size)
