@@ -8,6 +8,7 @@ Shapes: B rows, L tokens whose logits are wanted, V vocabulary.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -22,7 +23,7 @@ from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.limits import checked_prompt
 from compiled_llm.execution.model_runner import ModelRunner
-from compiled_llm.execution.state.unread import Unread
+from compiled_llm.execution.state.staging import Readback, Readbacks
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.row import Row
@@ -48,9 +49,9 @@ class GenerateLoop:
         self.promise = Promise(model_runner.pool)
         self._pending: list[tuple[Row, NDArray[np.int64], Sampling | None]] = []
         self._computed: Tensor | None = None
-        self._persistent = PersistentBatch(model_runner.state, model_runner.decode, exact=True)
+        self._persistent = PersistentBatch(model_runner.state, model_runner.decode, model_runner.readbacks, exact=True)
         self._every_row = Batch(decode=self.rows, promise=self.promise)  # the list is always the same
-        self._unread = Unread(model_runner.readbacks)
+        self._unread = _Unread(model_runner.readbacks)
         self._masks: Callable[[], Masks] | None = None
         self._finalizer = weakref.finalize(self, _free, self.rows)
 
@@ -122,9 +123,21 @@ class GenerateLoop:
         """
         if forced is not None and not self._pending:
             self._check_tokens(forced)
-        masks = self._next_masks()
-        self._thread.call(self._launch, forced, unchanged, fed, masks)
-        return self._unread.read() if len(self._unread) > 1 else {}
+        if not (unchanged and forced is None and not fed and self._repeat()):
+            self._thread.call(self._launch, forced, unchanged, fed, self._next_masks())
+        return self._unread.read() if len(self._unread.steps) > 1 else {}
+
+    def _repeat(self) -> bool:
+        """Run the last step once more, unless something has changed."""
+        step = self._persistent.step
+        if step is None or self._pending:
+            return False
+        arriving = step.run_in(self._thread, self.rows, self._every_row.observer, self._persistent.lose)
+        if arriving is None:
+            return False
+        self.steps += 1
+        self._unread.steps.append(arriving)
+        return True
 
     def release(self, row: Row) -> None:
         """Take a row out and give its pages back.
@@ -178,7 +191,7 @@ class GenerateLoop:
         """Return the tokens of the oldest step not yet read, waiting for it; empty if there is none."""
         if self._persistent.deferred:
             self._thread.call(self._sample, self._next_masks())
-        return self._unread.read() if len(self._unread) else {}
+        return self._unread.read() if self._unread.steps else {}
 
     def logits(self) -> Tensor:
         """Return ``[B, V]``, the last step's logits of the rows that took part, in the model's dtype."""
@@ -196,7 +209,7 @@ class GenerateLoop:
         """Begin again with the rows as they are; forget prompts that wait and tokens that were not read."""
         self._pending.clear()
         self._computed = None
-        self._unread.forget()
+        self._unread.steps.clear()
         self._persistent.restart(self.rows)
         self.steps = 0
 
@@ -342,6 +355,36 @@ class GenerateLoop:
         logits = self._persistent.logits
         assert logits is not None, "no step has run"
         return logits.clone()
+
+
+class _Unread:
+    """Launched steps whose tokens have not been read.
+
+    Attributes:
+        steps: oldest first, each with its rows and their tokens on the way; without those that are sampled later.
+    """
+
+    def __init__(self, readbacks: Readbacks) -> None:
+        self.steps: deque[list[tuple[Sequence[Row], Readback]]] = deque()
+        self._readbacks = readbacks
+
+    def launched(self, step: StepOutput, unsampled: int) -> None:
+        """Add a step, ``unsampled`` of whose rows, which may be all, get their tokens from ``sampled``."""
+        self.steps.append([] if unsampled == len(step.rows) else [self._arriving(step)])
+
+    def sampled(self, step: StepOutput) -> None:
+        """Add deferred tokens to the step that was launched last."""
+        self.steps[-1].append(self._arriving(step))
+
+    def _arriving(self, step: StepOutput) -> tuple[Sequence[Row], Readback]:
+        return step.rows, self._readbacks.start(step.tokens)
+
+    def read(self) -> dict[Row, int]:
+        """Return the tokens of the oldest step, waiting for them."""
+        tokens: dict[Row, int] = {}
+        for rows, readback in self.steps.popleft():
+            tokens.update(zip(rows, readback.result(), strict=True))
+        return tokens
 
 
 @deferred()

@@ -133,9 +133,10 @@ class ModelRunner:
         self.graph_manager.adopt()
         if batch.extend:
             return self._extend(batch, persistent, unchanged)
-        advances = unchanged and persistent.can_advance(batch.decode)
-        step = persistent.advance(batch.tokens) if advances else self._decode(batch, persistent, unchanged)
-        return persistent.deferred.keep(step, batch.observer)
+        step = persistent.step
+        if unchanged and step is not None and step.is_valid_for(batch.decode):
+            return step.launch(batch.tokens, batch.observer, persistent.lose)
+        return persistent.deferred.keep(self._decode(batch, persistent, unchanged), batch.observer)
 
     def _decode(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> StepOutput:
         rows, decode = batch.decode, self.decode
@@ -145,10 +146,10 @@ class ModelRunner:
         wanted = persistent.bucket_for(len(rows))
         bucket = decode.make_ready(wanted, waiting=len(rows), unchanged=unchanged, exact=persistent.exact)
         self._check_positions(rows, [1] * len(rows))
-        changes = self.pool.changes
+        period = self.state.validity.period
         with grown(rows, [1] * len(rows), batch.promise, self.state.copy_pages) as copied:
             try:
-                stayed = persistent.place(rows, bucket, copied)
+                placed = persistent.place(rows, bucket, copied)
                 if batch.tokens is not None:
                     decode.feed(len(rows), bucket, batch.tokens)
                 outputs = decode.run(bucket, wanted)
@@ -157,7 +158,7 @@ class ModelRunner:
                 raise
         for row in rows:
             row.position += 1
-        return persistent.has_run(rows, (wanted, bucket), outputs, stayed, changes)
+        return persistent.has_run(rows, (wanted, bucket), outputs, placed, period)
 
     def _extend(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> StepOutput:
         rows = _rows(batch.extend)

@@ -122,9 +122,9 @@ def counted(call: PagedCall, sequences: Sequences) -> Iterator[None]:
 
 def append_tokens(call: PagedCall, sequences: Sequences, tokens: Sequence[int]) -> list[int]:
     """Take one token a row. Another loop may run while this one waits, or while the user's code looks at the token."""
-    call.runtime.calls.moved()
+    call.runtime.calls.moves += 1
     lock = call.runtime.loop_lock
-    if not (sequences.callbacks or lock.wanted):
+    if not (sequences.callbacks or lock.waiters):
         return sequences.append(tokens)
     with lock.yielded(), allowed():
         return sequences.append(tokens)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from compiled_llm.compat.forks import lock
+from compiled_llm.kvcache.step_validity import StepValidity
 
 logger = logging.getLogger("compiled_llm.pages")
 
@@ -48,12 +49,13 @@ class PagePool:
 
     Attributes:
         peak_used: the most pages that rows have owned at one time.
-        changes: how often rows shared pages (no row writes into them any more) or forgot tokens. A tree's calls are not
-            counted: it owns full pages, into which no row writes, so a batch goes on.
+        validity: of decode steps. It ends when rows share pages (no row writes into them any more) or forget tokens,
+            but by no call of a tree: that owns full pages, into which no row writes.
         lock: a thread that holds it keeps all others from changing anything.
     """
 
-    def __init__(self, pages: int, page_size: int) -> None:
+    def __init__(self, pages: int, page_size: int, validity: StepValidity | None = None) -> None:
+        self.validity = StepValidity() if validity is None else validity
         self.page_size = page_size
         self.total = pages - 1
         self.peak_used = 0
@@ -63,7 +65,6 @@ class PagePool:
         self._tree: _Tree | None = None
         self._in_tree: set[int] = set()
         self._cached = 0  # pages that the tree owns and no row
-        self.changes = 0
         # Re-entrant: the garbage collector may give back a dropped row's pages in the middle of any call.
         self.lock = lock()
 
@@ -109,7 +110,7 @@ class PagePool:
     def share(self, pages: Sequence[int]) -> None:
         """Count one more owner of each page, which rows own already."""
         with self.lock:
-            self.changes += 1
+            self.validity.invalidate()
             for page in pages:
                 self._owners[page] += 1
 
@@ -124,7 +125,7 @@ class PagePool:
     def untake(self, pages: Sequence[int]) -> int:
         """Turn taken pages back into promised ones, except those that other rows own; return how many."""
         with self.lock:
-            self.changes += 1
+            self.validity.invalidate()
             back = self._disown(pages)
             self._reserved += back
             return back

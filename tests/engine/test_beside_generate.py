@@ -300,7 +300,7 @@ def test_calls_wait_for_those_that_wait_for_others_unless_nothing_moves(monkeypa
     late = start(lambda: call("late"))
     monkeypatch.setattr(calls_of_a_model, "_STALLED", 0.3)
     for _ in range(5):
-        calls.moved()
+        calls.moves += 1
         threading.Event().wait(0.1)
     assert order == ["early"]
     over = time.monotonic() + PATIENCE

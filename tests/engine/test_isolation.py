@@ -18,6 +18,7 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.engine.thread import starvation
+from compiled_llm.execution.decode.decode_step import DecodeStep
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from support.engine.text_tokenizers import byte_level
@@ -49,7 +50,18 @@ def train(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     return other
 
 
-PLACES = ["make_ready", "upload", "decode", "prefill", "settings", "start_reading", "read", "plan", "launched"]
+PLACES = [
+    "make_ready",
+    "upload",
+    "decode",
+    "repeated decode",
+    "prefill",
+    "settings",
+    "start_reading",
+    "read",
+    "plan",
+    "launched",
+]
 
 
 def place_of(model: PreTrainedModel, engine: Engine, name: str) -> tuple[Any, str]:
@@ -58,6 +70,7 @@ def place_of(model: PreTrainedModel, engine: Engine, name: str) -> tuple[Any, st
         "make_ready": (model_runner.decode, "make_ready"),
         "upload": (model_runner.state.staging, "upload"),
         "decode": (model_runner.decode, "run"),
+        "repeated decode": (DecodeStep, "launch"),
         "prefill": (model_runner.prefill, "run"),
         "settings": (model_runner.state.slots, "admit"),
         "start_reading": (model_runner.readbacks, "start"),
@@ -335,7 +348,7 @@ def test_requests_of_one_token_are_not_remembered(engine):
         engine.generate([5, 6, token], greedy(1))
     loop = loop_of(engine)
     slots = loop.model_runner.state.slots
-    assert (loop._persistent._rows, len(slots._free)) == ([], slots.padding)
+    assert (loop._persistent.step, len(slots._free)) == (None, slots.padding)
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -118,7 +118,7 @@ def test_a_call_that_waits_for_no_other_passes_when_nothing_moves(model, engine)
     def wait_for_another(ids: Any, scores: Any) -> Any:
         if not waiting:
             waiting.append(start(lambda: by_itself(model, PROMPT, 120)))
-            while not model.compiled.loop_lock.wanted:
+            while not model.compiled.loop_lock.waiters:
                 time.sleep(0.01)
             assert in_thread(lambda: by_itself(model, PROMPT[:9], 20)) == expected
             assert engine.submit(PROMPT[:9], greedy(20)).result(timeout=PATIENCE).token_ids == expected

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 import compiled_llm
@@ -20,7 +19,8 @@ from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.kvcache.row import Row
 from support.execution.alone import Alone
 from support.execution.failing_calls import fail_once
-from support.noting import note_calls
+from support.execution.schedule import TOLERANCE, Schedule, assert_logits, prompt_of
+from support.noting import note_decode_steps
 from support.parity import assert_account_is_empty
 from support.tiny_models import tiny_llama, tiny_qwen3
 
@@ -28,7 +28,6 @@ pytestmark = pytest.mark.core
 
 OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 3, "kv_memory": "1500 tokens", "max_batch_size": 9}
 OVERRIDES: dict[str, Any] = {"eos_token_id": None, "num_hidden_layers": 1}
-TOLERANCE = {"rtol": 1e-3, "atol": 1e-3}
 
 
 @pytest.fixture
@@ -39,111 +38,6 @@ def model() -> PreTrainedModel:
 @pytest.fixture
 def generate_loop(model: PreTrainedModel) -> GenerateLoop:
     return model.compiled.generate_loop()
-
-
-def assert_logits(generate_loop: GenerateLoop, *twins: Alone) -> None:
-    torch.testing.assert_close(generate_loop.logits(), torch.stack([twin.logits for twin in twins]), **TOLERANCE)
-
-
-def prompt_of(length: int, rng: np.random.Generator) -> list[int]:
-    return rng.integers(3, 128, length).tolist()
-
-
-class Schedule:
-    """A loop and its rows' twins, each alone on HuggingFace's forward."""
-
-    def __init__(self, generate_loop: GenerateLoop, plain: PreTrainedModel, rng: np.random.Generator) -> None:
-        self.generate_loop, self._plain, self._rng = generate_loop, plain, rng
-        self.twins: dict[Row, Alone] = {}
-        self.waiting: dict[Row, list[int]] = {}
-        self.expected: dict[Row, int] = {}  # of the step before
-        self.left: dict[Row, int] = {}
-        self.forks: list[tuple[GenerateLoop, list[Tensor]]] = []
-        self.has_next = True  # and not forgotten or computed elsewhere
-
-    def admit(self, length: int, new: int) -> None:
-        prompt = prompt_of(length, self._rng)
-        row = self.generate_loop.admit(prompt, new)
-        self.waiting[row], self.left[row] = prompt, new
-
-    def release(self, row: Row) -> None:
-        self.generate_loop.release(row)
-        self.waiting.pop(row, None)
-        self.twins.pop(row, None)
-        del self.left[row]
-
-    def step(self, forced: bool) -> None:
-        """One step, and everything about it that HuggingFace can confirm."""
-        tokens = None
-        if self.waiting:
-            took_part = list(self.waiting)
-            for row in took_part:
-                self.twins[row] = Alone(self._plain, self.waiting.pop(row))
-        else:
-            took_part = list(self.generate_loop.rows)
-            if forced or not self.has_next:
-                tokens = torch.tensor(prompt_of(len(took_part), self._rng))
-            for index, row in enumerate(took_part):
-                self.left[row] -= 1
-                self.twins[row].feed([self.twins[row].next if tokens is None else int(tokens[index])])
-            self.has_next = True
-        arrived = self.generate_loop.step(tokens, unchanged=True)
-        assert arrived == self.expected, "tokens of the step before, of the rows that took part in it"
-        assert_logits(self.generate_loop, *(self.twins[row] for row in took_part))
-        self.expected = {row: self.twins[row].next for row in took_part}
-        assert all(row.length == len(self.twins[row].fed) for row in took_part)
-
-    def extend(self) -> None:
-        """Like the user's next words in a conversation."""
-        rows = list(self.twins)
-        more = [prompt_of(int(self._rng.integers(1, 5)), self._rng) for _ in rows]
-        positions = [np.arange(row.length, row.length + len(ids)) for row, ids in zip(rows, more, strict=True)]
-        logits = self.generate_loop.extend(rows, list(map(np.array, more)), positions)
-        for row, ids in zip(rows, more, strict=True):
-            self.twins[row].feed(ids)
-        torch.testing.assert_close(logits, torch.stack([self.twins[row].logits for row in rows]), **TOLERANCE)
-
-    def rewind(self) -> None:
-        row = list(self.twins)[self._rng.integers(len(self.twins))]
-        row.rewind(int(self._rng.integers(1, row.length + 1)))
-        self.twins[row] = Alone(self._plain, self.twins[row].fed[: row.length])
-
-    def fork(self) -> None:
-        fork = self.generate_loop.fork()
-        self.forks.append((fork, fork.stored(0)))
-        if len(self.forks) > 2:
-            self.close_fork()
-
-    @property
-    def all_loops(self) -> list[GenerateLoop]:
-        return [self.generate_loop, *(fork for fork, _ in self.forks)]
-
-    def close_fork(self) -> None:
-        fork, held = self.forks.pop(0)
-        assert all(map(torch.equal, fork.stored(0), held)), "others have written into its pages"
-        fork.close()
-
-    def close(self) -> None:
-        while self.forks:
-            self.close_fork()
-        self.generate_loop.close()
-
-    def anything(self) -> None:
-        """Admit, release, extend, rewind, fork and step at random; rows that reached their promise leave."""
-        for row in [row for row, left in self.left.items() if left == 0]:
-            self.release(row)
-        if self.left and self._rng.random() < 0.12:
-            self.release(list(self.left)[self._rng.integers(len(self.left))])
-        if self.twins and self._rng.random() < 0.12:
-            (self.extend, self.rewind)[self._rng.integers(2)]()
-            self.has_next = False
-        if self._rng.random() < 0.1:
-            self.fork()
-        room = 9 - len(self.left)
-        wanted = room if not self.left else int(self._rng.random() < 0.2) * int(self._rng.integers(1, 4))
-        for _ in range(min(room, max(wanted, 0 if self.left else 1))):
-            self.admit(int(self._rng.integers(1, 25)), int(self._rng.integers(1, 40)))
-        self.step(forced=bool(self._rng.random() < 0.4))
 
 
 @pytest.mark.parametrize(("make", "loops"), [(tiny_qwen3, 2), (tiny_llama, 1)])
@@ -365,10 +259,7 @@ def test_an_exception_inside_a_prefill_leaves_the_prompt_waiting(model, generate
 )
 def test_no_row_waits_for_a_smaller_bucket_because_others_have_ended(model, monkeypatch, prepared, used):
     model.compiled.warmup(prepared)
-    generate_loop, seen = (
-        model.compiled.generate_loop(),
-        note_calls(monkeypatch, Decode, "run", lambda _, bucket, __: bucket),
-    )
+    generate_loop, seen = model.compiled.generate_loop(), note_decode_steps(monkeypatch)
     twin = Alone(tiny_qwen3(**OVERRIDES), [3, 4, 5])
     rows = [generate_loop.admit([3, 4, 5], 9) for _ in range(5)]
     generate_loop.step()

@@ -121,7 +121,7 @@ def test_ctrl_c_at_every_call_and_return_leaves_the_lock_free_and_ctrl_c_as_it_w
 
 BOOKS = (
     *("kvcache/pool.py", "kvcache/row.py", "paged_cache.py", "paged_layer.py", "runner.py", "growth.py"),
-    *("model_runner.py", "persistent_batch.py", "interrupts.py"),
+    *("model_runner.py", "persistent_batch.py", "decode_step.py", "interrupts.py"),
 )
 
 

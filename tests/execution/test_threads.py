@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 import compiled_llm
 from compiled_llm.compilation import backend as inductor
 from compiled_llm.execution.decode.decode import Decode
+from compiled_llm.execution.decode.decode_step import DecodeStep
 from compiled_llm.execution.threads.device_thread import DeviceThread
 from compiled_llm.execution.threads.loop_lock import LoopLock
 from support.execution.callbacks import Callback
@@ -194,8 +195,9 @@ def raising(place: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch)
         layer: Any = model.model.layers[1]
         monkeypatch.setattr(layer, "mlp", Calling(layer.mlp, fails_at_the_third_token))
     else:
-        run = Decode.run
-        monkeypatch.setattr(Decode, "run", lambda *given: (fails_at_the_third_token(), run(*given))[1])
+        for owner, name in ((Decode, "run"), (DecodeStep, "launch")):
+            own = getattr(owner, name)
+            monkeypatch.setattr(owner, name, lambda *given, own=own: (fails_at_the_third_token(), own(*given))[1])
     return {}
 
 
@@ -223,15 +225,15 @@ def test_the_loop_lock_says_whether_others_wait_for_it():
             pass
 
     with lock.taken(fits=lambda: True):
-        assert not lock.wanted
+        assert not lock.waiters
         other = start(take)
         until = time.monotonic() + PATIENCE
-        while not lock.wanted and time.monotonic() < until:
+        while not lock.waiters and time.monotonic() < until:
             time.sleep(0.01)
-        assert lock.wanted
+        assert lock.waiters
         with lock.yielded():  # as a loop does then
             other.result(timeout=PATIENCE)
-    assert not lock.wanted
+    assert not lock.waiters
 
 
 def test_a_device_thread_is_used_again_once_its_owner_is_gone():

@@ -16,10 +16,9 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 import compiled_llm
 from compiled_llm.compilation.graphs.table import CudaGraphTable
-from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.prefill.prefill import Prefill
 from support.execution.stand_in_cuda_graphs import finish_all, let_captures_be_late, one_layer, uncompiled
-from support.noting import note_calls
+from support.noting import note_calls, note_decode_steps
 from support.parity import alone, greedy, mixed_prompts
 
 CALLS = [[9], [5, 9, 30], [70, 3], [4] * 9]
@@ -35,7 +34,7 @@ def cuda_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The shapes of prefills and the buckets of decode steps that have run."""
-    ran = note_calls(monkeypatch, Decode, "run", lambda self, bucket, wanted: bucket)
+    ran = note_decode_steps(monkeypatch)
     note_calls(monkeypatch, Prefill, "_run_shape", lambda self, shape, chunk, *_, **__: chunk and ran.append(shape))
     return ran
 

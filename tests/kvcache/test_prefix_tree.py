@@ -564,14 +564,14 @@ def test_another_row_begins_as_one_that_began_from_pages(tree, pool):
 
 
 def test_running_batches_are_not_disturbed(tree, pool):
-    """A batch looks at its rows again after ``changes``; what a tree owns, no row writes into."""
+    """A step that repeats itself stays valid: what a tree owns, no row writes into."""
     store(tree, pool, text(1, 2))
-    changes, row = pool.changes, Row(pool, 0)
+    period, row = pool.validity.period, Row(pool, 0)
     row.begin_from(tree.match(text(1, 2, 3)))
     row.grow(8 * SIZE)
     tree.insert(text(1, 2, 3, 4), row.pages)
     tree.clear()
-    assert pool.changes == changes
+    assert pool.validity.period is period
 
 
 def test_threads_use_one_tree():

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from compiled_llm.execution.decode.decode import Decode
+from compiled_llm.execution.decode.decode_step import DecodeStep
+
 
 def note_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., Any]) -> list[Any]:
     """Note each call of a method, before it runs: what ``note`` makes of its arguments."""
@@ -19,3 +22,10 @@ def note_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Cal
 
     monkeypatch.setattr(owner, name, call)
     return noted
+
+
+def note_decode_steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Note the bucket of each decode step, before it runs: of those that are made, and of those that are repeated."""
+    ran = note_calls(monkeypatch, Decode, "run", lambda _, bucket, wanted: bucket)
+    note_calls(monkeypatch, DecodeStep, "launch", lambda step, *_: ran.append(step.placed.bucket))
+    return ran

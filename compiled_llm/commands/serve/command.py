@@ -72,8 +72,9 @@ class ServeOptions(NamedTuple):
 
     def arguments(self) -> list[str]:
         """Return the arguments of an engine process for API servers, whose clients may wait by the thousand."""
-        options = self._asdict() | {"max_queue": MAX_QUEUE if self.max_queue is None else self.max_queue}
-        return serve_arguments(options.pop("model"), options | {"warmup": self.warmup or None})
+        options: dict[str, Any] = {name: value for name, value in self._asdict().items() if name != "model"}
+        options["max_queue"] = MAX_QUEUE if self.max_queue is None else self.max_queue
+        return serve_arguments(self.model, options | {"warmup": self.warmup or None})
 
 
 def serve(

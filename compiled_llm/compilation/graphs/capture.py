@@ -33,17 +33,23 @@ Outputs = TypeVar("Outputs")
 
 
 class CapturedGraph(Generic[Outputs]):
-    """Captured launches; ``cost`` is that of their capture."""
+    """Captured launches.
+
+    Attributes:
+        cost: of their capture.
+        launch: launches the graph; of one that was captured whole, torch's own method.
+    """
 
     def __init__(self, graph: Graph, outputs: Outputs, cost: Cost, give_back: Callable[[], None]) -> None:
         """``outputs`` are the tensors that the graph writes; ``give_back`` is called when it is released."""
         self.cost = cost
+        self.launch: Callable[[], object] = graph.replay
         self._graph = graph
         self._outputs: Outputs | None = outputs
         self._give_back = give_back
 
     def replay(self) -> Outputs:
-        self._graph.replay()
+        self.launch()
         return cast(Outputs, self._outputs)
 
     def release(self) -> None:

@@ -166,6 +166,7 @@ class CudaGraphs:
         """
         if self._capturer is not None and key not in self._failed and self.rolling.has_room_for(key):
             self._wanted = key, begin
+            self.rolling.changed()  # steps that repeat themselves would leave it no time
 
     def needs_room_now(self, key: Key) -> bool:
         """Whether a missing step can be captured only in place of others: between steps, few of these may go."""

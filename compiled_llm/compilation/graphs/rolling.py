@@ -31,7 +31,14 @@ Key = int | Shape | SamplingKey
 
 
 class Replayable(Protocol):
-    """A captured graph."""
+    """A captured graph.
+
+    Attributes:
+        launch: launches it, and returns nothing; a step that repeats itself has its outputs.
+    """
+
+    @property
+    def launch(self) -> Callable[[], object]: ...
 
     def replay(self) -> Any:
         """Launch it; return the same tensors each time."""
@@ -90,6 +97,8 @@ class GraphEntry(Generic[KeptT]):
 
     Attributes:
         cuda_graph: None if it has been evicted or dropped.
+        used: when it was last captured or replayed, by ``clock``.
+        replays: how often it was; who launches it counts that here.
     """
 
     def __init__(self, key: Key, clock: Callable[[], float]) -> None:
@@ -101,18 +110,18 @@ class GraphEntry(Generic[KeptT]):
         self.misses = self.padded = 0
         self.seconds = 0.0
         self.used = clock()
-        self._clock = clock
+        self.clock = clock
 
     def captured(self, cuda_graph: KeptT, cost: Cost) -> None:
         """Take a graph, again or for the first time."""
-        self.cuda_graph, self.nbytes, self.used = cuda_graph, cost.nbytes, self._clock()
+        self.cuda_graph, self.nbytes, self.used = cuda_graph, cost.nbytes, self.clock()
         self.captures += 1
         self.seconds += cost.seconds
 
     def replay(self) -> Any:
         """Launch and count it."""
         self.replays += 1
-        self.used = self._clock()
+        self.used = self.clock()
         assert self.cuda_graph is not None
         return self.cuda_graph.replay()
 
@@ -131,7 +140,7 @@ class GraphEntry(Generic[KeptT]):
             misses=self.misses,
             padded=self.padded,
             failures=self.failures,
-            idle_seconds=round(max(0.0, self._clock() - self.used), 3),
+            idle_seconds=round(max(0.0, self.clock() - self.used), 3),
             capture_seconds=round(self.seconds, 6),
         )
 
@@ -142,6 +151,7 @@ class RollingCudaGraphs:
     Attributes:
         shared: device memory that graphs of one pool share, by capturer.
         anchors: of each phase, those in which all others can run, the most important first; they go last.
+        changed: called when a graph comes or goes, or is about to be captured.
         when_dropped: called with each dropped graph's key. They hold no reference to this object: the memory of
             graphs goes back with the last reference, not at the next garbage collection.
     """
@@ -152,6 +162,7 @@ class RollingCudaGraphs:
         wait: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         mark: Callable[[], Callable[[], bool]] = lambda: lambda: True,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin without graphs.
 
@@ -160,11 +171,13 @@ class RollingCudaGraphs:
             wait: waits until all launched work has ended.
             clock: the time in seconds.
             mark: returns a function that tells whether all work launched by now has ended.
+            changed: called when a graph comes or goes, or is about to be captured.
         """
         self.budget = budget
         self.shared: Counter[str] = Counter()
         self.anchors: dict[Phase, list[Key]] = {"decode": [], "prefill": []}
         self.when_dropped: list[Callable[[Key], None]] = []
+        self.changed = changed
         self._wait, self._clock, self._mark = wait, clock, mark
         self._entries: dict[Key, GraphEntry[Any]] = {}  # those that are not ready, too
         self._ready: dict[Key, GraphEntry[Any]] = {}
@@ -257,6 +270,7 @@ class RollingCudaGraphs:
         entry = self._entry(key)
         entry.captured(cuda_graph, cost)
         self._ready[key] = entry
+        self.changed()
 
     def missed(self, key: Key, padded: bool = False) -> None:
         """Count a step whose graph is missing; ``padded`` if it runs in a larger one."""
@@ -337,6 +351,7 @@ class RollingCudaGraphs:
         assert cuda_graph is not None
         entry.cuda_graph = None
         del self._ready[entry.key]
+        self.changed()
         for dropped in self.when_dropped:
             dropped(entry.key)
         return cuda_graph

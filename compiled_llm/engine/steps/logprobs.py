@@ -150,7 +150,11 @@ class ArrivingPrompt(NamedTuple):
 
 
 class Watch:
-    """Has log-probabilities computed in each step of one plan."""
+    """Has log-probabilities computed in each step of one plan.
+
+    Attributes:
+        arriving: those on their way to the host.
+    """
 
     def __init__(
         self, model_runner: ModelRunner, launches: Iterable[Sequence[Request]], mode: LogprobsMode = "raw_logprobs"
@@ -167,7 +171,7 @@ class Watch:
         for requests in _observed_together(launches):
             if at := [at for at, request in enumerate(requests) if request.logprobs is not None]:
                 self._groups[requests[0].running_row] = _Group(requests, at, mode)
-        self._arriving: list[Arriving | ArrivingPrompt] = []
+        self.arriving: list[Arriving | ArrivingPrompt] = []
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -177,14 +181,14 @@ class Watch:
         group = self._groups.get(step.rows[0])
         if group is not None and step.logits is not None:
             numbers = group.compute(self._model_runner, step)
-            self._arriving.append(Arriving(group.requests, self._model_runner.readbacks.start(numbers)))
+            self.arriving.append(Arriving(group.requests, self._model_runner.readbacks.start(numbers)))
 
     def add(self, arriving: ArrivingPrompt) -> None:
-        self._arriving.append(arriving)
+        self.arriving.append(arriving)
 
     def taken(self) -> list[Arriving | ArrivingPrompt]:
         """Return what was computed since the last call."""
-        arriving, self._arriving = self._arriving, []
+        arriving, self.arriving = self.arriving, []
         return arriving
 
 

@@ -32,9 +32,10 @@ logger = logging.getLogger("compiled_llm.engine")
 
 
 class _Launched(NamedTuple):
-    """A step whose tokens have not been read."""
+    """A step whose tokens have not been read, and the requests that they are for."""
 
     plan: StepPlan
+    sampled: list[Request]
     readbacks: list[Readback]
     timer: DeviceTimer | None
     logprobs: list[Arriving | ArrivingPrompt]
@@ -50,6 +51,7 @@ class _Prepared(NamedTuple):
     """A plan's batch, with its scored chunks, the watch on its logits, and requests whose tokens are sampled late."""
 
     plan: StepPlan
+    sampled: list[Request]
     batch: Batch
     scored: list[Chunk]
     watch: Watch
@@ -94,7 +96,7 @@ class Loop:
         self.model_runner = model_runner
         self.scheduler = scheduler
         self.prefixes = prefixes
-        self._persistent = PersistentBatch(model_runner.state, model_runner.decode)
+        self._persistent = PersistentBatch(model_runner.state, model_runner.decode, model_runner.readbacks)
         self._logprobs_mode: LogprobsMode = logprobs_mode
         self._masks = MaskWriter()
         self._prepared: _Prepared | None = None  # for the last plan
@@ -145,11 +147,24 @@ class Loop:
         plan = self.scheduler.plan()
         launched = bool(plan.decode or plan.extend)
         if launched:
-            self.model_runner.thread.call(self._launch, plan, unchanged)
+            if not (unchanged and self._repeat(plan)):
+                self.model_runner.thread.call(self._launch, plan, unchanged)
             self.scheduler.launched(plan)
             self.steps += 1
         self.stuck = not (launched or self.scheduler.idle or self._launched)
         return self._read_all_but(int(self.asynchronous and launched))
+
+    def _repeat(self, plan: StepPlan) -> bool:
+        """Run the last step once more, unless something has changed, or the plan is another."""
+        prepared, step = self._prepared, self._persistent.step
+        if step is None or prepared is None or prepared.plan is not plan or plan.extend or self._token_budget.bounded:
+            return False
+        batch = prepared.batch
+        arriving = step.run_in(self.model_runner.thread, batch.decode, batch.observer, self._persistent.lose)
+        if arriving is None:
+            return False
+        self._launched.append(self._unread(prepared, [readback for _, readback in arriving]))
+        return True
 
     def read_first_tokens(self) -> list[Request]:
         """Read a step with prompts if it is done: their first tokens need not wait for the next launch.
@@ -211,20 +226,27 @@ class Loop:
         before = 0.0 if timer is None else self.model_runner.events.preparing.seconds
         prepared = self._prepared_for(plan)
         # If all tokens are sampled late, there is nothing to read yet.
-        all_late = prepared.constrained is not None and prepared.constrained.count == len(plan.sampled)
+        all_late = prepared.constrained is not None and prepared.constrained.count == len(prepared.sampled)
         launched = self._run(prepared, unchanged)
         readbacks = [self.model_runner.readbacks.start(tokens) for tokens in launched if not all_late]
         if timer is not None:
             timer.stop()
             if self.model_runner.events.preparing.seconds > before:  # that takes longer than the device does
                 timer = None
-        late = None if prepared.constrained is None else LateSampling(prepared.constrained, prepared.watch)
-        self._launched.append(_Launched(plan, readbacks, timer, prepared.watch.taken(), late))
+        self._launched.append(self._unread(prepared, readbacks, timer))
         self.model_runner.go_on()
+
+    @staticmethod
+    def _unread(prepared: _Prepared, readbacks: list[Readback], timer: DeviceTimer | None = None) -> _Launched:
+        constrained, watch = prepared.constrained, prepared.watch
+        late = None if constrained is None else LateSampling(constrained, watch)
+        return _Launched(
+            prepared.plan, prepared.sampled, readbacks, timer, watch.taken() if watch.arriving else [], late
+        )
 
     def _run(self, prepared: _Prepared, unchanged: bool) -> Iterator[Tensor]:
         """Yield the tokens of each launch, in the order of ``StepPlan.sampled``."""
-        _, batch, scored, watch, _ = prepared
+        _, _, batch, scored, watch, _ = prepared
         if batch.decode or batch.extend:
             yield self.model_runner.run(batch, self._persistent, unchanged).tokens
         for chunk in scored:
@@ -241,7 +263,7 @@ class Loop:
             watch = Watch(self.model_runner, (plan.decode, *ending), self._logprobs_mode)
             rows = [request.running_row for request in plan.decode]
             batch = Batch(rows, [chunk.extension for chunk in plain], observer=watch.see if watch else None)
-            self._prepared = _Prepared(plan, batch, scored, watch, Constrained.among(plan.sampled))
+            self._prepared = _Prepared(plan, plan.sampled, batch, scored, watch, Constrained.among(plan.sampled))
         return self._prepared
 
     def _admit(self, chunks: Sequence[Chunk]) -> None:
@@ -273,7 +295,7 @@ class Loop:
 
     def _read(self, step: _Launched) -> list[Request]:
         tokens = [token for readback in step.readbacks for token in readback.result()]
-        tokens = tokens or [NOT_A_TOKEN] * len(step.plan.sampled)
+        tokens = tokens or [NOT_A_TOKEN] * len(step.sampled)
         late = [] if step.late is None else step.late.read(tokens)
         for arriving in (*step.logprobs, *late):
             arriving.hand_out()  # before the tokens: a reader of one finds its log-probabilities
@@ -282,7 +304,7 @@ class Loop:
                 len(step.plan.decode), sum(len(chunk.ids) for chunk in step.plan.extend), step.timer.seconds
             )
         failed = [] if step.late is None else self._end(step.late.failed)
-        return self.scheduler.read(step.plan.sampled, tokens, time.monotonic()) + failed
+        return self.scheduler.read(step.sampled, tokens, time.monotonic()) + failed
 
     def _end(self, failed: Mapping[Request, RequestError]) -> list[Request]:
         """End requests alone, and return them."""

@@ -18,19 +18,18 @@ class TokenBudget:
 
     Decode steps are told apart by their rows, and chunks by their tokens, both rounded up to a power of two. A chunk
     twice as large as any that was seen is taken to last twice as long, so chunks grow step by step.
+
+    Attributes:
+        bounded: whether steps have to be timed.
     """
 
     def __init__(self, max_step_ms: float | None, max_tokens: int) -> None:
         """Steps may take ``max_step_ms`` on the device (None for any time); chunks have up to ``max_tokens``."""
         self._limit = math.inf if max_step_ms is None else max_step_ms / 1000
+        self.bounded = max_step_ms is not None
         self._most = max_tokens
         self._decode: dict[int, float] = {}
         self._chunk: dict[int, float] = {}
-
-    @property
-    def bounded(self) -> bool:
-        """Whether steps have to be timed."""
-        return self._limit < math.inf
 
     def tokens(self, decoding: int) -> int:
         """Return how many tokens of prompts may run next to so many rows; at least a few, so that prompts go on."""

@@ -238,23 +238,26 @@ class EngineThread:
         A loop that is stuck has no pages, and returns: others may wait until no loop has any.
         """
         lock, loop.stuck = self._runtime.loop_lock, False
+        loop.scheduler.lets_pass = self._starvation.lasting
         while not (done() or loop.idle or loop.stuck):
             try:
                 self._step(loop)
             except BaseException as error:
                 self._recover(loop, error)
-            if lock.wanted and not loop.stuck:
+            if lock.waiters and not loop.stuck:
                 with lock.yielded():
                     time.sleep(0)
 
     def _step(self, loop: Loop) -> None:
-        self.request_table.notify(loop.read_first_tokens())
+        if first := loop.read_first_tokens():
+            self.request_table.notify(first)
         self._arrivals.deliver(loop)
         if looked := self.check.look_if_due(loop.model_runner):
             loop.note_model()
-        self.request_table.notify(loop.scheduler.expire(time.monotonic()))
         lock, scheduler = self._runtime.loop_lock, loop.scheduler
-        scheduler.lets_pass, scheduler.admits_until = self._starvation.lasting, lock.pages_wanted_since(apart_from=self)
+        if expired := scheduler.expire(time.monotonic()):
+            self.request_table.notify(expired)
+        scheduler.admits_until = lock.pages_wanted_since(apart_from=self)
         self.request_table.notify(loop.step(unchanged=not looked))
         # If no other loop runs that could give pages back, caches have them, and other requests may fit.
         lock.claim_pages(self, scheduler.short_since if scheduler.running or lock.shared else None)

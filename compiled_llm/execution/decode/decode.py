@@ -17,6 +17,7 @@ from compiled_llm.compat.torch.dynamo import graph_count
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.inputs import DecodeInputs
 from compiled_llm.compilation.program_list import DECODE_MANY, program_for
+from compiled_llm.execution.decode.decode_step import DecodeLaunch
 from compiled_llm.execution.decode.planned_table import PlannedTable
 from compiled_llm.execution.graphs.graph_manager import GraphManager
 from compiled_llm.execution.plans import Planner
@@ -266,6 +267,20 @@ class Decode:
         if self._cuda_graphs.ours:
             self._cuda_graphs.want(bucket, functools.partial(self._capture, bucket, outputs))
         return outputs
+
+    def launch(self, rows: int, bucket: int, wanted: int) -> DecodeLaunch:
+        """Return how a step of ``rows`` rows in the buffers is launched again; arguments as in ``run``."""
+        graph = self._cuda_graphs.get(bucket)
+        return DecodeLaunch(
+            graph,
+            program=functools.partial(self._launch, bucket),
+            feed=functools.partial(self.feed, rows, bucket),
+            arena=self._state.arena,
+            used=self._graph_manager.events.used,
+            wanted=wanted,
+            missed=None if wanted == bucket else functools.partial(self.missed, wanted),
+            repeats=not self._cuda_graphs.background_captures and (graph is not None or not self._cuda_graphs.ours),
+        )
 
     def _launch(self, bucket: int) -> StepOutputs:
         graph_manager = self._graph_manager

@@ -58,22 +58,26 @@ class _Division(NamedTuple):
 
 
 class DeferredSampling:
-    """The rows of one loop whose tokens are not sampled yet."""
+    """The rows of one loop whose tokens are not sampled yet.
+
+    Attributes:
+        unsampled: these rows, by launch.
+    """
 
     def __init__(self, state: RunnerState) -> None:
         self._state = state
-        self._unsampled: list[_Unsampled] = []
+        self.unsampled: list[_Unsampled] = []
         self._deferring = state.slots.deferring
         self._last = _Division((), [], [], None)  # the next launch mostly has the same rows
         self._kept = 0  # rows whose logits lie where a graph reads them
 
     def __bool__(self) -> bool:
-        return bool(self._unsampled)
+        return bool(self.unsampled)
 
     @property
     def rows(self) -> list[Row]:
         """The rows, in the order of their launches."""
-        return [row for part in self._unsampled for row in part.rows]
+        return [row for part in self.unsampled for row in part.rows]
 
     def logits_of(self, row: Row) -> Tensor:
         """Return ``[V]``, a copy of the logits that the row's next token is sampled from, in the model's dtype.
@@ -81,13 +85,17 @@ class DeferredSampling:
         Raises:
             ValueError: the row's next token does not wait to be sampled.
         """
-        for part in self._unsampled:
+        for part in self.unsampled:
             if row in part.rows:
                 return part.logits[part.rows.index(row)].clone()
         raise ValueError("logits_of: the row has no token that waits to be sampled")
 
+    def defers(self, rows: Sequence[Row]) -> bool:
+        """Whether one of the rows is sampled later than it is launched."""
+        return bool(self._deferring) and any(row.slot in self._deferring for row in rows)
+
     def forget(self) -> None:
-        self._unsampled = []
+        self.unsampled = []
         self._last = _Division((), [], [], None)
         self._leave_graphs()
 
@@ -108,7 +116,7 @@ class DeferredSampling:
         if division.places is not None and observer is not None:
             plain = division.places[1]
             observer(StepOutput(division.plain, step.logits.index_select(0, plain), step.tokens.index_select(0, plain)))
-        self._unsampled.append(_Unsampled(division.deferred, self._copy(step.logits, division), observer))
+        self.unsampled.append(_Unsampled(division.deferred, self._copy(step.logits, division), observer))
         for row in division.deferred:
             row.has_next = False
         return step
@@ -117,7 +125,7 @@ class DeferredSampling:
         """Copy logits that are sampled from later, to where a graph reads them if all of the loop's have room there."""
         state, start = self._state, self._kept
         room = None
-        if start == sum(len(part.rows) for part in self._unsampled):
+        if start == sum(len(part.rows) for part in self.unsampled):
             room = state.sampling_graphs.room(self, start, len(division.deferred), logits, state.slots.tables)
         if room is not None:
             self._kept += len(division.deferred)
@@ -159,7 +167,7 @@ class DeferredSampling:
             step = StepOutput(rows, graphs.logits(len(rows)), self._replayed(bucket, rows, masks))
         else:
             step = self._launched(rows, masks, processed)
-        parts, self._unsampled = self._unsampled, []  # only now: if that fails, it can be tried again
+        parts, self.unsampled = self.unsampled, []  # only now: if that fails, it can be tried again
         for row in rows:
             row.has_next = row.slot is not None
         self._observe(parts, step)
@@ -181,7 +189,7 @@ class DeferredSampling:
 
     def _launched(self, rows: Sequence[Row], masks: Masks | None, processed: Mapping[Row, Tensor]) -> StepOutput:
         """Sample without a graph."""
-        slots, parts = self._state.slots, self._unsampled
+        slots, parts = self._state.slots, self.unsampled
         if masks is not None and (new := slots.masks_of(*masks)) is not None:
             self._write_masks(*new)
         at = np.array([row.position for row in rows], dtype=np.int64)

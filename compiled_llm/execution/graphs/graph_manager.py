@@ -104,7 +104,7 @@ class GraphManager:
         if self.cuda_graphs.weights_valid():  # those that are multiplied as one, too
             return
         if self.cuda_graphs.watches:
-            self.ready -= self.cuda_graphs.forget()
+            self._forget_graphs()
         if self.weights.intact():
             return
         self.programs.drop_tensors()  # weights that someone else holds cannot be laid out again
@@ -142,22 +142,26 @@ class GraphManager:
             if not valid:
                 wait_for(self._state.device)  # a replay that found this out late may be running
                 self._valid.clear()
-                self.ready -= self.cuda_graphs.forget()
+                self._forget_graphs()
                 self.programs.drop_tensors()
                 return False
         self._valid.add(key)
         return True
 
+    def _forget_graphs(self) -> None:
+        self.ready -= self.cuda_graphs.forget()
+        self._state.validity.invalidate()  # also if there were none
+
     def release(self) -> None:
         """Drop all CUDA graphs, and let go of all tensors; compiled programs stay, for another manager."""
         self._released = True
+        self._forget_graphs()
         self.ready.clear()
-        self.cuda_graphs.forget()
         self.programs.drop_tensors()
 
     def _start_again(self) -> None:
         """Forget programs and CUDA graphs; rows and pages stay."""
-        self.cuda_graphs.forget()  # first: while one is captured, its program has to stay
+        self._forget_graphs()  # first: while one is captured, its program has to stay
         self.programs = self._new_programs()
         self.ready.clear()
 

@@ -29,6 +29,9 @@ class Arena:
 
     Writes are collected on the host until ``flush``. Programs may write into the columns, too; their numbers stay where
     the host writes none.
+
+    Attributes:
+        written: the places of the writes that are due.
     """
 
     def __init__(self, columns: Mapping[str, tuple[int, torch.dtype]], device: torch.device, staging: Staging) -> None:
@@ -38,7 +41,7 @@ class Arena:
         total = sum(sizes.values())
         self._memory = torch.zeros(total, dtype=torch.int32, device=device)
         self._host = np.zeros(total, dtype=np.int32)
-        self._written: list[NDArray[np.int64]] = []
+        self.written: list[NDArray[np.int64]] = []
         self._columns: dict[str, _Column] = {}
         start = 0
         for name, (count, dtype) in columns.items():
@@ -62,16 +65,16 @@ class Arena:
             at = (2 * at[:, None] + np.arange(2)).reshape(-1)
         at = column.start + at
         self._host[at] = values.view(np.int32)
-        self._written.append(at)
+        self.written.append(at)
 
     def flush(self) -> None:
         """Queue all writes before the next launch."""
-        if not self._written:
+        if not self.written:
             return
-        at = np.concatenate(self._written)
+        at = np.concatenate(self.written)
         # Of a place that was written twice, each copy is the latest.
         both = np.concatenate([at.view(np.uint8), self._host[at].view(np.uint8)])
         (there,) = self._staging.to_device([both])
         where, what = there[: at.nbytes].view(torch.int64), there[at.nbytes :].view(torch.int32)
         self._memory.index_copy_(0, where, what)
-        self._written.clear()
+        self.written.clear()

@@ -23,6 +23,7 @@ from compiled_llm.execution.state.staging import Staging
 from compiled_llm.kvcache.memory import allocate_pages, as_stored, ended_marker, free, pages_to_allocate, wait_for
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import PageCopy, Row
+from compiled_llm.kvcache.step_validity import StepValidity
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.sizes import logits_width
 from compiled_llm_ops.backends import backend_for
@@ -34,6 +35,7 @@ class RunnerState:
     Attributes:
         stored_layers: the model's layers with the head sizes that pages have.
         pages: one ``[P, 2, K, S, D]`` a layer.
+        validity: of decode steps; whatever changes something that they are made from ends it.
         pool: which row has which page.
         arena: the columns of slots and decode buffers.
         cuda_graphs: all of them, within their budget.
@@ -51,10 +53,12 @@ class RunnerState:
         self.config = config
         self.device = model.device
         self.max_positions = max_positions
+        self.validity = StepValidity()
         self.cuda_graphs = RollingCudaGraphs(
             Budget(*config.graph_budget),
             functools.partial(wait_for, self.device),
             mark=functools.partial(ended_marker, self.device),
+            changed=self.validity.invalidate,
         )
         chosen = backend_for(config.backend, self.device.type)
         self.stored_layers = as_stored(facts.layers, chosen.backend)
@@ -66,11 +70,11 @@ class RunnerState:
             columns = DecodeBuffers.columns(config.max_batch_size)
             columns |= Slots.columns(config.max_batch_size, pages_each)
             self.arena = Arena(columns, self.device, self.staging)
-            self.slots = Slots(self.arena, self.staging, logits_width(model))
+            self.slots = Slots(self.arena, self.staging, logits_width(model), self.validity)
             self.decode_buffers = DecodeBuffers(self.arena, self.slots, chosen.decode_ops)
             self.sampling_graphs = SamplingGraphs(self.device, config.captures_on(self.device.type), self.cuda_graphs)
             self.prefill_indices = torch.zeros(prefill_pages, dtype=torch.int32, device=self.device)
-        self.pool = PagePool(count, config.page_size)
+        self.pool = PagePool(count, config.page_size, self.validity)
 
     def fit_vocabulary(self) -> None:
         """Follow a model whose vocabulary has changed."""

@@ -23,6 +23,7 @@ from compiled_llm.execution.state.slot_settings import SlotSettings
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.row import Row
+from compiled_llm.kvcache.step_validity import StepValidity
 
 # Loops that interleave (a callback calls the model again, an engine and calls run) have slots at the same time.
 _ROOM = 2
@@ -45,7 +46,6 @@ class Slots:
         padding: the slot of padding rows, which is greedy and has the null page alone.
         pages: ``[X * N]`` int32, the page numbers of each slot.
         pages_each: N.
-        taken: how often a row lost its slot to another, so that decode buffers may still name it.
     """
 
     @staticmethod
@@ -54,14 +54,14 @@ class Slots:
         count = _ROOM * max_rows + 1
         return SlotSettings.columns(count) | {"pages": (count * pages_each, torch.int32)}
 
-    def __init__(self, arena: Arena, staging: Staging, vocabulary: int) -> None:
-        """All slots begin free, and greedy."""
+    def __init__(self, arena: Arena, staging: Staging, vocabulary: int, validity: StepValidity | None = None) -> None:
+        """All slots begin free, and greedy; ``validity`` is that of decode steps."""
         self._arena = arena
+        self._validity = StepValidity() if validity is None else validity
         self._settings = SlotSettings(arena, staging, vocabulary)
         self.pages = arena["pages"]
         self.padding = len(self.tables.next_token) - 1
         self.pages_each = len(self.pages) // (self.padding + 1)
-        self.taken = 0
         self._free = list(range(self.padding - 1, -1, -1))
         self._rows: dict[int, weakref.ref[Row]] = {}  # in the order in which they took them
         self._waiting: weakref.WeakKeyDictionary[Row, _Waiting] = weakref.WeakKeyDictionary()
@@ -174,7 +174,7 @@ class Slots:
                 token = self.tables.next_token[slot].clone() if row.has_next else None
                 self._waiting[row] = _Waiting(token, self._settings.of(slot))
                 row.leave_slot()
-                self.taken += 1
+                self._validity.invalidate()  # decode buffers may still name the slot
         if count > len(self._free):
             self._refuse(count)
 

@@ -19,6 +19,9 @@ from compiled_llm.execution.threads.interrupts import allowed, deferred
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_DEFERRED = nullcontext()
+"""In place of ``allowed``."""
+
 
 class CallingThread:
     """Runs calls one after the other, each on its caller's thread; safe to use from any thread."""
@@ -43,10 +46,19 @@ class CallingThread:
         Torch modes that the caller has entered (``with torch.device(...)`` is one) cannot be left meanwhile, and would
         be compiled into the graphs; such a call runs on another thread.
         """
+        return self._call(allowed(), function, *args, **kwargs)
+
+    def call_briefly(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run ``function``, which takes no time to speak of, as ``call`` does; Ctrl-C comes after it."""
+        return self._call(_DEFERRED, function, *args, **kwargs)
+
+    def _call(
+        self, interrupts: AbstractContextManager[None], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         self._home.check()
         with deferred(), self._lock:
             if self._caller == threading.get_ident():
-                with allowed():
+                with interrupts:
                     return function(*args, **kwargs)
             self._caller = threading.get_ident()
             try:
@@ -54,7 +66,7 @@ class CallingThread:
                 if inside_torch_modes():
                     self._aside = self._aside or DeviceThread(self._device)
                     return self._aside.call(function, *args, **kwargs)
-                with self._on_device, _plain_world(), allowed():
+                with self._on_device, _plain_world(), interrupts:
                     return function(*args, **kwargs)
             finally:
                 self._caller = None

@@ -18,12 +18,16 @@ _STALLED = 1.0
 
 
 class Calls:
-    """Counts the calls of a model in progress, nested ones included; safe to use from any thread."""
+    """Counts the calls of a model in progress, nested ones included; safe to use from any thread.
+
+    Attributes:
+        moves: counted up by a call in progress that has done a step: it does not wait for a later call.
+    """
 
     def __init__(self) -> None:
         self._changed = Condition()
         self._running: dict[object, int] = {}  # each with its thread
-        self._moves = self._waiting = self._barring = 0
+        self.moves = self._waiting = self._barring = 0
         self._let_in = -math.inf  # calls that have waited since before that, on ``time.monotonic``'s clock, may begin
 
     @property
@@ -53,25 +57,21 @@ class Calls:
         finally:
             with self._changed:
                 if self._running.pop(call, None) is not None:  # else Ctrl-C has come while it waited
-                    self._moves += 1
+                    self.moves += 1
                     self._changed.notify_all()
 
     def _wait_for_turn(self) -> None:
-        moves, since = self._moves, time.monotonic()
+        moves, since = self.moves, time.monotonic()
         came = since
         while self._barring or (self._waiting and came > self._let_in):
             self._changed.wait(_PATIENCE)
             check()
             now = time.monotonic()
-            if moves != self._moves:
-                moves, since = self._moves, now
+            if moves != self.moves:
+                moves, since = self.moves, now
             elif now - since > _STALLED:
                 self._let_in = now
                 self._changed.notify_all()
-
-    def moved(self) -> None:
-        """Note that a call in progress has done a step, so that it does not wait for a later call."""
-        self._moves += 1
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

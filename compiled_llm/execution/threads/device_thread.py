@@ -203,6 +203,10 @@ class DeviceThread:
         result: T = job.result
         return result
 
+    def call_briefly(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run ``function`` as ``call`` does: to hand it over takes longer than to be interrupted."""
+        return self.call(function, *args, **kwargs)
+
     def _interrupt(self, job: _Job) -> None:
         """Raise KeyboardInterrupt inside a running call and wait for it to stop; one not begun yet will not run."""
         job.function = _nothing

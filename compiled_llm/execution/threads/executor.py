@@ -30,6 +30,10 @@ class Executor(Protocol):
         """Run ``function`` and return its result; its exceptions, and Ctrl-C, reach the caller."""
         ...
 
+    def call_briefly(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run ``function``, which takes no time to speak of, as ``call`` does; Ctrl-C comes after it."""
+        ...
+
 
 def executor_for(device: torch.device, config: WrapConfig) -> Executor:
     """Return an executor for calls on ``device``.

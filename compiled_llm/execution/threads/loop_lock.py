@@ -31,22 +31,20 @@ class LoopLock:
     """A lock that a loop gives away while a callback of the user's runs, since that may call the model itself.
 
     Loops that take pages begin in the order in which they came: many small ones starve no large one.
+
+    Attributes:
+        waiters: the loops that wait for the lock.
     """
 
     def __init__(self) -> None:
         self._home = HomeProcess()
         self._condition = Condition()
         self._holder: object | None = None
-        self._waiters: list[_Waiter] = []
+        self.waiters: list[_Waiter] = []
         self._loops: dict[object, int] = {}  # each with its thread
         self._claims: dict[object, float] = {}
         self._moved = 0.0  # the time of the last step
         self._local = threading.local()
-
-    @property
-    def wanted(self) -> bool:
-        """Whether loops wait for the lock."""
-        return bool(self._waiters)
 
     @property
     def busy(self) -> bool:
@@ -69,7 +67,7 @@ class LoopLock:
         It is ``inf`` if none does, or if the loops that have the pages seem to wait for a later one. The claim of
         ``apart_from`` does not count.
         """
-        if not (self._waiters or self._claims):
+        if not (self.waiters or self._claims):
             return math.inf
         with self._condition:
             return self._first_taker(apart_from)
@@ -138,16 +136,16 @@ class LoopLock:
     ) -> None:
         """Wait until the lock is free, this loop is ready, and no ready one has waited for long; or it is gone."""
         waiter = _Waiter(time.monotonic(), ready, takes_pages)
-        if not self._waiters:  # steps without a waiting thread were not noted
+        if not self.waiters:  # steps without a waiting thread were not noted
             self._moved = waiter.since
-        self._waiters.append(waiter)
+        self.waiters.append(waiter)
         try:
             # In a forked process, to which a callback has returned, the other threads do not exist.
             while not (gone() or self._home.left or (self._holder is None and self._may_go(waiter))):
                 self._condition.wait(timeout=0.2)
                 check()
         finally:
-            self._waiters.remove(waiter)
+            self.waiters.remove(waiter)
 
     def _may_go(self, waiter: _Waiter) -> bool:
         first, late = self._first_taker(), min(waiter.since, time.monotonic() - _PATIENCE)
@@ -156,11 +154,11 @@ class LoopLock:
             return not (other.takes_pages and other.since > first) and other.ready()
 
         return can_go(waiter) and not any(
-            other.since < late and can_go(other) for other in self._waiters if other is not waiter
+            other.since < late and can_go(other) for other in self.waiters if other is not waiter
         )
 
     def _first_taker(self, apart_from: object = None) -> float:
         if time.monotonic() - self._moved > _STALLED:
             return math.inf
         claims = [since for owner, since in self._claims.items() if owner is not apart_from]
-        return min([waiter.since for waiter in self._waiters if waiter.takes_pages] + claims, default=math.inf)
+        return min([waiter.since for waiter in self.waiters if waiter.takes_pages] + claims, default=math.inf)

@@ -43,7 +43,7 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
     runtime.home.check()
     runtime.runner_lifecycle.check_weights()
     if current_call.get() is not None:
-        runtime.calls.moved()
+        runtime.calls.moves += 1
     cache = arguments.get("past_key_values")
     if isinstance(cache, StandIn) and cache.prefill is not None:
         return _run_prefill(original, self, arguments, cache)

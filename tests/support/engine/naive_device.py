@@ -89,7 +89,14 @@ class NaiveDevice:
         self.taken = 0
         self.deferring: set[int] = set()
         graphs = SimpleNamespace(leave=lambda user: None)
-        self.state = SimpleNamespace(slots=self, pool=pool, config=config, max_positions=10_000, sampling_graphs=graphs)
+        self.state = SimpleNamespace(
+            slots=self,
+            pool=pool,
+            config=config,
+            max_positions=10_000,
+            sampling_graphs=graphs,
+            validity=pool.validity,
+        )
         self.unsampled: list[Row] = []
         self.decode = SimpleNamespace(ready=())
         self.events = SimpleNamespace(preparing=SimpleNamespace(seconds=0.0))

@@ -1,0 +1,219 @@
+"""A decode step that is made once and then run again and again: the same rows, the same CUDA graph.
+
+Most steps differ from the one before in nothing but their tokens. What such a step needs is found when it is made; to
+run it asks no other object. Whatever changes one of these things invalidates the step, and the next one is made anew.
+
+Shapes: B rows of a bucket, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from compiled_llm.compilation.graphs.outputs import StepOutputs
+from compiled_llm.compilation.graphs.rolling import GraphEntry
+from compiled_llm.execution.batch import Observer, StepOutput
+from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
+from compiled_llm.execution.state.arena import Arena
+from compiled_llm.execution.state.staging import Readback, Readbacks
+from compiled_llm.execution.threads.executor import Executor
+from compiled_llm.execution.threads.interrupts import deferred
+from compiled_llm.kvcache.row import Row
+from compiled_llm.kvcache.step_validity import StepValidity
+
+
+class PlacedRows:
+    """The rows in the decode buffers, each with its slot, length and position when it was placed.
+
+    Attributes:
+        rows: in the order of their batch indices.
+        bucket: B.
+        advanced: how many tokens they have grown by since they were placed.
+    """
+
+    def __init__(self, rows: Sequence[Row], bucket: int, page_size: int) -> None:
+        """Note rows that have grown by the token that they are about to feed in, and whose step has run."""
+        self.rows = list(rows)
+        self.bucket = bucket
+        self.advanced = 0
+        self._page_size = page_size
+        self._placed = [(row.slot, row.length, row.position) for row in rows]
+        # The rows that enter a page when ``advanced``, modulo the page size, is the key; found when they first advance.
+        self._entering: dict[int, list[Row]] | None = None
+
+    def are(self, rows: Sequence[Row], bucket: int) -> bool:
+        """Whether the decode buffers describe these rows, grown by the token that they are about to feed in."""
+        grown = self.advanced + 1
+        return (
+            self.bucket == bucket
+            and self.rows == rows
+            and self._placed == [(row.slot, row.length - grown, row.position - self.advanced) for row in rows]
+        )
+
+    def advance(self) -> None:
+        """Count one more token in each row; all have its page listed."""
+        if self._entering is None:
+            self._entering = self._find_entering()
+        for row in self._entering.get(self.advanced % self._page_size, ()):
+            row.enter_page()
+        for row in self.rows:
+            row.position += 1
+            row.length += 1
+        self.advanced += 1
+
+    def has_advanced(self) -> None:
+        """Count a token by which the rows have grown already."""
+        self.advanced += 1
+
+    def _find_entering(self) -> dict[int, list[Row]]:
+        entering: dict[int, list[Row]] = {}
+        for row in self.rows:
+            entering.setdefault((self.advanced - row.length) % self._page_size, []).append(row)
+        return entering
+
+
+class DecodeLaunch(NamedTuple):
+    """The launch of a decode step.
+
+    Attributes:
+        graph: replayed; None to call ``program``.
+        program: launches kernel by kernel, and may take as long as the step itself.
+        feed: replaces the tokens that the rows feed in.
+        arena: what is due in it is uploaded first.
+        used: counts the buckets that steps wanted, ``wanted`` here.
+        missed: called if that one has no CUDA graph, so that the step runs in another.
+        repeats: whether nothing has to be done between two launches, as for a graph that is to be captured.
+    """
+
+    graph: GraphEntry[Any] | None
+    program: Callable[[], StepOutputs]
+    feed: Callable[[Tensor], None]
+    arena: Arena
+    used: Counter[Any]
+    wanted: int
+    missed: Callable[[], None] | None
+    repeats: bool
+
+
+class DecodeStep:
+    """The next steps of rows that sit in the decode buffers.
+
+    Attributes:
+        output: of its last run; a CUDA graph always writes the same tensors.
+        replays: whether it is one launch, which takes no time to speak of.
+    """
+
+    def __init__(
+        self,
+        placed: PlacedRows,
+        launch: DecodeLaunch,
+        outputs: StepOutputs,
+        limit: int,
+        validity: StepValidity,
+        period: object,
+        deferred_sampling: DeferredSampling,
+        readbacks: Readbacks,
+    ) -> None:
+        """Note a step that has just run.
+
+        Args:
+            placed: its rows.
+            launch: runs it again.
+            outputs: of its run.
+            limit: how often it can run until a row lacks a page number or a position.
+            validity: tells whether something has changed.
+            period: the one in which it was made.
+            deferred_sampling: of the same loop.
+            readbacks: copy tokens to the host.
+        """
+        self.placed, self.replays = placed, launch.graph is not None
+        self._launch, self._limit = launch, limit if launch.repeats else 0
+        self._validity, self._period = validity, period
+        self._deferred_sampling, self._readbacks = deferred_sampling, readbacks
+        self._defers = deferred_sampling.defers(placed.rows)
+        self.output = self._first_rows(outputs)
+
+    def _first_rows(self, outputs: StepOutputs) -> StepOutput:
+        logits, tokens = outputs
+        rows = len(self.placed.rows)
+        if rows < self.placed.bucket:
+            logits, tokens = logits[:rows], tokens[:rows]
+        return StepOutput(self.placed.rows, logits, tokens)
+
+    def end(self) -> None:
+        """Let the next step be made anew, from the rows that sit in the decode buffers."""
+        self._limit = 0
+
+    def run_in(
+        self,
+        executor: Executor,
+        rows: Sequence[Row],
+        observer: Observer | None,
+        lose: Callable[[Sequence[Row]], None],
+    ) -> list[tuple[Sequence[Row], Readback]] | None:
+        """Run it once more and start copying its tokens; None if something has changed, and nothing was run.
+
+        Args:
+            executor: the model's.
+            rows: of the step that is wanted.
+            observer: as in ``Batch``.
+            lose: called with its rows if the run fails, or is interrupted: the decode buffers may have advanced.
+
+        Returns:
+            The rows and their tokens on the way to the host; an empty list if all are sampled later.
+        """
+        call = executor.call_briefly if self.replays else executor.call
+        return call(self._run, rows, observer, lose)
+
+    def _run(
+        self, rows: Sequence[Row], observer: Observer | None, lose: Callable[[Sequence[Row]], None]
+    ) -> list[tuple[Sequence[Row], Readback]] | None:
+        if not self.is_valid_for(rows):
+            return None
+        output = self.launch(None, observer, lose)
+        late = self._deferred_sampling.unsampled and len(self._deferred_sampling.rows) == len(rows)
+        return [] if late else [(output.rows, self._readbacks.start(output.tokens))]
+
+    def is_valid_for(self, rows: Sequence[Row]) -> bool:
+        """Whether the next step of these rows is this one; asked in the executor."""
+        return (
+            self._period is self._validity.period
+            and self._limit > 0
+            and self.placed.rows == rows
+            and not self._deferred_sampling.unsampled
+        )
+
+    def launch(
+        self, tokens: Tensor | None, observer: Observer | None, lose: Callable[[Sequence[Row]], None]
+    ) -> StepOutput:
+        """DecodeLaunch it in the executor; ``tokens`` as in ``Batch``, other arguments as in ``run_in``."""
+        launch = self._launch
+        graph = launch.graph
+        launch.used[launch.wanted] += 1
+        if launch.missed is not None:
+            launch.missed()
+        try:
+            if tokens is not None:
+                launch.feed(tokens)
+            if launch.arena.written:
+                launch.arena.flush()
+            if graph is None:
+                self.output = self._first_rows(launch.program())
+            else:
+                graph.replays += 1
+                graph.used = graph.clock()
+                assert graph.cuda_graph is not None, "a step without its graph is not valid"
+                graph.cuda_graph.launch()
+            with deferred():
+                self.placed.advance()
+                self._limit -= 1
+        except BaseException:
+            lose(self.placed.rows)
+            raise
+        if self._defers or observer is not None:
+            self._deferred_sampling.keep(self.output, observer)
+        return self.output

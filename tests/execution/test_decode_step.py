@@ -1,0 +1,240 @@
+"""A decode step is made once and runs until something changes: few calls, and never a step of what was.
+
+CUDA graphs are those of ``support.execution.stand_in_cuda_graphs``, on a CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import compiled_llm
+from compiled_llm import Engine, SamplingParams
+from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.engine.thread.engine_thread import EngineThread
+from compiled_llm.execution.decode.decode_step import DecodeStep
+from compiled_llm.execution.generate_loop import GenerateLoop
+from compiled_llm.huggingface import generate as loops
+from support.execution.alone import Alone
+from support.execution.schedule import Schedule, prompt_of
+from support.execution.stand_in_cuda_graphs import StandIn, let_a_cpu_capture, one_layer, uncompiled
+from support.noting import note_calls
+from support.parity import assert_account_is_empty, greedy, mixed_prompts
+
+PACKAGE = Path(compiled_llm.__file__).parent
+NOT_COUNTED = ("model", "compat")
+"""Rooms that a replayed CUDA graph leaves out, and names of private functions."""
+
+
+@pytest.fixture(autouse=True)
+def cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_a_cpu_capture(monkeypatch)
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return uncompiled(monkeypatch)
+
+
+# ---- few calls
+
+
+class Walk:
+    """The calls of our own functions, from one mark to the next."""
+
+    def __init__(self) -> None:
+        self.legs: list[list[str]] = [[]]
+        self._replaying = 0
+
+    def mark(self) -> None:
+        self.legs.append([])
+
+    def note(self, frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if code is StandIn.launch.__code__:
+            self._replaying += {"call": 1, "return": -1}.get(event, 0)
+        elif event == "call" and not self._replaying and code.co_filename.startswith(str(PACKAGE)):
+            file = Path(code.co_filename).relative_to(PACKAGE)
+            if file.parts[0] not in NOT_COUNTED:
+                self.legs[-1].append(str(file))
+
+    def of(self, function: Callable[[], object]) -> list[list[str]]:
+        """Return the files of the calls in each leg but the first and the last ones, which are no whole steps."""
+        before = sys.getprofile()
+        sys.setprofile(self.note)
+        try:
+            function()
+        finally:
+            sys.setprofile(before)
+        return self.legs[3:-3]
+
+
+def marked(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, walk: Walk) -> None:
+    original = getattr(owner, name)
+
+    def marking(*args: Any, **kwargs: Any) -> Any:
+        walk.mark()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, marking)
+
+
+def test_a_step_of_generate_that_changes_nothing_takes_25_calls_in_6_files(model, monkeypatch, seed):
+    monkeypatch.setattr(GenerateLoop, "asynchronous", True)
+    inputs, walk = mixed_prompts([5, 3], 128, seed), Walk()
+    greedy(model, inputs, 40)
+    marked(monkeypatch, loops, "append_tokens", walk)
+    legs = walk.of(lambda: greedy(model, inputs, 40))
+    assert len(legs) > 20
+    quiet = [leg for leg in legs if "kvcache/row.py" not in leg]  # no row enters a page
+    assert len(quiet) > len(legs) / 3
+    assert max(map(len, quiet)) <= 25
+    assert max(len(set(leg)) for leg in quiet) <= 6
+
+
+def test_a_step_of_an_engine_that_changes_nothing_takes_60_calls_in_15_files(model, monkeypatch, seed):
+    monkeypatch.setattr(Loop, "asynchronous", True)
+    params, walk = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True), Walk()
+    with Engine(model, watch_model=False) as engine:
+        engine.generate([[3, 4, 5], [6, 7, 8, 9]], params)
+        marked(monkeypatch, EngineThread, "_step", walk)
+        legs = walk.of(lambda: engine.generate([[3, 4, 5], [6, 7, 8, 9]], params))
+    quiet = [leg for leg in legs if "kvcache/row.py" not in leg and "execution/model_runner.py" not in leg]
+    assert len(quiet) > 10
+    assert max(map(len, quiet)) <= 60
+    assert max(len(set(leg)) for leg in quiet) <= 15
+
+
+# ---- and never a step of what was
+
+
+class Changing(Schedule):
+    """A schedule in which CUDA graphs are dropped and weights replaced as well."""
+
+    models: tuple[Any, ...]
+    all_of_them: list[Changing]
+
+    def anything(self) -> None:
+        if self.twins and self.has_next and min(self.left.values()) > 0 and self._rng.random() < 0.9:
+            self.step(forced=False)
+            return
+        manager = self.generate_loop.model_runner.graph_manager
+        if self._rng.random() < 0.3:
+            manager.ready -= manager.cuda_graphs.forget()
+        if self._rng.random() < 0.3:
+            self.replace_a_weight()
+        super().anything()
+
+    def replace_a_weight(self) -> None:
+        """One that no key or value depends on, since there is one layer: the twins' caches stay right."""
+        for model in self.models:
+            product = model.model.layers[0].mlp.down_proj
+            product.weight = nn.Parameter(product.weight.detach() * 0.9)
+        for schedule in self.all_of_them:
+            schedule.unchanged = False
+
+
+def run_schedules(monkeypatch: pytest.MonkeyPatch, seed: int, steps: int) -> Counter[str]:
+    """Let two loops of one model take turns; return how their steps were run."""
+    plain, model = one_layer(), uncompiled(monkeypatch, kv_memory="5000 tokens", max_batch_size=9)
+    rng, runs = np.random.default_rng(seed), Counter[str]()
+    launches = note_calls(monkeypatch, DecodeStep, "launch", lambda *_: "repeated")
+    schedules = [Changing(model.compiled.generate_loop(), plain, rng) for _ in range(2)]
+    for schedule in schedules:
+        schedule.models, schedule.all_of_them = (plain, model), schedules
+    for number in range(steps):
+        for schedule in schedules if number % 10 < 2 else schedules[number // 10 % 2 :][:1]:  # in turns, and alone
+            schedule.anything()
+        if number % 50 == 7:
+            model.generate(torch.tensor([prompt_of(5, rng)] * (1 + number % 4)), max_new_tokens=3, do_sample=False)
+    runs["repeated"] = len(launches)
+    runs["all"] = sum(schedule.generate_loop.steps for schedule in schedules)
+    for schedule in schedules:
+        schedule.close()
+    assert_account_is_empty(model)
+    return runs
+
+
+def test_steps_repeat_until_rows_pages_graphs_or_weights_change(monkeypatch, seed, request):
+    whole = request.config.getoption("whole")
+    for number in range(20 if whole else 1):
+        runs = run_schedules(monkeypatch, seed + number, 300 if whole else 100)
+        assert not whole or runs["repeated"] > runs["all"] / 5
+
+
+def forget_a_token(generate_loop: GenerateLoop) -> None:
+    generate_loop.rows[0].rewind(generate_loop.rows[0].length - 1)
+
+
+def drop_the_graphs(generate_loop: GenerateLoop) -> None:
+    manager = generate_loop.model_runner.graph_manager
+    manager.ready -= manager.cuda_graphs.forget()
+
+
+def capture_another(generate_loop: GenerateLoop) -> None:
+    generate_loop.model_runner.graph_manager.cuda_graphs.want(2, lambda: None)
+
+
+def put_others_in_the_buffers(generate_loop: GenerateLoop) -> None:
+    other = GenerateLoop(generate_loop.model_runner)
+    other.admit([3, 4, 5], 20)
+    other.step()
+    other.step()
+    other.close()
+
+
+def give_slots_to_others(generate_loop: GenerateLoop) -> None:
+    """Their prompts alone: the decode buffers still name the slot."""
+    others = [GenerateLoop(generate_loop.model_runner) for _ in range(3)]
+    for other in others:
+        for _ in range(8):
+            other.admit([3, 4, 5], 1)
+        other.step()
+    assert generate_loop.rows[0].slot is None
+    for other in others:
+        other.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        GenerateLoop.fork,
+        forget_a_token,
+        drop_the_graphs,
+        capture_another,
+        put_others_in_the_buffers,
+        give_slots_to_others,
+    ],
+)
+def test_a_change_invalidates_the_step_and_the_next_is_made_of_what_there_is(model, change):
+    """Also the step that a thread is about to run."""
+    generate_loop, twin = model.compiled.generate_loop(), Alone(one_layer(), [3, 4, 5])
+    row = generate_loop.admit([3, 4, 5], 40)
+    generate_loop.step()
+    for _ in range(5):
+        generate_loop.step(unchanged=True)
+        twin.feed([twin.next])
+    step = generate_loop._persistent.step
+    assert step is not None
+    assert step.is_valid_for([row])
+    kept = change(generate_loop)
+    assert not step.is_valid_for([row])
+    if change is forget_a_token:
+        twin = Alone(one_layer(), twin.fed[:-1])
+    for forced in (7, None, None, None):
+        generate_loop.step(None if forced is None else torch.tensor([forced]), unchanged=True)
+        twin.feed([twin.next if forced is None else forced])
+        torch.testing.assert_close(generate_loop.logits()[0], twin.logits, rtol=1e-3, atol=1e-3)
+    for each in (generate_loop, kept):
+        if each is not None:
+            each.close()
+    assert_account_is_empty(model)
