@@ -123,21 +123,15 @@ class GenerateLoop:
         """
         if forced is not None and not self._pending:
             self._check_tokens(forced)
-        if not (unchanged and forced is None and not fed and self._repeat()):
-            self._thread.call(self._launch, forced, unchanged, fed, self._next_masks())
-        return self._unread.read() if len(self._unread.steps) > 1 else {}
-
-    def _repeat(self) -> bool:
-        """Run the last step once more, unless something has changed."""
-        step = self._persistent.step
-        if step is None or self._pending:
-            return False
-        arriving = step.run_in(self._thread, self.rows, self._every_row.observer, self._persistent.lose)
+        last, arriving = self._persistent.step, None
+        if last is not None and unchanged and forced is None and not (fed or self._pending):
+            arriving = last.run_in(self._thread, self.rows, self._every_row.observer, self._persistent.lose)
         if arriving is None:
-            return False
-        self.steps += 1
-        self._unread.steps.append(arriving)
-        return True
+            self._thread.call(self._launch, forced, unchanged, fed, self._next_masks())
+        else:
+            self.steps += 1
+            self._unread.steps.append(arriving)
+        return self._unread.read() if len(self._unread.steps) > 1 else {}
 
     def release(self, row: Row) -> None:
         """Take a row out and give its pages back.

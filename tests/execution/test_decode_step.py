@@ -5,9 +5,11 @@ CUDA graphs are those of ``support.execution.stand_in_cuda_graphs``, on a CPU.
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -237,4 +239,30 @@ def test_a_change_invalidates_the_step_and_the_next_is_made_of_what_there_is(mod
     for each in (generate_loop, kept):
         if each is not None:
             each.close()
+    assert_account_is_empty(model)
+
+
+@pytest.mark.parametrize("in_an_engine", [False, True])
+def test_ctrl_c_arrives_before_the_next_replay(model, monkeypatch, in_an_engine):
+    """A replay is not interrupted; while all steps are replays, Ctrl-C still has to arrive."""
+    replays, launch = count(1), StandIn.launch
+
+    def press(graph: StandIn) -> None:
+        if next(replays) == 30:
+            signal.raise_signal(signal.SIGINT)
+        launch(graph)
+
+    def generate() -> None:
+        if in_an_engine:
+            engine.generate([3, 4, 5], SamplingParams(max_tokens=100, temperature=0, ignore_eos=True))
+        else:
+            model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=100, do_sample=False)
+
+    with Engine(model, watch_model=False) as engine:
+        generate()  # captures what it needs
+        monkeypatch.setattr(StandIn, "launch", press)
+        with pytest.raises(KeyboardInterrupt):
+            generate()
+        assert next(replays) == 31
+        generate()
     assert_account_is_empty(model)

@@ -279,7 +279,8 @@ class Decode:
             used=self._graph_manager.events.used,
             wanted=wanted,
             missed=None if wanted == bucket else functools.partial(self.missed, wanted),
-            repeats=not self._cuda_graphs.background_captures and (graph is not None or not self._cuda_graphs.ours),
+            repeats=graph is not None or not self._cuda_graphs.ours,
+            alone=not self._cuda_graphs.background_captures,
         )
 
     def _launch(self, bucket: int) -> StepOutputs:

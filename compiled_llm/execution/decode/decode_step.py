@@ -86,7 +86,8 @@ class DecodeLaunch(NamedTuple):
         arena: what is due in it is uploaded first.
         used: counts the buckets that steps wanted, ``wanted`` here.
         missed: called if that one has no CUDA graph, so that the step runs in another.
-        repeats: whether nothing has to be done between two launches, as for a graph that is to be captured.
+        repeats: whether it can be launched again as it is; a missing graph would not be captured then.
+        alone: whether nothing is to be done between two launches, as captures that go on in time slices are.
     """
 
     graph: GraphEntry[Any] | None
@@ -97,6 +98,7 @@ class DecodeLaunch(NamedTuple):
     wanted: int
     missed: Callable[[], None] | None
     repeats: bool
+    alone: bool
 
 
 class DecodeStep:
@@ -172,7 +174,7 @@ class DecodeStep:
     def _run(
         self, rows: Sequence[Row], observer: Observer | None, lose: Callable[[Sequence[Row]], None]
     ) -> list[tuple[Sequence[Row], Readback]] | None:
-        if not self.is_valid_for(rows):
+        if not (self._launch.alone and self.is_valid_for(rows)):
             return None
         output = self.launch(None, observer, lose)
         late = self._deferred_sampling.unsampled and len(self._deferred_sampling.rows) == len(rows)
@@ -190,7 +192,13 @@ class DecodeStep:
     def launch(
         self, tokens: Tensor | None, observer: Observer | None, lose: Callable[[Sequence[Row]], None]
     ) -> StepOutput:
-        """DecodeLaunch it in the executor; ``tokens`` as in ``Batch``, other arguments as in ``run_in``."""
+        """Launch it, in the executor; captures may go on afterwards.
+
+        Args:
+            tokens: as in ``Batch``.
+            observer: as in ``Batch``.
+            lose: as in ``run_in``.
+        """
         launch = self._launch
         graph = launch.graph
         launch.used[launch.wanted] += 1

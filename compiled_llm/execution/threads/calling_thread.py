@@ -14,7 +14,7 @@ import torch
 from compiled_llm.compat.forks import HomeProcess, lock
 from compiled_llm.compat.torch.modes import inside_torch_modes
 from compiled_llm.execution.threads.device_thread import DeviceThread
-from compiled_llm.execution.threads.interrupts import allowed, deferred
+from compiled_llm.execution.threads.interrupts import allowed, check, deferred
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,7 +49,8 @@ class CallingThread:
         return self._call(allowed(), function, *args, **kwargs)
 
     def call_briefly(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run ``function``, which takes no time to speak of, as ``call`` does; Ctrl-C comes after it."""
+        """Run ``function``, which takes no time to speak of, as ``call`` does; Ctrl-C comes before it or after it."""
+        check()  # while all calls are brief, it would come after the last one
         return self._call(_DEFERRED, function, *args, **kwargs)
 
     def _call(

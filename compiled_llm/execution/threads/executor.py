@@ -31,7 +31,7 @@ class Executor(Protocol):
         ...
 
     def call_briefly(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run ``function``, which takes no time to speak of, as ``call`` does; Ctrl-C comes after it."""
+        """Run ``function``, which takes no time to speak of, as ``call`` does; Ctrl-C comes before it or after it."""
         ...
 
 
