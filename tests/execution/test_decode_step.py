@@ -64,8 +64,8 @@ class Walk:
         code = frame.f_code
         if code is StandIn.launch.__code__:
             self._replaying += {"call": 1, "return": -1}.get(event, 0)
-        elif event == "call" and not self._replaying and code.co_filename.startswith(str(PACKAGE)):
-            file = Path(code.co_filename).relative_to(PACKAGE)
+        elif event == "call" and not self._replaying and PACKAGE in (file := Path(code.co_filename)).parents:
+            file = file.relative_to(PACKAGE)
             if file.parts[0] not in NOT_COUNTED:
                 self.legs[-1].append(str(file))
 
