@@ -236,6 +236,10 @@ def test_a_change_invalidates_the_step_and_the_next_is_made_of_what_there_is(mod
         generate_loop.step(None if forced is None else torch.tensor([forced]), unchanged=True)
         twin.feed([twin.next if forced is None else forced])
         torch.testing.assert_close(generate_loop.logits()[0], twin.logits, rtol=1e-3, atol=1e-3)
+    last = generate_loop._persistent.step
+    assert last is not None
+    assert last.is_valid_for([row])
+    assert last._launch.alone, "no capture waits any more"
     for each in (generate_loop, kept):
         if each is not None:
             each.close()

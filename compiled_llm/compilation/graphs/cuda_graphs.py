@@ -217,6 +217,7 @@ class CudaGraphs:
         if underway is None or not underway.captured.done():
             return None
         self._underway, key = None, underway.key
+        self.rolling.changed()  # also if it has failed: steps need leave no time any more
         try:
             captured = underway.captured.result()
         except Exception as error:

@@ -226,6 +226,8 @@ class GraphManager:
         if self.cuda_graphs.background_captures:
             with deferred():
                 self.cuda_graphs.go_on()
+            if not self.cuda_graphs.background_captures:
+                self._state.validity.invalidate()  # steps need leave no time any more
 
     @contextmanager
     def preparing(self, what: str, waiting: int, program: str, shown: str = "") -> Iterator[None]:
