@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from compiled_llm.client import Client
 from compiled_llm.commands.chat.chat import Chat
-from compiled_llm.commands.chat.conversation import ClientPartner, Conversation, Partner
+from compiled_llm.commands.chat.conversation import Conversation
+from compiled_llm.commands.chat.model import ChatModel, RemoteChatModel
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.characters import character_tokenizer
-from support.commands import talking_partner
+from support.commands import talking_model
 from support.commands.command_line import greedy, invoke
 from support.commands.terminal import CTRL_C, CTRL_D, UP, Terminal, terminal
 from support.server.engine_processes import Loop, engine_in_thread, until
@@ -73,12 +74,12 @@ def test_an_engine_process_that_is_started_again_is_found(model_folder: Path, en
     params = SamplingParams(max_tokens=3, temperature=0.0)
     with engine_in_thread(engine, path, tokenizer=model_folder):
         client = Client(path, tokenizer=True, wait=False)
-        partner = ClientPartner(client, quiet=True)
+        model = RemoteChatModel(client, quiet=True)
         first = client.submit([5, 6], params).result(60)
     until(lambda: client._session.broken)  # the client has heard of it
     loop = Loop(path)
     threading.Timer(0.2, loop.open, (engine, model_folder)).start()
-    assert partner.refresh() is False, "it waits until it is ready"
+    assert model.refresh() is False, "it waits until it is ready"
     assert client.submit([5, 6], params).result(60).token_ids == first.token_ids
     client.close()
     loop.close()
@@ -113,7 +114,7 @@ def test_another_model_that_comes_back_is_asked_in_its_own_words(
     first, second = Loop(path), None
     first.open(engine, model_folder)
     client = Client(path, tokenizer=True, wait=False)
-    partner = ClientPartner(client, quiet=True)
+    model = RemoteChatModel(client, quiet=True)
 
     def replaced() -> None:
         nonlocal second
@@ -124,7 +125,7 @@ def test_another_model_that_comes_back_is_asked_in_its_own_words(
 
     terminal: Any = Questions("Hi", replaced, "Again")
     params = SamplingParams(max_tokens=8, temperature=0.0)
-    Chat(Conversation(partner, None), params, terminal).run()
+    Chat(Conversation(model, None), params, terminal).run()
     client.close()
     assert second is not None
     second.close()
@@ -140,22 +141,22 @@ def test_a_socket_without_an_engine_process_is_named(tmp_path: Path) -> None:
     assert "there is no such socket; start an engine process with `compiled-llm serve MODEL --uds PATH`" in done.stderr
 
 
-def partner_with(tokenizer: Any) -> Partner:
+def model_with(tokenizer: Any) -> ChatModel:
     engine: Any = None
-    return Partner(engine, "a stand-in", tokenizer, 100)
+    return ChatModel(engine, "a stand-in", tokenizer, 100)
 
 
 def test_a_tokenizer_that_writes_no_chats_is_refused() -> None:
     with pytest.raises(ValueError, match="chat: this model's tokenizer has no chat template"):
-        Conversation(partner_with(character_tokenizer()), None)
+        Conversation(model_with(character_tokenizer()), None)
 
 
 def test_a_template_that_takes_no_system_message_says_so_at_once() -> None:
     tokenizer = character_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no system') if messages[0]['role'] == 'system' else 'Hi' }}"
     with pytest.raises(ValueError, match="chat: the model's chat template refuses this: no system"):
-        Conversation(partner_with(tokenizer), "Be brief")
-    conversation = Conversation(partner_with(tokenizer), None)
+        Conversation(model_with(tokenizer), "Be brief")
+    conversation = Conversation(model_with(tokenizer), None)
     conversation.add("a question without an answer", "")
     assert conversation.messages == []
 
@@ -165,7 +166,7 @@ def test_a_template_that_takes_no_system_message_says_so_at_once() -> None:
 
 @pytest.fixture
 def chat() -> Iterator[Terminal]:
-    with terminal([sys.executable, talking_partner.__file__, "100000"]) as chat:
+    with terminal([sys.executable, talking_model.__file__, "100000"]) as chat:
         chat.until("> ")
         yield chat
 
@@ -212,7 +213,7 @@ def test_the_second_ctrl_c_at_the_prompt_ends_the_chat(chat: Terminal) -> None:
 
 
 def test_an_answer_that_is_cut_says_so() -> None:
-    with terminal([sys.executable, talking_partner.__file__, "3"]) as chat:
+    with terminal([sys.executable, talking_model.__file__, "3"]) as chat:
         chat.until("> ")
         chat.type('"""\none\n')
         chat.type('two"""\n')
@@ -224,7 +225,7 @@ def test_an_answer_that_is_cut_says_so() -> None:
 
 
 def test_commands_are_completed_and_earlier_questions_come_back() -> None:
-    command = [sys.executable, talking_partner.__file__, "3"]
+    command = [sys.executable, talking_model.__file__, "3"]
     with terminal(command, TERM="xterm", PROMPT_TOOLKIT_NO_CPR="1") as chat:
         chat.until(">")
         chat.type("count\n")

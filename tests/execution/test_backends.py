@@ -144,6 +144,16 @@ def test_a_backend_that_nobody_brings_is_refused_with_all_that_there_are() -> No
         WrapConfig(backend="cudnn")
 
 
+def assert_huggingfaces_tokens(model: Any, reference: PreTrainedModel, seed: int) -> None:
+    """Of batches of one to three rows, in one graph that is compiled once."""
+    for lengths in ([5], [5, 9, 17], [3, 4]):
+        inputs = mixed_prompts(lengths, 128, seed)
+        torch.testing.assert_close(greedy(model, inputs, 20), greedy(reference, inputs, 20))
+    stats = model.compiled.stats()
+    assert (stats.graph_breaks, stats.recompiles) == (0, 0)
+    assert_account_is_empty(model)
+
+
 @pytest.mark.usefixtures("installed", "without_inductor")
 @pytest.mark.parametrize("backend", ["unplanned", "planned"])
 @pytest.mark.parametrize(("family", "mode"), [("Qwen2", "eager"), ("Qwen2", "compile"), ("GptOss", "compile")])
@@ -155,12 +165,7 @@ def test_a_backend_says_itself_whether_its_decode_steps_are_planned(
     other_kernels.planned.clear()
     reference, model = (make(family, FAMILIES[family], seed) for _ in range(2))
     compiled_llm.wrap(model, mode=mode, backend=backend, **OPTIONS)
-    for lengths in ([5], [5, 9, 17], [3, 4]):
-        inputs = mixed_prompts(lengths, 128, seed)
-        torch.testing.assert_close(greedy(model, inputs, 20), greedy(reference, inputs, 20))
-    stats = model.compiled.stats()
-    assert (stats.graph_breaks, stats.recompiles) == (0, 0)
-    assert_account_is_empty(model)
+    assert_huggingfaces_tokens(model, reference, seed)
     buckets = {1, 2, 4}
     if backend == "unplanned":
         assert ({*other_kernels.launched}, other_kernels.planned) == (buckets, [])
@@ -307,12 +312,7 @@ def planned_decode(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_planned_decode_gives_huggingfaces_tokens(mode: str, layers: int, seed: int) -> None:
     reference, model = (tiny_qwen3(num_hidden_layers=layers, eos_token_id=None) for _ in range(2))
     compiled_llm.wrap(model, mode=mode, **OPTIONS)
-    for lengths in ([5], [5, 9, 17], [3, 4]):
-        inputs = mixed_prompts(lengths, 128, seed)
-        torch.testing.assert_close(greedy(model, inputs, 20), greedy(reference, inputs, 20))
-    stats = model.compiled.stats()
-    assert (stats.graph_breaks, stats.recompiles) == (0, 0)
-    assert_account_is_empty(model)
+    assert_huggingfaces_tokens(model, reference, seed)
 
 
 @pytest.mark.usefixtures("planned_decode")

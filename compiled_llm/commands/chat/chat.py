@@ -96,11 +96,11 @@ class Chat:
 
     def _answer(self, question: str) -> bool:
         """Write an answer as it comes; return whether Ctrl-C has ended it in a terminal."""
-        partner = self._conversation.partner
-        if partner.refresh():
-            self._terminal.say(f"the engine process has another model now: {partner.name}")
+        model = self._conversation.model
+        if model.refresh():
+            self._terminal.say(f"the engine process has another model now: {model.name}")
         prompt = self._conversation.prompt(question)
-        handle = partner.engine.submit(prompt, self._params_for(len(prompt)))
+        handle = model.engine.submit(prompt, self._params_for(len(prompt)))
         answer, interrupted = "", False
         try:
             pieces = iter(handle.text())
@@ -125,7 +125,7 @@ class Chat:
         return interrupted
 
     def _params_for(self, prompt: int) -> SamplingParams:
-        most = self._conversation.partner.max_tokens
+        most = self._conversation.model.max_tokens
         if prompt >= most:
             raise ValueError(
                 f"the chat has {prompt} tokens, and with the answer there can be {most}; /clear begins a new one"
@@ -145,7 +145,7 @@ class Chat:
                     said += f", then {(tokens - 1) / (last.seconds - first):.1f} tokens/s"
             yield "last answer", f"{said} ({last.finish_reason})"
             yield "its prompt", f"{len(last.prompt_token_ids)} tokens, {last.cached_tokens} of them cached"
-        stats = self._conversation.partner.engine.stats()
+        stats = self._conversation.model.engine.stats()
         yield "requests", f"{stats.running} running, {stats.waiting} waiting, {stats.finished} finished"
         share = f", {100 * stats.cached_tokens / stats.prompt_tokens:.0f}% cached" if stats.prompt_tokens else ""
         yield "tokens", f"{stats.new_tokens} new, {stats.prompt_tokens} of prompts{share}"

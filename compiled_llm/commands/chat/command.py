@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from compiled_llm.commands.chat.chat import COMMANDS, Chat
-from compiled_llm.commands.chat.conversation import ClientPartner, Conversation, Partner, check_template
+from compiled_llm.commands.chat.conversation import Conversation, check_template
+from compiled_llm.commands.chat.model import ChatModel, RemoteChatModel
 from compiled_llm.commands.chat.terminal import Terminal
 from compiled_llm.commands.early_checks import check_driver, check_package
 from compiled_llm.commands.errors import readable_errors
@@ -68,10 +69,10 @@ def chat(
         _check(context, model, uds, options)
         params = flags.params(max_new_tokens, stop or [])
         terminal = Terminal(quiet, COMMANDS)
-        with _partner(model or DEMO, uds, options, terminal) as partner:
-            chat = Chat(Conversation(partner, system), params, terminal)
+        with _chat_model(model or DEMO, uds, options, terminal) as answering:
+            chat = Chat(Conversation(answering, system), params, terminal)
             if terminal.interactive:
-                terminal.say(f"{partner.name}; /help says what can be done, Ctrl-D ends the chat")
+                terminal.say(f"{answering.name}; /help says what can be done, Ctrl-D ends the chat")
             chat.run()
     raise typer.Exit(1 if chat.failed and not terminal.interactive else 0)
 
@@ -90,7 +91,7 @@ def _check(context: typer.Context, model: str | None, uds: Path | None, options:
 
 
 @contextmanager
-def _partner(model: str, uds: Path | None, options: RunningOptions, terminal: Terminal) -> Iterator[Partner]:
+def _chat_model(model: str, uds: Path | None, options: RunningOptions, terminal: Terminal) -> Iterator[ChatModel]:
     """Connect to an engine process for the block; or load a model, and compile what a chat needs.
 
     Raises:
@@ -101,7 +102,7 @@ def _partner(model: str, uds: Path | None, options: RunningOptions, terminal: Te
         from compiled_llm.client import Client
 
         with Client(uds, tokenizer=True, wait=False) as client:
-            yield ClientPartner(client, options.quiet)
+            yield RemoteChatModel(client, options.quiet)
         return
     source = locate(model, progress=not options.quiet)
     with importing(not options.quiet):
@@ -116,4 +117,4 @@ def _partner(model: str, uds: Path | None, options: RunningOptions, terminal: Te
         with Preparation() as preparation:
             engine.warmup(1)
         terminal.say(preparation.figures(wrapped.compiled.stats()))
-        yield Partner(engine, source.name, tokenizer, engine.describe().max_tokens)
+        yield ChatModel(engine, source.name, tokenizer, engine.describe().max_tokens)

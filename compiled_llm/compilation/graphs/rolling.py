@@ -151,7 +151,7 @@ class RollingCudaGraphs:
     Attributes:
         shared: device memory that graphs of one pool share, by capturer.
         anchors: of each phase, those in which all others can run, the most important first; they go last.
-        changed: called when a graph comes or goes, or is about to be captured.
+        changed: called when a graph comes or goes, and when a capture is wanted or has ended.
         when_dropped: called with each dropped graph's key. They hold no reference to this object: the memory of
             graphs goes back with the last reference, not at the next garbage collection.
     """
@@ -171,7 +171,7 @@ class RollingCudaGraphs:
             wait: waits until all launched work has ended.
             clock: the time in seconds.
             mark: returns a function that tells whether all work launched by now has ended.
-            changed: called when a graph comes or goes, or is about to be captured.
+            changed: called when a graph comes or goes, and when a capture is wanted or has ended.
         """
         self.budget = budget
         self.shared: Counter[str] = Counter()

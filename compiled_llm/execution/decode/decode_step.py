@@ -207,7 +207,7 @@ class DecodeStep:
         try:
             if tokens is not None:
                 launch.feed(tokens)
-            if launch.arena.written:
+            if launch.arena.written:  # mostly nothing is due, and a call takes longer than a look
                 launch.arena.flush()
             if graph is None:
                 self.output = self._first_rows(launch.program())

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from compiled_llm.commands.chat.chat import COMMANDS, Chat
-from compiled_llm.commands.chat.conversation import Conversation, Partner
+from compiled_llm.commands.chat.conversation import Conversation
+from compiled_llm.commands.chat.model import ChatModel
 from compiled_llm.commands.chat.terminal import Terminal
 from compiled_llm.requests.outputs import Completion, RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
@@ -62,7 +63,7 @@ class Counting:
 
 if __name__ == "__main__":
     engine: Any = Counting()
-    partner = Partner(engine, "a stand-in", Tokenizer(), 100_000)
+    model = ChatModel(engine, "a stand-in", Tokenizer(), 100_000)
     params = SamplingParams(max_tokens=int(sys.argv[1]))
-    Chat(Conversation(partner, None), params, Terminal(commands=COMMANDS)).run()
+    Chat(Conversation(model, None), params, Terminal(commands=COMMANDS)).run()
     assert "torch" not in sys.modules
