@@ -1,4 +1,4 @@
-"""The inputs of compiled programs, besides the pages, and the shapes of captured prefills.
+"""The inputs of compiled programs, besides the pages.
 
 Shapes: B rows, T packed tokens, L tokens with logits, C of them with a sampled token, N entries of the page table.
 """
@@ -11,20 +11,6 @@ from torch import Tensor
 
 from compiled_llm.model.attention import AttentionPlans
 from compiled_llm_ops.protocol import DecodeOps
-
-
-class Shape(NamedTuple):
-    """The shape of a captured prefill.
-
-    Attributes:
-        tokens: T.
-        rows: rows with a sampled token; B is one more, whose tokens, if any are missing, fill up T.
-        variant: how the backend divides it among thread blocks; only the backend understands it.
-    """
-
-    tokens: int
-    rows: int
-    variant: int = 0
 
 
 class PrefillInputs(NamedTuple):

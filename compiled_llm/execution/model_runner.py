@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
-from compiled_llm.compilation.graphs.rolling import SamplingKey
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.programs import Programs
 from compiled_llm.compilation.sampling.sampling import sample
 from compiled_llm.config import WrapConfig
@@ -143,22 +143,22 @@ class ModelRunner:
         self.state.slots.ensure(rows)
         if batch.tokens is None and not all(row.has_next for row in rows):
             raise RuntimeError("step: the rows have no next tokens; give them as forced tokens")
-        wanted = persistent.bucket_for(len(rows))
-        bucket = decode.make_ready(wanted, waiting=len(rows), unchanged=unchanged, exact=persistent.exact)
+        wanted = persistent.step_for(len(rows))
+        step = decode.make_ready(wanted, waiting=len(rows), unchanged=unchanged, exact=persistent.exact)
         self._check_positions(rows, [1] * len(rows))
         period = self.state.validity.period
         with grown(rows, [1] * len(rows), batch.promise, self.state.copy_pages) as copied:
             try:
-                placed = persistent.place(rows, bucket, copied)
+                placed = persistent.place(rows, step, copied)
                 if batch.tokens is not None:
-                    decode.feed(len(rows), bucket, batch.tokens)
-                outputs = decode.run(bucket, wanted)
+                    decode.feed(len(rows), step, batch.tokens)
+                outputs = decode.run(step, wanted)
             except BaseException:  # the decode buffers may have advanced
                 persistent.lose(rows)
                 raise
         for row in rows:
             row.position += 1
-        return persistent.has_run(rows, (wanted, bucket), outputs, placed, period)
+        return persistent.has_run(rows, (wanted, step), outputs, placed, period)
 
     def _extend(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> StepOutput:
         rows = _rows(batch.extend)
@@ -238,7 +238,7 @@ class ModelRunner:
     ) -> StepOutput:
         """Sample for the rows whose sampling is deferred, as ``DeferredSampling.run``, and wait for nothing."""
         if not processed and (rows := len(persistent.deferred.rows)):
-            self.events.used[SamplingKey(self.decode.bucket_for(rows), masks is not None)] += 1
+            self.events.used[StepKey.sampling(self.decode.step_for(rows).rows, masks is not None)] += 1
         return persistent.deferred.run(masks, processed)
 
     def prepare_deferred(self, buckets: Sequence[int] = ()) -> None:

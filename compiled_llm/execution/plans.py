@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from compiled_llm.compilation.inputs import Shape
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.state.decode_buffers import buckets_up_to
@@ -48,7 +48,7 @@ class Planner:
         *,
         max_row_tokens: int,
         room: PrefillRoom,
-        shapes: Sequence[Shape] = (),
+        shapes: Sequence[StepKey] = (),
     ) -> None:
         """Allocate the backend's workspace.
 
@@ -66,7 +66,7 @@ class Planner:
         # A decode step has as many tokens as rows.
         tokens = max(room.tokens, config.max_batch_size)
         self._plan_bytes = self._backend.plan_bytes(self._groups, device, tokens, room.rows)
-        self._plans: dict[Shape | int | None, list[Plan]] = {}
+        self._plans: dict[StepKey | None, list[Plan]] = {}
         needed, wanted = self._workspace_for(config, shapes)
         with torch.inference_mode(False):
             self._workspace = self._backend.workspace(device, config.workspace_bytes or max(needed, wanted))
@@ -90,7 +90,7 @@ class Planner:
         """Ways to divide a batch; each has CUDA graphs of its own, if these hold attention."""
         return self._backend.variants if self._captures else self._backend.variants[:1]
 
-    def fits(self, shape: Shape) -> bool:
+    def fits(self, shape: StepKey) -> bool:
         """Return whether prefills of this shape can be captured.
 
         The workspace must hold their plans, however long the rows are; and a variant from which only a mixture of long
@@ -107,58 +107,58 @@ class Planner:
         queries = [len(extension.ids) for extension in batch]
         return self._best(queries, [extension.row.length for extension in batch])
 
-    def forget(self, key: object) -> None:
+    def forget(self, key: StepKey) -> None:
         """Let go of the plans of a captured prefill that is gone; other keys are ignored."""
-        if isinstance(key, Shape):
+        if key.phase == "prefill":
             self._plans.pop(key, None)
 
     # ---- what programs read
 
-    def for_prefill(self, shape: Shape | None = None) -> AttentionPlans:
+    def for_prefill(self, shape: StepKey | None = None) -> AttentionPlans:
         """Return the plans of a captured shape, or those of all other prefills."""
         return self._as_inputs(shape)
 
-    def for_decode(self, bucket: int) -> AttentionPlans:
-        plans = self._as_inputs(bucket)
+    def for_decode(self, step: StepKey) -> AttentionPlans:
+        plans = self._as_inputs(step)
         for tensor in plans.tensors:
             mark_static(tensor)
         return plans
 
     # ---- planning
 
-    def plan_prefill(self, table: HostTable, shape: Shape | None = None) -> None:
+    def plan_prefill(self, table: HostTable, shape: StepKey | None = None) -> None:
         """Plan a prefill or extend; ``shape`` is that of a captured prefill, None for any other."""
         if shape is None or not self._captures:
             self._plan(shape, table, _NOT_CAPTURED, _BEST_VARIANT)
         else:
             self._plan(shape, table, shape.tokens, shape.variant)
 
-    def plan_decode(self, table: HostTable, bucket: int) -> None:
+    def plan_decode(self, table: HostTable, step: StepKey) -> None:
         """Plan the decode steps of a bucket until a row enters another page: plans depend on pages, not on tokens."""
         if self._captures:
-            self._plan(bucket, table, bucket, self._decode_variant(bucket))
+            self._plan(step, table, step.tokens, self._decode_variant(step.rows))
         else:
-            self._plan(bucket, table, _NOT_CAPTURED, _BEST_VARIANT)
+            self._plan(step, table, _NOT_CAPTURED, _BEST_VARIANT)
 
-    def _plan(self, key: Shape | int | None, table: HostTable, tokens: int, variant: int) -> None:
+    def _plan(self, key: StepKey | None, table: HostTable, tokens: int, variant: int) -> None:
         # Without the dispatcher of ``plan_paged_attention``: nothing traces this, and first tokens wait for it.
         columns, buffer = (table.qo_indptr, table.indptr, table.last_page_len), self._workspace.buffer
         for group, plan in zip(self._groups, self._plans_of(key), strict=True):
             plan.decide(PlannedBatch(*columns, group, buffer, tokens, variant))
 
-    def _plans_of(self, key: Shape | int | None) -> list[Plan]:
+    def _plans_of(self, key: StepKey | None) -> list[Plan]:
         if key not in self._plans:
             with torch.inference_mode(False):
                 self._plans[key] = [self._backend.new_plan(self._workspace, self._plan_bytes) for _ in self._groups]
         return self._plans[key]
 
-    def _as_inputs(self, key: Shape | int | None) -> AttentionPlans:
+    def _as_inputs(self, key: StepKey | None) -> AttentionPlans:
         tensors = tuple(plan.tensor for plan in self._plans_of(key))
         return AttentionPlans(tensors, self._workspace.buffer, self._group_of_layer, self._name)
 
     # ---- variants, and how much workspace they need
 
-    def _workspace_for(self, config: WrapConfig, shapes: Sequence[Shape]) -> tuple[int, int]:
+    def _workspace_for(self, config: WrapConfig, shapes: Sequence[StepKey]) -> tuple[int, int]:
         """Return the bytes that all launches need, and those to capture ``shapes``, if these are not too many."""
         needed = self._backend.workspace_bytes(self._groups, self._device)
         if not self._captures:
@@ -172,11 +172,11 @@ class Planner:
             logger.info("not all prefills of long rows are captured: that takes workspace_bytes=%d", wanted)
         return needed, min(wanted, MAX_FOR_CAPTURED)
 
-    def _needed(self, shape: Shape) -> int:
+    def _needed(self, shape: StepKey) -> int:
         captured = CapturedLaunch(shape.tokens, shape.rows + 1, shape.variant)
         return self._backend.workspace_bytes(self._groups, self._device, captured)
 
-    def _of_long_rows(self, shape: Shape) -> Shape:
+    def _of_long_rows(self, shape: StepKey) -> StepKey:
         """Return the shape of the variant that is fastest for one row as long as rows may be."""
         return shape._replace(variant=self._best([shape.tokens], [self._max_row_tokens]))
 

@@ -75,9 +75,9 @@ def measure(
         ValueError: the model has too few positions for what is timed.
     """
     _check_positions(model_runner, prompts)
-    display, rows = ProgressDisplay(progress), sorted({model_runner.decode.bucket_for(size) for size in batches})
-    for bucket in rows:
-        model_runner.thread.call(model_runner.decode.make_ready, bucket)
+    display, steps = ProgressDisplay(progress), sorted({model_runner.decode.step_for(size) for size in batches})
+    for step in steps:
+        model_runner.thread.call(model_runner.decode.make_ready, step)
     model_runner.thread.call(model_runner.prefill.make_ready)
     with display.task("measuring the read bandwidth"):
         bench = _Stopwatch(model_runner, model, read_bandwidth(model_runner.device, model.dtype))
@@ -85,10 +85,10 @@ def measure(
             torch.cuda.empty_cache()  # it took gigabytes, which others may need
     timings = []
     with display.task("timing prefill"):
-        timings.append(bench.prefill(_prompts(prompts, rows[0], model_runner)))
-    for number, bucket in enumerate(rows, 1):
-        with display.task(f"timing decode bucket {bucket} ({number} of {len(rows)})"):
-            timings.append(bench.decode(_prompts(prompts, bucket, model_runner)))
+        timings.append(bench.prefill(_prompts(prompts, steps[0].rows, model_runner)))
+    for number, step in enumerate(steps, 1):
+        with display.task(f"timing decode bucket {step.rows} ({number} of {len(steps)})"):
+            timings.append(bench.decode(_prompts(prompts, step.rows, model_runner)))
     return timings
 
 

@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM
 import compiled_llm
 from compiled_llm.compilation.artifacts.artifacts import NotInArtifactsError
 from compiled_llm.compilation.artifacts.made_for import sizes_made_for
-from compiled_llm.compilation.artifacts.profile import Profile, UsedStep
+from compiled_llm.compilation.artifacts.profile import Profile
+from compiled_llm.compilation.graphs.step_key import StepKey
 from support.characters import character_tokenizer
 from support.compilation import start_with_artifacts
 from support.compilation.artifact_folders import compiled
@@ -48,7 +49,7 @@ def artifacts(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     profile, target = tmp_path_factory.mktemp("saved") / "profile", tmp_path_factory.mktemp("written") / "artifacts"
     model = compiled_llm.wrap(loaded(model_folder), progress=False)
     made_for = sizes_made_for(model, model.compiled.facts.model_class, model.compiled.config, 64)
-    Profile(made_for, {UsedStep("decode", 4, 4, 0): 3}).save(profile)
+    Profile(made_for, {StepKey.decode(4): 3}).save(profile)
     done = compiled(model_folder, target, "--max-rows", "64", "--profile", str(profile), "--quiet")
     assert done.returncode == 0, done.stderr
     assert list(target.parent.iterdir()) == [target]

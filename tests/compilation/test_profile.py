@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from compiled_llm.compilation.artifacts.profile import Profile, UsedStep
+from compiled_llm.compilation.artifacts.profile import Profile
+from compiled_llm.compilation.graphs.step_key import StepKey
 
 MADE_FOR = {"model": "a.B", "rows": 8, "option mode": "cuda-graphs"}
 
 steps = st.builds(
-    UsedStep, st.sampled_from(["decode", "prefill", "sampling"]), *[st.integers(0, 5000) for _ in range(3)]
+    StepKey, st.sampled_from(["decode", "prefill", "sampling"]), *[st.integers(0, 5000) for _ in range(3)]
 )
 uses = st.dictionaries(steps, st.integers(1, 10**9))
 profiles = st.builds(Profile, st.just(MADE_FOR), uses, st.integers(0, 100))
 deterministic = settings(derandomize=True, deadline=None, max_examples=60)
-ONE = Profile(MADE_FOR, {UsedStep("decode", 4, 4, 0): 7, UsedStep("prefill", 64, 2, 1): 3}, 2)
+ONE = Profile(MADE_FOR, {StepKey.decode(4): 7, StepKey.prefill(64, 2, 1): 3}, 2)
 
 
 @pytest.fixture(scope="module")
@@ -102,5 +103,5 @@ def test_a_save_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch
 
 def test_structured_profiles_have_choices_with_masks() -> None:
     assert not ONE.structured
-    assert not Profile(MADE_FOR, {UsedStep("sampling", 4, 4, 0): 1}).structured
-    assert Profile(MADE_FOR, {UsedStep("sampling", 4, 4, 1): 1}).structured
+    assert not Profile(MADE_FOR, {StepKey.sampling(4, False): 1}).structured
+    assert Profile(MADE_FOR, {StepKey.sampling(4, True): 1}).structured

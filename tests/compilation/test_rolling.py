@@ -15,18 +15,16 @@ from compiled_llm.compilation.graphs.rolling import (
     Budget,
     Cost,
     GraphEntry,
-    Key,
     RollingCudaGraphs,
-    SamplingKey,
 )
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.table import CudaGraphTable
-from compiled_llm.compilation.inputs import Shape
 
-DECODES: list[Key] = [1, 2, 4, 8]
-PREFILLS: list[Key] = [Shape(16, 2), Shape(16, 2, 1), Shape(32, 2), Shape(64, 8)]
-CHOICES: list[Key] = [SamplingKey(4, False), SamplingKey(4, True)]
+DECODES = [StepKey.decode(rows) for rows in (1, 2, 4, 8)]
+PREFILLS = [StepKey.prefill(16, 2), StepKey.prefill(16, 2, 1), StepKey.prefill(32, 2), StepKey.prefill(64, 8)]
+CHOICES = [StepKey.sampling(4, False), StepKey.sampling(4, True)]
 KEYS = [*DECODES, *PREFILLS, *CHOICES]
-ANCHORS: dict[Key, int] = {8: 0, Shape(64, 8): 0, Shape(16, 2): 1}
+ANCHORS = {StepKey.decode(8): 0, StepKey.prefill(64, 8): 0, StepKey.prefill(16, 2): 1}
 SHARED = 100
 
 
@@ -47,12 +45,8 @@ class Fake:
         self.released = True
 
 
-def kind(key: Key) -> str:
-    return "decode" if key in DECODES else "prefill" if key in PREFILLS else "sampling"
-
-
-def size_of(key: Key) -> tuple[int, ...]:
-    return (key,) if isinstance(key, int) else (*key[:2], -key[2])
+def size_of(key: StepKey) -> tuple[int, ...]:
+    return key.tokens, key.rows, -key.variant
 
 
 class Machine(RuleBasedStateMachine):
@@ -66,12 +60,15 @@ class Machine(RuleBasedStateMachine):
         self.graphs: list[Fake] = []
         self.rolling = RollingCudaGraphs(self.budget, self.wait, lambda: float(next(ticks)), self.mark)
         self.leaving: list[tuple[Fake, int]] = []  # evicted ones that are not released, and what they take
-        self.rolling.anchors |= {"decode": [8], "prefill": [Shape(64, 8), Shape(16, 2)]}
-        self.dropped: list[Key] = []
+        self.rolling.anchors |= {
+            "decode": [StepKey.decode(8)],
+            "prefill": [StepKey.prefill(64, 8), StepKey.prefill(16, 2)],
+        }
+        self.dropped: list[StepKey] = []
         self.rolling.when_dropped.append(self.dropped.append)
-        self.used: list[Key] = []
-        self.sizes: dict[Key, int] = {}
-        self.counts: dict[Key, list[int]] = {}  # captures, evictions, replays
+        self.used: list[StepKey] = []
+        self.sizes: dict[StepKey, int] = {}
+        self.counts: dict[StepKey, list[int]] = {}  # captures, evictions, replays
         self.shared = 0
 
     def wait(self) -> None:
@@ -82,7 +79,7 @@ class Machine(RuleBasedStateMachine):
         launched = [graph for graph in self.graphs if graph.running]
         return lambda: not any(graph.running for graph in launched)
 
-    def leaves(self, victim: Key) -> None:
+    def leaves(self, victim: StepKey) -> None:
         entry = self.rolling.get(victim)
         assert entry is not None
         self.leaving.append((entry.cuda_graph, self.sizes[victim]))
@@ -92,25 +89,25 @@ class Machine(RuleBasedStateMachine):
         taken = self.shared + sum(self.sizes[key] for key in self.used) + nbytes
         return (most is None or len(self.used) + more <= most) and (limit is None or taken <= limit)
 
-    def staying(self, new: Key) -> set[Key]:
+    def staying(self, new: StepKey) -> set[StepKey]:
         """Those in which all others can run: anchors, or if there are none the largest decode step and prefill."""
         found = set()
         for phase in ("decode", "prefill"):
-            keys = [key for key in (*self.used, new) if kind(key) == phase]
+            keys = [key for key in (*self.used, new) if key.phase == phase]
             anchors = [key for key in keys if key in ANCHORS]
             found |= set(anchors or ([max(keys, key=size_of)] if keys else []))
         return found
 
-    def going(self, new: Key) -> list[Key]:
+    def going(self, new: StepKey) -> list[StepKey]:
         """Those that any step can do without."""
         return [key for key in self.used if key not in {new, *self.staying(new)}]
 
-    def beside(self, new: Key) -> set[Key]:
+    def beside(self, new: StepKey) -> set[StepKey]:
         """What runs in one step with a new one: the latest of the other phase."""
-        phases = {"decode", "prefill"} - {kind(new)}
-        return {next((key for key in reversed(self.used) if kind(key) == phase), new) for phase in phases}
+        phases = {"decode", "prefill"} - {new.phase}
+        return {next((key for key in reversed(self.used) if key.phase == phase), new) for phase in phases}
 
-    def evict(self, new: Key) -> bool:
+    def evict(self, new: StepKey) -> bool:
         """Evict the least recently used one, the anchors last, of these the least important first."""
         others = [key for key in self.used if key not in {new, *self.beside(new)}]
         ranks = {key: ANCHORS.get(key, 9) for key in others}
@@ -133,7 +130,7 @@ class Machine(RuleBasedStateMachine):
         assert not self.leaving or any(graph.running for graph in self.graphs)
 
     @rule(key=st.sampled_from(KEYS), size=st.integers(0, 5))
-    def want(self, key: Key, size: int) -> None:
+    def want(self, key: StepKey, size: int) -> None:
         entry = self.rolling.get(key)
         assert (entry is not None) == (key in self.used)
         if entry is not None:
@@ -143,7 +140,7 @@ class Machine(RuleBasedStateMachine):
         else:
             self.capture(key, size)
 
-    def capture(self, key: Key, size: int) -> None:
+    def capture(self, key: StepKey, size: int) -> None:
         while not self.fits(1, self.sizes.get(key, 0)) and self.evict(key):
             pass
         self.rolling.make_room(key)
@@ -189,7 +186,7 @@ class Machine(RuleBasedStateMachine):
             self.counts[key][1] += 1
         assert self.rolling.try_to_add(key, graph, cost, "steps") == fits
 
-    def would_fit(self, key: Key, nbytes: int) -> bool:
+    def would_fit(self, key: StepKey, nbytes: int) -> bool:
         limit, most = self.budget
         left = [other for other in self.used if other not in self.going(key)]
         taken = self.shared + sum(self.sizes[other] for other in left) + nbytes
@@ -233,7 +230,7 @@ TestMemory = machine(Budget(nbytes=SHARED + 9))
 TestBoth = machine(Budget(nbytes=SHARED + 14, max_graphs=5))
 
 
-def filled(*keys: Key, budget: Budget = UNBOUNDED, replays: int = 0) -> RollingCudaGraphs:
+def filled(*keys: StepKey, budget: Budget = UNBOUNDED, replays: int = 0) -> RollingCudaGraphs:
     rolling = RollingCudaGraphs(budget)
     for key in keys:
         rolling.make_room(key)
@@ -246,7 +243,14 @@ def filled(*keys: Key, budget: Budget = UNBOUNDED, replays: int = 0) -> RollingC
 
 
 def test_the_table_shows_each_graph_and_their_sums():
-    table = filled(4, Shape(64, 8, 1), SamplingKey(4, True), SamplingKey(4, False), 1, replays=3).table()
+    table = filled(
+        StepKey.decode(4),
+        StepKey.prefill(64, 8, 1),
+        StepKey.sampling(4, True),
+        StepKey.sampling(4, False),
+        StepKey.decode(1),
+        replays=3,
+    ).table()
     assert [row.phase for row in table] == ["decode", "decode", "prefill", "sampling", "sampling"]
     assert [(row.tokens, row.rows, row.variant) for row in table] == [
         (1, 1, 0),
@@ -269,7 +273,7 @@ def test_the_table_shows_each_graph_and_their_sums():
 
 
 def test_an_evicted_graph_stays_in_the_table():
-    table = filled(1, 2, Shape(16, 2), budget=Budget(2**30, 2)).table()
+    table = filled(StepKey.decode(1), StepKey.decode(2), StepKey.prefill(16, 2), budget=Budget(2**30, 2)).table()
     evicted = table.rows[0]
     assert (evicted.ready, evicted.nbytes, evicted.evictions) == (False, 0, 1)
     assert "2 ready of at most 2; 5.0 MiB of at most 1,024.0 MiB" in str(table)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm import WrapConfig
 from compiled_llm.compilation import backend as inductor
-from compiled_llm.compilation.inputs import Shape
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.options import passes_for
 from compiled_llm.compilation.passes.attention import PreparedInAttention
 from compiled_llm.compilation.programs import Programs
@@ -358,7 +358,7 @@ def test_what_is_not_captured_is_planned_for_its_own_batch(
 ) -> None:
     found: list[tuple[int, int]] = []
     monkeypatch.setattr(ReferencePlan, "decide", lambda plan, batch: found.append(batch[-2:]))
-    config, shape = WrapConfig(mode=mode, backend="reference", **OPTIONS), Shape(64, 2)
+    config, shape = WrapConfig(mode=mode, backend="reference", **OPTIONS), StepKey.prefill(64, 2)
     planner = Planner(
         [GEOMETRY], config, torch.device("cpu"), max_row_tokens=40, room=PrefillRoom(64, 3, 0), shapes=[shape]
     )

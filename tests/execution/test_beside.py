@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import compiled_llm
 from compiled_llm.compilation.graphs.rolling import RollingCudaGraphs
 from compiled_llm.compilation.graphs.slices import SlicedThread
-from compiled_llm.compilation.inputs import Shape
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.prefill.prefill import Prefill
@@ -225,7 +225,7 @@ def test_a_step_without_its_graph_runs_in_the_next_larger_or_as_it_is_until_it_i
     model.compiled.warmup([2])
     assert model.compiled.stats().buckets == [2, 8], "all can run in the largest"
     if not largest:
-        model.compiled.model_runner().state.cuda_graphs.drop([8])
+        model.compiled.model_runner().state.cuda_graphs.drop([StepKey.decode(8)])
     generate_loop = admitted(model, 3, exact)
     finish_all()  # of the prefill
     assert steps_of(generate_loop, 3) == [ran] * 3
@@ -233,8 +233,8 @@ def test_a_step_without_its_graph_runs_in_the_next_larger_or_as_it_is_until_it_i
     finish_all()
     assert steps_of(generate_loop, 2) == [4, 4]
     assert counts(model, 4) == (1, 2, 3, 3 * (ran == 8))
-    assert model.compiled.events.used[4] >= 5, "a profile names the bucket that was wanted"
-    assert model.compiled.events.used[8] == 0
+    assert model.compiled.events.used[StepKey.decode(4)] >= 5, "a profile names the bucket that was wanted"
+    assert model.compiled.events.used[StepKey.decode(8)] == 0
     assert not model.compiled.events.cold_starts
 
 
@@ -244,10 +244,10 @@ def test_no_prompt_runs_in_far_more_tokens_than_its_own(
 ) -> None:
     """Whatever else is captured: of few CUDA graphs some are large enough for all prompts, and some small enough."""
     monkeypatch.setattr(StandInGraphCapture, "slices", 2)
-    served: list[tuple[Shape, Shape]] = []
+    served: list[tuple[StepKey, StepKey]] = []
     serving = Prefill._serving
 
-    def noted(self: Prefill, shape: Shape, exact: bool) -> Shape:
+    def noted(self: Prefill, shape: StepKey, exact: bool) -> StepKey:
         served.append((shape, serving(self, shape, exact)))
         return served[-1][1]
 
@@ -282,7 +282,7 @@ def test_an_evicted_graph_is_released_when_it_has_ended_and_no_step_waits_for_th
     rolling, cuda_graphs = model_runner.state.cuda_graphs, model_runner.graph_manager.cuda_graphs
     monkeypatch.setattr(rolling, "_mark", lambda: lambda: bool(ended))
     monkeypatch.setattr(rolling, "_wait", lambda: pytest.fail("it waits for the device"))
-    evicted, generate_loop = rolling.get(2).cuda_graph, runner_of(model, exact=False)
+    evicted, generate_loop = rolling.get(StepKey.decode(2)).cuda_graph, runner_of(model, exact=False)
     for _ in range(3):
         generate_loop.admit(prompt_of(9), 40)
     for _ in range(6):

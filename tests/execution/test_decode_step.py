@@ -20,6 +20,7 @@ from torch import nn
 
 import compiled_llm
 from compiled_llm import Engine, SamplingParams
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.execution.decode.decode_step import DecodeStep
@@ -180,7 +181,7 @@ def drop_the_graphs(generate_loop: GenerateLoop) -> None:
 
 
 def capture_another(generate_loop: GenerateLoop) -> None:
-    generate_loop.model_runner.graph_manager.cuda_graphs.want(2, lambda: None)
+    generate_loop.model_runner.graph_manager.cuda_graphs.want(StepKey.decode(2), lambda: None)
 
 
 def put_others_in_the_buffers(generate_loop: GenerateLoop) -> None:

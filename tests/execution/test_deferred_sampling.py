@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import compiled_llm
-from compiled_llm.compilation.graphs.rolling import Budget, SamplingKey
+from compiled_llm.compilation.graphs.rolling import Budget
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.sampling.masks import mask_of
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.execution.batch import Batch, Extension
@@ -128,11 +129,13 @@ def test_sampling_whose_graphs_made_room_is_launched(captures, seed):
     rolling, graphs = batch.model_runner.state.cuda_graphs, batch.model_runner.state.sampling_graphs
     rolling.budget = Budget(max_graphs=3)
     batch.call(batch.model_runner.prepare_deferred, [2, 5])
-    assert set(rolling.of("sampling")) == {SamplingKey(5, False), SamplingKey(5, True), SamplingKey(2, False)}, (
-        "there is room for three"
-    )
+    assert set(rolling.of("sampling")) == {
+        StepKey.sampling(5, False),
+        StepKey.sampling(5, True),
+        StepKey.sampling(2, False),
+    }, "there is room for three"
     rows = begun(batch, seed, 5, 2)
-    for gone in (None, SamplingKey(5, True), SamplingKey(2, False), SamplingKey(5, False)):
+    for gone in (None, StepKey.sampling(5, True), StepKey.sampling(2, False), StepKey.sampling(5, False)):
         if gone is not None:
             rolling._evict(rolling.get(gone))
         for _ in range(2):

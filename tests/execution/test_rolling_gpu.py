@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.compilation.graphs.capture import CapturedGraph, GraphCapture
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.model_runner import ModelRunner
 from support.execution.twins import DEVICE, OPTIONS, prompts_on_device, small_qwen3
 from support.gpu import needs_cuda
@@ -54,9 +55,9 @@ def taken() -> int:
 def record(model_runner: ModelRunner, number: int) -> None:
     """Have one more decode step or prefill captured, unless it is."""
     shapes = [shape for rows in (1, 4) for shape in model_runner.prefill.captured_shapes(rows)[:8]]
-    buckets = [1, 2, 4, 8, 16, 17]
+    decodes = [StepKey.decode(bucket) for bucket in (1, 2, 4, 8, 16, 17)]
     if number % 2:
-        model_runner.thread.call(model_runner.decode.make_ready, buckets[number // 2 % len(buckets)])
+        model_runner.thread.call(model_runner.decode.make_ready, decodes[number // 2 % len(decodes)])
     else:
         model_runner.thread.call(model_runner.prefill.capture_shapes, [shapes[number // 2 % len(shapes)]])
 

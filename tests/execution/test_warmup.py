@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import Engine, SamplingParams, WrapConfig
-from compiled_llm.compilation.artifacts.profile import Profile, UsedStep
-from compiled_llm.compilation.graphs.rolling import Budget, Cost, Key, RollingCudaGraphs, SamplingKey, described
-from compiled_llm.compilation.inputs import Shape
+from compiled_llm.compilation.artifacts.profile import Profile
+from compiled_llm.compilation.graphs.rolling import Budget, Cost, RollingCudaGraphs
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.lifecycle.used_steps import prepare_profile
 from compiled_llm.execution.lifecycle.warmup import Warmup
 from compiled_llm.execution.model_runner import ModelRunner
@@ -43,13 +43,9 @@ def wrapped(mode: Any = "eager", **options: Any) -> PreTrainedModel:
     return compiled_llm.wrap(one_layer(), mode=mode, **{**OPTIONS, **options})
 
 
-def ready_in(model: PreTrainedModel) -> set[UsedStep]:
+def ready_in(model: PreTrainedModel) -> set[StepKey]:
     rows = model.compiled.cuda_graphs.rows
-    return {UsedStep(row.phase, row.tokens, row.rows, row.variant) for row in rows if row.ready}
-
-
-def steps(*keys: Key) -> list[UsedStep]:
-    return [UsedStep(*described(key)) for key in keys]
+    return {StepKey(row.phase, row.tokens, row.rows, row.variant) for row in rows if row.ready}
 
 
 def rewritten(path: Path, **uses: Any) -> None:
@@ -81,7 +77,7 @@ def test_used_steps_are_prepared_and_no_others(tmp_path: Path, seed: int) -> Non
     told: list[str] = []
     new.compiled.warmup(profile=path, report=told.append)
     anchors = [key for keys in new.compiled.model_runner().state.cuda_graphs.anchors.values() for key in keys]
-    assert ready_in(new) == {*profile.uses, *steps(*anchors)}, "anything else can run in those"
+    assert ready_in(new) == {*profile.uses, *anchors}, "anything else can run in those"
     assert new.compiled.stats().buckets == [4, 8]
     assert "preparing steps of 4 requests (1 of 2)" in told
     before = new.compiled.cuda_graphs.captures
@@ -104,7 +100,7 @@ def test_a_run_that_began_with_a_profile_saves_its_counts_at_half_their_weight(t
     after = Profile.read(path)
     ((of_four, uses),) = [entry for entry in before.uses.items() if entry[0].phase == "decode"]
     assert after.uses[of_four] == uses // 2 > 0
-    assert after.uses[UsedStep("decode", 1, 1, 0)] == uses
+    assert after.uses[StepKey.decode(1)] == uses
 
 
 @pytest.mark.usefixtures("cuda_graph")
@@ -119,7 +115,7 @@ def test_an_engine_prepares_a_profile_within_max_graphs(
     new = wrapped()
     with Engine(new, max_rows=8) as engine:
         engine.warmup(profile=path)
-        assert ready_in(new) == set(steps(1, 4))
+        assert ready_in(new) == {StepKey.decode(1), StepKey.decode(4)}
         assert new.compiled.cuda_graphs.evictions == 0
 
 
@@ -128,7 +124,7 @@ def test_without_cuda_graphs_sizes_of_steps_are_prepared(tmp_path: Path, seed: i
     path, model = tmp_path / "profile.json", wrapped()
     greedy(model, mixed_prompts([5, 4, 3], 128, seed), 9)
     model.compiled.save_profile(path)
-    assert set(Profile.read(path).uses) == set(steps(4))
+    assert set(Profile.read(path).uses) == {StepKey.decode(4)}
     new = wrapped()
     with Engine(new) as engine, pytest.raises(ValueError, match="rows 8 there, 256 here"):
         engine.warmup(profile=path)
@@ -178,14 +174,14 @@ def test_profiles_that_cannot_be_used_are_refused_and_the_next_call_works(tmp_pa
             call()
 
     new = wrapped("compile")
-    rewritten(path, uses=dict.fromkeys(steps(1, 7), 3))
+    rewritten(path, uses=dict.fromkeys(map(StepKey.decode, (1, 7)), 3))
     with pytest.raises(ValueError, match="it names a decode with tokens=7, rows=7, variant=0; here there are tokens 1"):
         new.compiled.warmup(profile=path)
-    rewritten(path, uses=dict.fromkeys(steps(Shape(16, 2)), 3))
+    rewritten(path, uses=dict.fromkeys([StepKey.prefill(16, 2)], 3))
     with pytest.raises(ValueError, match="prefill with tokens=16, rows=2, variant=0; here there is no such phase"):
         new.compiled.warmup(profile=path)
     assert new.compiled.stats().buckets == []
-    rewritten(path, uses=dict.fromkeys(steps(2), 3))
+    rewritten(path, uses=dict.fromkeys([StepKey.decode(2)], 3))
     new.compiled.warmup(profile=path)
     assert new.compiled.stats().buckets == [2]
 
@@ -196,7 +192,7 @@ def test_profiles_that_cannot_be_used_are_refused_and_the_next_call_works(tmp_pa
 class FakeDevice:
     """Captures as a model runner does, without a model."""
 
-    def __init__(self, budget: Budget, sizes: dict[Key, int]) -> None:
+    def __init__(self, budget: Budget, sizes: dict[StepKey, int]) -> None:
         ticks = itertools.count()
         self.rolling = RollingCudaGraphs(budget, clock=lambda: float(next(ticks)))
         self.sizes, self.choices, self.rest = sizes, [], 0
@@ -208,10 +204,10 @@ class FakeDevice:
     def call(self, function: Any, *arguments: Any, **named: Any) -> Any:
         return function(*arguments, **named)
 
-    def all_shapes(self) -> list[Shape]:
+    def all_shapes(self) -> list[StepKey]:
         return SHAPES
 
-    def fits(self, shape: Shape) -> bool:
+    def fits(self, shape: StepKey) -> bool:
         return True
 
     def make_ready(
@@ -224,12 +220,12 @@ class FakeDevice:
     def capture_anchors(self) -> None:
         self.rest += 1
 
-    def capture_shapes(self, shapes: list[Shape], only_with_room: bool = False) -> None:
+    def capture_shapes(self, shapes: list[StepKey], only_with_room: bool = False) -> None:
         for shape in reversed(shapes):
             if not (only_with_room and self.rolling.full):
                 self.record(shape)
 
-    def record(self, key: Key) -> None:
+    def record(self, key: StepKey) -> None:
         self.rolling.make_room(key)
         graph = SimpleNamespace(release=lambda: None)
         self.rolling.add(key, cast(Any, graph), Cost(self.sizes[key], 0, 0.1), "steps")
@@ -238,8 +234,14 @@ class FakeDevice:
         self.choices += buckets
 
 
-SHAPES = [Shape(16, 2), Shape(16, 2, 1), Shape(64, 2), Shape(64, 8)]
-KEYS: list[Key] = [1, 2, 4, 8, *SHAPES, SamplingKey(2, False), SamplingKey(2, True), SamplingKey(8, True)]
+SHAPES = [StepKey.prefill(16, 2), StepKey.prefill(16, 2, 1), StepKey.prefill(64, 2), StepKey.prefill(64, 8)]
+KEYS = [
+    *map(StepKey.decode, (1, 2, 4, 8)),
+    *SHAPES,
+    StepKey.sampling(2, False),
+    StepKey.sampling(2, True),
+    StepKey.sampling(8, True),
+]
 budgets = st.one_of(
     st.just(Budget()),
     st.integers(2, 9).map(lambda most: Budget(None, most)),
@@ -254,22 +256,22 @@ budgets = st.one_of(
     sizes=st.fixed_dictionaries({key: st.integers(1, 10) for key in KEYS}),
 )
 def test_the_most_used_steps_are_prepared_as_far_as_there_is_room(
-    uses: dict[Key, int], budget: Budget, sizes: dict[Key, int]
+    uses: dict[StepKey, int], budget: Budget, sizes: dict[StepKey, int]
 ) -> None:
     device = FakeDevice(budget, sizes)
-    profile = Profile({}, Counter({UsedStep(*described(key)): count for key, count in uses.items()}))
+    profile = Profile({}, Counter(uses))
     prepare_profile(cast(ModelRunner, device), profile, lambda doing: None)
-    used = [key for key in uses if not isinstance(key, SamplingKey)]
-    used.sort(key=lambda key: (-uses[key], described(key)))
+    used = [key for key in uses if key.phase != "sampling"]
+    used.sort(key=lambda key: (-uses[key], key))
     used = used[: budget.max_graphs]
     ready = set(device.rolling.of("decode", "prefill"))
-    assert device.choices == sorted({key.rows for key in uses if isinstance(key, SamplingKey)})
+    assert device.choices == sorted({key.rows for key in uses if key.phase == "sampling"})
     if budget.nbytes is None:
         assert ready == set(used)
         return
     assert device.rolling.nbytes <= budget.nbytes
     for phase in ("decode", "prefill"):
-        own = [key for key in used if described(key)[0] == phase]
+        own = [key for key in used if key.phase == phase]
         kept = [key for key in own if key in ready]
         assert kept == own[: len(kept)]
         assert bool(kept) == bool(own)

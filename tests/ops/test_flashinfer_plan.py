@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
 from compiled_llm.execution.plans import Planner
@@ -311,7 +312,11 @@ def test_plans_of_a_model_have_one_size(mocked, monkeypatch):
     planner = Planner(
         groups, config, torch.device("cuda"), max_row_tokens=400, room=PrefillRoom(4096, 9, 0), shapes=shapes
     )
-    keys = [planner.for_prefill(), planner.for_prefill(shapes[-1]), planner.for_decode(1), planner.for_decode(8)]
+    keys = [
+        planner.for_prefill(),
+        planner.for_prefill(shapes[-1]),
+        *(planner.for_decode(StepKey.decode(rows)) for rows in (1, 8)),
+    ]
     sizes = {tensor.shape for plans in keys if plans is not None for tensor in plans.tensors}
     assert len(sizes) == 1
     assert len({tensor.data_ptr() for plans in keys if plans is not None for tensor in plans.tensors}) == 8

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from compiled_llm import WrapConfig
-from compiled_llm.compilation.inputs import Shape
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.state.prefill_room import PrefillRoom
@@ -76,5 +76,5 @@ def test_on_a_cpu_nothing_is_shared() -> None:
     )
     assert planner.variants == (0,)
     assert planner.variant_for([row]) == 0
-    assert not planner.fits(Shape(64, 2, variant=1))
-    assert planner.fits(Shape(64, 2))
+    assert not planner.fits(StepKey.prefill(64, 2, variant=1))
+    assert planner.fits(StepKey.prefill(64, 2))

@@ -13,7 +13,8 @@ from typing import Any, cast
 import pytest
 
 from compiled_llm.client import Client
-from compiled_llm.compilation.artifacts.profile import Profile, UsedStep
+from compiled_llm.compilation.artifacts.profile import Profile
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.engine_process.kept_profile import KeptProfile
@@ -95,7 +96,7 @@ def test_the_next_engine_process_prepares_what_the_last_one_used(
         (expected,) = client.generate(prompts, params)
         assert client.stats().cold_starts > 0
     saved = Profile.read(profile)
-    of_four = UsedStep("decode", 4, 4, 0)
+    of_four = StepKey.decode(4)
     assert saved.uses[of_four] > 0
     with ended(model_folder, path, profile) as client:
         (again,) = client.generate(prompts, params)

@@ -12,33 +12,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from compiled_llm.compilation.artifacts.manifest import MadeFor, differences
-from compiled_llm.compilation.graphs.table import Phase
+from compiled_llm.compilation.graphs.step_key import Phase, StepKey
 
 FORMAT = 1
 
 _NUMBERS = ("tokens", "rows", "variant", "uses")
-
-
-class UsedStep(NamedTuple):
-    """A step that requests have used, with the fields of a ``CudaGraphRow``.
-
-    Attributes:
-        phase: prefill, decode, and so on.
-        tokens: how many it computes, padding included.
-        rows: how many of them sample a token, padding included.
-        variant: of a prefill how the backend divides it, of a choice 1 if it writes masks first; else 0.
-    """
-
-    phase: Phase
-    tokens: int
-    rows: int
-    variant: int
-
-    def __str__(self) -> str:
-        return f"{self.phase} with tokens={self.tokens}, rows={self.rows}, variant={self.variant}"
 
 
 @dataclass(frozen=True)
@@ -52,7 +33,7 @@ class Profile:
     """
 
     made_for: MadeFor
-    uses: Mapping[UsedStep, int]
+    uses: Mapping[StepKey, int]
     embeddings: int = 0
 
     @classmethod
@@ -101,7 +82,7 @@ class Profile:
         return json.dumps(said, indent=1).encode() + b"\n"
 
     @property
-    def by_use(self) -> list[tuple[UsedStep, int]]:
+    def by_use(self) -> list[tuple[StepKey, int]]:
         """The steps and how often each was used, the most used ones first."""
         return sorted(self.uses.items(), key=lambda entry: (-entry[1], entry[0]))
 
@@ -127,11 +108,11 @@ class Profile:
         return Profile(self.made_for, +uses, self.embeddings + earlier.embeddings // 2)
 
 
-def _use(row: Any) -> tuple[UsedStep, int]:
+def _use(row: Any) -> tuple[StepKey, int]:
     if row["phase"] not in get_args(Phase):
         raise ValueError
     tokens, rows, variant, uses = (_count(row[name]) for name in _NUMBERS)
-    return UsedStep(row["phase"], tokens, rows, variant), uses
+    return StepKey(row["phase"], tokens, rows, variant), uses
 
 
 def _count(number: Any) -> int:

@@ -22,9 +22,10 @@ from transformers import PreTrainedModel
 from compiled_llm.compat.torch.cudagraph_trees import cudagraph_messages, cudagraph_skips, cudagraph_tree_graphs
 from compiled_llm.compilation.graphs.capture import CapturedGraph, GraphCapture, abandon
 from compiled_llm.compilation.graphs.outputs import SharedOutputs, StepOutputs
-from compiled_llm.compilation.graphs.rolling import Cost, GraphEntry, Key, RollingCudaGraphs
+from compiled_llm.compilation.graphs.rolling import Cost, GraphEntry, RollingCudaGraphs
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.validity import Guards, Weights
-from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs, Shape
+from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
 from compiled_llm.config import WrapConfig
 from compiled_llm.kvcache.memory import reserved_bytes
 
@@ -76,7 +77,7 @@ class _Known(NamedTuple):
 class _Underway(NamedTuple):
     """A capture underway; the shared outputs have grown for it by ``shared`` bytes."""
 
-    key: Key
+    key: StepKey
     captured: Future[CapturedGraph[StepOutputs]]
     known: _Known
     shared: int
@@ -112,35 +113,32 @@ class CudaGraphs:
         # A model whose CUDA graphs are bounded copies what they give, in launches of their own.
         self._outputs = SharedOutputs(max(2, config.max_batch_size)) if any(rolling.budget) else None
         self._underway: _Underway | None = None
-        self._wanted: tuple[Key, Begin] | None = None  # to be captured next, and what begins that
-        self._half_begun: tuple[Key, Begin] | None = None  # and what goes on with it
-        self._failed: set[Key] = set()
+        self._wanted: tuple[StepKey, Begin] | None = None  # to be captured next, and what begins that
+        self._half_begun: tuple[StepKey, Begin] | None = None  # and what goes on with it
+        self._failed: set[StepKey] = set()
         self._decodes = 0
-        self._known: dict[Key, _Known] = {}
+        self._known: dict[StepKey, _Known] = {}
         rolling.when_dropped.append(functools.partial(_forget, self._known))
         self._weights: Weights | None = None
         self._before = cudagraph_tree_graphs(device) if self._in_trees else 0
         self._expected = 0
-        self._lost: set[Key] = set()
+        self._lost: set[StepKey] = set()
         self._moved: list[str] = []
         self._addresses: dict[str, dict[str, int]] = {}
 
     # ---- ours
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: StepKey) -> bool:
         """Whether there is a CUDA graph of a step, valid or not."""
         return key in self.rolling
 
     def __len__(self) -> int:
         return len(self.rolling.of("decode", "prefill"))
 
-    def shapes(self) -> list[Shape]:
-        return [key for key in self.rolling.of("prefill") if isinstance(key, Shape)]
-
-    def get(self, key: Key) -> GraphEntry[CapturedGraph[StepOutputs]] | None:
+    def get(self, key: StepKey) -> GraphEntry[CapturedGraph[StepOutputs]] | None:
         return self.rolling.get(key)
 
-    def capture(self, key: Key, step: StepToCapture) -> None:
+    def capture(self, key: StepKey, step: StepToCapture) -> None:
         """Capture a step that has run before, while no other capture runs; the least recently used graphs make room.
 
         Raises:
@@ -159,7 +157,7 @@ class CudaGraphs:
 
     # ---- while steps go on
 
-    def want(self, key: Key, begin: Begin) -> None:
+    def want(self, key: StepKey, begin: Begin) -> None:
         """Capture a step after this one was launched, if no other capture runs, and this one is possible.
 
         ``begin`` calls ``self.begin`` with it, or returns a function that does so after the next step.
@@ -168,11 +166,11 @@ class CudaGraphs:
             self._wanted = key, begin
             self.rolling.changed()  # steps that repeat themselves would leave it no time
 
-    def needs_room_now(self, key: Key) -> bool:
+    def needs_room_now(self, key: StepKey) -> bool:
         """Whether a missing step can be captured only in place of others: between steps, few of these may go."""
         return key not in self and key not in self._failed and self.rolling.full
 
-    def begin(self, key: Key, step: StepToCapture) -> None:
+    def begin(self, key: StepKey, step: StepToCapture) -> None:
         """Begin to capture a step; ``go_on`` continues, and ``adopt`` adds the result."""
         launch, known, shared = self._prepared(step)
         assert self._capturer is not None
@@ -197,7 +195,7 @@ class CudaGraphs:
             wanted, self._wanted = self._wanted, None
             self._begin_with(*wanted)
 
-    def _begin_with(self, key: Key, begin: Begin) -> None:
+    def _begin_with(self, key: StepKey, begin: Begin) -> None:
         self._half_begun = None
         if key in self:
             return
@@ -208,7 +206,7 @@ class CudaGraphs:
         else:
             self._half_begun = None if then is None else (key, then)
 
-    def adopt(self) -> Key | None:
+    def adopt(self) -> StepKey | None:
         """Add the graph underway if it is captured, and return its key; the least recently used ones make room for it.
 
         A failure is logged the first time, and counted; it is not tried again by itself.
@@ -239,9 +237,9 @@ class CudaGraphs:
             assert self._capturer is not None
             self._capturer.finish()
 
-    def _count(self, key: Key) -> None:
-        self.prefills += isinstance(key, Shape)
-        self._decodes += isinstance(key, int)
+    def _count(self, key: StepKey) -> None:
+        self.prefills += key.phase == "prefill"
+        self._decodes += key.phase == "decode"
 
     @staticmethod
     def _cost(captured: CapturedGraph[StepOutputs], known: _Known, shared: int) -> Cost:
@@ -258,7 +256,7 @@ class CudaGraphs:
             launch = self._outputs.writing(launch, step.like)
         return launch, _Known(step.guards, step.filled), self._shared_bytes() - before
 
-    def _note_failure(self, key: Key, error: Exception) -> None:
+    def _note_failure(self, key: StepKey, error: Exception) -> None:
         level = logging.DEBUG if self._failed else logging.WARNING
         logger.log(
             level,
@@ -287,16 +285,16 @@ class CudaGraphs:
         """Whether there are graphs, and the model's modules and tensors are those that they read."""
         return self._weights is not None and self._weights.valid()
 
-    def guards_valid(self, key: Key, glance: int) -> bool:
+    def guards_valid(self, key: StepKey, glance: int) -> bool:
         """Whether the rest of the model is unchanged since a step was captured; ``glance`` as in ``Guards``."""
         return self._known[key].guards.valid(glance)
 
-    def filled(self, key: Key) -> Tensor:
+    def filled(self, key: StepKey) -> Tensor:
         filled = self._known[key].filled
         assert filled is not None
         return filled.tensor
 
-    def forget(self) -> set[Key]:
+    def forget(self) -> set[StepKey]:
         """Drop all graphs; return their keys."""
         if self._underway is not None:
             abandon(self._underway.captured)
@@ -316,7 +314,7 @@ class CudaGraphs:
             self._capturer.take_new_pool()
         return dropped
 
-    def lost(self, key: Key) -> bool:
+    def lost(self, key: StepKey) -> bool:
         """Whether a step has been captured and dropped before."""
         return key in self._lost
 
@@ -364,5 +362,5 @@ class CudaGraphs:
         return model
 
 
-def _forget(known: dict[Key, _Known], key: Key) -> None:
+def _forget(known: dict[StepKey, _Known], key: StepKey) -> None:
     known.pop(key, None)

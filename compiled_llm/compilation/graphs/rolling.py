@@ -13,21 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from compiled_llm.compilation.graphs.table import CudaGraphRow, CudaGraphTable, Phase, mib
-from compiled_llm.compilation.inputs import Shape
+from compiled_llm.compilation.graphs.step_key import Phase, StepKey
+from compiled_llm.compilation.graphs.table import CudaGraphRow, CudaGraphTable, mib
 
 logger = logging.getLogger("compiled_llm.graphs")
-
-
-class SamplingKey(NamedTuple):
-    """The key of a captured sampling launch; ``masked`` ones write masks into the table before."""
-
-    rows: int
-    masked: bool
-
-
-Key = int | Shape | SamplingKey
-"""A decode bucket, what a prefill is padded to, or a choice."""
 
 
 class Replayable(Protocol):
@@ -101,10 +90,8 @@ class GraphEntry(Generic[KeptT]):
         replays: how often it was; who launches it counts that here.
     """
 
-    def __init__(self, key: Key, clock: Callable[[], float]) -> None:
+    def __init__(self, key: StepKey, clock: Callable[[], float]) -> None:
         self.key = key
-        self.phase: Phase
-        self.phase, self.tokens, self.rows, self.variant = described(key)
         self.cuda_graph: KeptT | None = None
         self.nbytes = self.captures = self.evictions = self.replays = self.failures = 0
         self.misses = self.padded = 0
@@ -128,10 +115,7 @@ class GraphEntry(Generic[KeptT]):
     def row(self) -> CudaGraphRow:
         ready = self.cuda_graph is not None
         return CudaGraphRow(
-            phase=self.phase,
-            tokens=self.tokens,
-            rows=self.rows,
-            variant=self.variant,
+            **self.key._asdict(),
             ready=ready,
             nbytes=self.nbytes if ready else 0,
             captures=self.captures,
@@ -175,22 +159,22 @@ class RollingCudaGraphs:
         """
         self.budget = budget
         self.shared: Counter[str] = Counter()
-        self.anchors: dict[Phase, list[Key]] = {"decode": [], "prefill": []}
-        self.when_dropped: list[Callable[[Key], None]] = []
+        self.anchors: dict[Phase, list[StepKey]] = {"decode": [], "prefill": []}
+        self.when_dropped: list[Callable[[StepKey], None]] = []
         self.changed = changed
         self._wait, self._clock, self._mark = wait, clock, mark
-        self._entries: dict[Key, GraphEntry[Any]] = {}  # those that are not ready, too
-        self._ready: dict[Key, GraphEntry[Any]] = {}
+        self._entries: dict[StepKey, GraphEntry[Any]] = {}  # those that are not ready, too
+        self._ready: dict[StepKey, GraphEntry[Any]] = {}
         self._leaving: list[_Leaving] = []
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: StepKey) -> bool:
         return key in self._ready
 
-    def get(self, key: Key) -> GraphEntry[Any] | None:
+    def get(self, key: StepKey) -> GraphEntry[Any] | None:
         return self._ready.get(key)
 
-    def of(self, *phases: Phase) -> list[Key]:
-        return [key for key, entry in self._ready.items() if entry.phase in phases]
+    def of(self, *phases: Phase) -> list[StepKey]:
+        return [key for key, entry in self._ready.items() if entry.key.phase in phases]
 
     @property
     def nbytes(self) -> int:
@@ -218,7 +202,7 @@ class RollingCudaGraphs:
 
     # ---- come
 
-    def has_room_for(self, key: Key) -> bool:
+    def has_room_for(self, key: StepKey) -> bool:
         limit, most = self.budget
         going = self._smaller(key)
         left = [entry for entry in self._ready.values() if entry not in going and entry.key != key]
@@ -226,14 +210,14 @@ class RollingCudaGraphs:
         nbytes = self.shared.total() + sum(entry.nbytes for entry in left) + (known.nbytes if known else 0)
         return (most is None or len(left) < most) and (limit is None or nbytes <= limit)
 
-    def make_room(self, key: Key) -> None:
+    def make_room(self, key: StepKey) -> None:
         """Evict graphs before a capture, as far as their number is known."""
         known = self._entries.get(key)
         while self._exceeds(1, known.nbytes if known else 0) and (victim := self._victim(key)) is not None:
             self._evict(victim)
         self._release_evicted()
 
-    def add(self, key: Key, cuda_graph: Replayable, cost: Cost, owner: str) -> None:
+    def add(self, key: StepKey, cuda_graph: Replayable, cost: Cost, owner: str) -> None:
         """Keep a graph for which room was made, and evict the graphs that have to go for it.
 
         It shares memory with graphs of the same ``owner``. ValueError if it does not fit together with the graphs that
@@ -251,7 +235,7 @@ class RollingCudaGraphs:
                 f"{mib(self.budget.nbytes or 0)}; give at least graph_memory={least}"
             )
 
-    def try_to_add(self, key: Key, cuda_graph: Replayable, cost: Cost, owner: str) -> bool:
+    def try_to_add(self, key: StepKey, cuda_graph: Replayable, cost: Cost, owner: str) -> bool:
         """Keep a graph if dispensable ones can make room for it; else drop it. Return whether it was kept.
 
         Arguments are those of ``add``.
@@ -265,52 +249,51 @@ class RollingCudaGraphs:
             self._entries[key].evictions += 1
         return fits
 
-    def _add(self, key: Key, cuda_graph: Replayable, cost: Cost, owner: str) -> None:
+    def _add(self, key: StepKey, cuda_graph: Replayable, cost: Cost, owner: str) -> None:
         self.shared[owner] += cost.shared
         entry = self._entry(key)
         entry.captured(cuda_graph, cost)
         self._ready[key] = entry
         self.changed()
 
-    def missed(self, key: Key, padded: bool = False) -> None:
+    def missed(self, key: StepKey, padded: bool = False) -> None:
         """Count a step whose graph is missing; ``padded`` if it runs in a larger one."""
         entry = self._entry(key)
         entry.misses += 1
         entry.padded += padded
 
-    def failed(self, key: Key) -> None:
+    def failed(self, key: StepKey) -> None:
         self._entry(key).failures += 1
 
-    def _entry(self, key: Key) -> GraphEntry[Any]:
+    def _entry(self, key: StepKey) -> GraphEntry[Any]:
         return self._entries.setdefault(key, GraphEntry(key, self._clock))
 
-    def _victim(self, new: Key) -> GraphEntry[Any] | None:
+    def _victim(self, new: StepKey) -> GraphEntry[Any] | None:
         """Return the graph to evict for a capture that is needed now, but none that runs in one step with that.
 
         The least recently used, and after these anchors, the least important first.
         """
         return max(self._apart_from(new), key=lambda entry: (self._rank(entry), -entry.used), default=None)
 
-    def _smaller(self, new: Key) -> list[GraphEntry[Any]]:
+    def _smaller(self, new: StepKey) -> list[GraphEntry[Any]]:
         """Return the dispensable graphs, once there is a new one: for each, another one is ready to run in."""
         stay = {new, *self._staying("decode", new), *self._staying("prefill", new)}
         return [entry for entry in self._ready.values() if entry.key not in stay]
 
-    def _staying(self, phase: Phase, new: Key) -> list[Key]:
+    def _staying(self, phase: Phase, new: StepKey) -> list[StepKey]:
         """Return the anchors of a phase; if there are none, the largest."""
-        found = [key for key in (*self._ready, new) if described(key)[0] == phase]
+        found = [key for key in (*self._ready, new) if key.phase == phase]
         anchors = [key for key in found if key in self.anchors[phase]]
         return anchors or sorted(found, key=_size)[-1:]
 
-    def _apart_from(self, new: Key) -> list[GraphEntry[Any]]:
-        latest = {entry.phase: entry for entry in sorted(self._ready.values(), key=_used)}
-        phase = described(new)[0]
-        stay = [entry for other, entry in latest.items() if other in ("decode", "prefill") and other != phase]
+    def _apart_from(self, new: StepKey) -> list[GraphEntry[Any]]:
+        latest = {entry.key.phase: entry for entry in sorted(self._ready.values(), key=_used)}
+        stay = [entry for other, entry in latest.items() if other in ("decode", "prefill") and other != new.phase]
         return [entry for entry in self._ready.values() if entry.key != new and entry not in stay]
 
     def _rank(self, entry: GraphEntry[Any]) -> float:
         """Return its rank as an anchor; larger is less important."""
-        anchors = self.anchors.get(entry.phase, [])
+        anchors = self.anchors.get(entry.key.phase, [])
         return anchors.index(entry.key) if entry.key in anchors else float("inf")
 
     # ---- go
@@ -335,9 +318,9 @@ class RollingCudaGraphs:
     def _evict(self, entry: GraphEntry[Any]) -> None:
         self._leaving.append(_Leaving(self._taken_out(entry), entry.nbytes, self._mark()))
         entry.evictions += 1
-        logger.debug("evicted a %s of %d tokens, %d rows", entry.phase, entry.tokens, entry.rows)
+        logger.debug("evicted a %s", entry.key)
 
-    def drop(self, keys: Iterable[Key]) -> None:
+    def drop(self, keys: Iterable[StepKey]) -> None:
         """Drop invalid graphs; no step launches them any more."""
         self._release_evicted()
         for key in keys:
@@ -372,14 +355,5 @@ def _used(entry: GraphEntry[Any]) -> float:
     return entry.used
 
 
-def _size(key: Key) -> tuple[int, int, int]:
-    _, tokens, rows, variant = described(key)
-    return tokens, rows, -variant
-
-
-def described(key: Key) -> tuple[Phase, int, int, int]:
-    if isinstance(key, Shape):
-        return "prefill", key.tokens, key.rows, key.variant
-    if isinstance(key, SamplingKey):
-        return "sampling", key.rows, key.rows, int(key.masked)
-    return "decode", key, key, 0
+def _size(key: StepKey) -> tuple[int, int, int]:
+    return key.tokens, key.rows, -key.variant

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
 
-Phase = Literal["decode", "prefill", "sampling"]
-"""A decode step, a prefill, or a sampling of tokens that is made later than the step before it."""
+from compiled_llm.compilation.graphs.step_key import Phase
 
 
 @dataclass(frozen=True)

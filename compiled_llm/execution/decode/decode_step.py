@@ -16,6 +16,7 @@ from torch import Tensor
 
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.rolling import GraphEntry
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.batch import Observer, StepOutput
 from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
 from compiled_llm.execution.state.arena import Arena
@@ -84,7 +85,7 @@ class DecodeLaunch(NamedTuple):
         program: launches kernel by kernel, and may take as long as the step itself.
         feed: replaces the tokens that the rows feed in.
         arena: what is due in it is uploaded first.
-        used: counts the buckets that steps wanted, ``wanted`` here.
+        used: counts the wanted steps, ``wanted`` here.
         missed: called if that one has no CUDA graph, so that the step runs in another.
         repeats: whether it can be launched again as it is; a missing graph would not be captured then.
         alone: whether nothing is to be done between two launches, as captures that go on in time slices are.
@@ -94,8 +95,8 @@ class DecodeLaunch(NamedTuple):
     program: Callable[[], StepOutputs]
     feed: Callable[[Tensor], None]
     arena: Arena
-    used: Counter[Any]
-    wanted: int
+    used: Counter[StepKey | str]
+    wanted: StepKey
     missed: Callable[[], None] | None
     repeats: bool
     alone: bool

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.outputs import StepOutputs
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.batch import StepOutput
 from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.decode.decode_step import DecodeStep, PlacedRows
@@ -35,7 +36,8 @@ class PersistentBatch:
         self._decode = decode
         self._validity, self._slots, self._readbacks = state.validity, state.slots, readbacks
         self._page_size, self._longest = state.config.page_size, state.max_positions
-        self.bucket = self._wanted = 0
+        self.bucket = 0
+        self._wanted: StepKey | None = None
         self.step: DecodeStep | None = None
         self._logits: Tensor | None = None  # of the last launch, if that was no decode step in the buffers
         self.deferred = DeferredSampling(state)
@@ -47,12 +49,12 @@ class PersistentBatch:
 
     # ---- a step is made
 
-    def place(self, rows: Sequence[Row], bucket: int, copied: bool) -> PlacedRows | None:
+    def place(self, rows: Sequence[Row], step: StepKey, copied: bool) -> PlacedRows | None:
         """Put rows, grown by the token that they are about to feed in, in the decode buffers of a bucket.
 
         Args:
             rows: in the order of the step.
-            bucket: B.
+            step: of B rows.
             copied: whether a row left a page that it shares, to write into a copy.
 
         Returns:
@@ -60,20 +62,20 @@ class PersistentBatch:
         """
         listed = self._slots.list_pages(rows)
         placed = None if self.step is None else self.step.placed
-        if placed is not None and placed.are(rows, bucket):
+        if placed is not None and placed.are(rows, step.rows):
             entered = self._decode.follows_pages and any((row.length - 1) % self._page_size == 0 for row in rows)
             if copied or listed or entered:
-                self._decode.stay(rows, bucket, "page_copied" if copied else "new_page")
+                self._decode.stay(rows, step, "page_copied" if copied else "new_page")
             return placed
         cause: UploadCause = "rows_changed" if self._decode.owned_by(self) else "call_moved_in"
         self._decode.claim(self)
-        self._decode.place(rows, bucket, cause)
+        self._decode.place(rows, step, cause)
         return None
 
     def has_run(
         self,
         rows: Sequence[Row],
-        buckets: tuple[int, int],
+        steps: tuple[StepKey, StepKey],
         outputs: StepOutputs,
         placed: PlacedRows | None,
         period: object,
@@ -82,12 +84,13 @@ class PersistentBatch:
 
         Args:
             rows: grown by the token that they fed in.
-            buckets: the wanted one, and the one that ran: B, padding included.
+            steps: the wanted one, and the one that ran, of B rows.
             outputs: of the step.
             placed: the rows if they were in the decode buffers before it.
             period: of ``StepValidity``, before the rows grew.
         """
-        self._wanted, self.bucket = buckets
+        self._wanted, ran = steps
+        self.bucket = ran.rows
         if placed is None:
             placed = PlacedRows(rows, self.bucket, self._page_size)
         else:
@@ -95,7 +98,7 @@ class PersistentBatch:
         for row in rows:
             row.has_next = True
         limit = min(min(self._room(row), self._longest - row.length) for row in rows)
-        launch = self._decode.launch(len(rows), self.bucket, self._wanted)
+        launch = self._decode.launch(len(rows), ran, self._wanted)
         self.step = DecodeStep(placed, launch, outputs, limit, self._validity, period, self.deferred, self._readbacks)
         self._logits = None
         return self.step.output
@@ -106,18 +109,18 @@ class PersistentBatch:
 
     # ---- rows come and go
 
-    def bucket_for(self, rows: int) -> int:
-        """Return the smallest bucket for this many rows; if there were more, the smallest that is ready.
+    def step_for(self, rows: int) -> StepKey:
+        """Return the smallest step of this many rows; if there were more, the smallest that is ready.
 
         So no step waits for a smaller one to be prepared because rows have ended. Exact steps go on in one of at most
         half the rows, ready or not: no step waits for its CUDA graph. One row stays in the program of several.
         """
-        smallest = self._decode.bucket_for(rows)
-        if smallest >= self._wanted:
+        smallest, wanted = self._decode.step_for(rows), self._wanted
+        if wanted is None or smallest >= wanted:
             return smallest
         if self.exact and self._decode.captures:
-            return max(smallest, 2) if 2 * smallest <= self._wanted else self._wanted
-        return next((bucket for bucket in self._decode.ready_buckets if smallest <= bucket <= self._wanted), smallest)
+            return self._decode.step_for(max(rows, 2)) if 2 * smallest.rows <= wanted.rows else wanted
+        return next((step for step in self._decode.ready_steps if smallest <= step <= wanted), smallest)
 
     def chose(self, step: StepOutput) -> None:
         """Note tokens that were sampled outside of the decode buffers."""
@@ -156,4 +159,4 @@ class PersistentBatch:
         self._slots.forget_next(rows)
         self.deferred.forget()
         self.invalidate()
-        self._logits, self.bucket, self._wanted = None, 0, 0
+        self._logits, self.bucket, self._wanted = None, 0, None

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.inputs import PlannedRows
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.state.decode_buffers import mark_columns
@@ -32,28 +33,29 @@ class PlannedTable:
             self._indices = mark_static(torch.zeros(entries, dtype=torch.int32, device=device))
             self._last_page_len = torch.zeros(max_rows, dtype=torch.int32, device=device)
             self._qo_indptr = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        self._views: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._views: dict[StepKey, tuple[Tensor, Tensor, Tensor]] = {}
 
     @property
     def nbytes(self) -> int:
         return sum(column.nbytes for column in (self._indptr, self._indices, self._last_page_len, self._qo_indptr))
 
-    def bucket(self, rows: int) -> PlannedRows:
+    def of(self, step: StepKey) -> PlannedRows:
         """Return the table and plans of a bucket, always the same tensors."""
-        if rows not in self._views:
+        if step not in self._views:
+            rows = step.rows
             whole = (self._indptr[: rows + 1], self._last_page_len[:rows], self._qo_indptr[: rows + 1])
             mark_columns(whole, rows)
-            self._views[rows] = whole
-        indptr, last_page_len, qo_indptr = self._views[rows]
-        return PlannedRows(indptr, self._indices, last_page_len, qo_indptr, self._planner.for_decode(rows))
+            self._views[step] = whole
+        indptr, last_page_len, qo_indptr = self._views[step]
+        return PlannedRows(indptr, self._indices, last_page_len, qo_indptr, self._planner.for_decode(step))
 
-    def plan_padding(self, bucket: int) -> None:
+    def plan_padding(self, step: StepKey) -> None:
         """Plan a bucket that has no rows now, and leave the table as it is."""
-        self._planner.plan_decode(build_table([], [], self._page_size, bucket), bucket)
+        self._planner.plan_decode(build_table([], [], self._page_size, step.rows), step)
 
-    def lay_out(self, rows: Sequence[Row], bucket: int) -> None:
+    def lay_out(self, rows: Sequence[Row], step: StepKey) -> None:
         """Write and plan the table of rows that have grown by the token that they are about to feed in."""
-        table = build_table(rows, [1] * len(rows), self._page_size, bucket)
+        table = build_table(rows, [1] * len(rows), self._page_size, step.rows)
         self._staging.upload(
             [
                 (table.indptr, self._indptr),
@@ -61,4 +63,4 @@ class PlannedTable:
                 (table.last_page_len, self._last_page_len),
             ]
         )
-        self._planner.plan_decode(table, bucket)
+        self._planner.plan_decode(table, step)

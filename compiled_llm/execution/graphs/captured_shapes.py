@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 
-from compiled_llm.compilation.inputs import Shape
+from compiled_llm.compilation.graphs.step_key import StepKey
 
 # From 64 tokens on the room left for padding stays under a quarter, and from 128 on all are multiples of 64: matmuls
 # compute tiles of 64 tokens.
@@ -40,33 +40,33 @@ class CapturedShapes:
         most = max(2, max_rows)  # a symbolic size is at least 2
         worth = [tokens for tokens in _CAPTURED_TOKENS if tokens * weights <= _DEVICE_BOUND]
         self.spare = _DEVICE_BOUND // (4 * max(1, weights))  # what is packed counts as no weights
-        self._by_rows: dict[int, list[Shape]] = {}
+        self._by_rows: dict[int, list[StepKey]] = {}
         for rows in sorted({2, min(8, most), most}):
             needed = max(rows, min(max_tokens, min(rows, max_rows) * max_row_tokens))
             counts = worth[: bisect.bisect_left(worth, needed) + 1]  # up to the first that is not less
-            self._by_rows[rows] = [Shape(count, rows) for count in counts if count >= rows]
+            self._by_rows[rows] = [StepKey.prefill(count, rows) for count in counts if count >= rows]
 
-    def of(self, rows: int) -> list[Shape]:
+    def of(self, rows: int) -> list[StepKey]:
         """Return the shapes of prefills of ``rows`` rows, smallest first."""
         return next(shapes for most, shapes in self._by_rows.items() if most >= rows)
 
-    def all(self) -> list[Shape]:
+    def all(self) -> list[StepKey]:
         """Return the shapes of prefills of any number of rows."""
         return [*itertools.chain.from_iterable(self._by_rows.values())]
 
-    def anchors(self) -> list[Shape]:
+    def anchors(self) -> list[StepKey]:
         """Return a few shapes, the most important first, in the next larger of which any other can run.
 
         The largest holds all, but takes long: most prefills run in those of up to half as many tokens. Below that each
         has a quarter of the next one's tokens, so that few prefills compute much more padding than tokens.
         """
         *others, largest = [*self._by_rows.values()][-1]
-        chosen: list[Shape] = []
+        chosen: list[StepKey] = []
         for shape in reversed(others):
             if shape.tokens <= (chosen[-1].tokens / 4 if chosen else largest.tokens / 2):
                 chosen.append(shape)
         return [*chosen[:2], largest, *chosen[2:]]
 
-    def smallest(self, tokens: int, rows: int) -> Shape | None:
+    def smallest(self, tokens: int, rows: int) -> StepKey | None:
         """Return the smallest shape that holds a prefill of ``tokens`` tokens, or None if all are too small."""
         return next((shape for shape in self.of(rows) if shape.tokens >= tokens), None)

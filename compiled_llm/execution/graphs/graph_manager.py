@@ -15,7 +15,7 @@ from compiled_llm.compat.torch.stages import compiling_stage
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.graphs.cuda_graphs import CudaGraphs, Filled, StepInputs, StepToCapture
 from compiled_llm.compilation.graphs.outputs import StepOutputs
-from compiled_llm.compilation.graphs.rolling import Key
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.validity import Guards
 from compiled_llm.compilation.program_list import PREFILL, PREFILL_EMBEDDED
 from compiled_llm.compilation.programs import Arguments, PreparedCall, Programs
@@ -37,7 +37,7 @@ class GraphManager:
 
     Attributes:
         weights: the model's; those that read one input lie side by side in memory.
-        ready: decode buckets and prefill programs that are compiled, and on CUDA captured; always the same set.
+        ready: decode steps and prefill programs that are compiled, and on CUDA captured; always the same set.
     """
 
     def __init__(
@@ -56,26 +56,31 @@ class GraphManager:
         self._artifacts = artifacts
         self.programs = programs or self._new_programs()
         self.cuda_graphs = CudaGraphs(state.facts.model, state.config, state.device, state.cuda_graphs)
-        self.ready: set[Key | str] = set()
+        self.ready: set[StepKey | str] = set()
         # Without a compiler there is nothing to wait for on a CPU.
         waits = state.device.type == "cuda" or state.config.mode != "eager"
         self._progress = ProgressDisplay(state.config.progress and waits)
         self._released = False
         # How often the model has been looked at, and the CUDA graphs that were found valid since the last time.
         self._glance = 0
-        self._valid: set[Key] = set()
+        self._valid: set[StepKey] = set()
         state.cuda_graphs.when_dropped.append(self.ready.discard)
 
     @property
+    def ready_decodes(self) -> list[StepKey]:
+        """The decode steps that are ready, smallest first."""
+        return sorted(key for key in tuple(self.ready) if isinstance(key, StepKey))  # another thread may add one
+
+    @property
     def ready_buckets(self) -> list[int]:
-        return sorted(bucket for bucket in tuple(self.ready) if isinstance(bucket, int))  # another thread may add one
+        return [step.rows for step in self.ready_decodes]
 
     @property
     def captured(self) -> int:
         """How many CUDA graphs steps are replayed from; cudagraph trees have one a bucket."""
         if self.cuda_graphs.ours:
             return len(self.cuda_graphs)
-        return len(self.ready_buckets) if self.cuda_graphs.replay else 0
+        return len(self.ready_decodes) if self.cuda_graphs.replay else 0
 
     def paged(self) -> AbstractContextManager[None]:
         """Let this thread use paged attention for the block."""
@@ -127,11 +132,11 @@ class GraphManager:
             self.events.started_again()
             self._start_again()
 
-    def was_valid(self, key: Key) -> bool:
+    def was_valid(self, key: StepKey) -> bool:
         """Return whether a step was ready and valid when the model was last looked at."""
         return key in self._valid and (key in self.ready or key in self.cuda_graphs)
 
-    def is_valid(self, key: Key) -> bool:
+    def is_valid(self, key: StepKey) -> bool:
         """Return whether a captured step may still be replayed; if not, all CUDA graphs are forgotten.
 
         ``check_model`` has been called.
@@ -183,7 +188,7 @@ class GraphManager:
 
     def capture(
         self,
-        key: Key,
+        key: StepKey,
         inputs: StepInputs,
         like: StepOutputs | int,
         first: Callable[[], None] = _nothing,
@@ -218,7 +223,7 @@ class GraphManager:
     def adopt(self) -> None:
         """Take over the CUDA graph that was captured while steps went on, if it is done."""
         key = self.cuda_graphs.adopt()
-        if isinstance(key, int):
+        if key is not None and key.phase == "decode":
             self.ready.add(key)
 
     def go_on(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
-from compiled_llm.compilation.inputs import Shape
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.program_list import PREFILL_EMBEDDED
 from compiled_llm.compilation.programs import Programs
 from compiled_llm.config import WrapConfig
@@ -20,7 +20,7 @@ class Kept:
     Attributes:
         made_for: where the model was, of which type, with which hooks.
         programs: the compiled functions; None if their CUDA graphs are part of them, and had to go with them.
-        buckets: decode steps that were ready.
+        decodes: steps that were ready.
         embedded: whether prefill from embeddings was ready.
         shapes: captured prefills, smallest first.
         samplings: the numbers of rows whose deferred sampling was captured.
@@ -32,9 +32,9 @@ class Kept:
     pages: int
     programs: Programs | None
     weights: FusedWeights
-    buckets: tuple[int, ...]
+    decodes: tuple[StepKey, ...]
     embedded: bool
-    shapes: tuple[Shape, ...]
+    shapes: tuple[StepKey, ...]
     samplings: tuple[int, ...]
 
     @staticmethod
@@ -47,9 +47,9 @@ class Kept:
             pages=model_runner.pool.total,
             programs=None if graph_manager.programs.in_trees else graph_manager.programs,
             weights=graph_manager.weights,
-            buckets=tuple(graph_manager.ready_buckets),
+            decodes=tuple(graph_manager.ready_decodes),
             embedded=PREFILL_EMBEDDED in graph_manager.ready,
-            shapes=tuple(sorted(graph_manager.cuda_graphs.shapes())),
+            shapes=tuple(sorted(model_runner.state.cuda_graphs.of("prefill"))),
             samplings=tuple(model_runner.state.sampling_graphs.buckets),
         )
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
-from compiled_llm.compilation.inputs import Shape
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.lifecycle.kept import Kept
 from compiled_llm.execution.model_runner import ModelRunner
@@ -192,7 +192,7 @@ class ModelRunnerLifecycle:
         if self.asleep and kept is not None:
             try:
                 model_runner = self._current()
-                prepare(model_runner, kept.buckets, [kept.shapes], kept.embedded)
+                prepare(model_runner, kept.decodes, [kept.shapes], kept.embedded)
                 if kept.samplings:
                     model_runner.thread.call(model_runner.prepare_deferred, kept.samplings)
             except BaseException:
@@ -262,8 +262,8 @@ def is_host(device: torch.device) -> bool:
 
 def prepare(
     model_runner: ModelRunner,
-    buckets: Sequence[int],
-    captured: Iterable[Sequence[Shape]],
+    decodes: Sequence[StepKey],
+    captured: Iterable[Sequence[StepKey]],
     embedded: bool = False,
     report: Callable[[str], None] = lambda doing: None,
     anchors: bool = True,
@@ -271,7 +271,7 @@ def prepare(
     """Compile, and on CUDA capture, all of these that are not ready yet.
 
     Args:
-        buckets: of decode steps.
+        decodes: the steps.
         captured: shapes of prefills, in groups that are shown as one.
         embedded: prefill from embeddings, too.
         report: takes each preparation, in words.
@@ -282,15 +282,15 @@ def prepare(
     thread.call(prefill.make_ready, anchors=anchors)
     if embedded:
         thread.call(prefill.make_ready, embedded=True)
-    missing = [bucket for bucket in buckets if bucket not in decode.ready]
-    for number, bucket in enumerate(buckets, start=1):
-        report(f"preparing steps of {bucket} request{'s' * (bucket > 1)} ({number} of {len(buckets)})")
-        thread.call(decode.make_ready, bucket, number=_number(bucket, missing), anchors=anchors)
+    missing = [step for step in decodes if step not in decode.ready]
+    for number, step in enumerate(decodes, start=1):
+        report(f"preparing steps of {step.rows} request{'s' * (step.rows > 1)} ({number} of {len(decodes)})")
+        thread.call(decode.make_ready, step, number=_number(step, missing), anchors=anchors)
     for shapes in filter(None, captured):
         report(f"preparing prefills of up to {max(shape.tokens for shape in shapes)} tokens")
         thread.call(prefill.capture_shapes, shapes, only_with_room=True)
 
 
-def _number(bucket: int, missing: Sequence[int]) -> str:
-    """The number of this bucket among the missing ones, to be shown; empty if there are no others."""
-    return f" ({missing.index(bucket) + 1} of {len(missing)})" if bucket in missing and len(missing) > 1 else ""
+def _number(step: StepKey, missing: Sequence[StepKey]) -> str:
+    """The number of this step among the missing ones, to be shown; empty if there are no others."""
+    return f" ({missing.index(step) + 1} of {len(missing)})" if step in missing and len(missing) > 1 else ""

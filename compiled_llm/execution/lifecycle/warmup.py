@@ -106,9 +106,9 @@ class Warmup:
             self._earlier = wanted.profile
         else:
             prefill = model_runner.prefill
-            buckets = sorted({model_runner.decode.bucket_for(size) for size in wanted.sizes})
+            decodes = sorted({model_runner.decode.step_for(size) for size in wanted.sizes})
             prefills = {tuple(prefill.captured_shapes(size)) for size in wanted.sizes}
-            prepare(model_runner, buckets, prefills, report=report)
+            prepare(model_runner, decodes, prefills, report=report)
         self._events.warmed_up()
 
     # ---- profiles

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_llm.compilation.inputs import Shape
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.batch import Extension
 from compiled_llm.kvcache.table import HostTable, Span, build_table
 
@@ -33,7 +33,7 @@ class Packed(NamedTuple):
     last_page_len: NDArray[np.int32]  # [B]
 
 
-def padded(batch: Sequence[Extension], shape: Shape, page_size: int) -> list[Extension]:
+def padded(batch: Sequence[Extension], shape: StepKey, page_size: int) -> list[Extension]:
     """Return the batch with rows of padding, so that it has exactly the tokens and rows of ``shape``."""
     nulls = [null_extension(0, page_size)] * (shape.rows - len(batch))
     return [*batch, *nulls, null_extension(shape.tokens - token_count(batch), page_size)]

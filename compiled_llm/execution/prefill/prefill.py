@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from compiled_llm.compilation.graphs.cuda_graphs import Filled
 from compiled_llm.compilation.graphs.outputs import StepOutputs
-from compiled_llm.compilation.inputs import PrefillInputs, Shape
+from compiled_llm.compilation.graphs.step_key import StepKey
+from compiled_llm.compilation.inputs import PrefillInputs
 from compiled_llm.compilation.program_list import PREFILL, PREFILL_EMBEDDED
 from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
@@ -95,7 +96,7 @@ class Prefill:
         """
         self.capture_shapes(sorted(self._anchors), only_with_room=True)
 
-    def _find_anchors(self) -> list[Shape]:
+    def _find_anchors(self) -> list[StepKey]:
         variant, most = self._planner.variants[0], self._state.cuda_graphs.budget.max_graphs
         shapes = [shape._replace(variant=variant) for shape in self._shapes.anchors()]
         shapes = [shape for shape in shapes if self._planner.fits(shape)]
@@ -196,7 +197,7 @@ class Prefill:
         self._planner.plan_prefill(table)
         return inputs
 
-    def _as_inputs(self, columns: Sequence[Tensor], shape: Shape | None) -> PrefillInputs:
+    def _as_inputs(self, columns: Sequence[Tensor], shape: StepKey | None) -> PrefillInputs:
         """Return device tensors, in the order of ``Packed``, as inputs of the program, with the plans of a shape."""
         named = Packed(*columns)._asdict()  # type: ignore[arg-type]
         named |= {"ids": named["ids"][None], "positions": named["positions"][None]}
@@ -209,23 +210,23 @@ class Prefill:
 
     # ---- captured
 
-    def all_shapes(self) -> list[Shape]:
+    def all_shapes(self) -> list[StepKey]:
         """Return all shapes in which prefills may be captured; some may not fit."""
         return self._in_variants(self._shapes.all())
 
-    def _in_variants(self, shapes: Sequence[Shape]) -> list[Shape]:
+    def _in_variants(self, shapes: Sequence[StepKey]) -> list[StepKey]:
         if not self._cuda_graphs.ours:
             return []
         return [shape._replace(variant=variant) for shape in shapes for variant in self._planner.variants]
 
-    def fits(self, shape: Shape) -> bool:
+    def fits(self, shape: StepKey) -> bool:
         return self._planner.fits(shape)
 
-    def captured_shapes(self, rows: int) -> list[Shape]:
+    def captured_shapes(self, rows: int) -> list[StepKey]:
         """Return the shapes that prefills of ``rows`` rows are padded to and captured in, smallest first."""
         return [shape for shape in self._in_variants(self._shapes.of(rows)) if self._planner.fits(shape)]
 
-    def capture_shapes(self, shapes: Sequence[Shape], only_with_room: bool = False) -> None:
+    def capture_shapes(self, shapes: Sequence[StepKey], only_with_room: bool = False) -> None:
         """Capture prefills of those shapes that are not captured yet; ``only_with_room`` evicts no others for them."""
         new = [shape for shape in shapes if shape not in self._cuda_graphs]
         if not (self._cuda_graphs.ours and new):
@@ -241,7 +242,7 @@ class Prefill:
 
     def _shape_to_replay(
         self, chunk: Sequence[Extension], wanted: int, slots: NDArray[np.int64], embeddings: Tensor | None
-    ) -> Shape | None:
+    ) -> StepKey | None:
         """Return the shape in which a prefill can be captured: one whose logits are wanted where tokens are sampled."""
         if not self._cuda_graphs.ours or embeddings is not None or len(slots) != wanted:
             return None
@@ -254,7 +255,7 @@ class Prefill:
         fits = shape in self._cuda_graphs or self._planner.fits(shape)
         return shape if fits else None  # larger ones fit even less
 
-    def _serving(self, shape: Shape, exact: bool) -> Shape:
+    def _serving(self, shape: StepKey, exact: bool) -> StepKey:
         """Return the shape in which a prefill runs now: its own if it is captured, else the next larger captured one.
 
         If there is none, or it has to be exact, it is launched in its own. Either way that is captured while later
@@ -271,20 +272,20 @@ class Prefill:
             cuda_graphs.want(shape, functools.partial(self._begin_capture, shape))
         return larger
 
-    def _next_larger(self, shape: Shape) -> Shape | None:
+    def _next_larger(self, shape: StepKey) -> StepKey | None:
         """Return the smallest captured shape that holds all prefills of another, and does not take far longer."""
-        tokens, rows, variant = shape
+        _, tokens, rows, variant = shape
         most = tokens + self._shapes.spare
         larger = [
             other
-            for other in self._cuda_graphs.shapes()
+            for other in self._state.cuda_graphs.of("prefill")
             if other.variant in (variant, self._planner.variants[0])  # the simplest one can run any batch
             and tokens <= other.tokens <= most
             and rows <= other.rows
         ]
         return min(larger, key=lambda other: (other.tokens, other.rows, other.variant != variant), default=None)
 
-    def _begin_capture(self, shape: Shape) -> Callable[[], None]:
+    def _begin_capture(self, shape: StepKey) -> Callable[[], None]:
         """Plan a shape that may never have run, over rows of padding; returns a function that begins its capture."""
         none = np.zeros(0, dtype=np.int64)
         packed, table = self._padded(shape, [], none, none)
@@ -295,7 +296,7 @@ class Prefill:
 
     def _run_shape(
         self,
-        shape: Shape,
+        shape: StepKey,
         chunk: list[Extension],
         keep: NDArray[np.int64],
         slots: NDArray[np.int64],
@@ -325,27 +326,27 @@ class Prefill:
         return result
 
     def _padded(
-        self, shape: Shape, chunk: list[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64]
+        self, shape: StepKey, chunk: list[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64]
     ) -> tuple[Packed, HostTable]:
         missing = shape.rows - len(keep)
         keep = np.concatenate([keep, np.zeros(missing, dtype=np.int64)])
         slots = np.concatenate([slots, self._state.slots.of([], missing)])
         return pack(padded(chunk, shape, self._page_size), keep, slots, self._page_size)
 
-    def _in_new_tensors(self, shape: Shape, packed: Packed) -> tuple[PrefillInputs, Tensor]:
+    def _in_new_tensors(self, shape: StepKey, packed: Packed) -> tuple[PrefillInputs, Tensor]:
         """Return the inputs of a captured prefill, and the tensor from which they are filled."""
         inputs = self._as_inputs(self._state.staging.to_device(packed), shape)
         (filled,) = self._state.staging.to_device([as_bytes(packed)])
         return inputs, filled
 
     def _capture(
-        self, shape: Shape, inputs: PrefillInputs, filled: Tensor, like: StepOutputs | int, background: bool
+        self, shape: StepKey, inputs: PrefillInputs, filled: Tensor, like: StepOutputs | int, background: bool
     ) -> None:
         own = 2 * filled.nbytes + sum(plan.nbytes for plan in inputs.plans.tensors)  # filled, and copied to inputs
         first = functools.partial(_unpack, inputs, filled)
         self._graph_manager.capture(shape, inputs, like, first, Filled(filled, own), background)
 
-    def _upload(self, packed: Packed, table: HostTable, shape: Shape, filled: Tensor) -> None:
+    def _upload(self, packed: Packed, table: HostTable, shape: StepKey, filled: Tensor) -> None:
         state = self._state
         state.staging.upload([(as_bytes(packed), filled), (table.indices, state.prefill_indices)])
         self._planner.plan_prefill(table, shape)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from compiled_llm.compilation.graphs.rolling import Key
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.reporting.stopwatch import Stopwatch
 
 logger = logging.getLogger("compiled_llm.graphs")
@@ -50,7 +50,7 @@ class Events:
         preparing: runs while something is compiled or captured.
     """
 
-    used: Counter[Key | str] = field(default_factory=Counter)
+    used: Counter[StepKey | str] = field(default_factory=Counter)
     uploads: Counter[UploadCause] = field(default_factory=Counter)
     cold_starts: list[ColdStart] = field(default_factory=list)
     generating: Stopwatch = field(default_factory=Stopwatch)

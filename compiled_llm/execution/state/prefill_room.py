@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from compiled_llm.compilation.inputs import Shape
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.config import WrapConfig
 from compiled_llm.model.layer_probe import Layer
 
@@ -36,7 +36,7 @@ class PrefillRoom(NamedTuple):
         config: WrapConfig,
         device: torch.device,
         max_row_tokens: int,
-        shapes: Sequence[Shape],
+        shapes: Sequence[StepKey],
     ) -> PrefillRoom:
         """Return the room that holds every launch, captured ``shapes`` and rows of ``max_row_tokens`` included."""
         size, rows = config.page_size, config.max_batch_size

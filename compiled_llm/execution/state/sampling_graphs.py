@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.capture import GraphCapture
-from compiled_llm.compilation.graphs.rolling import Key, RollingCudaGraphs, SamplingKey
+from compiled_llm.compilation.graphs.rolling import RollingCudaGraphs
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.sampling.sampling import SamplingTables, sample
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm.kvcache.memory import free
@@ -104,19 +105,19 @@ class SamplingGraphs:
             self._columns[: 2 * bucket].view(2, bucket)[0] = padding
             self._masked_launch(bucket)
             for masked in (False, True):
-                self._capture(SamplingKey(bucket, masked))
+                self._capture(bucket, masked)
 
-    def _capture(self, choice: SamplingKey) -> None:
+    def _capture(self, bucket: int, masked: bool) -> None:
         """Capture sampling, unless a step would have to make room for it: it can be launched as well."""
         if self._rolling.full:
-            logger.info("a choice for %d rows is not captured: the CUDA graphs may not take more", choice.rows)
+            logger.info("a choice for %d rows is not captured: the CUDA graphs may not take more", bucket)
             return
         assert self._capturer is not None
-        launch = self._masked_launch if choice.masked else self._launch
-        captured = self._capturer.capture(functools.partial(launch, choice.rows))
-        self._rolling.add(choice, captured, captured.cost, _OWNER)
-        if not choice.masked:
-            bisect.insort(self._buckets, choice.rows)
+        launch = self._masked_launch if masked else self._launch
+        captured = self._capturer.capture(functools.partial(launch, bucket))
+        self._rolling.add(StepKey.sampling(bucket, masked), captured, captured.cost, _OWNER)
+        if not masked:
+            bisect.insort(self._buckets, bucket)
 
     def _forget(self) -> None:
         self._rolling.drop(self._rolling.of("sampling"))
@@ -172,7 +173,7 @@ class SamplingGraphs:
 
     def masks(self, bucket: int) -> bool:
         """Return whether there is a graph for a bucket that writes masks."""
-        return SamplingKey(bucket, True) in self._rolling
+        return StepKey.sampling(bucket, True) in self._rolling
 
     def logits(self, rows: int) -> Tensor:
         """Return ``[rows, V]``, the logits that are kept here."""
@@ -206,13 +207,13 @@ class SamplingGraphs:
             ``[B]`` tokens, overwritten by the next call.
         """
         held, self._held = self._held, _Held(0, [], [])
-        cuda_graph = self._rolling.get(SamplingKey(bucket, masked))
+        cuda_graph = self._rolling.get(StepKey.sampling(bucket, masked))
         assert cuda_graph is not None, "asked for before"
         tokens: Tensor = cuda_graph.replay()
         self._held = held._replace(positions=[position + 1 for position in held.positions])
         return tokens
 
 
-def _forget(buckets: list[int], key: Key) -> None:
-    if isinstance(key, SamplingKey) and not key.masked:
+def _forget(buckets: list[int], key: StepKey) -> None:
+    if key.phase == "sampling" and not key.variant:
         buckets.remove(key.rows)

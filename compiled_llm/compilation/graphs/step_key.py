@@ -1,0 +1,41 @@
+"""The key of a step, by which it is captured, counted, and named in profiles."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Phase = Literal["decode", "prefill", "sampling"]
+"""A decode step, a prefill, or a sampling of tokens that is made later than the step before it."""
+
+
+class StepKey(NamedTuple):
+    """A phase and a padded size; steps of one key can be replays of one CUDA graph.
+
+    Attributes:
+        phase: prefill, decode, and so on.
+        tokens: how many it computes, padding included; of a decode step, equally many in each row.
+        rows: how many of them sample a token, padding included. A prefill has one row more, whose tokens, if any are
+            missing, fill up ``tokens``.
+        variant: of a prefill how the backend divides it among thread blocks, which only the backend understands; of a
+            sampling 1 if it writes masks first; else 0.
+    """
+
+    phase: Phase
+    tokens: int
+    rows: int
+    variant: int = 0
+
+    @classmethod
+    def decode(cls, rows: int) -> StepKey:
+        return cls("decode", rows, rows)
+
+    @classmethod
+    def prefill(cls, tokens: int, rows: int, variant: int = 0) -> StepKey:
+        return cls("prefill", tokens, rows, variant)
+
+    @classmethod
+    def sampling(cls, rows: int, masked: bool) -> StepKey:
+        return cls("sampling", rows, rows, int(masked))
+
+    def __str__(self) -> str:
+        return f"{self.phase} with tokens={self.tokens}, rows={self.rows}, variant={self.variant}"
