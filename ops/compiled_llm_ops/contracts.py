@@ -168,6 +168,11 @@ class DecodeAttention(NamedTuple):
     sin: Tensor | None = None
     overlap: bool = False
 
+    @property
+    def new_tokens(self) -> int:
+        """New tokens of each row."""
+        return self.query.shape[0] // self.starts.shape[0]
+
 
 class AddRmsNorm(NamedTuple):
     """Arguments of ``add_rms_norm``."""

@@ -55,7 +55,7 @@ def check(batch: Batch, scale: float | None = None, window_left: int = -1, soft_
     expected = batch.expected(scale, window_left, soft_cap)
     with_lse, lse = paged_attention_lse(*arguments)
     check_outputs(batch, expected, paged_attention(*arguments), with_lse, lse)
-    if set(batch.queries) == {1}:
+    if len(set(batch.queries)) == 1:
         with_lse, decode_lse = decode_attention_lse(*batch.decode_arguments()[:-1], scale, window_left, soft_cap)
         arguments = (*batch.decode_arguments()[:-1], scale, window_left, soft_cap)
         check_outputs(batch, expected, decode_attention(*arguments), with_lse, decode_lse)
@@ -211,16 +211,16 @@ PLANNED: list[Row] = [
     ({"indices": lambda indices: indices.float()}, r"indices.*int32"),
 ]
 DECODE: list[Row] = [
-    ({"query": lambda query: query[0]}, r"query must be \[B, H, D\]"),
+    ({"query": lambda query: query[0]}, r"query must be \[T, H, D\]"),
     ({"pages": lambda pages: pages[0]}, r"pages \[P, 2, K, S, D\]"),
     ({"query": lambda query: query[:, :3]}, r"3 query heads.*2 kv heads"),
     ({"query": lambda query: torch.cat([query] * 3, -1)}, r"heads of size 24.*size 16"),
-    ({"query": lambda query: query[:-1]}, r"for 3 rows"),
+    ({"query": lambda query: query[:-1]}, r"for 3 tokens"),
     ({"key": lambda key: key[:-1]}, r"key and value must be \(4, 2, 8\).*\(3, 2, 8\)"),
     ({"value": lambda value: value[:, :1]}, r"key and value must be.*\(4, 1, 8\)"),
     ({"value": lambda value: value.double()}, r"of one dtype.*float64"),
-    ({"starts": lambda starts: starts[:-1]}, r"starts and lengths must be \[4\].*\(3,\) and \(4,\)"),
-    ({"lengths": lambda lengths: lengths[:-1]}, r"starts and lengths must be \[4\].*\(4,\) and \(3,\)"),
+    ({"starts": lambda starts: starts[:-1]}, r"starts and lengths must be \[B\].*\(3,\) and \(4,\)"),
+    ({"lengths": lambda lengths: lengths[:-1]}, r"starts and lengths must be \[B\].*\(4,\) and \(3,\)"),
     ({"lengths": lambda lengths: lengths.long()}, r"lengths.*int32"),
     ({"indices": lambda indices: indices.float()}, r"indices.*int32"),
 ]

@@ -64,7 +64,7 @@ def programs_run_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Batch(NamedTuple):
-    """Rows that decode: what the op takes, in float16, which the interpreter multiplies as it should."""
+    """Rows that decode: the op's arguments, in float16, which the interpreter multiplies as it should."""
 
     query: Tensor
     key: Tensor
@@ -76,17 +76,26 @@ class Batch(NamedTuple):
 
     def appended(self) -> Tensor:
         """The pages with the newest keys and values."""
-        pages, last, size = self.pages.clone(), self.lengths - 1, self.pages.shape[3]
+        pages, new, size = self.pages.clone(), self.new_tokens, self.pages.shape[3]
+        at = (self.lengths[:, None] - new + torch.arange(new)).flatten()
         states = torch.stack([self.key, self.value], 1)
-        pages[self.indices[self.starts + last // size], :, :, last % size, : self.key.shape[2]] = states
+        pages[self.indices[self.starts.repeat_interleave(new) + at // size], :, :, at % size, : self.key.shape[2]] = (
+            states
+        )
         return pages
+
+    @property
+    def new_tokens(self) -> int:
+        return len(self.query) // len(self.starts)
 
 
 def int32(numbers: Sequence[int]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
 
 
-def batch_of(lengths: Sequence[int], group: int, page_size: int, head_dim: int, stored: int = 0) -> Batch:
+def batch_of(
+    lengths: Sequence[int], group: int, page_size: int, head_dim: int, stored: int = 0, new_tokens: int = 1
+) -> Batch:
     """Rows in pages of random order; free pages and free slots hold NaN, and so do those of the newest tokens."""
     counts = [-(-length // page_size) for length in lengths]
     total = sum(counts)
@@ -97,12 +106,13 @@ def batch_of(lengths: Sequence[int], group: int, page_size: int, head_dim: int, 
     for length, count in zip(lengths, counts, strict=True):
         own = numbers[starts[-1] : starts[-1] + count]
         states = torch.randn(2, KV_HEADS, count * page_size, head_dim).half()
-        states[:, :, length - 1 :] = torch.nan
+        states[:, :, length - new_tokens :] = torch.nan
         pages[own, :, :, :, :head_dim] = states.unflatten(2, (count, page_size)).permute(2, 0, 1, 3, 4)
         starts.append(starts[-1] + count)
     indices = int32([*numbers.tolist(), *[total + 1] * 40])
-    query = torch.randn(len(lengths), KV_HEADS * group, head_dim).half()
-    key, value = torch.randn(2, len(lengths), KV_HEADS, head_dim).half()
+    tokens = len(lengths) * new_tokens
+    query = torch.randn(tokens, KV_HEADS * group, head_dim).half()
+    key, value = torch.randn(2, tokens, KV_HEADS, head_dim).half()
     return Batch(query, key, value, pages, int32(starts[:-1]), int32(lengths), indices)
 
 
@@ -120,7 +130,7 @@ def launch(
 
 def tiling_of(batch: Batch, spare: int, unsplit: int = 2, min_share: int = 1, row_tile: int = 0) -> AttentionTiling:
     """Blocks small enough for short rows to have several."""
-    row_tile = row_tile or (len(batch.query) if spare else 1)
+    row_tile = row_tile or (len(batch.starts) if spare else 1)
     return AttentionTiling(
         row_tile, row_tile + spare, unsplit, min_share, block=8192 // batch.pages.shape[4], stages=3, warps=4
     )
@@ -138,11 +148,11 @@ def check(
     pages = batch.appended()
     out, lse = launch(batch, tiling, window_left, soft_cap)
     torch.testing.assert_close(batch.pages, pages, rtol=0, atol=0, equal_nan=True)
-    one_each = torch.arange(len(batch.query) + 1).int()
+    qo_indptr = torch.arange(len(batch.starts) + 1).int() * batch.new_tokens
     expected, expected_lse = paged_attention_lse(
         batch.query.float(),
         pages,
-        one_each,
+        qo_indptr,
         *planned_table(batch),
         *UNREAD,
         SCALE,
@@ -338,6 +348,47 @@ def test_queries_and_keys_are_normed_and_turned_first(given, head_dim, stored, s
 
 
 @interpreted
+@SPARE
+@pytest.mark.parametrize(
+    ("new_tokens", "sizes", "window_left"),
+    [
+        (2, {"group": 2}, -1),
+        (3, {"group": 1, "page_size": 1}, 20),
+        pytest.param(2, {"group": 2, "page_size": 5}, 0, marks=WHOLE),
+        pytest.param(5, {"group": 4, "head_dim": 96, "stored": 128}, -1, marks=WHOLE),
+        pytest.param(16, {"group": 5}, 300, marks=WHOLE),
+    ],
+)
+def test_several_new_tokens_of_each_row(new_tokens, sizes, window_left, spare, seed):
+    """Each sees those before it, whichever programs write them; blocks end between them, too."""
+    sizes = {"page_size": 16, "head_dim": 64, **sizes}
+    lengths = [new_tokens, new_tokens + 1, 16, 17, 64, 127, 128, 129, 130, 257, 513]
+    batch = batch_of(sorted(length for length in lengths if length >= new_tokens), **sizes, new_tokens=new_tokens)
+    check(batch, spare, window_left)
+    check(batch, spare, window_left, soft_cap=2.0)
+
+
+@interpreted
+def test_several_new_tokens_are_normed_and_turned_by_their_own_positions(seed):
+    batch = batch_of([2, 40, 129, 300], 2, 16, 64, new_tokens=2)
+    angles = (torch.rand(len(batch.query), 32) * 6).repeat(1, 2)
+    preparation = {"query_norm": torch.randn(64).half(), "key_norm": torch.randn(64).half(), "epsilon": 0.1}
+    preparation |= {"cos": angles.cos().half(), "sin": angles.sin().half()}
+    arguments = DecodeAttention(*batch, SCALE, **preparation)
+    query, key = (
+        _prepared(states.float(), norm.float(), arguments)
+        for states, norm in ((batch.query, arguments.query_norm), (batch.key, arguments.key_norm))
+    )
+    pages = batch._replace(key=key.half()).appended()
+    out, lse = launch(batch, 3, **preparation)
+    torch.testing.assert_close(batch.pages, pages, rtol=2e-3, atol=2e-3, equal_nan=True)
+    qo_indptr = torch.arange(len(batch.starts) + 1).int() * 2
+    expected, expected_lse = paged_attention_lse(query, pages, qo_indptr, *planned_table(batch), *UNREAD, SCALE)
+    torch.testing.assert_close(out.float(), expected, rtol=3e-3, atol=3e-3)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-2)
+
+
+@interpreted
 def test_counters_are_zero_again(seed, monkeypatch):
     """The same ones serve launch after launch, over rows that grow and shrink."""
     from compiled_llm_ops.kernels import attention as triton_attention
@@ -524,6 +575,7 @@ COMPILED = [
     ("bf16", 71, 64, 1, {}),
     ("bf16", 4, 256, 64, {"HEAD": 160, "PAGE": 1}),
     ("bf16", 8, 512, 1, {}),
+    ("bf16", 2, 128, 8, {"NEW": 2, "PADDED": 4}),
 ]
 
 
@@ -548,7 +600,7 @@ def test_nothing_but_the_page_table_is_touched_before_waiting(kernel_of, with_ls
     tiling = choose(rows, 8, group, head_dim, 40_960, **H200)
     constants = {
         "ROWS": 1 if rows == 1 else MAX_ROWS, "MOST": MAX_SHARES,
-        "GQA": group, "PADDED": padded, "HEAD": head_dim, "DIM": head_dim, "PAGE": 16,
+        "NEW": 1, "GQA": group, "PADDED": padded, "HEAD": head_dim, "DIM": head_dim, "PAGE": 16,
         "BLOCK": tiling.block, "CHUNK": max(1, module.MERGED_VALUES // (padded * head_dim)),
         "STAGES": tiling.stages, "CAPPED": False, "SHARE_EQUAL": tiling.share_equal, "PDL": True, **changes,
         **({} if with_lse else {"lse": None}),

@@ -1,9 +1,10 @@
-"""Decode: one new token a row, whose keys and values are written into the pages, and whose query attends over them.
+"""Decode: new tokens of each row, mostly one, whose keys and values are written into the pages, and which then attend.
 
 Queries and keys may come straight from their projections: the op norms them and rotates them by their position
 (rotary embedding), if it is given the weights and angles.
 
-Shapes: B rows, H query heads, K kv heads, D head dimension, P pages, S page size, N page numbers of all rows.
+Shapes: B rows, T = B * q new tokens, q of each row, H query heads, K kv heads, D head dimension, P pages, S page size,
+N page numbers of all rows.
 """
 
 from __future__ import annotations
@@ -39,19 +40,20 @@ def decode_attention(
     sin: Tensor | None = None,
     overlap: bool = False,
 ) -> Tensor:
-    """Write each row's newest key and value into its pages, then attend with its query over all of them.
+    """Write the keys and values of each row's q newest tokens into its pages, then attend with their queries.
 
     Token t of row b lies in page ``indices[starts[b] + t // S]``, slot ``t % S``; the newest is number
-    ``lengths[b] - 1``. Page numbers that a row will need may stand behind those that it has, so that it enters a page
-    by its length alone. The op needs no plan, and a captured launch may be replayed with any lengths.
+    ``lengths[b] - 1``. Each query sees its own token and those before it. Page numbers that a row will need may stand
+    behind those that it has, so that it enters a page by its length alone. The op needs no plan, and a captured launch
+    may be replayed with any lengths.
 
     Args:
-        query: ``[B, H, D]``, any strides; H a multiple of K.
-        key: ``[B, K, D]``, any strides, of the query's dtype.
-        value: ``[B, K, D]``, like ``key``.
+        query: ``[T, H, D]``, any strides, the tokens of a row next to each other; T a multiple of B, H one of K.
+        key: ``[T, K, D]``, any strides, of the query's dtype.
+        value: ``[T, K, D]``, like ``key``.
         pages: ``[P, 2, K, S, D']`` with D' >= D, written in place; columns past D are zero, and left alone.
         starts: ``[B]`` int32, where each row's pages begin in ``indices``.
-        lengths: ``[B]`` int32, tokens of each row, the new one included; at least 1.
+        lengths: ``[B]`` int32, tokens of each row, the new ones included; at least q.
         indices: ``[N]`` int32, page numbers.
         scale: factor on the logits before the softmax.
         window_left: tokens visible to the left of each query; -1 for all.
@@ -60,15 +62,15 @@ def decode_attention(
             multiplied with this. None if the query needs no norm.
         key_norm: ``[D]``, the same for the key.
         epsilon: added to both mean squares.
-        cos: ``[B, D]`` of the query's dtype: after their norm, query and key are rotated by their position. None if
+        cos: ``[T, D]`` of the query's dtype: after their norm, query and key are rotated by their position. None if
             they need no rotation.
-        sin: ``[B, D]``, belongs to ``cos``.
+        sin: ``[T, D]``, belongs to ``cos``.
         overlap: whether it may run at the same time as the previous and the next kernel on CUDA, by the rules of
             ``compiled_llm_ops.kernels.pdl``; the previous kernel must not write ``starts``, ``lengths`` or ``indices``
             then.
 
     Returns:
-        ``[B, H, D]``, contiguous, of the query's dtype.
+        ``[T, H, D]``, contiguous, of the query's dtype.
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
@@ -92,7 +94,7 @@ def decode_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     Args: those of ``decode_attention``.
 
     Returns:
-        ``[B, H, D]`` of the query's dtype, and ``[B, H]`` float32: the log-sum-exp in base 2 (multiply by ln 2 for
+        ``[T, H, D]`` of the query's dtype, and ``[T, H]`` float32: the log-sum-exp in base 2 (multiply by ln 2 for
         the natural one). Both contiguous.
 
     Raises:
@@ -110,24 +112,24 @@ def _check(args: DecodeAttention) -> None:
     query, key, value, pages = args.query, args.key, args.value, args.pages
     if query.dim() != 3 or pages.dim() != 5 or pages.shape[1] != 2:
         raise ValueError(
-            "decode_attention: query must be [B, H, D] and pages [P, 2, K, S, D]; got "
+            "decode_attention: query must be [T, H, D] and pages [P, 2, K, S, D]; got "
             f"{tuple(query.shape)} and {tuple(pages.shape)}"
         )
-    (rows, heads, head_dim), (kv_heads, _, stored) = query.shape, pages.shape[2:]
+    (tokens, heads, head_dim), (kv_heads, _, stored) = query.shape, pages.shape[2:]
     if heads % kv_heads or head_dim > stored:
         raise ValueError(
             f"decode_attention: {heads} query heads of size {head_dim} do not fit pages with {kv_heads} kv heads of "
             f"size {stored}"
         )
-    expected = (rows, kv_heads, head_dim)
+    expected = (tokens, kv_heads, head_dim)
     if key.shape != expected or value.shape != expected or key.dtype != value.dtype:
         raise ValueError(
-            f"decode_attention: key and value must be {expected} of one dtype for {rows} rows; got "
+            f"decode_attention: key and value must be {expected} of one dtype for {tokens} tokens; got "
             f"{tuple(key.shape)} {key.dtype} and {tuple(value.shape)} {value.dtype}"
         )
-    if args.starts.shape != (rows,) or args.lengths.shape != (rows,):
+    if args.starts.dim() != 1 or args.starts.shape != args.lengths.shape or tokens % max(1, len(args.starts)):
         raise ValueError(
-            f"decode_attention: starts and lengths must be [{rows}] for {rows} rows; got "
+            f"decode_attention: starts and lengths must be [B], and {tokens} tokens as many for each row; got "
             f"{tuple(args.starts.shape)} and {tuple(args.lengths.shape)}"
         )
     check_int32("decode_attention", starts=args.starts, lengths=args.lengths, indices=args.indices)
@@ -135,12 +137,12 @@ def _check(args: DecodeAttention) -> None:
 
 
 def _check_preparation(args: DecodeAttention) -> None:
-    rows, _, head_dim = args.query.shape
+    tokens, _, head_dim = args.query.shape
     if (args.cos is None) is not (args.sin is None):
         raise ValueError("decode_attention: cos and sin must be given together")
     if args.cos is not None and head_dim % 2:
         raise ValueError(f"decode_attention: heads of size {head_dim} cannot be turned: the size is odd")
-    sizes = {"query_norm": (head_dim,), "key_norm": (head_dim,), "cos": (rows, head_dim), "sin": (rows, head_dim)}
+    sizes = {"query_norm": (head_dim,), "key_norm": (head_dim,), "cos": (tokens, head_dim), "sin": (tokens, head_dim)}
     for name, size in sizes.items():
         tensor = getattr(args, name)
         if tensor is not None and (tensor.shape != size or tensor.dtype != args.query.dtype):
@@ -153,7 +155,7 @@ def _check_preparation(args: DecodeAttention) -> None:
 
 
 def _prepared(states: Tensor, norm: Tensor | None, args: DecodeAttention) -> Tensor:
-    """Return ``[B, heads, D]`` queries or keys, normed and rotated as HuggingFace's models do it."""
+    """Return ``[T, heads, D]`` queries or keys, normed and rotated as HuggingFace's models do it."""
     if norm is not None:
         values = states.float()
         values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + args.epsilon)
@@ -166,10 +168,11 @@ def _prepared(states: Tensor, norm: Tensor | None, args: DecodeAttention) -> Ten
 
 def _append(args: DecodeAttention) -> None:
     pages, key, page_size = args.pages, _prepared(args.key, args.key_norm, args), args.pages.shape[3]
-    last = args.lengths - 1
-    page = args.indices[args.starts + last // page_size]
+    new = args.new_tokens
+    positions = (args.lengths[:, None] - new + torch.arange(new, dtype=torch.int32, device="cpu")).flatten()
+    page = args.indices[args.starts.repeat_interleave(new) + positions // page_size]
     newest = torch.stack([key, args.value], dim=1).to(pages.dtype)
-    pages[page, :, :, last % page_size, : key.shape[2]] = newest
+    pages[page, :, :, positions % page_size, : key.shape[2]] = newest
 
 
 def _cpu(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -181,17 +184,19 @@ def _cpu(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]
         args.indices[start : start - (-length // page_size)]
         for start, length in zip(args.starts.tolist(), lengths, strict=True)
     ]
-    if wants_lse or args.logits_soft_cap > 0 or len(lengths) * max(lengths) > 2 * sum(lengths):
+    uneven = len(lengths) * max(lengths) > 2 * sum(lengths)
+    if wants_lse or args.logits_soft_cap > 0 or args.new_tokens > 1 or uneven:
         how = (args.scale, args.window_left, args.logits_soft_cap)
-        return attend_row_by_row(query, args.pages, _as_table(own, args.lengths, page_size), *how, wants_lse)
+        table = _as_table(own, args.lengths, args.new_tokens, page_size)
+        return attend_row_by_row(query, args.pages, table, *how, wants_lse)
     return _attend(query, args.pages, own, lengths, args.scale, args.window_left), None
 
 
-def _as_table(own: list[Tensor], lengths: Tensor, page_size: int) -> PageTable:
-    """Return the table of rows with one query each, whose page numbers are ``own``."""
+def _as_table(own: list[Tensor], lengths: Tensor, new_tokens: int, page_size: int) -> PageTable:
+    """Return the table of rows with so many queries each, whose page numbers are ``own``."""
     counts = torch.tensor([0, *map(len, own)], dtype=torch.int32, device="cpu")
-    one_each = torch.arange(len(own) + 1, dtype=torch.int32, device="cpu")
-    return PageTable(one_each, counts.cumsum(0).int(), torch.cat(own), (lengths - 1) % page_size + 1)
+    qo_indptr = torch.arange(len(own) + 1, dtype=torch.int32, device="cpu") * new_tokens
+    return PageTable(qo_indptr, counts.cumsum(0).int(), torch.cat(own), (lengths - 1) % page_size + 1)
 
 
 def _attend(
@@ -245,15 +250,15 @@ def _cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None
     from compiled_llm_ops.kernels.pdl import has_pdl
 
     _check(args)
-    (rows, heads, _), (_, _, kv_heads, page_size, padded) = args.query.shape, args.pages.shape
-    device = _device(args.query.device)
+    (tokens, heads, _), (_, _, kv_heads, page_size, padded) = args.query.shape, args.pages.shape
+    device, queries = _device(args.query.device), args.new_tokens * (heads // kv_heads)
     # Nothing that changes from step to step: a captured launch is replayed with rows of other lengths.
     max_keys = args.indices.shape[0] * page_size
-    max_keys = max_keys if args.window_left < 0 else min(max_keys, args.window_left + 1)
+    max_keys = max_keys if args.window_left < 0 else min(max_keys, args.window_left + args.new_tokens)
     tiling = attention_tiling.choose_attention_tiling(
-        rows, kv_heads, heads // kv_heads, padded, max_keys, device.processors, device.shared_memory
+        len(args.starts), kv_heads, queries, padded, max_keys, device.processors, device.shared_memory
     )
-    lse = torch.empty((rows, heads), dtype=torch.float32, device=args.query.device) if wants_lse else None
+    lse = torch.empty((tokens, heads), dtype=torch.float32, device=args.query.device) if wants_lse else None
     with torch.cuda.device(args.query.device):  # Triton launches on the current one
         pdl = args.overlap and has_pdl(args.query.device)
         return decode(args, lse, tiling=tiling, pdl=pdl), lse

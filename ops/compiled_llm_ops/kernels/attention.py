@@ -1,7 +1,7 @@
-"""A Triton kernel for decode: one query a row over the pages of its row, in one launch and without a plan.
+"""A Triton kernel for decode: few queries a row, mostly one, over its pages, in one launch and without a plan.
 
-Before it attends, it writes the row's newest key and value into the pages: a separate launch would take longer than the
-writing.
+Before it attends, it writes the row's newest keys and values into the pages: a separate launch would take longer than
+the writing.
 
 A plan would have to follow the rows' lengths. Here the grid does not depend on values that change from step to step, so
 a captured launch stays valid. Rows share its programs: each program computes from the current page table how the keys
@@ -9,8 +9,8 @@ are divided, as a plan on the host would, and reads its own share. Programs with
 
 It may begin while the previous kernel ends (see ``pdl``), and reads the page table meanwhile.
 
-Shapes: B rows, H query heads, K kv heads, G query heads of one kv head, D head dimension, D' the same as stored, P
-pages, S page size.
+Shapes: B rows, q new tokens of each, T = B * q, H query heads, K kv heads, G query heads of one kv head, M = q * G of
+one row, D head dimension, D' the same as stored, P pages, S page size.
 """
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
@@ -71,15 +71,34 @@ def _prepared(head_ptrs, offs_d, mask, norm, cos_ptr, sin_ptr, epsilon, HEAD: tl
 
 
 @triton.jit
+def _tokens(offs_g, NEW: tl.constexpr, GQA: tl.constexpr):
+    """Return which of its row's new tokens each query head belongs to; heads of padding to the last one."""
+    return tl.minimum(offs_g // GQA, NEW - 1)
+
+
+@triton.jit
+def _base(largest, NEW: tl.constexpr):
+    """Return the numbers that exponents are taken relative to: finite if a query has seen no key yet, too.
+
+    The only query of a row sees a key in each block.
+    """
+    if NEW == 1:
+        return largest
+    return tl.where(largest == -float("inf"), 0.0, largest)
+
+
+@triton.jit
 def _attend(
-    q, keys_ptr, indices_ptr, values_offset, first, length, begin, end, scale, cap,
-    PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, CAPPED: tl.constexpr,
-    STAGES: tl.constexpr,
+    q, keys_ptr, indices_ptr, values_offset, first, length, begin, end, window_left, scale, cap,
+    NEW: tl.constexpr, GQA: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Return ``[M, D']`` and its log-sum-exp ``[M]`` in base 2, over blocks ``begin`` to ``end`` from key ``first`` on.
 
-    Keys past ``length`` are not read: their slots may hold values (NaN) whose product with zero is not zero.
+    Keys past ``length`` are not read: their slots may hold values (NaN) whose product with zero is not zero. A query
+    that sees none of the keys has zeros, and minus infinity.
     """
+    own = length - NEW + _tokens(tl.arange(0, q.shape[0]), NEW, GQA)[:, None]  # the positions of the queries
     offs_n, offs_d = tl.arange(0, BLOCK), tl.arange(0, DIM)
     largest = tl.full([q.shape[0]], -float("inf"), tl.float32)
     # One sum for each key of a block: threads exchange them once, at the end, not at each block.
@@ -94,20 +113,30 @@ def _attend(
         logits = tl.dot(q, k.to(q.dtype)) * scale
         if CAPPED:
             logits = _capped(logits, cap)
-        logits = tl.where(mask[None, :], logits, -float("inf"))
-        larger = tl.maximum(largest, tl.max(logits, 1))  # finite: each block has a key
-        weights = tl.exp2(logits - larger[:, None])
-        fade = tl.exp2(largest - larger)
+        if NEW == 1:
+            logits = tl.where(mask[None, :], logits, -float("inf"))
+        else:
+            seen = (position[None, :] <= own) & (position[None, :] >= own - window_left)
+            logits = tl.where(seen, logits, -float("inf"))
+        larger = tl.maximum(largest, tl.max(logits, 1))
+        base = _base(larger, NEW)
+        weights = tl.exp2(logits - base[:, None])
+        fade = tl.exp2(largest - base)
         v = tl.load(keys_ptr + values_offset + slot[:, None] + offs_d[None, :], mask=mask[:, None], other=0.0)
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None])
         weight_sums = weight_sums * fade[:, None] + weights
         largest = larger
     total = tl.sum(weight_sums, 1)
+    if NEW > 1:
+        total = tl.where(total == 0.0, 1.0, total)
     return acc / total[:, None], largest + tl.log2(total)
 
 
 @triton.jit
-def _merge(partials, partial_lses, first, count, HEADS: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr):
+def _merge(
+    partials, partial_lses, first, count, NEW: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
     """Return ``[HEADS, D']`` and ``[HEADS]`` from ``count`` partial results, always in the same order."""
     offs_g, offs_d = tl.arange(0, HEADS), tl.arange(0, DIM)
     largest = tl.full([HEADS], -float("inf"), tl.float32)
@@ -121,8 +150,9 @@ def _merge(partials, partial_lses, first, count, HEADS: tl.constexpr, DIM: tl.co
         part_ptrs = partials + offs[:, :, None] * DIM + offs_d[None, None, :]
         parts = tl.load(part_ptrs, mask=mask[:, None, None], other=0.0, cache_modifier=".cg")
         larger = tl.maximum(largest, tl.max(lses, 0))
-        weights = tl.exp2(lses - larger[None, :])
-        fade = tl.exp2(largest - larger)
+        base = _base(larger, NEW)
+        weights = tl.exp2(lses - base[None, :])
+        fade = tl.exp2(largest - base)
         acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * parts, 0)
         total = total * fade + tl.sum(weights, 0)
         largest = larger
@@ -130,14 +160,21 @@ def _merge(partials, partial_lses, first, count, HEADS: tl.constexpr, DIM: tl.co
 
 
 @triton.jit
-def _store(out, lse, values, lses, first_head, ROWS: tl.constexpr, GQA: tl.constexpr, HEAD: tl.constexpr,
-           DIM: tl.constexpr):  # fmt: skip
-    """Write the results of the query heads of one kv head, the first of them head ``first_head`` of the batch."""
+def _store(
+    out, lse, values, lses, item, heads,
+    ROWS: tl.constexpr, NEW: tl.constexpr, GQA: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Write the results of the query heads of one row and kv head."""
     offs_g, offs_d = tl.arange(0, ROWS), tl.arange(0, DIM)
-    keep = (offs_g[:, None] < GQA) & (offs_d[None, :] < HEAD)
-    tl.store(out + (first_head + offs_g)[:, None] * HEAD + offs_d[None, :], values.to(out.dtype.element_ty), mask=keep)
+    if NEW == 1:
+        offs_h = item * GQA + offs_g
+    else:
+        row, head = item // heads, item % heads
+        offs_h = ((row * NEW + offs_g // GQA) * heads + head) * GQA + offs_g % GQA
+    keep = (offs_g[:, None] < NEW * GQA) & (offs_d[None, :] < HEAD)
+    tl.store(out + offs_h[:, None] * HEAD + offs_d[None, :], values.to(out.dtype.element_ty), mask=keep)
     if lse is not None:
-        tl.store(lse + first_head + offs_g, lses, mask=offs_g < GQA)
+        tl.store(lse + offs_h, lses, mask=offs_g < NEW * GQA)
 
 
 @triton.jit
@@ -196,13 +233,13 @@ def _decode_paged_attention(
     out, lse, partials, partial_lses, arrivals,
     row_stride, head_stride, key_row_stride, key_head_stride, value_row_stride, value_head_stride,
     rows, row_tile, window_left, unsplit, min_share, scale, cap, epsilon,
-    ROWS: tl.constexpr, MOST: tl.constexpr, GQA: tl.constexpr, PADDED: tl.constexpr, HEAD: tl.constexpr,
-    DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-    CAPPED: tl.constexpr, SHARE_EQUAL: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, MOST: tl.constexpr, NEW: tl.constexpr, GQA: tl.constexpr, PADDED: tl.constexpr,
+    HEAD: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, CAPPED: tl.constexpr, SHARE_EQUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend over some keys of one row and kv head; if several programs share them, the last to end merges all.
 
-    The program with the last keys writes the newest of them first.
+    The program with the last keys writes the newest of them first; of several new ones, each program its own.
 
     Axes of the grid: kv heads, tiles of rows, programs, so that programs without keys start last. A tile is
     ``row_tile`` rows, at most ROWS. ``partials`` holds a [PADDED, D'] for each program and ``partial_lses`` a
@@ -216,7 +253,7 @@ def _decode_paged_attention(
     mask = (offs_r < row_tile) & (row_ids < rows)
     first_pages = tl.load(starts + row_ids, mask=mask, other=0)
     ends = tl.load(lengths + row_ids, mask=mask, other=0)  # no row: no keys
-    firsts = tl.maximum(ends - 1 - window_left, 0)
+    firsts = tl.maximum(ends - NEW - window_left, 0)
     blocks = tl.cdiv(ends - firsts, BLOCK)
     unsplit = _unsplit(blocks, row_tile, unsplit, SHARE_EQUAL)
     own, first_program, count, begin, end = _share(blocks, program, programs, row_tile, unsplit, min_share, MOST)
@@ -232,24 +269,48 @@ def _decode_paged_attention(
             gdc_launch_dependents()
         in_head = offs_d < HEAD
         cos_ptr, sin_ptr = cos, sin
-        if cos is not None:
-            cos_ptr, sin_ptr = cos + row * HEAD, sin + row * HEAD
-        q_ptrs = query + row * row_stride + (head * GQA + offs_g)[:, None] * head_stride
-        q = _prepared(q_ptrs, offs_d, (offs_g[:, None] < GQA) & in_head, query_norm, cos_ptr, sin_ptr, epsilon, HEAD)
-        if first + end * BLOCK >= length:
-            key_ptrs = key + row * key_row_stride + head * key_head_stride + tl.zeros([1, 1], tl.int32)
-            k = _prepared(key_ptrs, offs_d, in_head, key_norm, cos_ptr, sin_ptr, epsilon, HEAD)
-            v = tl.load(value + row * value_row_stride + head * value_head_stride + offs_d, mask=in_head)
-            tl.store(slot_ptr + offs_d, k.to(pages.dtype.element_ty), mask=in_head)
-            tl.store(slot_ptr + values_offset + offs_d, v.to(pages.dtype.element_ty), mask=in_head)
-            tl.debug_barrier()  # written before any thread of the program reads it
+        if NEW == 1:
+            if cos is not None:
+                cos_ptr, sin_ptr = cos + row * HEAD, sin + row * HEAD
+            q_ptrs = query + row * row_stride + (head * GQA + offs_g)[:, None] * head_stride
+        else:
+            tokens = (row * NEW + _tokens(offs_g, NEW, GQA))[:, None]
+            if cos is not None:
+                cos_ptr, sin_ptr = cos + tokens * HEAD, sin + tokens * HEAD
+            q_ptrs = query + tokens * row_stride + (head * GQA + offs_g % GQA)[:, None] * head_stride
+        in_query = (offs_g[:, None] < NEW * GQA) & in_head
+        q = _prepared(q_ptrs, offs_d, in_query, query_norm, cos_ptr, sin_ptr, epsilon, HEAD)
+        if NEW == 1:
+            if first + end * BLOCK >= length:
+                key_ptrs = key + row * key_row_stride + head * key_head_stride + tl.zeros([1, 1], tl.int32)
+                k = _prepared(key_ptrs, offs_d, in_head, key_norm, cos_ptr, sin_ptr, epsilon, HEAD)
+                v = tl.load(value + row * value_row_stride + head * value_head_stride + offs_d, mask=in_head)
+                tl.store(slot_ptr + offs_d, k.to(pages.dtype.element_ty), mask=in_head)
+                tl.store(slot_ptr + values_offset + offs_d, v.to(pages.dtype.element_ty), mask=in_head)
+                tl.debug_barrier()  # written before any thread of the program reads it
+        else:
+            for new in tl.static_range(NEW):
+                position = length - NEW + new
+                if (position >= first + begin * BLOCK) & (position < first + end * BLOCK):
+                    token = row * NEW + new
+                    key_cos, key_sin = cos, sin
+                    if cos is not None:
+                        key_cos, key_sin = cos + token * HEAD, sin + token * HEAD
+                    key_ptrs = key + token * key_row_stride + head * key_head_stride + tl.zeros([1, 1], tl.int32)
+                    k = _prepared(key_ptrs, offs_d, in_head, key_norm, key_cos, key_sin, epsilon, HEAD)
+                    v = tl.load(value + token * value_row_stride + head * value_head_stride + offs_d, mask=in_head)
+                    new_page = tl.load(own_indices + position // PAGE).to(tl.int64)
+                    new_ptr = head_pages + new_page * (2 * values_offset) + (position % PAGE) * DIM
+                    tl.store(new_ptr + offs_d, k.to(pages.dtype.element_ty), mask=in_head)
+                    tl.store(new_ptr + values_offset + offs_d, v.to(pages.dtype.element_ty), mask=in_head)
+            tl.debug_barrier()
         values, lses = _attend(
-            q, head_pages, own_indices, values_offset, first, length, begin, end, scale, cap,
-            PAGE, DIM, BLOCK, CAPPED, STAGES,
+            q, head_pages, own_indices, values_offset, first, length, begin, end, window_left, scale, cap,
+            NEW, GQA, PAGE, DIM, BLOCK, CAPPED, STAGES,
         )  # fmt: skip
         item = row * heads + head
         if count == 1:
-            _store(out, lse, values, lses, item * GQA, HEADS, GQA, HEAD, DIM)
+            _store(out, lse, values, lses, item, heads, HEADS, NEW, GQA, HEAD, DIM)
         else:
             first_partial = (tile * heads + head) * programs
             offs_p, used = (first_partial + program) * PADDED + offs_g, offs_g < PADDED
@@ -259,24 +320,24 @@ def _decode_paged_attention(
             tl.debug_barrier()  # every thread's part is written before one of them says so
             if tl.atomic_add(arrivals + item, 1, sem="acq_rel", scope="gpu") == count - 1:
                 merged, merged_lses = _merge(
-                    partials, partial_lses, first_partial + first_program, count, PADDED, DIM, CHUNK
+                    partials, partial_lses, first_partial + first_program, count, NEW, PADDED, DIM, CHUNK
                 )
-                _store(out, lse, merged, merged_lses, item * GQA, PADDED, GQA, HEAD, DIM)
+                _store(out, lse, merged, merged_lses, item, heads, PADDED, NEW, GQA, HEAD, DIM)
                 tl.store(arrivals + item, 0)
 
 
 def decode(args: DecodeAttention, lse: Tensor | None, *, tiling: AttentionTiling, pdl: bool) -> Tensor:
-    """Launch attention of one query a row. All is on one device, the current one.
+    """Launch attention of q queries a row. All is on one device, the current one.
 
     Args:
         args: of ``decode_attention``, checked; query in float16 or bfloat16, ``pages`` ``[P, 2, K, S, D']``
             contiguous, with D' a power of two from 64 on; each row has a page at least.
-        lse: ``[B, H]`` float32, contiguous, written: the log-sum-exp in base 2. None to skip it.
+        lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None to skip it.
         tiling: block times D' is a power of two.
         pdl: begin before the previous kernel has ended; needs compute capability 9.0.
 
     Returns:
-        ``[B, H, D]``, contiguous.
+        ``[T, H, D]``, contiguous.
 
     Raises:
         ValueError: the query's dtype has no kernel, or the pages are not contiguous.
@@ -298,9 +359,9 @@ def decode(args: DecodeAttention, lse: Tensor | None, *, tiling: AttentionTiling
         tensor if tensor is None else tensor.contiguous()
         for tensor in (args.query_norm, args.key_norm, args.cos, args.sin)
     )
-    (rows, heads, head_dim), (_, _, kv_heads, page_size, stored) = query.shape, args.pages.shape
-    gqa = heads // kv_heads
-    padded = triton.next_power_of_2(gqa)
+    (_, heads, head_dim), (_, _, kv_heads, page_size, stored) = query.shape, args.pages.shape
+    rows, new_tokens, gqa = len(args.starts), args.new_tokens, heads // kv_heads
+    padded = triton.next_power_of_2(new_tokens * gqa)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     row_tiles = -(-rows // tiling.row_tile)
     # The only program of a row and kv head touches none of these; their types would make it another kernel.
@@ -308,12 +369,13 @@ def decode(args: DecodeAttention, lse: Tensor | None, *, tiling: AttentionTiling
     partials = torch.empty((partial_results, padded, stored), dtype=torch.float32, device=query.device)
     partial_lses = torch.empty((partial_results, padded), dtype=torch.float32, device=query.device)
     arrivals = zeroed_counters.take(rows * kv_heads, query.device) if partial_results else args.starts
+    window_left = args.window_left if args.window_left >= 0 else 2**31 - new_tokens
     factor, cap = args.scale * math.log2(math.e), 0.0
     if args.logits_soft_cap > 0:
         factor, cap = args.scale / args.logits_soft_cap, args.logits_soft_cap * math.log2(math.e)
     constants: dict[str, Any] = {
         "ROWS": 1 if tiling.row_tile == 1 else MAX_ROWS, "MOST": MAX_SHARES,
-        "GQA": gqa, "PADDED": padded, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,
+        "NEW": new_tokens, "GQA": gqa, "PADDED": padded, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,
         "BLOCK": tiling.block, "CHUNK": max(1, MERGED_VALUES // (padded * stored)), "STAGES": tiling.stages,
         "CAPPED": cap > 0, "SHARE_EQUAL": tiling.share_equal, "PDL": pdl, "num_warps": tiling.warps,
         **({"launch_pdl": True} if pdl else {}),
@@ -321,8 +383,7 @@ def decode(args: DecodeAttention, lse: Tensor | None, *, tiling: AttentionTiling
     _decode_paged_attention[(kv_heads, row_tiles, tiling.programs)](
         query, key, value, args.pages, args.starts, args.lengths, args.indices,
         query_norm, key_norm, cos, sin, out, lse, partials, partial_lses, arrivals,
-        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], rows, tiling.row_tile,
-        args.window_left if args.window_left >= 0 else 2**31 - 1, tiling.unsplit, tiling.min_share, factor, cap,
-        args.epsilon, **constants,
+        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], rows, tiling.row_tile, window_left,
+        tiling.unsplit, tiling.min_share, factor, cap, args.epsilon, **constants,
     )  # fmt: skip
     return out

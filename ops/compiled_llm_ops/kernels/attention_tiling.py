@@ -87,7 +87,7 @@ def choose_attention_tiling(
     Args:
         rows: B.
         kv_heads: K.
-        gqa: G.
+        gqa: G, times the new tokens of a row.
         head_dim: D'.
         max_keys: a bound on the keys that a query can see.
         processors: multiprocessors of the device.

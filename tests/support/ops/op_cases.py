@@ -85,10 +85,13 @@ class Batch:
         return self.query, self.pages, self.qo_indptr, *self.table, *UNREAD, self.scale
 
     def decode_arguments(self) -> tuple[Any, ...]:
-        """One query a row, and the newest keys and values still to be written."""
-        pages, newest = self.pages.clone(), self.indices[self.indptr[1:] - 1]
-        pages[newest, :, :, self.last_page_len - 1, : self.query.shape[2]] = UNWRITTEN
-        key, value = (torch.stack([row[-1] for row in states]) for states in (self.keys, self.values))
+        """The newest keys and values, as many a row as queries, are still to be written."""
+        pages, (new,) = self.pages.clone(), set(self.queries)
+        for row, length in enumerate(self.lengths):
+            for at in range(length - new, length):
+                page = self.indices[self.indptr[row] + at // self.page_size]
+                pages[page, :, :, at % self.page_size, : self.query.shape[2]] = UNWRITTEN
+        key, value = (torch.cat([row[-new:] for row in states]) for states in (self.keys, self.values))
         starts, lengths = self.indptr[:-1], torch.tensor(self.lengths, dtype=torch.int32)
         return self.query, key, value, pages, starts, lengths, self.indices, self.scale
 
@@ -137,6 +140,7 @@ def check_outputs(batch: Batch, expected: Tensor, out: Tensor, with_lse: Tensor,
 
 MIXES = {
     "decode": ([1, 4, 5, 17], [1, 1, 1, 1]),
+    "several new tokens": ([3, 4, 5, 17], [3, 3, 3, 3]),
     "prefill": ([1, 4, 5, 17], [1, 4, 5, 17]),
     "extend": ([9, 8, 12], [3, 4, 5]),
     "mixed": ([20, 7, 1, 8, 13], [1, 7, 1, 3, 2]),
@@ -172,8 +176,9 @@ def decode_cases() -> list[tuple[Any, ...]]:
     cases = [(*batch.decode_arguments(), *own) for batch, own in zip(batches, ((), (3,), (-1, 1.5)), strict=True)]
     query, key, value, *others = Batch(*MIXES["decode"], dtype=torch.bfloat16).filled().decode_arguments()
     strided = (states.transpose(0, 1).contiguous().transpose(0, 1) for states in (query, key, value))
+    several = Batch(*MIXES["several new tokens"], padded=16).filled().decode_arguments()
     batch = Batch(*MIXES["decode"], padded=16).filled()
-    return [*cases, (*strided, *others), (*batch.decode_arguments(), -1, 0.0, *preparation(batch.query), True)]
+    return [*cases, several, (*strided, *others), (*batch.decode_arguments(), -1, 0.0, *preparation(batch.query), True)]
 
 
 def preparation(query: Tensor) -> tuple[Any, ...]:
