@@ -39,7 +39,6 @@ from compiled_llm.compilation.passes.products import FusedProducts
 from compiled_llm.compilation.program_list import PROGRAMS, Program, program_for
 from compiled_llm.compilation.regions import layers_in_equal_regions
 from compiled_llm.compilation.sampling.sampling import SamplingTables
-from compiled_llm.compilation.tracing.layer_state import KnownState
 from compiled_llm.compilation.tracing.outline import Outline
 from compiled_llm.compilation.tracing.traced_code import TracedCode
 from compiled_llm.config import WrapConfig
@@ -108,7 +107,7 @@ class Programs:
     ) -> None:
         """Compile later, at the first call of each program.
 
-        ``weights``, the fused ones, must be ``intact`` at each call; ``artifacts`` hold code in place of compiling.
+        ``weights``, the fused ones, must be ``laid_out`` at each call; ``artifacts`` hold code in place of compiling.
         """
         self._class = facts.model_class
         self._class_forward = facts.model_class.forward
@@ -119,7 +118,7 @@ class Programs:
         self._decode_ops = backend_for(config.backend, device.type).decode_ops
         self._layers = facts.layers
         self._outlines: dict[str, Outline] = {}
-        self._known_state = KnownState()
+        self._version = facts.version
         self._passes: list[Pass] = []
         self._warned = False
         self.in_trees = config.uses_trees_on(device.type)
@@ -147,7 +146,7 @@ class Programs:
             compile_graph=None if self._artifacts is None else self._artifacts.compile,
         )
         if self.outlines_layers and self._config.traces_layers_once_on(self._device.type):
-            self._outlines[program.name] = Outline(function, self._known_state)
+            self._outlines[program.name] = Outline(function, self._version)
         return compiled(function, self._config, backend)
 
     def _layers_in_region(self) -> int:
@@ -186,29 +185,23 @@ class Programs:
     def guards(self, arguments: Arguments, call: PreparedCall | None = None) -> Guards:
         """Return the guards of the program that serves these arguments, in a ``call`` that is captured.
 
-        ``Weights`` notices layers whose tensors have been replaced since then.
+        They do not notice layers whose tensors have been replaced since then: ``ModelVersion.tensors`` does.
         """
         name, named = program_for(arguments.inputs).name, self._by_name(arguments)
         function, outline = self._functions[name], self._outlines.get(name)
         called_with = None if call is None else call.arguments
         if outline is None:
             return Guards(function, named, called_with=called_with)
-        return Guards(function, named, lambda glance: {"model": outline.of(named, glance)}, called_with)
+        return Guards(function, named, lambda: {"model": outline.of(named)}, called_with)
 
     def code_valid(self) -> bool:
         """Whether the model's classes still define the traced methods; Dynamo's guards do not look there."""
         return self._class_forward is self._class.forward and self._code.valid()
 
-    def look_again(self) -> None:
-        """Compare layers again before the next call: the model may have changed."""
-        for outline in self._outlines.values():
-            outline.is_current = False
-
     def drop_tensors(self) -> None:
         """Drop the model's tensors until the next call."""
         for outline in self._outlines.values():
             outline.drop_tensors()
-        self._known_state.forget_changed()
 
     def _outlined(self, arguments: Arguments, compare: bool) -> PreTrainedModel:
         """Return the outline that the program is called with in place of the model."""

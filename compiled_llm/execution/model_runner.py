@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 from typing import cast
 
 import numpy as np
@@ -30,7 +29,6 @@ from compiled_llm.execution.decode.deferred_sampling import Masks, prepare_defer
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
 from compiled_llm.execution.graphs.graph_manager import GraphManager
-from compiled_llm.execution.graphs.model_watch import ModelWatch
 from compiled_llm.execution.growth import grown
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill.prefill import Prefill
@@ -115,6 +113,7 @@ class ModelRunner:
         build_sampling(self.vocabulary, model.dtype, self.device)  # then: programs have chosen what Triton builds with
         self.prefill = Prefill(self.state, self.graph_manager, self._planner, shapes)
         self.decode = Decode(self.state, self.graph_manager, self._planner)
+        self._values: int | None = None  # of the model that computed ``prefixes``; None before the first look
 
     # ---- run
 
@@ -270,10 +269,16 @@ class ModelRunner:
 
     # ---- around it
 
-    @cached_property
-    def watch(self) -> ModelWatch:
-        """Tells whether the model is still the one that computed ``prefixes``; one watch for all engines."""
-        return ModelWatch(self._facts.model)
+    def look(self) -> None:
+        """Look at the model before the next step, and forget texts if it may have computed something else.
+
+        Afterwards a step may run ``unchanged``: the last one is not repeated as it is.
+        """
+        self.graph_manager.check_model()
+        self.state.validity.invalidate()
+        before, self._values = self._values, self._facts.version.values
+        if before not in (None, self._values):
+            self.prefixes.clear()
 
     def is_of(self, model: PreTrainedModel) -> bool:
         """Return whether this runs ``model``, as it is now or as it was."""

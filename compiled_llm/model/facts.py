@@ -15,6 +15,7 @@ from compiled_llm.model.attention_switch import AttentionSwitch
 from compiled_llm.model.layer_probe import Layer
 from compiled_llm.model.probes.position_probe import DefaultPositions
 from compiled_llm.model.sizes import max_positions_of
+from compiled_llm.model.version.model_version import ModelVersion
 from compiled_llm.model.weights.fused_weights import FusedGroup
 
 Forward = Callable[..., Any]
@@ -32,6 +33,7 @@ class ModelFacts:
         reference: to the model.
         model_class: its own class; a wrapped model's is ours.
         fused_groups: its linear layers that read one input.
+        version: tells whether it has changed.
         default_positions: how it numbers tokens without ``position_ids``.
     """
 
@@ -40,6 +42,7 @@ class ModelFacts:
     layers: tuple[Layer, ...]
     fused_groups: tuple[FusedGroup, ...]
     attention: AttentionSwitch
+    version: ModelVersion
     default_positions: DefaultPositions = "columns"
 
     @classmethod
@@ -51,8 +54,10 @@ class ModelFacts:
         fused_groups: Sequence[FusedGroup] = (),
         default_positions: DefaultPositions = "columns",
     ) -> ModelFacts:
-        switch = AttentionSwitch(model)
-        return cls(weakref.ref(model), model_class, tuple(layers), tuple(fused_groups), switch, default_positions)
+        switch, version = AttentionSwitch(model), ModelVersion(model, len(layers))
+        return cls(
+            weakref.ref(model), model_class, tuple(layers), tuple(fused_groups), switch, version, default_positions
+        )
 
     @property
     def learnt(self) -> Learnt:

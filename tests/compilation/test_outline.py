@@ -19,11 +19,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Model
 import compiled_llm
 from compiled_llm.compat.torch.tensors import Fakes
 from compiled_llm.compilation import backend as inductor, programs as programs
-from compiled_llm.compilation.graphs.validity import Weights
 from compiled_llm.compilation.program_list import DECODE_MANY
 from compiled_llm.compilation.programs import Arguments
 from compiled_llm.compilation.tracing import layer_marks, outline
-from compiled_llm.compilation.tracing.layer_state import KnownState
 from compiled_llm.compilation.tracing.outline import Outline
 from compiled_llm.model.attention_switch import attention_configs, paged_attention_in
 from support.compilation.traced import descriptions_of
@@ -239,10 +237,13 @@ def test_a_later_change_of_any_layer_is_noticed(change, number, outlined, monkey
 
     @torch.no_grad()
     def traced_whole() -> bool:
+        version.look()
         with paged_attention_in(attention_configs(outlined)):
             return copy.copy(outline).prepare(arguments) is outlined
 
-    outline = outlines[decode]
+    outline, version = outlines[decode], outlined.compiled.facts.version
+    version.look()
+    outline._layers.number = version.layers  # also if they had changed, and that was undone
     monkeypatch.setitem(outlines, decode, copy.copy(outline))  # it looks at its layers no longer once one has changed
     valid, layer = validity_of(outlined), outlined.model.layers[number]
     assert valid()
@@ -251,6 +252,8 @@ def test_a_later_change_of_any_layer_is_noticed(change, number, outlined, monkey
         change(layer)
         assert not valid()
         assert traced_whole()
+    version.look()
+    outline._layers.number = version.layers
     assert not traced_whole()
 
 
@@ -260,30 +263,14 @@ def validity_of(model: PreTrainedModel) -> Callable[[], bool]:
     @torch.no_grad()
     def valid() -> bool:
         with paged_attention_in(attention_configs(model)):
-            return weights.valid() and guards.valid()
+            version.look()
+            return version.tensors == tensors and guards.valid()
 
+    version = model.compiled.facts.version
     with torch.no_grad(), paged_attention_in(attention_configs(model)):
-        weights, guards = Weights(model), programs_of(model).guards(arguments_of(model))
+        tensors, guards = version.tensors, programs_of(model).guards(arguments_of(model))
         guards.find()
     return valid
-
-
-def test_outlines_share_what_they_know_only_where_they_saw_the_same():
-    modules = list(model_of().model.layers.modules())
-    known = KnownState()
-    first = known.of(modules)
-    assert known.of(modules) is first
-    before = modules[1].self_attn.scaling
-    TRACED_LAYER["a number"](modules[1])
-    second = known.of(modules)
-    assert second is not first
-    assert second.valid(glance=1)
-    assert not first.valid(glance=1)
-    modules[1].self_attn.scaling = before
-    assert second.valid(glance=1)  # no thread can have changed it meanwhile, a glance says
-    assert first.valid(glance=2)
-    assert not second.valid(glance=2)
-    assert known.of(modules[1:]) is not second
 
 
 def test_after_a_change_the_whole_model_is_traced(graphs, seed):

@@ -211,7 +211,7 @@ def test_steps_with_log_probabilities_return_while_the_device_sleeps(roomy: PreT
                 torch.cuda._sleep(SLEEP)
                 asleep.record()
                 start = time.perf_counter()
-                loop.step(unchanged=True)
+                loop.step()
                 plan = loop.scheduler.plan()
                 loop.model_runner.thread.call(loop._launch, plan, True)
                 loop.scheduler.launched(plan)

@@ -170,12 +170,12 @@ def test_a_request_that_ends_in_the_midst_of_its_prompt_gives_its_pages_back(one
             other = engine.submit(PROMPT[:9], greedy(30))
             step, first = loop.step, loop.steps
 
-            def watched(unchanged: bool = False) -> Any:
+            def watched() -> Any:
                 if loop.steps == first + 4 and end == "cancelled":
                     long.cancel()
                 elif loop.steps == first + 4:
                     long.requests[0].deadline = loop.scheduler._next_deadline = 0.0
-                return step(unchanged)
+                return step()
 
             monkeypatch.setattr(loop, "step", watched)
         output = long.result(PATIENCE)
@@ -363,9 +363,9 @@ def test_a_step_is_read_after_the_next_is_launched_whatever_it_runs(monkeypatch,
             loop = loop_of(engine)
             before, step = loop.steps, loop.step
 
-            def watched(unchanged: bool = False) -> Any:
+            def watched() -> Any:
                 launched = loop.steps
-                changed = step(unchanged)
+                changed = step()
                 if loop.steps > launched:
                     unread.append(len(loop._launched))
                 return changed

@@ -68,9 +68,9 @@ def test_the_engine_runs_prompts_in_chunks_that_it_has_timed(monkeypatch, seed):
     plans: list[list[int]] = []
     launch = Loop._launch
 
-    def launched(self: Loop, plan, unchanged):  # type: ignore[no-untyped-def]
+    def launched(self: Loop, plan):  # type: ignore[no-untyped-def]
         plans.append([len(chunk.ids) for chunk in plan.extend])
-        launch(self, plan, unchanged)
+        launch(self, plan)
 
     monkeypatch.setattr(Loop, "_launch", launched)
     monkeypatch.setattr(DeviceTimer, "seconds", property(lambda _: 0.001 * max(1, sum(plans[-1]))))

@@ -24,6 +24,7 @@ from compiled_llm.execution.state import prefill_room
 from compiled_llm.execution.state.prefill_room import COMPILED_ROWS, compiled_length, typical_tokens
 from compiled_llm.execution.state.sampling_graphs import SamplingGraphs
 from compiled_llm.model.sizes import weights_of_a_layer
+from compiled_llm.model.version.model_version import ModelVersion
 from support.execution.model_changes import (
     Changing,
     in_place,
@@ -145,10 +146,16 @@ def test_tokens_of_a_replay_whose_guards_turn_out_wrong_are_thrown_away_and_do_n
     torch.testing.assert_close(greedy(model, inputs, 4, **penalty), greedy(reference, inputs, 4, **penalty))
 
 
-def count_looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def count_looks(model: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Of the model, and of what each graph's program assumes."""
     looks: Counter[str] = Counter()
-    for name in ("weights_valid", "guards_valid"):
-        note_calls(monkeypatch, CudaGraphs, name, lambda *_, name=name: looks.update([name]))
+    note_calls(
+        monkeypatch,
+        ModelVersion,
+        "look",
+        lambda version: looks.update(["model"] * (version is model.compiled.facts.version)),
+    )
+    note_calls(monkeypatch, CudaGraphs, "guards_valid", lambda *_: looks.update(["graph"]))
     return looks
 
 
@@ -198,9 +205,9 @@ def test_a_call_looks_at_the_model_once_and_at_each_graph_once(watched, monkeypa
     model = uncompiled(monkeypatch)
     options = {"streamer": Changing(lambda: None)} if watched else {}
     greedy(model, mixed_prompts([5, 18], 128, seed), 12)
-    looks = count_looks(monkeypatch)
+    looks = count_looks(model, monkeypatch)
     greedy(model, mixed_prompts([5, 18], 128, seed), 12, **options)
-    assert looks == ({"weights_valid": 12, "guards_valid": 12} if watched else {"weights_valid": 1, "guards_valid": 2})
+    assert looks == ({"model": 12, "graph": 12} if watched else {"model": 1, "graph": 2})
 
 
 @pytest.mark.parametrize("watched", [False, True])
@@ -212,11 +219,11 @@ def test_an_engine_looks_with_each_request_unless_told_not_to(watched, monkeypat
     with Engine(model, watch_model=watched) as engine:
         for prompt in prompts * 2:
             engine.generate(prompt, params)
-        looks = count_looks(monkeypatch)
+        looks = count_looks(model, monkeypatch)
         assert [engine.generate(prompt, params)[0].token_ids for prompt in prompts] == expected
         if watched:
-            assert looks["weights_valid"] >= 2
-            assert looks["guards_valid"] >= 4
+            assert looks["model"] >= 2
+            assert looks["graph"] >= 4
         else:
             assert not looks
 

@@ -166,7 +166,7 @@ def test_compiled_code_and_cuda_graphs_stay_if_they_can(name, stack):
     kept = now.programs is programs and wrapped.compiled.stats().graphs == graphs
     assert kept == (must != TRACE)
     assert not kept or (wrapped.compiled.recaptures()[0] > 0) == (must == CAPTURE)
-    assert now.weights.intact()
+    assert now.weights.laid_out
     assert len(now.weights.groups) >= 3, "what is moved is fused again"
     assert_account_is_empty(wrapped)
 

@@ -94,10 +94,10 @@ def test_weights_become_views_of_one_storage(bias, seed):
     assert all(parameter.requires_grad and parameter.is_leaf for parameter in parameters.values())
     torch.testing.assert_close(dict(module.state_dict()), dict(values), rtol=0, atol=0)
     torch.testing.assert_close(module(x), expected, rtol=0, atol=0)
-    assert weights.intact()
+    assert weights.laid_out
     addresses = [parameter.data_ptr() for parameter in parameters.values()]
     assert weights.restore()
-    assert fuse(module).intact()
+    assert fuse(module).laid_out
     assert [parameter.data_ptr() for parameter in parameters.values()] == addresses, "nothing moves a second time"
 
 
@@ -148,7 +148,7 @@ def test_weights_that_are_not_the_models_alone_stay_where_they_are(name, seed):
     addresses = [parameter.data_ptr() for parameter in module.parameters()]
     weights = FusedWeights(module, groups)
     assert weights.groups == []
-    assert weights.intact()
+    assert weights.laid_out
     assert [parameter.data_ptr() for parameter in module.parameters()] == addresses
     del kept
 
@@ -170,12 +170,12 @@ def test_what_cannot_be_fused_again_leaves_for_good(change, seed):
     module = Heads()
     weights, layer = fuse(module), module.k
     change(module)
-    assert not weights.intact()
+    assert not weights.laid_out
     assert not weights.restore()
     module.k = layer
     assert weights.restore()
     assert weights.groups == []
-    assert weights.intact()
+    assert weights.laid_out
 
 
 def test_weights_that_are_swapped_to_and_fro_keep_their_memory(seed):
@@ -183,12 +183,12 @@ def test_weights_that_are_swapped_to_and_fro_keep_their_memory(seed):
     weights, own = fuse(module), module.k.weight.data
     value, average = own.clone(), torch.randn(8, 24)
     module.k.weight.data = average
-    assert not weights.intact()
+    assert not weights.laid_out
     assert not weights.restore(), "the test holds the new weight, and may write to it"
     average.fill_(3)
     assert (module.k.weight == 3).all()
     module.k.weight.data = own
-    assert weights.intact()
+    assert weights.laid_out
     torch.testing.assert_close(module.k.weight.data, value, rtol=0, atol=0)
 
 
@@ -200,7 +200,7 @@ def test_weights_get_memory_of_their_own_again(seed):
     assert all(entry.untyped_storage().nbytes() == entry.nbytes for entry in module.parameters())
     torch.testing.assert_close(module(x), expected, rtol=0, atol=0)
     assert weights.groups == []
-    assert weights.intact()
+    assert weights.laid_out
 
 
 def test_nothing_keeps_the_weights_of_a_dropped_model(seed):
@@ -232,7 +232,7 @@ def test_copies_and_gradients_are_as_ever(seed):
     twin = pickle.loads(pickle.dumps(module))
     torch.testing.assert_close(dict(twin.state_dict()), dict(module.state_dict()), rtol=0, atol=0)
     assert storages(twin, *QKV).isdisjoint(storages(module, *QKV))
-    assert fuse(twin).intact()
+    assert fuse(twin).laid_out
 
 
 def test_two_models_may_share_parameters(seed):
@@ -240,13 +240,12 @@ def test_two_models_may_share_parameters(seed):
     for name in ("q", "k", "v"):
         getattr(second, name).weight = getattr(first, name).weight
     one, other = fuse(first), fuse(second)
-    assert one.intact()
-    assert other.intact()
+    assert one.laid_out
+    assert other.laid_out
     first.k.weight.data = torch.zeros(8, 24)
-    assert not one.intact()
-    assert not other.intact()
+    assert not one.laid_out
+    assert not other.laid_out
     assert one.restore()
-    assert not other.intact(), "they lie elsewhere"
-    assert other.restore()
-    assert one.intact()
+    assert one.laid_out
+    assert other.laid_out
     assert (second.k.weight == 0).all()

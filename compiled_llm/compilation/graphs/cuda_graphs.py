@@ -24,7 +24,7 @@ from compiled_llm.compilation.graphs.capture import CapturedGraph, GraphCapture,
 from compiled_llm.compilation.graphs.outputs import SharedOutputs, StepOutputs
 from compiled_llm.compilation.graphs.rolling import Cost, GraphEntry, RollingCudaGraphs
 from compiled_llm.compilation.graphs.step_key import StepKey
-from compiled_llm.compilation.graphs.validity import Guards, Weights
+from compiled_llm.compilation.graphs.validity import Guards
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
 from compiled_llm.config import WrapConfig
 from compiled_llm.kvcache.memory import reserved_bytes
@@ -119,7 +119,6 @@ class CudaGraphs:
         self._decodes = 0
         self._known: dict[StepKey, _Known] = {}
         rolling.when_dropped.append(functools.partial(_forget, self._known))
-        self._weights: Weights | None = None
         self._before = cudagraph_tree_graphs(device) if self._in_trees else 0
         self._expected = 0
         self._lost: set[StepKey] = set()
@@ -248,8 +247,7 @@ class CudaGraphs:
 
     def _prepared(self, step: StepToCapture) -> tuple[Callable[[], StepOutputs], _Known, int]:
         """Return the launch to capture, its guards and input, and the growth of the shared outputs in bytes."""
-        if self._weights is None:
-            self._weights = Weights(self._require_model())
+        if "captured" not in self._addresses:
             self._addresses["captured"] = self._addresses_now()
         before, launch = self._shared_bytes(), step.launch
         if self._outputs is not None:
@@ -276,18 +274,9 @@ class CudaGraphs:
     def _shared_bytes(self) -> int:
         return 0 if self._outputs is None else self._outputs.nbytes
 
-    @property
-    def watches(self) -> bool:
-        """Whether there are graphs, or a capture is underway, of weights that have to stay where they are."""
-        return self._weights is not None
-
-    def weights_valid(self) -> bool:
-        """Whether there are graphs, and the model's modules and tensors are those that they read."""
-        return self._weights is not None and self._weights.valid()
-
-    def guards_valid(self, key: StepKey, glance: int) -> bool:
-        """Whether the rest of the model is unchanged since a step was captured; ``glance`` as in ``Guards``."""
-        return self._known[key].guards.valid(glance)
+    def guards_valid(self, key: StepKey) -> bool:
+        """Whether the program of a captured step is still the one that would run, whatever tensors there are."""
+        return self._known[key].guards.valid()
 
     def filled(self, key: StepKey) -> Tensor:
         filled = self._known[key].filled
@@ -307,7 +296,7 @@ class CudaGraphs:
         self._lost |= dropped
         self.rolling.drop(dropped)
         self.rolling.shared[_OWNER] = 0
-        self._weights = None
+        self._addresses.pop("captured", None)
         if self._outputs is not None:
             self._outputs.release()
         if self._capturer is not None:

@@ -50,7 +50,7 @@ class FusedProducts:
     """
 
     def __init__(self, weights: FusedWeights) -> None:
-        """``weights`` must be ``intact`` whenever the graph runs."""
+        """``weights`` must be ``laid_out`` whenever the graph runs."""
         self._weights = weights
 
     def __call__(self, graph: fx.Graph) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from compiled_llm.compat.torch.tensors import Fakes, stands_for_plain
-from compiled_llm.compilation.tracing.layer_state import is_plain, layout, plain
+from compiled_llm.compilation.tracing.layer_description import is_plain, layout, plain
 from compiled_llm.model.attention import BATCH_ARGUMENT
 
 

@@ -8,7 +8,7 @@ made of the model itself.
 
 Layers are equal if all their attributes are the same, and if a run on fake tensors right before tracing has seen them
 call the same functions on the same things. Later, Dynamo's guards check the layer that was traced, what lies outside
-the layers, and all tensors. They do not cover the layers that were not traced: we check the attributes of those.
+the layers, and all tensors. They do not cover the layers that were not traced: ``ModelVersion.layers`` does.
 
 | what | for | ends when |
 | --- | --- | --- |
@@ -23,25 +23,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compiled_llm.compat.torch.dynamo import is_compiled_for
 from compiled_llm.compat.torch.tensors import fake_tensors
-from compiled_llm.compilation.tracing.layer_marks import marked_class
-from compiled_llm.compilation.tracing.layer_state import (
-    KnownState,
-    State,
+from compiled_llm.compilation.tracing.layer_description import (
     describe_attributes,
     describe_tensors,
     layout,
     tensors_of,
 )
+from compiled_llm.compilation.tracing.layer_marks import marked_class
 from compiled_llm.compilation.tracing.layer_tracer import LayerTracer, NoOutlineError, traced_class
 from compiled_llm.model.modules import InnerModules
 from compiled_llm.model.restore import attributes_restored
+from compiled_llm.model.version.model_version import ModelVersion
+from compiled_llm.model.version.region import Region
 
 logger = logging.getLogger("compiled_llm.graphs")
 
@@ -51,26 +51,25 @@ class Outline:
 
     It is used for one trace. A change that makes Dynamo trace again may have changed the layers' work, so from then on
     Dynamo is given the model itself.
-
-    Attributes:
-        is_current: whether the model cannot have changed since the last ``prepare``; False is set from outside.
     """
 
-    def __init__(self, program: Callable[..., Any], known: KnownState) -> None:
-        """``program`` will be traced; ``own_copy`` made it, and two of its arguments are ``model`` and ``pages``.
-
-        The state in ``known`` is shared by all outlines of the model.
-        """
+    def __init__(self, program: Callable[..., Any], version: ModelVersion) -> None:
+        """``program`` will be traced; ``own_copy`` made it, and two of its arguments are ``model`` and ``pages``."""
         self._program = program
-        self._known = known
+        self._version = version
         self._prepared = False
         self._layers: _Layers | None = None
-        self.is_current = False
+        self._look = -1  # the one in which it was last prepared
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the model has not been looked at since the last ``prepare``."""
+        return self._look == self._version.looks
 
     def prepare(self, arguments: Mapping[str, Any]) -> PreTrainedModel:
         """Return the program's argument in place of the model; the first call finds out which layers are equal."""
         prepared = self._prepare(arguments)
-        self.is_current = True
+        self._look = self._version.looks
         return prepared
 
     def _prepare(self, arguments: Mapping[str, Any]) -> PreTrainedModel:
@@ -91,15 +90,14 @@ class Outline:
             self._layers.take_tensors(arguments["pages"])
         return self.standing_for(arguments["model"])
 
-    def of(self, arguments: Mapping[str, Any], glance: int | None = None) -> PreTrainedModel:
+    def of(self, arguments: Mapping[str, Any]) -> PreTrainedModel:
         """Return the stand-in for the model: the model itself from the moment that a layer has changed.
 
-        The layers' tensors are those of the last call of ``prepare``. ``glance`` as in ``Guards.valid``.
+        The layers' tensors are those of the last call of ``prepare``.
         """
-        model: PreTrainedModel = arguments["model"]
-        if self._layers is not None and not self._layers.valid(model, glance):
+        if self._layers is not None and self._layers.number != self._version.layers:
             self._trace_all("a layer has changed")
-        return self.standing_for(model)
+        return self.standing_for(arguments["model"])
 
     def standing_for(self, model: PreTrainedModel) -> PreTrainedModel:
         """Return the result of the last ``prepare``, made again: a kept one would keep the model alive."""
@@ -107,13 +105,17 @@ class Outline:
 
     def drop_tensors(self) -> None:
         """Drop the layers' tensors, and changed layers, in case that the model has others by now."""
-        self.is_current = False
-        if self._layers is not None and not self._layers.drop_tensors():
+        self._look = -1
+        if self._layers is None:
+            return
+        if self._layers.number == self._version.layers:
+            self._layers.drop_tensors()
+        else:
             self._trace_all("a layer has changed")
 
     def _find_layers(self, arguments: Mapping[str, Any]) -> _Layers | None:
         try:
-            layers = _compared_layers(self._program, arguments, self._known)
+            layers = _compared_layers(self._program, arguments, self._version)
         except Exception as error:  # any: the model may be anything
             self._trace_all(f"{type(error).__name__}: {error}")
             return None
@@ -129,19 +131,18 @@ class _Layers:
     """The layers of a model, and which of them are equal.
 
     Attributes:
+        number: ``ModelVersion.layers``, as long as these are the model's layers, unchanged but for their tensors.
         like: for each layer the number of the first that equals it, its own if there is none before it.
     """
 
-    def __init__(self, model: nn.Module, count: int, known: KnownState) -> None:
+    def __init__(self, version: ModelVersion, count: int) -> None:
         """Find the list of ``count`` layers; NoOutlineError if there is none."""
-        names = [name for name, found in model.named_modules() if type(found) is nn.ModuleList and len(found) == count]
-        if not names:
+        self.number, named = version.layers, version.list_of_layers()
+        if named is None or len(named[1]) != count:
             raise NoOutlineError(f"no list of {count} layers was found")
-        self._path = names[0].split(".")
-        self._list = cast(nn.ModuleList, model.get_submodule(names[0]))
-        self._all = [*self._list]
+        name, layers = named
+        self._path, self._all = name.split("."), [*layers]
         self._tensors = [tensors_of(layer) for layer in self._all]
-        self._state = known.of(list(self._list.modules()))
         self._marked: list[nn.Module] = []
         self.like: list[int] = []
 
@@ -154,13 +155,6 @@ class _Layers:
             for number, (layer, like) in enumerate(zip(self._all, self.like, strict=True))
         ]
 
-    def valid(self, model: nn.Module, glance: int | None) -> bool:
-        """Whether these are still the model's layers, unchanged but for their tensors."""
-        found: nn.Module | None = model
-        for name in self._path:
-            found = None if found is None else found._modules.get(name)
-        return found is self._list and self._state.valid(glance)
-
     def tensors(self, number: int, pages: Sequence[Tensor]) -> list[Tensor]:
         tensors = chain.from_iterable(map(dict.values, self._tensors[number]))
         return [*(tensor for tensor in tensors if tensor is not None), pages[number]]
@@ -169,11 +163,9 @@ class _Layers:
         for number, layer in enumerate(self._marked):
             vars(layer)["_tensors"] = self.tensors(number, pages)
 
-    def drop_tensors(self) -> bool:
-        """Take all tensors from the outline; return whether the layers are unchanged, and so hold no others either."""
+    def drop_tensors(self) -> None:
         for layer in self._marked:
             vars(layer)["_tensors"] = []
-        return self._state.valid()
 
     def outline(self, model: PreTrainedModel) -> PreTrainedModel:
         return self._with_layers(model, self._marked)
@@ -200,21 +192,21 @@ class _Layers:
         )
 
 
-def _compared_layers(program: Callable[..., Any], arguments: Mapping[str, Any], known: KnownState) -> _Layers:
+def _compared_layers(program: Callable[..., Any], arguments: Mapping[str, Any], version: ModelVersion) -> _Layers:
     """Run the program on fake tensors and return its layers, compared; errors of any type if they cannot be."""
     model, pages = arguments["model"], arguments["pages"]
     if InnerModules().hooks(model):
         raise NoOutlineError("hooks may do anything")
-    layers = _Layers(model, len(pages), known)
+    layers = _Layers(version, len(pages))
     descriptions = [(layers.describe(number), layout(own)) for number, own in enumerate(pages)]
     with fake_tensors() as fakes:
         tensors = [layers.tensors(number, pages) for number in range(len(pages))]
         tracer = LayerTracer(tensors, _first_equal(descriptions), fakes)
         traced = layers.traced(model, tracer)
-        state = State(list(traced.modules()))
+        before = Region(list(traced.modules()))
         with attributes_restored(traced), tracer:
             program(**{**arguments, "model": traced})
-            if not state.valid():
+            if not before.valid():
                 raise NoOutlineError("the model changes its attributes")
     if len(tracer.calls) != len(pages):
         raise NoOutlineError("not every layer of the list was called")

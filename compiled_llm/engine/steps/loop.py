@@ -129,17 +129,15 @@ class Loop:
         return self.model_runner.device.type != "cpu"
 
     def note_model(self) -> None:
-        """Note the model as it is now, and forget what was computed with another one."""
+        """Look at the model as it is now, and forget what was computed with another one."""
+        self.model_runner.thread.call(self.model_runner.look)
         if self.prefixes is not None:
-            if self.model_runner.watch.changed():
-                self.prefixes.clear()
             self.scheduler.generation = self.prefixes.generation
 
-    def step(self, unchanged: bool = False) -> list[Request]:
+    def step(self) -> list[Request]:
         """Launch the next plan, if any request can run, and read the tokens of the previous one.
 
-        Args:
-            unchanged: the model cannot have changed since the last step; skip looking at it.
+        What it runs was valid when the model was last noted.
 
         Returns:
             The requests that have got a token or have ended.
@@ -147,8 +145,8 @@ class Loop:
         plan = self.scheduler.plan()
         launched = bool(plan.decode or plan.extend)
         if launched:
-            if not (unchanged and self._repeat(plan)):
-                self.model_runner.thread.call(self._launch, plan, unchanged)
+            if not self._repeat(plan):
+                self.model_runner.thread.call(self._launch, plan)
             self.scheduler.launched(plan)
             self.steps += 1
         self.stuck = not (launched or self.scheduler.idle or self._launched)
@@ -219,7 +217,7 @@ class Loop:
 
     # ---- in the executor
 
-    def _launch(self, plan: StepPlan, unchanged: bool) -> None:
+    def _launch(self, plan: StepPlan) -> None:
         if plan.extend:
             self._admit(plan.extend)
         timer = DeviceTimer(self.model_runner.device) if self._token_budget.bounded else None
@@ -227,7 +225,7 @@ class Loop:
         prepared = self._prepared_for(plan)
         # If all tokens are sampled late, there is nothing to read yet.
         all_late = prepared.constrained is not None and prepared.constrained.count == len(prepared.sampled)
-        launched = self._run(prepared, unchanged)
+        launched = self._run(prepared)
         readbacks = [self.model_runner.readbacks.start(tokens) for tokens in launched if not all_late]
         if timer is not None:
             timer.stop()
@@ -244,11 +242,11 @@ class Loop:
             prepared.plan, prepared.sampled, readbacks, timer, watch.taken() if watch.arriving else [], late
         )
 
-    def _run(self, prepared: _Prepared, unchanged: bool) -> Iterator[Tensor]:
+    def _run(self, prepared: _Prepared) -> Iterator[Tensor]:
         """Yield the tokens of each launch, in the order of ``StepPlan.sampled``."""
         _, _, batch, scored, watch, _ = prepared
         if batch.decode or batch.extend:
-            yield self.model_runner.run(batch, self._persistent, unchanged).tokens
+            yield self.model_runner.run(batch, self._persistent, unchanged=True).tokens
         for chunk in scored:
             yield run_scored(self.model_runner, self._persistent, chunk, watch)
 

@@ -252,13 +252,13 @@ class EngineThread:
         if first := loop.read_first_tokens():
             self.request_table.notify(first)
         self._arrivals.deliver(loop)
-        if looked := self.check.look_if_due(loop.model_runner):
+        if self.check.look_if_due(loop.model_runner):
             loop.note_model()
         lock, scheduler = self._runtime.loop_lock, loop.scheduler
         if expired := scheduler.expire(time.monotonic()):
             self.request_table.notify(expired)
         scheduler.admits_until = lock.pages_wanted_since(apart_from=self)
-        self.request_table.notify(loop.step(unchanged=not looked))
+        self.request_table.notify(loop.step())
         # If no other loop runs that could give pages back, caches have them, and other requests may fit.
         lock.claim_pages(self, scheduler.short_since if scheduler.running or lock.shared else None)
 

@@ -61,9 +61,9 @@ class GraphManager:
         waits = state.device.type == "cuda" or state.config.mode != "eager"
         self._progress = ProgressDisplay(state.config.progress and waits)
         self._released = False
-        # How often the model has been looked at, and the CUDA graphs that were found valid since the last time.
-        self._glance = 0
-        self._valid: set[StepKey] = set()
+        self._valid: set[StepKey] = set()  # the CUDA graphs that were found valid since the model was last looked at
+        self._version = state.facts.version
+        self._tensors = self._version.tensors if self._needs_tensors else 0
         state.cuda_graphs.when_dropped.append(self.ready.discard)
 
     @property
@@ -92,32 +92,44 @@ class GraphManager:
     # ---- is it still valid?
 
     def check_model(self) -> None:
-        """Drop CUDA graphs of weights that are no longer there; compile again what was replaced or cannot be fused.
+        """Look at the model: drop CUDA graphs of weights that have moved, compile again what is no longer the same.
 
         Raises:
             RuntimeError: the model was put to sleep, and lies over other pages by now.
         """
         if self._released:
             raise RuntimeError("the pages of this call, cache or runner were given back by sleep(); begin again")
-        self._glance += 1
+        self._version.look()
         self._valid.clear()
-        self.programs.look_again()
         self._state.fit_vocabulary()
         if not self.programs.code_valid():
             self.events.started_again()
             self._start_again()
-        if self.cuda_graphs.weights_valid():  # those that are multiplied as one, too
+        if self._needs_tensors and self._tensors != self._version.tensors:
+            if self.cuda_graphs.ours:
+                self._forget_graphs()
+            self._lay_weights_out()
+            self._tensors = self._version.tensors
+
+    @property
+    def _needs_tensors(self) -> bool:
+        """Whether we rely on where tensors are."""
+        return self.cuda_graphs.ours or bool(self.weights.groups)
+
+    def _lay_weights_out(self) -> None:
+        """Fuse weights again; those that no longer can be are multiplied one by one from now on."""
+        if self.weights.laid_out:
             return
-        if self.cuda_graphs.watches:
-            self._forget_graphs()
-        if self.weights.intact():
-            return
-        self.programs.drop_tensors()  # weights that someone else holds cannot be laid out again
+        self._let_tensors_go()  # weights that someone else holds cannot be laid out again
         with self._moving_weights():
             restored = self.weights.restore()
         if not restored:
             self.events.started_again()
             self._start_again()
+
+    def _let_tensors_go(self) -> None:
+        self._version.let_go()
+        self.programs.drop_tensors()
 
     def separate_weights(self) -> None:
         """Give each fused weight its own memory again."""
@@ -143,7 +155,7 @@ class GraphManager:
         """
         if key in self.cuda_graphs:
             with self.paged():
-                valid = self.cuda_graphs.guards_valid(key, self._glance)
+                valid = self.cuda_graphs.guards_valid(key)
             if not valid:
                 wait_for(self._state.device)  # a replay that found this out late may be running
                 self._valid.clear()
@@ -162,7 +174,7 @@ class GraphManager:
         self._released = True
         self._forget_graphs()
         self.ready.clear()
-        self.programs.drop_tensors()
+        self._let_tensors_go()
 
     def _start_again(self) -> None:
         """Forget programs and CUDA graphs; rows and pages stay."""

@@ -103,6 +103,7 @@ class ModelRunnerLifecycle:
                 model_runner = self.present = None  # its memory goes back first
                 for holder in list(self._holders):
                     holder.let_go()
+                self._facts.version.let_go()
                 check_placement(self._facts.model, self._config)
                 check_layers(self._facts.model, self._facts.layers, self._config)
                 model_runner = self._new(made_for)

@@ -1,7 +1,7 @@
 """Weights that multiply the same input, laid out in one storage, so that one matmul can read them all.
 
 They stay the user's: the same ``Parameter`` objects, each now a view of its part. Whatever takes one out of the storage
-(``model.to``, a new parameter, ``.data = ...``) is noticed before anything is computed with it.
+(``model.to``, a new parameter, ``.data = ...``) is noticed before anything is computed with it, by ``ModelVersion``.
 
 Shapes: I inputs, O outputs of one layer.
 """
@@ -9,11 +9,10 @@ Shapes: I inputs, O outputs of one layer.
 from __future__ import annotations
 
 import logging
-import operator
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -92,24 +91,22 @@ class FusedWeights:
         Only a weak reference to the model is kept. Groups that share memory with other tensors are left alone.
         """
         self.groups = list(groups)
-        self._links = links = _Links([], [], [], [], [])
-        self._model = weakref.ref(model, lambda _: links.clear())
+        self._model = weakref.ref(model)
         self.restore()
 
-    def intact(self) -> bool:
-        """Whether all groups still lie in one storage each, at the same addresses; takes some tens of microseconds."""
-        links = self._links
-        return (
-            all(map(operator.is_, map(dict.get, links.owners, links.keys), links.values))
-            and list(map(Tensor.data_ptr, links.parameters)) == links.addresses
-        )
+    @property
+    def laid_out(self) -> bool:
+        """Whether all groups lie in one storage each, wherever that is; takes a millisecond.
+
+        So it is asked when ``ModelVersion.tensors`` has changed.
+        """
+        stacks = [self.stacks(group) for group in self.groups]
+        return all(map(bool, stacks)) and all(map(is_one, chain.from_iterable(stacks)))
 
     def restore(self) -> bool:
         """Lay out groups that no longer lie in one storage; return whether no group had to leave."""
         before = self.groups
-        self._links.clear()  # we would keep the storage of parameters that were replaced alive
         self.groups = [group for group in before if self._lay_out(group)]
-        self._remember()
         logger.debug("%d of %d groups of weights lie in one storage each", len(self.groups), len(before))
         return self.groups == before
 
@@ -121,7 +118,6 @@ class FusedWeights:
                 for parameter in stack:
                     parameter.data = parameter.data.clone()
         self.groups = []
-        self._links.clear()
 
     def stacks(self, group: FusedGroup) -> list[list[nn.Parameter]]:
         """Return a group's weights, and its biases if there are any; nothing if the model no longer has them all."""
@@ -141,45 +137,6 @@ class FusedWeights:
             if not is_one(stack):
                 _move_together(stack)
         return True
-
-    def _remember(self) -> None:
-        model = self._model()
-        names = [name for group in self.groups for stack in group for name in stack]
-        if model is not None and names:
-            self._links.fill(model, names)
-
-
-class _Links(NamedTuple):
-    """The links from the model to its parameters, and their addresses, in columns for ``intact`` to compare."""
-
-    owners: list[dict[str, Any]]
-    keys: list[str]
-    values: list[object]
-    parameters: list[Tensor]
-    addresses: list[int]
-
-    def clear(self) -> None:
-        for column in self:
-            column.clear()
-
-    def fill(self, model: nn.Module, names: Sequence[str]) -> None:
-        found = {(id(owner), key): (owner, key) for name in names for owner, key in _path(model, name)}
-        for owner, key in found.values():
-            self.owners.append(owner)
-            self.keys.append(key)
-            self.values.append(owner[key])
-        self.parameters.extend(model.get_parameter(name) for name in names)
-        self.addresses.extend(parameter.data_ptr() for parameter in self.parameters)
-
-
-def _path(model: nn.Module, name: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Return the dictionary and key of each module on the way to a parameter, and of the parameter."""
-    *parts, leaf = name.split(".")
-    module = model
-    for part in parts:
-        yield module._modules, part
-        module = module.get_submodule(part)
-    yield module._parameters, leaf
 
 
 def is_one(stack: Sequence[Tensor]) -> bool:

@@ -403,7 +403,7 @@ def test_weights_go_and_come_back_as_they_were(weights_move, one_thread, mode):
         assert not parameters["model.norm.weight"].requires_grad
         assert results(handles) == answers(engine) == expected
         weights = model.compiled.model_runner().graph_manager.weights
-        assert weights.intact()
+        assert weights.laid_out
         assert weights.groups == groups
         assert (model.compiled.graphs, model.compiled.stats().recompiles) == (graphs, 0)
         loss = model(torch.tensor([PROMPTS[0]]), labels=torch.tensor([PROMPTS[0]])).loss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedModel
@@ -12,8 +13,10 @@ from compiled_llm.engine import model_check
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.thread.engine_thread import EngineThread
+from compiled_llm.model.version.model_version import ModelVersion
 from support.engine.tiny_engines import PATIENCE, greedy, huggingfaces, tiny, wrapped
 from support.in_threads import start
+from support.noting import note_calls
 from support.parity import alone
 
 PROMPT = list(range(3, 23))
@@ -89,8 +92,15 @@ def test_an_engine_that_runs_looks_at_the_model_in_its_next_step(watched, model,
     """A captured step would go on with tensors that were replaced, and what it computes would be kept."""
     monkeypatch.setattr(model_check, "_SECONDS", 1000)
     monkeypatch.setattr(EngineThread, "start_thread", lambda self: None)
-    looked, step = [], Loop.step
-    monkeypatch.setattr(Loop, "step", lambda self, unchanged: looked.append(not unchanged) or step(self, unchanged))
+    looked, looks, step = list[bool](), list[object](), Loop.step
+
+    def counted(loop: Loop) -> Any:
+        looked.append(bool(looks))
+        looks.clear()
+        return step(loop)
+
+    note_calls(monkeypatch, ModelVersion, "look", lambda version: looks.append(version))
+    monkeypatch.setattr(Loop, "step", counted)
     with Engine(model, watch_model=watched) as runs:
         handle = runs.submit(PROMPT, GREEDY)
 

@@ -19,21 +19,24 @@ from compiled_llm import WrapConfig
 from compiled_llm.compilation.graphs.capture import CapturedGraph
 from compiled_llm.compilation.graphs.cuda_graphs import CudaGraphs, StepToCapture
 from compiled_llm.compilation.graphs.rolling import Cost, RollingCudaGraphs
-from compiled_llm.compilation.graphs.validity import Guards, Weights
+from compiled_llm.compilation.graphs.validity import Guards
+from compiled_llm.model.version.model_version import ModelVersion
 from support.tiny_models import tiny_qwen3
 
 OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 8, "progress": False}
 
 
 class StandIn(CapturedGraph[Any]):
-    def __init__(self, weights: Weights, launch: Callable[[], Any]) -> None:
+    def __init__(self, model: PreTrainedModel, launch: Callable[[], Any]) -> None:
         self.cost = Cost(nbytes=1000, shared=10, seconds=0.5)
-        self._weights, self._run, self._outputs = weights, launch, None
+        self._version, self._run, self._outputs = ModelVersion(model, 0), launch, None
+        self._tensors = self._version.tensors
         self.released = False
 
     def launch(self) -> None:
         assert not self.released
-        assert self._weights.valid(), "a replay would read weights where they no longer are"
+        self._version.look()
+        assert self._tensors == self._version.tensors, "a replay would read weights where they no longer are"
         new = self._run()
         self._outputs = self._outputs or new
         for output, value in zip(self._outputs, new, strict=True):
@@ -73,7 +76,9 @@ class StandInGraphCapture:
         pass
 
     def capture(self, launch: Callable[[], Any]) -> StandIn:
-        return StandIn(Weights(self._model()), launch)
+        model = self._model()
+        assert model is not None
+        return StandIn(model, launch)
 
     def begin(self, launch: Callable[[], Any], check: Callable[[], None]) -> Future[StandIn]:
         def captured() -> StandIn:
@@ -103,7 +108,7 @@ class _NoGuards(Guards):
     def __init__(self) -> None:
         pass
 
-    def valid(self, glance: int | None = None) -> bool:
+    def valid(self) -> bool:
         return True
 
 

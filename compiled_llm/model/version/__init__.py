@@ -1,0 +1,1 @@
+"""One version of the model: what it is, compared with what it was."""
