@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.model.version import contents
 from compiled_llm.model.version.model_version import ModelVersion
-from compiled_llm.model.version.region import Region
+from compiled_llm.model.version.module_state import ModuleState
 from compiled_llm.model.version.tensors import Tensors
 from support.execution.model_changes import ORDER_OF_LAYER, TRACED_LAYER, model_to_change
 from support.huggingface.vision import make
@@ -240,7 +240,7 @@ def test_each_part_is_compared_once_a_look_and_only_if_it_is_asked_for(
 ) -> None:
     compared = {
         name: note_calls(monkeypatch, owner, name, lambda *_: None)
-        for owner, name in ((Region, "has_its_modules"), (Region, "has_its_attributes"), (Tensors, "valid"))
+        for owner, name in ((ModuleState, "has_its_modules"), (ModuleState, "has_its_attributes"), (Tensors, "valid"))
     }
     version = ModelVersion(two_layers, 2)
     seen = version.tensors, version.layers

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compiled_llm.model.version.region import names_read
+from compiled_llm.model.version.module_state import names_read
 
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device})
 

@@ -41,7 +41,7 @@ from compiled_llm.compilation.tracing.layer_tracer import LayerTracer, NoOutline
 from compiled_llm.model.modules import InnerModules
 from compiled_llm.model.restore import attributes_restored
 from compiled_llm.model.version.model_version import ModelVersion
-from compiled_llm.model.version.region import Region
+from compiled_llm.model.version.module_state import ModuleState
 
 logger = logging.getLogger("compiled_llm.graphs")
 
@@ -203,7 +203,7 @@ def _compared_layers(program: Callable[..., Any], arguments: Mapping[str, Any], 
         tensors = [layers.tensors(number, pages) for number in range(len(pages))]
         tracer = LayerTracer(tensors, _first_equal(descriptions), fakes)
         traced = layers.traced(model, tracer)
-        before = Region(list(traced.modules()))
+        before = ModuleState(list(traced.modules()))
         with attributes_restored(traced), tracer:
             program(**{**arguments, "model": traced})
             if not before.valid():

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from compiled_llm.compat.huggingface import WRITTEN_BY_GENERATE
 from compiled_llm.compat.torch.tensors import version_of
 from compiled_llm.model.modules import same
-from compiled_llm.model.version.region import names_read
+from compiled_llm.model.version.module_state import names_read
 
 _LISTS = (list, tuple, set, frozenset, deque)
 _MOST = 10_000

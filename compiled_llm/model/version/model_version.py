@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compat.forks import lock
 from compiled_llm.model.version.contents import Contents
-from compiled_llm.model.version.region import Region
+from compiled_llm.model.version.module_state import ModuleState
 from compiled_llm.model.version.tensors import Tensors
 
 
@@ -111,11 +111,11 @@ class ModelVersion:
         named = self.list_of_layers()
         layers = [] if named is None else [*named[1].modules()]
         if not (known.layers is not None and known.layers.modules == layers and known.layers.has_its_modules()):
-            known.layers, self._layers = Region(layers), next(self._numbers)
+            known.layers, self._layers = ModuleState(layers), next(self._numbers)
         model, inside = self._model(), {*layers}
         others = [module for module in self._modules() if module is not model and module not in inside]
         known.let_go()
-        known.others, self._rest = Region(others, root=model), next(self._numbers)
+        known.others, self._rest = ModuleState(others, root=model), next(self._numbers)
         known.compared.add("modules")
 
     def _compare_tensors(self) -> None:
@@ -127,14 +127,14 @@ class ModelVersion:
         layers = self._known.layers
         assert layers is not None, "modules have been compared"
         if self._known.is_due("layers") and not layers.has_its_attributes():
-            self._known.layers, self._layers = Region(layers.modules), next(self._numbers)
+            self._known.layers, self._layers = ModuleState(layers.modules), next(self._numbers)
 
     def _compare_rest(self) -> None:
         known, model = self._known, self._model()
         if not known.is_due("rest") or known.has_its_rest(type(model)):
             return
         assert known.others is not None, "modules have been compared"
-        known.others, known.contents = Region(known.others.modules, root=model), Contents(self._modules())
+        known.others, known.contents = ModuleState(known.others.modules, root=model), Contents(self._modules())
         known.kind, self._rest = type(model), next(self._numbers)
 
     def _modules(self) -> list[nn.Module]:
@@ -146,8 +146,8 @@ class ModelVersion:
 class _Remembered:
     """What is remembered of a model; ``compared`` are the parts that this look has compared."""
 
-    layers: Region | None = None
-    others: Region | None = None
+    layers: ModuleState | None = None
+    others: ModuleState | None = None
     tensors: Tensors | None = None
     contents: Contents | None = None
     kind: type | None = None

@@ -15,7 +15,7 @@ _OF_EVERY_MODULE = (frozenset(vars(nn.Module())) - {"training"}) | {"_is_hf_init
 _UNREAD_BY_LINEAR = frozenset({"training", "in_features", "out_features"})
 
 
-class Region:
+class ModuleState:
     """Modules, remembered as they are now: the modules inside them, their attributes, and the order of their tensors.
 
     A root beside them is remembered by its attributes alone, so that nothing here keeps a model alive.
