@@ -13,8 +13,10 @@ from hypothesis import given, settings, strategies as st
 from compiled_llm import WrapConfig
 from compiled_llm.config import KVMemory, parse_kv_memory
 from compiled_llm.kvcache import memory as kv_cache
-from compiled_llm.kvcache.memory import page_bytes, pages_to_allocate
+from compiled_llm.kvcache.memory import pages_to_allocate
+from compiled_llm.kvcache.specs import kv_cache_specs, page_bytes
 from compiled_llm.model.layer_probe import Layer
+from compiled_llm_ops.reference.backend import BACKEND
 
 CPU = torch.device("cpu")
 LAYERS = [Layer(4, 2, 16, -1, 0.0), Layer(4, 2, 16, 6, 0.0), Layer(8, 1, 32, -1, 0.0)]
@@ -143,13 +145,18 @@ def test_options_cannot_change_afterwards():
 # ---- from kv_memory to pages; the null page comes on top
 
 
+def bytes_of_a_page(page_size: int, dtype: torch.dtype = torch.float32) -> int:
+    return page_bytes(kv_cache_specs(LAYERS, page_size, dtype, BACKEND))
+
+
 def pages(max_positions: int = 4096, **options: Any) -> int:
-    return pages_to_allocate(WrapConfig(**options), LAYERS, torch.float32, CPU, max_positions)
+    config = WrapConfig(**options)
+    return pages_to_allocate(config, bytes_of_a_page(config.page_size), CPU, max_positions)
 
 
 def test_a_page_takes_keys_and_values_of_all_layers():
-    assert page_bytes(LAYERS, 16, torch.float32) == 16 * 2 * (2 * 16 + 2 * 16 + 1 * 32) * 4
-    assert page_bytes(LAYERS, 5, torch.bfloat16) == 5 * 2 * (2 * 16 + 2 * 16 + 1 * 32) * 2
+    assert bytes_of_a_page(16) == 16 * 2 * (2 * 16 + 2 * 16 + 1 * 32) * 4
+    assert bytes_of_a_page(5, torch.bfloat16) == 5 * 2 * (2 * 16 + 2 * 16 + 1 * 32) * 2
 
 
 @pytest.mark.parametrize(("tokens", "count"), [(1, 1), (16, 1), (17, 2), (20000, 1250)])
@@ -159,14 +166,14 @@ def test_tokens_are_rounded_up_to_pages(tokens, count):
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_bytes_are_rounded_down_to_pages(page_size):
-    one = page_bytes(LAYERS, page_size, torch.float32)
+    one = bytes_of_a_page(page_size)
     assert pages(kv_memory=one, page_size=page_size) == 2
     assert pages(kv_memory=10 * one - 1, page_size=page_size) == 10
     assert pages(kv_memory=f"{10 * one} B", page_size=page_size) == 11
 
 
 def test_a_fraction_is_of_what_is_free_and_at_most_what_rows_can_use(monkeypatch):
-    one = page_bytes(LAYERS, 16, torch.float32)
+    one = bytes_of_a_page(16)
     monkeypatch.setattr(kv_cache, "free_bytes", lambda device: 1000 * one)
     assert pages(kv_memory=0.5) == 501
     assert pages(kv_memory=1.0) == 1001
@@ -177,7 +184,7 @@ def test_a_fraction_is_of_what_is_free_and_at_most_what_rows_can_use(monkeypatch
 
 @pytest.mark.parametrize("memory", [10, "10 B", 1e-12])
 def test_memory_for_no_page_is_refused_with_the_numbers(memory, monkeypatch):
-    one = page_bytes(LAYERS, 16, torch.float32)
+    one = bytes_of_a_page(16)
     monkeypatch.setattr(kv_cache, "free_bytes", lambda device: 12345678)
     with pytest.raises(ValueError, match="page_size") as caught:
         pages(kv_memory=memory)

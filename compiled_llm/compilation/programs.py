@@ -42,6 +42,7 @@ from compiled_llm.compilation.sampling.sampling import SamplingTables
 from compiled_llm.compilation.tracing.outline import Outline
 from compiled_llm.compilation.tracing.traced_code import TracedCode
 from compiled_llm.config import WrapConfig
+from compiled_llm.model.attention import AttentionSpec
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.weights.fused_weights import FusedWeights
 from compiled_llm_ops.backends import backend_for
@@ -52,12 +53,13 @@ _LAYERS_IN_REGION_ON_CPU = 4  # SmolLM2-135M's 30 layers run as fast as in one g
 
 
 class Arguments(NamedTuple):
-    """The arguments of every program; ``inputs`` say which one serves them, and ``pages`` are those of all layers."""
+    """The arguments of every program; ``inputs`` say which one serves them; each layer has ``pages`` and a spec."""
 
     model: PreTrainedModel
     inputs: PrefillInputs | DecodeInputs
     tables: SamplingTables
     pages: list[Tensor]
+    specs: tuple[AttentionSpec, ...]
 
 
 class PreparedCall(NamedTuple):
@@ -205,7 +207,7 @@ class Programs:
 
     def _outlined(self, arguments: Arguments, compare: bool) -> PreTrainedModel:
         """Return the outline that the program is called with in place of the model."""
-        model, inputs, _, _ = arguments
+        model, inputs = arguments.model, arguments.inputs
         outline = self._outlines.get(program_for(inputs).name)
         if outline is None:
             return model

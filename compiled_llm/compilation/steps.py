@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
 from compiled_llm.compilation.sampling.sampling import SamplingTables, sample
-from compiled_llm.model.attention import BATCH_ARGUMENT, NewestTokens, PackedTokens, PagedBatch
+from compiled_llm.model.attention import BATCH_ARGUMENT, AttentionSpec, NewestTokens, PackedTokens, PagedBatch
 from compiled_llm.model.facts import Forward
 
 
@@ -23,17 +23,18 @@ def prefill_step(
     inputs: PrefillInputs,
     tables: SamplingTables,
     pages: list[Tensor],
+    specs: tuple[AttentionSpec, ...],
 ) -> tuple[Tensor, Tensor]:
     """Run packed tokens through the model, by ``forward`` of its class.
 
-    ``pages`` are one ``[P, 2, K, S, D]`` a layer.
+    Each layer has a memory in ``pages``, which its spec reads and writes.
 
     Returns:
         ``[L, V]`` logits in the model's dtype and ``[C]`` int64, the next tokens.
     """
     table = (inputs.indptr, inputs.indices, inputs.last_page_len)
     packed = PackedTokens(inputs.token_rows, inputs.token_positions, inputs.qo_indptr, *table, inputs.plans)
-    batch = PagedBatch(pages, packed)
+    batch = PagedBatch(pages, specs, packed)
     out = forward(
         model,
         position_ids=inputs.positions,
@@ -48,16 +49,21 @@ def prefill_step(
 
 
 def decode_step(
-    model: PreTrainedModel, forward: Forward, inputs: DecodeInputs, tables: SamplingTables, pages: list[Tensor]
+    model: PreTrainedModel,
+    forward: Forward,
+    inputs: DecodeInputs,
+    tables: SamplingTables,
+    pages: list[Tensor],
+    specs: tuple[AttentionSpec, ...],
 ) -> tuple[Tensor, Tensor]:
     """Run one token of each row through the model, sample the next, and advance the buffers of ``inputs`` in place.
 
-    ``pages`` are one ``[P, 2, K, S, D]`` a layer; ``tables`` get the sampled tokens.
+    ``pages`` and ``specs`` as in ``prefill_step``; ``tables`` get the sampled tokens.
 
     Returns:
         ``[B, V]`` logits in the model's dtype and ``[B]`` int64, the next tokens, or ``NOT_A_TOKEN``.
     """
-    batch = PagedBatch(pages, _one_token_each(inputs))
+    batch = PagedBatch(pages, specs, _one_token_each(inputs))
     out = forward(
         model,
         input_ids=tables.next_token[inputs.slots][:, None],

@@ -260,8 +260,8 @@ class GenerateLoop:
         for row, position in zip(self.rows, positions, strict=True):
             row.position = position
 
-    def stored(self, layer: int) -> list[Tensor]:
-        """Return ``[2, K, length, D]`` for each row: copies of a layer's keys and values."""
+    def stored(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """Return ``[K, length, D]`` twice for each row: copies of a layer's keys and values."""
         return self._thread.call(lambda: [self.model_runner.state.read(layer, row) for row in self.rows])
 
     def decode(self, tokens: Tensor, positions: Sequence[int] | None = None, unchanged: bool = False) -> Tensor:

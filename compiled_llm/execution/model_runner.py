@@ -100,8 +100,9 @@ class ModelRunner:
         self.pool = self.state.pool
         self.prefixes = PrefixTree(self.pool)
         self.readbacks = Readbacks()
+        geometries = attention_geometries(facts.layers, config.page_size, model.dtype)
         self._planner = Planner(
-            attention_geometries(self.state.stored_layers, config.page_size, model.dtype),
+            [spec.planned(geometry) for spec, geometry in zip(self.state.specs, geometries, strict=True)],
             config,
             self.device,
             max_row_tokens=self.max_positions,

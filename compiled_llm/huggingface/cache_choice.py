@@ -132,10 +132,10 @@ class CacheChoice:
         return self.mode in _APPENDING_MODES and call is not None and not call.custom
 
     def _is_readable(self, cache: Cache) -> bool:
-        pages, layers = self.runtime.model_runner().state.pages, self.runtime.facts.layers
+        state, layers = self.runtime.model_runner().state, self.runtime.facts.layers
         if not self._appends or self.config.use_cache is False or type(cache) not in READABLE:
             return False
-        if not readable(cache, layers, pages[0], self.rows, self.max_row_tokens):
+        if not readable(cache, layers, state, self.rows, self.max_row_tokens):
             return False
         known = int(cache.get_seq_length())
         return known == 0 or self._width > known

@@ -1,13 +1,13 @@
-"""The memory of the page pool: how many pages fit, and their tensors, at addresses that graphs may rely on.
+"""Memory for pages: how many fit, and tensors at addresses that graphs may rely on.
 
-Shapes: K kv heads, D head dimension, P pages, S page size.
+Shapes: P pages.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,29 +15,16 @@ import torch
 from torch import Tensor
 
 from compiled_llm.config import KVMemory, WrapConfig, parse_kv_memory
-from compiled_llm.model.layer_probe import Layer
-from compiled_llm_ops.protocol import Backend
 
 _CUDA_FRACTION = 0.8
 _CPU_FRACTION = 0.25
 
 
-def as_stored(layers: Sequence[Layer], backend: Backend) -> list[Layer]:
-    """Return the layers with the head sizes that pages have; the part that a layer does not need stays zero."""
-    return [layer._replace(head_dim=backend.stored_head_dim(layer.head_dim)) for layer in layers]
+def pages_to_allocate(config: WrapConfig, one: int, device: torch.device, max_positions: int) -> int:
+    """Return P, with the null page, by ``config.kv_memory`` and the free memory; ValueError if no page fits.
 
-
-def page_bytes(layers: Sequence[Layer], page_size: int, dtype: torch.dtype) -> int:
-    """Return what one page takes over all ``layers``, as they are stored, in bytes."""
-    numbers = sum(2 * layer.kv_heads * page_size * layer.head_dim for layer in layers)
-    return numbers * dtype.itemsize
-
-
-def pages_to_allocate(
-    config: WrapConfig, layers: Sequence[Layer], dtype: torch.dtype, device: torch.device, max_positions: int
-) -> int:
-    """Return P, with the null page, by ``config.kv_memory`` and the free memory; ValueError if no page fits."""
-    one = page_bytes(layers, config.page_size, dtype)
+    ``one`` page takes so many bytes over all layers.
+    """
     longest = config.max_batch_size * -(-max_positions // config.page_size)
     memory = parse_kv_memory(config.kv_memory) or KVMemory(
         fraction=_CPU_FRACTION if device.type == "cpu" else _CUDA_FRACTION
@@ -98,22 +85,8 @@ def ended_marker(device: torch.device) -> Callable[[], bool]:
     return event.query
 
 
-def allocate_pages(
-    count: int, layers: Sequence[Layer], page_size: int, dtype: torch.dtype, device: torch.device
-) -> list[Tensor]:
-    """Return one ``[P, 2, K, S, D]`` of zeros a layer, at addresses that graphs may rely on.
-
-    On a CPU the operating system backs memory with pages only once it is written, so a large pool costs what is used.
-    """
-    pages = [_zeros((count, 2, layer.kv_heads, page_size, layer.head_dim), dtype, device) for layer in layers]
-    for tensor in pages:
-        mark_static(tensor)
-        # P depends on what memory is free; built into the code, it would make every start a cold one.
-        torch._dynamo.mark_dynamic(tensor, 0)
-    return pages
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros that are no view, in memory of their own."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # PyTorch writes its zeros; NumPy asks the operating system for memory that is zero. And no view of it: Dynamo would

@@ -10,7 +10,7 @@ Shapes: T packed tokens (decode: one a row), H query heads, K kv heads, D head d
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,13 +72,14 @@ class PackedTokens(NamedTuple):
     def table(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.indptr, self.indices, self.last_page_len
 
-    def attend(self, layer: int, states: States, pages: Tensor, options: Options) -> Tensor:
-        """Write the new keys and values into a layer's pages, and attend over them."""
-        return paged_attention(*self._appended(layer, states, pages), *options)
-
-    def attend_lse(self, layer: int, states: States, pages: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-        """Attend, and return the log-sum-exp of the logits, too."""
-        return paged_attention_lse(*self._appended(layer, states, pages), *options)
+    def attend(
+        self, layer: int, states: States, pages: Tensor, options: Options, wants_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Write the new keys and values into a layer's pages, and attend over them; as ``AttentionSpec.attend``."""
+        arguments = self._appended(layer, states, pages)
+        if wants_lse:
+            return paged_attention_lse(*arguments, *options)
+        return paged_attention(*arguments, *options), None
 
     def _appended(
         self, layer: int, states: States, pages: Tensor
@@ -109,30 +110,49 @@ class NewestTokens(NamedTuple):
     def one_a_row(self) -> bool:
         return True
 
-    def attend(self, layer: int, states: States, pages: Tensor, options: Options) -> Tensor:
-        """Write the new keys and values into a layer's pages, and attend over them."""
-        out: Tensor = self.ops.attend(*self._arguments(states, pages, options))
-        return out
+    def attend(
+        self, layer: int, states: States, pages: Tensor, options: Options, wants_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Write the new keys and values into a layer's pages, and attend over them; as ``AttentionSpec.attend``."""
+        arguments = DecodeAttention(*states, pages, self.starts, self.lengths, self.indices, *options)
+        if wants_lse:
+            out, lse = self.ops.attend_lse(*arguments)
+            return out, lse
+        return self.ops.attend(*arguments), None
 
-    def attend_lse(self, layer: int, states: States, pages: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-        """Attend, and return the log-sum-exp of the logits, too."""
-        out, lse = self.ops.attend_lse(*self._arguments(states, pages, options))
-        return out, lse
 
-    def _arguments(self, states: States, pages: Tensor, options: Options) -> DecodeAttention:
-        return DecodeAttention(*states, pages, self.starts, self.lengths, self.indices, *options)
+class AttentionSpec(Protocol):
+    """The part of a KV spec that attention calls: how a layer writes new tokens to its memory, and attends over it."""
+
+    def attend(
+        self,
+        rows: PackedTokens | NewestTokens,
+        layer: int,
+        states: States,
+        memory: Tensor,
+        options: Options,
+        wants_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Write the new keys and values, and attend over all tokens of their rows.
+
+        Returns:
+            ``[T, H, D]`` and, if ``wants_lse``, ``[T, H]`` float32, the log-sum-exp of the logits in base 2.
+        """
+        ...
 
 
 class PagedBatch(NamedTuple):
     """The batch as the layers need it: where its tokens go, and where its rows lie.
 
     Attributes:
-        pages: one ``[P, 2, K, S, D]`` a layer.
+        pages: the memory of each layer.
+        specs: of each layer.
         windows: tokens visible to the left of a query in each layer, -1 for all, in place of the layers' own windows;
             empty to use those.
     """
 
     pages: list[Tensor]
+    specs: tuple[AttentionSpec, ...]
     rows: PackedTokens | NewestTokens
     windows: tuple[int, ...] = ()
 
@@ -156,7 +176,7 @@ def attention_forward(
         module: the attention layer; its ``layer_idx`` picks the pages.
         query: ``[1, H, T, D]`` packed, or ``[B, H, 1, D]`` in decode.
         key: ``[1, K, T, D]`` or ``[B, K, 1, D]``, the new tokens' only.
-        value: like ``key``.
+        value: like ``key``; its D may be another.
         attention_mask: must be None: masked tokens are never stored.
         scaling: factor on the logits; ``D ** -0.5`` if None.
         sliding_window: tokens a query sees, itself included; all if None.
@@ -166,7 +186,7 @@ def attention_forward(
         kwargs: further arguments of the model; checked once, by the probe.
 
     Returns:
-        ``[1, T, H, D]`` or ``[B, 1, H, D]``, and None in place of attention weights.
+        ``[1, T, H, D]`` or ``[B, 1, H, D]``, D that of ``value``, and None in place of attention weights.
 
     Raises:
         UnpagedCallError: the caller is not one of our own compiled calls.
@@ -179,18 +199,17 @@ def attention_forward(
     if isinstance(paged_batch, LayerProbe):
         return paged_batch.visit(module, query, key, value, attention_mask, sliding_window, softcap, kwargs)
     rows, layer = paged_batch.rows, cast(int, module.layer_idx)
+    spec, memory = paged_batch.specs[layer], paged_batch.pages[layer]
     states = (_pack(query, rows.one_a_row), _pack(key, rows.one_a_row), _pack(value, rows.one_a_row))
     options = (
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         _window_left(paged_batch, layer, sliding_window),
         softcap or 0.0,
     )
-    if s_aux is None:
-        out = rows.attend(layer, states, paged_batch.pages[layer], options)
-    else:
-        out, lse = rows.attend_lse(layer, states, paged_batch.pages[layer], options)
+    out, lse = spec.attend(rows, layer, states, memory, options, s_aux is not None)
+    if s_aux is not None and lse is not None:
         out = out * torch.sigmoid(lse * math.log(2) - s_aux.float())[..., None].to(out.dtype)
-    return out.view(query.shape[0], query.shape[2], query.shape[1], query.shape[3]), None
+    return out.view(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
 
 def _window_left(batch: PagedBatch, layer: int, sliding_window: int | None) -> int:

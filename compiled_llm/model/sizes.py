@@ -72,7 +72,7 @@ def _positions(config: PretrainedConfig | None) -> int:
 
 
 def attention_geometries(layers: Sequence[Layer], page_size: int, dtype: torch.dtype) -> list[Geometry]:
-    """Return the geometry of each layer, with the head sizes that pages have; layers of one geometry share a plan."""
+    """Return the geometry of each layer, with the model's head sizes; layers of one geometry share a plan."""
     return [
         Geometry(
             layer.query_heads,

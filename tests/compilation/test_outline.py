@@ -83,7 +83,7 @@ def outlined_and_whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def arguments_of(model: PreTrainedModel) -> Arguments:
     """The arguments of a decode step of two rows."""
     state = model.compiled.model_runner().state
-    return Arguments(model, state.decode_buffers.bucket(2), state.slots.tables, state.pages)
+    return Arguments(model, state.decode_buffers.bucket(2), state.slots.tables, state.pages, state.specs)
 
 
 def programs_of(model: PreTrainedModel) -> Any:

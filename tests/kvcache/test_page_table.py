@@ -10,11 +10,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from compiled_llm.execution.state.decode_buffers import bucket_for, buckets_up_to
-from compiled_llm.kvcache.memory import allocate_pages
 from compiled_llm.kvcache.pool import NULL_PAGE, PagePool
 from compiled_llm.kvcache.row import Row
+from compiled_llm.kvcache.specs import FullAttentionSpec, allocate_pages
 from compiled_llm.kvcache.table import Span, build_table
-from compiled_llm.model.layer_probe import Layer
 
 pytestmark = pytest.mark.core
 
@@ -111,8 +110,8 @@ def test_every_batch_has_the_smallest_bucket_that_holds_it(most):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pages_are_zeros_and_no_views(dtype):
     """Dynamo would trace what they are views of as well, layer by layer."""
-    layer = Layer(query_heads=4, kv_heads=2, head_dim=16, window_left=-1, logits_soft_cap=0.0)
-    for pages in allocate_pages(3, [layer, layer], 4, dtype, torch.device("cpu")):
+    spec = FullAttentionSpec(kv_heads=2, head_dim=12, stored_head_dim=16, page_size=4, dtype=dtype)
+    for pages in allocate_pages([spec, spec], 3, torch.device("cpu")):
         assert torch.equal(pages, torch.zeros(3, 2, 2, 4, 16, dtype=dtype))
         assert pages.is_contiguous()
         assert not pages._is_view()

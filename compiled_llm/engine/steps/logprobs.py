@@ -115,7 +115,7 @@ def prepare_logprobs(model_runner: ModelRunner) -> None:
 
 def _score_nothing(model_runner: ModelRunner) -> None:
     state = model_runner.state
-    logits = torch.zeros_like(state.slots.tables.counts[:1], dtype=state.pages[0].dtype)
+    logits = torch.zeros_like(state.slots.tables.counts[:1], dtype=state.dtype)
     score_tokens(logits, torch.zeros(1, dtype=torch.int64, device=logits.device), 1)
 
 

@@ -230,7 +230,7 @@ def _replaced(logits: Tensor, rows: Sequence[Row], processed: Mapping[Row, Tenso
 
 def prepare_deferred(state: RunnerState, buckets: Sequence[int] = ()) -> None:
     """Launch the kernels of deferred sampling for rows of padding, and capture those of ``buckets`` rows."""
-    tables, padding, dtype = state.slots.tables, state.slots.of([], 2), state.pages[0].dtype
+    tables, padding, dtype = state.slots.tables, state.slots.of([], 2), state.dtype
     slots, positions = state.staging.to_device([padding, np.zeros_like(padding)])
     tables.allowed.index_copy_(0, slots[:1], tables.allowed[slots[:1]])
     logits = torch.zeros((2, tables.counts.shape[1]), dtype=dtype, device=state.device)

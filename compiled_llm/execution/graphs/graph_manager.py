@@ -191,7 +191,7 @@ class GraphManager:
     def arguments(self, inputs: StepInputs) -> Arguments:
         """Return the arguments of programs for a step."""
         state = self._state
-        return Arguments(state.facts.model, inputs, state.slots.tables, state.pages)
+        return Arguments(state.facts.model, inputs, state.slots.tables, state.pages, state.specs)
 
     def can_launch(self, inputs: StepInputs) -> bool:
         """Return whether a step can be launched without compiling anything; ``check_model`` has been called."""

@@ -1,6 +1,6 @@
 """Tensors of a model runner at fixed addresses: pages, page tables, decode buffers and sampling settings.
 
-Shapes: P pages, K kv heads, D head dimension.
+Shapes: B rows, C columns of a cache, K kv heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from compiled_llm.execution.state.decode_buffers import DecodeBuffers
 from compiled_llm.execution.state.sampling_graphs import SamplingGraphs
 from compiled_llm.execution.state.slots import Slots
 from compiled_llm.execution.state.staging import Staging
-from compiled_llm.kvcache.memory import allocate_pages, as_stored, ended_marker, free, pages_to_allocate, wait_for
+from compiled_llm.kvcache.memory import ended_marker, free, pages_to_allocate, wait_for
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import PageCopy, Row
+from compiled_llm.kvcache.specs import Places, allocate_pages, kv_cache_specs, page_bytes
 from compiled_llm.kvcache.step_validity import StepValidity
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.sizes import logits_width
@@ -33,8 +34,9 @@ class RunnerState:
     """Tensors that are allocated once, before anything is captured, and copies into and out of them.
 
     Attributes:
-        stored_layers: the model's layers with the head sizes that pages have.
-        pages: one ``[P, 2, K, S, D]`` a layer.
+        dtype: of the model.
+        specs: of each layer, what it keeps of a token.
+        pages: the memory of each layer.
         validity: of decode steps; whatever changes something that they are made from ends it.
         pool: which row has which page.
         arena: the columns of slots and decode buffers.
@@ -51,7 +53,7 @@ class RunnerState:
         model = facts.model
         self.facts = facts
         self.config = config
-        self.device = model.device
+        self.device, self.dtype = model.device, model.dtype
         self.max_positions = max_positions
         self.validity = StepValidity()
         self.cuda_graphs = RollingCudaGraphs(
@@ -61,10 +63,10 @@ class RunnerState:
             changed=self.validity.invalidate,
         )
         chosen = backend_for(config.backend, self.device.type)
-        self.stored_layers = as_stored(facts.layers, chosen.backend)
-        count = pages_to_allocate(config, self.stored_layers, model.dtype, self.device, self.max_positions)
+        self.specs = kv_cache_specs(facts.layers, config.page_size, model.dtype, chosen.backend)
+        count = pages_to_allocate(config, page_bytes(self.specs), self.device, self.max_positions)
         with torch.inference_mode(False):
-            self.pages = allocate_pages(count, self.stored_layers, config.page_size, model.dtype, self.device)
+            self.pages = allocate_pages(self.specs, count, self.device)
             self.staging = Staging(self.device)
             pages_each = -(-self.max_positions // config.page_size) + 1
             columns = DecodeBuffers.columns(config.max_batch_size)
@@ -119,15 +121,11 @@ class RunnerState:
         size = self.config.page_size
         pages = [np.array(row.pages, dtype=np.int64)[places // size] for row, places in zip(rows, at, strict=True)]
         entries = [np.concatenate(pages), np.concatenate(at) % size, batch_indices, columns]
-        page, slot, batch_index, column = self.staging.to_device(entries)
-        for target, layer in zip(self.pages, states, strict=True):
-            both = torch.stack(layer)[..., -stored.shape[1] :, :]
-            both = torch.nn.functional.pad(both, (0, 0, stored.shape[1] - both.shape[3], 0))
-            target[page, :, :, slot, : both.shape[4]] = both[:, batch_index, :, column]
+        places = Places(stored.shape[1], *self.staging.to_device(entries))
+        for spec, memory, (keys, values) in zip(self.specs, self.pages, states, strict=True):
+            spec.write(memory, places, keys, values)
 
-    def read(self, layer: int, row: Row) -> Tensor:
-        """Return ``[2, K, length, D]``, a copy of a row's keys and values in one layer."""
-        (indices,) = self.staging.to_device([np.array(row.pages, dtype=np.int64)])
-        pages = self.pages[layer].index_select(0, indices)
-        tokens = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)
-        return tokens[:, :, : row.length, : self.facts.layers[layer].head_dim]
+    def read(self, layer: int, row: Row) -> tuple[Tensor, Tensor]:
+        """Return ``[K, length, D]``, copies of a row's keys and values in one layer."""
+        (pages,) = self.staging.to_device([np.array(row.pages, dtype=np.int64)])
+        return self.specs[layer].read(self.pages[layer], pages, row.length)

@@ -42,8 +42,10 @@ class PagedCache(Cache):
     """
 
     def __init__(self, generate_loop: GenerateLoop) -> None:
-        pages = generate_loop.model_runner.state.pages
-        super().__init__(layers=[PagedLayer(self, index, layer) for index, layer in enumerate(pages)])
+        state = generate_loop.model_runner.state
+        super().__init__(
+            layers=[PagedLayer(self, index, state.dtype, state.device) for index in range(len(state.specs))]
+        )
         self.generate_loop = generate_loop
         self.stored = _NOTHING
 
@@ -82,13 +84,17 @@ class PagedCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen
 
-    def copied(self, layer: int) -> Tensor:
-        """Return ``[2, B, K, C, D]``, copies of a layer's keys and values; zeros where a token is masked."""
-        rows = self.generate_loop.stored(layer)
-        _, heads, _, head_dim = rows[0].shape
-        out = rows[0].new_zeros(2, len(rows), heads, self.seen, head_dim)
+    def copied(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return ``[B, K, C, D]`` twice, copies of a layer's keys and values; zeros where a token is masked."""
+        keys, values = zip(*self.generate_loop.stored(layer), strict=True)
+        return self._in_columns(keys), self._in_columns(values)
+
+    def _in_columns(self, rows: Sequence[Tensor]) -> Tensor:
+        """Return ``[B, K, C, D]`` from the stored tokens of each row, ``[K, length, D]``."""
+        heads, _, head_dim = rows[0].shape
+        out = rows[0].new_zeros(len(rows), heads, self.seen, head_dim)
         for batch_index, row in enumerate(rows):
-            out[:, batch_index, :, torch.from_numpy(np.flatnonzero(self.stored[batch_index])).to(out.device)] = row
+            out[batch_index, :, torch.from_numpy(np.flatnonzero(self.stored[batch_index])).to(out.device)] = row
         return out
 
     def handed_over(self, config: PretrainedConfig) -> Cache:

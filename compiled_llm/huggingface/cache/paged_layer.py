@@ -19,7 +19,7 @@ class LayerSource(Protocol):
     @property
     def seen(self) -> int: ...
 
-    def copied(self, layer: int) -> Tensor: ...
+    def copied(self, layer: int) -> tuple[Tensor, Tensor]: ...
 
 
 def _refused(method: str) -> Any:
@@ -40,11 +40,11 @@ class PagedLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, cache: LayerSource, index: int, pages: Tensor) -> None:
+    def __init__(self, cache: LayerSource, index: int, dtype: torch.dtype, device: torch.device) -> None:
         self._cache = weakref.ref(cache)  # a cycle would keep the rows' pages until the garbage collector comes by
         self._index = index
-        self.dtype: torch.dtype = pages.dtype
-        self.device: torch.device = pages.device
+        self.dtype: torch.dtype = dtype
+        self.device: torch.device = device
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]

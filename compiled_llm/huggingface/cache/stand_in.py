@@ -24,6 +24,7 @@ from transformers.cache_utils import (
 
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.reporting.slow_paths import Reason
+from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.model.layer_probe import Layer
@@ -85,8 +86,8 @@ class StandIn(PagedCache):
         assert original is not None
         known = int(original.get_seq_length())
         for index in range(len(self.layers) if known < self.seen else 0):
-            keys, values = self.copied(index)[:, :, :, known:]
-            original.update(keys, values, index)
+            keys, values = self.copied(index)
+            original.update(keys[:, :, known:], values[:, :, known:], index)
         self.close()
         return original
 
@@ -98,10 +99,10 @@ def _states(layer: CacheLayerMixin, columns: int) -> tuple[Tensor, Tensor]:
     return layer.keys[:, :, :columns], layer.values[:, :, :columns]
 
 
-def readable(cache: Cache, layers: Sequence[Layer], pages: Tensor, rows: int, most: int) -> bool:
+def readable(cache: Cache, layers: Sequence[Layer], state: RunnerState, rows: int, most: int) -> bool:
     """Whether a cache, one of ``READABLE``, can be read into pages, and later tokens be appended to it.
 
-    The call has ``rows`` rows, B, and ``most`` columns at the end; ``pages`` are those of one layer.
+    The call has ``rows`` rows, B, and ``most`` columns at the end.
     """
     if cache.offloading:
         return False
@@ -114,7 +115,7 @@ def readable(cache: Cache, layers: Sequence[Layer], pages: Tensor, rows: int, mo
     return (
         len(filled) in (0, len(layers))
         and all(_keeps(layer, like, most) for layer, like in zip(theirs, layers, strict=True))
-        and all(_fits(keys, like, pages, rows) for keys, like in zip(filled, layers, strict=False))
+        and all(_fits(keys, like, state, rows) for keys, like in zip(filled, layers, strict=False))
     )
 
 
@@ -130,6 +131,6 @@ def _keeps(layer: CacheLayerMixin, like: Layer, most: int) -> bool:
     )
 
 
-def _fits(keys: Tensor, like: Layer, pages: Tensor, rows: int) -> bool:
+def _fits(keys: Tensor, like: Layer, state: RunnerState, rows: int) -> bool:
     shape = (rows, like.kv_heads, like.head_dim)
-    return (keys.dtype, keys.device) == (pages.dtype, pages.device) and keys.shape[:2] + keys.shape[3:] == shape
+    return (keys.dtype, keys.device) == (state.dtype, state.device) and keys.shape[:2] + keys.shape[3:] == shape

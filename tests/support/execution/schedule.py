@@ -22,6 +22,11 @@ def prompt_of(length: int, rng: np.random.Generator) -> list[int]:
     return rng.integers(3, 128, length).tolist()
 
 
+def first_layer(generate_loop: GenerateLoop) -> list[Tensor]:
+    """The keys and values of each row, one after the other."""
+    return [states for stored in generate_loop.stored(0) for states in stored]
+
+
 class Schedule:
     """A loop and its rows' twins, each alone on HuggingFace's forward."""
 
@@ -85,7 +90,7 @@ class Schedule:
 
     def fork(self) -> None:
         fork = self.generate_loop.fork()
-        self.forks.append((fork, fork.stored(0)))
+        self.forks.append((fork, first_layer(fork)))
         if len(self.forks) > 2:
             self.close_fork()
 
@@ -95,7 +100,7 @@ class Schedule:
 
     def close_fork(self) -> None:
         fork, held = self.forks.pop(0)
-        assert all(map(torch.equal, fork.stored(0), held)), "others have written into its pages"
+        assert all(map(torch.equal, first_layer(fork), held)), "others have written into its pages"
         fork.close()
 
     def close(self) -> None:

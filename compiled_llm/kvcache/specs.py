@@ -1,0 +1,154 @@
+"""KV specs: what a layer keeps of each token, how that lies in pages, and how it is written, read and attended over.
+
+Nothing else knows how a layer's memory is laid out: the pool counts pages, a page table names them.
+
+Shapes: P pages, K kv heads, S page size, D head dimension as stored, B rows, C columns, L tokens of one row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from compiled_llm.kvcache.memory import mark_static, zeros
+from compiled_llm.model.attention import AttentionSpec, NewestTokens, Options, PackedTokens, States
+from compiled_llm.model.layer_probe import Layer
+from compiled_llm_ops import Geometry
+from compiled_llm_ops.protocol import Backend
+
+
+class Places(NamedTuple):
+    """Where tokens that were computed elsewhere go, and where they come from; each ``[N]`` int64 on the device.
+
+    Attributes:
+        width: C.
+        pages: page numbers.
+        slots: places in those pages.
+        rows: rows of the given states.
+        columns: their columns, of the last C.
+    """
+
+    width: int
+    pages: Tensor
+    slots: Tensor
+    rows: Tensor
+    columns: Tensor
+
+
+class KVCacheSpec(AttentionSpec, Protocol):
+    """One layer's part of the KV cache. Its memory is one tensor, whose first dimension are the pages."""
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of a page in this layer."""
+        ...
+
+    def shape(self, pages: int) -> tuple[int, ...]:
+        """Return the shape of a memory of ``pages`` pages."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the memory."""
+        ...
+
+    def planned(self, geometry: Geometry) -> Geometry:
+        """Return a layer's geometry with the head sizes that its pages have."""
+        ...
+
+    def write(self, memory: Tensor, places: Places, keys: Tensor, values: Tensor) -> None:
+        """Write keys and values of HuggingFace's caches, ``[B, K, C', D]``, whose last column is the last of C.
+
+        Zeros are written for columns that they lack.
+        """
+        ...
+
+    def read(self, memory: Tensor, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Return copies of the keys and values ``[K, L, D]`` of the ``length`` tokens in ``pages`` ``[N]``."""
+        ...
+
+
+class FullAttentionSpec(NamedTuple):
+    """Keys and values of one size, ``[P, 2, K, S, D]``; all tokens are kept, with a window, too.
+
+    Attributes:
+        kv_heads: K.
+        head_dim: of the model.
+        stored_head_dim: D; the part that the model does not need stays zero.
+        page_size: S.
+        dtype: of the model.
+    """
+
+    kv_heads: int
+    head_dim: int
+    stored_head_dim: int
+    page_size: int
+    dtype: torch.dtype
+
+    def shape(self, pages: int) -> tuple[int, ...]:
+        return pages, 2, self.kv_heads, self.page_size, self.stored_head_dim
+
+    @property
+    def page_size_bytes(self) -> int:
+        return math.prod(self.shape(1)) * self.dtype.itemsize
+
+    def planned(self, geometry: Geometry) -> Geometry:
+        return geometry._replace(head_dim=self.stored_head_dim)
+
+    def attend(
+        self,
+        rows: PackedTokens | NewestTokens,
+        layer: int,
+        states: States,
+        memory: Tensor,
+        options: Options,
+        wants_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        return rows.attend(layer, states, memory, options, wants_lse)
+
+    def write(self, memory: Tensor, places: Places, keys: Tensor, values: Tensor) -> None:
+        both = _columns(torch.stack([keys, values]), places.width)
+        memory[places.pages, :, :, places.slots, : self.head_dim] = both[:, places.rows, :, places.columns]
+
+    def read(self, memory: Tensor, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        both = memory.index_select(0, pages).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        keys, values = both[:, :, :length, : self.head_dim]
+        return keys, values
+
+
+def _columns(states: Tensor, width: int) -> Tensor:
+    """Return the last ``width`` columns of ``[..., C', D]``, with zeros before them if there are fewer."""
+    states = states[..., -width:, :]
+    return torch.nn.functional.pad(states, (0, 0, width - states.shape[-2], 0))
+
+
+def kv_cache_specs(
+    layers: Sequence[Layer], page_size: int, dtype: torch.dtype, backend: Backend
+) -> tuple[KVCacheSpec, ...]:
+    """Return each layer's spec; ``backend`` attends, and says which head sizes pages must have."""
+    return tuple(
+        FullAttentionSpec(layer.kv_heads, layer.head_dim, backend.stored_head_dim(layer.head_dim), page_size, dtype)
+        for layer in layers
+    )
+
+
+def page_bytes(specs: Sequence[KVCacheSpec]) -> int:
+    """Return what one page takes over all layers, in bytes."""
+    return sum(spec.page_size_bytes for spec in specs)
+
+
+def allocate_pages(specs: Sequence[KVCacheSpec], pages: int, device: torch.device) -> list[Tensor]:
+    """Return each layer's memory, zeros at addresses that graphs may rely on.
+
+    On a CPU the operating system backs memory with pages only once it is written, so a large pool costs what is used.
+    """
+    memories = [zeros(spec.shape(pages), spec.dtype, device) for spec in specs]
+    for memory in memories:
+        mark_static(memory)
+        # P depends on what memory is free; built into the code, it would make every start a cold one.
+        torch._dynamo.mark_dynamic(memory, 0)
+    return memories
