@@ -120,6 +120,54 @@ class FullAttentionSpec(NamedTuple):
         return keys, values
 
 
+class UnevenAttentionSpec(NamedTuple):
+    """Values of another size than the keys, ``[P, K, S, D + E]``: each key is followed by its value.
+
+    Attributes:
+        kv_heads: K.
+        head_dim: D, of keys.
+        value_head_dim: E.
+        page_size: S.
+        dtype: of the model.
+    """
+
+    kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    page_size: int
+    dtype: torch.dtype
+
+    def shape(self, pages: int) -> tuple[int, ...]:
+        return pages, self.kv_heads, self.page_size, self.head_dim + self.value_head_dim
+
+    @property
+    def page_size_bytes(self) -> int:
+        return math.prod(self.shape(1)) * self.dtype.itemsize
+
+    def planned(self, geometry: Geometry) -> Geometry:
+        return geometry
+
+    def attend(
+        self,
+        rows: PackedTokens | NewestTokens,
+        layer: int,
+        states: States,
+        memory: Tensor,
+        options: Options,
+        wants_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        return rows.attend(layer, states, memory, options, wants_lse)
+
+    def write(self, memory: Tensor, places: Places, keys: Tensor, values: Tensor) -> None:
+        both = _columns(torch.cat([keys, values], dim=-1), places.width)
+        memory[places.pages, :, places.slots] = both[places.rows, :, places.columns]
+
+    def read(self, memory: Tensor, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        both = memory.index_select(0, pages).transpose(0, 1).flatten(1, 2)[:, :length]
+        keys, values = both.split([self.head_dim, self.value_head_dim], dim=-1)
+        return keys, values
+
+
 def _columns(states: Tensor, width: int) -> Tensor:
     """Return the last ``width`` columns of ``[..., C', D]``, with zeros before them if there are fewer."""
     states = states[..., -width:, :]
@@ -130,10 +178,14 @@ def kv_cache_specs(
     layers: Sequence[Layer], page_size: int, dtype: torch.dtype, backend: Backend
 ) -> tuple[KVCacheSpec, ...]:
     """Return each layer's spec; ``backend`` attends, and says which head sizes pages must have."""
-    return tuple(
-        FullAttentionSpec(layer.kv_heads, layer.head_dim, backend.stored_head_dim(layer.head_dim), page_size, dtype)
-        for layer in layers
-    )
+    return tuple(_spec_of(layer, page_size, dtype, backend) for layer in layers)
+
+
+def _spec_of(layer: Layer, page_size: int, dtype: torch.dtype, backend: Backend) -> KVCacheSpec:
+    if layer.value_head_dim is not None:
+        return UnevenAttentionSpec(layer.kv_heads, layer.head_dim, layer.value_head_dim, page_size, dtype)
+    stored = backend.stored_head_dim(layer.head_dim)
+    return FullAttentionSpec(layer.kv_heads, layer.head_dim, stored, page_size, dtype)
 
 
 def page_bytes(specs: Sequence[KVCacheSpec]) -> int:

@@ -20,6 +20,7 @@ from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm.model.sizes import attention_geometries
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.backends import BACKENDS, backend_for, backend_named
+from compiled_llm_ops.protocol import Backend
 
 ROOT = 0
 """Root's user id: who does not trust root has no machine."""
@@ -157,15 +158,23 @@ def _check_backend(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
 def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapConfig) -> None:
     """Raise UnsupportedModelError if the backend has no kernels for a layer; it says why, and which backend has."""
     name, backend, _ = backend_for(config.backend, model.device.type)
-    for number, geometry in enumerate(attention_geometries(layers, config.page_size, model.dtype)):
-        if (reason := backend.missing_kernel(geometry)) is not None:
+    geometries = attention_geometries(layers, config.page_size, model.dtype)
+    for number, (layer, geometry) in enumerate(zip(layers, geometries, strict=True)):
+        if (reason := _missing(backend, layer, geometry)) is not None:
             raise UnsupportedModelError(
-                f"wrap: backend={name!r} cannot run attention layer {number}: {reason}; {_others(name, geometry)}"
+                f"wrap: backend={name!r} cannot run attention layer {number}: {reason}; "
+                f"{_others(name, layer, geometry)}"
             )
 
 
-def _others(name: str, geometry: Geometry) -> str:
-    able = [other for other in BACKENDS if other != name and backend_named(other).missing_kernel(geometry) is None]
+def _missing(backend: Backend, layer: Layer, geometry: Geometry) -> str | None:
+    if layer.value_head_dim is not None and not backend.uneven_heads:
+        return f"its keys have heads of size {layer.head_dim}, and its values of size {layer.value_head_dim}"
+    return backend.missing_kernel(geometry)
+
+
+def _others(name: str, layer: Layer, geometry: Geometry) -> str:
+    able = [other for other in BACKENDS if other != name and _missing(backend_named(other), layer, geometry) is None]
     ways = [f"backend={other!r}" + ("" if backend_named(other).capturable else " with mode='eager'") for other in able]
     return f"{' or '.join(ways)} can" if ways else "no backend can"
 

@@ -34,6 +34,7 @@ class Layer(NamedTuple):
         window_left: tokens visible to the left of a query; -1 for all.
         logits_soft_cap: cap on the logits; 0.0 for none.
         window_in_mask: only HuggingFace's mask has the window; attention is given another one, or none.
+        value_head_dim: head size of the values; None if it is that of the keys.
     """
 
     query_heads: int
@@ -42,6 +43,7 @@ class Layer(NamedTuple):
     window_left: int
     logits_soft_cap: float
     window_in_mask: bool = False
+    value_head_dim: int | None = None
 
     def visible(self, positions: int) -> int:
         """Return how many of ``positions`` tokens the last one sees, itself included."""
@@ -76,10 +78,10 @@ class LayerProbe:
             raise UnsupportedModelError(f"{name} has layer_idx={index!r}; each attention layer needs one of its own")
         if attention_mask is not None:
             raise UnsupportedModelError(f"{name} builds an attention mask of its own; paged attention cannot honour it")
-        if key.shape[-1] != value.shape[-1] or key.shape[-1] != query.shape[-1]:
+        if key.shape[-1] != query.shape[-1]:
             raise UnsupportedModelError(
-                f"{name} has key heads of size {key.shape[-1]} and value heads of size {value.shape[-1]}; "
-                "pages need both of one size (multi-head latent attention is not supported)"
+                f"{name} has query heads of size {query.shape[-1]} and key heads of size {key.shape[-1]}; paged "
+                "attention multiplies one by the other"
             )
         if key.shape[2] != query.shape[2] or value.shape[2] != query.shape[2]:
             raise UnsupportedModelError(
@@ -96,8 +98,15 @@ class LayerProbe:
             head_dim=query.shape[-1],
             window_left=-1 if sliding_window is None else int(sliding_window) - 1,
             logits_soft_cap=float(softcap or 0.0),
+            value_head_dim=None if value.shape[-1] == key.shape[-1] else value.shape[-1],
         )
-        return query.transpose(1, 2).contiguous(), None
+        return attended_like(query, value), None
+
+
+def attended_like(query: Tensor, value: Tensor) -> Tensor:
+    """Return zeros of the shape that attention has: ``[B, T, H, D]``, D that of the values."""
+    rows, heads, tokens, _ = query.shape
+    return query.new_zeros((rows, tokens, heads, value.shape[-1]))
 
 
 def probe_layers(model: PreTrainedModel, batch_argument: str, fake: bool = True) -> list[Layer]:

@@ -63,6 +63,40 @@ def check_int32(op: str, **columns: Tensor) -> None:
             raise ValueError(f"{op}: {name} must be int32; got {column.dtype}")
 
 
+def has_uneven_heads(pages: Tensor) -> bool:
+    """Whether pages are ``[P, K, S, D + E]``: each key is followed by a value of another size E."""
+    return pages.dim() == 4
+
+
+def value_size(query: Tensor, pages: Tensor) -> int:
+    """Return the head size of values, for queries ``[T, H, D]``."""
+    return pages.shape[3] - query.shape[2] if has_uneven_heads(pages) else query.shape[2]
+
+
+def check_pages(op: str, query: Tensor, pages: Tensor) -> None:
+    """Check that queries ``[T, H, D]`` can attend over pages; ValueError if not."""
+    even = pages.dim() == 5 and pages.shape[1] == 2
+    if query.dim() != 3 or not (even or (has_uneven_heads(pages) and value_size(query, pages) != query.shape[2])):
+        raise ValueError(
+            f"{op}: query must be [T, H, D] and pages [P, 2, K, S, D]; got {tuple(query.shape)} and "
+            f"{tuple(pages.shape)}"
+        )
+    (_, heads, head_dim), (kv_heads, _, stored) = query.shape, pages.shape[-3:]
+    if heads % kv_heads or head_dim > stored or value_size(query, pages) < 1:
+        raise ValueError(
+            f"{op}: {heads} query heads of size {head_dim} do not fit pages with {kv_heads} kv heads of size {stored}"
+        )
+
+
+def check_even_heads(op: str, pages: Tensor) -> None:
+    """Check pages before a kernel that reads ``[P, 2, K, S, D]`` alone; ValueError if they are others."""
+    if has_uneven_heads(pages):
+        raise ValueError(
+            f"{op}: pages {tuple(pages.shape)}, whose values have another size than the keys, are written and read by "
+            "backend='reference' only"
+        )
+
+
 class AppendPagedKv(NamedTuple):
     """Arguments of ``append_paged_kv``."""
 
@@ -139,6 +173,7 @@ class PagedAttention(NamedTuple):
 
     @property
     def geometry(self) -> Geometry:
+        check_even_heads("paged_attention", self.pages)
         _, _, kv_heads, page_size, stored = self.pages.shape
         heads, options = self.query.shape[1], (self.window_left, self.logits_soft_cap)
         return Geometry(heads, kv_heads, stored, page_size, *options, self.query.dtype, self.pages.dtype)

@@ -12,11 +12,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import AppendPagedKv, PageTable
+from compiled_llm_ops.contracts import AppendPagedKv, PageTable, has_uneven_heads, value_size
 
 
 def gather(pages: Tensor, numbers: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the keys and the values ``[..., K, n * S, D]`` in the pages ``numbers`` ``[..., n]``."""
+    if has_uneven_heads(pages):
+        both = pages[numbers].transpose(-4, -3).flatten(-3, -2).to(dtype)
+        return both[..., :head_dim], both[..., head_dim:]
     _, _, kv_heads, page_size, padded = pages.shape
     # Whole [S, D'] pieces, in the order they are wanted in: one copy instead of two.
     heads = torch.arange(2 * kv_heads, dtype=numbers.dtype, device=numbers.device).view(
@@ -33,7 +36,7 @@ def gather(pages: Tensor, numbers: Tensor, head_dim: int, dtype: torch.dtype) ->
 
 def _rows(query: Tensor, pages: Tensor, table: PageTable) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield each row's queries as a slice, and its keys and values ``[K, L, D]`` gathered from its pages."""
-    page_size, head_dim = pages.shape[3], query.shape[2]
+    page_size, head_dim = pages.shape[-2], query.shape[2]
     starts, ends = table.qo_indptr.tolist(), table.indptr.tolist()
     for row, last in enumerate(table.last_page_len.tolist()):
         if starts[row] == starts[row + 1]:
@@ -53,16 +56,16 @@ def _visible(queries: int, length: int, window_left: int, device: torch.device) 
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, window_left: int) -> Tensor:
-    """``[Q, H, D]`` from ``query`` ``[Q, H, D]`` and ``keys``, ``values`` ``[K, L, D]``."""
-    queries, heads, head_dim = query.shape
+    """``[Q, H, D]``, D that of the values, from ``query`` ``[Q, H, D]`` and ``keys``, ``values`` ``[K, L, D]``."""
+    queries, heads, _ = query.shape
     kv_heads, length, _ = keys.shape
     whole = queries == length and window_left < 0
     # A group of heads is a batch of its own, over keys and values that are not repeated in memory.
-    shape = (kv_heads, heads // kv_heads, length, head_dim)
+    group = heads // kv_heads
     out: Tensor = torch.nn.functional.scaled_dot_product_attention(
-        query.transpose(0, 1).unflatten(0, shape[:2]),
-        keys[:, None].expand(shape),
-        values[:, None].expand(shape),
+        query.transpose(0, 1).unflatten(0, (kv_heads, group)),
+        keys[:, None].expand(-1, group, -1, -1),
+        values[:, None].expand(-1, group, -1, -1),
         attn_mask=None if whole else _visible(queries, length, window_left, query.device),
         is_causal=whole,
         scale=scale,
@@ -85,7 +88,7 @@ def _attend_lse(
     lse = torch.logsumexp(logits, dim=-1)
     weights = torch.exp(logits - lse[..., None])
     out = torch.einsum("qkgl,kld->qkgd", weights, value.float())
-    return out.reshape(queries, heads, head_dim), lse.reshape(queries, heads) / math.log(2)
+    return out.reshape(queries, heads, -1), lse.reshape(queries, heads) / math.log(2)
 
 
 def attend_row_by_row(
@@ -98,7 +101,8 @@ def attend_row_by_row(
     wants_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return ``[T, H, D]`` and, if ``wants_lse``, the log-sum-exp ``[T, H]`` in base 2."""
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    sizes = (*query.shape[:2], value_size(query, pages))
+    out = torch.empty(sizes, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     for tokens, keys, values in _rows(query, pages, table):
         if wants_lse or logits_soft_cap > 0:
@@ -111,7 +115,14 @@ def attend_row_by_row(
 
 def append(args: AppendPagedKv) -> None:
     """Write the keys and values of new tokens; see ``append_paged_kv``."""
-    page_size, head_dim = args.pages.shape[3], args.key.shape[2]
+    page_size = args.pages.shape[-2]
     page = args.indices[args.indptr[args.token_rows] + args.token_positions // page_size]
-    slot = args.token_positions % page_size
-    args.pages[page, :, :, slot, :head_dim] = torch.stack([args.key, args.value], dim=1).to(args.pages.dtype)
+    store(args.pages, page, args.token_positions % page_size, args.key, args.value)
+
+
+def store(pages: Tensor, numbers: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
+    """Write keys and values ``[T, K, D]`` at ``slots`` ``[T]`` of the pages ``numbers`` ``[T]``."""
+    if has_uneven_heads(pages):
+        pages[numbers, :, slots] = torch.cat([key, value], dim=2).to(pages.dtype)
+    else:
+        pages[numbers, :, :, slots, : key.shape[2]] = torch.stack([key, value], dim=1).to(pages.dtype)

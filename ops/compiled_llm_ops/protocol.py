@@ -143,6 +143,7 @@ class Backend(Protocol):
         devices: kinds of devices that it runs on.
         dtypes: types of queries that there are kernels for.
         capturable: whether a CUDA graph may capture its launches; if not, they run between the pieces of one.
+        uneven_heads: whether values may have another head size than keys; pages are ``[P, K, S, D + E]`` then.
         variants: ways to divide a batch among thread blocks, the simplest first.
         installation: what must be there before it can run.
     """
@@ -150,6 +151,7 @@ class Backend(Protocol):
     devices: tuple[str, ...]
     dtypes: frozenset[torch.dtype]
     capturable: bool
+    uneven_heads: bool
     variants: tuple[int, ...]
     installation: Installation
 

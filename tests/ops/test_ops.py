@@ -75,6 +75,13 @@ def test_pages_may_be_wider_than_the_heads(head_dim, padded, seed):
     check(Batch(*MIXES["mixed"], head_dim=head_dim, padded=padded, seed=seed).filled())
 
 
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 6), (5, 12)])
+def test_values_may_have_another_size_than_keys(mix, head_dim, value_dim, seed):
+    check(Batch(*MIXES[mix], head_dim=head_dim, value_dim=value_dim, seed=seed).filled())
+    check(Batch(*MIXES[mix], head_dim=head_dim, value_dim=value_dim, seed=seed).filled(), 1.3, 4, 1.5)
+
+
 @pytest.mark.parametrize("mix", ["decode", "extend", "mixed"])
 @pytest.mark.parametrize("options", [{"scale": 1.3}, {"window_left": 0}, {"window_left": 4}, {"window_left": 100}])
 def test_scale_and_window_are_honoured(mix, options, seed):

@@ -37,15 +37,15 @@ WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4, "max
 
 def tiny_qwen3(seed: int = 0, **overrides: Any) -> Qwen3:
     """A random Qwen3 in float32; `eos_token_id=None` lets it go on for ever."""
-    return _randomised(Qwen3, Qwen3Config(**{**TINY, **overrides}), seed)
+    return randomised(Qwen3, Qwen3Config(**{**TINY, **overrides}), seed)
 
 
 def tiny_llama(seed: int = 0, **overrides: Any) -> Llama:
     """A random Llama in float32; `eos_token_id=None` lets it go on for ever."""
-    return _randomised(Llama, LlamaConfig(**{**TINY, **overrides}), seed)
+    return randomised(Llama, LlamaConfig(**{**TINY, **overrides}), seed)
 
 
-def _randomised(family: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> Any:
+def randomised(family: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> Any:
     """Large weights and uneven norms: greedy text does not loop, attention is neither flat nor a single spike."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

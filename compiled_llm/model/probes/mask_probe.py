@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from compiled_llm.model.layer_probe import Layer, trial_forward
+from compiled_llm.model.layer_probe import Layer, attended_like, trial_forward
 from compiled_llm.model.probes.mask_pattern import MaskFunction, PatternError, window_of
 from compiled_llm.model.probes.observing import observed
 from compiled_llm.model.refusals import UnsupportedModelError
@@ -122,7 +122,7 @@ class _Handed:
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         self.of_layer[int(module.layer_idx)] = None if mask is None else self._number_of(module, mask)  # type: ignore[arg-type]
-        return query.transpose(1, 2).contiguous()
+        return attended_like(query, value)
 
     def _number_of(self, module: nn.Module, mask: Tensor) -> int:
         for number, made in enumerate(self.masks):
@@ -148,4 +148,32 @@ def _check_cache(model: PreTrainedModel, layers: Sequence[Layer]) -> None:
             raise UnsupportedModelError(
                 f"{name}: HuggingFace's cache keeps {window} tokens of attention layer {index}, whose mask shows more; "
                 "pages keep them all, so it stays usable unwrapped"
+            )
+    if any(layer.value_head_dim is not None for layer in layers):
+        _check_sizes(model, layers)
+
+
+class _Attended:
+    """Observes nothing; attention is not computed."""
+
+    def mask(self, arguments: dict[str, Any]) -> None: ...
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return attended_like(query, value)
+
+
+def _check_sizes(model: PreTrainedModel, layers: Sequence[Layer]) -> None:
+    """Raise UnsupportedModelError if HuggingFace's cache holds latents, from which layers make keys and values."""
+    cache = DynamicCache(config=model.config)
+    with observed(model, _Attended()):
+        trial_forward(model, fake=True, use_cache=True, past_key_values=cache)
+    for index, (layer, cached) in enumerate(zip(layers, cache.layers, strict=True)):
+        kept: list[Tensor | None] = [getattr(cached, name, None) for name in ("keys", "values")]
+        found = [(states.shape[1], states.shape[3]) for states in kept if states is not None]
+        sizes = layer.head_dim, layer.value_head_dim or layer.head_dim
+        if found != [(layer.kv_heads, size) for size in sizes]:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: attention layer {index} has {layer.kv_heads} heads with keys of size "
+                f"{sizes[0]} and values of size {sizes[1]}, and HuggingFace's cache keeps something else of each token "
+                "(multi-head latent attention is not supported); it stays usable unwrapped"
             )

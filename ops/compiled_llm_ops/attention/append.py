@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_llm_ops import plain_attention
 from compiled_llm_ops.backends import backend_named
-from compiled_llm_ops.contracts import AppendPagedKv, check_int32
+from compiled_llm_ops.contracts import AppendPagedKv, check_int32, has_uneven_heads
 from compiled_llm_ops.library import define
 
 
@@ -32,8 +32,9 @@ def append_paged_kv(
 
     Args:
         key: ``[T, K, D]``, any strides.
-        value: ``[T, K, D]``, like ``key``.
-        pages: ``[P, 2, K, S, D']`` with D' >= D, written in place; columns past D are left alone (and stay zero).
+        value: ``[T, K, D]``, like ``key``, or ``[T, K, E]``.
+        pages: ``[P, 2, K, S, D']`` with D' >= D, written in place; columns past D are left alone (and stay zero). For
+            values of another size ``[P, K, S, D + E]``, each key followed by its value, in plain PyTorch only.
         token_rows: ``[T]`` int32, the row each token belongs to.
         token_positions: ``[T]`` int32, each token's index in its row's cache, in tokens.
         indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
@@ -53,12 +54,19 @@ def append_paged_kv(
 
 def _check(args: AppendPagedKv) -> None:
     key, value, pages = args.key, args.value, args.pages
-    if key.shape != value.shape or key.dim() != 3 or key.dtype != value.dtype:
+    alike = 2 if has_uneven_heads(pages) else 3
+    if key.shape[:alike] != value.shape[:alike] or not key.dim() == value.dim() == 3 or key.dtype != value.dtype:
         raise ValueError(
             f"append_paged_kv: key and value must be [T, K, D] of one shape and dtype; got {tuple(key.shape)} "
             f"{key.dtype} and {tuple(value.shape)} {value.dtype}"
         )
-    if pages.dim() != 5 or pages.shape[1:3] != (2, key.shape[1]) or pages.shape[4] < key.shape[2]:
+    if has_uneven_heads(pages):
+        if (pages.shape[1], pages.shape[3]) != (key.shape[1], key.shape[2] + value.shape[2]):
+            raise ValueError(
+                f"append_paged_kv: pages must be [P, {key.shape[1]}, S, {key.shape[2]} + {value.shape[2]}] for a key "
+                f"of {tuple(key.shape)} and a value of {tuple(value.shape)}; got {tuple(pages.shape)}"
+            )
+    elif pages.dim() != 5 or pages.shape[1:3] != (2, key.shape[1]) or pages.shape[4] < key.shape[2]:
         raise ValueError(
             f"append_paged_kv: pages must be [P, 2, {key.shape[1]}, S, D >= {key.shape[2]}] for a key of "
             f"{tuple(key.shape)}; got {tuple(pages.shape)}"
@@ -84,7 +92,8 @@ def _cpu(args: AppendPagedKv) -> None:
 
 def _cuda(args: AppendPagedKv) -> None:
     _check(args)
-    if padding := args.pages.shape[4] - args.key.shape[2]:
+    padding = 0 if has_uneven_heads(args.pages) else args.pages.shape[4] - args.key.shape[2]
+    if padding:
         key, value = (torch.nn.functional.pad(states, (0, padding)) for states in (args.key, args.value))
         args = args._replace(key=key, value=value)
     backend_named(args.backend).append(args)

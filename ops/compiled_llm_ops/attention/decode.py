@@ -17,9 +17,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from compiled_llm_ops.attention.lse import define_with_lse
-from compiled_llm_ops.contracts import DecodeAttention, PageTable, check_int32
+from compiled_llm_ops.contracts import (
+    DecodeAttention,
+    PageTable,
+    check_even_heads,
+    check_int32,
+    check_pages,
+    value_size,
+)
 from compiled_llm_ops.library import same_arguments_as
-from compiled_llm_ops.plain_attention import attend_row_by_row, gather
+from compiled_llm_ops.plain_attention import attend_row_by_row, gather, store
 
 
 def decode_attention(
@@ -50,8 +57,9 @@ def decode_attention(
     Args:
         query: ``[T, H, D]``, any strides, the tokens of a row next to each other; T a multiple of B, H one of K.
         key: ``[T, K, D]``, any strides, of the query's dtype.
-        value: ``[T, K, D]``, like ``key``.
-        pages: ``[P, 2, K, S, D']`` with D' >= D, written in place; columns past D are zero, and left alone.
+        value: ``[T, K, D]``, like ``key``, or ``[T, K, E]``.
+        pages: ``[P, 2, K, S, D']`` with D' >= D, written in place; columns past D are zero, and left alone. For values
+            of another size ``[P, K, S, D + E]``, each key followed by its value, on a CPU only.
         starts: ``[B]`` int32, where each row's pages begin in ``indices``.
         lengths: ``[B]`` int32, tokens of each row, the new ones included; at least q.
         indices: ``[N]`` int32, page numbers.
@@ -70,7 +78,7 @@ def decode_attention(
             then.
 
     Returns:
-        ``[T, H, D]``, contiguous, of the query's dtype.
+        ``[T, H, D]``, contiguous, of the query's dtype; ``[T, H, E]`` for values of another size.
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
@@ -110,19 +118,10 @@ def decode_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 def _check(args: DecodeAttention) -> None:
     query, key, value, pages = args.query, args.key, args.value, args.pages
-    if query.dim() != 3 or pages.dim() != 5 or pages.shape[1] != 2:
-        raise ValueError(
-            "decode_attention: query must be [T, H, D] and pages [P, 2, K, S, D]; got "
-            f"{tuple(query.shape)} and {tuple(pages.shape)}"
-        )
-    (tokens, heads, head_dim), (kv_heads, _, stored) = query.shape, pages.shape[2:]
-    if heads % kv_heads or head_dim > stored:
-        raise ValueError(
-            f"decode_attention: {heads} query heads of size {head_dim} do not fit pages with {kv_heads} kv heads of "
-            f"size {stored}"
-        )
-    expected = (tokens, kv_heads, head_dim)
-    if key.shape != expected or value.shape != expected or key.dtype != value.dtype:
+    check_pages("decode_attention", query, pages)
+    tokens, kv_heads, head_dim = query.shape[0], pages.shape[-3], query.shape[2]
+    expected, of_values = (tokens, kv_heads, head_dim), (tokens, kv_heads, value_size(query, pages))
+    if key.shape != expected or value.shape != of_values or key.dtype != value.dtype:
         raise ValueError(
             f"decode_attention: key and value must be {expected} of one dtype for {tokens} tokens; got "
             f"{tuple(key.shape)} {key.dtype} and {tuple(value.shape)} {value.dtype}"
@@ -167,19 +166,17 @@ def _prepared(states: Tensor, norm: Tensor | None, args: DecodeAttention) -> Ten
 
 
 def _append(args: DecodeAttention) -> None:
-    pages, key, page_size = args.pages, _prepared(args.key, args.key_norm, args), args.pages.shape[3]
-    new = args.new_tokens
+    key, page_size, new = _prepared(args.key, args.key_norm, args), args.pages.shape[-2], args.new_tokens
     positions = (args.lengths[:, None] - new + torch.arange(new, dtype=torch.int32, device="cpu")).flatten()
     page = args.indices[args.starts.repeat_interleave(new) + positions // page_size]
-    newest = torch.stack([key, args.value], dim=1).to(pages.dtype)
-    pages[page, :, :, positions % page_size, : key.shape[2]] = newest
+    store(args.pages, page, positions % page_size, key, args.value)
 
 
 def _cpu(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     _check(args)
     _append(args)
     query = _prepared(args.query, args.query_norm, args)
-    lengths, page_size = args.lengths.tolist(), args.pages.shape[3]
+    lengths, page_size = args.lengths.tolist(), args.pages.shape[-2]
     own = [
         args.indices[start : start - (-length // page_size)]
         for start, length in zip(args.starts.tolist(), lengths, strict=True)
@@ -204,7 +201,7 @@ def _attend(
 ) -> Tensor:
     """Attend with one query a row over the pages ``own``, all rows padded to the longest."""
     rows, heads, head_dim = query.shape
-    kv_heads = pages.shape[2]
+    kv_heads = pages.shape[-3]
     longest = max(lengths)
     keys, values = gather(pages, pad_sequence(own, batch_first=True), head_dim, query.dtype)
     first = 0
@@ -224,7 +221,7 @@ def _attend(
         attn_mask=visible,
         scale=scale,
     )
-    return out.reshape(query.shape)
+    return out.reshape(rows, heads, -1)
 
 
 # ---- CUDA
@@ -250,6 +247,7 @@ def _cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None
     from compiled_llm_ops.kernels.pdl import has_pdl
 
     _check(args)
+    check_even_heads("decode_attention", args.pages)
     (tokens, heads, _), (_, _, kv_heads, page_size, padded) = args.query.shape, args.pages.shape
     device, queries = _device(args.query.device), args.new_tokens * (heads // kv_heads)
     # Nothing that changes from step to step: a captured launch is replayed with rows of other lengths.

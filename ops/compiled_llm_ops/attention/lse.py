@@ -8,13 +8,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import DecodeAttention, PagedAttention
+from compiled_llm_ops.contracts import DecodeAttention, PagedAttention, value_size
 from compiled_llm_ops.left_out import may_be_left_out
 from compiled_llm_ops.library import define
 
 _Arguments = TypeVar("_Arguments", PagedAttention, DecodeAttention)
 Kernel = Callable[[_Arguments, bool], tuple[Tensor, Tensor | None]]
-"""Returns ``[T, H, D]`` and, if the second argument says so, the log-sum-exp ``[T, H]``."""
+"""Returns ``[T, H, D]``, D that of the values, and, if the second argument says so, the log-sum-exp ``[T, H]``."""
 
 
 def define_with_lse(
@@ -50,7 +50,7 @@ def define_with_lse(
 
 
 def _out(args: PagedAttention | DecodeAttention) -> Tensor:
-    return args.query.new_empty(args.query.shape)
+    return args.query.new_empty((*args.query.shape[:2], value_size(args.query, args.pages)))
 
 
 def _out_and_lse(args: PagedAttention | DecodeAttention) -> tuple[Tensor, Tensor]:

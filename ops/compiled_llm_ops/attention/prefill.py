@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention.lse import define_with_lse
-from compiled_llm_ops.contracts import PagedAttention, check_int32
+from compiled_llm_ops.contracts import PagedAttention, check_int32, check_pages, has_uneven_heads, value_size
 from compiled_llm_ops.library import same_arguments_as
 from compiled_llm_ops.plain_attention import attend_row_by_row
 from compiled_llm_ops.protocol import owner_of
@@ -38,7 +38,8 @@ def paged_attention(
 
     Args:
         query: ``[T, H, D]``, any strides; H a multiple of K.
-        pages: ``[P, 2, K, S, D']`` with D' >= D; columns past D are zero.
+        pages: ``[P, 2, K, S, D']`` with D' >= D; columns past D are zero. For values of another size E
+            ``[P, K, S, D + E]``, each key followed by its value, in plain PyTorch only.
         qo_indptr: ``[B + 1]`` int32, where each row's queries begin.
         indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
         indices: ``[N]`` int32, page numbers.
@@ -51,7 +52,7 @@ def paged_attention(
         logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
 
     Returns:
-        ``[T, H, D]``, contiguous, of the query's dtype.
+        ``[T, H, D]``, contiguous, of the query's dtype; ``[T, H, E]`` for values of another size.
 
     Raises:
         ValueError: shapes do not fit together.
@@ -88,17 +89,8 @@ def paged_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _check(args: PagedAttention) -> None:
-    query, pages, table = args.query, args.pages, args.table
-    if query.dim() != 3 or pages.dim() != 5 or pages.shape[1] != 2:
-        raise ValueError(
-            "paged_attention: query must be [T, H, D] and pages [P, 2, K, S, D]; got "
-            f"{tuple(query.shape)} and {tuple(pages.shape)}"
-        )
-    if query.shape[1] % pages.shape[2] or query.shape[2] > pages.shape[4]:
-        raise ValueError(
-            f"paged_attention: {query.shape[1]} query heads of size {query.shape[2]} do not fit pages with "
-            f"{pages.shape[2]} kv heads of size {pages.shape[4]}"
-        )
+    table = args.table
+    check_pages("paged_attention", args.query, args.pages)
     rows = table.last_page_len.shape[0]
     if table.qo_indptr.shape[0] != rows + 1 or table.indptr.shape[0] != rows + 1:
         raise ValueError(
@@ -122,9 +114,10 @@ def _cpu(args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
 
 def _cuda(args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     _check(args)
-    query, (tokens, heads, head_dim), stored = args.query, args.query.shape, args.pages.shape[4]
+    query, (tokens, heads, head_dim) = args.query, args.query.shape
+    stored = head_dim if has_uneven_heads(args.pages) else args.pages.shape[4]
     query = torch.nn.functional.pad(query, (0, stored - head_dim)) if stored != head_dim else query.contiguous()
-    out = torch.empty((tokens, heads, stored), dtype=query.dtype, device=query.device)
+    out = torch.empty((tokens, heads, value_size(query, args.pages)), dtype=query.dtype, device=query.device)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=query.device) if wants_lse else None
     owner_of(args.plan).launch(args._replace(query=query), out, lse)
     return out if stored == head_dim else out[..., :head_dim].contiguous(), lse

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import PageTable
+from compiled_llm_ops.contracts import PageTable, check_even_heads
 from compiled_llm_ops.flashinfer.versions import import_flashinfer
 
 
@@ -25,6 +25,7 @@ def append(
     Source:
         FlashInfer ``flashinfer.append_paged_kv_cache``, layout HND.
     """
+    check_even_heads("append_paged_kv", pages)
     if key.shape[0] == 0:
         return  # FlashInfer would launch a grid of no blocks, which CUDA rejects
     import_flashinfer().append_paged_kv_cache(

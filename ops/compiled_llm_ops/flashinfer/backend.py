@@ -42,6 +42,7 @@ class FlashInfer:
     devices: tuple[str, ...] = ("cuda",)
     dtypes = frozenset(QUERY_DTYPES)
     capturable = True
+    uneven_heads = False
     variants: tuple[int, ...] = (WHOLE, SPLIT)
     installation: Installation = FlashInferInstallation()
 

@@ -47,6 +47,7 @@ class Reference:
     devices: tuple[str, ...] = ("cuda", "cpu")
     dtypes = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
     capturable = False  # it reads lengths from the device
+    uneven_heads = True
     variants: tuple[int, ...] = (0,)
     installation: Installation = NothingToBuild()
 

@@ -116,7 +116,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "moe_intermediate_size": 16,
             "first_k_dense_replace": 2,
         },
-        "DeepseekV3Attention.*latent",
+        "DeepseekV3ForCausalLM: attention layer 0 .* something else .*latent",
     ),
 }
 """Families that `wrap` refuses, with their settings and a part of the reason."""

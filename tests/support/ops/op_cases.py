@@ -39,6 +39,7 @@ class Batch:
         kv_heads: int = 2,
         head_dim: int = 8,
         padded: int | None = None,
+        value_dim: int | None = None,
         page_size: int = 4,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
@@ -50,12 +51,17 @@ class Batch:
 
         self.lengths, self.queries, self.group, self.page_size = list(lengths), list(queries), group, page_size
         self.keys = [random(length, kv_heads, head_dim) for length in lengths]
-        self.values = [random(length, kv_heads, head_dim) for length in lengths]
+        self.values = [random(length, kv_heads, value_dim or head_dim) for length in lengths]
         self.query = random(sum(queries), kv_heads * group, head_dim)
         counts = [-(-length // page_size) for length in lengths]
         order = torch.randperm(sum(counts) + 3, generator=generator)[: sum(counts)] + 1
-        self.pages = torch.full((sum(counts) + 5, 2, kv_heads, page_size, padded or head_dim), UNWRITTEN, dtype=dtype)
-        self.pages[..., head_dim:] = 0
+        if value_dim is None:
+            stored: tuple[int, ...] = (2, kv_heads, page_size, padded or head_dim)
+        else:
+            stored = (kv_heads, page_size, head_dim + value_dim)
+        self.pages = torch.full((sum(counts) + 5, *stored), UNWRITTEN, dtype=dtype)
+        if value_dim is None:
+            self.pages[..., head_dim:] = 0
         self.qo_indptr, self.indptr = starts_of(queries), starts_of(counts)
         self.indices = order.int()
         self.last_page_len = torch.tensor([(length - 1) % page_size + 1 for length in lengths], dtype=torch.int32)
@@ -89,8 +95,8 @@ class Batch:
         pages, (new,) = self.pages.clone(), set(self.queries)
         for row, length in enumerate(self.lengths):
             for at in range(length - new, length):
-                page = self.indices[self.indptr[row] + at // self.page_size]
-                pages[page, :, :, at % self.page_size, : self.query.shape[2]] = UNWRITTEN
+                page = pages[int(self.indices[self.indptr[row] + at // self.page_size])]
+                page[..., at % self.page_size, : page.shape[-1] if page.dim() == 3 else self.query.shape[2]] = UNWRITTEN
         key, value = (torch.cat([row[-new:] for row in states]) for states in (self.keys, self.values))
         starts, lengths = self.indptr[:-1], torch.tensor(self.lengths, dtype=torch.int32)
         return self.query, key, value, pages, starts, lengths, self.indices, self.scale
@@ -155,6 +161,7 @@ def attention_cases() -> list[tuple[Any, ...]]:
     for mix, options in (("mixed", ()), ("decode", (3,)), ("extend", (-1, 1.5))):
         batch = Batch(*MIXES[mix], padded=16).filled()
         cases.append((*batch.arguments(), *options))
+    cases.append(Batch(*MIXES["mixed"], value_dim=6).filled().arguments())
     batch = Batch(*MIXES["mixed"], dtype=torch.bfloat16).filled()
     cases.append((batch.query.transpose(0, 1).contiguous().transpose(0, 1), *batch.arguments()[1:]))
     return cases
@@ -178,7 +185,8 @@ def decode_cases() -> list[tuple[Any, ...]]:
     strided = (states.transpose(0, 1).contiguous().transpose(0, 1) for states in (query, key, value))
     several = Batch(*MIXES["several new tokens"], padded=16).filled().decode_arguments()
     batch = Batch(*MIXES["decode"], padded=16).filled()
-    return [*cases, several, (*strided, *others), (*batch.decode_arguments(), -1, 0.0, *preparation(batch.query), True)]
+    cases += [several, Batch(*MIXES["decode"], value_dim=6).filled().decode_arguments()]
+    return [*cases, (*strided, *others), (*batch.decode_arguments(), -1, 0.0, *preparation(batch.query), True)]
 
 
 def preparation(query: Tensor) -> tuple[Any, ...]:
@@ -190,8 +198,8 @@ def preparation(query: Tensor) -> tuple[Any, ...]:
 
 def append_cases() -> list[tuple[Any, ...]]:
     cases = []
-    for padded in (8, 16):
-        batch = Batch([6, 9], [1, 1], padded=padded)
+    for padded, value_dim in ((8, None), (16, None), (None, 6)):
+        batch = Batch([6, 9], [1, 1], padded=padded, value_dim=value_dim)
         key, value = torch.cat(batch.keys), torch.cat(batch.values)
         cases.append((key, value, batch.pages, *batch.slots([0, 0], [6, 9]), *batch.table))
     return cases

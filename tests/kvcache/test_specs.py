@@ -1,0 +1,197 @@
+"""KV specs: what a layer keeps lies where its spec says, and models whose values have another size than keys run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+import compiled_llm
+from compiled_llm import Engine, WrapConfig
+from compiled_llm.kvcache.specs import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    Places,
+    UnevenAttentionSpec,
+    allocate_pages,
+    kv_cache_specs,
+    page_bytes,
+)
+from compiled_llm.model.checks import check_layers
+from compiled_llm.model.layer_probe import Layer
+from compiled_llm.model.refusals import UnsupportedModelError
+from compiled_llm_ops.backends import backend_named
+from compiled_llm_ops.reference.backend import Reference
+from support.engine import tiny_engines
+from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts, next_turn, wrap_and_compare
+from support.uneven_heads import VALUE_DIM, uneven_llama
+
+CPU = torch.device("cpu")
+UNEVEN = Layer(4, 4, 24, -1, 0.0, value_head_dim=16)
+CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def pair(seed: int, mode: Any = "eager") -> tuple[PreTrainedModel, Any]:
+    return uneven_llama(seed), compiled_llm.wrap(uneven_llama(seed), mode=mode, **FEW_PAGES)
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "nbytes"),
+    [
+        (FullAttentionSpec(2, 12, 16, 4, torch.float32), (9, 2, 2, 4, 16), 2 * 2 * 4 * 16 * 4),
+        (FullAttentionSpec(2, 16, 16, 4, torch.bfloat16), (9, 2, 2, 4, 16), 2 * 2 * 4 * 16 * 2),
+        (UnevenAttentionSpec(2, 12, 5, 4, torch.float32), (9, 2, 4, 17), 2 * 4 * 17 * 4),
+        (UnevenAttentionSpec(2, 12, 20, 4, torch.bfloat16), (9, 2, 4, 32), 2 * 4 * 32 * 2),
+    ],
+)
+class TestSpec:
+    def test_memory_is_as_large_as_its_pages(self, spec: KVCacheSpec, shape: tuple[int, ...], nbytes: int) -> None:
+        (memory,) = allocate_pages([spec], 9, CPU)
+        assert (memory.shape, memory.dtype, spec.page_size_bytes) == (shape, spec.dtype, nbytes)
+        assert memory.nbytes == 9 * nbytes
+        assert not memory.any()
+
+    def test_what_is_written_is_read_and_nothing_else_changes(
+        self, spec: KVCacheSpec, shape: tuple[int, ...], nbytes: int, seed: int
+    ) -> None:
+        """Two rows of 6 and 9 tokens, the second of which lacks its first column, which a window has left."""
+        generator = torch.Generator().manual_seed(seed)
+        (memory,) = allocate_pages([spec], 9, CPU)
+        sizes = 12, {17: 5, 32: 20}.get(shape[-1], 12)
+        if isinstance(spec, FullAttentionSpec):
+            sizes = spec.head_dim, spec.head_dim
+        keys, values = (torch.randn(2, 2, 9, size, generator=generator).to(spec.dtype) for size in sizes)
+        pages, lengths = [[3, 1], [5, 2, 7]], [6, 9]
+        entries = [
+            (own[at // 4], at % 4, row, 9 - length + at)
+            for row, (own, length) in enumerate(zip(pages, lengths, strict=True))
+            for at in range(length)
+        ]
+        places = Places(9, *torch.tensor(entries).T)
+        spec.write(memory, places, keys[:, :, 1:], values[:, :, 1:])
+        keys[:, :, 0], values[:, :, 0] = 0, 0
+        for row, (own, length) in enumerate(zip(pages, lengths, strict=True)):
+            read = spec.read(memory, torch.tensor(own), length)
+            assert torch.equal(read[0], keys[row, :, 9 - length :])
+            assert torch.equal(read[1], values[row, :, 9 - length :])
+        assert not memory[[0, 4, 6, 8]].any()
+
+
+def test_layers_of_one_model_may_have_different_specs() -> None:
+    layers = [Layer(4, 2, 16, -1, 0.0), UNEVEN]
+    specs = kv_cache_specs(layers, 4, torch.float32, backend_named("reference"))
+    assert [type(spec) for spec in specs] == [FullAttentionSpec, UnevenAttentionSpec]
+    assert page_bytes(specs) == 4 * (2 * 2 * 16 + 4 * (24 + 16)) * 4
+
+
+# ---- values of another size than keys
+
+
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
+def test_such_a_model_gives_huggingfaces_tokens(mode: Any, seed: int) -> None:
+    """Alone and in batches, on and beside page boundaries of 4 tokens; some rows end early."""
+    plain, model = pair(seed, mode)
+    for lengths in ([5], [4, 8, 1], [5, 19, 11, 16]):
+        inputs = mixed_prompts(lengths, 128, seed)
+        expected = greedy(plain, inputs, 20)
+        torch.testing.assert_close(greedy(model, inputs, 20), expected)
+        early = {"eos_token_id": int(expected[0, -15]), "pad_token_id": 0}
+        torch.testing.assert_close(greedy(model, inputs, 20, **early), greedy(plain, inputs, 20, **early))
+    stats = model.compiled.stats()
+    assert (stats.generate_calls, stats.recompiles) == ({"fast loop": 6}, 0)
+    assert_account_is_empty(model)
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+def test_such_a_model_decodes_by_plan(mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
+    wrap_and_compare(uneven_llama(seed), seed, mode=mode)
+
+
+def test_its_pages_take_what_keys_and_values_take(seed: int) -> None:
+    model = pair(seed)[1]
+    greedy(model, mixed_prompts([5], 128, seed), 2)
+    with Engine(model) as engine:
+        described = engine.describe()
+    one = 2 * 2 * 4 * (16 + VALUE_DIM) * 4  # layers, heads, tokens, numbers, bytes
+    assert described.memory["pages"] == one * (described.pages.total + 1)
+
+
+def test_its_beams_copy_shared_pages(seed: int) -> None:
+    plain, model = pair(seed)
+    inputs = mixed_prompts([6, 9], 128, seed)
+    torch.testing.assert_close(greedy(model, inputs, 12, num_beams=3), greedy(plain, inputs, 12, num_beams=3))
+    assert_account_is_empty(model)
+
+
+def test_an_engine_begins_with_its_cached_pages(seed: int) -> None:
+    plain, model = pair(seed)
+    prompts = [ids.tolist() for ids in torch.randint(3, 128, (2, 23), generator=torch.Generator().manual_seed(seed))]
+    prompts.append([*prompts[0][:17], 5, 6])
+    with Engine(model) as engine:
+        for _ in range(2):
+            outputs = engine.generate(prompts, tiny_engines.greedy(9))
+            for prompt, output in zip(prompts, outputs, strict=True):
+                expected = greedy(plain, {"input_ids": torch.tensor([prompt])}, 9)[0, len(prompt) :]
+                assert output.token_ids == expected.tolist()
+        assert [output.cached_tokens for output in outputs] == [20, 20, 16]
+    assert_account_is_empty(model)
+
+
+def test_its_caches_are_read_and_go_on(seed: int) -> None:
+    plain, model = pair(seed)
+    inputs = mixed_prompts([5, 11], 128, seed)
+    words = torch.randint(3, 128, (2, 3), generator=torch.Generator().manual_seed(seed))
+    ours, theirs = (greedy(own, inputs, 6, return_dict_in_generate=True) for own in (model, plain))
+    shown = ours.past_key_values.stored
+    for layer, expected in zip(ours.past_key_values.layers, theirs.past_key_values.layers, strict=True):
+        for own, wanted in ((layer.keys, expected.keys), (layer.values, expected.values)):
+            assert own.shape == wanted.shape
+            for row in range(2):
+                columns = np.flatnonzero(shown[row])
+                torch.testing.assert_close(own[row][:, columns], wanted[row][:, columns], **CLOSE)
+    following = [greedy(own, next_turn(inputs, out, words), 6) for own, out in ((model, ours), (plain, theirs))]
+    assert torch.equal(*following)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_huggingfaces_caches_of_it_are_read_in_and_written_back(kind: str, seed: int) -> None:
+    plain, model = pair(seed)
+    answers: list[list[Tensor]] = [[], []]
+    for own, answer in zip((plain, model), answers, strict=True):
+        config: Any = own.config
+        cache = DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=64)
+        inputs: dict[str, Any] = {"input_ids": mixed_prompts([7, 7], 128, seed)["input_ids"]}
+        for turn in range(3):
+            out = greedy(own, inputs, 5, past_key_values=cache)
+            answer.append(out)
+            inputs = {"input_ids": torch.cat([out, torch.full((2, 2), 5 + turn)], dim=1)}
+        answer += [states for layer in cache.layers for states in (layer.keys, layer.values)]
+    for own, wanted in zip(*answers, strict=True):
+        torch.testing.assert_close(own, wanted, **CLOSE)
+    assert model.compiled.stats().generate_calls == {"fast loop": 3}
+    assert_account_is_empty(model)
+
+
+def test_a_backend_that_cannot_says_so_and_who_can() -> None:
+    class Placed:
+        device, dtype = torch.device("cuda:0"), torch.bfloat16
+
+    model: Any = Placed()
+    message = (
+        r"'flashinfer' cannot run attention layer 1: its keys have heads of size 24, and its values of size 16; "
+        "backend='reference' with mode='eager' can"
+    )
+    layers = [Layer(4, 2, 64, -1, 0.0), UNEVEN]
+    for backend in ("auto", "flashinfer"):
+        with pytest.raises(UnsupportedModelError, match=message):
+            check_layers(model, layers, WrapConfig(backend=backend))
+    check_layers(model, layers, WrapConfig(backend="reference", mode="eager"))
