@@ -21,7 +21,7 @@ from compiled_llm_ops import Geometry
 from compiled_llm_ops.protocol import Backend
 
 
-class Places(NamedTuple):
+class TokenPlaces(NamedTuple):
     """Where tokens that were computed elsewhere go, and where they come from; each ``[N]`` int64 on the device.
 
     Attributes:
@@ -60,7 +60,7 @@ class KVCacheSpec(AttentionSpec, Protocol):
         """Return a layer's geometry with the head sizes that its pages have."""
         ...
 
-    def write(self, memory: Tensor, places: Places, keys: Tensor, values: Tensor) -> None:
+    def write(self, memory: Tensor, places: TokenPlaces, keys: Tensor, values: Tensor) -> None:
         """Write keys and values of HuggingFace's caches, ``[B, K, C', D]``, whose last column is the last of C.
 
         Zeros are written for columns that they lack.
@@ -110,7 +110,7 @@ class FullAttentionSpec(NamedTuple):
     ) -> tuple[Tensor, Tensor | None]:
         return rows.attend(layer, states, memory, options, wants_lse)
 
-    def write(self, memory: Tensor, places: Places, keys: Tensor, values: Tensor) -> None:
+    def write(self, memory: Tensor, places: TokenPlaces, keys: Tensor, values: Tensor) -> None:
         both = _columns(torch.stack([keys, values]), places.width)
         memory[places.pages, :, :, places.slots, : self.head_dim] = both[:, places.rows, :, places.columns]
 
@@ -158,7 +158,7 @@ class UnevenAttentionSpec(NamedTuple):
     ) -> tuple[Tensor, Tensor | None]:
         return rows.attend(layer, states, memory, options, wants_lse)
 
-    def write(self, memory: Tensor, places: Places, keys: Tensor, values: Tensor) -> None:
+    def write(self, memory: Tensor, places: TokenPlaces, keys: Tensor, values: Tensor) -> None:
         both = _columns(torch.cat([keys, values], dim=-1), places.width)
         memory[places.pages, :, places.slots] = both[places.rows, :, places.columns]
 

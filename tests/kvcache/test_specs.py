@@ -15,7 +15,7 @@ from compiled_llm import Engine, WrapConfig
 from compiled_llm.kvcache.specs import (
     FullAttentionSpec,
     KVCacheSpec,
-    Places,
+    TokenPlaces,
     UnevenAttentionSpec,
     allocate_pages,
     kv_cache_specs,
@@ -74,7 +74,7 @@ class TestSpec:
             for row, (own, length) in enumerate(zip(pages, lengths, strict=True))
             for at in range(length)
         ]
-        places = Places(9, *torch.tensor(entries).T)
+        places = TokenPlaces(9, *torch.tensor(entries).T)
         spec.write(memory, places, keys[:, :, 1:], values[:, :, 1:])
         keys[:, :, 0], values[:, :, 0] = 0, 0
         for row, (own, length) in enumerate(zip(pages, lengths, strict=True)):

@@ -23,7 +23,7 @@ from compiled_llm.execution.state.staging import Staging
 from compiled_llm.kvcache.memory import ended_marker, free, pages_to_allocate, wait_for
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import PageCopy, Row
-from compiled_llm.kvcache.specs import Places, allocate_pages, kv_cache_specs, page_bytes
+from compiled_llm.kvcache.specs import TokenPlaces, allocate_pages, kv_cache_specs, page_bytes
 from compiled_llm.kvcache.step_validity import StepValidity
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.sizes import logits_width
@@ -121,7 +121,7 @@ class RunnerState:
         size = self.config.page_size
         pages = [np.array(row.pages, dtype=np.int64)[places // size] for row, places in zip(rows, at, strict=True)]
         entries = [np.concatenate(pages), np.concatenate(at) % size, batch_indices, columns]
-        places = Places(stored.shape[1], *self.staging.to_device(entries))
+        places = TokenPlaces(stored.shape[1], *self.staging.to_device(entries))
         for spec, memory, (keys, values) in zip(self.specs, self.pages, states, strict=True):
             spec.write(memory, places, keys, values)
 
