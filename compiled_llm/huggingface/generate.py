@@ -39,7 +39,7 @@ from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.huggingface.processors.grammar import grammar_of, masks_from
 from compiled_llm.huggingface.processors.step_scores import StepScores
 from compiled_llm.kvcache.row import Row
-from compiled_llm.model.modules import has_hooks
+from compiled_llm.model.version.module_tree import has_hooks
 
 # These are known not to change the model between steps; classes derived from them may do anything.
 _HARMLESS = (
@@ -132,8 +132,8 @@ def append_tokens(call: PagedCall, sequences: Sequences, tokens: Sequence[int]) 
 
 def check_hooks(call: PagedCall) -> None:
     """Raise RuntimeError if a callback has put hooks on the model: our loops would not call them."""
-    model = call.runtime.facts.model
-    if has_hooks(model) or call.runtime.modules.obstacles(model).hooked:
+    facts = call.runtime.facts
+    if has_hooks(facts.model) or facts.version.obstacles().hooked:
         raise RuntimeError(
             "generate: forward hooks were registered while it was running, and its compiled steps cannot call them; "
             "register them before the call, or pass a DynamicCache as past_key_values"

@@ -51,7 +51,7 @@ class CompiledModel(Runtime):
 
     def obstacle(self) -> Reason | None:
         """Return why our loops cannot run the model now, or None."""
-        return model_obstacle(self.facts.model, self.modules, self.overrides)
+        return model_obstacle(self.facts.model, self.facts.version, self.overrides)
 
     def new_cache(self) -> PagedCache:
         """Return an empty cache with a runner of its own."""

@@ -56,7 +56,7 @@ def original_path(choice: CacheChoice) -> Reason | None:
         (layers != len(runtime.facts.layers), Reason("draft_layers")),
         (torch.is_autocast_enabled(model.device.type), Reason("autocast")),
     )
-    of_model = next(forward_reasons(model, runtime.modules), None)
+    of_model = next(forward_reasons(model, runtime.facts.version), None)
     of_call = next((reason for holds, reason in reasons if holds), None)
     return of_model or of_call or choice.obstacle() or _overridden(choice)
 

@@ -54,7 +54,8 @@ class ModelFacts:
         fused_groups: Sequence[FusedGroup] = (),
         default_positions: DefaultPositions = "columns",
     ) -> ModelFacts:
-        switch, version = AttentionSwitch(model), ModelVersion(model, len(layers))
+        switch = AttentionSwitch(model)
+        version = ModelVersion(model, len(layers), walked=switch.find_configs)
         return cls(
             weakref.ref(model), model_class, tuple(layers), tuple(fused_groups), switch, version, default_positions
         )

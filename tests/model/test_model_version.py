@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +16,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from compiled_llm.model.version import contents
+from compiled_llm.model.version import contents, module_tree
 from compiled_llm.model.version.model_version import ModelVersion
 from compiled_llm.model.version.module_state import ModuleState
 from compiled_llm.model.version.tensors import Tensors
 from support.execution.model_changes import ORDER_OF_LAYER, TRACED_LAYER, model_to_change
 from support.huggingface.vision import make
+from support.in_threads import start
 from support.noting import note_calls
 from support.tiny_models import tiny_qwen3
 
@@ -240,7 +242,11 @@ def test_each_part_is_compared_once_a_look_and_only_if_it_is_asked_for(
 ) -> None:
     compared = {
         name: note_calls(monkeypatch, owner, name, lambda *_: None)
-        for owner, name in ((ModuleState, "has_its_modules"), (ModuleState, "has_its_attributes"), (Tensors, "valid"))
+        for owner, name in (
+            (ModuleState, "has_its_dictionaries"),
+            (ModuleState, "has_its_attributes"),
+            (Tensors, "valid"),
+        )
     }
     version = ModelVersion(two_layers, 2)
     seen = version.tensors, version.layers
@@ -291,6 +297,50 @@ def test_no_version_keeps_a_model_alive() -> None:
         assert gone() is None
     finally:
         gc.enable()
-    version.look()
-    assert version.values != before
     version.let_go()
+    with pytest.raises(RuntimeError, match="no longer exists"):
+        assert version.values != before
+
+
+# ---- any thread
+
+
+def test_another_thread_that_asks_during_a_walk_knows_all_of_it(
+    two_layers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version, asked = ModelVersion(two_layers, 2), list[Future[str | None]]()
+
+    def kind(module: nn.Module) -> str:
+        if not asked:
+            asked.append(start(lambda: version.obstacles().mixing))
+        return "a kind"
+
+    monkeypatch.setattr(module_tree, "_kind_that_mixes", kind)
+    assert version.obstacles().mixing == asked[0].result(10) == "a kind"
+
+
+def test_modules_that_a_thread_finds_replaced_are_new_to_the_loop_too(two_layers: Any) -> None:
+    watch = Watch(two_layers, 2)
+    version = watch._version
+    watch.changed()
+    two_layers.model.layers[1].mlp.act_fn = nn.GELU()
+    version.obstacles()  # in the middle of a look
+    assert watch.changed() == {*PARTS}
+    two_layers.lm_head = copy.deepcopy(two_layers.lm_head)
+    version.obstacles()
+    assert watch.changed() == {"tensors", "values"}
+
+
+def test_placement_is_that_of_the_model_and_its_inner_hooks(two_layers: Any) -> None:
+    version = ModelVersion(two_layers, 2)
+    device, dtype, hooks = version.placement
+    assert (device.type, dtype, hooks) == ("cpu", torch.float32, frozenset())
+    two_layers.register_forward_hook(lambda *_: None)
+    assert version.placement == (device, dtype, hooks)
+    handle = two_layers.lm_head.register_forward_hook(lambda *_: None)
+    assert version.placement != (device, dtype, hooks)
+    assert version.obstacles().hooked
+    handle.remove()
+    assert version.placement == (device, dtype, hooks)
+    two_layers.half()
+    assert version.placement == (device, torch.float16, hooks)

@@ -38,10 +38,10 @@ from compiled_llm.compilation.tracing.layer_description import (
 )
 from compiled_llm.compilation.tracing.layer_marks import marked_class
 from compiled_llm.compilation.tracing.layer_tracer import LayerTracer, NoOutlineError, traced_class
-from compiled_llm.model.modules import InnerModules
 from compiled_llm.model.restore import attributes_restored
 from compiled_llm.model.version.model_version import ModelVersion
 from compiled_llm.model.version.module_state import ModuleState
+from compiled_llm.model.version.module_tree import ModuleTree
 
 logger = logging.getLogger("compiled_llm.graphs")
 
@@ -195,7 +195,7 @@ class _Layers:
 def _compared_layers(program: Callable[..., Any], arguments: Mapping[str, Any], version: ModelVersion) -> _Layers:
     """Run the program on fake tensors and return its layers, compared; errors of any type if they cannot be."""
     model, pages = arguments["model"], arguments["pages"]
-    if InnerModules().hooks(model):
+    if version.obstacles().hooked:
         raise NoOutlineError("hooks may do anything")
     layers = _Layers(version, len(pages))
     descriptions = [(layers.describe(number), layout(own)) for number, own in enumerate(pages)]
@@ -203,10 +203,10 @@ def _compared_layers(program: Callable[..., Any], arguments: Mapping[str, Any], 
         tensors = [layers.tensors(number, pages) for number in range(len(pages))]
         tracer = LayerTracer(tensors, _first_equal(descriptions), fakes)
         traced = layers.traced(model, tracer)
-        before = ModuleState(list(traced.modules()))
+        tree, state = ModuleTree(traced, len(pages)), ModuleState([*traced.modules()])
         with attributes_restored(traced), tracer:
             program(**{**arguments, "model": traced})
-            if not before.valid():
+            if not (tree.valid() and state.has_its_dictionaries() and state.has_its_attributes()):
                 raise NoOutlineError("the model changes its attributes")
     if len(tracer.calls) != len(pages):
         raise NoOutlineError("not every layer of the list was called")

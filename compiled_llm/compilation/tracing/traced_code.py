@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from compiled_llm.compat.torch.dynamo import traced_code
-from compiled_llm.model.modules import same
+from compiled_llm.model.version.module_tree import same
 
 _ALWAYS = frozenset({"__call__", "forward"})
 _TORCH = (torch, torch.nn.functional)

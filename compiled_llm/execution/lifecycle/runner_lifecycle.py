@@ -22,7 +22,6 @@ from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.memory import reserved_bytes
 from compiled_llm.model.checks import check_layers, check_placement
 from compiled_llm.model.facts import ModelFacts
-from compiled_llm.model.modules import InnerModules
 from compiled_llm.model.sizes import MaxPositions
 from compiled_llm.model.weights.host_weights import HostWeights
 
@@ -46,7 +45,6 @@ class ModelRunnerLifecycle:
         self,
         facts: ModelFacts,
         config: WrapConfig,
-        modules: InnerModules,
         events: Events,
         holders: Iterable[Holder],
         artifacts: Artifacts | None = None,
@@ -59,7 +57,6 @@ class ModelRunnerLifecycle:
         """
         self._facts = facts
         self._config = config
-        self._modules = modules
         self._events = events
         self._holders = holders
         self._artifacts = artifacts
@@ -96,7 +93,7 @@ class ModelRunnerLifecycle:
 
     def _current(self) -> ModelRunner:
         with self._allocation:
-            model_runner, made_for = self.present, self._made_for_now()
+            model_runner, made_for = self.present, self._facts.version.placement
             if model_runner is None or not self._still_fits(model_runner, made_for):
                 if model_runner is not None:
                     self._events.started_again()
@@ -112,11 +109,7 @@ class ModelRunnerLifecycle:
 
     def is_current(self, model_runner: ModelRunner) -> bool:
         """Return whether ``model_runner`` is that of the model as it is now; makes none."""
-        return model_runner is self.present and self._still_fits(model_runner, self._made_for_now())
-
-    def _made_for_now(self) -> tuple[Hashable, ...]:
-        model = self._facts.model
-        return model.device, model.dtype, self._modules.hooks(model)
+        return model_runner is self.present and self._still_fits(model_runner, self._facts.version.placement)
 
     def _still_fits(self, model_runner: ModelRunner, made_for: tuple[Hashable, ...]) -> bool:
         return (

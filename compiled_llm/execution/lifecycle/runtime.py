@@ -24,7 +24,6 @@ from compiled_llm.execution.threads.calls import Calls
 from compiled_llm.execution.threads.loop_lock import LoopLock
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.model.facts import ModelFacts
-from compiled_llm.model.modules import InnerModules
 from compiled_llm_ops.backends import backend_for
 
 
@@ -62,15 +61,12 @@ class Runtime:
         self.home = HomeProcess()
         self.counters = Counters()
         self.events = Events()
-        self.modules = InnerModules(walked=facts.attention.find_configs)
         self.loop_lock = LoopLock()
         self.calls = Calls()
         self.engine: Callable[[], object | None] = _no_engine
         self.engines: weakref.WeakSet[RunningEngine] = weakref.WeakSet()
         self.artifacts = _artifacts_for(facts, config)
-        self.runner_lifecycle = ModelRunnerLifecycle(
-            facts, config, self.modules, self.events, self.engines, self.artifacts
-        )
+        self.runner_lifecycle = ModelRunnerLifecycle(facts, config, self.events, self.engines, self.artifacts)
         self.warming = Warmup(facts, config, self.runner_lifecycle, self.events, self.artifacts)
         _runtimes.add(self)
 

@@ -25,7 +25,7 @@ from compiled_llm.huggingface.call.other_inputs import one_a_token
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.inspection.host_copies import HostCopies
 from compiled_llm.kvcache.row import Row
-from compiled_llm.model.modules import has_hooks
+from compiled_llm.model.version.module_tree import has_hooks
 
 if TYPE_CHECKING:
     from compiled_llm.execution.model_runner import ModelRunner

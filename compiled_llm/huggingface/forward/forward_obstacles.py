@@ -63,7 +63,7 @@ def _obstacles(original: Callable[..., Any], model: PreTrainedModel, arguments: 
     compiled = cast(CompiledModel, model.compiled)
     if compiled.asleep:
         yield Reason("asleep")
-    yield from inner_reasons(model, compiled.modules)
+    yield from inner_reasons(compiled.facts.version)
     for name in MORE_OUTPUTS:
         if arguments.get(name, getattr(model.config, name, False)):
             yield Reason(name)

@@ -12,8 +12,8 @@ from transformers import PretrainedConfig
 
 from compiled_llm.compat.huggingface import WRITTEN_BY_GENERATE
 from compiled_llm.compat.torch.tensors import version_of
-from compiled_llm.model.modules import same
 from compiled_llm.model.version.module_state import names_read
+from compiled_llm.model.version.module_tree import same
 
 _LISTS = (list, tuple, set, frozenset, deque)
 _MOST = 10_000

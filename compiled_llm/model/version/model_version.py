@@ -4,14 +4,17 @@ A wrapped model stays its user's, and nothing announces a change: an optimizer's
 we compare it with what we remember, each part at most once a *look*, when it is first asked for. A part that differs
 gets another number, and is remembered as it is now. Whoever relies on a part keeps the number that it had then.
 
-| part | what is compared | what another number leads to |
+| part | what is compared | who acts on a change |
 |---|---|---|
 | ``tensors`` | modules; parameters, buffers, tensors in attributes: which, and where | ``GraphManager.check_model`` |
 | ``layers`` | the layers' modules, classes and attributes, names and order of their tensors | ``Outline.of`` |
 | ``values`` | both; other modules' attributes, entries of containers, writes to tensors | ``ModelRunner.look`` |
+| ``placement`` | device, dtype, the hooks of inner modules | ``ModelRunnerLifecycle.current`` |
 
 The first drops CUDA graphs, and lays weights that are multiplied as one out again. The second traces all layers, also
-those that an equal one stood for. The third forgets the keys and values of earlier texts.
+those that an equal one stood for. The third forgets the keys and values of earlier texts. The last makes another model
+runner; it is no part of a look, but compared whenever it is asked for, by any thread: that is before a path is chosen,
+together with the ``obstacles`` to ours.
 
 A look begins when a decode step is made (not when it is repeated), at each prefill, after code of the user's has run
 (a streamer, a criterion, a processor), and every 0.1 s while an engine runs. Writes through ``.data`` or into tensors
@@ -22,14 +25,17 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from compiled_llm.compat.forks import lock
 from compiled_llm.model.version.contents import Contents
 from compiled_llm.model.version.module_state import ModuleState
+from compiled_llm.model.version.module_tree import Hooks, ModuleTree, Obstacles
 from compiled_llm.model.version.tensors import Tensors
 
 
@@ -40,12 +46,20 @@ class ModelVersion:
         looks: how many have begun.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: int) -> None:
-        """Remember each part when it is first asked for; ``layers`` is how many the model has."""
+    def __init__(
+        self, model: PreTrainedModel, layers: int, walked: Callable[[nn.Module], None] = lambda model: None
+    ) -> None:
+        """Remember each part when it is first asked for.
+
+        Args:
+            model: only a weak reference is kept.
+            layers: how many it has.
+            walked: called with the model at the first walk over its modules, and whenever modules were replaced.
+        """
         self.looks = 0
         self._known = known = _Remembered()
         self._model = weakref.ref(model, lambda _: known.forget())
-        self._layer_count = layers
+        self._layer_count, self._walked = layers, walked
         self._lock = lock()  # a runner may be made while the loop of another one runs
         self._numbers = itertools.count(1)
         self._tensors = self._layers = self._rest = 0
@@ -95,28 +109,37 @@ class ModelVersion:
             self._known.let_go()
 
     def list_of_layers(self) -> tuple[str, nn.ModuleList] | None:
-        """Return the model's list of layers and its name; None if there is none."""
-        model = self._model()
-        if model is None:
-            return None
-        lists = ((name, module) for name, module in model.named_modules() if type(module) is nn.ModuleList)
-        return next((named for named in lists if len(named[1]) == self._layer_count), None)
+        """Return the model's list of layers with its name; None if there is none."""
+        with self._lock:
+            return self._tree().list_of_layers
+
+    # ---- at any moment, from any thread
+
+    @property
+    def placement(self) -> tuple[torch.device, torch.dtype, Hooks]:
+        """Where the model is, of what type, and the hooks that would be compiled into its programs."""
+        model = self._require_model()
+        with self._lock:
+            return model.device, model.dtype, self._tree().hooks()
+
+    def obstacles(self) -> Obstacles:
+        """Return the parts that keep a call on HuggingFace's forward."""
+        with self._lock:
+            return self._tree().obstacles()
 
     # ---- each at most once a look
 
     def _compare_modules(self) -> None:
         known = self._known
-        if not known.is_due("modules") or known.has_its_modules():
+        if not known.is_due("modules"):
             return
-        named = self.list_of_layers()
-        layers = [] if named is None else [*named[1].modules()]
-        if not (known.layers is not None and known.layers.modules == layers and known.layers.has_its_modules()):
-            known.layers, self._layers = ModuleState(layers), next(self._numbers)
-        model, inside = self._model(), {*layers}
-        others = [module for module in self._modules() if module is not model and module not in inside]
-        known.let_go()
-        known.others, self._rest = ModuleState(others, root=model), next(self._numbers)
-        known.compared.add("modules")
+        tree = self._tree()
+        if known.layers is None or not known.layers.has_its_dictionaries():
+            known.tensors = known.contents = None
+            known.layers, self._layers = ModuleState(tree.layers), next(self._numbers)
+        if known.others is None or not known.others.has_its_dictionaries():
+            known.tensors = known.contents = None
+            known.others, self._rest = ModuleState(tree.others, root=self._model()), next(self._numbers)
 
     def _compare_tensors(self) -> None:
         known = self._known
@@ -137,15 +160,33 @@ class ModelVersion:
         known.others, known.contents = ModuleState(known.others.modules, root=model), Contents(self._modules())
         known.kind, self._rest = type(model), next(self._numbers)
 
+    def _tree(self) -> ModuleTree:
+        """Return the modules as they are now; what was remembered of others is forgotten."""
+        known = self._known
+        if known.tree is None or not known.tree.valid():
+            model = self._require_model()
+            self._walked(model)
+            known.tree = ModuleTree(model, self._layer_count)
+            if known.layers is not None and known.layers.modules != known.tree.layers:
+                known.layers = None
+            known.let_go()
+        return known.tree
+
     def _modules(self) -> list[nn.Module]:
+        return [*self._require_model().modules()]
+
+    def _require_model(self) -> PreTrainedModel:
         model = self._model()
-        return [] if model is None else [*model.modules()]
+        if model is None:
+            raise RuntimeError("the model of this cache or runner no longer exists")
+        return model
 
 
 @dataclass
 class _Remembered:
     """What is remembered of a model; ``compared`` are the parts that this look has compared."""
 
+    tree: ModuleTree | None = None
     layers: ModuleState | None = None
     others: ModuleState | None = None
     tensors: Tensors | None = None
@@ -159,20 +200,16 @@ class _Remembered:
         self.compared.add(part)
         return due
 
-    def has_its_modules(self) -> bool:
-        layers, others = self.layers, self.others
-        return layers is not None and layers.has_its_modules() and others is not None and others.has_its_modules()
-
     def has_its_rest(self, kind: type) -> bool:
         others, contents = self.others, self.contents
         valid = contents is not None and contents.valid() and others is not None and others.has_its_attributes()
         return valid and kind is self.kind
 
     def let_go(self) -> None:
-        """Forget all but the layers."""
+        """Forget all but the modules, and the state of the layers."""
         self.others = self.tensors = self.contents = None
         self.compared.clear()
 
     def forget(self) -> None:
-        self.layers = None
+        self.tree = self.layers = None
         self.let_go()

@@ -1,4 +1,4 @@
-"""Some modules of a model: which there are, and what their code may read of them."""
+"""What the code of some modules may read of them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 
 from torch import nn
 
-from compiled_llm.model.modules import Children, holders, same
+from compiled_llm.model.version.module_tree import same
 
 # The last one says whether HuggingFace has initialized a module's weights; no forward reads it.
 _OF_EVERY_MODULE = (frozenset(vars(nn.Module())) - {"training"}) | {"_is_hf_initialized"}
 _UNREAD_BY_LINEAR = frozenset({"training", "in_features", "out_features"})
+_HOLDERS = ("_modules", "_parameters", "_buffers")
 
 
 class ModuleState:
-    """Modules, remembered as they are now: the modules inside them, their attributes, and the order of their tensors.
+    """The attributes of modules, remembered as they are now, and the names and the order of their tensors.
 
     A root beside them is remembered by its attributes alone, so that nothing here keeps a model alive.
     """
@@ -24,9 +25,8 @@ class ModuleState:
     def __init__(self, modules: Sequence[nn.Module], root: nn.Module | None = None) -> None:
         self.modules = modules
         everything = [*modules] if root is None else [root, *modules]
-        self._children = Children(everything)
         self._attributes = [vars(module) for module in everything]
-        held = [(vars(module), name) for module in everything for name in holders(module)]
+        held = [(vars(module), name) for module in everything for name in _HOLDERS if vars(module)[name]]
         self._holders, self._holder_names = [owner for owner, _ in held], [name for _, name in held]
         self._known_holders = self._holders_now()
         # Where there was no tensor, Dynamo notices the first: it guards how many a layer has.
@@ -35,20 +35,16 @@ class ModuleState:
         self._owners, self._names = [owner for owner, _ in read], [name for _, name in read]
         self._known, self._tensor_names = self._now(), self._tensor_names_now()
 
-    def has_its_modules(self) -> bool:
-        """Whether the modules hold the same modules, and their tensors in the same dictionaries."""
-        return self._children.valid() and same(self._known_holders, self._holders_now())
+    def has_its_dictionaries(self) -> bool:
+        """Whether they hold modules and tensors in the same dictionaries."""
+        return same(self._known_holders, self._holders_now())
 
     def has_its_attributes(self) -> bool:
-        """Whether the attributes are the same objects; the modules have been compared.
+        """Whether the attributes are the same objects; the dictionaries have been compared.
 
         Tensors are told apart by their order, so their names count.
         """
         return same(self._known, self._now()) and self._tensor_names == self._tensor_names_now()
-
-    def valid(self) -> bool:
-        """Whether both are as they were."""
-        return self.has_its_modules() and self.has_its_attributes()
 
     def _holders_now(self) -> list[Any]:
         return list(map(dict.get, self._holders, self._holder_names))

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from compiled_llm.compat.huggingface import WRITTEN_BY_GENERATE
-from compiled_llm.model.modules import same
+from compiled_llm.model.version.module_tree import same
 
 
 class Tensors:

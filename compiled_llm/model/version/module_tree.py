@@ -1,0 +1,86 @@
+"""The modules of a model, remembered: walking over them would take longer than launching a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from compiled_llm.compat.huggingface import captures_outputs
+from compiled_llm.compat.torch.modes import hooks_on_all_modules
+
+_HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")  # looked up: they may have been replaced
+_MIXING = {"peft.tuners.lily.": "a Lily adapter"}  # it weighs its experts by an average over tokens
+
+Hooks = frozenset[tuple[int, int]]
+
+
+class Obstacles(NamedTuple):
+    """Parts of a model that cannot take packed tokens and padded batches.
+
+    Attributes:
+        hooked: whether there are forward hooks, those on all modules of the process included.
+        mixing: a kind of module that makes tokens depend on all others of a call, padding and later ones included.
+    """
+
+    hooked: bool
+    mixing: str | None
+
+
+class ModuleTree:
+    """The modules of a model at one moment.
+
+    Attributes:
+        list_of_layers: with its name; None if there is none.
+        layers: the list and all modules in it.
+        others: those that are not, without the model itself, which nothing here keeps alive.
+    """
+
+    def __init__(self, model: nn.Module, layers: int) -> None:
+        """Walk over the model; ``layers`` is how many its list of layers has."""
+        named = [*model.named_modules()]
+        lists = ((name, module) for name, module in named if type(module) is nn.ModuleList)
+        self.list_of_layers = next((found for found in lists if len(found[1]) == layers), None)
+        self.layers = [] if self.list_of_layers is None else [*self.list_of_layers[1].modules()]
+        modules, in_layers = [module for _, module in named], {*self.layers}
+        self.others = [module for module in modules if module is not model and module not in in_layers]
+        self._children = [module._modules for module in modules if module._modules]
+        self._known = self._now()
+        self._inside = [vars(module) for module in (*self.layers, *self.others)]
+        self._mixing = next(filter(None, map(_kind_that_mixes, modules)), None)
+
+    def valid(self) -> bool:
+        """Whether they have the same modules inside them."""
+        return same(self._known, self._now())
+
+    def obstacles(self) -> Obstacles:
+        """Return the parts that keep a call on HuggingFace's forward."""
+        return Obstacles(any(True for _ in self._hooks()) or hooks_on_all_modules(), self._mixing)
+
+    def hooks(self) -> Hooks:
+        """Return what tells the forward hooks of all modules but the model itself apart from others."""
+        return frozenset(self._hooks())
+
+    def _hooks(self) -> Iterator[tuple[int, int]]:
+        for hooks in filter(None, chain.from_iterable(map(_HOOKS, self._inside))):
+            yield from ((id(hooks), id(hook)) for hook in hooks.values() if not captures_outputs(hook))
+
+    def _now(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(map(dict.values, self._children)))
+
+
+def _kind_that_mixes(module: nn.Module) -> str | None:
+    return next((kind for start, kind in _MIXING.items() if type(module).__module__.startswith(start)), None)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has forward hooks of its own."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def same(before: list[Any], now: list[Any]) -> bool:
+    """Whether two lists hold the same objects in the same order."""
+    return len(before) == len(now) and all(map(is_, before, now))
