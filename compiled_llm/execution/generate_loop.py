@@ -63,7 +63,7 @@ class GenerateLoop:
     @property
     def prepared(self) -> bool:
         """Whether the next decode step can be launched at once: nothing has to be compiled or captured for it."""
-        return self._persistent.step_for(len(self.rows)) in self.model_runner.decode.ready
+        return self.model_runner.decode.is_ready(self._persistent.step_for(len(self.rows)))
 
     # ---- the three verbs
 

@@ -28,6 +28,7 @@ from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.decode.deferred_sampling import Masks, prepare_deferred
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
+from compiled_llm.execution.graphs.dispatcher import Dispatcher
 from compiled_llm.execution.graphs.graph_manager import GraphManager
 from compiled_llm.execution.growth import grown
 from compiled_llm.execution.plans import Planner
@@ -112,8 +113,10 @@ class ModelRunner:
         self._planner.load()
         self.graph_manager = GraphManager(self.state, weights, thread, self.events, programs, artifacts)
         build_sampling(self.vocabulary, model.dtype, self.device)  # then: programs have chosen what Triton builds with
-        self.prefill = Prefill(self.state, self.graph_manager, self._planner, shapes)
-        self.decode = Decode(self.state, self.graph_manager, self._planner)
+        simplest, table = self._planner.variants[0], self.state.step_table
+        dispatcher = Dispatcher(table, config.max_batch_size, simplest, shapes.spare)
+        self.prefill = Prefill(self.state, self.graph_manager, self._planner, shapes, dispatcher)
+        self.decode = Decode(self.state, self.graph_manager, self._planner, dispatcher)
         self._values: int | None = None  # of the model that computed ``prefixes``; None before the first look
 
     # ---- run
@@ -238,7 +241,7 @@ class ModelRunner:
     ) -> StepOutput:
         """Sample for the rows whose sampling is deferred, as ``DeferredSampling.run``, and wait for nothing."""
         if not processed and (rows := len(persistent.deferred.rows)):
-            self.events.used[StepKey.sampling(self.decode.step_for(rows).rows, masks is not None)] += 1
+            self.events.used[StepKey.sampling(self.decode.dispatcher.decode_of(rows).rows, masks is not None)] += 1
         return persistent.deferred.run(masks, processed)
 
     def prepare_deferred(self, buckets: Sequence[int] = ()) -> None:

@@ -75,7 +75,10 @@ def measure(
         ValueError: the model has too few positions for what is timed.
     """
     _check_positions(model_runner, prompts)
-    display, steps = ProgressDisplay(progress), sorted({model_runner.decode.step_for(size) for size in batches})
+    display, steps = (
+        ProgressDisplay(progress),
+        sorted({model_runner.decode.dispatcher.decode_of(size) for size in batches}),
+    )
     for step in steps:
         model_runner.thread.call(model_runner.decode.make_ready, step)
     model_runner.thread.call(model_runner.prefill.make_ready)

@@ -122,7 +122,7 @@ def test_steps_in_pieces_give_huggingfaces_tokens(
     table = model.compiled.cuda_graphs
     assert table.captures == table.ready == 3 + 2 + 5  # and those that any prefill can run in
     assert all(row.replays > 0 for row in table if row.phase == "decode")
-    ready = model.compiled.model_runner().state.cuda_graphs._ready.values()
+    ready = model.compiled.model_runner().state.step_table._ready
     pieces = {entry.cuda_graph.graph.pieces for entry in ready}
     assert pieces == {3}, "two layers"
     assert_account_is_empty(model)

@@ -65,6 +65,6 @@ def test_prefill_from_embeddings_is_prepared_if_it_was_used(tmp_path: Path) -> N
     assert Profile.read(path).embeddings == 1
     new = wrapped()
     new.compiled.warmup(profile=path)
-    assert PREFILL_EMBEDDED in new.compiled.model_runner().graph_manager.ready
+    assert PREFILL_EMBEDDED in new.compiled.model_runner().graph_manager.prefills
     new.generate(inputs_embeds=embeddings, max_new_tokens=3, do_sample=False)
     assert new.compiled.events.cold_starts == []

@@ -338,12 +338,12 @@ def test_decode_steps_of_a_bucket_have_one_fixed_partition(monkeypatch: pytest.M
         [GEOMETRY, windowed, GEOMETRY], config, torch.device("cpu"), max_row_tokens=400, room=PrefillRoom(64, 4, 0)
     )
     monkeypatch.setattr(type(backend_named("reference")), "best_variant", lambda *args: 5)
-    inputs = planner.for_decode(4)
+    inputs = planner.for_decode(StepKey.decode(4))
     assert inputs is not None
     assert inputs.groups == (0, 1, 0)
     for lengths in ([1, 1], [90, 3], [400, 400, 400, 400]):
         rows = [Span([1] * -(-length // 4), length) for length in lengths]
-        planner.plan_decode(build_table(rows, [1] * len(rows), 4, 4), 4)
+        planner.plan_decode(build_table(rows, [1] * len(rows), 4, 4), StepKey.decode(4))
     assert {(batch.captured_tokens, batch.variant) for _, batch in made} == {(4, 5)}
     assert [plan.data_ptr() for plan, _ in made] == [tensor.data_ptr() for tensor in inputs.tensors] * 3
     assert [batch.geometry for _, batch in made] == [GEOMETRY, windowed] * 3

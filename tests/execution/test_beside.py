@@ -18,12 +18,12 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 import compiled_llm
-from compiled_llm.compilation.graphs.rolling import RollingCudaGraphs
 from compiled_llm.compilation.graphs.slices import SlicedThread
 from compiled_llm.compilation.graphs.step_key import StepKey
+from compiled_llm.compilation.graphs.step_table import StepTable
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.generate_loop import GenerateLoop
-from compiled_llm.execution.prefill.prefill import Prefill
+from compiled_llm.execution.graphs.dispatcher import Dispatch, Dispatcher
 from compiled_llm.kvcache.row import Row
 from support.execution.model_changes import other_attribute
 from support.execution.stand_in_cuda_graphs import (
@@ -78,7 +78,7 @@ class Rows(RuleBasedStateMachine):
         super().__init__()
         self.model_runner = self.model.compiled.model_runner()
         self.cuda_graphs = self.model_runner.graph_manager.cuda_graphs
-        self.model_runner.graph_manager.ready -= self.cuda_graphs.forget()
+        self.cuda_graphs.forget()
         self.before = self.model.compiled.cuda_graphs
         self.caplog.clear()
         self.failed = 0
@@ -132,7 +132,7 @@ class Rows(RuleBasedStateMachine):
     @rule()
     def the_model_changes(self) -> None:
         """All CUDA graphs go, and the one that is underway with them."""
-        self.model_runner.graph_manager.ready -= self.cuda_graphs.forget()
+        self.cuda_graphs.forget()
 
     @invariant()
     def tokens_are_huggingfaces(self) -> None:
@@ -225,7 +225,9 @@ def test_a_step_without_its_graph_runs_in_the_next_larger_or_as_it_is_until_it_i
     model.compiled.warmup([2])
     assert model.compiled.stats().buckets == [2, 8], "all can run in the largest"
     if not largest:
-        model.compiled.model_runner().state.cuda_graphs.drop([StepKey.decode(8)])
+        model.compiled.model_runner().state.step_table._evict(
+            model.compiled.model_runner().state.step_table.entries[StepKey.decode(8)]
+        )
     generate_loop = admitted(model, 3, exact)
     finish_all()  # of the prefill
     assert steps_of(generate_loop, 3) == [ran] * 3
@@ -245,13 +247,15 @@ def test_no_prompt_runs_in_far_more_tokens_than_its_own(
     """Whatever else is captured: of few CUDA graphs some are large enough for all prompts, and some small enough."""
     monkeypatch.setattr(StandInGraphCapture, "slices", 2)
     served: list[tuple[StepKey, StepKey]] = []
-    serving = Prefill._serving
+    dispatch = Dispatcher.dispatch
 
-    def noted(self: Prefill, shape: StepKey, exact: bool) -> StepKey:
-        served.append((shape, serving(self, shape, exact)))
-        return served[-1][1]
+    def noted(self: Dispatcher, step: StepKey, exact: bool) -> Dispatch:
+        picked = dispatch(self, step, exact)
+        if step.phase == "prefill":
+            served.append((step, picked.step))
+        return picked
 
-    monkeypatch.setattr(Prefill, "_serving", noted)
+    monkeypatch.setattr(Dispatcher, "dispatch", noted)
     model, rng = uncompiled(monkeypatch, budget), random.Random(seed)
     model.compiled.warmup([1, 2])
     for _ in range(30):
@@ -264,9 +268,9 @@ def test_no_prompt_runs_in_far_more_tokens_than_its_own(
     for wanted, ran in served:
         assert ran.tokens <= max(4 * wanted.tokens, least), f"{wanted} ran in {ran}"
     assert {wanted == ran for wanted, ran in served} == {True, False}, "in larger ones while their own are captured"
-    rolling = model.compiled.model_runner().state.cuda_graphs
-    anchors = rolling.anchors["prefill"]
-    assert {*anchors, *rolling.anchors["decode"]} <= {*rolling.of("decode", "prefill")}
+    steps = model.compiled.model_runner().state.step_table
+    anchors = steps.anchors["prefill"]
+    assert {*anchors, *steps.anchors["decode"]} <= {*steps.of("decode", "prefill")}
     table = model.compiled.cuda_graphs
     print(table)
     assert table.captures > len(anchors) + 3 or budget == 3
@@ -279,10 +283,10 @@ def test_an_evicted_graph_is_released_when_it_has_ended_and_no_step_waits_for_th
     model = uncompiled(monkeypatch, 4)
     model.compiled.warmup([2])
     model_runner = model.compiled.model_runner()
-    rolling, cuda_graphs = model_runner.state.cuda_graphs, model_runner.graph_manager.cuda_graphs
-    monkeypatch.setattr(rolling, "_mark", lambda: lambda: bool(ended))
-    monkeypatch.setattr(rolling, "_wait", lambda: pytest.fail("it waits for the device"))
-    evicted, generate_loop = rolling.get(StepKey.decode(2)).cuda_graph, runner_of(model, exact=False)
+    steps, cuda_graphs = model_runner.state.step_table, model_runner.graph_manager.cuda_graphs
+    monkeypatch.setattr(steps, "_mark", lambda: lambda: bool(ended))
+    monkeypatch.setattr(steps, "_wait", lambda: pytest.fail("it waits for the device"))
+    evicted, generate_loop = steps.get(StepKey.decode(2)).cuda_graph, runner_of(model, exact=False)
     for _ in range(3):
         generate_loop.admit(prompt_of(9), 40)
     for _ in range(6):
@@ -290,7 +294,7 @@ def test_an_evicted_graph_is_released_when_it_has_ended_and_no_step_waits_for_th
         finish_all()
     table = model.compiled.cuda_graphs
     assert (table.evictions, table.captures, evicted.released) == (1, 5, False)
-    assert (table.nbytes, table.ready) == (rolling.shared.total() + 1000 + kept_by(rolling), 4)
+    assert (table.nbytes, table.ready) == (steps.shared.total() + 1000 + kept_by(steps), 4)
     assert cuda_graphs.background_captures
     ended.append(True)
     for _ in range(3):
@@ -298,11 +302,11 @@ def test_an_evicted_graph_is_released_when_it_has_ended_and_no_step_waits_for_th
         finish_all()
     assert evicted.released
     assert model.compiled.cuda_graphs.captures == 6, "captures go on"
-    assert not rolling.releases_later
+    assert not steps.releases_later
 
 
-def kept_by(rolling: RollingCudaGraphs) -> int:
-    return sum(rolling.get(key).nbytes for key in rolling.of("decode", "prefill"))  # type: ignore[union-attr]
+def kept_by(steps: StepTable) -> int:
+    return sum(steps.get(key).nbytes for key in steps.of("decode", "prefill"))  # type: ignore[union-attr]
 
 
 def test_a_failed_capture_is_logged_once_counted_and_tried_again_by_warmup(caplog: pytest.LogCaptureFixture) -> None:

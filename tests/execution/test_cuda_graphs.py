@@ -17,7 +17,7 @@ import torch
 import compiled_llm
 from compiled_llm import Engine, SamplingParams, WrapConfig
 from compiled_llm.compilation.graphs.cuda_graphs import CudaGraphs
-from compiled_llm.compilation.graphs.rolling import RollingCudaGraphs
+from compiled_llm.compilation.graphs.step_table import StepTable
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.state import prefill_room
@@ -35,6 +35,7 @@ from support.execution.model_changes import (
 )
 from support.execution.stand_in_cuda_graphs import (
     OPTIONS,
+    NoGuards,
     StandIn,
     StandInGraphCapture,
     let_a_cpu_capture,
@@ -155,7 +156,7 @@ def count_looks(model: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         "look",
         lambda version: looks.update(["model"] * (version is model.compiled.facts.version)),
     )
-    note_calls(monkeypatch, CudaGraphs, "guards_valid", lambda *_: looks.update(["graph"]))
+    note_calls(monkeypatch, NoGuards, "valid", lambda *_: looks.update(["graph"]))
     return looks
 
 
@@ -181,11 +182,11 @@ def test_bounded_cuda_graphs_make_room_and_are_captured_again(seed, monkeypatch)
 def test_bounded_cuda_graphs_leave_their_outputs_in_one_buffer(seed, monkeypatch):
     model = uncompiled(monkeypatch, nbytes=2**30)
     model.compiled.warmup([1, 3])
-    rolling = model.compiled.model_runner().state.cuda_graphs
-    outputs = [rolling.get(key).cuda_graph._outputs for key in rolling.of("decode", "prefill")]
+    steps = model.compiled.model_runner().state.step_table
+    outputs = [steps.get(key).cuda_graph._outputs for key in steps.of("decode", "prefill")]
     greedy(model, mixed_prompts([5, 9, 4], 128, seed), 3)
     with torch.no_grad():
-        places = {tuple(output.data_ptr() for output in rolling.get(key).replay()) for key in rolling.of("decode")}
+        places = {tuple(output.data_ptr() for output in steps.get(key).replay()) for key in steps.of("decode")}
     assert len(outputs) > 4
     assert len(places) == 1
 
@@ -322,13 +323,13 @@ def test_a_capture_that_fails_leaves_the_next_call_whole(monkeypatch, seed):
 
 def test_cuda_graphs_go_with_the_last_reference():
     model = one_layer()
-    rolling = RollingCudaGraphs()
-    cuda_graphs = CudaGraphs(model, WrapConfig(), model.device, rolling)
-    graphs = SamplingGraphs(model.device, captures=True, rolling=rolling)
-    gone = weakref.ref(rolling)
+    steps = StepTable()
+    cuda_graphs = CudaGraphs(model, WrapConfig(), model.device, steps)
+    graphs = SamplingGraphs(model.device, captures=True, table=steps)
+    gone = weakref.ref(steps)
     gc.disable()
     try:
-        del cuda_graphs, graphs, rolling
+        del cuda_graphs, graphs, steps
         assert gone() is None, "their memory would stay until garbage is collected"
     finally:
         gc.enable()

@@ -131,7 +131,7 @@ class Changing(Schedule):
             return
         manager = self.generate_loop.model_runner.graph_manager
         if self._rng.random() < 0.3:
-            manager.ready -= manager.cuda_graphs.forget()
+            manager.cuda_graphs.forget()
         if self._rng.random() < 0.3:
             self.replace_a_weight()
         super().anything()
@@ -177,7 +177,7 @@ def forget_a_token(generate_loop: GenerateLoop) -> None:
 
 def drop_the_graphs(generate_loop: GenerateLoop) -> None:
     manager = generate_loop.model_runner.graph_manager
-    manager.ready -= manager.cuda_graphs.forget()
+    manager.cuda_graphs.forget()
 
 
 def capture_another(generate_loop: GenerateLoop) -> None:

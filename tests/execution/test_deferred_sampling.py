@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import compiled_llm
-from compiled_llm.compilation.graphs.rolling import Budget
 from compiled_llm.compilation.graphs.step_key import StepKey
+from compiled_llm.compilation.graphs.step_table import Budget
 from compiled_llm.compilation.sampling.masks import mask_of
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.execution.batch import Batch, Extension
@@ -126,10 +126,10 @@ def test_captured_sampling_is_replayed_and_more_of_it_is_captured(batch, seed):
 
 def test_sampling_whose_graphs_made_room_is_launched(captures, seed):
     batch = Batches()
-    rolling, graphs = batch.model_runner.state.cuda_graphs, batch.model_runner.state.sampling_graphs
-    rolling.budget = Budget(max_graphs=3)
+    steps, graphs = batch.model_runner.state.step_table, batch.model_runner.state.sampling_graphs
+    steps.budget = Budget(max_graphs=3)
     batch.call(batch.model_runner.prepare_deferred, [2, 5])
-    assert set(rolling.of("sampling")) == {
+    assert set(steps.of("sampling")) == {
         StepKey.sampling(5, False),
         StepKey.sampling(5, True),
         StepKey.sampling(2, False),
@@ -137,7 +137,7 @@ def test_sampling_whose_graphs_made_room_is_launched(captures, seed):
     rows = begun(batch, seed, 5, 2)
     for gone in (None, StepKey.sampling(5, True), StepKey.sampling(2, False), StepKey.sampling(5, False)):
         if gone is not None:
-            rolling._evict(rolling.get(gone))
+            steps._evict(steps.get(gone))
         for _ in range(2):
             batch.step(decode=rows)
     assert graphs.buckets == []

@@ -41,7 +41,7 @@ def test_steps_in_pieces_are_as_exact_as_huggingface(backend: Any, overrides: di
     assert (stats.graph_breaks, stats.recompiles, stats.cudagraph_skips) == (0, 0, 0)
     assert stats.cuda_graphs == 4
     assert [row.rows for row in table if row.phase == "decode" and not row.replays] == [OPTIONS["max_batch_size"]]
-    entries = twins.wrapped.compiled.model_runner().state.cuda_graphs._ready.values()
+    entries = twins.wrapped.compiled.model_runner().state.step_table._ready
     assert {entry.cuda_graph._graph.pieces for entry in entries} == {layers + 1}  # type: ignore[union-attr]
     assert_account_is_empty(twins.wrapped)
     compiled_llm.unwrap(twins.wrapped)

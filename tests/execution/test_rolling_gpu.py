@@ -97,17 +97,17 @@ def test_what_was_evicted_gives_its_memory_back(wrapped: Callable[..., PreTraine
     few = taken()
     for number in range(100):
         record(model_runner, number)
-    many, rolling = taken(), model_runner.state.cuda_graphs
+    many, steps = taken(), model_runner.state.step_table
     table = model.compiled.cuda_graphs
     print(table)
 
     def evict() -> None:
-        latest = rolling.of("decode", "prefill")[:2]
-        for key in rolling.of("decode", "prefill"):
+        latest = steps.of("decode", "prefill")[:2]
+        for key in steps.of("decode", "prefill"):
             if key not in latest:
-                rolling._evict(rolling.get(key))  # type: ignore[arg-type]
+                steps._evict(steps.get(key))  # type: ignore[arg-type]
         torch.cuda.current_stream().synchronize()
-        assert rolling.release_ended()
+        assert steps.release_ended()
 
     model_runner.thread.call(evict)
     after = taken()

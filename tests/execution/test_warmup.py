@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm import Engine, SamplingParams, WrapConfig
 from compiled_llm.compilation.artifacts.profile import Profile
-from compiled_llm.compilation.graphs.rolling import Budget, Cost, RollingCudaGraphs
 from compiled_llm.compilation.graphs.step_key import StepKey
+from compiled_llm.compilation.graphs.step_table import Budget, Cost, StepTable
 from compiled_llm.execution.lifecycle.used_steps import prepare_profile
 from compiled_llm.execution.lifecycle.warmup import Warmup
 from compiled_llm.execution.model_runner import ModelRunner
@@ -76,7 +76,7 @@ def test_used_steps_are_prepared_and_no_others(tmp_path: Path, seed: int) -> Non
     new = wrapped()
     told: list[str] = []
     new.compiled.warmup(profile=path, report=told.append)
-    anchors = [key for keys in new.compiled.model_runner().state.cuda_graphs.anchors.values() for key in keys]
+    anchors = [key for keys in new.compiled.model_runner().state.step_table.anchors.values() for key in keys]
     assert ready_in(new) == {*profile.uses, *anchors}, "anything else can run in those"
     assert new.compiled.stats().buckets == [4, 8]
     assert "preparing steps of 4 requests (1 of 2)" in told
@@ -194,18 +194,20 @@ class FakeDevice:
 
     def __init__(self, budget: Budget, sizes: dict[StepKey, int]) -> None:
         ticks = itertools.count()
-        self.rolling = RollingCudaGraphs(budget, clock=lambda: float(next(ticks)))
+        self.table = StepTable(budget, clock=lambda: float(next(ticks)))
         self.sizes, self.choices, self.rest = sizes, [], 0
-        self.state = SimpleNamespace(cuda_graphs=self.rolling)
+        self.state = SimpleNamespace(step_table=self.table)
         self.config = SimpleNamespace(max_batch_size=8)
         self.prefill, self.decode, self.thread = self, self, self
-        self.ready = self.rolling
 
     def call(self, function: Any, *arguments: Any, **named: Any) -> Any:
         return function(*arguments, **named)
 
     def all_shapes(self) -> list[StepKey]:
         return SHAPES
+
+    def is_ready(self, step: StepKey) -> bool:
+        return self.table.get(step) is not None
 
     def fits(self, shape: StepKey) -> bool:
         return True
@@ -222,13 +224,14 @@ class FakeDevice:
 
     def capture_shapes(self, shapes: list[StepKey], only_with_room: bool = False) -> None:
         for shape in reversed(shapes):
-            if not (only_with_room and self.rolling.full):
+            if not (only_with_room and self.table.full):
                 self.record(shape)
 
     def record(self, key: StepKey) -> None:
-        self.rolling.make_room(key)
+        self.table.begin(key)
+        self.table.make_room(key)
         graph = SimpleNamespace(release=lambda: None)
-        self.rolling.add(key, cast(Any, graph), Cost(self.sizes[key], 0, 0.1), "steps")
+        self.table.add(key, cast(Any, graph), Cost(self.sizes[key], 0, 0.1), "steps")
 
     def prepare_deferred(self, buckets: list[int]) -> None:
         self.choices += buckets
@@ -264,12 +267,12 @@ def test_the_most_used_steps_are_prepared_as_far_as_there_is_room(
     used = [key for key in uses if key.phase != "sampling"]
     used.sort(key=lambda key: (-uses[key], key))
     used = used[: budget.max_graphs]
-    ready = set(device.rolling.of("decode", "prefill"))
+    ready = set(device.table.of("decode", "prefill"))
     assert device.choices == sorted({key.rows for key in uses if key.phase == "sampling"})
     if budget.nbytes is None:
         assert ready == set(used)
         return
-    assert device.rolling.nbytes <= budget.nbytes
+    assert device.table.nbytes <= budget.nbytes
     for phase in ("decode", "prefill"):
         own = [key for key in used if key.phase == phase]
         kept = [key for key in own if key in ready]

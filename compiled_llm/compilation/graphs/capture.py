@@ -23,8 +23,8 @@ import torch
 
 from compiled_llm.compat.torch.capturing import Graph, captured_into, new_graph
 from compiled_llm.compilation.graphs.piecewise import GraphInPieces
-from compiled_llm.compilation.graphs.rolling import Cost
 from compiled_llm.compilation.graphs.slices import SlicedThread
+from compiled_llm.compilation.graphs.step_table import Cost
 from compiled_llm.kvcache.memory import wait_for
 from compiled_llm_ops.kernels.counters import CapturedCounters, zeroed_counters
 from compiled_llm_ops.left_out import capture_of_this_thread

@@ -7,7 +7,6 @@ graphs finishes it first.
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,8 +21,8 @@ from transformers import PreTrainedModel
 from compiled_llm.compat.torch.cudagraph_trees import cudagraph_messages, cudagraph_skips, cudagraph_tree_graphs
 from compiled_llm.compilation.graphs.capture import CapturedGraph, GraphCapture, abandon
 from compiled_llm.compilation.graphs.outputs import SharedOutputs, StepOutputs
-from compiled_llm.compilation.graphs.rolling import Cost, GraphEntry, RollingCudaGraphs
 from compiled_llm.compilation.graphs.step_key import StepKey
+from compiled_llm.compilation.graphs.step_table import Cost, StepTable
 from compiled_llm.compilation.graphs.validity import Guards
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
 from compiled_llm.config import WrapConfig
@@ -67,19 +66,12 @@ class StepToCapture(NamedTuple):
     filled: Filled | None = None
 
 
-class _Known(NamedTuple):
-    """The guards of a captured step, and its input, if that is filled before each replay."""
-
-    guards: Guards
-    filled: Filled | None
-
-
 class _Underway(NamedTuple):
     """A capture underway; the shared outputs have grown for it by ``shared`` bytes."""
 
     key: StepKey
     captured: Future[CapturedGraph[StepOutputs]]
-    known: _Known
+    step: StepToCapture
     shared: int
 
 
@@ -89,53 +81,38 @@ class CudaGraphs:
     Attributes:
         ours: whether steps are captured here.
         replay: whether decode steps are replayed, by us or by cudagraph trees.
-        rolling: holds these graphs, and those of sampling.
+        table: holds these steps, and those of sampling.
         skips: how often Inductor did not capture a graph that it should have.
         reasons: its messages about that.
         nbytes: device memory that compiling and capturing took for good.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, config: WrapConfig, device: torch.device, rolling: RollingCudaGraphs
-    ) -> None:
-        """Only a weak reference to the model is kept. ``rolling`` holds all CUDA graphs of the model, others too."""
-        self.rolling = rolling
+    def __init__(self, model: PreTrainedModel, config: WrapConfig, device: torch.device, table: StepTable) -> None:
+        """Only a weak reference to the model is kept. ``table`` has all steps of the model."""
+        self.table = table
         self.ours = config.captures_on(device.type)
         self._in_trees = config.uses_trees_on(device.type)
         self.replay = self.ours or self._in_trees
         self.skips = 0
         self.reasons: list[str] = []
-        self.prefills = 0
         self.nbytes = 0
         self._model = weakref.ref(model)
         self._device = device
         self._capturer = GraphCapture(device, in_pieces=config.leaves_attention_out) if self.ours else None
         # A model whose CUDA graphs are bounded copies what they give, in launches of their own.
-        self._outputs = SharedOutputs(max(2, config.max_batch_size)) if any(rolling.budget) else None
+        self._outputs = SharedOutputs(max(2, config.max_batch_size)) if any(table.budget) else None
         self._underway: _Underway | None = None
         self._wanted: tuple[StepKey, Begin] | None = None  # to be captured next, and what begins that
         self._half_begun: tuple[StepKey, Begin] | None = None  # and what goes on with it
-        self._failed: set[StepKey] = set()
-        self._decodes = 0
-        self._known: dict[StepKey, _Known] = {}
-        rolling.when_dropped.append(functools.partial(_forget, self._known))
         self._before = cudagraph_tree_graphs(device) if self._in_trees else 0
         self._expected = 0
-        self._lost: set[StepKey] = set()
         self._moved: list[str] = []
         self._addresses: dict[str, dict[str, int]] = {}
 
     # ---- ours
 
-    def __contains__(self, key: StepKey) -> bool:
-        """Whether there is a CUDA graph of a step, valid or not."""
-        return key in self.rolling
-
     def __len__(self) -> int:
-        return len(self.rolling.of("decode", "prefill"))
-
-    def get(self, key: StepKey) -> GraphEntry[CapturedGraph[StepOutputs]] | None:
-        return self.rolling.get(key)
+        return len(self.table.of("decode", "prefill"))
 
     def capture(self, key: StepKey, step: StepToCapture) -> None:
         """Capture a step that has run before, while no other capture runs; the least recently used graphs make room.
@@ -144,15 +121,16 @@ class CudaGraphs:
             RuntimeError: an operation in it cannot be captured.
             ValueError: it does not fit together with the graphs that the same step replays.
         """
-        self._failed.discard(key)
-        self.rolling.make_room(key)
-        launch, known, shared = self._prepared(step)
-        step.check()
-        assert self._capturer is not None
-        captured = self._capturer.capture(launch)
-        self._known[key] = known
-        self._count(key)
-        self.rolling.add(key, captured, self._cost(captured, known, shared), _OWNER)
+        if self._half_begun is not None and self._half_begun[0] == key:
+            self._give_up_half_begun()
+        with self.table.capturing(key):
+            self.table.make_room(key)
+            launch, shared = self._prepared(step)
+            step.check()
+            assert self._capturer is not None
+            captured = self._capturer.capture(launch)
+            self.table.add(key, captured, self._cost(captured, step, shared), _OWNER)
+        self._note_captured(key, step)
 
     # ---- while steps go on
 
@@ -161,110 +139,115 @@ class CudaGraphs:
 
         ``begin`` calls ``self.begin`` with it, or returns a function that does so after the next step.
         """
-        if self._capturer is not None and key not in self._failed and self.rolling.has_room_for(key):
+        if self._capturer is not None and self.table.state(key) != "failed" and self.table.has_room_for(key):
             self._wanted = key, begin
-            self.rolling.changed()  # steps that repeat themselves would leave it no time
-
-    def needs_room_now(self, key: StepKey) -> bool:
-        """Whether a missing step can be captured only in place of others: between steps, few of these may go."""
-        return key not in self and key not in self._failed and self.rolling.full
+            self.table.changed()  # steps that repeat themselves would leave it no time
 
     def begin(self, key: StepKey, step: StepToCapture) -> None:
         """Begin to capture a step; ``go_on`` continues, and ``adopt`` adds the result."""
-        launch, known, shared = self._prepared(step)
+        launch, shared = self._prepared(step)
         assert self._capturer is not None
-        self._underway = _Underway(key, self._capturer.begin(launch, step.check), known, shared)
+        self._underway = _Underway(key, self._capturer.begin(launch, step.check), step, shared)
 
     @property
     def background_captures(self) -> bool:
         """Whether there is a graph to capture between steps, or to release."""
         underway = any(each is not None for each in (self._underway, self._half_begun, self._wanted))
-        return underway or self.rolling.releases_later
+        return underway or self.table.releases_later
 
     def go_on(self) -> None:
         """Capture missing graphs for a slice, once the evicted graphs that made room have ended."""
         if self._underway is not None:
             assert self._capturer is not None
             self._capturer.run_slice()
-        elif not self.rolling.release_ended():
+        elif not self.table.release_ended():
             return
         elif self._half_begun is not None:
-            self._begin_with(*self._half_begun)
+            half_begun, self._half_begun = self._half_begun, None
+            self._begin_with(*half_begun)
         elif self._wanted is not None:
             wanted, self._wanted = self._wanted, None
             self._begin_with(*wanted)
 
     def _begin_with(self, key: StepKey, begin: Begin) -> None:
-        self._half_begun = None
-        if key in self:
+        state = self.table.state(key)
+        if state in ("ready", "failed"):  # by now
             return
+        if state != "capturing":
+            self.table.begin(key)
         try:
             then = begin()
         except Exception as error:
             self._note_failure(key, error)
-        else:
-            self._half_begun = None if then is None else (key, then)
+            return
+        if then is not None:
+            self._half_begun = key, then
+        elif self._underway is None:  # its program runs uncompiled
+            self.table.give_up(key)
 
-    def adopt(self) -> StepKey | None:
-        """Add the graph underway if it is captured, and return its key; the least recently used ones make room for it.
+    def adopt(self) -> None:
+        """Add the graph underway if it is captured; the least recently used ones make room for it.
 
         A failure is logged the first time, and counted; it is not tried again by itself.
         """
         underway = self._underway
         if underway is None or not underway.captured.done():
-            return None
+            return
         self._underway, key = None, underway.key
-        self.rolling.changed()  # also if it has failed: steps need leave no time any more
+        self.table.changed()  # also if it has failed: steps need leave no time any more
         try:
             captured = underway.captured.result()
         except Exception as error:
             self._note_failure(key, error)
-            return None
+            return
         self.nbytes += captured.cost.shared
-        known, cost = underway.known, self._cost(captured, underway.known, underway.shared)
-        self._known[key] = known
-        self._count(key)
-        return key if self.rolling.try_to_add(key, captured, cost, _OWNER) else None
+        if self.table.try_to_add(key, captured, self._cost(captured, underway.step, underway.shared), _OWNER):
+            self._note_captured(key, underway.step)
 
     def settle(self) -> None:
         """End captures before a wait for the whole device, which is an error during a capture. Any thread may."""
-        self._wanted = self._half_begun = None
+        self._wanted = None
+        self._give_up_half_begun()
         self.finish()
+
+    def _give_up_half_begun(self) -> None:
+        half_begun, self._half_begun = self._half_begun, None
+        if half_begun is not None:
+            self.table.give_up(half_begun[0])
 
     def finish(self) -> None:
         if self._underway is not None:
             assert self._capturer is not None
             self._capturer.finish()
 
-    def _count(self, key: StepKey) -> None:
-        self.prefills += key.phase == "prefill"
-        self._decodes += key.phase == "decode"
+    def _note_captured(self, key: StepKey, step: StepToCapture) -> None:
+        entry = self.table.entries[key]
+        entry.guards, entry.filled = step.guards, None if step.filled is None else step.filled.tensor
 
     @staticmethod
-    def _cost(captured: CapturedGraph[StepOutputs], known: _Known, shared: int) -> Cost:
-        own, cost = 0 if known.filled is None else known.filled.nbytes, captured.cost
+    def _cost(captured: CapturedGraph[StepOutputs], step: StepToCapture, shared: int) -> Cost:
+        own, cost = 0 if step.filled is None else step.filled.nbytes, captured.cost
         return cost._replace(nbytes=cost.nbytes + own, shared=cost.shared + shared)
 
-    def _prepared(self, step: StepToCapture) -> tuple[Callable[[], StepOutputs], _Known, int]:
-        """Return the launch to capture, its guards and input, and the growth of the shared outputs in bytes."""
+    def _prepared(self, step: StepToCapture) -> tuple[Callable[[], StepOutputs], int]:
+        """Return the launch to capture, and the growth of the shared outputs in bytes."""
         if "captured" not in self._addresses:
             self._addresses["captured"] = self._addresses_now()
         before, launch = self._shared_bytes(), step.launch
         if self._outputs is not None:
             launch = self._outputs.writing(launch, step.like)
-        return launch, _Known(step.guards, step.filled), self._shared_bytes() - before
+        return launch, self._shared_bytes() - before
 
     def _note_failure(self, key: StepKey, error: Exception) -> None:
-        level = logging.DEBUG if self._failed else logging.WARNING
+        failed_before = any(entry.state == "failed" for entry in self.table.entries.values())
         logger.log(
-            level,
+            logging.DEBUG if failed_before else logging.WARNING,
             "compiled_llm: a step could not be captured as a CUDA graph, and runs kernel by kernel or in a larger one: "
             "%s: %s; warmup() tries again, and the next ones are only counted (model.compiled.cuda_graphs)",
             type(error).__name__,
             error,
         )
-        self._failed.add(key)
-        self.rolling.failed(key)
+        self.table.fail(key)
 
     @property
     def can_begin(self) -> bool:
@@ -274,38 +257,21 @@ class CudaGraphs:
     def _shared_bytes(self) -> int:
         return 0 if self._outputs is None else self._outputs.nbytes
 
-    def guards_valid(self, key: StepKey) -> bool:
-        """Whether the program of a captured step is still the one that would run, whatever tensors there are."""
-        return self._known[key].guards.valid()
-
-    def filled(self, key: StepKey) -> Tensor:
-        filled = self._known[key].filled
-        assert filled is not None
-        return filled.tensor
-
-    def forget(self) -> set[StepKey]:
-        """Drop all graphs; return their keys."""
+    def forget(self) -> None:
+        """Drop all graphs."""
         if self._underway is not None:
             abandon(self._underway.captured)
             self.settle()
             self._underway = None
         self._wanted = self._half_begun = None
-        self._failed.clear()
         self._moved = self.moved_weights()
-        dropped = set(self.rolling.of("decode", "prefill"))
-        self._lost |= dropped
-        self.rolling.drop(dropped)
-        self.rolling.shared[_OWNER] = 0
+        self.table.forget("decode", "prefill")
+        self.table.shared[_OWNER] = 0
         self._addresses.pop("captured", None)
         if self._outputs is not None:
             self._outputs.release()
         if self._capturer is not None:
             self._capturer.take_new_pool()
-        return dropped
-
-    def lost(self, key: StepKey) -> bool:
-        """Whether a step has been captured and dropped before."""
-        return key in self._lost
 
     # ---- accounts
 
@@ -326,11 +292,17 @@ class CudaGraphs:
     def decodes(self) -> int:
         if self._in_trees:
             return max(0, cudagraph_tree_graphs(self._device) - self._before)
-        return self._decodes
+        return self.table.captures("decode")
+
+    @property
+    def prefills(self) -> int:
+        """How many prefills were captured."""
+        return self.table.captures("prefill")
 
     def repeated(self) -> int:
         """Return how many steps were captured again, or have to be."""
-        return len(self._lost) + (0 if self.ours else max(0, self.decodes() - self._expected))
+        lost = [entry for entry in list(self.table.entries.values()) if entry.losses and entry.key.phase != "sampling"]
+        return len(lost) + (0 if self.ours else max(0, self.decodes() - self._expected))
 
     def moved_weights(self) -> list[str]:
         """Return the parameters and buffers that have left the addresses that a graph reads."""
@@ -349,7 +321,3 @@ class CudaGraphs:
         model = self._model()
         assert model is not None, "only a model that exists takes steps"
         return model
-
-
-def _forget(known: dict[StepKey, _Known], key: StepKey) -> None:
-    known.pop(key, None)

@@ -37,5 +37,10 @@ class StepKey(NamedTuple):
     def sampling(cls, rows: int, masked: bool) -> StepKey:
         return cls("sampling", rows, rows, int(masked))
 
+    @property
+    def new_tokens_per_row(self) -> int:
+        """Of a decode step, whose rows have equally many."""
+        return self.tokens // self.rows
+
     def __str__(self) -> str:
         return f"{self.phase} with tokens={self.tokens}, rows={self.rows}, variant={self.variant}"

@@ -4,8 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from compiled_llm.compilation.graphs.step_key import Phase
+
+StepState = Literal["missing", "compiled", "capturing", "ready", "stale", "failed", "evicted"]
+"""What is known of a step.
+
+- missing: nothing; its program may have to be compiled before it runs.
+- compiled: it can be launched kernel by kernel. Where nothing is captured, that is all there is to it.
+- capturing: its CUDA graph is being captured, in slices between other steps.
+- ready: it has a CUDA graph, which is replayed once the model is known to be the same.
+- stale: its graph was dropped, since the model, or the memory that the graph reads, had changed.
+- failed: it could not be captured; only ``warmup`` tries again.
+- evicted: its graph has made room for others, or has found none.
+"""
 
 
 @dataclass(frozen=True)
@@ -17,7 +30,8 @@ class CudaGraphRow:
         tokens: how many it computes, padding included.
         rows: how many of them sample a token, padding included.
         variant: of a prefill how the backend divides it, of a choice 1 if it writes masks first; else 0.
-        ready: whether it can be replayed; if not, it has been evicted or dropped.
+        state: ready if it can be replayed; else missing, compiled, capturing, stale (dropped, since the model has
+            changed), failed, or evicted (it has made room for others).
         nbytes: device memory that it takes in addition to the shared part, and gives back; 0 unless it is ready.
         captures: how often it was captured.
         evictions: how often it had to make room for others, or found none.
@@ -33,7 +47,7 @@ class CudaGraphRow:
     tokens: int
     rows: int
     variant: int
-    ready: bool
+    state: StepState
     nbytes: int
     captures: int
     evictions: int
@@ -43,6 +57,11 @@ class CudaGraphRow:
     failures: int
     idle_seconds: float
     capture_seconds: float
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be replayed."""
+        return self.state == "ready"
 
 
 @dataclass(frozen=True)
@@ -71,7 +90,7 @@ class CudaGraphTable:
 
     def as_dicts(self) -> list[dict[str, object]]:
         """Return the rows as data."""
-        return [asdict(row) for row in self.rows]
+        return [{**asdict(row), "ready": row.ready} for row in self.rows]
 
     @property
     def ready(self) -> int:
@@ -125,7 +144,7 @@ _HEADINGS = (
     "tokens",
     "rows",
     "variant",
-    "ready",
+    "state",
     "memory",
     "captures",
     "evictions",
@@ -139,9 +158,9 @@ _HEADINGS = (
 def _cells(row: CudaGraphRow) -> tuple[str, ...]:
     counts = (row.captures, row.evictions, row.replays, row.misses)
     sizes = (row.tokens, row.rows, row.variant)
-    ready, memory = ("yes", mib(row.nbytes)) if row.ready else ("no", "")
+    memory = mib(row.nbytes) if row.ready else ""
     times = (f"{row.idle_seconds:.1f} s", f"{row.capture_seconds:.2f} s")
-    return (row.phase, *map(str, sizes), ready, memory, *map(str, counts), *times)
+    return (row.phase, *map(str, sizes), row.state, memory, *map(str, counts), *times)
 
 
 def _aligned(cell: str, width: int) -> str:

@@ -20,10 +20,10 @@ from compiled_llm.compilation.inputs import DecodeInputs
 from compiled_llm.compilation.program_list import DECODE_MANY, program_for
 from compiled_llm.execution.decode.decode_step import DecodeLaunch
 from compiled_llm.execution.decode.planned_table import PlannedTable
+from compiled_llm.execution.graphs.dispatcher import Dispatch, Dispatcher
 from compiled_llm.execution.graphs.graph_manager import GraphManager
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.reporting.events import UploadCause
-from compiled_llm.execution.state.decode_buffers import bucket_for
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.row import Row
 
@@ -48,41 +48,30 @@ class Decode:
     """The decode steps of one model.
 
     Attributes:
-        ready: the steps, among others, that can be run at once; always the same set.
+        dispatcher: picks the step that runs.
     """
 
-    def __init__(self, state: RunnerState, graph_manager: GraphManager, planner: Planner) -> None:
+    def __init__(
+        self, state: RunnerState, graph_manager: GraphManager, planner: Planner, dispatcher: Dispatcher
+    ) -> None:
         self._state = state
         self._graph_manager = graph_manager
+        self.dispatcher = dispatcher
+        self._table = state.step_table
         self._planned = PlannedTable(state, planner) if planner.decodes else None
         self._cuda_graphs = graph_manager.cuda_graphs
-        self.ready = graph_manager.ready
-        self._launchable: set[StepKey] = set()  # that were compiled when they were last missing
-        self._spare: StepKey | None = None  # captured for others to run in, until a step wants it for itself
         self._owner: weakref.ref[BatchOwner] | None = None
-        most = state.config.max_batch_size
-        self._step_for = [StepKey.decode(bucket_for(rows, most)) for rows in range(most + 1)]
-        self._largest = self._step_for[-1]
-        state.cuda_graphs.anchors["decode"] = [self._largest]
+        self._largest = dispatcher.decode_of(state.config.max_batch_size)
+        self._table.anchors["decode"] = [self._largest]
 
-    def step_for(self, rows: int) -> StepKey:
-        """Return the smallest step that has room for so many rows."""
-        return self._step_for[rows]
-
-    @property
-    def captures(self) -> bool:
-        """Whether steps are captured while others run, so that calls wait for no more than compiling."""
-        return self._cuda_graphs.ours
-
-    @property
-    def ready_steps(self) -> list[StepKey]:
-        """Those that are compiled, and on CUDA captured, smallest first."""
-        return self._graph_manager.ready_decodes
+    def is_ready(self, step: StepKey) -> bool:
+        """Return whether a step is compiled, and on CUDA captured."""
+        return self._table.state(step) == self._table.at_best
 
     @property
     def wanted_buckets(self) -> list[int]:
         """The ready buckets without the one in which only smaller ones have run."""
-        return [step.rows for step in self.ready_steps if step != self._spare]
+        return [step.rows for step in self._table.at_once("decode") if not self._table.entries[step].spare]
 
     def make_ready(
         self,
@@ -93,82 +82,78 @@ class Decode:
         anchors: bool = True,
         exact: bool = False,
     ) -> StepKey:
-        """Compile decode for a bucket and capture its graph, if that has not happened yet or no longer holds.
+        """Compile a decode step and capture its graph, if that has not happened yet or no longer holds.
 
-        A call does not wait for a CUDA graph alone: its step runs in the next larger bucket that is ready, or if there
+        A call does not wait for a CUDA graph alone: its step runs in the next larger one that is ready, or if there
         is none or it has to be exact, is launched as it is; the graph is captured while later steps run.
 
         Args:
-            step: of a bucket.
+            step: of B rows.
             waiting: how many rows the call has that waits for it.
             unchanged: the model cannot have changed since the last prefill or the last call without this.
             number: its number among those that are prepared, to be shown.
-            anchors: if the program of several rows is compiled now, capture the largest bucket, too, in which any can
+            anchors: if the program of several rows is compiled now, capture the largest step, too, in which any can
                 run.
-            exact: run in no other bucket; if others have to make room for its CUDA graph, capture it now.
+            exact: run in no other step; if others have to make room for its CUDA graph, capture it now.
 
         Returns:
             The step to run.
         """
-        graph_manager = self._graph_manager
-        if step == self._spare:
-            self._spare = None
-        if unchanged and graph_manager.was_valid(step):
-            return step
-        if unchanged and waiting and step in self._launchable - self.ready:
-            larger = None if exact else self._larger(step)
-            if exact or (larger is not None and graph_manager.was_valid(larger)):
-                return self._run_missing(step, larger)
-        if not (unchanged and step in self.ready):
-            graph_manager.check_model()
-        if step in self.ready and graph_manager.is_valid(step):
-            return step
-        if waiting and self._cuda_graphs.ours and (serving := self._serving(step, exact)) is not None:
-            return serving
+        table = self._table
+        if (entry := table.entries.get(step)) is not None:
+            entry.spare = False
+            if unchanged and entry.state == table.at_best and entry.looked == table.look:
+                return step
+        if not unchanged:
+            self._graph_manager.check_model()
+        if (dispatch := self._dispatch(step, waiting > 0, unchanged, exact)) is not None:
+            return self._serve(step, dispatch)
         self.claim(None)
         first = self._is_first(step)
         self._prepare(step, waiting, number, first)
         if first and anchors:
             self.capture_anchors(only_with_room=exact)
-        return step if step in self.ready else self._largest  # which may have taken the only room
+            if table.state(step) == "evicted":  # the largest has taken the only room
+                return self._largest
+        return step
+
+    def _dispatch(self, step: StepKey, waits: bool, unchanged: bool, exact: bool) -> Dispatch | None:
+        """Return what runs now, and is still valid; None if the step has to be compiled or captured first."""
+        manager = self._graph_manager
+        while True:
+            dispatch = self.dispatcher.dispatch(step, exact)
+            if dispatch.how == "compile":
+                if unchanged and self._table.state(step) in ("missing", "stale"):
+                    manager.check_model()
+                    unchanged = False
+                if not (waits and self.dispatcher.captures and manager.can_launch(step, self._inputs(step))):
+                    return None
+            elif dispatch.how == "capture" or not (waits or self.is_ready(step)):
+                return None
+            elif dispatch.how == "launch" or manager.is_valid(dispatch.step, unchanged):
+                return dispatch
+
+    def _serve(self, step: StepKey, dispatch: Dispatch) -> StepKey:
+        """Have a step captured that is missing, and return what runs."""
+        if dispatch.how == "launch":
+            self._table.missed(step)  # ``run`` has it captured
+        elif dispatch.step != step:
+            self.missed(step)
+            if self._cuda_graphs.can_begin:
+                self._cuda_graphs.want(step, functools.partial(self._begin_capture, step))
+        return dispatch.step
 
     def capture_anchors(self, only_with_room: bool = True) -> None:
-        """Capture the largest bucket, so that no step waits for a smaller one; ``only_with_room`` evicts no other."""
-        ready = self.ready_steps
-        missing = self._cuda_graphs.ours and ready and ready[-1].rows > 1 and self._largest not in ready
-        if missing and not (only_with_room and self._state.cuda_graphs.full):
+        """Capture the largest step, so that none waits for a smaller one; ``only_with_room`` evicts no other."""
+        ready = self._table.at_once("decode")
+        missing = self.dispatcher.captures and ready and ready[-1].rows > 1 and self._largest not in ready
+        if missing and not (only_with_room and self._table.full):
             self._prepare(self._largest, 0, "", False)
-            self._spare = self._largest
-
-    def _serving(self, step: StepKey, exact: bool) -> StepKey | None:
-        """Return the step that runs in place of one that is not captured; None if that has to be compiled first."""
-        graph_manager = self._graph_manager
-        self._launchable.discard(step)
-        if step in self.ready or not graph_manager.can_launch(self._inputs(step)):
-            return None
-        if exact and self._cuda_graphs.needs_room_now(step):
-            return None
-        self._launchable.add(step)
-        larger = None if exact else self._larger(step)
-        return self._run_missing(step, larger) if larger is None or graph_manager.is_valid(larger) else None
-
-    def _larger(self, step: StepKey) -> StepKey | None:
-        """Return the next larger step that is ready, if there is one."""
-        return next((other for other in self.ready_steps if other > step), None)
-
-    def _run_missing(self, step: StepKey, larger: StepKey | None) -> StepKey:
-        """Return what runs in place of a step that is missing: the larger one, or if there is none, itself."""
-        if larger is None:
-            self._state.cuda_graphs.missed(step)
-            return step  # ``run`` has it captured
-        self.missed(step)
-        if self._cuda_graphs.can_begin:
-            self._cuda_graphs.want(step, functools.partial(self._begin_capture, step))
-        return larger
+            self._table.entry(self._largest).spare = True
 
     def missed(self, step: StepKey) -> None:
         """Count a step that runs in a larger one than the one that was wanted."""
-        self._state.cuda_graphs.missed(step, padded=True)
+        self._table.missed(step, padded=True)
 
     def _begin_capture(self, step: StepKey) -> None:
         """Begin to capture a step that may never have run, over rows of padding."""
@@ -182,19 +167,19 @@ class Decode:
     def _prepare(self, step: StepKey, waiting: int, number: str, first: bool) -> None:
         """Compile a step, the ``first`` with the rows that suit all, and capture it."""
         graph_manager, what = self._graph_manager, f"decode bucket {step.rows}"
-        waiting = 0 if self._cuda_graphs.lost(step) else waiting
+        waiting = 0 if self._table.entry(step).losses else waiting
         program = program_for(self._inputs(step)).name
         shown = f"decode, {'1 row' if step.rows == 1 else f'{step.rows} rows'}{number}"
         with graph_manager.preparing(what, waiting, program, shown), self._cuda_graphs.accounted(what):
-            if first and step < (suiting := self.step_for(min(_ROWS_TO_COMPILE, self._largest.rows))):
+            if first and step < (suiting := self.dispatcher.decode_of(min(_ROWS_TO_COMPILE, self._largest.rows))):
                 self._launch_padding(suiting)
             for _ in range(_CALLS_TO_CAPTURE - 1 if graph_manager.programs.in_trees else 0):
                 self._launch_padding(step)
             outputs = self._launch_padding(step)
             graph_manager.programs.warn_if_nothing_matched(self._state.facts.model)
+            self._table.compiled(step)
             if self._cuda_graphs.ours:
                 self._capture(step, outputs, background=False)
-        self.ready.add(step)
 
     def _is_first(self, step: StepKey) -> bool:
         """Whether this one compiles the program of several rows, on CUDA, where its size does not stay built in."""
@@ -264,7 +249,7 @@ class Decode:
         """
         self._graph_manager.events.used[wanted] += 1
         self._state.arena.flush()
-        if (cuda_graph := self._cuda_graphs.get(step)) is not None:
+        if (cuda_graph := self._table.get(step)) is not None:
             outputs: StepOutputs = cuda_graph.replay()
             return outputs
         outputs = self._launch(step)
@@ -274,7 +259,7 @@ class Decode:
 
     def launch(self, rows: int, step: StepKey, wanted: StepKey) -> DecodeLaunch:
         """Return how a step of ``rows`` rows in the buffers is launched again; arguments as in ``run``."""
-        graph = self._cuda_graphs.get(step)
+        graph = self._table.get(step)
         return DecodeLaunch(
             graph,
             program=functools.partial(self._launch, step),

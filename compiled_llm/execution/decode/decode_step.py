@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.outputs import StepOutputs
-from compiled_llm.compilation.graphs.rolling import GraphEntry
 from compiled_llm.compilation.graphs.step_key import StepKey
+from compiled_llm.compilation.graphs.step_table import StepEntry
 from compiled_llm.execution.batch import Observer, StepOutput
 from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
 from compiled_llm.execution.state.arena import Arena
@@ -91,7 +91,7 @@ class DecodeLaunch(NamedTuple):
         alone: whether nothing is to be done between two launches, as captures that go on in time slices are.
     """
 
-    graph: GraphEntry[Any] | None
+    graph: StepEntry[Any] | None
     program: Callable[[], StepOutputs]
     feed: Callable[[Tensor], None]
     arena: Arena

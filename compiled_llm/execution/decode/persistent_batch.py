@@ -110,17 +110,8 @@ class PersistentBatch:
     # ---- rows come and go
 
     def step_for(self, rows: int) -> StepKey:
-        """Return the smallest step of this many rows; if there were more, the smallest that is ready.
-
-        So no step waits for a smaller one to be prepared because rows have ended. Exact steps go on in one of at most
-        half the rows, ready or not: no step waits for its CUDA graph. One row stays in the program of several.
-        """
-        smallest, wanted = self._decode.step_for(rows), self._wanted
-        if wanted is None or smallest >= wanted:
-            return smallest
-        if self.exact and self._decode.captures:
-            return self._decode.step_for(max(rows, 2)) if 2 * smallest.rows <= wanted.rows else wanted
-        return next((step for step in self._decode.ready_steps if smallest <= step <= wanted), smallest)
+        """Return the decode step of so many rows, after the last one of the same rows and others."""
+        return self._decode.dispatcher.decode_of(rows, self._wanted, self.exact)
 
     def chose(self, step: StepOutput) -> None:
         """Note tokens that were sampled outside of the decode buffers."""

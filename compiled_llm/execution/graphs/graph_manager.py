@@ -37,7 +37,8 @@ class GraphManager:
 
     Attributes:
         weights: the model's; those that read one input lie side by side in memory.
-        ready: decode steps and prefill programs that are compiled, and on CUDA captured; always the same set.
+        table: the steps of the model, each with its state.
+        prefills: the programs of prefill that are compiled.
     """
 
     def __init__(
@@ -55,32 +56,27 @@ class GraphManager:
         self.weights = weights
         self._artifacts = artifacts
         self.programs = programs or self._new_programs()
-        self.cuda_graphs = CudaGraphs(state.facts.model, state.config, state.device, state.cuda_graphs)
-        self.ready: set[StepKey | str] = set()
+        self.cuda_graphs = CudaGraphs(state.facts.model, state.config, state.device, state.step_table)
+        self.table = state.step_table
+        self.prefills: set[str] = set()
         # Without a compiler there is nothing to wait for on a CPU.
         waits = state.device.type == "cuda" or state.config.mode != "eager"
         self._progress = ProgressDisplay(state.config.progress and waits)
         self._released = False
-        self._valid: set[StepKey] = set()  # the CUDA graphs that were found valid since the model was last looked at
         self._version = state.facts.version
         self._tensors = self._version.tensors if self._needs_tensors else 0
-        state.cuda_graphs.when_dropped.append(self.ready.discard)
-
-    @property
-    def ready_decodes(self) -> list[StepKey]:
-        """The decode steps that are ready, smallest first."""
-        return sorted(key for key in tuple(self.ready) if isinstance(key, StepKey))  # another thread may add one
 
     @property
     def ready_buckets(self) -> list[int]:
-        return [step.rows for step in self.ready_decodes]
+        """The batch sizes of decode steps that are compiled, and on CUDA captured."""
+        return [step.rows for step in self.table.at_once("decode")]
 
     @property
     def captured(self) -> int:
         """How many CUDA graphs steps are replayed from; cudagraph trees have one a bucket."""
         if self.cuda_graphs.ours:
             return len(self.cuda_graphs)
-        return len(self.ready_decodes) if self.cuda_graphs.replay else 0
+        return len(self.ready_buckets) if self.cuda_graphs.replay else 0
 
     def paged(self) -> AbstractContextManager[None]:
         """Let this thread use paged attention for the block."""
@@ -99,8 +95,8 @@ class GraphManager:
         """
         if self._released:
             raise RuntimeError("the pages of this call, cache or runner were given back by sleep(); begin again")
+        self.table.look += 1
         self._version.look()
-        self._valid.clear()
         self._state.fit_vocabulary()
         if not self.programs.code_valid():
             self.events.started_again()
@@ -144,43 +140,41 @@ class GraphManager:
             self.events.started_again()
             self._start_again()
 
-    def was_valid(self, key: StepKey) -> bool:
-        """Return whether a step was ready and valid when the model was last looked at."""
-        return key in self._valid and (key in self.ready or key in self.cuda_graphs)
+    def is_valid(self, key: StepKey, unchanged: bool = False) -> bool:
+        """Return whether a step may still be run as its state says; if not, all CUDA graphs are forgotten.
 
-    def is_valid(self, key: StepKey) -> bool:
-        """Return whether a captured step may still be replayed; if not, all CUDA graphs are forgotten.
-
-        ``check_model`` has been called.
+        ``check_model`` has been called; ``unchanged`` says that the model cannot have changed since then.
         """
-        if key in self.cuda_graphs:
+        entry, look = self.table.entry(key), self.table.look
+        if unchanged and entry.looked == look:
+            return True
+        if entry.guards is not None:
             with self.paged():
-                valid = self.cuda_graphs.guards_valid(key)
+                valid = entry.guards.valid()
             if not valid:
                 wait_for(self._state.device)  # a replay that found this out late may be running
-                self._valid.clear()
                 self._forget_graphs()
                 self.programs.drop_tensors()
                 return False
-        self._valid.add(key)
+        entry.looked = look
         return True
 
     def _forget_graphs(self) -> None:
-        self.ready -= self.cuda_graphs.forget()
+        self.cuda_graphs.forget()
         self._state.validity.invalidate()  # also if there were none
 
     def release(self) -> None:
         """Drop all CUDA graphs, and let go of all tensors; compiled programs stay, for another manager."""
         self._released = True
         self._forget_graphs()
-        self.ready.clear()
+        self.prefills.clear()
         self._let_tensors_go()
 
     def _start_again(self) -> None:
         """Forget programs and CUDA graphs; rows and pages stay."""
         self._forget_graphs()  # first: while one is captured, its program has to stay
         self.programs = self._new_programs()
-        self.ready.clear()
+        self.prefills.clear()
 
     def _new_programs(self) -> Programs:
         state = self._state
@@ -193,10 +187,13 @@ class GraphManager:
         state = self._state
         return Arguments(state.facts.model, inputs, state.slots.tables, state.pages, state.specs)
 
-    def can_launch(self, inputs: StepInputs) -> bool:
-        """Return whether a step can be launched without compiling anything; ``check_model`` has been called."""
+    def can_launch(self, key: StepKey, inputs: StepInputs) -> bool:
+        """Return, and note, whether a step can be launched without compiling; ``check_model`` has been called."""
         with self.paged():
-            return self.programs.compiled_for(self.arguments(inputs))
+            compiled = self.programs.full(inputs) or self.programs.compiled_for(self.arguments(inputs))
+        if compiled:
+            self.table.compiled(key)
+        return compiled
 
     def capture(
         self,
@@ -222,7 +219,7 @@ class GraphManager:
         if not background:
             self.cuda_graphs.finish()
             self.adopt()
-            if key in self.cuda_graphs:
+            if self.table.get(key) is not None:
                 return
         arguments = self.arguments(inputs)
         with self.paged():
@@ -234,9 +231,7 @@ class GraphManager:
 
     def adopt(self) -> None:
         """Take over the CUDA graph that was captured while steps went on, if it is done."""
-        key = self.cuda_graphs.adopt()
-        if key is not None and key.phase == "decode":
-            self.ready.add(key)
+        self.cuda_graphs.adopt()
 
     def go_on(self) -> None:
         """Run one time slice of pending captures."""

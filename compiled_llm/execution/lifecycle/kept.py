@@ -39,7 +39,7 @@ class Kept:
 
     @staticmethod
     def of(model_runner: ModelRunner, made_for: tuple[Hashable, ...]) -> Kept:
-        graph_manager = model_runner.graph_manager
+        graph_manager, table = model_runner.graph_manager, model_runner.state.step_table
         return Kept(
             made_for=made_for,
             rows=model_runner.config.max_batch_size,
@@ -47,9 +47,9 @@ class Kept:
             pages=model_runner.pool.total,
             programs=None if graph_manager.programs.in_trees else graph_manager.programs,
             weights=graph_manager.weights,
-            decodes=tuple(graph_manager.ready_decodes),
-            embedded=PREFILL_EMBEDDED in graph_manager.ready,
-            shapes=tuple(sorted(model_runner.state.cuda_graphs.of("prefill"))),
+            decodes=tuple(table.at_once("decode")),
+            embedded=PREFILL_EMBEDDED in graph_manager.prefills,
+            shapes=tuple(sorted(table.of("prefill"))),
             samplings=tuple(model_runner.state.sampling_graphs.buckets),
         )
 

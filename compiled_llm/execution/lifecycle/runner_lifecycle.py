@@ -276,7 +276,7 @@ def prepare(
     thread.call(prefill.make_ready, anchors=anchors)
     if embedded:
         thread.call(prefill.make_ready, embedded=True)
-    missing = [step for step in decodes if step not in decode.ready]
+    missing = [step for step in decodes if not decode.is_ready(step)]
     for number, step in enumerate(decodes, start=1):
         report(f"preparing steps of {step.rows} request{'s' * (step.rows > 1)} ({number} of {len(decodes)})")
         thread.call(decode.make_ready, step, number=_number(step, missing), anchors=anchors)

@@ -154,7 +154,7 @@ class Runtime:
     @property
     def cuda_graphs(self) -> CudaGraphTable:
         """The CUDA graphs that we have captured, with what they cost and how often they ran; empty in other modes."""
-        return CudaGraphTable() if self._model_runner is None else self._model_runner.state.cuda_graphs.table()
+        return CudaGraphTable() if self._model_runner is None else self._model_runner.state.step_table.table()
 
     @property
     def asleep(self) -> bool:

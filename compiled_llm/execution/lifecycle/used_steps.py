@@ -43,7 +43,7 @@ def _prepare_steps(
     model_runner: ModelRunner, steps: Sequence[StepKey], embedded: bool, report: Callable[[str], None]
 ) -> None:
     """Prepare steps; the most used ones are given first."""
-    nbytes, most = model_runner.state.cuda_graphs.budget
+    nbytes, most = model_runner.state.step_table.budget
     steps = steps[:most]
     if nbytes is None:
         decodes = sorted(step for step in steps if step.phase == "decode")

@@ -106,7 +106,7 @@ class Warmup:
             self._earlier = wanted.profile
         else:
             prefill = model_runner.prefill
-            decodes = sorted({model_runner.decode.step_for(size) for size in wanted.sizes})
+            decodes = sorted({model_runner.decode.dispatcher.decode_of(size) for size in wanted.sizes})
             prefills = {tuple(prefill.captured_shapes(size)) for size in wanted.sizes}
             prepare(model_runner, decodes, prefills, report=report)
         self._events.warmed_up()

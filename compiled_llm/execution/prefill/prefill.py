@@ -22,6 +22,7 @@ from compiled_llm.compilation.inputs import PrefillInputs
 from compiled_llm.compilation.program_list import PREFILL, PREFILL_EMBEDDED
 from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
+from compiled_llm.execution.graphs.dispatcher import Dispatch, Dispatcher
 from compiled_llm.execution.graphs.graph_manager import GraphManager
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill.packing import (
@@ -46,17 +47,24 @@ class Prefill:
     """The prefills of one model."""
 
     def __init__(
-        self, state: RunnerState, graph_manager: GraphManager, planner: Planner, shapes: CapturedShapes
+        self,
+        state: RunnerState,
+        graph_manager: GraphManager,
+        planner: Planner,
+        shapes: CapturedShapes,
+        dispatcher: Dispatcher,
     ) -> None:
         self._state = state
+        self._table = state.step_table
+        self._dispatcher = dispatcher
         self._graph_manager = graph_manager
         self._cuda_graphs = graph_manager.cuda_graphs
         self._planner = planner
         self._shapes = shapes
         self._page_size = state.config.page_size
-        state.cuda_graphs.when_dropped.append(planner.forget)
+        self._table.when_dropped.append(planner.forget)
         self._anchors = self._find_anchors()
-        state.cuda_graphs.anchors["prefill"] = [*self._anchors]
+        self._table.anchors["prefill"] = [*self._anchors]
 
     # ---- compiled
 
@@ -73,10 +81,10 @@ class Prefill:
         """
         graph_manager = self._graph_manager
         program = PREFILL_EMBEDDED if embedded else PREFILL
-        if unchanged and program in graph_manager.ready:
+        if unchanged and program in graph_manager.prefills:
             return
         graph_manager.check_model()
-        if program in graph_manager.ready:
+        if program in graph_manager.prefills:
             return
         with graph_manager.preparing(program, waiting, program):
             state = self._state
@@ -85,7 +93,7 @@ class Prefill:
             embeddings = self._null_embeddings(length * COMPILED_ROWS) if embedded else None
             slots = state.slots.of([], _KEPT - 1)
             self._launch(self._laid_out(null, np.zeros(_KEPT, dtype=np.int64), slots, embeddings))
-        graph_manager.ready.add(program)
+        graph_manager.prefills.add(program)
         if anchors and not embedded:
             self.capture_anchors()
 
@@ -97,7 +105,7 @@ class Prefill:
         self.capture_shapes(sorted(self._anchors), only_with_room=True)
 
     def _find_anchors(self) -> list[StepKey]:
-        variant, most = self._planner.variants[0], self._state.cuda_graphs.budget.max_graphs
+        variant, most = self._planner.variants[0], self._table.budget.max_graphs
         shapes = [shape._replace(variant=variant) for shape in self._shapes.anchors()]
         shapes = [shape for shape in shapes if self._planner.fits(shape)]
         # If there may be but a few, half of them are for decode steps, and for what is used most.
@@ -170,8 +178,8 @@ class Prefill:
         shape = self._shape_to_replay(chunk, wanted, slots, embeddings)
         if shape is not None:
             self._graph_manager.events.used[shape] += 1
-            background = not (exact and self._cuda_graphs.needs_room_now(shape))
-            logits, tokens = self._run_shape(self._serving(shape, exact), chunk, keep, slots, unchanged, background)
+            step, how = self._dispatch(shape, exact)
+            logits, tokens = self._run_shape(step, chunk, keep, slots, unchanged, background=how != "capture")
             return logits[:wanted].clone(), tokens[:sampled].clone()  # the next replay overwrites them
         # A symbolic size is at least 2.
         if len(chunk) == 1:
@@ -228,7 +236,7 @@ class Prefill:
 
     def capture_shapes(self, shapes: Sequence[StepKey], only_with_room: bool = False) -> None:
         """Capture prefills of those shapes that are not captured yet; ``only_with_room`` evicts no others for them."""
-        new = [shape for shape in shapes if shape not in self._cuda_graphs]
+        new = [shape for shape in shapes if self._table.get(shape) is None]
         if not (self._cuda_graphs.ours and new):
             return
         self.make_ready(anchors=False)
@@ -236,7 +244,7 @@ class Prefill:
         none = np.zeros(0, dtype=np.int64)
         with self._graph_manager.preparing(f"prefill of up to {largest} tokens", 0, PREFILL):
             for shape in reversed(new):  # the largest first: what it leaves in the pool serves the others
-                if shape not in self._cuda_graphs and not (only_with_room and self._state.cuda_graphs.full):
+                if self._table.get(shape) is None and not (only_with_room and self._table.full):
                     with self._cuda_graphs.accounted(f"prefill of {shape.tokens} tokens, {shape.rows} rows"):
                         self._run_shape(shape, [], none, none, background=False)
 
@@ -252,38 +260,19 @@ class Prefill:
         if shape is None:
             return None
         shape = shape._replace(variant=self._planner.variant_for(chunk))
-        fits = shape in self._cuda_graphs or self._planner.fits(shape)
+        fits = self._table.get(shape) is not None or self._planner.fits(shape)
         return shape if fits else None  # larger ones fit even less
 
-    def _serving(self, shape: StepKey, exact: bool) -> StepKey:
-        """Return the shape in which a prefill runs now: its own if it is captured, else the next larger captured one.
-
-        If there is none, or it has to be exact, it is launched in its own. Either way that is captured while later
-        steps run.
-        """
-        cuda_graphs = self._cuda_graphs
-        if shape in cuda_graphs:
-            return shape
-        larger = None if exact else self._next_larger(shape)
-        self._state.cuda_graphs.missed(shape, padded=larger is not None)
-        if larger is None:
-            return shape
-        if cuda_graphs.can_begin:
-            cuda_graphs.want(shape, functools.partial(self._begin_capture, shape))
-        return larger
-
-    def _next_larger(self, shape: StepKey) -> StepKey | None:
-        """Return the smallest captured shape that holds all prefills of another, and does not take far longer."""
-        _, tokens, rows, variant = shape
-        most = tokens + self._shapes.spare
-        larger = [
-            other
-            for other in self._state.cuda_graphs.of("prefill")
-            if other.variant in (variant, self._planner.variants[0])  # the simplest one can run any batch
-            and tokens <= other.tokens <= most
-            and rows <= other.rows
-        ]
-        return min(larger, key=lambda other: (other.tokens, other.rows, other.variant != variant), default=None)
+    def _dispatch(self, shape: StepKey, exact: bool) -> Dispatch:
+        """Return what runs for a prefill; one that is missing is captured while later steps run, if not now."""
+        dispatch = self._dispatcher.dispatch(shape, exact)
+        if dispatch.step != shape:
+            self._table.missed(shape, padded=True)
+            if self._cuda_graphs.can_begin:
+                self._cuda_graphs.want(shape, functools.partial(self._begin_capture, shape))
+        elif dispatch.how != "run":
+            self._table.missed(shape)
+        return dispatch
 
     def _begin_capture(self, shape: StepKey) -> Callable[[], None]:
         """Plan a shape that may never have run, over rows of padding; returns a function that begins its capture."""
@@ -306,12 +295,13 @@ class Prefill:
         """Run a prefill padded to ``shape``: replay it, or launch and capture it, now or in the ``background``."""
         state = self._state
         packed, table = self._padded(shape, chunk, keep, slots)
-        if (cuda_graph := self._cuda_graphs.get(shape)) is not None:
-            self._upload(packed, table, shape, self._cuda_graphs.filled(shape))
-            result: StepOutputs = cuda_graph.replay()
+        if (entry := self._table.get(shape)) is not None:
+            assert entry.filled is not None
+            self._upload(packed, table, shape, entry.filled)
+            result: StepOutputs = entry.replay()
             # Checked while the device computes. All it reads is there, since the weights are; and if the model computes
             # something else now, all it writes is written again.
-            if (unchanged and self._graph_manager.was_valid(shape)) or self._graph_manager.is_valid(shape):
+            if self._graph_manager.is_valid(shape, unchanged):
                 return result
             state.slots.restore(packed.slots)
         inputs, filled = self._in_new_tensors(shape, packed)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_llm.compilation.graphs.rolling import Budget, RollingCudaGraphs
+from compiled_llm.compilation.graphs.step_table import Budget, StepTable
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.decode_buffers import DecodeBuffers
@@ -40,7 +40,7 @@ class RunnerState:
         validity: of decode steps; whatever changes something that they are made from ends it.
         pool: which row has which page.
         arena: the columns of slots and decode buffers.
-        cuda_graphs: all of them, within their budget.
+        step_table: all steps, and their CUDA graphs within their budget.
         prefill_indices: the page numbers of the prefill that runs.
     """
 
@@ -56,11 +56,12 @@ class RunnerState:
         self.device, self.dtype = model.device, model.dtype
         self.max_positions = max_positions
         self.validity = StepValidity()
-        self.cuda_graphs = RollingCudaGraphs(
+        self.step_table = StepTable(
             Budget(*config.graph_budget),
             functools.partial(wait_for, self.device),
             mark=functools.partial(ended_marker, self.device),
             changed=self.validity.invalidate,
+            captures=config.captures_on(self.device.type),
         )
         chosen = backend_for(config.backend, self.device.type)
         self.specs = kv_cache_specs(facts.layers, config.page_size, model.dtype, chosen.backend)
@@ -74,7 +75,7 @@ class RunnerState:
             self.arena = Arena(columns, self.device, self.staging)
             self.slots = Slots(self.arena, self.staging, logits_width(model), self.validity)
             self.decode_buffers = DecodeBuffers(self.arena, self.slots, chosen.decode_ops)
-            self.sampling_graphs = SamplingGraphs(self.device, config.captures_on(self.device.type), self.cuda_graphs)
+            self.sampling_graphs = SamplingGraphs(self.device, config.captures_on(self.device.type), self.step_table)
             self.prefill_indices = torch.zeros(prefill_pages, dtype=torch.int32, device=self.device)
         self.pool = PagePool(count, config.page_size, self.validity)
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.capture import GraphCapture
-from compiled_llm.compilation.graphs.rolling import RollingCudaGraphs
 from compiled_llm.compilation.graphs.step_key import StepKey
+from compiled_llm.compilation.graphs.step_table import StepTable
 from compiled_llm.compilation.sampling.sampling import SamplingTables, sample
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm.kvcache.memory import free
@@ -43,17 +43,17 @@ class SamplingGraphs:
     One loop at a time keeps its logits there, from the first launch whose sampling is deferred until it is sampled.
     """
 
-    def __init__(self, device: torch.device, captures: bool, rolling: RollingCudaGraphs) -> None:
+    def __init__(self, device: torch.device, captures: bool, table: StepTable) -> None:
         """Allocate and capture nothing yet.
 
         Args:
             device: where the model lives.
             captures: whether anything is to be captured there.
-            rolling: all CUDA graphs of the model; others may evict these.
+            table: all steps of the model; others may evict these.
         """
-        self._rolling = rolling
+        self._table = table
         self._buckets: list[int] = []
-        rolling.when_dropped.append(functools.partial(_forget, self._buckets))
+        table.when_dropped.append(functools.partial(_forget, self._buckets))
         self._device = device
         self._captures = captures
         self._capturer: GraphCapture | None = None
@@ -109,19 +109,21 @@ class SamplingGraphs:
 
     def _capture(self, bucket: int, masked: bool) -> None:
         """Capture sampling, unless a step would have to make room for it: it can be launched as well."""
-        if self._rolling.full:
+        if self._table.full:
             logger.info("a choice for %d rows is not captured: the CUDA graphs may not take more", bucket)
             return
         assert self._capturer is not None
         launch = self._masked_launch if masked else self._launch
-        captured = self._capturer.capture(functools.partial(launch, bucket))
-        self._rolling.add(StepKey.sampling(bucket, masked), captured, captured.cost, _OWNER)
+        key = StepKey.sampling(bucket, masked)
+        with self._table.capturing(key):
+            captured = self._capturer.capture(functools.partial(launch, bucket))
+            self._table.add(key, captured, captured.cost, _OWNER)
         if not masked:
             bisect.insort(self._buckets, bucket)
 
     def _forget(self) -> None:
-        self._rolling.drop(self._rolling.of("sampling"))
-        self._rolling.shared[_OWNER] = 0
+        self._table.forget("sampling")
+        self._table.shared[_OWNER] = 0
         self._tables = self._capturer = self._user = None
         self._held = _Held(0, [], [])
 
@@ -173,7 +175,7 @@ class SamplingGraphs:
 
     def masks(self, bucket: int) -> bool:
         """Return whether there is a graph for a bucket that writes masks."""
-        return StepKey.sampling(bucket, True) in self._rolling
+        return self._table.get(StepKey.sampling(bucket, True)) is not None
 
     def logits(self, rows: int) -> Tensor:
         """Return ``[rows, V]``, the logits that are kept here."""
@@ -207,7 +209,7 @@ class SamplingGraphs:
             ``[B]`` tokens, overwritten by the next call.
         """
         held, self._held = self._held, _Held(0, [], [])
-        cuda_graph = self._rolling.get(StepKey.sampling(bucket, masked))
+        cuda_graph = self._table.get(StepKey.sampling(bucket, masked))
         assert cuda_graph is not None, "asked for before"
         tokens: Tensor = cuda_graph.replay()
         self._held = held._replace(positions=[position + 1 for position in held.positions])

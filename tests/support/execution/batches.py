@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm.compilation.graphs.rolling import Cost
+from compiled_llm.compilation.graphs.step_table import Cost
 from compiled_llm.compilation.sampling.masks import mask_of
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm.execution.batch import Batch, Extension, StepOutput
@@ -154,5 +154,5 @@ class ReplayedGraphCapture:
 def let_a_cpu_capture_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling_graphs, "GraphCapture", ReplayedGraphCapture)
     monkeypatch.setattr(
-        runner_state, "SamplingGraphs", lambda device, captures, rolling: SamplingGraphs(device, True, rolling)
+        runner_state, "SamplingGraphs", lambda device, captures, table: SamplingGraphs(device, True, table)
     )

@@ -18,7 +18,8 @@ import compiled_llm
 from compiled_llm import WrapConfig
 from compiled_llm.compilation.graphs.capture import CapturedGraph
 from compiled_llm.compilation.graphs.cuda_graphs import CudaGraphs, StepToCapture
-from compiled_llm.compilation.graphs.rolling import Cost, RollingCudaGraphs
+from compiled_llm.compilation.graphs.step_key import StepKey
+from compiled_llm.compilation.graphs.step_table import Cost, StepTable
 from compiled_llm.compilation.graphs.validity import Guards
 from compiled_llm.model.version.model_version import ModelVersion
 from support.tiny_models import tiny_qwen3
@@ -102,7 +103,7 @@ class StandInGraphCapture:
             self.late.pop().finish()
 
 
-class _NoGuards(Guards):
+class NoGuards(Guards):
     """Of a program that is not compiled."""
 
     def __init__(self) -> None:
@@ -114,21 +115,22 @@ class _NoGuards(Guards):
 
 def let_a_cpu_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a CPU capture as CUDA does."""
-    own, own_prepared = CudaGraphs.__init__, CudaGraphs._prepared
+    own, own_noted = CudaGraphs.__init__, CudaGraphs._note_captured
 
     def init(
-        self: CudaGraphs, model: PreTrainedModel, config: WrapConfig, device: torch.device, rolling: RollingCudaGraphs
+        self: CudaGraphs, model: PreTrainedModel, config: WrapConfig, device: torch.device, table: StepTable
     ) -> None:
-        own(self, model, config, device, rolling)
+        own(self, model, config, device, table)
         self.ours = self.replay = True
+        table.at_best = "ready"
         self._capturer = StandInGraphCapture(model)
         self._compiled = config.mode != "eager"
 
-    def prepared(self: CudaGraphs, step: StepToCapture) -> Any:
-        return own_prepared(self, step if self._compiled else step._replace(guards=_NoGuards()))
+    def noted(self: CudaGraphs, key: StepKey, step: StepToCapture) -> None:
+        own_noted(self, key, step if self._compiled else step._replace(guards=NoGuards()))
 
     monkeypatch.setattr(CudaGraphs, "__init__", init)
-    monkeypatch.setattr(CudaGraphs, "_prepared", prepared)
+    monkeypatch.setattr(CudaGraphs, "_note_captured", noted)
 
 
 def one_layer() -> PreTrainedModel:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from compiled_llm.compilation import programs
 from compiled_llm.compilation.graphs.cuda_graphs import CudaGraphs
 from compiled_llm.compilation.graphs.piecewise import GraphInPieces
-from compiled_llm.compilation.graphs.rolling import Cost
+from compiled_llm.compilation.graphs.step_table import Cost
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 
 

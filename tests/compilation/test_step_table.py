@@ -1,28 +1,30 @@
-"""CUDA graphs make room for others as a naive model says; nothing here is a CUDA graph."""
+"""Steps change their states, and CUDA graphs make room for others, as a naive model says; nothing is a CUDA graph."""
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from compiled_llm.compilation.graphs.rolling import (
+from compiled_llm.compilation.graphs.step_key import Phase, StepKey
+from compiled_llm.compilation.graphs.step_table import (
     UNBOUNDED,
     Budget,
     Cost,
-    GraphEntry,
-    RollingCudaGraphs,
+    StepEntry,
+    StepTable,
 )
-from compiled_llm.compilation.graphs.step_key import StepKey
-from compiled_llm.compilation.graphs.table import CudaGraphTable
+from compiled_llm.compilation.graphs.table import CudaGraphTable, StepState
 
 DECODES = [StepKey.decode(rows) for rows in (1, 2, 4, 8)]
 PREFILLS = [StepKey.prefill(16, 2), StepKey.prefill(16, 2, 1), StepKey.prefill(32, 2), StepKey.prefill(64, 8)]
 CHOICES = [StepKey.sampling(4, False), StepKey.sampling(4, True)]
+PHASES: list[Phase] = ["decode", "prefill", "sampling"]
 KEYS = [*DECODES, *PREFILLS, *CHOICES]
 ANCHORS = {StepKey.decode(8): 0, StepKey.prefill(64, 8): 0, StepKey.prefill(16, 2): 1}
 SHARED = 100
@@ -58,15 +60,18 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         ticks = itertools.count()
         self.graphs: list[Fake] = []
-        self.rolling = RollingCudaGraphs(self.budget, self.wait, lambda: float(next(ticks)), self.mark)
+        self.table = StepTable(self.budget, self.wait, lambda: float(next(ticks)), self.mark)
         self.leaving: list[tuple[Fake, int]] = []  # evicted ones that are not released, and what they take
-        self.rolling.anchors |= {
+        self.table.anchors |= {
             "decode": [StepKey.decode(8)],
             "prefill": [StepKey.prefill(64, 8), StepKey.prefill(16, 2)],
         }
         self.dropped: list[StepKey] = []
-        self.rolling.when_dropped.append(self.dropped.append)
+        self.table.when_dropped.append(self.dropped.append)
         self.used: list[StepKey] = []
+        self.states: dict[StepKey, StepState] = dict.fromkeys(KEYS, "missing")
+        self.losses: Counter[StepKey] = Counter()
+        self.failures: Counter[StepKey] = Counter()
         self.sizes: dict[StepKey, int] = {}
         self.counts: dict[StepKey, list[int]] = {}  # captures, evictions, replays
         self.shared = 0
@@ -80,7 +85,7 @@ class Machine(RuleBasedStateMachine):
         return lambda: not any(graph.running for graph in launched)
 
     def leaves(self, victim: StepKey) -> None:
-        entry = self.rolling.get(victim)
+        entry = self.table.get(victim)
         assert entry is not None
         self.leaving.append((entry.cuda_graph, self.sizes[victim]))
 
@@ -114,6 +119,7 @@ class Machine(RuleBasedStateMachine):
         victim = max(others, key=lambda key: ranks[key], default=None)  # the first of those of one rank
         if victim is not None:
             self.used.remove(victim)
+            self.states[victim] = "evicted"
             self.counts[victim][1] += 1
         return victim is not None
 
@@ -123,15 +129,15 @@ class Machine(RuleBasedStateMachine):
         running = [graph for graph in self.graphs if graph.running]
         for graph in running[: data.draw(st.integers(0, len(running)))]:
             graph.running = False
-        left = self.rolling.release_ended()
+        left = self.table.release_ended()
         self.leaving = [(graph, size) for graph, size in self.leaving if not graph.released]
         assert left == (not self.leaving)
-        assert self.rolling.releases_later == (not left)
+        assert self.table.releases_later == (not left)
         assert not self.leaving or any(graph.running for graph in self.graphs)
 
     @rule(key=st.sampled_from(KEYS), size=st.integers(0, 5))
     def want(self, key: StepKey, size: int) -> None:
-        entry = self.rolling.get(key)
+        entry = self.table.get(key)
         assert (entry is not None) == (key in self.used)
         if entry is not None:
             self.used.append(self.used.pop(self.used.index(key)))
@@ -141,9 +147,12 @@ class Machine(RuleBasedStateMachine):
             self.capture(key, size)
 
     def capture(self, key: StepKey, size: int) -> None:
+        if self.states[key] != "capturing":
+            self.table.begin(key)
+        self.states[key] = "ready"
         while not self.fits(1, self.sizes.get(key, 0)) and self.evict(key):
             pass
-        self.rolling.make_room(key)
+        self.table.make_room(key)
         assert all(graph.released for graph, _ in self.leaving), "it may need their memory"
         self.leaving = []
         graph, cost = Fake(), Cost(size, SHARED - self.shared if self.shared < SHARED else 0, 0.5)
@@ -155,20 +164,63 @@ class Machine(RuleBasedStateMachine):
         while not self.fits() and self.evict(key):
             pass
         if self.fits():
-            self.rolling.add(key, graph, cost, "steps")
+            self.table.add(key, graph, cost, "steps")
         else:
             least = self.shared + sum(self.sizes[key] for key in self.used)
             self.used.remove(key)
+            self.states[key] = "evicted"
             with pytest.raises(ValueError, match=f"give at least graph_memory={least}$"):
-                self.rolling.add(key, graph, cost, "steps")
+                self.table.add(key, graph, cost, "steps")
+
+    def in_a_state(self, *states: StepState) -> list[StepKey]:
+        return [key for key in KEYS if self.states[key] in states]
 
     @precondition(lambda self: len(self.used) < len(KEYS))
+    @rule(data=st.data())
+    def a_program_is_compiled(self, data: st.DataObject) -> None:
+        """Of what is known of a step, that it is compiled is the least."""
+        key = data.draw(st.sampled_from([key for key in KEYS if key not in self.used]))
+        self.table.compiled(key)
+        if self.states[key] in ("missing", "stale"):
+            self.states[key] = "compiled"
+
+    @rule(key=st.sampled_from(KEYS))
+    def a_capture_begins(self, key: StepKey) -> None:
+        if self.states[key] in ("capturing", "ready"):
+            with pytest.raises(AssertionError, match=f"{self.states[key]}, and cannot become capturing"):
+                self.table.begin(key)
+        else:
+            self.table.begin(key)
+            self.states[key] = "capturing"
+
+    @precondition(lambda self: self.in_a_state("capturing"))
+    @rule(data=st.data(), fails=st.booleans())
+    def a_capture_ends_without_a_graph(self, data: st.DataObject, fails: bool) -> None:
+        key = data.draw(st.sampled_from(self.in_a_state("capturing")))
+        if fails:
+            self.table.fail(key)
+            self.states[key] = "failed"
+            self.failures[key] += 1
+        else:
+            self.table.give_up(key)
+            self.states[key] = "compiled"
+
+    @rule(data=st.data())
+    def nothing_ends_that_has_not_begun(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from([key for key in KEYS if self.states[key] != "capturing"]))
+        self.table.entry(key)
+        for end in (self.table.fail, self.table.give_up):
+            with pytest.raises(AssertionError, match="cannot become"):
+                end(key)
+
+    @precondition(lambda self: self.in_a_state("capturing"))
     @rule(data=st.data(), size=st.integers(0, 5))
     def captured_beside(self, data: st.DataObject, size: int) -> None:
         """It is kept if those make room that nobody needs."""
-        key = data.draw(st.sampled_from([key for key in KEYS if key not in self.used]))
+        key = data.draw(st.sampled_from(self.in_a_state("capturing")))
+        self.states[key] = "ready"
         nbytes = self.sizes.get(key, 0)
-        assert self.rolling.has_room_for(key) == self.would_fit(key, nbytes)
+        assert self.table.has_room_for(key) == self.would_fit(key, nbytes)
         graph, cost = Fake(), Cost(size, SHARED - self.shared, 0.5)
         self.graphs.append(graph)
         self.shared = SHARED
@@ -180,11 +232,13 @@ class Machine(RuleBasedStateMachine):
             victim = self.going(key)[0]
             self.leaves(victim)
             self.used.remove(victim)
+            self.states[victim] = "evicted"
             self.counts[victim][1] += 1
         if not fits:
             self.used.remove(key)
+            self.states[key] = "evicted"
             self.counts[key][1] += 1
-        assert self.rolling.try_to_add(key, graph, cost, "steps") == fits
+        assert self.table.try_to_add(key, graph, cost, "steps") == fits
 
     def would_fit(self, key: StepKey, nbytes: int) -> bool:
         limit, most = self.budget
@@ -192,26 +246,36 @@ class Machine(RuleBasedStateMachine):
         taken = self.shared + sum(self.sizes[other] for other in left) + nbytes
         return (most is None or len(left) < most) and (limit is None or taken <= limit)
 
-    @precondition(lambda self: self.used)
-    @rule()
-    def sleep(self) -> None:
-        """All are dropped, and nothing is launched any more; awake, they are captured again when they are wanted."""
+    @rule(phases=st.sets(st.sampled_from(PHASES), min_size=1))
+    def the_model_changes(self, phases: set[Phase]) -> None:
+        """Graphs of some phases are dropped, and nothing is launched any more; then they are captured again."""
         self.wait()
-        self.rolling.drop(list(self.used))
+        self.table.forget(*phases)
         self.leaving = []
-        self.rolling.shared["steps"] = self.shared = 0
-        self.used = []
+        for key in KEYS:
+            if key.phase in phases:
+                self.losses[key] += key in self.used
+                self.states[key] = "stale" if key in self.used or self.states[key] == "stale" else "missing"
+        self.used = [key for key in self.used if key.phase not in phases]
+        if not self.used:
+            self.table.shared["steps"] = self.shared = 0
 
     @invariant()
     def both_say_the_same(self) -> None:
-        assert sorted(map(str, self.rolling.of("decode", "prefill", "sampling"))) == sorted(map(str, self.used))
+        assert sorted(map(str, self.table.of("decode", "prefill", "sampling"))) == sorted(map(str, self.used))
         assert sum(not graph.released for graph in self.graphs) == len(self.used) + len(self.leaving)
         kept = self.shared + sum(self.sizes[key] for key in self.used)
-        assert self.rolling.nbytes == kept + sum(size for _, size in self.leaving)
+        assert self.table.nbytes == kept + sum(size for _, size in self.leaving)
         assert not self.used or self.fits()
-        table = self.rolling.table()
-        assert (table.nbytes, table.shared_bytes, table.ready) == (self.rolling.nbytes, self.shared, len(self.used))
-        counts = sorted((row.captures, row.evictions, row.replays) for row in table)
+        assert {key: self.table.state(key) for key in KEYS} == self.states
+        assert {key: entry.losses for key, entry in self.table.entries.items() if entry.losses} == +self.losses
+        table = self.table.table()
+        assert {row.state for row in table} <= set(get_args(StepState))
+        assert all(row.state == self.states[StepKey(row.phase, row.tokens, row.rows, row.variant)] for row in table)
+        assert sum(row.failures for row in table) == self.failures.total()
+        assert all(row.captures or row.failures for row in table), "what was never to be captured is not shown"
+        assert (table.nbytes, table.shared_bytes, table.ready) == (self.table.nbytes, self.shared, len(self.used))
+        counts = sorted((row.captures, row.evictions, row.replays) for row in table if row.captures)
         assert counts == sorted(map(tuple, self.counts.values()))
         assert all(row.capture_seconds == 0.5 * row.captures for row in table)
         assert len(self.dropped) == table.captures - table.ready
@@ -230,16 +294,17 @@ TestMemory = machine(Budget(nbytes=SHARED + 9))
 TestBoth = machine(Budget(nbytes=SHARED + 14, max_graphs=5))
 
 
-def filled(*keys: StepKey, budget: Budget = UNBOUNDED, replays: int = 0) -> RollingCudaGraphs:
-    rolling = RollingCudaGraphs(budget)
+def filled(*keys: StepKey, budget: Budget = UNBOUNDED, replays: int = 0) -> StepTable:
+    table = StepTable(budget)
     for key in keys:
-        rolling.make_room(key)
-        rolling.add(key, Fake(), Cost(2**20, 2**20, 0.25), "steps")
+        table.begin(key)
+        table.make_room(key)
+        table.add(key, Fake(), Cost(2**20, 2**20, 0.25), "steps")
         for _ in range(replays):
-            entry = rolling.get(key)
-            assert isinstance(entry, GraphEntry)
+            entry = table.get(key)
+            assert isinstance(entry, StepEntry)
             entry.replay()
-    return rolling
+    return table
 
 
 def test_the_table_shows_each_graph_and_their_sums():
@@ -261,21 +326,21 @@ def test_the_table_shows_each_graph_and_their_sums():
     heading, *lines, summary = str(table).splitlines()
     assert (
         " ".join(heading.split())
-        == "phase tokens rows variant ready memory captures evictions replays misses idle cost"
+        == "phase tokens rows variant state memory captures evictions replays misses idle cost"
     )
-    assert " ".join(lines[2].split()) == "prefill 64 8 1 yes 1.0 MiB 1 0 3 0 0.0 s 0.25 s"
+    assert " ".join(lines[2].split()) == "prefill 64 8 1 ready 1.0 MiB 1 0 3 0 0.0 s 0.25 s"
     assert summary == "5 ready; 10.0 MiB, 5.0 MiB of them shared; 5 captures, 0 evictions, 0 misses"
     assert len(table) == 5
     first = table.as_dicts()[0]
     assert first["phase"] == "decode"
     assert first["replays"] == 3
-    assert set(first) == set(vars(table.rows[0]))
+    assert set(first) == {*vars(table.rows[0]), "ready"}
 
 
 def test_an_evicted_graph_stays_in_the_table():
     table = filled(StepKey.decode(1), StepKey.decode(2), StepKey.prefill(16, 2), budget=Budget(2**30, 2)).table()
     evicted = table.rows[0]
-    assert (evicted.ready, evicted.nbytes, evicted.evictions) == (False, 0, 1)
+    assert (evicted.ready, evicted.state, evicted.nbytes, evicted.evictions) == (False, "evicted", 0, 1)
     assert "2 ready of at most 2; 5.0 MiB of at most 1,024.0 MiB" in str(table)
     assert str(table).endswith("3 captures, 1 evictions, 0 misses")
 
@@ -283,3 +348,66 @@ def test_an_evicted_graph_stays_in_the_table():
 def test_an_empty_table_is_one_line():
     assert str(CudaGraphTable()) == "0 ready; 0.0 MiB, 0.0 MiB of them shared; 0 captures, 0 evictions, 0 misses"
     assert CudaGraphTable().as_dicts() == []
+
+
+# ---- states and transitions
+
+STATES: dict[StepState, tuple[str, ...]] = {  # and how a step gets there
+    "missing": (),
+    "compiled": ("compiled",),
+    "capturing": ("begin",),
+    "ready": ("begin", "add"),
+    "stale": ("begin", "add", "forget"),
+    "failed": ("begin", "fail"),
+    "evicted": ("begin", "add", "evict"),
+}
+ALLOWED: dict[str, dict[StepState, StepState]] = {
+    "compiled": {**{state: state for state in STATES}, "missing": "compiled", "stale": "compiled"},
+    "begin": dict.fromkeys(("missing", "compiled", "stale", "failed", "evicted"), "capturing"),
+    "give_up": {"capturing": "compiled"},
+    "fail": {"capturing": "failed"},
+    "add": {"capturing": "ready"},
+    "evict": {"ready": "evicted"},
+    "forget": {**dict.fromkeys(STATES, "missing"), "ready": "stale", "stale": "stale"},
+}
+
+
+def moved(table: StepTable, step: StepKey, transition: str) -> None:
+    match transition:
+        case "add":
+            table.add(step, Fake(), Cost(), "steps")
+        case "evict":
+            table._evict(table.entry(step))
+        case "forget":
+            table.forget(step.phase)
+        case _:
+            getattr(table, transition)(step)
+
+
+@pytest.mark.parametrize("transition", ALLOWED)
+@pytest.mark.parametrize("state", STATES)
+def test_a_step_changes_its_state_by_these_transitions_alone(state: StepState, transition: str) -> None:
+    table, step = StepTable(), StepKey.decode(4)
+    table.entry(step)
+    for earlier in STATES[state]:
+        moved(table, step, earlier)
+    assert table.state(step) == state
+    if state in ALLOWED[transition]:
+        moved(table, step, transition)
+        assert table.state(step) == ALLOWED[transition][state]
+        assert (table.get(step) is None) == (table.state(step) != "ready")
+    else:
+        with pytest.raises(AssertionError):
+            moved(table, step, transition)
+        assert table.state(step) == state
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_capture_that_raises_leaves_a_step_that_can_be_captured_again(error: type[BaseException]) -> None:
+    table, step = StepTable(), StepKey.decode(4)
+    with pytest.raises(error), table.capturing(step):
+        raise error
+    assert (table.state(step), table.table().failures) == ("compiled", 0)
+    with table.capturing(step):
+        table.add(step, Fake(), Cost(), "steps")
+    assert table.state(step) == "ready"

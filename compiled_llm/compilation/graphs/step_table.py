@@ -1,6 +1,7 @@
-"""All CUDA graphs of a model in one place: the memory of each, and which is evicted if there are too many.
+"""The steps of a model: the state of each, the memory of those that have a CUDA graph, and which of these go first.
 
-The least recently used goes. The largest decode step and the largest prefill go last: any smaller step can run in them.
+If there are too many, the least recently used is evicted. The largest decode step and the largest prefill go last: any
+smaller step can run in them.
 
 This module does not use CUDA. All of it runs in the model's executor, but for ``table``.
 """
@@ -10,11 +11,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from torch import Tensor
+
 from compiled_llm.compilation.graphs.step_key import Phase, StepKey
-from compiled_llm.compilation.graphs.table import CudaGraphRow, CudaGraphTable, mib
+from compiled_llm.compilation.graphs.table import CudaGraphRow, CudaGraphTable, StepState, mib
+from compiled_llm.compilation.graphs.validity import Guards
 
 logger = logging.getLogger("compiled_llm.graphs")
 
@@ -81,27 +86,38 @@ class _Leaving(NamedTuple):
 KeptT = TypeVar("KeptT", bound=Replayable)
 
 
-class GraphEntry(Generic[KeptT]):
-    """A present or former CUDA graph, and its account.
+class StepEntry(Generic[KeptT]):
+    """A step: its state, its CUDA graph, and its account.
 
     Attributes:
-        cuda_graph: None if it has been evicted or dropped.
+        state: only the table changes it.
+        cuda_graph: None unless it is ready.
+        guards: of the compiled program in the graph, if these are known.
+        filled: the graph's input, if that is filled before each replay.
+        looked: the number of the look at the model at which the step was last found to be as its state says.
+        spare: whether it was captured for others to run in, and no step has wanted it for itself.
         used: when it was last captured or replayed, by ``clock``.
         replays: how often it was; who launches it counts that here.
+        losses: how often its graph was dropped because the model, or what it reads, had changed.
     """
 
     def __init__(self, key: StepKey, clock: Callable[[], float]) -> None:
         self.key = key
+        self.state: StepState = "missing"
         self.cuda_graph: KeptT | None = None
+        self.guards: Guards | None = None
+        self.filled: Tensor | None = None
+        self.looked = -1
+        self.spare = False
         self.nbytes = self.captures = self.evictions = self.replays = self.failures = 0
-        self.misses = self.padded = 0
+        self.misses = self.padded = self.losses = 0
         self.seconds = 0.0
         self.used = clock()
         self.clock = clock
 
     def captured(self, cuda_graph: KeptT, cost: Cost) -> None:
         """Take a graph, again or for the first time."""
-        self.cuda_graph, self.nbytes, self.used = cuda_graph, cost.nbytes, self.clock()
+        self.cuda_graph, self.nbytes, self.used, self.looked = cuda_graph, cost.nbytes, self.clock(), -1
         self.captures += 1
         self.seconds += cost.seconds
 
@@ -112,12 +128,16 @@ class GraphEntry(Generic[KeptT]):
         assert self.cuda_graph is not None
         return self.cuda_graph.replay()
 
+    @property
+    def is_told(self) -> bool:
+        """Whether there is, was, or should have been a CUDA graph of it."""
+        return bool(self.captures or self.misses or self.failures)
+
     def row(self) -> CudaGraphRow:
-        ready = self.cuda_graph is not None
         return CudaGraphRow(
             **self.key._asdict(),
-            ready=ready,
-            nbytes=self.nbytes if ready else 0,
+            state=self.state,
+            nbytes=self.nbytes if self.state == "ready" else 0,
             captures=self.captures,
             evictions=self.evictions,
             replays=self.replays,
@@ -129,10 +149,13 @@ class GraphEntry(Generic[KeptT]):
         )
 
 
-class RollingCudaGraphs:
-    """The CUDA graphs of a model, the least recently used of which make room for others.
+class StepTable:
+    """The steps of a model, each in one state. If they are bounded, the least recently used graphs make room.
 
     Attributes:
+        entries: those of all steps that are not just missing; read them, and change states by the methods here.
+        at_best: the state of a step that runs at once: ready, or compiled if nothing is captured.
+        look: the number of the last look at the model.
         shared: device memory that graphs of one pool share, by capturer.
         anchors: of each phase, those in which all others can run, the most important first; they go last.
         changed: called when a graph comes or goes, and when a capture is wanted or has ended.
@@ -147,6 +170,7 @@ class RollingCudaGraphs:
         clock: Callable[[], float] = time.monotonic,
         mark: Callable[[], Callable[[], bool]] = lambda: lambda: True,
         changed: Callable[[], None] = lambda: None,
+        captures: bool = True,
     ) -> None:
         """Begin without graphs.
 
@@ -156,25 +180,101 @@ class RollingCudaGraphs:
             clock: the time in seconds.
             mark: returns a function that tells whether all work launched by now has ended.
             changed: called when a graph comes or goes, and when a capture is wanted or has ended.
+            captures: whether steps are captured at all.
         """
         self.budget = budget
+        self.at_best: StepState = "ready" if captures else "compiled"
+        self.look = 0
         self.shared: Counter[str] = Counter()
         self.anchors: dict[Phase, list[StepKey]] = {"decode": [], "prefill": []}
         self.when_dropped: list[Callable[[StepKey], None]] = []
         self.changed = changed
+        self.entries: dict[StepKey, StepEntry[Any]] = {}
         self._wait, self._clock, self._mark = wait, clock, mark
-        self._entries: dict[StepKey, GraphEntry[Any]] = {}  # those that are not ready, too
-        self._ready: dict[StepKey, GraphEntry[Any]] = {}
         self._leaving: list[_Leaving] = []
 
-    def __contains__(self, key: StepKey) -> bool:
-        return key in self._ready
+    # ---- which state has a step?
 
-    def get(self, key: StepKey) -> GraphEntry[Any] | None:
-        return self._ready.get(key)
+    def state(self, key: StepKey) -> StepState:
+        entry = self.entries.get(key)
+        return "missing" if entry is None else entry.state
+
+    def get(self, key: StepKey) -> StepEntry[Any] | None:
+        """Return a step that has a CUDA graph, valid or not."""
+        entry = self.entries.get(key)
+        return entry if entry is not None and entry.state == "ready" else None
 
     def of(self, *phases: Phase) -> list[StepKey]:
-        return [key for key, entry in self._ready.items() if entry.key.phase in phases]
+        """Return the steps that have CUDA graphs."""
+        return [entry.key for entry in self._ready if entry.key.phase in phases]
+
+    def at_once(self, phase: Phase) -> list[StepKey]:
+        """Return the steps that run at once, smallest first; any thread may ask."""
+        entries = list(self.entries.values())
+        return sorted(entry.key for entry in entries if entry.key.phase == phase and entry.state == self.at_best)
+
+    @property
+    def _ready(self) -> list[StepEntry[Any]]:
+        return [entry for entry in self.entries.values() if entry.state == "ready"]
+
+    # ---- transitions
+
+    def compiled(self, key: StepKey) -> None:
+        """Note that as of this look, a step can be launched kernel by kernel: nothing has to be compiled for it."""
+        entry = self.entry(key)
+        if entry.state in ("missing", "stale"):
+            self._move(entry, "compiled", "missing", "stale")
+        entry.looked = self.look
+
+    def begin(self, key: StepKey) -> None:
+        """Note that the capture of a step has begun."""
+        self._move(self.entry(key), "capturing", "missing", "compiled", "stale", "failed", "evicted")
+
+    def give_up(self, key: StepKey) -> None:
+        """Note that the capture of a step has ended before there was a graph, for no reason of its own."""
+        self._move(self.entries[key], "compiled", "capturing")
+
+    def fail(self, key: StepKey) -> None:
+        """Note that the capture of a step has failed; it is not tried again by itself."""
+        entry = self.entries[key]
+        self._move(entry, "failed", "capturing")
+        entry.failures += 1
+
+    @contextmanager
+    def capturing(self, key: StepKey) -> Iterator[None]:
+        """Capture a step in the block, and add it, or give it up."""
+        self.begin(key)
+        try:
+            yield
+        except BaseException:
+            if self.entries[key].state == "capturing":
+                self.give_up(key)
+            raise
+
+    def forget(self, *phases: Phase) -> None:
+        """Drop the graphs of phases, which no step launches any more; nothing is known of these steps from now on."""
+        self._release_evicted()
+        for entry in self.entries.values():
+            if entry.key.phase not in phases:
+                continue
+            entry.looked = -1
+            if entry.state == "ready":
+                self._taken_out(entry, "stale").release()
+                entry.losses += 1
+            elif entry.state != "stale":
+                entry.state = "missing"
+
+    def entry(self, key: StepKey) -> StepEntry[Any]:
+        """Return the entry of a step, which may be missing."""
+        if key not in self.entries:
+            self.entries[key] = StepEntry(key, self._clock)
+        return self.entries[key]
+
+    def _move(self, entry: StepEntry[Any], to: StepState, *states: StepState) -> None:
+        assert entry.state in states, f"a {entry.key} is {entry.state}, and cannot become {to}"
+        entry.state = to
+
+    # ---- memory
 
     @property
     def nbytes(self) -> int:
@@ -187,7 +287,7 @@ class RollingCudaGraphs:
 
     @property
     def _kept_nbytes(self) -> int:
-        return self.shared.total() + sum(entry.nbytes for entry in self._ready.values())
+        return self.shared.total() + sum(entry.nbytes for entry in self._ready)
 
     @property
     def full(self) -> bool:
@@ -205,14 +305,14 @@ class RollingCudaGraphs:
     def has_room_for(self, key: StepKey) -> bool:
         limit, most = self.budget
         going = self._smaller(key)
-        left = [entry for entry in self._ready.values() if entry not in going and entry.key != key]
-        known = self._entries.get(key)
+        left = [entry for entry in self._ready if entry not in going and entry.key != key]
+        known = self.entries.get(key)
         nbytes = self.shared.total() + sum(entry.nbytes for entry in left) + (known.nbytes if known else 0)
         return (most is None or len(left) < most) and (limit is None or nbytes <= limit)
 
     def make_room(self, key: StepKey) -> None:
         """Evict graphs before a capture, as far as their number is known."""
-        known = self._entries.get(key)
+        known = self.entries.get(key)
         while self._exceeds(1, known.nbytes if known else 0) and (victim := self._victim(key)) is not None:
             self._evict(victim)
         self._release_evicted()
@@ -229,7 +329,7 @@ class RollingCudaGraphs:
         self._release_evicted()
         if self._exceeds():
             least = self.nbytes
-            self._drop(self._ready[key])
+            self._taken_out(self.entries[key], "evicted").release()
             raise ValueError(
                 f"graph_memory: the CUDA graphs of one step take {mib(least)} ({least} bytes), and the limit is "
                 f"{mib(self.budget.nbytes or 0)}; give at least graph_memory={least}"
@@ -245,53 +345,47 @@ class RollingCudaGraphs:
         while fits and self._exceeds():
             self._evict(min(self._smaller(key), key=_used))
         if not fits:
-            self._drop(self._ready[key])
-            self._entries[key].evictions += 1
+            self._taken_out(self.entries[key], "evicted").release()
+            self.entries[key].evictions += 1
         return fits
 
     def _add(self, key: StepKey, cuda_graph: Replayable, cost: Cost, owner: str) -> None:
         self.shared[owner] += cost.shared
-        entry = self._entry(key)
+        entry = self.entry(key)
+        self._move(entry, "ready", "capturing")
         entry.captured(cuda_graph, cost)
-        self._ready[key] = entry
         self.changed()
 
     def missed(self, key: StepKey, padded: bool = False) -> None:
         """Count a step whose graph is missing; ``padded`` if it runs in a larger one."""
-        entry = self._entry(key)
+        entry = self.entry(key)
         entry.misses += 1
         entry.padded += padded
 
-    def failed(self, key: StepKey) -> None:
-        self._entry(key).failures += 1
-
-    def _entry(self, key: StepKey) -> GraphEntry[Any]:
-        return self._entries.setdefault(key, GraphEntry(key, self._clock))
-
-    def _victim(self, new: StepKey) -> GraphEntry[Any] | None:
+    def _victim(self, new: StepKey) -> StepEntry[Any] | None:
         """Return the graph to evict for a capture that is needed now, but none that runs in one step with that.
 
         The least recently used, and after these anchors, the least important first.
         """
         return max(self._apart_from(new), key=lambda entry: (self._rank(entry), -entry.used), default=None)
 
-    def _smaller(self, new: StepKey) -> list[GraphEntry[Any]]:
+    def _smaller(self, new: StepKey) -> list[StepEntry[Any]]:
         """Return the dispensable graphs, once there is a new one: for each, another one is ready to run in."""
         stay = {new, *self._staying("decode", new), *self._staying("prefill", new)}
-        return [entry for entry in self._ready.values() if entry.key not in stay]
+        return [entry for entry in self._ready if entry.key not in stay]
 
     def _staying(self, phase: Phase, new: StepKey) -> list[StepKey]:
         """Return the anchors of a phase; if there are none, the largest."""
-        found = [key for key in (*self._ready, new) if key.phase == phase]
+        found = [key for key in (*self.of(phase), new) if key.phase == phase]
         anchors = [key for key in found if key in self.anchors[phase]]
         return anchors or sorted(found, key=_size)[-1:]
 
-    def _apart_from(self, new: StepKey) -> list[GraphEntry[Any]]:
-        latest = {entry.key.phase: entry for entry in sorted(self._ready.values(), key=_used)}
+    def _apart_from(self, new: StepKey) -> list[StepEntry[Any]]:
+        latest = {entry.key.phase: entry for entry in sorted(self._ready, key=_used)}
         stay = [entry for other, entry in latest.items() if other in ("decode", "prefill") and other != new.phase]
-        return [entry for entry in self._ready.values() if entry.key != new and entry not in stay]
+        return [entry for entry in self._ready if entry.key != new and entry not in stay]
 
-    def _rank(self, entry: GraphEntry[Any]) -> float:
+    def _rank(self, entry: StepEntry[Any]) -> float:
         """Return its rank as an anchor; larger is less important."""
         anchors = self.anchors.get(entry.key.phase, [])
         return anchors.index(entry.key) if entry.key in anchors else float("inf")
@@ -315,25 +409,17 @@ class RollingCudaGraphs:
             while self._leaving:
                 self._leaving.pop(0).cuda_graph.release()
 
-    def _evict(self, entry: GraphEntry[Any]) -> None:
-        self._leaving.append(_Leaving(self._taken_out(entry), entry.nbytes, self._mark()))
+    def _evict(self, entry: StepEntry[Any]) -> None:
+        self._leaving.append(_Leaving(self._taken_out(entry, "evicted"), entry.nbytes, self._mark()))
         entry.evictions += 1
         logger.debug("evicted a %s", entry.key)
 
-    def drop(self, keys: Iterable[StepKey]) -> None:
-        """Drop invalid graphs; no step launches them any more."""
-        self._release_evicted()
-        for key in keys:
-            self._drop(self._ready[key])
-
-    def _drop(self, entry: GraphEntry[Any]) -> None:
-        self._taken_out(entry).release()
-
-    def _taken_out(self, entry: GraphEntry[Any]) -> Replayable:
+    def _taken_out(self, entry: StepEntry[Any], state: StepState) -> Replayable:
+        """Take the graph out of a step, which no step launches any more."""
         cuda_graph: Replayable | None = entry.cuda_graph
         assert cuda_graph is not None
-        entry.cuda_graph = None
-        del self._ready[entry.key]
+        self._move(entry, state, "ready")
+        entry.cuda_graph = entry.guards = entry.filled = None
         self.changed()
         for dropped in self.when_dropped:
             dropped(entry.key)
@@ -341,17 +427,21 @@ class RollingCudaGraphs:
 
     # ---- accounts
 
+    def captures(self, phase: Phase) -> int:
+        """Return how often steps of a phase were captured; any thread may ask."""
+        return sum(entry.captures for entry in list(self.entries.values()) if entry.key.phase == phase)
+
     def table(self) -> CudaGraphTable:
         """Return the table of all graphs; any thread may."""
         order = {"decode": 0, "prefill": 1, "sampling": 2}
-        rows = [entry.row() for entry in list(self._entries.values())]
+        rows = [entry.row() for entry in list(self.entries.values()) if entry.is_told]
         rows.sort(key=lambda row: (order[row.phase], row.rows, row.tokens, row.variant))
         shared = self.shared.total()
         nbytes = shared + self._leaving_nbytes + sum(row.nbytes for row in rows)
         return CudaGraphTable(rows, nbytes, shared, self.budget.nbytes, self.budget.max_graphs)
 
 
-def _used(entry: GraphEntry[Any]) -> float:
+def _used(entry: StepEntry[Any]) -> float:
     return entry.used
 
 

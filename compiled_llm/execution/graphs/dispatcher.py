@@ -1,0 +1,109 @@
+"""Which step runs for the one that is wanted, and how, as the table of steps is now. Decides, and changes nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+from compiled_llm.compilation.graphs.step_key import StepKey
+from compiled_llm.compilation.graphs.step_table import StepTable
+from compiled_llm.execution.state.decode_buffers import bucket_for
+
+How = Literal["run", "launch", "capture", "compile"]
+"""How a step runs.
+
+- run: as it is; it is ready, or where nothing is captured, compiled.
+- launch: kernel by kernel; its CUDA graph is captured while later steps run.
+- capture: and is captured at once, since others have to make room for its CUDA graph.
+- compile: once it is compiled, unless it turns out that nothing has to be compiled for it.
+"""
+
+
+class Dispatch(NamedTuple):
+    """What runs.
+
+    Attributes:
+        step: the one that is wanted, or a larger one, to which it is padded.
+        how: of ``step``.
+    """
+
+    step: StepKey
+    how: How
+
+
+class Dispatcher:
+    """Picks steps of one model.
+
+    Attributes:
+        captures: whether steps are captured while others run, so that calls wait for no more than compiling.
+    """
+
+    def __init__(self, table: StepTable, max_rows: int, simplest: int = 0, padding: int = 0) -> None:
+        """Pick steps from a table.
+
+        Args:
+            table: their states.
+            max_rows: of a decode step.
+            simplest: the variant of prefills that can run any batch.
+            padding: most tokens by which a prefill is padded to another one.
+        """
+        self._table = table
+        self._simplest, self._padding = simplest, padding
+        self._decodes = [StepKey.decode(bucket_for(rows, max_rows)) for rows in range(max_rows + 1)]
+
+    @property
+    def captures(self) -> bool:
+        return self._table.at_best == "ready"
+
+    def dispatch(self, step: StepKey, exact: bool) -> Dispatch:
+        """Return what runs for a step.
+
+        Whether the model is still the one that was captured is not known here: ``GraphManager.is_valid`` says so.
+
+        Args:
+            step: the one that is wanted.
+            exact: run in the shape that follows from the rows alone, and in no larger one.
+        """
+        table = self._table
+        entry = table.entries.get(step)
+        state = "missing" if entry is None else entry.state
+        if state == table.at_best:
+            return Dispatch(step, "run")
+        known = entry is not None and entry.looked == table.look
+        if step.phase == "decode" and not known:  # all prefills run in one program, which is compiled before
+            return Dispatch(step, "compile")
+        if exact:
+            return Dispatch(step, "launch" if state == "failed" or not table.full else "capture")
+        larger = self._next_larger(step)
+        return Dispatch(step, "launch") if larger is None else Dispatch(larger, "run")
+
+    def _next_larger(self, step: StepKey) -> StepKey | None:
+        """Return the smallest ready step that holds all steps of another, and does not take far longer."""
+        padding = self._padding if step.phase == "prefill" else math.inf
+        larger = [
+            other
+            for other in self._table.of(step.phase)
+            if other.variant in (step.variant, self._simplest)
+            and step.tokens <= other.tokens <= step.tokens + padding
+            and step.rows <= other.rows
+            and (step.phase == "prefill" or step.new_tokens_per_row == other.new_tokens_per_row)
+        ]
+        return min(larger, key=lambda other: (other.tokens, other.rows, other.variant != step.variant), default=None)
+
+    def decode_of(self, rows: int, previous: StepKey | None = None, exact: bool = False) -> StepKey:
+        """Return the smallest decode step that holds so many rows; if there were more, the smallest that is ready.
+
+        So no step waits for a smaller one to be prepared because rows have ended. Exact steps go on in one of at most
+        half the rows, ready or not: no step waits for its CUDA graph. One row stays in the program of several.
+
+        Args:
+            rows: how many.
+            previous: the step that was wanted before for the same rows and others.
+            exact: as in ``dispatch``.
+        """
+        smallest = self._decodes[rows]
+        if previous is None or smallest >= previous:
+            return smallest
+        if exact and self.captures:
+            return self._decodes[max(rows, 2)] if 2 * smallest.rows <= previous.rows else previous
+        return next((step for step in self._table.at_once("decode") if smallest <= step <= previous), smallest)
