@@ -1,6 +1,7 @@
 """The inputs of compiled programs, besides the pages.
 
-Shapes: B rows, T packed tokens, L tokens with logits, C of them with a sampled token, N entries of the page table.
+Shapes: B rows, T packed tokens, q new tokens of each row in decode, L tokens with logits, C of them with a sampled
+token, N entries of the page table.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ class PlannedRows(NamedTuple):
     Attributes:
         indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
         indices: ``[N]`` int32, page numbers.
-        last_page_len: ``[B]`` int32, tokens in the row's last page with the one it feeds in; with the next one
+        last_page_len: ``[B]`` int32, tokens in the row's last page with those it feeds in; with the next ones
             afterwards.
-        qo_indptr: ``[B + 1]`` int32, each row has one query: 0, 1, 2, ...
+        qo_indptr: ``[B + 1]`` int32, each row has q queries: 0, q, 2q, ...
     """
 
     indptr: Tensor
@@ -66,13 +67,14 @@ class DecodeInputs(NamedTuple):
     """The inputs of the compiled decode step, which advances them, cut to one padded batch size; rows are in any order.
 
     Attributes:
-        slots: ``[B]`` int64, each row's slot, where the token that it feeds in lies.
-        positions: ``[B]`` int64, its rotary position; one more afterwards.
-        lengths: ``[B]`` int32, tokens of the row with this one; with the next one afterwards.
+        slots: ``[B]`` int64, each row's slot, where the token that it feeds in lies, unless ``fed`` has it.
+        positions: ``[B]`` int64, the rotary position of its first new token; q more afterwards.
+        lengths: ``[B]`` int32, tokens of the row with its new ones; with the next ones afterwards.
         starts: ``[B]`` int32, where the row's pages begin in ``indices``.
         indices: ``[N]`` int32, page numbers, a region for each slot.
         ops: those of the backend by which layers attend; None if it plans decode.
         planned: in place of ``starts`` and ``indices`` for a backend that plans decode, else None.
+        fed: ``[B, q]`` int64, known tokens that the rows feed in; None if each feeds in the one in its slot, q = 1.
     """
 
     slots: Tensor
@@ -82,3 +84,4 @@ class DecodeInputs(NamedTuple):
     indices: Tensor
     ops: DecodeOps | None = None
     planned: PlannedRows | None = None
+    fed: Tensor | None = None

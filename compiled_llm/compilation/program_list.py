@@ -1,7 +1,7 @@
 """The programs of a model, one entry each: which steps it runs, and how it is compiled.
 
 A symbolic prefill, a second one that reads embeddings in place of token ids, for calls with ``inputs_embeds``, a decode
-step for batch 1 and one for all larger batches.
+step for batch 1 and one for all larger batches, and the same two for rows that feed in several tokens each.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from compiled_llm.config import WrapConfig
 
 PREFILL, DECODE_ONE, DECODE_MANY = "prefill", "decode, batch 1", "decode, larger batches"
 PREFILL_EMBEDDED = "prefill from embeddings"
+DECODE_ONE_SEVERAL, DECODE_MANY_SEVERAL = f"{DECODE_ONE}, several tokens", f"{DECODE_MANY}, several tokens"
 
 StepInputs: TypeAlias = PrefillInputs | DecodeInputs
 
@@ -31,7 +32,7 @@ class Program(NamedTuple):
         serves: whether it runs a step with these inputs; of several programs, the first in ``PROGRAMS`` does.
         step: the function that is traced.
         options: Inductor's options for it.
-        decodes: whether each row has one new token.
+        decodes: whether each row has one new token, or as many as the others.
         on_demand: whether it is compiled only for calls that need it, so that reports leave it out before.
     """
 
@@ -51,21 +52,27 @@ def _reads_ids(inputs: StepInputs) -> bool:
     return isinstance(inputs, PrefillInputs) and inputs.ids.dim() == 2
 
 
-def _has_one_row(inputs: StepInputs) -> bool:
-    return isinstance(inputs, DecodeInputs) and inputs.slots.shape[0] == 1
+def _decodes(inputs: StepInputs, one_row: bool, several: bool) -> bool:
+    """Whether the step decodes one row or more, of one new token or of several."""
+    if not isinstance(inputs, DecodeInputs):
+        return False
+    return (inputs.slots.shape[0] == 1) is one_row and (inputs.fed is not None) is several
+
+
+def _decode(name: str, one_row: bool, several: bool) -> Program:
+    """Return a program of decode steps; those of several tokens serve calls that verify drafts."""
+    serves = partial(_decodes, one_row=one_row, several=several)
+    options = partial(decode_options, one_row=one_row)
+    return Program(name, serves, decode_step, options, decodes=True, on_demand=several)
 
 
 PROGRAMS: tuple[Program, ...] = (
     Program(PREFILL, _reads_ids, prefill_step, prefill_options),
     Program(PREFILL_EMBEDDED, _reads_embeddings, prefill_step, prefill_options, on_demand=True),
-    Program(DECODE_ONE, _has_one_row, decode_step, partial(decode_options, one_row=True), decodes=True),
-    Program(
-        DECODE_MANY,
-        lambda inputs: isinstance(inputs, DecodeInputs),
-        decode_step,
-        partial(decode_options, one_row=False),
-        decodes=True,
-    ),
+    _decode(DECODE_ONE, one_row=True, several=False),
+    _decode(DECODE_MANY, one_row=False, several=False),
+    _decode(DECODE_ONE_SEVERAL, one_row=True, several=True),
+    _decode(DECODE_MANY_SEVERAL, one_row=False, several=True),
 )
 
 

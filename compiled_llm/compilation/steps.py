@@ -3,11 +3,13 @@
 Both hand HuggingFace's own ``forward`` a batch of pages, which reaches each layer's attention
 (``compiled_llm.model.attention``), and sample the next tokens inside the graph.
 
-Shapes: B rows, T packed tokens, L tokens with logits, C of them with a sampled token, V vocabulary.
+Shapes: B rows, T packed tokens, q new tokens of each row in decode, L tokens with logits, C of them with a sampled
+token, V vocabulary.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -56,34 +58,42 @@ def decode_step(
     pages: list[Tensor],
     specs: tuple[AttentionSpec, ...],
 ) -> tuple[Tensor, Tensor]:
-    """Run one token of each row through the model, sample the next, and advance the buffers of ``inputs`` in place.
+    """Run the new tokens of each row, sample the next after each, and advance the buffers of ``inputs`` in place.
+
+    Several tokens are sampled as steps of one token would: each counts those that the ones before have sampled.
 
     ``pages`` and ``specs`` as in ``prefill_step``; ``tables`` get the sampled tokens.
 
     Returns:
-        ``[B, V]`` logits in the model's dtype and ``[B]`` int64, the next tokens, or ``NOT_A_TOKEN``.
+        ``[T, V]`` logits in the model's dtype and ``[T]`` int64, the next tokens, or ``NOT_A_TOKEN``; T = B * q, the
+        tokens of a row next to each other.
     """
-    batch = PagedBatch(pages, specs, _one_token_each(inputs))
-    out = forward(
-        model,
-        input_ids=tables.next_token[inputs.slots][:, None],
-        position_ids=inputs.positions[:, None],
-        use_cache=False,
-        **{BATCH_ARGUMENT: batch},
-    )
-    logits: Tensor = out.logits[:, -1]
-    inputs.positions.add_(1)
-    inputs.lengths.add_(1)  # after the layers: decode attention reads the table before it waits for them
+    ids = tables.next_token[inputs.slots][:, None] if inputs.fed is None else inputs.fed
+    positions, new = inputs.positions[:, None], ids.shape[1]
+    if new > 1:
+        positions = positions + torch.arange(new, device=ids.device)
+    batch = PagedBatch(pages, specs, _rows(inputs, new))
+    out = forward(model, input_ids=ids, position_ids=positions, use_cache=False, **{BATCH_ARGUMENT: batch})
+    inputs.positions.add_(new)
+    inputs.lengths.add_(new)  # after the layers: decode attention reads the table before it waits for them
     if inputs.planned is not None:
-        inputs.planned.last_page_len.add_(1)
-    return logits, sample(logits, inputs.slots, inputs.positions, tables)
+        inputs.planned.last_page_len.add_(new)
+    if new == 1:
+        logits: Tensor = out.logits[:, -1]
+        return logits, sample(logits, inputs.slots, inputs.positions, tables)
+    tokens = [sample(out.logits[:, at], inputs.slots, positions[:, at] + 1, tables) for at in range(new)]
+    return out.logits.flatten(0, 1), torch.stack(tokens, 1).flatten()
 
 
-def _one_token_each(inputs: DecodeInputs) -> PackedTokens | NewestTokens:
-    """Return where the new token of each row goes, to its end, and how it attends."""
+def _rows(inputs: DecodeInputs, new: int) -> PackedTokens | NewestTokens:
+    """Return where the ``new`` tokens of each row go, to its end, and how they attend."""
     planned = inputs.planned
     if planned is None:
         assert inputs.ops is not None, "decode steps are planned, or have ops"
-        return NewestTokens(inputs.starts, inputs.lengths, inputs.indices, inputs.ops)
+        return NewestTokens(inputs.starts, inputs.lengths, inputs.indices, inputs.ops, new)
     table, each = (planned.indptr, planned.indices, planned.last_page_len), planned.qo_indptr
-    return PackedTokens(each[:-1], inputs.lengths - 1, each, *table, planned.plans, one_a_row=True)
+    rows, at = each[:-1], inputs.lengths - 1
+    if new > 1:
+        rows = (rows[:, None] // new).expand(-1, new).flatten()
+        at = (inputs.lengths[:, None] - new + torch.arange(new, dtype=torch.int32, device=each.device)).flatten()
+    return PackedTokens(rows, at, each, *table, planned.plans, new_tokens=new)

@@ -42,10 +42,10 @@ class Batch(NamedTuple):
     """The rows of one step, no row twice. Either part may be empty; if neither is, the step is two launches.
 
     Attributes:
-        decode: rows that feed in one token each.
+        decode: rows that feed in one token each, or as many known ones.
         extend: new tokens of other rows.
-        tokens: ``[len(decode)]`` int64 on the device, what the rows of ``decode`` feed in; None for the tokens that
-            were sampled for them.
+        tokens: ``[len(decode)]`` or ``[len(decode), q]`` integers on the device, the tokens that the rows of ``decode``
+            feed in; None for those that were sampled for them.
         promise: pages that the rows may take together, besides those promised to each.
         observer: called with each launch's own step, in the model's executor, while its logits are what they are;
             with rows whose sampling is deferred once their tokens are sampled, and with the others of the launch
@@ -57,6 +57,11 @@ class Batch(NamedTuple):
     tokens: Tensor | None = None
     promise: Promise | None = None
     observer: Observer | None = None
+
+    @property
+    def new_tokens(self) -> int:
+        """The tokens that each row of ``decode`` feeds in, q."""
+        return 1 if self.tokens is None or self.tokens.dim() == 1 else self.tokens.shape[1]
 
 
 class StepOutput(NamedTuple):

@@ -137,20 +137,21 @@ class ModelRunner:
         if batch.extend:
             return self._extend(batch, persistent, unchanged)
         step = persistent.step
-        if unchanged and step is not None and step.is_valid_for(batch.decode):
+        if unchanged and batch.new_tokens == 1 and step is not None and step.is_valid_for(batch.decode):
             return step.launch(batch.tokens, batch.observer, persistent.lose)
         return persistent.deferred.keep(self._decode(batch, persistent, unchanged), batch.observer)
 
     def _decode(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> StepOutput:
-        rows, decode = batch.decode, self.decode
+        rows, decode, new = batch.decode, self.decode, batch.new_tokens
         self.state.slots.ensure(rows)
         if batch.tokens is None and not all(row.has_next for row in rows):
             raise RuntimeError("step: the rows have no next tokens; give them as forced tokens")
-        wanted = persistent.step_for(len(rows))
+        counts = [new] * len(rows)
+        self._check_positions(rows, counts)  # first: to prepare a step, padding feeds in as many tokens
+        wanted = persistent.step_for(len(rows), new)
         step = decode.make_ready(wanted, waiting=len(rows), unchanged=unchanged, exact=persistent.exact)
-        self._check_positions(rows, [1] * len(rows))
         period = self.state.validity.period
-        with grown(rows, [1] * len(rows), batch.promise, self.state.copy_pages) as copied:
+        with grown(rows, counts, batch.promise, self.state.copy_pages) as copied:
             try:
                 placed = persistent.place(rows, step, copied)
                 if batch.tokens is not None:
@@ -160,7 +161,7 @@ class ModelRunner:
                 persistent.lose(rows)
                 raise
         for row in rows:
-            row.position += 1
+            row.position += new
         return persistent.has_run(rows, (wanted, step), outputs, placed, period)
 
     def _extend(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> StepOutput:

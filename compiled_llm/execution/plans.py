@@ -38,6 +38,7 @@ class Planner:
 
     Attributes:
         decodes: whether decode steps are planned, too; if not, they attend by ops that need no plan.
+        max_tokens: the most that a planned step can have.
     """
 
     def __init__(
@@ -63,9 +64,9 @@ class Planner:
         self._groups = list(dict.fromkeys(layers))
         self._group_of_layer = tuple(map(self._groups.index, layers))
         self._captures = not config.leaves_attention_out
-        # A decode step has as many tokens as rows.
-        tokens = max(room.tokens, config.max_batch_size)
-        self._plan_bytes = self._backend.plan_bytes(self._groups, device, tokens, room.rows)
+        # A decode step has as many tokens as rows, or a small multiple of that.
+        self.max_tokens = max(room.tokens, config.max_batch_size)
+        self._plan_bytes = self._backend.plan_bytes(self._groups, device, self.max_tokens, room.rows)
         self._plans: dict[StepKey | None, list[Plan]] = {}
         needed, wanted = self._workspace_for(config, shapes)
         with torch.inference_mode(False):
@@ -136,7 +137,7 @@ class Planner:
     def plan_decode(self, table: HostTable, step: StepKey) -> None:
         """Plan the decode steps of a bucket until a row enters another page: plans depend on pages, not on tokens."""
         if self._captures:
-            self._plan(step, table, step.tokens, self._decode_variant(step.rows))
+            self._plan(step, table, step.tokens, self._decode_variant(step))
         else:
             self._plan(step, table, _NOT_CAPTURED, _BEST_VARIANT)
 
@@ -165,8 +166,8 @@ class Planner:
             return needed, 0
         wanted = max((self._needed(self._of_long_rows(shape)) for shape in shapes), default=0)
         if self.decodes:
-            buckets = buckets_up_to(config.max_batch_size)
-            decode = (CapturedLaunch(bucket, bucket, self._decode_variant(bucket)) for bucket in buckets)
+            steps = map(StepKey.decode, buckets_up_to(config.max_batch_size))
+            decode = (CapturedLaunch(step.tokens, step.rows, self._decode_variant(step)) for step in steps)
             needed = max(needed, *(self._backend.workspace_bytes(self._groups, self._device, step) for step in decode))
         if wanted > (config.workspace_bytes or max(needed, MAX_FOR_CAPTURED)):
             logger.info("not all prefills of long rows are captured: that takes workspace_bytes=%d", wanted)
@@ -180,9 +181,9 @@ class Planner:
         """Return the shape of the variant that is fastest for one row as long as rows may be."""
         return shape._replace(variant=self._best([shape.tokens], [self._max_row_tokens]))
 
-    def _decode_variant(self, bucket: int) -> int:
+    def _decode_variant(self, step: StepKey) -> int:
         """Return the variant of all decode steps of a bucket: a captured launch has one."""
-        return self._best([1] * bucket, [self._max_row_tokens] * bucket)
+        return self._best([step.new_tokens_per_row] * step.rows, [self._max_row_tokens] * step.rows)
 
     def _best(self, queries: Sequence[int], lengths: Sequence[int]) -> int:
         return self._backend.best_variant(self._groups, queries, lengths, self._device)

@@ -45,18 +45,21 @@ class HostTable(NamedTuple):
     last_page_len: NDArray[np.int32]
 
 
-def build_table(rows: Sequence[Stored], queries: Sequence[int], page_size: int, padded: int) -> HostTable:
+def build_table(
+    rows: Sequence[Stored], queries: Sequence[int], page_size: int, padded: int, null_tokens: int = 1
+) -> HostTable:
     """Lay out ``rows`` whose last ``queries[b]`` tokens are being computed, padded with null rows to B = ``padded``.
 
-    The rows are already grown by these tokens. A null row has one query and one token, in the null page.
+    The rows are already grown by these tokens. A null row has ``null_tokens`` tokens and queries, in the null page.
     """
     # Sums over lists: of numpy, each other function that a first token needs has to come into the caches first.
     null = padded - len(rows)
-    pages = [row.pages for row in rows] + [[NULL_PAGE]] * null
+    laid_out = rows if null == 0 else [*rows, *[Span.null(null_tokens, page_size)] * null]
+    pages = [row.pages for row in laid_out]
     counts = list(map(len, pages))
-    last = [row.length - (len(row.pages) - 1) * page_size for row in rows] + [1] * null
+    last = [row.length - (len(row.pages) - 1) * page_size for row in laid_out]
     return HostTable(
-        qo_indptr=_starts([*queries, *[1] * null]),
+        qo_indptr=_starts([*queries, *[null_tokens] * null]),
         indptr=_starts(counts),
         indices=np.array(list(chain.from_iterable(pages)), dtype=np.int32),
         last_page_len=np.array(last, dtype=np.int32),

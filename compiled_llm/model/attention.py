@@ -4,7 +4,7 @@ Every attention layer calls the function registered under its config's implement
 values of the new tokens and with whatever keyword arguments ``forward`` was given. Ours writes them into the layer's
 pages and attends over the row's pages.
 
-Shapes: T packed tokens (decode: one a row), H query heads, K kv heads, D head dimension.
+Shapes: T packed tokens (decode: q of each row), H query heads, K kv heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PackedTokens(NamedTuple):
         indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
         indices: ``[N]`` int32, page numbers.
         last_page_len: ``[B]`` int32, tokens in each row's last page, the new ones included.
-        one_a_row: each row has one token, so that the layers have ``[B, H, 1, D]`` for ``[1, H, T, D]``.
+        new_tokens: q if each row has q tokens, so that the layers have ``[B, H, q, D]`` for ``[1, H, T, D]``; else 0.
     """
 
     token_rows: Tensor
@@ -66,7 +66,7 @@ class PackedTokens(NamedTuple):
     indices: Tensor
     last_page_len: Tensor
     plans: AttentionPlans
-    one_a_row: bool = False
+    new_tokens: int = 0
 
     @property
     def table(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,23 +92,21 @@ class PackedTokens(NamedTuple):
 
 
 class NewestTokens(NamedTuple):
-    """Page table of rows with one new token each, and the ops by which they attend without a plan.
+    """Page table of rows with as many new tokens each, and the ops by which they attend without a plan.
 
     Attributes:
         starts: ``[B]`` int32, where each row's pages begin in ``indices``.
-        lengths: ``[B]`` int32, tokens of each row, the new one included.
+        lengths: ``[B]`` int32, tokens of each row, the new ones included.
         indices: ``[N]`` int32, page numbers.
         ops: the backend's.
+        new_tokens: q.
     """
 
     starts: Tensor
     lengths: Tensor
     indices: Tensor
     ops: DecodeOps
-
-    @property
-    def one_a_row(self) -> bool:
-        return True
+    new_tokens: int = 1
 
     def attend(
         self, layer: int, states: States, pages: Tensor, options: Options, wants_lse: bool
@@ -174,8 +172,8 @@ def attention_forward(
 
     Args:
         module: the attention layer; its ``layer_idx`` picks the pages.
-        query: ``[1, H, T, D]`` packed, or ``[B, H, 1, D]`` in decode.
-        key: ``[1, K, T, D]`` or ``[B, K, 1, D]``, the new tokens' only.
+        query: ``[1, H, T, D]`` packed, or ``[B, H, q, D]`` in decode.
+        key: ``[1, K, T, D]`` or ``[B, K, q, D]``, the new tokens' only.
         value: like ``key``; its D may be another.
         attention_mask: must be None: masked tokens are never stored.
         scaling: factor on the logits; ``D ** -0.5`` if None.
@@ -186,7 +184,7 @@ def attention_forward(
         kwargs: further arguments of the model; checked once, by the probe.
 
     Returns:
-        ``[1, T, H, D]`` or ``[B, 1, H, D]``, D that of ``value``, and None in place of attention weights.
+        ``[1, T, H, D]`` or ``[B, q, H, D]``, D that of ``value``, and None in place of attention weights.
 
     Raises:
         UnpagedCallError: the caller is not one of our own compiled calls.
@@ -200,7 +198,7 @@ def attention_forward(
         return paged_batch.visit(module, query, key, value, attention_mask, sliding_window, softcap, kwargs)
     rows, layer = paged_batch.rows, cast(int, module.layer_idx)
     spec, memory = paged_batch.specs[layer], paged_batch.pages[layer]
-    states = (_pack(query, rows.one_a_row), _pack(key, rows.one_a_row), _pack(value, rows.one_a_row))
+    states = (_pack(query, rows.new_tokens), _pack(key, rows.new_tokens), _pack(value, rows.new_tokens))
     options = (
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         _window_left(paged_batch, layer, sliding_window),
@@ -218,9 +216,12 @@ def _window_left(batch: PagedBatch, layer: int, sliding_window: int | None) -> i
     return -1 if sliding_window is None else sliding_window - 1
 
 
-def _pack(states: Tensor, one_a_row: bool) -> Tensor:
-    """``[1, H, T, D]``, or ``[B, H, 1, D]`` if each row has one token, to ``[T, H, D]``, a view."""
-    return states.transpose(1, 2).squeeze(1 if one_a_row else 0)
+def _pack(states: Tensor, new_tokens: int) -> Tensor:
+    """``[1, H, T, D]``, or ``[B, H, q, D]`` if each row has q tokens, to ``[T, H, D]``; a view if q is 0 or 1."""
+    states = states.transpose(1, 2)
+    if new_tokens > 1:
+        return states.flatten(0, 1)
+    return states.squeeze(1 if new_tokens else 0)
 
 
 AttentionInterface.register(NAME, attention_forward)

@@ -119,11 +119,13 @@ class DecodeOps(NamedTuple):
         attend_lse: as ``decode_attention_lse``.
         prepare: whether they norm and rotate queries and keys on CUDA, and keep the rules of ``overlap``; if not, the
             arguments from ``query_norm`` on have their defaults.
+        several: whether they take several new tokens of each row.
     """
 
     attend: torch._ops.OpOverload
     attend_lse: torch._ops.OpOverload
     prepare: bool = False
+    several: bool = False
 
     @property
     def both(self) -> tuple[torch._ops.OpOverload, torch._ops.OpOverload]:
@@ -133,7 +135,7 @@ class DecodeOps(NamedTuple):
 def own_decode_ops() -> DecodeOps:
     """Return our own: a Triton kernel on CUDA, plain PyTorch on a CPU."""
     ops = torch.ops.compiled_llm
-    return DecodeOps(ops.decode_attention.default, ops.decode_attention_lse.default, prepare=True)
+    return DecodeOps(ops.decode_attention.default, ops.decode_attention_lse.default, prepare=True, several=True)
 
 
 class Backend(Protocol):

@@ -59,7 +59,7 @@ def test_random_schedule_gives_every_row_huggingfaces_logits(make: Callable[...,
         assert account.used + account.free + account.cached == account.total
     assert sizes >= {1, 2, 4, 9}
     for schedule in schedules:
-        assert schedule.generate_loop.steps == 200
+        assert schedule.generate_loop.steps == 200 + schedule.fed > 200
         schedule.close()
     assert_account_is_empty(model)
 

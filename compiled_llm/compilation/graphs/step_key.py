@@ -26,8 +26,8 @@ class StepKey(NamedTuple):
     variant: int = 0
 
     @classmethod
-    def decode(cls, rows: int) -> StepKey:
-        return cls("decode", rows, rows)
+    def decode(cls, rows: int, new_tokens: int = 1) -> StepKey:
+        return cls("decode", rows * new_tokens, rows)
 
     @classmethod
     def prefill(cls, tokens: int, rows: int, variant: int = 0) -> StepKey:

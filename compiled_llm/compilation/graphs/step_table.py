@@ -209,9 +209,9 @@ class StepTable:
         return [entry.key for entry in self._ready if entry.key.phase in phases]
 
     def at_once(self, phase: Phase) -> list[StepKey]:
-        """Return the steps that run at once, smallest first; any thread may ask."""
-        entries = list(self.entries.values())
-        return sorted(entry.key for entry in entries if entry.key.phase == phase and entry.state == self.at_best)
+        """Return the steps that run at once, smallest first, of decode those of one new token; any thread may ask."""
+        keys = [entry.key for entry in list(self.entries.values()) if entry.state == self.at_best]
+        return sorted(key for key in keys if key.phase == phase and (phase != "decode" or key.new_tokens_per_row == 1))
 
     @property
     def _ready(self) -> list[StepEntry[Any]]:

@@ -1,6 +1,6 @@
 """Decode steps over buffers at fixed addresses, one bucket of rows each, and whose rows are in them.
 
-Shapes: B rows of a bucket, V vocabulary.
+Shapes: B rows of a bucket, q new tokens of each, T = B * q, V vocabulary.
 """
 
 from __future__ import annotations
@@ -63,6 +63,22 @@ class Decode:
         self._owner: weakref.ref[BatchOwner] | None = None
         self._largest = dispatcher.decode_of(state.config.max_batch_size)
         self._table.anchors["decode"] = [self._largest]
+        self._max_planned = planner.max_tokens
+
+    def step_of_several(self, rows: int, new_tokens: int) -> StepKey:
+        """Return the smallest step of several new tokens a row; ValueError if the backend has none."""
+        step, ops = self.dispatcher.decode_of(rows, new_tokens_per_row=new_tokens), self._state.decode_buffers.ops
+        if ops is not None and not ops.several:
+            raise ValueError(
+                f"backend={self._state.config.backend!r} decodes one new token of each row at a time, not "
+                f"{new_tokens}; feed them one by one"
+            )
+        if ops is None and step.tokens > self._max_planned:
+            raise ValueError(
+                f"{new_tokens} new tokens for each of {step.rows} rows are more than the {self._max_planned} that can "
+                "be planned; wrap with a larger prefill_tokens"
+            )
+        return step
 
     def is_ready(self, step: StepKey) -> bool:
         """Return whether a step is compiled, and on CUDA captured."""
@@ -159,17 +175,19 @@ class Decode:
         """Begin to capture a step that may never have run, over rows of padding."""
         if self._planned is not None:
             self._planned.plan_padding(step)
-        self._capture(step, step.rows)
+        self._capture(step, step.tokens)
 
     def _capture(self, step: StepKey, like: StepOutputs | int, background: bool = True) -> None:
         self._graph_manager.capture(step, self._inputs(step), like, background=background)
 
     def _prepare(self, step: StepKey, waiting: int, number: str, first: bool) -> None:
         """Compile a step, the ``first`` with the rows that suit all, and capture it."""
-        graph_manager, what = self._graph_manager, f"decode bucket {step.rows}"
+        graph_manager, new = self._graph_manager, step.new_tokens_per_row
+        several = f", {new} tokens each" if new > 1 else ""
+        what = f"decode bucket {step.rows}{several}"
         waiting = 0 if self._table.entry(step).losses else waiting
         program = program_for(self._inputs(step)).name
-        shown = f"decode, {'1 row' if step.rows == 1 else f'{step.rows} rows'}{number}"
+        shown = f"decode, {'1 row' if step.rows == 1 else f'{step.rows} rows'}{several}{number}"
         with graph_manager.preparing(what, waiting, program, shown), self._cuda_graphs.accounted(what):
             if first and step < (suiting := self.dispatcher.decode_of(min(_ROWS_TO_COMPILE, self._largest.rows))):
                 self._launch_padding(suiting)
@@ -185,7 +203,12 @@ class Decode:
         """Whether this one compiles the program of several rows, on CUDA, where its size does not stay built in."""
         programs = self._graph_manager.programs
         on_cuda = self._cuda_graphs.ours or (self._state.device.type == "cuda" and not programs.in_trees)
-        return on_cuda and step.rows > 1 and not graph_count(programs.functions[DECODE_MANY])
+        return (
+            on_cuda
+            and step.rows > 1
+            and step.new_tokens_per_row == 1
+            and not graph_count(programs.functions[DECODE_MANY])
+        )
 
     def _launch_padding(self, step: StepKey) -> StepOutputs:
         self.place([], step, "bucket_prepared")
@@ -213,16 +236,16 @@ class Decode:
         return self._planned is not None
 
     def place(self, rows: Sequence[Row], step: StepKey, cause: UploadCause) -> None:
-        """Put rows, already grown by the token that they are about to feed in, in the decode buffers.
+        """Put rows, already grown by the tokens that they are about to feed in, in the decode buffers.
 
         Their slots have their page numbers; the rest of the bucket becomes padding.
         """
-        self._state.decode_buffers.place(rows, step.rows)
+        self._state.decode_buffers.place(rows, step)
         self._written(rows, step, cause)
 
     def stay(self, rows: Sequence[Row], step: StepKey, cause: UploadCause) -> None:
         """Keep rows at their batch indices although their pages have changed; otherwise as ``place``."""
-        self._state.decode_buffers.place_padding(len(rows), step.rows)
+        self._state.decode_buffers.place_padding(len(rows), step)
         self._written(rows, step, cause)
 
     def _written(self, rows: Sequence[Row], step: StepKey, cause: UploadCause) -> None:
@@ -232,20 +255,23 @@ class Decode:
         logger.debug("decode bucket %d: %d rows written: %s", step.rows, len(rows), cause)
 
     def feed(self, rows: int, step: StepKey, tokens: Tensor) -> None:
-        """Let the first rows in the decode buffers feed in ``tokens`` ``[rows]``, on the device."""
+        """Let the first rows in the decode buffers feed in ``tokens`` ``[rows]`` or ``[rows, q]``, on the device."""
         self._state.arena.flush()
-        slots = self._state.decode_buffers.bucket(step.rows).slots[:rows]
-        self._state.slots.tables.next_token.index_copy_(0, slots, tokens.long())
+        inputs = self._state.decode_buffers.of(step)
+        if inputs.fed is not None:
+            inputs.fed[:rows].copy_(tokens)
+        else:
+            self._state.slots.tables.next_token.index_copy_(0, inputs.slots[:rows], tokens.long())
 
     def run(self, step: StepKey, wanted: StepKey) -> StepOutputs:
         """Run one step of the rows in the buffers.
 
         Args:
-            step: of B rows.
+            step: of T tokens.
             wanted: the one that runs if all are ready.
 
         Returns:
-            ``[B, V]`` logits, and ``[B]`` int64, the next tokens; both overwritten by the next step.
+            ``[T, V]`` logits, and ``[T]`` int64, the next tokens; both overwritten by the next step.
         """
         self._graph_manager.events.used[wanted] += 1
         self._state.arena.flush()
@@ -268,7 +294,7 @@ class Decode:
             used=self._graph_manager.events.used,
             wanted=wanted,
             missed=None if wanted == step else functools.partial(self.missed, wanted),
-            repeats=graph is not None or not self._cuda_graphs.ours,
+            repeats=step.new_tokens_per_row == 1 and (graph is not None or not self._cuda_graphs.ours),
             alone=not self._cuda_graphs.background_captures,
         )
 
@@ -278,5 +304,5 @@ class Decode:
             return graph_manager.programs.decode(graph_manager.arguments(self._inputs(step)))
 
     def _inputs(self, step: StepKey) -> DecodeInputs:
-        inputs = self._state.decode_buffers.bucket(step.rows)
+        inputs = self._state.decode_buffers.of(step)
         return inputs if self._planned is None else inputs._replace(planned=self._planned.of(step))

@@ -3,7 +3,7 @@
 Most steps differ from the one before in nothing but their tokens. What such a step needs is found when it is made; to
 run it asks no other object. Whatever changes one of these things invalidates the step, and the next one is made anew.
 
-Shapes: B rows of a bucket, V vocabulary.
+Shapes: B rows of a bucket, q new tokens of each, T = B * q, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ class PlacedRows:
 
     Attributes:
         rows: in the order of their batch indices.
-        bucket: B.
+        step: of B rows.
         advanced: how many tokens they have grown by since they were placed.
     """
 
-    def __init__(self, rows: Sequence[Row], bucket: int, page_size: int) -> None:
-        """Note rows that have grown by the token that they are about to feed in, and whose step has run."""
+    def __init__(self, rows: Sequence[Row], step: StepKey, page_size: int) -> None:
+        """Note rows that have grown by the tokens that they are about to feed in, and whose step has run."""
         self.rows = list(rows)
-        self.bucket = bucket
+        self.step = step
         self.advanced = 0
         self._page_size = page_size
         self._placed = [(row.slot, row.length, row.position) for row in rows]
         # The rows that enter a page when ``advanced``, modulo the page size, is the key; found when they first advance.
         self._entering: dict[int, list[Row]] | None = None
 
-    def are(self, rows: Sequence[Row], bucket: int) -> bool:
-        """Whether the decode buffers describe these rows, grown by the token that they are about to feed in."""
-        grown = self.advanced + 1
+    def are(self, rows: Sequence[Row], step: StepKey) -> bool:
+        """Whether the decode buffers describe these rows, grown by the tokens that they are about to feed in."""
+        grown = self.advanced + step.new_tokens_per_row
         return (
-            self.bucket == bucket
+            self.step == step
             and self.rows == rows
             and self._placed == [(row.slot, row.length - grown, row.position - self.advanced) for row in rows]
         )
@@ -67,8 +67,8 @@ class PlacedRows:
         self.advanced += 1
 
     def has_advanced(self) -> None:
-        """Count a token by which the rows have grown already."""
-        self.advanced += 1
+        """Count the tokens by which the rows have grown already."""
+        self.advanced += self.step.new_tokens_per_row
 
     def _find_entering(self) -> dict[int, list[Row]]:
         entering: dict[int, list[Row]] = {}
@@ -106,7 +106,8 @@ class DecodeStep:
     """The next steps of rows that sit in the decode buffers.
 
     Attributes:
-        output: of its last run; a CUDA graph always writes the same tensors.
+        outputs: of its last run, ``[T, V]`` and ``[T]``; a CUDA graph always writes the same tensors.
+        output: of its last run, after the last new token of each row.
         replays: whether it is one launch, which takes no time to speak of.
     """
 
@@ -138,12 +139,16 @@ class DecodeStep:
         self._validity, self._period = validity, period
         self._deferred_sampling, self._readbacks = deferred_sampling, readbacks
         self._defers = deferred_sampling.defers(placed.rows)
-        self.output = self._first_rows(outputs)
+        self.outputs = outputs
+        self.output = self._last_of_rows(outputs)
 
-    def _first_rows(self, outputs: StepOutputs) -> StepOutput:
+    def _last_of_rows(self, outputs: StepOutputs) -> StepOutput:
         logits, tokens = outputs
-        rows = len(self.placed.rows)
-        if rows < self.placed.bucket:
+        rows, step = len(self.placed.rows), self.placed.step
+        if step.new_tokens_per_row > 1:
+            last = slice(step.new_tokens_per_row - 1, rows * step.new_tokens_per_row, step.new_tokens_per_row)
+            logits, tokens = logits[last], tokens[last]
+        elif rows < step.rows:
             logits, tokens = logits[:rows], tokens[:rows]
         return StepOutput(self.placed.rows, logits, tokens)
 
@@ -211,7 +216,8 @@ class DecodeStep:
             if launch.arena.written:  # mostly nothing is due, and a call takes longer than a look
                 launch.arena.flush()
             if graph is None:
-                self.output = self._first_rows(launch.program())
+                self.outputs = launch.program()
+                self.output = self._last_of_rows(self.outputs)
             else:
                 graph.replays += 1
                 graph.used = graph.clock()

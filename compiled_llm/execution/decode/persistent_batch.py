@@ -50,7 +50,7 @@ class PersistentBatch:
     # ---- a step is made
 
     def place(self, rows: Sequence[Row], step: StepKey, copied: bool) -> PlacedRows | None:
-        """Put rows, grown by the token that they are about to feed in, in the decode buffers of a bucket.
+        """Put rows, grown by the tokens that they are about to feed in, in the decode buffers of a bucket.
 
         Args:
             rows: in the order of the step.
@@ -62,8 +62,8 @@ class PersistentBatch:
         """
         listed = self._slots.list_pages(rows)
         placed = None if self.step is None else self.step.placed
-        if placed is not None and placed.are(rows, step.rows):
-            entered = self._decode.follows_pages and any((row.length - 1) % self._page_size == 0 for row in rows)
+        if placed is not None and placed.are(rows, step):
+            entered = self._decode.follows_pages and self._enters_page(rows, step)
             if copied or listed or entered:
                 self._decode.stay(rows, step, "page_copied" if copied else "new_page")
             return placed
@@ -71,6 +71,10 @@ class PersistentBatch:
         self._decode.claim(self)
         self._decode.place(rows, step, cause)
         return None
+
+    def _enters_page(self, rows: Sequence[Row], step: StepKey) -> bool:
+        """Whether a row has just entered a page; padding, which has one page, may have with several new tokens."""
+        return step.new_tokens_per_row > 1 or any((row.length - 1) % self._page_size == 0 for row in rows)
 
     def has_run(
         self,
@@ -83,22 +87,23 @@ class PersistentBatch:
         """Make the step that has just run, so that it can be run again.
 
         Args:
-            rows: grown by the token that they fed in.
+            rows: grown by the tokens that they fed in.
             steps: the wanted one, and the one that ran, of B rows.
             outputs: of the step.
             placed: the rows if they were in the decode buffers before it.
             period: of ``StepValidity``, before the rows grew.
         """
-        self._wanted, ran = steps
-        self.bucket = ran.rows
+        wanted, ran = steps
+        if ran.new_tokens_per_row == 1:
+            self._wanted, self.bucket = wanted, ran.rows
         if placed is None:
-            placed = PlacedRows(rows, self.bucket, self._page_size)
+            placed = PlacedRows(rows, ran, self._page_size)
         else:
             placed.has_advanced()
         for row in rows:
             row.has_next = True
         limit = min(min(self._room(row), self._longest - row.length) for row in rows)
-        launch = self._decode.launch(len(rows), ran, self._wanted)
+        launch = self._decode.launch(len(rows), ran, wanted)
         self.step = DecodeStep(placed, launch, outputs, limit, self._validity, period, self.deferred, self._readbacks)
         self._logits = None
         return self.step.output
@@ -109,8 +114,13 @@ class PersistentBatch:
 
     # ---- rows come and go
 
-    def step_for(self, rows: int) -> StepKey:
-        """Return the decode step of so many rows, after the last one of the same rows and others."""
+    def step_for(self, rows: int, new_tokens: int = 1) -> StepKey:
+        """Return the decode step of so many rows, after the last one of the same rows and others.
+
+        With several new tokens a row, it is the smallest.
+        """
+        if new_tokens > 1:
+            return self._decode.step_of_several(rows, new_tokens)
         return self._decode.dispatcher.decode_of(rows, self._wanted, self.exact)
 
     def chose(self, step: StepOutput) -> None:

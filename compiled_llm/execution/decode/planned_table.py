@@ -1,6 +1,6 @@
 """The page table of decode steps for a backend that plans them: one list of the rows' pages.
 
-Shapes: B rows of a bucket.
+Shapes: B rows of a bucket, q new tokens of each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from compiled_llm.execution.state.decode_buffers import mark_columns
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.memory import mark_static
 from compiled_llm.kvcache.row import Row
-from compiled_llm.kvcache.table import build_table
+from compiled_llm.kvcache.table import HostTable, build_table
 
 
 class PlannedTable:
@@ -32,18 +32,23 @@ class PlannedTable:
             self._indptr = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
             self._indices = mark_static(torch.zeros(entries, dtype=torch.int32, device=device))
             self._last_page_len = torch.zeros(max_rows, dtype=torch.int32, device=device)
-            self._qo_indptr = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+            self._rows = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._qo_indptr = {1: self._rows}  # by q
         self._views: dict[StepKey, tuple[Tensor, Tensor, Tensor]] = {}
 
     @property
     def nbytes(self) -> int:
-        return sum(column.nbytes for column in (self._indptr, self._indices, self._last_page_len, self._qo_indptr))
+        own = (self._indptr, self._indices, self._last_page_len, *self._qo_indptr.values())
+        return sum(column.nbytes for column in own)
 
     def of(self, step: StepKey) -> PlannedRows:
         """Return the table and plans of a bucket, always the same tensors."""
         if step not in self._views:
-            rows = step.rows
-            whole = (self._indptr[: rows + 1], self._last_page_len[:rows], self._qo_indptr[: rows + 1])
+            rows, new = step.rows, step.new_tokens_per_row
+            if new not in self._qo_indptr:
+                with torch.inference_mode(False):
+                    self._qo_indptr[new] = self._rows * new
+            whole = (self._indptr[: rows + 1], self._last_page_len[:rows], self._qo_indptr[new][: rows + 1])
             mark_columns(whole, rows)
             self._views[step] = whole
         indptr, last_page_len, qo_indptr = self._views[step]
@@ -51,11 +56,11 @@ class PlannedTable:
 
     def plan_padding(self, step: StepKey) -> None:
         """Plan a bucket that has no rows now, and leave the table as it is."""
-        self._planner.plan_decode(build_table([], [], self._page_size, step.rows), step)
+        self._planner.plan_decode(self._table([], step), step)
 
     def lay_out(self, rows: Sequence[Row], step: StepKey) -> None:
-        """Write and plan the table of rows that have grown by the token that they are about to feed in."""
-        table = build_table(rows, [1] * len(rows), self._page_size, step.rows)
+        """Write and plan the table of rows that have grown by the tokens that they are about to feed in."""
+        table = self._table(rows, step)
         self._staging.upload(
             [
                 (table.indptr, self._indptr),
@@ -64,3 +69,7 @@ class PlannedTable:
             ]
         )
         self._planner.plan_decode(table, step)
+
+    def _table(self, rows: Sequence[Row], step: StepKey) -> HostTable:
+        new = step.new_tokens_per_row
+        return build_table(rows, [new] * len(rows), self._page_size, step.rows, null_tokens=new)

@@ -90,7 +90,9 @@ class Dispatcher:
         ]
         return min(larger, key=lambda other: (other.tokens, other.rows, other.variant != step.variant), default=None)
 
-    def decode_of(self, rows: int, previous: StepKey | None = None, exact: bool = False) -> StepKey:
+    def decode_of(
+        self, rows: int, previous: StepKey | None = None, exact: bool = False, new_tokens_per_row: int = 1
+    ) -> StepKey:
         """Return the smallest decode step that holds so many rows; if there were more, the smallest that is ready.
 
         So no step waits for a smaller one to be prepared because rows have ended. Exact steps go on in one of at most
@@ -100,8 +102,11 @@ class Dispatcher:
             rows: how many.
             previous: the step that was wanted before for the same rows and others.
             exact: as in ``dispatch``.
+            new_tokens_per_row: with several, it is the smallest.
         """
         smallest = self._decodes[rows]
+        if new_tokens_per_row > 1:
+            return StepKey.decode(smallest.rows, new_tokens_per_row)
         if previous is None or smallest >= previous:
             return smallest
         if exact and self.captures:

@@ -1,6 +1,6 @@
 """The buffers that a replayed decode step reads and advances, at fixed addresses, and its batch sizes.
 
-Shapes: B rows of a bucket.
+Shapes: B rows of a bucket, q new tokens of each.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.inputs import DecodeInputs
 from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.slots import Slots
@@ -20,7 +21,11 @@ from compiled_llm_ops.protocol import DecodeOps
 
 
 class DecodeBuffers:
-    """The decode buffers for the largest batch, and their views for each bucket."""
+    """The decode buffers for the largest batch, and their views for each bucket.
+
+    Attributes:
+        ops: those by which decode steps attend; None if they are planned.
+    """
 
     @staticmethod
     def columns(max_rows: int) -> dict[str, tuple[int, torch.dtype]]:
@@ -31,28 +36,49 @@ class DecodeBuffers:
 
     def __init__(self, arena: Arena, slots: Slots, ops: DecodeOps | None) -> None:
         """``ops`` are those by which decode steps attend; None if they are planned."""
+        self.ops = ops
         self._arena = arena
         self._slots = slots
+        self._max_rows = len(arena["decode_slot"])
         columns = (arena["decode_slot"], arena["decode_position"], arena["decode_length"], arena["decode_start"])
         self._whole = DecodeInputs(*columns, slots.pages, ops)
-        self._buckets: dict[int, DecodeInputs] = {}
+        self._views: dict[StepKey, DecodeInputs] = {}
+        self._fed: dict[int, Tensor] = {}  # known tokens, by q
 
-    def bucket(self, rows: int) -> DecodeInputs:
-        """Return the views for a bucket of ``rows``, always the same tensor objects.
+    def of(self, step: StepKey) -> DecodeInputs:
+        """Return the views for a bucket, always the same tensor objects.
 
         Batch 1 is compiled with its size built in; in all larger ones it is symbolic.
         """
-        if rows not in self._buckets:
-            whole = self._whole
+        if step not in self._views:
+            whole, rows = self._whole, step.rows
             batch_indices = (whole.slots[:rows], whole.positions[:rows], whole.lengths[:rows], whole.starts[:rows])
             mark_columns(batch_indices, rows)
-            self._buckets[rows] = DecodeInputs(*batch_indices, whole.indices, whole.ops)
-        return self._buckets[rows]
+            self._views[step] = DecodeInputs(*batch_indices, whole.indices, whole.ops, fed=self._fed_of(step))
+        return self._views[step]
 
-    def place(self, rows: Sequence[Row], bucket: int) -> None:
-        """Write rows, each grown by the token that it is about to feed in, and padding after them."""
+    def _fed_of(self, step: StepKey) -> Tensor | None:
+        """Return the place of a step's known tokens, ``[B, q]``; None if each row has one token, that in its slot."""
+        new = step.new_tokens_per_row
+        if new == 1:
+            return None
+        if new not in self._fed:
+            with torch.inference_mode(False):
+                self._fed[new] = torch.zeros(self._max_rows, new, dtype=torch.int64, device=self._whole.slots.device)
+        fed = self._fed[new][: step.rows]
+        mark_columns([fed], step.rows)
+        return fed
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes outside the arena."""
+        return sum(fed.nbytes for fed in self._fed.values())
+
+    def place(self, rows: Sequence[Row], step: StepKey) -> None:
+        """Write rows, each grown by the tokens that it is about to feed in, and padding after them."""
+        bucket = step.rows
         slots = self._slots.of(rows, bucket)
-        positions, lengths = np.zeros(bucket, dtype=np.int64), np.ones(bucket, dtype=np.int32)
+        positions, lengths = np.zeros(bucket, dtype=np.int64), np.full(bucket, step.new_tokens_per_row, dtype=np.int32)
         positions[: len(rows)] = [row.position for row in rows]
         lengths[: len(rows)] = [row.length for row in rows]
         batch_indices = np.arange(bucket)
@@ -61,12 +87,15 @@ class DecodeBuffers:
         self._arena.write("decode_length", batch_indices, lengths)
         self._arena.write("decode_start", batch_indices, (slots * self._slots.pages_each).astype(np.int32))
 
-    def place_padding(self, rows: int, bucket: int) -> None:
-        """Write the padding after ``rows`` again: each step makes it longer by a token."""
-        if rows < bucket:
-            batch_indices = np.arange(rows, bucket)
-            self._arena.write("decode_position", batch_indices, np.zeros(bucket - rows, dtype=np.int64))
-            self._arena.write("decode_length", batch_indices, np.ones(bucket - rows, dtype=np.int32))
+    def place_padding(self, rows: int, step: StepKey) -> None:
+        """Write the padding after ``rows`` again: each step makes it longer."""
+        if padding := step.rows - rows:
+            batch_indices, lengths = (
+                np.arange(rows, step.rows),
+                np.full(padding, step.new_tokens_per_row, dtype=np.int32),
+            )
+            self._arena.write("decode_position", batch_indices, np.zeros(padding, dtype=np.int64))
+            self._arena.write("decode_length", batch_indices, lengths)
 
 
 def mark_columns(columns: Sequence[Tensor], rows: int) -> None:

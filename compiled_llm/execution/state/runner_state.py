@@ -90,7 +90,8 @@ class RunnerState:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of all tensors but the pages."""
-        return self.arena.nbytes + self.slots.nbytes + self.prefill_indices.nbytes + self.sampling_graphs.nbytes
+        parts = (self.arena, self.slots, self.decode_buffers, self.prefill_indices, self.sampling_graphs)
+        return sum(part.nbytes for part in parts)
 
     def release(self) -> None:
         """Give most of the memory back; nothing may be run afterwards."""

@@ -27,6 +27,31 @@ def first_layer(generate_loop: GenerateLoop) -> list[Tensor]:
     return [states for stored in generate_loop.stored(0) for states in stored]
 
 
+def assert_fed(
+    generate_loop: GenerateLoop, plain: PreTrainedModel, rng: np.random.Generator, lengths: list[int], new_tokens: int
+) -> None:
+    """Rows that feed in known tokens, several in a step, some of which they forget, get HuggingFace's next tokens."""
+    prompts = [prompt_of(length, rng) for length in lengths]
+    twins = [Alone(plain, prompt) for prompt in prompts]
+    rows = [generate_loop.admit(prompt, 60) for prompt in prompts]
+    generate_loop.step()
+    for kept in (new_tokens, 1, new_tokens - 1):
+        for _ in range(3):
+            tokens = torch.tensor([prompt_of(new_tokens, rng) for _ in rows])
+            sampled = generate_loop.feed(tokens)
+            for twin, own, following in zip(twins, tokens.tolist(), sampled.tolist(), strict=True):
+                twin.assert_follow(own, following)
+        assert_logits(generate_loop, *twins)
+        for number, (row, twin) in enumerate(zip(rows, twins, strict=True)):
+            row.rewind(row.length - new_tokens + kept)
+            twins[number] = Alone(plain, twin.fed[: row.length])
+        generate_loop.step(fed={row: twin.next for row, twin in zip(rows, twins, strict=True)})
+        for twin in twins:
+            twin.feed([twin.next])
+        assert_logits(generate_loop, *twins)
+    assert generate_loop.step()
+
+
 class Schedule:
     """A loop and its rows' twins, each alone on HuggingFace's forward."""
 
@@ -36,6 +61,7 @@ class Schedule:
         self.waiting: dict[Row, list[int]] = {}
         self.expected: dict[Row, int] = {}  # of the step before
         self.left: dict[Row, int] = {}
+        self.fed = 0  # steps of several known tokens
         self.forks: list[tuple[GenerateLoop, list[Tensor]]] = []
         self.has_next = True  # and not forgotten or computed elsewhere
         self.unchanged = True  # the model, since the last step
@@ -83,6 +109,19 @@ class Schedule:
             self.twins[row].feed(ids)
         torch.testing.assert_close(logits, torch.stack([self.twins[row].logits for row in rows]), **TOLERANCE)
 
+    def feed(self) -> None:
+        """Several known tokens in one step, as a draft model proposes them."""
+        rows = self.generate_loop.rows
+        count = min(int(self._rng.integers(2, 5)), *(self.left[row] for row in rows))
+        tokens = [prompt_of(count, self._rng) for _ in rows]
+        sampled = self.generate_loop.feed(torch.tensor(tokens))
+        for row, own, following in zip(rows, tokens, sampled.tolist(), strict=True):
+            self.left[row] -= count
+            self.twins[row].assert_follow(own, following)
+        assert_logits(self.generate_loop, *(self.twins[row] for row in rows))
+        self.has_next = True
+        self.fed += 1
+
     def rewind(self) -> None:
         row = list(self.twins)[self._rng.integers(len(self.twins))]
         row.rewind(int(self._rng.integers(1, row.length + 1)))
@@ -117,6 +156,8 @@ class Schedule:
         if self.twins and self._rng.random() < 0.12:
             (self.extend, self.rewind)[self._rng.integers(2)]()
             self.has_next = False
+        if self.twins and not self.waiting and min(self.left.values()) > 1 and self._rng.random() < 0.15:
+            self.feed()
         if self._rng.random() < 0.1:
             self.fork()
         room = 9 - len(self.left)
