@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -40,10 +41,11 @@ from compiled_llm.compilation.program_list import PROGRAMS, Program, program_for
 from compiled_llm.compilation.regions import layers_in_equal_regions
 from compiled_llm.compilation.sampling.sampling import SamplingTables
 from compiled_llm.compilation.tracing.outline import Outline
-from compiled_llm.compilation.tracing.traced_code import TracedCode
+from compiled_llm.compilation.tracing.traced_code import watch_traced
 from compiled_llm.config import WrapConfig
 from compiled_llm.model.attention import AttentionSpec
 from compiled_llm.model.facts import ModelFacts
+from compiled_llm.model.version.code import places_of
 from compiled_llm.model.weights.fused_weights import FusedWeights
 from compiled_llm_ops.backends import backend_for
 
@@ -111,16 +113,14 @@ class Programs:
 
         ``weights``, the fused ones, must be ``laid_out`` at each call; ``artifacts`` hold code in place of compiling.
         """
-        self._class = facts.model_class
-        self._class_forward = facts.model_class.forward
-        self._forward = facts.forward
-        self._code = TracedCode(facts.reference)
+        self._version = facts.version
+        self._version.watch_code(places_of([facts.model_class]))
+        self._code, self._forward = self._version.code, facts.forward
         self._config = config
         self._device = device
         self._decode_ops = backend_for(config.backend, device.type).decode_ops
         self._layers = facts.layers
         self._outlines: dict[str, Outline] = {}
-        self._version = facts.version
         self._passes: list[Pass] = []
         self._warned = False
         self.in_trees = config.uses_trees_on(device.type)
@@ -142,7 +142,7 @@ class Programs:
         options = {**own, **more, "post_grad_custom_post_pass": self.compiling}
         backend = Inductor(
             options,
-            [self._code.note, *passes],
+            [partial(watch_traced, self._version), *passes],
             layers_in_region=self._layers_in_region(),
             decode_ops=() if self._decode_ops is None else self._decode_ops.both,
             compile_graph=None if self._artifacts is None else self._artifacts.compile,
@@ -198,7 +198,7 @@ class Programs:
 
     def code_valid(self) -> bool:
         """Whether the model's classes still define the traced methods; Dynamo's guards do not look there."""
-        return self._class_forward is self._class.forward and self._code.valid()
+        return self._code == self._version.code
 
     def drop_tensors(self) -> None:
         """Drop the model's tensors until the next call."""

@@ -26,14 +26,22 @@ def model() -> Any:
     return model
 
 
-def test_whatever_is_replaced_is_noticed_until_it_is_put_back(model):
-    programs = model.compiled.model_runner().graph_manager.programs
+def test_whatever_is_replaced_is_noticed_and_so_is_that_it_is_put_back(model):
+    version = model.compiled.facts.version
+
+    def code() -> int:
+        version.look()
+        return version.code
+
     for name, change in CODE.items():
-        assert programs.code_valid()
+        before = code()
+        assert code() == before
         with ExitStack() as stack:
             change.make(stack)
             by_dynamo = name == "a function of the model's file"
-            assert programs.code_valid() == by_dynamo, name
+            changed = code()
+            assert (changed == before) == by_dynamo, name
+        assert (code() == changed) == by_dynamo, name
 
 
 def test_what_no_program_runs_may_change_without_a_word(model, monkeypatch):

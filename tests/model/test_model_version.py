@@ -234,6 +234,32 @@ def test_another_list_of_layers_is_noticed_though_the_old_one_is_as_it_was(two_l
     assert watch.changed() == {"layers"}
 
 
+# ---- code
+
+
+def test_functions_are_watched_where_they_are_defined_or_may_come_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Base(nn.Module):
+        def forward(self) -> int:
+            return 1
+
+    class Inner(Base):
+        pass
+
+    model: Any = tiny_qwen3()
+    model.model.inner = Inner()
+    watch = Watch(model, 2, parts=("code", "values"))
+    watch._version.watch_code([(Base, "traced")])
+    assert not watch.changed()
+    for owner, name in ((Base, "forward"), (Inner, "forward"), (Inner, "__call__"), (Base, "traced")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, "unread", 3, raising=False)
+            assert not watch.changed()
+            patch.setattr(owner, name, lambda self: 2, raising=False)
+            assert watch.changed() == {"code", "values"}
+            assert not watch.changed()
+        assert watch.changed() == {"code", "values"}
+
+
 # ---- looks
 
 

@@ -1,4 +1,4 @@
-"""Traced Python code that Dynamo does not guard: methods of classes, functions of torch.
+"""Finds traced Python code that Dynamo does not guard: methods of classes, functions of torch.
 
 Dynamo guards functions that it finds in the globals of traced code, and attributes of modules, but not what a class
 defines. Kernel libraries replace methods such as ``Qwen3MLP.forward``.
@@ -7,56 +7,28 @@ defines. Kernel libraries replace methods such as ``Qwen3MLP.forward``.
 from __future__ import annotations
 
 import inspect
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
-from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from collections.abc import Collection, Iterator
+from types import CodeType, FunctionType
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from compiled_llm.compat.torch.dynamo import traced_code
-from compiled_llm.model.version.module_tree import same
+from compiled_llm.model.version.code import Place, places_of
+from compiled_llm.model.version.model_version import ModelVersion
 
-_ALWAYS = frozenset({"__call__", "forward"})
 _TORCH = (torch, torch.nn.functional)
 
-Place = tuple[type | ModuleType, str]
-"""A class or a module, and a name in it."""
+
+def watch_traced(version: ModelVersion, graph: fx.Graph) -> None:
+    """Watch the places where Dynamo has found the functions in a graph; called like a pass, inside a backend."""
+    codes = traced_code()
+    methods = (place for kind in version.classes() for place in places_of([kind], _methods(kind, codes)))
+    version.watch_code([*methods, *_functions(graph, codes)])
 
 
-class TracedCode:
-    """The places where tracing has found functions, and the functions it found there."""
-
-    def __init__(self, model: weakref.ref[Any]) -> None:
-        self._model = model
-        self._lookups: dict[Place, Callable[[str], object]] = {}
-        self._known: list[object] = []
-
-    def note(self, graph: fx.Graph) -> None:
-        """Remember the code of a graph that Dynamo has just made; called like a pass, inside a backend."""
-        model, codes = self._model(), traced_code()
-        classes = set() if model is None else set(map(type, model.modules()))
-        for place in (*_methods(classes, codes), *_functions(graph, codes)):
-            if place not in self._lookups:
-                owner, name = place
-                self._lookups[place] = vars(owner).get
-                self._known.append(vars(owner).get(name))
-
-    def valid(self) -> bool:
-        """Whether all of it is still the traced code."""
-        return same(self._known, [look_up(name) for (_, name), look_up in self._lookups.items()])
-
-
-def _methods(classes: Iterable[type[nn.Module]], codes: Collection[CodeType]) -> Iterator[Place]:
-    """Yield the places where the lookup of a traced method ends, and those where a new method would hide it."""
-    for kind in classes:
-        names = {name for base in kind.__mro__ for name, value in vars(base).items() if _code_of(value) in codes}
-        for name in names | _ALWAYS:
-            for base in kind.__mro__:
-                yield base, name
-                if name in vars(base):
-                    break
+def _methods(kind: type, codes: Collection[CodeType]) -> set[str]:
+    return {name for base in kind.__mro__ for name, value in vars(base).items() if _code_of(value) in codes}
 
 
 def _functions(graph: fx.Graph, codes: Collection[CodeType]) -> Iterator[Place]:

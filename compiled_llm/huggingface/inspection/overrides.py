@@ -1,6 +1,9 @@
 """The user's replacements of HuggingFace's functions, looked up in every call, so that a removed one counts.
 
 A wrapped model's class stands before the user's own, so the user's class is the base of a wrapped model's class.
+
+This is no part of ``ModelVersion``: what counts is what is overridden now, not whether that has changed, and names of
+HuggingFace's belong to this room. The functions found last are kept because to judge one takes longer than to find it.
 """
 
 from __future__ import annotations

@@ -8,24 +8,25 @@ gets another number, and is remembered as it is now. Whoever relies on a part ke
 |---|---|---|
 | ``tensors`` | modules; parameters, buffers, tensors in attributes: which, and where | ``GraphManager.check_model`` |
 | ``layers`` | the layers' modules, classes and attributes, names and order of their tensors | ``Outline.of`` |
-| ``values`` | both; other modules' attributes, entries of containers, writes to tensors | ``ModelRunner.look`` |
+| ``code`` | ``forward`` of all classes; methods and torch's functions, if traced | ``GraphManager.check_model`` |
+| ``values`` | these; other modules' attributes, entries of containers, writes to tensors | ``ModelRunner.look`` |
 | ``placement`` | device, dtype, the hooks of inner modules | ``ModelRunnerLifecycle.current`` |
 
 The first drops CUDA graphs, and lays weights that are multiplied as one out again. The second traces all layers, also
-those that an equal one stood for. The third forgets the keys and values of earlier texts. The last makes another model
-runner; it is no part of a look, but compared whenever it is asked for, by any thread: that is before a path is chosen,
-together with the ``obstacles`` to ours.
+those that an equal one stood for. The third compiles all programs again, the fourth forgets the keys and values of
+earlier texts. The last makes another model runner; it is no part of a look, but compared whenever it is asked for, by
+any thread: that is before a path is chosen, together with the ``obstacles`` to ours.
 
 A look begins when a decode step is made (not when it is repeated), at each prefill, after code of the user's has run
 (a streamer, a criterion, a processor), and every 0.1 s while an engine runs. Writes through ``.data`` or into tensors
-of inference mode leave no trace, nor do changes inside objects of other kinds, in classes, closures and globals.
+of inference mode leave no trace, nor do changes inside objects of other kinds, on classes, in closures and globals.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +34,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from compiled_llm.compat.forks import lock
+from compiled_llm.model.version.code import Code, Place, places_of
 from compiled_llm.model.version.contents import Contents
 from compiled_llm.model.version.module_state import ModuleState
 from compiled_llm.model.version.module_tree import Hooks, ModuleTree, Obstacles
@@ -62,7 +64,8 @@ class ModelVersion:
         self._layer_count, self._walked = layers, walked
         self._lock = lock()  # a runner may be made while the loop of another one runs
         self._numbers = itertools.count(1)
-        self._tensors = self._layers = self._rest = 0
+        self._code = Code()
+        self._tensors = self._layers = self._rest = self._functions = 0
 
     def look(self) -> None:
         """Begin a look: all is compared again when it is next asked for."""
@@ -94,7 +97,20 @@ class ModelVersion:
             self._compare_tensors()
             self._compare_layers()
             self._compare_rest()
-            return max(self._tensors, self._layers, self._rest)
+            self._compare_code()
+            return max(self._tensors, self._layers, self._rest, self._functions)
+
+    @property
+    def code(self) -> int:
+        """Another number whenever a function was replaced in a place that is watched."""
+        with self._lock:
+            self._compare_code()
+            return self._functions
+
+    def watch_code(self, places: Iterable[Place]) -> None:
+        """Watch more places, as they are now."""
+        with self._lock:
+            self._code.watch(places)
 
     def let_go(self) -> None:
         """Keep no tensors, nor modules that the model no longer has, until they are next asked for.
@@ -112,6 +128,10 @@ class ModelVersion:
         """Return the model's list of layers with its name; None if there is none."""
         with self._lock:
             return self._tree().list_of_layers
+
+    def classes(self) -> set[type[nn.Module]]:
+        """Return the classes of the model and of its modules."""
+        return {*map(type, self._modules())}
 
     # ---- at any moment, from any thread
 
@@ -160,6 +180,11 @@ class ModelVersion:
         known.others, known.contents = ModuleState(known.others.modules, root=model), Contents(self._modules())
         known.kind, self._rest = type(model), next(self._numbers)
 
+    def _compare_code(self) -> None:
+        if self._known.is_due("code") and not self._code.valid():
+            self._code.remember()
+            self._functions = next(self._numbers)
+
     def _tree(self) -> ModuleTree:
         """Return the modules as they are now; what was remembered of others is forgotten."""
         known = self._known
@@ -167,6 +192,7 @@ class ModelVersion:
             model = self._require_model()
             self._walked(model)
             known.tree = ModuleTree(model, self._layer_count)
+            self._code.watch(places_of(self.classes()))
             if known.layers is not None and known.layers.modules != known.tree.layers:
                 known.layers = None
             known.let_go()
