@@ -115,23 +115,12 @@ class StepEntry(Generic[KeptT]):
         self.used = clock()
         self.clock = clock
 
-    def captured(self, cuda_graph: KeptT, cost: Cost) -> None:
-        """Take a graph, again or for the first time."""
-        self.cuda_graph, self.nbytes, self.used, self.looked = cuda_graph, cost.nbytes, self.clock(), -1
-        self.captures += 1
-        self.seconds += cost.seconds
-
     def replay(self) -> Any:
         """Launch and count it."""
         self.replays += 1
         self.used = self.clock()
         assert self.cuda_graph is not None
         return self.cuda_graph.replay()
-
-    @property
-    def is_told(self) -> bool:
-        """Whether there is, was, or should have been a CUDA graph of it."""
-        return bool(self.captures or self.misses or self.failures)
 
     def row(self) -> CudaGraphRow:
         return CudaGraphRow(
@@ -179,7 +168,7 @@ class StepTable:
             wait: waits until all launched work has ended.
             clock: the time in seconds.
             mark: returns a function that tells whether all work launched by now has ended.
-            changed: called when a graph comes or goes, and when a capture is wanted or has ended.
+            changed: as the attribute.
             captures: whether steps are captured at all.
         """
         self.budget = budget
@@ -223,7 +212,7 @@ class StepTable:
         """Note that as of this look, a step can be launched kernel by kernel: nothing has to be compiled for it."""
         entry = self.entry(key)
         if entry.state in ("missing", "stale"):
-            self._move(entry, "compiled", "missing", "stale")
+            entry.state = "compiled"
         entry.looked = self.look
 
     def begin(self, key: StepKey) -> None:
@@ -353,7 +342,9 @@ class StepTable:
         self.shared[owner] += cost.shared
         entry = self.entry(key)
         self._move(entry, "ready", "capturing")
-        entry.captured(cuda_graph, cost)
+        entry.cuda_graph, entry.nbytes, entry.used, entry.looked = cuda_graph, cost.nbytes, self._clock(), -1
+        entry.captures += 1
+        entry.seconds += cost.seconds
         self.changed()
 
     def missed(self, key: StepKey, padded: bool = False) -> None:
@@ -432,9 +423,10 @@ class StepTable:
         return sum(entry.captures for entry in list(self.entries.values()) if entry.key.phase == phase)
 
     def table(self) -> CudaGraphTable:
-        """Return the table of all graphs; any thread may."""
+        """Return the table of steps that were captured, or should have been; any thread may."""
         order = {"decode": 0, "prefill": 1, "sampling": 2}
-        rows = [entry.row() for entry in list(self.entries.values()) if entry.is_told]
+        entries = list(self.entries.values())
+        rows = [entry.row() for entry in entries if entry.captures or entry.misses or entry.failures]
         rows.sort(key=lambda row: (order[row.phase], row.rows, row.tokens, row.variant))
         shared = self.shared.total()
         nbytes = shared + self._leaving_nbytes + sum(row.nbytes for row in rows)

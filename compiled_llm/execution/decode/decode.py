@@ -123,7 +123,8 @@ class Decode:
         if not unchanged:
             self._graph_manager.check_model()
         if (dispatch := self._dispatch(step, waiting > 0, unchanged, exact)) is not None:
-            return self._serve(step, dispatch)
+            self._graph_manager.serve(step, dispatch, functools.partial(self._begin_capture, step))
+            return dispatch.step
         self.claim(None)
         first = self._is_first(step)
         self._prepare(step, waiting, number, first)
@@ -149,16 +150,6 @@ class Decode:
             elif dispatch.how == "launch" or manager.is_valid(dispatch.step, unchanged):
                 return dispatch
 
-    def _serve(self, step: StepKey, dispatch: Dispatch) -> StepKey:
-        """Have a step captured that is missing, and return what runs."""
-        if dispatch.how == "launch":
-            self._table.missed(step)  # ``run`` has it captured
-        elif dispatch.step != step:
-            self.missed(step)
-            if self._cuda_graphs.can_begin:
-                self._cuda_graphs.want(step, functools.partial(self._begin_capture, step))
-        return dispatch.step
-
     def capture_anchors(self, only_with_room: bool = True) -> None:
         """Capture the largest step, so that none waits for a smaller one; ``only_with_room`` evicts no other."""
         ready = self._table.at_once("decode")
@@ -166,10 +157,6 @@ class Decode:
         if missing and not (only_with_room and self._table.full):
             self._prepare(self._largest, 0, "", False)
             self._table.entry(self._largest).spare = True
-
-    def missed(self, step: StepKey) -> None:
-        """Count a step that runs in a larger one than the one that was wanted."""
-        self._table.missed(step, padded=True)
 
     def _begin_capture(self, step: StepKey) -> None:
         """Begin to capture a step that may never have run, over rows of padding."""
@@ -293,7 +280,7 @@ class Decode:
             arena=self._state.arena,
             used=self._graph_manager.events.used,
             wanted=wanted,
-            missed=None if wanted == step else functools.partial(self.missed, wanted),
+            missed=None if wanted == step else functools.partial(self._table.missed, wanted, padded=True),
             repeats=step.new_tokens_per_row == 1 and (graph is not None or not self._cuda_graphs.ours),
             alone=not self._cuda_graphs.background_captures,
         )

@@ -13,12 +13,13 @@ from functools import partial
 
 from compiled_llm.compat.torch.stages import compiling_stage
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
-from compiled_llm.compilation.graphs.cuda_graphs import CudaGraphs, Filled, StepInputs, StepToCapture
+from compiled_llm.compilation.graphs.cuda_graphs import Begin, CudaGraphs, Filled, StepInputs, StepToCapture
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.validity import Guards
 from compiled_llm.compilation.program_list import PREFILL, PREFILL_EMBEDDED
 from compiled_llm.compilation.programs import Arguments, PreparedCall, Programs
+from compiled_llm.execution.graphs.dispatcher import Dispatch
 from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.reporting.progress import ProgressDisplay
 from compiled_llm.execution.state.runner_state import RunnerState
@@ -228,6 +229,17 @@ class GraphManager:
         check = partial(_find_guards, guards, call, self.paged)
         step = StepToCapture(check, partial(_launch, call, self.paged, first), like, guards, filled)
         (self.cuda_graphs.begin if background else self.cuda_graphs.capture)(key, step)
+
+    def serve(self, wanted: StepKey, dispatch: Dispatch, begin: Begin) -> None:
+        """Count a step that is missing. If it runs in a larger one, ``begin`` begins its capture while steps go on.
+
+        One that is launched itself is captured by who launches it.
+        """
+        padded = dispatch.step != wanted
+        if padded or dispatch.how != "run":
+            self.table.missed(wanted, padded)
+        if padded and self.cuda_graphs.can_begin:
+            self.cuda_graphs.want(wanted, begin)
 
     def adopt(self) -> None:
         """Take over the CUDA graph that was captured while steps went on, if it is done."""

@@ -22,7 +22,7 @@ from compiled_llm.compilation.inputs import PrefillInputs
 from compiled_llm.compilation.program_list import PREFILL, PREFILL_EMBEDDED
 from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
-from compiled_llm.execution.graphs.dispatcher import Dispatch, Dispatcher
+from compiled_llm.execution.graphs.dispatcher import Dispatcher
 from compiled_llm.execution.graphs.graph_manager import GraphManager
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill.packing import (
@@ -178,8 +178,10 @@ class Prefill:
         shape = self._shape_to_replay(chunk, wanted, slots, embeddings)
         if shape is not None:
             self._graph_manager.events.used[shape] += 1
-            step, how = self._dispatch(shape, exact)
-            logits, tokens = self._run_shape(step, chunk, keep, slots, unchanged, background=how != "capture")
+            dispatch = self._dispatcher.dispatch(shape, exact)
+            self._graph_manager.serve(shape, dispatch, functools.partial(self._begin_capture, shape))
+            background = dispatch.how != "capture"
+            logits, tokens = self._run_shape(dispatch.step, chunk, keep, slots, unchanged, background)
             return logits[:wanted].clone(), tokens[:sampled].clone()  # the next replay overwrites them
         # A symbolic size is at least 2.
         if len(chunk) == 1:
@@ -262,17 +264,6 @@ class Prefill:
         shape = shape._replace(variant=self._planner.variant_for(chunk))
         fits = self._table.get(shape) is not None or self._planner.fits(shape)
         return shape if fits else None  # larger ones fit even less
-
-    def _dispatch(self, shape: StepKey, exact: bool) -> Dispatch:
-        """Return what runs for a prefill; one that is missing is captured while later steps run, if not now."""
-        dispatch = self._dispatcher.dispatch(shape, exact)
-        if dispatch.step != shape:
-            self._table.missed(shape, padded=True)
-            if self._cuda_graphs.can_begin:
-                self._cuda_graphs.want(shape, functools.partial(self._begin_capture, shape))
-        elif dispatch.how != "run":
-            self._table.missed(shape)
-        return dispatch
 
     def _begin_capture(self, shape: StepKey) -> Callable[[], None]:
         """Plan a shape that may never have run, over rows of padding; returns a function that begins its capture."""
