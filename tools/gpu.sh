@@ -98,7 +98,7 @@ tests() {
   say "${files[*]}"
   run_tests model.log -rP "${files[@]}"
   # These look at the memory of the whole device.
-  PROCESSES=0 run_tests memory.log -rP tests/execution/test_rolling_gpu.py
+  PROCESSES=0 run_tests memory.log -rP tests/execution/test_eviction_gpu.py
 }
 
 # vLLM in an environment of its own: its site would get in the way of ours, and ours of its.

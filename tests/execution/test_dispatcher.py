@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,9 +16,9 @@ from compiled_llm.compilation.graphs.step_table import Budget, Cost, StepTable
 from compiled_llm.execution.graphs.dispatcher import Dispatch, Dispatcher
 
 MOST, SIMPLEST, PADDING = 16, 0, 60
-DECODES = [StepKey.decode(rows) for rows in (1, 2, 4, 8, 16)]
+DECODES = [StepKey.decode(rows) for rows in (2, 4, 8, 16)]
 OF_TWO_TOKENS = [step._replace(tokens=2 * step.rows) for step in DECODES]
-PREFILLS = [StepKey.prefill(*sizes) for sizes in itertools.product((16, 32, 64, 128), (2, 8), (SIMPLEST, 1))]
+PREFILLS = [StepKey.prefill(*sizes) for sizes in itertools.product((16, 64, 128), (2, 8), (SIMPLEST, 1))]
 KEYS = [*DECODES, *OF_TWO_TOKENS, *PREFILLS]
 
 
@@ -43,10 +44,19 @@ class Steps(RuleBasedStateMachine):
 
     # ---- what happens to steps
 
-    @rule(key=st.sampled_from(KEYS))
-    def can_be_launched(self, key: StepKey) -> None:
-        self.table.compiled(key)
-        self.compiled.add(key)
+    @rule(keys=st.sets(st.sampled_from(KEYS), min_size=1))
+    def can_be_launched(self, keys: set[StepKey]) -> None:
+        for key in keys:
+            self.table.compiled(key)
+        self.compiled |= keys
+
+    @precondition(lambda self: not self.begun)
+    @rule(keys=st.sets(st.sampled_from(KEYS), max_size=3))
+    def are_captured_at_once(self, keys: set[StepKey]) -> None:
+        for key in sorted(keys - self.ready):
+            self.failed.discard(key)
+            with self.table.capturing(key):
+                self.captured(key, self.table.add)
 
     @precondition(lambda self: len(self.ready | self.begun) < len(KEYS))
     @rule(data=st.data())
@@ -67,10 +77,12 @@ class Steps(RuleBasedStateMachine):
         elif end == "given up":
             self.table.give_up(key)
         else:
-            self.ready.add(key)
-            self.compiled.discard(key)  # by the program as it was when the capture began
-            add = self.table.add if end == "captured" else self.table.try_to_add
-            add(key, graph(), Cost(1, 0, 0.1), "steps")
+            self.captured(key, self.table.add if end == "captured" else self.table.try_to_add)
+
+    def captured(self, key: StepKey, add: Callable[..., object]) -> None:
+        self.ready.add(key)
+        self.compiled.discard(key)  # by the program as it was when the capture began
+        add(key, graph(), Cost(1, 0, 0.1), "steps")
 
     @precondition(lambda self: self.ready)
     @rule(data=st.data())
