@@ -21,7 +21,8 @@ from compiled_llm import Engine, SamplingParams, WrapConfig
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.step_table import Budget, Cost, StepTable
-from compiled_llm.execution.lifecycle.used_steps import prepare_profile
+from compiled_llm.compilation.program_list import PREFILL_EMBEDDED
+from compiled_llm.execution.lifecycle.used_steps import prepare_profile, used_steps
 from compiled_llm.execution.lifecycle.warmup import Warmup
 from compiled_llm.execution.model_runner import ModelRunner
 from support.execution.stand_in_cuda_graphs import OPTIONS, let_a_cpu_capture, one_layer
@@ -184,6 +185,11 @@ def test_profiles_that_cannot_be_used_are_refused_and_the_next_call_works(tmp_pa
     rewritten(path, uses=dict.fromkeys([StepKey.decode(2)], 3))
     new.compiled.warmup(profile=path)
     assert new.compiled.stats().buckets == [2]
+
+
+def test_a_profile_names_only_steps_that_can_be_prepared_ahead():
+    prepared: dict[StepKey | str, int] = {StepKey.decode(4): 2, StepKey.prefill(16, 2): 1, StepKey.sampling(4, True): 5}
+    assert used_steps(prepared | {StepKey.decode(4, 2): 3, PREFILL_EMBEDDED: 1}) == prepared
 
 
 # ---- any profile, any budget

@@ -12,8 +12,9 @@ from compiled_llm.execution.state.decode_buffers import buckets_up_to
 
 
 def used_steps(used: Mapping[StepKey | str, int]) -> dict[StepKey, int]:
-    """Return how often steps of which graphs can be captured were used."""
-    return {key: uses for key, uses in used.items() if isinstance(key, StepKey)}
+    """Return how often steps were used that can be prepared ahead: of decode, those of one new token a row."""
+    keys = (key for key in used if isinstance(key, StepKey))
+    return {key: used[key] for key in keys if key.phase != "decode" or key.new_tokens_per_row == 1}
 
 
 def prepare_profile(model_runner: ModelRunner, profile: Profile, report: Callable[[str], None]) -> None:
