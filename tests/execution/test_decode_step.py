@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,14 @@ from compiled_llm import Engine, SamplingParams
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.thread.engine_thread import EngineThread
-from compiled_llm.execution.decode.decode_step import DecodeStep
+from compiled_llm.execution.decode.decode_step import DecodeStep, PlacedRows
 from compiled_llm.execution.generate_loop import GenerateLoop
+from compiled_llm.execution.threads.calling_thread import CallingThread
+from compiled_llm.execution.threads.interrupts import _State
 from compiled_llm.huggingface import generate as loops
+from compiled_llm.kvcache.step_validity import StepValidity
 from support.execution.alone import Alone
-from support.execution.schedule import Schedule, prompt_of
+from support.execution.schedule import Schedule, assert_logits, prompt_of
 from support.execution.stand_in_cuda_graphs import StandIn, let_a_cpu_capture, one_layer, uncompiled
 from support.noting import note_calls
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
@@ -120,21 +123,28 @@ def test_a_step_of_an_engine_that_changes_nothing_takes_60_calls_in_15_files(mod
 
 
 class Changing(Schedule):
-    """A schedule in which CUDA graphs are dropped and weights replaced as well."""
+    """A schedule of repeated steps, and between them of changes: of rows, pages, CUDA graphs and weights."""
 
     models: tuple[Any, ...]
     all_of_them: list[Changing]
 
     def anything(self) -> None:
-        if self.twins and self.has_next and min(self.left.values()) > 0 and self._rng.random() < 0.9:
+        if not self.twins or not self.has_next or min(self.left.values()) == 0:
+            super().anything()
+        elif self._rng.random() < 0.8:
             self.step(forced=False)
-            return
-        manager = self.generate_loop.model_runner.graph_manager
-        if self._rng.random() < 0.3:
-            manager.cuda_graphs.forget()
-        if self._rng.random() < 0.3:
-            self.replace_a_weight()
-        super().anything()
+        else:
+            (self.drop_the_graphs, self.replace_a_weight, self.forget, self.fork, super().anything)[
+                self._rng.integers(5)
+            ]()
+
+    def drop_the_graphs(self) -> None:
+        drop_the_graphs(self.generate_loop)
+
+    def forget(self) -> None:
+        """Rows forget tokens, and go on with others."""
+        self.rewind()
+        self.has_next = False
 
     def replace_a_weight(self) -> None:
         """One that no key or value depends on, since there is one layer: the twins' caches stay right."""
@@ -168,7 +178,13 @@ def test_steps_repeat_until_rows_pages_graphs_or_weights_change(monkeypatch, see
     whole = request.config.getoption("whole")
     for number in range(20 if whole else 1):
         share = run_schedules(monkeypatch, seed + number, 300 if whole else 100)
-        assert share > (0.1 if whole else 0)
+        assert share > 0.1
+
+
+def test_the_schedule_finds_steps_that_nothing_invalidates(monkeypatch, seed):
+    monkeypatch.setattr(StepValidity, "invalidate", lambda self: None)
+    with pytest.raises(AssertionError):
+        run_schedules(monkeypatch, seed, 1000)
 
 
 def forget_a_token(generate_loop: GenerateLoop) -> None:
@@ -268,3 +284,77 @@ def test_ctrl_c_arrives_before_the_next_replay(model, monkeypatch, in_an_engine)
         assert next(replays) == 31
         generate()
     assert_account_is_empty(model)
+
+
+STEP = (
+    *(GenerateLoop.step, DecodeStep.run_in, DecodeStep._run, DecodeStep.is_valid_for, DecodeStep.launch),
+    *(PlacedRows.advance, CallingThread.call_briefly, CallingThread._call),
+)
+"""The functions that a repeated step of ``generate`` runs in."""
+
+
+def pressed_at(code: CodeType, line: int, after: int, function: Callable[[], object]) -> bool:
+    """Press Ctrl-C when a line has run so often; whether it was, and has arrived."""
+    left = [after]
+
+    def press(frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code is not code:
+            return None
+        if event == "line" and frame.f_lineno == line:
+            left[0] -= 1
+            if left[0] == 0:
+                signal.raise_signal(signal.SIGINT)
+        return press
+
+    sys.settrace(press)
+    try:
+        function()
+    except KeyboardInterrupt:
+        assert left[0] <= 0
+        return True
+    finally:
+        sys.settrace(None)
+    assert left[0] > 0, "it never came"
+    return False
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_ctrl_c_at_each_line_of_a_repeated_step_leaves_whole_rows(captured, monkeypatch, seed, request):
+    """Wherever it comes, all rows have taken the step or none has, and they go on from there."""
+    stride, arrived = 1 if request.config.getoption("whole") else 4, 0
+    if not captured:
+        monkeypatch.undo()  # steps run kernel by kernel, and are interrupted
+    model = uncompiled(monkeypatch)
+    plain, rng = one_layer(), np.random.default_rng(seed)
+    twins = [Alone(plain, prompt_of(length, rng)) for length in (3, 6)]
+    prompts = [list(twin.fed) for twin in twins]
+    for twin in twins * 12:
+        twin.feed([twin.next])
+    places = [(each.__code__, line) for each in STEP for line in lines_of(each.__code__)]
+    for code, line in places[seed % stride :: stride]:
+        generate_loop = model.compiled.generate_loop()
+        rows = [generate_loop.admit(prompt, 20) for prompt in prompts]
+        arrived += pressed_at(code, line, 4, lambda loop=generate_loop: steps_of(loop, 10))
+        where = code.co_name, line
+        assert (_State.allowed, _State.pending) == (True, False), where
+        assert rows[0].length - 3 == rows[1].length - 6, where
+        assert all(row.position == row.length for row in rows), where
+        assert all(len(row.pages) == model.compiled.model_runner().pool.pages_for(row.length) for row in rows), where
+        generate_loop.step(torch.tensor([7, 8]), unchanged=True)
+        there = [
+            Alone(plain, [*twin.fed[: row.length - 1], token])
+            for twin, row, token in zip(twins, rows, (7, 8), strict=True)
+        ]
+        assert_logits(generate_loop, *there)
+        generate_loop.close()
+        assert_account_is_empty(model)
+    assert arrived > 30 / stride
+
+
+def steps_of(generate_loop: GenerateLoop, count: int) -> None:
+    for _ in range(count):
+        generate_loop.step(unchanged=True)
+
+
+def lines_of(code: CodeType) -> list[int]:
+    return sorted({line for _, _, line in code.co_lines() if line is not None})
