@@ -19,6 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Model
 import compiled_llm
 from compiled_llm.compat.torch.tensors import Fakes
 from compiled_llm.compilation import backend as inductor, programs as programs
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.program_list import DECODE_MANY
 from compiled_llm.compilation.programs import Arguments
 from compiled_llm.compilation.tracing import layer_marks, outline
@@ -83,7 +84,7 @@ def outlined_and_whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def arguments_of(model: PreTrainedModel) -> Arguments:
     """The arguments of a decode step of two rows."""
     state = model.compiled.model_runner().state
-    return Arguments(model, state.decode_buffers.bucket(2), state.slots.tables, state.pages, state.specs)
+    return Arguments(model, state.decode_buffers.of(StepKey.decode(2)), state.slots.tables, state.pages, state.specs)
 
 
 def programs_of(model: PreTrainedModel) -> Any:
@@ -377,7 +378,7 @@ def test_what_happens_between_layers_stays_where_it_is(graphs, monkeypatch, seed
 def test_looking_at_a_model_leaves_it_as_it_was(graphs, seed):
     model = compiled_llm.wrap(model_of(), **FEW_PAGES)
     arguments = programs_of(model)._by_name(arguments_of(model))
-    buffers = model.compiled.model_runner().state.decode_buffers.bucket(2)
+    buffers = model.compiled.model_runner().state.decode_buffers.of(StepKey.decode(2))
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     tensors = [*model.state_dict().values(), *filter(torch.is_tensor, buffers)]
     values = [tensor.clone() for tensor in tensors]

@@ -27,5 +27,5 @@ def note_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Cal
 def note_decode_steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Note the bucket of each decode step, before it runs: of those that are made, and of those that are repeated."""
     ran = note_calls(monkeypatch, Decode, "run", lambda _, step, wanted: step.rows)
-    note_calls(monkeypatch, DecodeStep, "launch", lambda step, *_: ran.append(step.placed.bucket))
+    note_calls(monkeypatch, DecodeStep, "launch", lambda step, *_: ran.append(step.placed.step.rows))
     return ran
