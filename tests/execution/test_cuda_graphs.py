@@ -125,6 +125,20 @@ def test_steps_of_a_model_that_changes_during_a_call_are_captured_again(change, 
     assert_account_is_empty(model)
 
 
+def test_a_tensor_that_an_attribute_has_got_before_the_capture_is_watched(monkeypatch, seed):
+    model, inputs = uncompiled(monkeypatch), mixed_prompts([5, 18], 128, seed)
+    model.compiled.model_runner()
+    model.model.later = torch.zeros(2)
+    for _ in range(3):  # some are captured while others run
+        greedy(model, inputs, 3)
+    captured = model.compiled.cuda_graphs.captures
+    greedy(model, inputs, 3)
+    assert model.compiled.cuda_graphs.captures == captured
+    model.model.later = torch.zeros(2)
+    greedy(model, inputs, 3)
+    assert model.compiled.cuda_graphs.captures > captured
+
+
 @pytest.mark.usefixtures("without_inductor")
 def test_tokens_of_a_replay_whose_guards_turn_out_wrong_are_thrown_away_and_do_not_count_as_seen(monkeypatch, seed):
     reference, model = one_layer(), compiled_llm.wrap(one_layer(), **OPTIONS)

@@ -109,6 +109,21 @@ def test_what_was_changed_is_watched_from_then_on(model: Any) -> None:
     assert watch.changed() == {"values"}
 
 
+def test_what_attributes_hold_is_watched_once_they_hold_it(model: Any) -> None:
+    watch = Watch(model)
+    for holder in (model.model.layers[0].mlp, model.model):
+        holder.later = {"inside": 1.0}
+        assert "values" in watch.changed()
+        holder.later["inside"] = 2.0
+        assert watch.changed() == {"values"}
+        holder.later = torch.ones(2)
+        assert "values" in watch.changed()
+        holder.later.fill_(2.0)
+        assert watch.changed() == {"values"}
+        holder.later.data = torch.ones(2)
+        assert watch.changed() == {"tensors", "values"}
+
+
 UNSEEN: dict[str, Callable[[Any], object]] = {
     "`.data`": lambda model: model.lm_head.weight.data.mul_(2),
     "an object of another kind": in_mlp(lambda mlp: setattr(mlp.other, "scale", 2.0)),
@@ -188,6 +203,17 @@ def test_what_generate_notes_in_a_vision_language_model_moves_no_tensor() -> Non
     watch = Watch(model, 2, parts=("tensors",))
     model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=1)
     assert not watch.changed()
+
+
+def test_tensors_that_attributes_get_later_can_be_taken_in(two_layers: Any) -> None:
+    version = ModelVersion(two_layers, 2)
+    before, two_layers.model.later = version.tensors, torch.zeros(2)
+    assert version.take_in_tensors() == before
+    two_layers.model.later = torch.zeros(2)
+    version.look()
+    assert version.tensors != before
+    before, two_layers.model.later = version.tensors, torch.zeros(2)
+    assert version.take_in_tensors() != before, "nothing is lost that has changed since the look"
 
 
 # ---- layers: one was traced for all that are equal

@@ -64,6 +64,7 @@ class GraphManager:
         waits = state.device.type == "cuda" or state.config.mode != "eager"
         self._progress = ProgressDisplay(state.config.progress and waits)
         self._released = False
+        self._captures = False  # whether a step was captured since graphs were last forgotten
         self._version = state.facts.version
         self._tensors = self._version.tensors if self._needs_tensors else 0
 
@@ -161,6 +162,7 @@ class GraphManager:
         return True
 
     def _forget_graphs(self) -> None:
+        self._captures = False
         self.cuda_graphs.forget()
         self._state.validity.invalidate()  # also if there were none
 
@@ -222,6 +224,9 @@ class GraphManager:
             self.adopt()
             if self.table.get(key) is not None:
                 return
+        if not self._captures:
+            self._captures = True
+            self._version.take_in_tensors()  # another number than ours: the next look drops what is captured now
         arguments = self.arguments(inputs)
         with self.paged():
             call = self.programs.prepared(arguments, compare=not background)

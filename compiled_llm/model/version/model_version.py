@@ -65,7 +65,7 @@ class ModelVersion:
         self._lock = lock()  # a runner may be made while the loop of another one runs
         self._numbers = itertools.count(1)
         self._code = Code()
-        self._tensors = self._layers = self._rest = self._functions = 0
+        self._tensors = self._layers = self._rest = self._functions = self._remembered_at = 0
 
     def look(self) -> None:
         """Begin a look: all is compared again when it is next asked for."""
@@ -98,7 +98,20 @@ class ModelVersion:
             self._compare_layers()
             self._compare_rest()
             self._compare_code()
-            return max(self._tensors, self._layers, self._rest, self._functions)
+            number = max(self._tensors, self._layers, self._rest, self._functions)
+            if number != self._remembered_at:  # attributes may hold other containers and tensors now
+                self._known.tensors, self._known.contents = Tensors(self._modules()), Contents(self._modules())
+                self._remembered_at = number
+            return number
+
+    def take_in_tensors(self) -> int:
+        """Return ``tensors`` as of now; those that attributes have got meanwhile are compared from now on, too."""
+        with self._lock:
+            self._known.compared.clear()
+            self._compare_modules()
+            self._compare_tensors()
+            self._known.tensors = Tensors(self._modules())
+            return self._tensors
 
     @property
     def code(self) -> int:
@@ -151,7 +164,7 @@ class ModelVersion:
 
     def _compare_modules(self) -> None:
         known = self._known
-        if not known.is_due("modules"):
+        if "modules" in known.compared:
             return
         tree = self._tree()
         if known.layers is None or not known.layers.has_its_dictionaries():
@@ -160,6 +173,7 @@ class ModelVersion:
         if known.others is None or not known.others.has_its_dictionaries():
             known.tensors = known.contents = None
             known.others, self._rest = ModuleState(tree.others, root=self._model()), next(self._numbers)
+        known.compared.add("modules")
 
     def _compare_tensors(self) -> None:
         known = self._known
