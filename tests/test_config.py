@@ -172,6 +172,14 @@ def test_bytes_are_rounded_down_to_pages(page_size):
     assert pages(kv_memory=f"{10 * one} B", page_size=page_size) == 11
 
 
+def test_each_group_of_layers_has_as_many_pages() -> None:
+    one = bytes_of_a_page(16)
+    for memory, count in ((f"{17} tokens", 6), (7 * one, 6), (3 * one, 3)):
+        assert pages_to_allocate(WrapConfig(kv_memory=memory), one, CPU, 4096, groups=3) == count + 1
+    with pytest.raises(ValueError, match=r"one page of 16 tokens takes 36\.0 KiB"):
+        pages_to_allocate(WrapConfig(kv_memory=2 * one), one, CPU, 4096, groups=3)
+
+
 def test_a_fraction_is_of_what_is_free_and_at_most_what_rows_can_use(monkeypatch):
     one = bytes_of_a_page(16)
     monkeypatch.setattr(kv_cache, "free_bytes", lambda device: 1000 * one)

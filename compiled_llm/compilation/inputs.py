@@ -27,7 +27,7 @@ class PrefillInputs(NamedTuple):
         token_positions: ``[T]`` int32, its place in the row.
         qo_indptr: ``[B + 1]`` int32, where each row's tokens begin.
         indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
-        indices: ``[N]`` int32, page numbers.
+        indices: ``[N]`` int32 for each group of layers, page numbers.
         last_page_len: ``[B]`` int32, tokens in the row's last page.
     """
 
@@ -40,7 +40,7 @@ class PrefillInputs(NamedTuple):
     token_positions: Tensor
     qo_indptr: Tensor
     indptr: Tensor
-    indices: Tensor
+    indices: tuple[Tensor, ...]
     last_page_len: Tensor
     plans: AttentionPlans
 
@@ -50,14 +50,14 @@ class PlannedRows(NamedTuple):
 
     Attributes:
         indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
-        indices: ``[N]`` int32, page numbers.
+        indices: ``[N]`` int32 for each group of layers, page numbers.
         last_page_len: ``[B]`` int32, tokens in the row's last page with those it feeds in; with the next ones
             afterwards.
         qo_indptr: ``[B + 1]`` int32, each row has q queries: 0, q, 2q, ...
     """
 
     indptr: Tensor
-    indices: Tensor
+    indices: tuple[Tensor, ...]
     last_page_len: Tensor
     qo_indptr: Tensor
     plans: AttentionPlans
@@ -71,7 +71,7 @@ class DecodeInputs(NamedTuple):
         positions: ``[B]`` int64, the rotary position of its first new token; q more afterwards.
         lengths: ``[B]`` int32, tokens of the row with its new ones; with the next ones afterwards.
         starts: ``[B]`` int32, where the row's pages begin in ``indices``.
-        indices: ``[N]`` int32, page numbers, a region for each slot.
+        indices: ``[N]`` int32 for each group of layers, page numbers, a region for each slot.
         ops: those of the backend by which layers attend; None if it plans decode.
         planned: in place of ``starts`` and ``indices`` for a backend that plans decode, else None.
         fed: ``[B, q]`` int64, known tokens that the rows feed in; None if each feeds in the one in its slot, q = 1.
@@ -81,7 +81,7 @@ class DecodeInputs(NamedTuple):
     positions: Tensor
     lengths: Tensor
     starts: Tensor
-    indices: Tensor
+    indices: tuple[Tensor, ...]
     ops: DecodeOps | None = None
     planned: PlannedRows | None = None
     fed: Tensor | None = None

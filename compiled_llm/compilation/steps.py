@@ -34,9 +34,9 @@ def prefill_step(
     Returns:
         ``[L, V]`` logits in the model's dtype and ``[C]`` int64, the next tokens.
     """
-    table = (inputs.indptr, inputs.indices, inputs.last_page_len)
-    packed = PackedTokens(inputs.token_rows, inputs.token_positions, inputs.qo_indptr, *table, inputs.plans)
-    batch = PagedBatch(pages, specs, packed)
+    tokens = (inputs.token_rows, inputs.token_positions, inputs.qo_indptr, inputs.indptr)
+    rows = (PackedTokens(*tokens, indices, inputs.last_page_len, inputs.plans) for indices in inputs.indices)
+    batch = PagedBatch(pages, specs, tuple(rows))
     out = forward(
         model,
         position_ids=inputs.positions,
@@ -85,15 +85,20 @@ def decode_step(
     return out.logits.flatten(0, 1), torch.stack(tokens, 1).flatten()
 
 
-def _rows(inputs: DecodeInputs, new: int) -> PackedTokens | NewestTokens:
-    """Return where the ``new`` tokens of each row go, to its end, and how they attend."""
+def _rows(inputs: DecodeInputs, new: int) -> tuple[PackedTokens | NewestTokens, ...]:
+    """Return where the ``new`` tokens of each row go, to its end, and how they attend, for each group of layers."""
     planned = inputs.planned
     if planned is None:
-        assert inputs.ops is not None, "decode steps are planned, or have ops"
-        return NewestTokens(inputs.starts, inputs.lengths, inputs.indices, inputs.ops, new)
-    table, each = (planned.indptr, planned.indices, planned.last_page_len), planned.qo_indptr
+        ops = inputs.ops
+        assert ops is not None, "decode steps are planned, or have ops"
+        return tuple(NewestTokens(inputs.starts, inputs.lengths, indices, ops, new) for indices in inputs.indices)
+    each = planned.qo_indptr
     rows, at = each[:-1], inputs.lengths - 1
     if new > 1:
         rows = (rows[:, None] // new).expand(-1, new).flatten()
         at = (inputs.lengths[:, None] - new + torch.arange(new, dtype=torch.int32, device=each.device)).flatten()
-    return PackedTokens(rows, at, each, *table, planned.plans, new_tokens=new)
+    tokens = (rows, at, each, planned.indptr)
+    return tuple(
+        PackedTokens(*tokens, indices, planned.last_page_len, planned.plans, new_tokens=new)
+        for indices in planned.indices
+    )

@@ -276,6 +276,7 @@ class Engine:
             memory=model_runner.memory(),
             pages=model_runner.pool.account(),
             page_size=model_runner.config.page_size,
+            page_groups=model_runner.pool.groups,
             max_rows=self._max_rows,
             max_tokens=model_runner.max_positions,
         )

@@ -93,6 +93,7 @@ class EngineDescription:
         memory: bytes by what they are for: weights, pages, workspace, buffers and captured graphs.
         pages: the page account, shared with ``generate`` and caches.
         page_size: tokens in a page.
+        page_groups: how many pages so many tokens have, one for each group of layers.
         max_rows: how many requests run at once, at most.
         max_tokens: how many tokens a request may have, prompt and answer together.
     """
@@ -100,6 +101,7 @@ class EngineDescription:
     memory: dict[str, int]
     pages: PageAccount
     page_size: int
+    page_groups: int
     max_rows: int
     max_tokens: int
 
@@ -113,7 +115,7 @@ class EngineDescription:
             raise ValueError(
                 f"tokens={tokens}: a request has 1 to {self.max_tokens} tokens, prompt and answer together"
             )
-        return min(self.max_rows, self.pages.total // -(-tokens // self.page_size))
+        return min(self.max_rows, self.pages.total // (-(-tokens // self.page_size) * self.page_groups))
 
     def __str__(self) -> str:
         """A line for each kind of memory, then one for each length."""
@@ -122,7 +124,7 @@ class EngineDescription:
     def _lines(self) -> Iterator[tuple[str, str]]:
         for name, nbytes in self.memory.items():
             yield name, f"{nbytes / 2**20:,.1f} MiB"
-        tokens = self.pages.total * self.page_size
+        tokens = self.pages.total // self.page_groups * self.page_size
         yield "tokens in pages", f"{tokens:,} ({self.pages.total:,} pages of {self.page_size})"
         lengths = sorted({*(length for length in _LENGTHS if length < self.max_tokens), self.max_tokens})
         for length in lengths:

@@ -31,7 +31,7 @@ def grown(
     marks = [row.mark() for row in rows]
     try:
         with deferred(), _taking_from(promise):
-            copies = [copy for row, count in zip(rows, counts, strict=True) if (copy := row.grow(count)) is not None]
+            copies = [copy for row, count in zip(rows, counts, strict=True) for copy in row.grow(count)]
             if copies:
                 copy_pages(copies)
         yield bool(copies)

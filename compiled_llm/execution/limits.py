@@ -39,9 +39,7 @@ def pages_needed(model_runner: ModelRunner, prompts: Sequence[int], max_new: int
     earlier one, if any; full pages of them are counted once.
     """
     pool = model_runner.pool
-    return sum(pool.pages_for(prompt + max_new - 1) for prompt in prompts) - sum(
-        common // pool.page_size for common in shared
-    )
+    return sum(pool.pages_for(prompt + max_new - 1) for prompt in prompts) - sum(map(pool.filled_by, shared))
 
 
 def check_fits(
@@ -76,7 +74,7 @@ def check_fits(
         raise ValueError(
             f"input_ids and max_new_tokens={max_new}: {rows} of up to {longest} tokens need {needed} "
             f"pages of {pool.page_size} tokens, and {pool.available} of {pool.total} are available "
-            f"({pool.available * pool.page_size} tokens); shorten or split the batch, drop caches you keep, or wrap "
+            f"({pool.tokens_in(pool.available)} tokens); shorten or split the batch, drop caches you keep, or wrap "
             "with a larger kv_memory"
         )
 

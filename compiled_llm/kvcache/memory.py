@@ -20,29 +20,29 @@ _CUDA_FRACTION = 0.8
 _CPU_FRACTION = 0.25
 
 
-def pages_to_allocate(config: WrapConfig, one: int, device: torch.device, max_positions: int) -> int:
+def pages_to_allocate(config: WrapConfig, one: int, device: torch.device, max_positions: int, groups: int = 1) -> int:
     """Return P, with the null page, by ``config.kv_memory`` and the free memory; ValueError if no page fits.
 
-    ``one`` page takes so many bytes over all layers.
+    ``one`` page takes so many bytes over all layers, and each ``page_size`` tokens take one for each of the groups.
     """
-    longest = config.max_batch_size * -(-max_positions // config.page_size)
+    longest = config.max_batch_size * -(-max_positions // config.page_size) * groups
     memory = parse_kv_memory(config.kv_memory) or KVMemory(
         fraction=_CPU_FRACTION if device.type == "cpu" else _CUDA_FRACTION
     )
     if memory.tokens is not None:
-        pages = -(-memory.tokens // config.page_size)
+        pages = -(-memory.tokens // config.page_size) * groups
     elif memory.nbytes is not None:
         pages = memory.nbytes // one
     else:
         pages = min(int(free_bytes(device) * (memory.fraction or 0.0)) // one, longest)
-    if pages < 1:
+    if pages < groups:
         unit = " (an int is bytes: 1 is one byte, 1.0 is all that is free)" if memory.nbytes is not None else ""
         raise ValueError(
             f"kv_memory={config.kv_memory!r} holds no page{unit}: one page of {config.page_size} tokens takes "
-            f"{_in_units(one)} and {_in_units(free_bytes(device))} are free on {device}; give more memory or a smaller "
-            "page_size"
+            f"{_in_units(one * groups)} and {_in_units(free_bytes(device))} are free on {device}; give more memory or "
+            "a smaller page_size"
         )
-    return pages + 1
+    return pages // groups * groups + 1
 
 
 def _in_units(nbytes: int) -> str:

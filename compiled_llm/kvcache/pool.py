@@ -35,8 +35,8 @@ class PageAccount(NamedTuple):
 class _Tree(Protocol):
     """The methods of a prefix tree that the pool calls."""
 
-    def forget_oldest(self) -> int:
-        """Remove the least recently used leaf from the tree and return its page."""
+    def forget_oldest(self) -> Sequence[int]:
+        """Remove the least recently used leaf from the tree and return its pages."""
         ...
 
 
@@ -47,16 +47,21 @@ class PagePool:
     tree; a page that only the tree owns is cached. It counts as available, and the tree gives it up once no free ones
     are left.
 
+    Each ``page_size`` tokens of a row have one page in each group of layers. Those pages stand next to each other in
+    all lists here, are taken together, and have the same owners; all numbers of pages are multiples of the groups'.
+
     Attributes:
+        groups: how many groups of layers have pages of their own.
         peak_used: the most pages that rows have owned at one time.
         validity: of decode steps. It ends when rows share pages (no row writes into them any more) or forget tokens,
             but by no call of a tree: that owns full pages, into which no row writes.
         lock: a thread that holds it keeps all others from changing anything.
     """
 
-    def __init__(self, pages: int, page_size: int, validity: StepValidity | None = None) -> None:
+    def __init__(self, pages: int, page_size: int, validity: StepValidity | None = None, groups: int = 1) -> None:
         self.validity = StepValidity() if validity is None else validity
         self.page_size = page_size
+        self.groups = groups
         self.total = pages - 1
         self.peak_used = 0
         self._free = list(range(pages - 1, NULL_PAGE, -1))
@@ -84,7 +89,15 @@ class PagePool:
 
     def pages_for(self, tokens: int) -> int:
         """Return how many pages ``tokens`` of one row take."""
-        return -(-tokens // self.page_size)
+        return -(-tokens // self.page_size) * self.groups
+
+    def filled_by(self, tokens: int) -> int:
+        """Return how many pages ``tokens`` of one row fill."""
+        return tokens // self.page_size * self.groups
+
+    def tokens_in(self, pages: int) -> int:
+        """Return how many tokens of one row ``pages`` hold."""
+        return pages // self.groups * self.page_size
 
     def reserve(self, pages: int) -> None:
         """Promise ``pages`` to a caller; OutOfPagesError if fewer are available."""
@@ -98,7 +111,7 @@ class PagePool:
         with self.lock:
             self._reserved -= count
             while len(self._free) < count and self._tree is not None:
-                self.uncache([self._tree.forget_oldest()])
+                self.uncache(self._tree.forget_oldest())
             pages = [self._free.pop() for _ in range(count)]
             for page in pages:
                 self._owners[page] = 1
@@ -176,7 +189,7 @@ class PagePool:
     def share_cached(self, pages: Sequence[int]) -> int:
         """Make a row one more owner of the first of the tree's ``pages``; return how many.
 
-        It stops at the first page that is cached and promised to other rows.
+        It stops at the first pages that are cached and promised to other rows.
         """
         with self.lock:
             spare, shared = self.available, 0

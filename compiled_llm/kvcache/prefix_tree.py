@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -36,8 +37,9 @@ class PrefixTree:
         self._pool = pool
         self.generation = 0
         # The least recently used first, and each node before those above it, so the first one is always a leaf.
-        # A node needs no list of its children: they are found by its page, which no other node has.
-        self._pages: OrderedDict[_Node, int] = OrderedDict()
+        # Each has one page of each group of layers. A node needs no list of its children: they are found by its first
+        # page, which no other node has.
+        self._pages: OrderedDict[_Node, tuple[int, ...]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -56,7 +58,7 @@ class PrefixTree:
         with self._pool.lock:
             nodes, pages = self._walk(texts, salt)
             matched = self._pool.share_cached(pages)
-            self._touch(nodes[:matched])
+            self._touch(nodes[: matched // self._pool.groups])
         return pages[:matched]
 
     def insert(self, ids: NDArray[np.int64], pages: Sequence[int], salt: Hashable = None) -> None:
@@ -73,27 +75,27 @@ class PrefixTree:
             ValueError: there are more tokens than fit the pages, a page has no owner or is in the tree with other
                 tokens before it, or another tree holds pages of the pool; nothing has changed.
         """
-        texts = self._texts(ids)
-        if len(pages) < len(texts):
-            raise ValueError(f"insert: {len(ids)} tokens fill {len(texts)} pages; got {len(pages)}")
+        texts, groups = self._texts(ids), self._pool.groups
+        if len(pages) < len(texts) * groups:
+            raise ValueError(f"insert: {len(ids)} tokens fill {len(texts) * groups} pages; got {len(pages)}")
         with self._pool.lock:
             nodes, there = self._walk(texts, salt)
-            new = pages[len(there) : len(texts)]
-            self._pool.cache(new, self)
-            above: _Above = there[-1] if there else (salt,)
-            for tokens, page in zip(texts[len(there) :], new, strict=True):
-                nodes.append((above, tokens))
-                self._pages[nodes[-1]] = above = page
+            self._pool.cache(pages[len(there) : len(texts) * groups], self)
+            above: _Above = there[-groups] if there else (salt,)
+            for number in range(len(nodes), len(texts)):
+                nodes.append((above, texts[number]))
+                self._pages[nodes[-1]] = own = tuple(pages[number * groups : (number + 1) * groups])
+                above = own[0]
             self._touch(nodes)
 
-    def forget_oldest(self) -> int:
-        """Remove the least recently used leaf and return its page, which the tree may not use any more."""
+    def forget_oldest(self) -> Sequence[int]:
+        """Remove the least recently used leaf and return its pages, which the tree may not use any more."""
         return self._pages.popitem(last=False)[1]
 
     def clear(self) -> None:
         """Remove all pages; those that no row holds are free again."""
         with self._pool.lock:
-            pages = list(self._pages.values())
+            pages = list(chain.from_iterable(self._pages.values()))
             self._pages.clear()
             self.generation += 1
             self._pool.uncache(pages)
@@ -111,12 +113,12 @@ class PrefixTree:
         above: _Above = (salt,)
         for tokens in texts:
             node = (above, tokens)
-            page = self._pages.get(node)
-            if page is None:
+            own = self._pages.get(node)
+            if own is None:
                 break
             nodes.append(node)
-            pages.append(page)
-            above = page
+            pages += own
+            above = own[0]
         return nodes, pages
 
     def _touch(self, nodes: Sequence[_Node]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from compiled_llm.kvcache.pool import PagePool
 
 
 class PageCopy(NamedTuple):
-    """The last page of a row was shared: copy ``source`` to ``target`` before the row writes there."""
+    """A last page of a row was shared: copy ``source`` to ``target`` before the row writes there."""
 
     source: int
     target: int
@@ -20,6 +21,7 @@ class Row:
     Rows may share pages. Full pages are only read; the last one is copied before a row writes into it.
 
     Attributes:
+        pages: page numbers: for each ``page_size`` tokens one of each group of layers.
         position: rotary position of the next token; equals ``length`` unless the caller numbers tokens differently.
         ahead: page numbers that it enters next; they are promised to it and hold nothing yet.
         slot: index of its state on the device, in the loop that runs it; None while no loop does.
@@ -46,7 +48,7 @@ class Row:
     @property
     def limit(self) -> int:
         """Tokens that the row's pages, taken and promised, can hold."""
-        return (len(self.pages) + self._promised) * self._pool.page_size
+        return (len(self.pages) + self._promised) // self._pool.groups * self._pool.page_size
 
     @property
     def _promised(self) -> int:
@@ -55,7 +57,7 @@ class Row:
     @property
     def room(self) -> int:
         """Tokens that the row can grow by before it enters another page."""
-        return len(self.pages) * self._pool.page_size - self.length
+        return len(self.pages) // self._pool.groups * self._pool.page_size - self.length
 
     def reserve(self, tokens: int) -> None:
         """Have room for ``tokens`` in all; OutOfPagesError if the missing pages are not available."""
@@ -72,15 +74,15 @@ class Row:
         pool, kept = self._pool, self.length if kept is None else kept
         staying = pool.pages_for(kept)
         back = sum(pool.has_one_row(page) for page in self.pages[staying:])
-        copied = tokens > kept and self._writes_into_shared(kept)
+        copied = pool.groups if tokens > kept and self._writes_into_shared(kept) else 0
         return max(0, pool.pages_for(tokens) - staying - self._promised - back) + copied
 
     def _writes_into_shared(self, length: int) -> bool:
         full, begun = divmod(length, self._pool.page_size)
-        return begun > 0 and self._pool.is_shared(self.pages[full])
+        return begun > 0 and self._pool.is_shared(self.pages[full * self._pool.groups])
 
-    def grow(self, tokens: int) -> PageCopy | None:
-        """Count ``tokens`` more as stored, in promised pages; return the copy to make first if the last page is shared.
+    def grow(self, tokens: int) -> Sequence[PageCopy]:
+        """Count ``tokens`` more as stored, in promised pages; return the copies to make first if a page is shared.
 
         Raises:
             OutOfPagesError: pages that were not promised are needed and not free; nothing changed.
@@ -90,15 +92,16 @@ class Row:
         )  # checked once: other threads may fork and free rows
         if tokens <= self.room and not copies:  # as most rows do in most steps
             self.length += tokens
-            return None
-        missing = max(0, self._pool.pages_for(self.length + tokens) - len(self.pages) - self._promised) + copies
+            return ()
+        missing = max(0, self._pool.pages_for(self.length + tokens) - len(self.pages) - self._promised)
+        missing += self._pool.groups if copies else 0
         if missing:
             self._pool.reserve(missing)
             self._reserved += missing
-        copy = self._unshare() if copies else None
+        made = self._unshare() if copies else ()
         self.length += tokens
         self.pages += self._take(max(0, self._pool.pages_for(self.length) - len(self.pages)))
-        return copy
+        return made
 
     def begin_as(self, other: Row, tokens: int) -> int:
         """Share the first pages of a row that is about to store the same tokens; return how many tokens are shared.
@@ -106,11 +109,11 @@ class Row:
         The rows begin with ``tokens`` equal ones; those that fill pages are shared, at least one is not. Both are still
         empty, and ``other``, with room for the tokens, is computed before this row, or with it.
         """
-        full = (tokens - 1) // self._pool.page_size
+        full = self._pool.filled_by(tokens - 1)
         other.pages += other._take(max(0, full - len(other.pages)))
         self._pool.share(other.pages[:full])
         self.pages, self.listed = other.pages[:full], 0
-        self.length = self.position = full * self._pool.page_size
+        self.length = self.position = self._pool.tokens_in(full)
         return self.length
 
     def begin_from(self, pages: list[int]) -> None:
@@ -122,15 +125,15 @@ class Row:
         if self.pages:
             raise ValueError(f"a row of {self.length} tokens cannot begin again; free it, or take an empty one")
         self.pages, self.listed = list(pages), 0
-        self.length = self.position = len(pages) * self._pool.page_size
+        self.length = self.position = len(pages) // self._pool.groups * self._pool.page_size
 
-    def _unshare(self) -> PageCopy:
-        (target,) = self._take(1)
-        copy = PageCopy(self.pages[-1], target)
-        self.pages[-1] = copy.target
-        self.listed = min(self.listed, len(self.pages) - 1)
-        self._pool.give_back([copy.source])
-        return copy
+    def _unshare(self) -> Sequence[PageCopy]:
+        kept = len(self.pages) - self._pool.groups
+        sources, targets = self.pages[kept:], self._take(self._pool.groups)
+        self.pages[kept:] = targets
+        self.listed = min(self.listed, kept)
+        self._pool.give_back(sources)
+        return [*map(PageCopy, sources, targets)]
 
     def _take(self, count: int) -> list[int]:
         taken, self.ahead = self.ahead[:count], self.ahead[count:]
@@ -140,10 +143,15 @@ class Row:
 
     def enter_page(self) -> None:
         """Move the first page ahead to the row's own pages: a step has grown it by a token that lies there."""
-        self.pages.append(self.ahead.pop(0))
+        groups = self._pool.groups
+        self.pages += self.ahead[:groups]
+        del self.ahead[:groups]
 
     def list_pages(self, ahead: int) -> tuple[int, list[int]]:
-        """List ``ahead`` pages to enter next, as far as promised; return how many were listed, and the new ones."""
+        """List ``ahead`` pages to enter next, as far as promised; return how many were listed, and the new ones.
+
+        ``ahead`` is a multiple of the number of groups.
+        """
         more = min(ahead - len(self.ahead), self._reserved)
         if more > 0:
             self._reserved -= more

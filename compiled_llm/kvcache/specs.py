@@ -8,11 +8,13 @@ Shapes: P pages, K kv heads, S page size, D head dimension as stored, B rows, C 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from compiled_llm.kvcache.memory import mark_static, zeros
 from compiled_llm.model.attention import AttentionSpec, NewestTokens, Options, PackedTokens, States
@@ -41,6 +43,10 @@ class TokenPlaces(NamedTuple):
 
 class KVCacheSpec(AttentionSpec, Protocol):
     """One layer's part of the KV cache. Its memory is one tensor, whose first dimension are the pages."""
+
+    def in_group(self, group: int) -> KVCacheSpec:
+        """Return the spec of such a layer in another group."""
+        ...
 
     @property
     def page_size_bytes(self) -> int:
@@ -81,6 +87,7 @@ class FullAttentionSpec(NamedTuple):
         stored_head_dim: D; the part that the model does not need stays zero.
         page_size: S.
         dtype: of the model.
+        group: number of the group of layers whose page numbers it follows.
     """
 
     kv_heads: int
@@ -88,6 +95,10 @@ class FullAttentionSpec(NamedTuple):
     stored_head_dim: int
     page_size: int
     dtype: torch.dtype
+    group: int = 0
+
+    def in_group(self, group: int) -> KVCacheSpec:
+        return self._replace(group=group)
 
     def shape(self, pages: int) -> tuple[int, ...]:
         return pages, 2, self.kv_heads, self.page_size, self.stored_head_dim
@@ -129,6 +140,7 @@ class UnevenAttentionSpec(NamedTuple):
         value_head_dim: E.
         page_size: S.
         dtype: of the model.
+        group: number of the group of layers whose page numbers it follows.
     """
 
     kv_heads: int
@@ -136,6 +148,10 @@ class UnevenAttentionSpec(NamedTuple):
     value_head_dim: int
     page_size: int
     dtype: torch.dtype
+    group: int = 0
+
+    def in_group(self, group: int) -> KVCacheSpec:
+        return self._replace(group=group)
 
     def shape(self, pages: int) -> tuple[int, ...]:
         return pages, self.kv_heads, self.page_size, self.head_dim + self.value_head_dim
@@ -178,7 +194,8 @@ def kv_cache_specs(
     layers: Sequence[Layer], page_size: int, dtype: torch.dtype, backend: Backend
 ) -> tuple[KVCacheSpec, ...]:
     """Return each layer's spec; ``backend`` attends, and says which head sizes pages must have."""
-    return tuple(_spec_of(layer, page_size, dtype, backend) for layer in layers)
+    specs = [_spec_of(layer, page_size, dtype, backend) for layer in layers]
+    return tuple(spec.in_group(group) for spec, group in zip(specs, layer_groups(layers), strict=True))
 
 
 def _spec_of(layer: Layer, page_size: int, dtype: torch.dtype, backend: Backend) -> KVCacheSpec:
@@ -188,9 +205,38 @@ def _spec_of(layer: Layer, page_size: int, dtype: torch.dtype, backend: Backend)
     return FullAttentionSpec(layer.kv_heads, layer.head_dim, stored, page_size, dtype)
 
 
+def layer_groups(layers: Sequence[Layer]) -> list[int]:
+    """Return the number of each layer's group, from 0 on: layers that keep the same tokens have the same pages.
+
+    All layers keep all tokens, so there is one group.
+    """
+    return [0] * len(layers)
+
+
+def sharing_memory(specs: Sequence[KVCacheSpec]) -> list[list[int]]:
+    """Return the layers that share a memory: the first ones of all groups, then the second ones, and so on.
+
+    A page is in one group at a time, so what these layers have at one page never belongs to two of them. Later it may
+    be in another group: the part of it that stays zero must be the same.
+
+    Raises:
+        ValueError: they keep different things of a token.
+    """
+    sharing: dict[int, list[int]] = {}
+    before: Counter[int] = Counter()
+    for layer, spec in enumerate(specs):
+        sharing.setdefault(before[spec.group], []).append(layer)
+        before[spec.group] += 1
+    for layers in sharing.values():
+        if len({specs[layer].in_group(0) for layer in layers}) > 1:
+            kept = ", ".join(f"{layer}: {specs[layer]}" for layer in layers)
+            raise ValueError(f"layers of several groups share memory, and must have equal pages; got {kept}")
+    return [*sharing.values()]
+
+
 def page_bytes(specs: Sequence[KVCacheSpec]) -> int:
-    """Return what one page takes over all layers, in bytes."""
-    return sum(spec.page_size_bytes for spec in specs)
+    """Return what one page takes over all layers of its group, in bytes."""
+    return sum(specs[layers[0]].page_size_bytes for layers in sharing_memory(specs))
 
 
 def allocate_pages(specs: Sequence[KVCacheSpec], pages: int, device: torch.device) -> list[Tensor]:
@@ -198,9 +244,13 @@ def allocate_pages(specs: Sequence[KVCacheSpec], pages: int, device: torch.devic
 
     On a CPU the operating system backs memory with pages only once it is written, so a large pool costs what is used.
     """
-    memories = [zeros(spec.shape(pages), spec.dtype, device) for spec in specs]
-    for memory in memories:
+    memories: dict[int, Tensor] = {}
+    for first, *others in sharing_memory(specs):
+        memories[first] = zeros(specs[first].shape(pages), specs[first].dtype, device)
+        # As views, all would be rebuilt from their base whenever a program writes one.
+        memories |= {layer: from_dlpack(memories[first]) for layer in others}
+    for memory in memories.values():
         mark_static(memory)
         # P depends on what memory is free; built into the code, it would make every start a cold one.
         torch._dynamo.mark_dynamic(memory, 0)
-    return memories
+    return [memories[layer] for layer in range(len(specs))]

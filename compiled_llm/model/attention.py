@@ -122,6 +122,11 @@ class NewestTokens(NamedTuple):
 class AttentionSpec(Protocol):
     """The part of a KV spec that attention calls: how a layer writes new tokens to its memory, and attends over it."""
 
+    @property
+    def group(self) -> int:
+        """Number of the group of layers whose page numbers it follows."""
+        ...
+
     def attend(
         self,
         rows: PackedTokens | NewestTokens,
@@ -145,13 +150,14 @@ class PagedBatch(NamedTuple):
     Attributes:
         pages: the memory of each layer.
         specs: of each layer.
+        rows: the table of each group of layers; they differ in page numbers alone.
         windows: tokens visible to the left of a query in each layer, -1 for all, in place of the layers' own windows;
             empty to use those.
     """
 
     pages: list[Tensor]
     specs: tuple[AttentionSpec, ...]
-    rows: PackedTokens | NewestTokens
+    rows: tuple[PackedTokens | NewestTokens, ...]
     windows: tuple[int, ...] = ()
 
 
@@ -196,8 +202,9 @@ def attention_forward(
         )
     if isinstance(paged_batch, LayerProbe):
         return paged_batch.visit(module, query, key, value, attention_mask, sliding_window, softcap, kwargs)
-    rows, layer = paged_batch.rows, cast(int, module.layer_idx)
+    layer = cast(int, module.layer_idx)
     spec, memory = paged_batch.specs[layer], paged_batch.pages[layer]
+    rows = paged_batch.rows[spec.group]
     states = (_pack(query, rows.new_tokens), _pack(key, rows.new_tokens), _pack(value, rows.new_tokens))
     options = (
         query.shape[-1] ** -0.5 if scaling is None else scaling,

@@ -222,7 +222,7 @@ class Crowd(RuleBasedStateMachine):
         assert all(request.row is not None for request in scheduler.running)
         assert not any(request.done or request.row for request in scheduler.waiting)
         assert not any(leader.prefilled or leader.done for leader in scheduler._queue.leaders), "they wait for ever"
-        for (_, tokens), page in [] if self.tree is None else self.tree._pages.items():
+        for (_, tokens), (page,) in [] if self.tree is None else self.tree._pages.items():
             assert np.frombuffer(tokens, dtype=np.int64).tolist() == [token for token, _ in pool.memory[page]]
         known = [*scheduler.running, *scheduler.waiting, *self.unread()]
         assert len(set(known)) == len(known)

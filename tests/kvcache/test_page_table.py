@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,8 +42,8 @@ def test_a_row_cannot_forget_what_it_does_not_hold(act):
 # ---- the page table against one built token by token
 
 
-def naive_table(rows: list[tuple[list[int], int]], queries: list[int], page_size: int) -> dict[str, list[int]]:
-    table: dict[str, list[int]] = {"qo_indptr": [0], "indptr": [0], "indices": [], "last_page_len": []}
+def naive_table(rows: list[tuple[list[int], int]], queries: list[int], page_size: int) -> dict[str, Any]:
+    table: dict[str, Any] = {"qo_indptr": [0], "indptr": [0], "indices": [], "last_page_len": []}
     for (pages, length), count in zip(rows, queries, strict=True):
         slots = [(pages[token // page_size], token % page_size) for token in range(length)]
         own = [page for index, (page, _) in enumerate(slots) if index % page_size == 0]
@@ -50,7 +51,7 @@ def naive_table(rows: list[tuple[list[int], int]], queries: list[int], page_size
         table["indptr"].append(table["indptr"][-1] + len(own))
         table["qo_indptr"].append(table["qo_indptr"][-1] + count)
         table["last_page_len"].append(slots[-1][1] + 1)
-    return table
+    return {**table, "indices": [table["indices"]]}
 
 
 @deterministic

@@ -131,7 +131,7 @@ def _max_new(prompt: int, max_tokens: int | None, model_runner: ModelRunner) -> 
     """Return how many tokens an answer can have, without a limit all that fit; ValueError if they never fit."""
     left, pool = model_runner.max_positions - prompt, model_runner.pool
     _check_prompt(prompt, model_runner, answered=max_tokens != 0)
-    room = pool.total * pool.page_size - prompt + 1  # the last token is never stored
+    room = pool.tokens_in(pool.total) - prompt + 1  # the last token is never stored
     most = min(left, max(1, room)) if max_tokens is None else int(max_tokens)
     if most > left:
         raise ValueError(

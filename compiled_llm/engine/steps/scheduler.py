@@ -179,7 +179,7 @@ class Scheduler:
         row = request.running_row
         if row.limit > row.length:
             return True
-        spare = self._pool.available // len(self.running) * self._pool.page_size
+        spare = self._pool.tokens_in(self._pool.available // len(self.running))
         rest = request.stored - row.length
         return self._reserved(row, row.length + max(1, min(_MORE, rest, spare)))
 
@@ -246,7 +246,7 @@ class Scheduler:
 
     def _shared_with(self, row: Row, tokens: int) -> list[int]:
         """Return the pages of a row that its first ``tokens`` fill, shared; at least one token is left to compute."""
-        pages = row.pages[: (tokens - 1) // self._pool.page_size]
+        pages = row.pages[: self._pool.filled_by(tokens - 1)]
         self._pool.share(pages)
         return pages
 

@@ -35,7 +35,7 @@ class PersistentBatch:
         self.exact = exact
         self._decode = decode
         self._validity, self._slots, self._readbacks = state.validity, state.slots, readbacks
-        self._page_size, self._longest = state.config.page_size, state.max_positions
+        self._page_size, self._groups, self._longest = state.config.page_size, state.pool.groups, state.max_positions
         self.bucket = 0
         self._wanted: StepKey | None = None
         self.step: DecodeStep | None = None
@@ -110,7 +110,7 @@ class PersistentBatch:
 
     def _room(self, row: Row) -> int:
         """Tokens that a row can grow by before anything has to be written."""
-        return row.room if self._decode.follows_pages else row.listed * self._page_size - row.length
+        return row.room if self._decode.follows_pages else row.listed // self._groups * self._page_size - row.length
 
     # ---- rows come and go
 

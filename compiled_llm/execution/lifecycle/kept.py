@@ -19,6 +19,7 @@ class Kept:
 
     Attributes:
         made_for: where the model was, of which type, with which hooks.
+        tokens: that fill all pages.
         programs: the compiled functions; None if their CUDA graphs are part of them, and had to go with them.
         decodes: steps that were ready.
         embedded: whether prefill from embeddings was ready.
@@ -29,7 +30,7 @@ class Kept:
     made_for: tuple[Hashable, ...]
     rows: int
     positions: int
-    pages: int
+    tokens: int
     programs: Programs | None
     weights: FusedWeights
     decodes: tuple[StepKey, ...]
@@ -44,7 +45,7 @@ class Kept:
             made_for=made_for,
             rows=model_runner.config.max_batch_size,
             positions=model_runner.max_positions,
-            pages=model_runner.pool.total,
+            tokens=model_runner.pool.tokens_in(model_runner.pool.total),
             programs=None if graph_manager.programs.in_trees else graph_manager.programs,
             weights=graph_manager.weights,
             decodes=tuple(table.at_once("decode")),
@@ -59,4 +60,4 @@ class Kept:
 
     def configured(self, config: WrapConfig) -> WrapConfig:
         """Return ``config`` with as many pages as there were: all that fitted fits again, and nothing is compiled."""
-        return replace(config, kv_memory=f"{self.pages * config.page_size} tokens")
+        return replace(config, kv_memory=f"{self.tokens} tokens")

@@ -33,10 +33,10 @@ class Packed(NamedTuple):
     last_page_len: NDArray[np.int32]  # [B]
 
 
-def padded(batch: Sequence[Extension], shape: StepKey, page_size: int) -> list[Extension]:
+def padded(batch: Sequence[Extension], shape: StepKey, page_size: int, groups: int = 1) -> list[Extension]:
     """Return the batch with rows of padding, so that it has exactly the tokens and rows of ``shape``."""
-    nulls = [null_extension(0, page_size)] * (shape.rows - len(batch))
-    return [*batch, *nulls, null_extension(shape.tokens - token_count(batch), page_size)]
+    nulls = [null_extension(0, page_size, groups)] * (shape.rows - len(batch))
+    return [*batch, *nulls, null_extension(shape.tokens - token_count(batch), page_size, groups)]
 
 
 def token_count(batch: Sequence[Extension]) -> int:
@@ -44,15 +44,16 @@ def token_count(batch: Sequence[Extension]) -> int:
 
 
 @lru_cache(1024)
-def null_extension(length: int, page_size: int) -> Extension:
+def null_extension(length: int, page_size: int, groups: int = 1) -> Extension:
     """Return a row of padding, whose tokens all go to the null page and to position 0, which every model has."""
     none = np.zeros(length, dtype=np.int64)
     none.flags.writeable = False
-    return Extension(Span.null(max(1, length), page_size), none, none)  # a row has a page, with tokens or without
+    row = Span.null(max(1, length), page_size, groups)  # it has a page, with tokens or without
+    return Extension(row, none, none)
 
 
 def pack(
-    batch: Sequence[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64], page_size: int
+    batch: Sequence[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64], page_size: int, groups: int = 1
 ) -> tuple[Packed, HostTable]:
     """Lay out rows one after the other; returns the inputs of the program, and the page table that is planned.
 
@@ -61,9 +62,10 @@ def pack(
         keep: ``[L]``, the tokens whose logits are wanted.
         slots: ``[C]``, the slots of the rows for which a token is sampled after the first C of them.
         page_size: S.
+        groups: of layers, with page numbers of their own.
     """
     queries = [len(extension.ids) for extension in batch]
-    table = build_table([extension.row for extension in batch], queries, page_size, len(batch))
+    table = build_table([extension.row for extension in batch], queries, page_size, len(batch), groups=groups)
     packed = _allocated(sum(queries), len(keep), len(slots), len(batch))
     np.concatenate([extension.ids for extension in batch], out=packed.ids)
     np.concatenate([extension.positions for extension in batch], out=packed.positions)
@@ -98,7 +100,7 @@ def as_bytes(packed: Packed) -> NDArray[np.uint8]:
     return cast(NDArray[np.uint8], packed.ids.base)
 
 
-def chunks(batch: Sequence[Extension], most: int, page_size: int) -> Iterator[list[Extension]]:
+def chunks(batch: Sequence[Extension], most: int, page_size: int, groups: int = 1) -> Iterator[list[Extension]]:
     """Cut packed tokens into chunks of at most ``most``; the rest of a row attends to its earlier chunks in pages."""
     chunk: list[Extension] = []
     room = most
@@ -106,7 +108,7 @@ def chunks(batch: Sequence[Extension], most: int, page_size: int) -> Iterator[li
         start, count = 0, len(extension.ids)
         while start < count:
             stop = min(count, start + room)
-            chunk.append(_part(extension, start, stop, page_size))
+            chunk.append(_part(extension, start, stop, page_size, groups))
             room -= stop - start
             start = stop
             if room == 0:
@@ -116,11 +118,11 @@ def chunks(batch: Sequence[Extension], most: int, page_size: int) -> Iterator[li
         yield chunk
 
 
-def _part(extension: Extension, start: int, stop: int, page_size: int) -> Extension:
+def _part(extension: Extension, start: int, stop: int, page_size: int, groups: int) -> Extension:
     """Return tokens ``start`` to ``stop`` of an extension, with the row as it is once they are stored."""
     if (start, stop) == (0, len(extension.ids)):
         return extension
     length = extension.row.length - len(extension.ids) + stop
-    row = Span(extension.row.pages[: -(-length // page_size)], length)
+    row = Span(extension.row.pages[: -(-length // page_size) * groups], length)
     ends = extension.is_last and stop == len(extension.ids)
     return Extension(row, extension.ids[start:stop], extension.positions[start:stop], ends)

@@ -61,7 +61,7 @@ class Prefill:
         self._cuda_graphs = graph_manager.cuda_graphs
         self._planner = planner
         self._shapes = shapes
-        self._page_size = state.config.page_size
+        self._paging = state.config.page_size, state.pool.groups
         self._table.when_dropped.append(planner.forget)
         self._anchors = self._find_anchors()
         self._table.anchors["prefill"] = [*self._anchors]
@@ -88,8 +88,8 @@ class Prefill:
             return
         with graph_manager.preparing(program, waiting, program):
             state = self._state
-            length = compiled_length(state.facts.layers, state.device, state.max_positions, self._page_size)
-            null = [null_extension(length, self._page_size)] * COMPILED_ROWS
+            length = compiled_length(state.facts.layers, state.device, state.max_positions, self._paging[0])
+            null = [null_extension(length, *self._paging)] * COMPILED_ROWS
             embeddings = self._null_embeddings(length * COMPILED_ROWS) if embedded else None
             slots = state.slots.of([], _KEPT - 1)
             self._launch(self._laid_out(null, np.zeros(_KEPT, dtype=np.int64), slots, embeddings))
@@ -153,7 +153,7 @@ class Prefill:
             slots = self._state.slots.of(rows, len(ending))
         self._state.arena.flush()
         start, parts = 0, []
-        for chunk in chunks(extensions, self._state.config.prefill_tokens, self._page_size):
+        for chunk in chunks(extensions, self._state.config.prefill_tokens, *self._paging):
             end = start + token_count(chunk)
             inside = (keep >= start) & (keep < end)
             part = None if embeddings is None else embeddings[start:end]
@@ -185,7 +185,7 @@ class Prefill:
             return logits[:wanted].clone(), tokens[:sampled].clone()  # the next replay overwrites them
         # A symbolic size is at least 2.
         if len(chunk) == 1:
-            chunk = [*chunk, null_extension(1, self._page_size)]
+            chunk = [*chunk, null_extension(1, *self._paging)]
             embeddings = None if embeddings is None else torch.cat([embeddings, self._null_embeddings(1)])
         if wanted < 2:
             keep = np.concatenate([keep, np.zeros(2 - wanted, dtype=np.int64)])
@@ -199,11 +199,11 @@ class Prefill:
     ) -> PrefillInputs:
         """Copy a prefill into new tensors on the device, and plan it."""
         state = self._state
-        packed, table = pack(chunk, keep, slots, self._page_size)
+        packed, table = pack(chunk, keep, slots, *self._paging)
         inputs = self._as_inputs(state.staging.to_device(packed), None)
         if embeddings is not None:
             inputs = inputs._replace(ids=embeddings[None])
-        state.staging.upload([(table.indices, state.prefill_indices)])
+        state.staging.upload([*zip(table.indices, state.prefill_indices, strict=True)])
         self._planner.plan_prefill(table)
         return inputs
 
@@ -312,7 +312,7 @@ class Prefill:
         missing = shape.rows - len(keep)
         keep = np.concatenate([keep, np.zeros(missing, dtype=np.int64)])
         slots = np.concatenate([slots, self._state.slots.of([], missing)])
-        return pack(padded(chunk, shape, self._page_size), keep, slots, self._page_size)
+        return pack(padded(chunk, shape, *self._paging), keep, slots, *self._paging)
 
     def _in_new_tensors(self, shape: StepKey, packed: Packed) -> tuple[PrefillInputs, Tensor]:
         """Return the inputs of a captured prefill, and the tensor from which they are filled."""
@@ -329,7 +329,7 @@ class Prefill:
 
     def _upload(self, packed: Packed, table: HostTable, shape: StepKey, filled: Tensor) -> None:
         state = self._state
-        state.staging.upload([(as_bytes(packed), filled), (table.indices, state.prefill_indices)])
+        state.staging.upload([(as_bytes(packed), filled), *zip(table.indices, state.prefill_indices, strict=True)])
         self._planner.plan_prefill(table, shape)
 
 

@@ -23,7 +23,7 @@ from compiled_llm.execution.state.staging import Staging
 from compiled_llm.kvcache.memory import ended_marker, free, pages_to_allocate, wait_for
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import PageCopy, Row
-from compiled_llm.kvcache.specs import TokenPlaces, allocate_pages, kv_cache_specs, page_bytes
+from compiled_llm.kvcache.specs import TokenPlaces, allocate_pages, kv_cache_specs, page_bytes, sharing_memory
 from compiled_llm.kvcache.step_validity import StepValidity
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.sizes import logits_width
@@ -41,7 +41,7 @@ class RunnerState:
         pool: which row has which page.
         arena: the columns of slots and decode buffers.
         step_table: all steps, and their CUDA graphs within their budget.
-        prefill_indices: the page numbers of the prefill that runs.
+        prefill_indices: the page numbers of the prefill that runs, for each group of layers.
     """
 
     def __init__(self, facts: ModelFacts, config: WrapConfig, max_positions: int, prefill_pages: int) -> None:
@@ -65,19 +65,23 @@ class RunnerState:
         )
         chosen = backend_for(config.backend, self.device.type)
         self.specs = kv_cache_specs(facts.layers, config.page_size, model.dtype, chosen.backend)
-        count = pages_to_allocate(config, page_bytes(self.specs), self.device, self.max_positions)
+        groups = 1 + max(spec.group for spec in self.specs)
+        count = pages_to_allocate(config, page_bytes(self.specs), self.device, self.max_positions, groups)
         with torch.inference_mode(False):
             self.pages = allocate_pages(self.specs, count, self.device)
+            self._memories = [self.pages[layers[0]] for layers in sharing_memory(self.specs)]
             self.staging = Staging(self.device)
             pages_each = -(-self.max_positions // config.page_size) + 1
             columns = DecodeBuffers.columns(config.max_batch_size)
-            columns |= Slots.columns(config.max_batch_size, pages_each)
+            columns |= Slots.columns(config.max_batch_size, pages_each, groups)
             self.arena = Arena(columns, self.device, self.staging)
-            self.slots = Slots(self.arena, self.staging, logits_width(model), self.validity)
+            self.slots = Slots(self.arena, self.staging, logits_width(model), self.validity, groups)
             self.decode_buffers = DecodeBuffers(self.arena, self.slots, chosen.decode_ops)
             self.sampling_graphs = SamplingGraphs(self.device, config.captures_on(self.device.type), self.step_table)
-            self.prefill_indices = torch.zeros(prefill_pages, dtype=torch.int32, device=self.device)
-        self.pool = PagePool(count, config.page_size, self.validity)
+            self.prefill_indices = tuple(
+                torch.zeros(prefill_pages, dtype=torch.int32, device=self.device) for _ in range(groups)
+            )
+        self.pool = PagePool(count, config.page_size, self.validity, groups)
 
     def fit_vocabulary(self) -> None:
         """Follow a model whose vocabulary has changed."""
@@ -85,28 +89,28 @@ class RunnerState:
 
     @property
     def page_bytes(self) -> int:
-        return sum(pages.nbytes for pages in self.pages)
+        return sum(memory.nbytes for memory in self._memories)
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of all tensors but the pages."""
-        parts = (self.arena, self.slots, self.decode_buffers, self.prefill_indices, self.sampling_graphs)
-        return sum(part.nbytes for part in parts)
+        parts = (self.arena, self.slots, self.decode_buffers, self.sampling_graphs)
+        return sum(part.nbytes for part in parts) + sum(indices.nbytes for indices in self.prefill_indices)
 
     def release(self) -> None:
         """Give most of the memory back; nothing may be run afterwards."""
-        for tensor in self.pages:
-            free(tensor)
+        for memory in self._memories:
+            free(memory)
         self.pages.clear()
         self.slots.release()
         self.sampling_graphs.release()
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Copy whole pages in all layers, in stream order."""
+        """Copy whole pages in all layers of their groups, in stream order."""
         columns = [np.array(column, dtype=np.int64) for column in zip(*copies, strict=True)]
         source, target = self.staging.to_device(columns)
-        for pages in self.pages:
-            pages.index_copy_(0, target, pages.index_select(0, source))
+        for memory in self._memories:
+            memory.index_copy_(0, target, memory.index_select(0, source))
 
     def write(self, rows: Sequence[Row], stored: NDArray[np.bool_], states: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Write keys and values that were computed elsewhere to the ends of rows.
@@ -121,13 +125,20 @@ class RunnerState:
         counts = stored.sum(axis=1).tolist()
         at = [np.arange(row.length - count, row.length) for row, count in zip(rows, counts, strict=True)]
         size = self.config.page_size
-        pages = [np.array(row.pages, dtype=np.int64)[places // size] for row, places in zip(rows, at, strict=True)]
-        entries = [np.concatenate(pages), np.concatenate(at) % size, batch_indices, columns]
-        places = TokenPlaces(stored.shape[1], *self.staging.to_device(entries))
+        groups = self.pool.groups
+        numbers = [
+            np.array(row.pages, dtype=np.int64).reshape(-1, groups)[places // size]
+            for row, places in zip(rows, at, strict=True)
+        ]
+        pages = np.ascontiguousarray(np.concatenate(numbers).T)
+        entries = [np.concatenate(at) % size, batch_indices, columns, *pages]
+        slots, own_rows, own_columns, *of_group = self.staging.to_device(entries)
         for spec, memory, (keys, values) in zip(self.specs, self.pages, states, strict=True):
+            places = TokenPlaces(stored.shape[1], of_group[spec.group], slots, own_rows, own_columns)
             spec.write(memory, places, keys, values)
 
     def read(self, layer: int, row: Row) -> tuple[Tensor, Tensor]:
         """Return ``[K, length, D]``, copies of a row's keys and values in one layer."""
-        (pages,) = self.staging.to_device([np.array(row.pages, dtype=np.int64)])
-        return self.specs[layer].read(self.pages[layer], pages, row.length)
+        spec = self.specs[layer]
+        (pages,) = self.staging.to_device([np.array(row.pages[spec.group :: self.pool.groups], dtype=np.int64)])
+        return spec.read(self.pages[layer], pages, row.length)

@@ -39,29 +39,42 @@ class _Waiting(NamedTuple):
     sampling: Sampling
 
 
+def _columns_of_pages(groups: int) -> list[str]:
+    return [f"pages_{group}" for group in range(groups)]
+
+
 class Slots:
     """Gives slots to rows; in the model's executor only.
 
     Attributes:
         padding: the slot of padding rows, which is greedy and has the null page alone.
-        pages: ``[X * N]`` int32, the page numbers of each slot.
+        pages: ``[X * N]`` int32 for each group of layers, the page numbers of each slot.
         pages_each: N.
     """
 
     @staticmethod
-    def columns(max_rows: int, pages_each: int) -> dict[str, tuple[int, torch.dtype]]:
+    def columns(max_rows: int, pages_each: int, groups: int = 1) -> dict[str, tuple[int, torch.dtype]]:
         """Return the columns of an arena for slots for this many rows."""
         count = _ROOM * max_rows + 1
-        return SlotSettings.columns(count) | {"pages": (count * pages_each, torch.int32)}
+        pages = dict.fromkeys(_columns_of_pages(groups), (count * pages_each, torch.int32))
+        return SlotSettings.columns(count) | pages
 
-    def __init__(self, arena: Arena, staging: Staging, vocabulary: int, validity: StepValidity | None = None) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        staging: Staging,
+        vocabulary: int,
+        validity: StepValidity | None = None,
+        groups: int = 1,
+    ) -> None:
         """All slots begin free, and greedy; ``validity`` is that of decode steps."""
         self._arena = arena
         self._validity = StepValidity() if validity is None else validity
         self._settings = SlotSettings(arena, staging, vocabulary)
-        self.pages = arena["pages"]
+        self._groups, self._columns = groups, _columns_of_pages(groups)
+        self.pages = tuple(arena[name] for name in self._columns)
         self.padding = len(self.tables.next_token) - 1
-        self.pages_each = len(self.pages) // (self.padding + 1)
+        self.pages_each = len(self.pages[0]) // (self.padding + 1)
         self._free = list(range(self.padding - 1, -1, -1))
         self._rows: dict[int, weakref.ref[Row]] = {}  # in the order in which they took them
         self._waiting: weakref.WeakKeyDictionary[Row, _Waiting] = weakref.WeakKeyDictionary()
@@ -215,14 +228,16 @@ class Slots:
         if all(row.listed >= len(row.pages) for row in rows):
             return False
         with deferred():  # pages that a row takes as listed are written
-            where, pages = [], []
+            where, pages, groups = [], [], self._groups
             for row in rows:
-                if row.listed < len(row.pages) + _AHEAD // 2:  # the others later, all together
-                    first, new = row.list_pages(min(_AHEAD, self.pages_each - len(row.pages)))
-                    start = cast(int, row.slot) * self.pages_each + first
-                    where.append(np.arange(start, start + len(new)))
+                if row.listed < len(row.pages) + _AHEAD // 2 * groups:  # the others later, all together
+                    first, new = row.list_pages(min(_AHEAD * groups, self.pages_each * groups - len(row.pages)))
+                    start = cast(int, row.slot) * self.pages_each + first // groups
+                    where.append(np.arange(start, start + len(new) // groups))
                     pages += new
-            self._arena.write("pages", np.concatenate(where), np.array(pages, dtype=np.int32))
+            numbers = np.array(pages, dtype=np.int32).reshape(-1, groups)
+            for group, column in enumerate(self._columns):
+                self._arena.write(column, np.concatenate(where), np.ascontiguousarray(numbers[:, group]))
         return True
 
     def of(self, rows: Sequence[Row], padded: int) -> NDArray[np.int64]:

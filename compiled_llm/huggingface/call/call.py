@@ -197,7 +197,7 @@ class PagedCall(LoopArguments):
         if beams == 1:
             return sum(row.missing(length, kept) for row, length, kept in self._grown(most))
         pool = self.model_runner.pool
-        return sum(pool.pages_for(length) - kept // pool.page_size for _, length, kept in self._grown(most))
+        return sum(pool.pages_for(length) - pool.filled_by(kept) for _, length, kept in self._grown(most))
 
     def _grown(self, max_new: int) -> list[tuple[Row, int, int]]:
         """Return each row, its final length, and how many of its tokens it keeps."""
