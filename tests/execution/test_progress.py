@@ -15,14 +15,23 @@ from compiled_llm.execution.reporting.progress import ProgressDisplay
 from support.tiny_models import tiny_qwen3
 
 
+def lines_of(capsys: pytest.CaptureFixture[str], least: int) -> list[str]:
+    """Return what stands on stderr once it has so many lines."""
+    written = ""
+    while len(lines := written.splitlines()) < least:
+        time.sleep(0.05)
+        written += capsys.readouterr().err
+    return lines
+
+
 @pytest.mark.parametrize("brief", [False, True])
 def test_in_a_pipe_a_task_says_what_it_does_and_that_it_still_does(brief: bool, monkeypatch, capsys) -> None:
     monkeypatch.setattr(progress, "REMIND_AFTER", 0.2)
     with ProgressDisplay(enabled=True, brief=brief).task("tracing") as update:
         update("compiling")
         update("compiling")
-        time.sleep(0.5)
-    lines = capsys.readouterr().err.splitlines()
+        lines = lines_of(capsys, least=1 if brief else 3)
+    lines += capsys.readouterr().err.splitlines()
     said = [] if brief else ["compiled_llm: tracing", "compiled_llm: compiling"]
     assert lines[: len(said)] == said
     reminders = lines[len(said) :]
@@ -36,8 +45,7 @@ def test_the_stage_of_a_task_follows_its_description(monkeypatch, capsys) -> Non
     monkeypatch.setattr(progress, "REMIND_AFTER", 0.1)
     far = iter(["", *(f"building kernel {number} of 9" for number in range(1, 10))])
     with ProgressDisplay(enabled=True).task("compiling", lambda: next(far, "")):
-        time.sleep(0.5)
-    lines = capsys.readouterr().err.splitlines()
+        lines = lines_of(capsys, least=3)
     assert lines[:3] == ["compiled_llm: compiling", "compiled_llm: still compiling, 0 s", lines[2]]
     assert lines[2].startswith("compiled_llm: still compiling: building kernel 1 of 9, 0 s")
 
