@@ -72,6 +72,13 @@ def commands() -> str:
     return "\n\n".join(_helps(command, command.context_class(command, info_name="compiled-llm")))
 
 
+def vllm_options() -> str:
+    """Return a table of the options of `vllm serve` that ``compiled-llm serve`` lacks."""
+    options = _from_checkout("compiled_llm.commands.serve.vllm_options", "VLLM_OPTIONS")
+    rows = [f"| {', '.join(f'`{name}`' for name in names)} | {said} |" for names, said in options.items()]
+    return "\n".join(["| `vllm serve` | here |", "|---|---|", *rows])
+
+
 def _helps(command: Any, context: Any) -> Iterator[str]:
     below = getattr(command, "commands", {})
     parts = [f"## {context.command_path}", *filter(None, (command.help, command.epilog))]
@@ -145,4 +152,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "environment": environment,
     "matrix": matrix,
     "commands": commands,
+    "vllm_options": vllm_options,
 }

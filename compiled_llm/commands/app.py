@@ -17,6 +17,7 @@ from compiled_llm.commands.generate.command import generate
 from compiled_llm.commands.known_commands import KnownCommands
 from compiled_llm.commands.serve.api_server import api_server
 from compiled_llm.commands.serve.command import serve
+from compiled_llm.commands.serve.vllm_options import ServeCommand
 
 app = typer.Typer(
     cls=KnownCommands,
@@ -44,7 +45,7 @@ def options(
 
 app.command(context_settings={"allow_extra_args": True})(generate)
 app.command()(chat)
-app.command()(serve)
+app.command(cls=ServeCommand)(serve)
 app.command(hidden=True)(api_server)
 app.command(name="compile")(compile_ahead)
 app.command(context_settings={"allow_extra_args": True})(client)

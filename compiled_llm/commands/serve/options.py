@@ -108,4 +108,4 @@ KvMemory = Annotated[
     ),
 ]
 Quiet = Annotated[bool, _serving("--quiet", "-q", help="Show no progress.")]
-Leashed = Annotated[bool, typer.Option(hidden=True, help="End with the process that holds stdin open.")]
+Leashed = Annotated[bool, typer.Option("--leashed", hidden=True, help="End with the process that holds stdin open.")]

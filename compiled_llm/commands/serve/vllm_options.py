@@ -1,0 +1,83 @@
+"""Options of `vllm serve` that `compiled-llm serve` lacks, each with what to do instead, or why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from typer.core import TyperCommand
+
+from compiled_llm.commands.errors import readable_errors
+
+_ONE_GPU = "a model runs on one GPU here; start a server for each GPU, with CUDA_VISIBLE_DEVICES"
+_RESPONSE_TEMPLATE = "leave it out: the tokenizer's response template says how calls and thinking are found in answers"
+_REVISION = "download it with `hf download MODEL --revision REVISION`, and serve the folder that this names"
+
+VLLM_OPTIONS: dict[tuple[str, ...], str] = {
+    # ---- what fits
+    ("--max-num-seqs",): "give --max-rows, how many requests run at once",
+    ("--max-num-batched-tokens",): "give --max-step-ms: a step is bounded by its time, and not by its tokens",
+    ("--gpu-memory-utilization",): "give --kv-memory, what pages may take: 0.8 is 0.8 of what the weights leave free",
+    ("--kv-cache-memory-bytes", "--num-gpu-blocks-override"): "give --kv-memory, as in 8GiB or '20000 tokens'",
+    ("--kv-cache-dtype",): "keys and values have the dtype of the weights, which --dtype decides",
+    ("--block-size",): "a page has 16 tokens",
+    ("--swap-space", "--cpu-offload-gb"): "nothing is swapped: requests that lose their pages are computed again",
+    ("--scheduling-policy",): "leave it out: a request with a smaller `priority` always runs first",
+    # ---- how it runs
+    ("--enforce-eager",): "give --mode eager",
+    ("--compilation-config", "--cudagraph-capture-sizes"): "give --mode, and --warmup with numbers of requests",
+    ("--attention-backend",): "give --backend",
+    ("--enable-chunked-prefill", "--no-enable-chunked-prefill"): "leave it out: long prompts are computed in chunks",
+    ("--enable-prefix-caching",): "leave it out: prompts that begin alike share pages; --salt-caches parts them by key",
+    ("--no-enable-prefix-caching",): "prompts that begin alike always share pages; --salt-caches parts them by key",
+    ("--speculative-config", "--speculative-model"): "no tokens are guessed before the model computes them",
+    ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"): _ONE_GPU,
+    ("--data-parallel-size", "-dp", "--enable-expert-parallel", "--distributed-executor-backend"): _ONE_GPU,
+    ("--enable-sleep-mode",): "give --operations-uds: /sleep and /wake are there",
+    # ---- which model
+    ("--quantization",): "leave it out: the model's own config says how its weights are quantised",
+    ("--load-format",): "leave it out: the model's files say what they are",
+    (
+        "--trust-remote-code",
+    ): "a model's own code is not run; load it in Python with trust_remote_code=True, and wrap it",
+    ("--revision", "--tokenizer-revision", "--code-revision"): _REVISION,
+    ("--download-dir",): "set the environment variable HF_HOME, the folder that models are downloaded to",
+    ("--hf-overrides", "--rope-scaling"): "change the model's own config.json",
+    (
+        "--enable-lora",
+        "--lora-modules",
+        "--max-loras",
+    ): "adapters are not chosen by name; serve the folder of one of them",
+    ("--task", "--runner"): "leave it out: models are causal LMs, and continue texts",
+    ("--model-impl",): "leave it out: models are HuggingFace's own",
+    ("--max-model-len",): "there is none; --kv-memory bounds what all requests take together",
+    ("--tokenizer", "--tokenizer-mode"): "the tokenizer is that of the model's folder; save another one there",
+    # ---- what is answered
+    ("--chat-template",): "the chat template is the tokenizer's own; save another one in the model's folder",
+    ("--tool-call-parser", "--enable-auto-tool-choice", "--reasoning-parser"): _RESPONSE_TEMPLATE,
+    ("--guided-decoding-backend", "--structured-outputs-config"): "leave it out: xgrammar compiles all forms",
+    ("--generation-config", "--override-generation-config"): "defaults are OpenAI's; requests say what differs",
+    ("--seed",): "a request gives a `seed` of its own",
+    ("--max-logprobs",): "leave it out: requests may ask for 20",
+    # ---- HTTP
+    ("--api-key",): "`ps` would show it to all users of this machine; write it into a file, and give --api-key-file",
+    ("--allowed-origins",): "give --cors-origin, several times for several",
+    ("--disable-log-requests", "--disable-uvicorn-access-log"): "give --quiet, which shows neither log nor progress",
+}
+"""Options by their names there; each sentence stands on the documentation's page, too."""
+
+
+class ServeCommand(TyperCommand):
+    """Answers an option of `vllm serve` with ours."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with readable_errors():
+            _check_none_of_vllm(args)
+        return super().parse_args(ctx, args)
+
+
+def _check_none_of_vllm(arguments: Sequence[str]) -> None:
+    said = {name: sentence for names, sentence in VLLM_OPTIONS.items() for name in names}
+    for given in (argument.partition("=")[0] for argument in arguments):
+        if given.startswith("-") and (name := given.replace("_", "-")) in said:
+            raise ValueError(f"{given} is an option of vLLM: {said[name]}")
