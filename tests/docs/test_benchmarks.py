@@ -13,8 +13,8 @@ import matplotlib
 import pytest
 
 from compiled_llm.commands.bench import chart
-from compiled_llm.commands.bench.report import BenchReport
 from support.docs.pages import CHECKOUT, DOCS, figures
+from support.imports import module_at
 
 PAGE = CHECKOUT / "BENCHMARKS.md"
 RESULTS = sorted((CHECKOUT / "results").glob("*.json"))
@@ -128,23 +128,30 @@ def test_a_run_with_figures_that_no_table_shows_is_an_error(tmp_path: Path, monk
 
 # ---- the chart
 
-SPEED = CHECKOUT / "results" / "d414b6d-latency-qwen3-0.6b.json"
+
+def readme_chart() -> Any:
+    return module_at(CHECKOUT / "tools" / "bench" / "readme_chart.py")
 
 
 @pytest.mark.parametrize("page", ["README.md", "BENCHMARKS.md"])
 def test_a_page_says_what_its_chart_shows(page: str) -> None:
     alternative = re.search(r"^!\[(.+)\]\(docs/speed\.svg\)$", (CHECKOUT / page).read_text(), re.MULTILINE)
     assert alternative is not None
-    speeds = chart.speeds_of(BenchReport.load(SPEED))
-    for contender in speeds.contenders:
-        rates = ", ".join(f"{speeds.rates[batch][contender]:,.0f}" for batch in speeds.rates)
-        assert f" {chart.NAMES[contender]}: {rates}." in alternative[1]
+    for panel, rates in readme_chart().speeds().rates.items():
+        shown = ", ".join(f"{chart.NAMES[name]} {rates[name]:,.0f}" for name in chart.NAMES if name in rates)
+        assert f" {panel}: {shown}." in alternative[1]
 
 
-def test_the_chart_is_drawn_from_its_run(tmp_path: Path) -> None:
-    """`compiled-llm bench show --plot` gives the same bytes, as long as matplotlib is the same."""
+def test_the_chart_is_drawn_from_its_runs(tmp_path: Path) -> None:
+    """The script gives the same bytes, as long as matplotlib is the same."""
     drawn = (CHECKOUT / "docs" / "speed.svg").read_text()
     if f"Matplotlib v{matplotlib.__version__}," not in drawn:
         pytest.skip("drawn by another matplotlib")
-    chart.draw(chart.speeds_of(BenchReport.load(SPEED)), tmp_path / "speed.svg")
+    chart.draw(readme_chart().speeds(), tmp_path / "speed.svg", columns=2)
     assert (tmp_path / "speed.svg").read_text() == drawn
+
+
+def test_each_colour_but_those_that_suit_both_has_one_for_dark_pages() -> None:
+    drawn = (CHECKOUT / "docs" / "speed.svg").read_text()
+    assert {*re.findall(r'style="(?:fill|stroke): (#\w{6})', drawn)} <= {*chart._DARK, "#8c8c8c", "#e6550d"}
+    assert all(f'"fill: {light}"] {{fill: {dark} !important}}' in drawn for light, dark in chart._DARK.items())

@@ -1,6 +1,6 @@
 """A chart of ``bench latency``: tokens a second of each contender as bars, one panel for each workload.
 
-It reads only the figures of a result, so it also draws the published runs in ``results/``: this is the README's chart.
+It reads only the figures of a result, so it also draws the published runs in ``results/``.
 Nothing but this file imports matplotlib.
 """
 
@@ -18,6 +18,8 @@ from compiled_llm.commands.bench.report import BenchReport, Result
 
 _KINDS = ("svg", "png", "pdf")
 _PANELS_IN_A_ROW = 4
+_DARK = {"#ffffff": "#0d1117", "#000000": "#e6edf3", "#666666": "#9198a1", "#08306b": "#58a6ff", "#4c4c4c": "#b0b0b0"}
+"""Colours for readers of dark pages, in place of those that an SVG has."""
 NAMES = {
     "hf-eager": "HuggingFace",
     "hf-static": "HuggingFace, compiled",
@@ -71,17 +73,22 @@ def speeds_of(report: BenchReport) -> Speeds:
     return Speeds(f"{title}: tokens per second, end to end", asked, rates, names)
 
 
-def draw(speeds: Speeds, path: Path) -> None:
-    """Write the chart as the kind of picture that the file's name ends with; raises ValueError for other kinds."""
+def draw(speeds: Speeds, path: Path, columns: int = _PANELS_IN_A_ROW) -> None:
+    """Write the chart as the kind of picture that the file's name ends with, an SVG with colours for dark pages, too.
+
+    Raises:
+        ValueError: the name of the picture ends with another kind.
+    """
     kind = path.suffix.removeprefix(".").lower()
     if kind not in _KINDS:
         raise ValueError(f"{path}: the name of a picture ends with .{', .'.join(_KINDS)}")
     with mpl.rc_context():
         mpl.rcdefaults()  # not those of a matplotlibrc in the current folder
         mpl.rcParams.update({"font.size": 10, "svg.hashsalt": "compiled_llm"})  # with a salt, SVGs can be repeated
-        columns = min(_PANELS_IN_A_ROW, len(speeds.rates))
+        columns = min(columns, len(speeds.rates))
         rows = -(-len(speeds.rates) // columns)
-        figure = Figure(figsize=(10, 1.2 + 0.32 * len(speeds.contenders) * rows), layout="constrained")
+        size = (1.8 + 2.05 * columns, 1.2 + 0.32 * len(speeds.contenders) * rows)
+        figure = Figure(figsize=size, layout="constrained")
         panels = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
         for panel, (title, rates) in zip(panels, speeds.rates.items(), strict=False):
             panel.set_title(title, fontsize=10, loc="left")
@@ -92,6 +99,20 @@ def draw(speeds: Speeds, path: Path) -> None:
         figure.supxlabel(speeds.asked, fontsize=8, color="#666666", x=0.01, ha="left")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150, format=kind, metadata={"Date": None} if kind == "svg" else None)
+    if kind == "svg":
+        path.write_text(with_dark_colours(path.read_text()))
+
+
+def with_dark_colours(svg: str) -> str:
+    """Return a picture that readers of dark pages see in other colours; matplotlib writes them into each shape."""
+    rules = [
+        f'[style*="{part}: {light}"] {{{part}: {dark} !important}}'
+        for light, dark in _DARK.items()
+        for part in ("fill", "stroke")
+    ]
+    rules.append(f"svg {{fill: {_DARK['#000000']}}}")  # letters have the colour that is not said
+    style = f"<style>@media (prefers-color-scheme: dark) {{{' '.join(rules)}}}</style>"
+    return svg.replace(" <defs>", f" {style}\n <defs>", 1)
 
 
 def _bars(panel: Axes, contenders: Sequence[str], rates: dict[str, float]) -> None:
@@ -100,6 +121,8 @@ def _bars(panel: Axes, contenders: Sequence[str], rates: dict[str, float]) -> No
     panel.barh(rows, values, height=0.72, color=[COLOURS.get(contenders[row], "#bbbbbb") for row in rows])
     for row, value in zip(rows, values, strict=True):
         panel.annotate(f" {value:,.0f}", (value, row), va="center", fontsize=9)
+    for row in {*range(len(contenders))}.difference(rows):
+        panel.annotate(" not measured", (0, row), va="center", fontsize=8, color="#666666")
     panel.set_yticks(range(len(contenders)), [NAMES.get(name, name) for name in contenders])
     panel.tick_params(axis="y", length=0)
     panel.set_ylim(len(contenders) - 0.5, -0.5)

@@ -1,0 +1,32 @@
+"""Draw README's chart from two published runs: small enough for a phone, with a model that fills the GPU.
+
+``python tools/bench/readme_chart.py`` writes ``docs/speed.svg``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from compiled_llm.commands.bench import chart
+from compiled_llm.commands.bench.report import BenchReport
+
+CHECKOUT = Path(__file__).parents[2]
+RUNS = {
+    "Qwen3-0.6B": CHECKOUT / "results" / "d414b6d-latency-qwen3-0.6b.json",
+    "Qwen3-8B": CHECKOUT / "results" / "d414b6d-latency-qwen3-8b.json",
+}
+BATCHES = ("batch 1", "batch 32")
+
+
+def speeds() -> chart.Speeds:
+    """Return the rates of both models, a panel for each batch size."""
+    runs = {model: chart.speeds_of(BenchReport.load(path)) for model, path in RUNS.items()}
+    rates = {f"{model}, {batch}": run.rates[batch] for model, run in runs.items() for batch in BATCHES}
+    contenders = next(iter(runs.values())).contenders
+    asked = next(iter(runs.values())).asked.partition(";")[0]
+    title = "Tokens per second, end to end, on an NVIDIA H200"
+    return chart.Speeds(title, f"{asked}; bfloat16; each panel has its own scale", rates, contenders)
+
+
+if __name__ == "__main__":
+    chart.draw(speeds(), CHECKOUT / "docs" / "speed.svg", columns=2)
