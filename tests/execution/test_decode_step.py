@@ -178,7 +178,7 @@ def test_steps_repeat_until_rows_pages_graphs_or_weights_change(monkeypatch, see
     whole = request.config.getoption("whole")
     for number in range(20 if whole else 1):
         share = run_schedules(monkeypatch, seed + number, 300 if whole else 100)
-        assert share > 0.1
+        assert share > 0.02, "few steps repeat between captures; none would prove nothing"
 
 
 def test_the_schedule_finds_steps_that_nothing_invalidates(monkeypatch, seed):
