@@ -41,7 +41,7 @@ def complaint(error: Exception) -> str:
 
 
 _ARGUMENT = re.compile(
-    r"""\b(mode|backend|max_new_tokens|dtype|device|kv_memory|profile|(?:operations_)?uds)=('[^']*'|"[^"]*"|[^\s,;:)]+)"""
+    r"""\b(mode|backend|max_new_tokens|dtype|device|kv_memory|max_model_len|profile|(?:operations_)?uds)=('[^']*'|"[^"]*"|[^\s,;:)]+)"""
 )
 
 

@@ -30,6 +30,7 @@ from compiled_llm.execution.lifecycle.warmup import Report, Sizes, quiet
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.threads.interrupts import deferred
+from compiled_llm.model.sizes import max_positions_of
 from compiled_llm.requests.answer_text import TextFormat
 from compiled_llm.requests.detokenizer import TokenDecoder
 from compiled_llm.requests.outputs import RequestOutput
@@ -54,6 +55,7 @@ class Engine:
         *,
         tokenizer: Any = None,
         max_rows: int = 256,
+        max_model_len: int | None = None,
         max_step_ms: float | None = None,
         prefix_cache: bool = True,
         max_queue: int | None = None,
@@ -68,6 +70,8 @@ class Engine:
             model: wrapped by ``compiled_llm.wrap``.
             tokenizer: for prompts of text and messages, and for the text of answers.
             max_rows: how many requests run at once, at most; ``max_batch_size`` of ``wrap`` bounds ``generate`` alone.
+            max_model_len: how many tokens a request may have, prompt and answer together, as in vLLM; None for as many
+                as the model has positions.
             max_step_ms: how long a step may take, in milliseconds: prompts are computed in chunks that leave it so, as
                 far as steps so far tell. None for chunks of ``prefill_tokens``, however long they take.
             prefix_cache: keep pages of texts, for later ones that begin like them.
@@ -86,10 +90,13 @@ class Engine:
             ValueError: a number is impossible, or there is no such mode.
         """
         self._runtime = _wrapped(model)
-        check_options(max_rows, max_step_ms, max_queue, logprobs_mode, grammar_timeout)
+        check_options(max_rows, max_model_len, max_step_ms, max_queue, logprobs_mode, grammar_timeout)
+        if max_model_len is not None and max_model_len > (positions := max_positions_of(model)):
+            raise ValueError(f"max_model_len={max_model_len}: the model has {positions} positions; give no more")
         self._runtime.make_room(max_rows)
         self._model = model
         self._max_rows = max_rows
+        self._max_model_len = max_model_len
         self._tokenizer = tokenizer
         self._decoding = None if tokenizer is None else TokenDecoder(tokenizer)
         self._max_queue = max_queue
@@ -203,6 +210,7 @@ class Engine:
             self._engine_thread.check.tokens,
             model_runner,
             self._tokenizer,
+            max_model_len=self._max_model_len,
             request_samplings=request_samplings,
             **waiting,
         )
@@ -278,7 +286,7 @@ class Engine:
             page_size=model_runner.config.page_size,
             page_groups=model_runner.pool.groups,
             max_rows=self._max_rows,
-            max_tokens=model_runner.max_positions,
+            max_tokens=self._max_model_len or model_runner.max_positions,
         )
 
     def reset_prefix_cache(self) -> None:

@@ -9,7 +9,12 @@ from compiled_llm.engine.steps.logprobs import LogprobsMode
 
 
 def check_options(
-    max_rows: object, max_step_ms: object, max_queue: object, logprobs_mode: object, grammar_timeout: object
+    max_rows: object,
+    max_model_len: object,
+    max_step_ms: object,
+    max_queue: object,
+    logprobs_mode: object,
+    grammar_timeout: object,
 ) -> None:
     """Check the options of an ``Engine``.
 
@@ -18,6 +23,8 @@ def check_options(
     """
     if not is_count(max_rows):
         raise ValueError(f"max_rows={max_rows!r}: give 1 or more")
+    if max_model_len is not None and not is_count(max_model_len):
+        raise ValueError(f"max_model_len={max_model_len!r}: give 1 or more, or None for the model's positions")
     if max_step_ms is not None and not is_positive(max_step_ms):
         raise ValueError(f"max_step_ms={max_step_ms!r}: give milliseconds above 0, or None for no limit")
     if max_queue is not None and not is_count(max_queue):

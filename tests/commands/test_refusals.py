@@ -53,6 +53,7 @@ REFUSED = {
     ],
     "serve demo --uds NEW": [
         ("--max-rows 0", "--max-rows 0: must be at least 1"),
+        ("--max-model-len 0", "--max-model-len 0: must be at least 1"),
         ("--warmup 8,300", "--warmup 300: there are 256 requests at once; raise --max-rows"),
         ("--warmup x", "--warmup 'x': give comma-separated integers"),
         ("--drain-seconds -1", "--drain-seconds -1: must be 0 or more"),

@@ -86,6 +86,23 @@ def test_what_never_fits_is_refused_with_numbers(engine, length, most, said):
         engine.submit([5] * length, SamplingParams(max_tokens=most))
 
 
+def test_max_model_len_bounds_a_prompt_with_its_answer(model, one_thread):
+    with pytest.raises(ValueError, match="max_model_len=1025: the model has 1024 positions; give no more"):
+        Engine(model, max_model_len=1025)
+    with Engine(model, max_model_len=40) as engine:
+        assert engine.describe().max_tokens == 40
+        for length, most, said in (
+            (10, 31, "max_tokens=31: .* more than max_model_len=40; shorten the prompt, or give at most 30"),
+            (40, None, "prompt: 40 tokens leave no room for an answer in max_model_len=40; shorten it"),
+        ):
+            with pytest.raises(ValueError, match=said):
+                engine.submit([5] * length, SamplingParams(max_tokens=most))
+        for most in (30, None):
+            params = SamplingParams(max_tokens=most, ignore_eos=True)
+            (output,) = engine.generate([[5] * 10], params)
+            assert len(output.token_ids) == 30
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -55,6 +56,23 @@ def test_an_engine_process_answers_loses_a_client_and_ends(engine: Engine, model
             assert handle.result(PATIENCE).finish_reason == "length"
         assert process.wait(PATIENCE) == 0
     assert not path.exists()
+
+
+def test_max_model_len_of_the_command_bounds_requests(model_folder: Path, path: Path) -> None:
+    with started_engine_process(model_folder, path, *OPTIONS, "--max-model-len", "40") as process:
+        with Client(path) as client:
+            assert (
+                len(client.generate([[3, 4, 5]], SamplingParams(ignore_eos=True, max_tokens=None))[0].token_ids) == 37
+            )
+            with pytest.raises(ValueError, match=r"max_tokens=38: .* more than max_model_len=40"):
+                client.generate([[3, 4, 5]], greedy(38))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+    with started_engine_process(model_folder, path, *OPTIONS, "--max-model-len", "100000") as process:
+        assert process.wait(PATIENCE) == 2
+        assert process.stderr is not None
+        last = process.stderr.read().splitlines()[-1]
+    assert re.fullmatch(r"error: --max-model-len 100000: the model has \d+ positions; give no more", last), last
 
 
 def ask(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

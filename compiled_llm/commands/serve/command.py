@@ -40,6 +40,7 @@ class ServeOptions(NamedTuple):
     device: str
     kv_memory: str | None
     max_rows: int
+    max_model_len: int | None
     max_queue: int | None
     max_step_ms: float | None
     warmup: list[int]
@@ -54,7 +55,8 @@ class ServeOptions(NamedTuple):
         return {"mode": self.mode, "backend": self.backend, "progress": not self.quiet, **memory, **artifacts}
 
     def engine_options(self) -> dict[str, Any]:
-        return {"max_rows": self.max_rows, "max_queue": self.max_queue, "max_step_ms": self.max_step_ms}
+        names = ("max_rows", "max_model_len", "max_queue", "max_step_ms")
+        return {name: getattr(self, name) for name in names}
 
     def prepare(self, engine: Engine, structured: bool, report: Callable[[str], None]) -> None:
         """Prepare the sizes that requests of earlier runs have used, or else those of ``--warmup``.
@@ -98,6 +100,7 @@ def serve(
     stream_interval: options.StreamInterval = 1,
     api_server_count: options.ApiServerCount = None,
     max_rows: options.MaxRows = MAX_ROWS,
+    max_model_len: options.MaxModelLen = None,
     max_queue: options.MaxQueue = None,
     max_step_ms: options.MaxStepMs = None,
     drain_seconds: options.DrainSeconds = 30.0,
@@ -131,7 +134,7 @@ def serve(
         sizes = integers("--warmup", warmup)
         served = ServeOptions(
             *(model, mode, backend, dtype.value, device.value, kv_memory),
-            *(max_rows, max_queue, max_step_ms, sizes, _absolute(profile)),
+            *(max_rows, max_model_len, max_queue, max_step_ms, sizes, _absolute(profile)),
             *(_absolute(operations_uds), _absolute(artifacts), quiet),
         )
         _check(served, drain_seconds)
@@ -149,6 +152,8 @@ def _check(served: ServeOptions, drain_seconds: float) -> None:
     WrapConfig.from_options(served.wrap_options())
     if served.max_rows < 1:
         raise ValueError(f"--max-rows {served.max_rows}: must be at least 1")
+    if served.max_model_len is not None and served.max_model_len < 1:
+        raise ValueError(f"--max-model-len {served.max_model_len}: must be at least 1")
     if wrong := [size for size in served.warmup if size > served.max_rows]:
         raise ValueError(f"--warmup {wrong[0]}: there are {served.max_rows} requests at once; raise --max-rows")
     if drain_seconds < 0:

@@ -81,6 +81,13 @@ OperationsUds = Annotated[
     ),
 ]
 MaxRows = Annotated[int, _serving(help="Run so many requests at once.")]
+MaxModelLen = Annotated[
+    int | None,
+    _serving(
+        metavar="TOKENS",
+        help="Give a prompt and its answer together at most so many tokens, not all that fit the model.",
+    ),
+]
 MaxQueue = Annotated[int | None, _serving(help="Refuse requests while so many wait.")]
 MaxStepMs = Annotated[float | None, _serving(help="Cut prompts so that a step takes at most this long.")]
 DrainSeconds = Annotated[

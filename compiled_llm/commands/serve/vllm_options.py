@@ -50,7 +50,6 @@ VLLM_OPTIONS: dict[tuple[str, ...], str] = {
     ): "adapters are not chosen by name; serve the folder of one of them",
     ("--task", "--runner"): "leave it out: models are causal LMs, and continue texts",
     ("--model-impl",): "leave it out: models are HuggingFace's own",
-    ("--max-model-len",): "there is none; --kv-memory bounds what all requests take together",
     ("--tokenizer", "--tokenizer-mode"): "the tokenizer is that of the model's folder; save another one there",
     # ---- what is answered
     ("--chat-template",): "the chat template is the tokenizer's own; save another one in the model's folder",

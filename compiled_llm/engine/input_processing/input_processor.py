@@ -54,6 +54,7 @@ def requests_for(
     model_runner: ModelRunner,
     tokenizer: Any,
     *,
+    max_model_len: int | None = None,
     priority: int = 0,
     timeout: float | None = None,
     salt: Hashable = None,
@@ -67,6 +68,7 @@ def requests_for(
         model: its token facts.
         model_runner: of the model.
         tokenizer: for text and messages; None if there is none.
+        max_model_len: the most tokens of a prompt and its answer; None for the model's positions.
         priority: smaller ones run first.
         timeout: seconds after which they end with what they have.
         salt: requests with equal ones may read each other's cached pages.
@@ -80,7 +82,7 @@ def requests_for(
         raise ValueError(f"params: give SamplingParams(...); got a {type(params).__name__}")
     _check_waiting(priority, timeout, salt)
     ids, now = token_ids(prompt, tokenizer, model.vocabulary), time.monotonic()
-    most = _max_new(len(ids), params.max_tokens, model_runner)
+    most = _max_new(len(ids), params.max_tokens, model_runner, max_model_len or model_runner.max_positions)
     if params.min_tokens > most:
         raise ValueError(f"min_tokens={params.min_tokens}: there is room for {most} after a prompt of {len(ids)}")
     stops, eos, width = frozenset(params.stop_token_ids or ()), model.eos_token_ids, model.logits
@@ -127,16 +129,16 @@ def _check_waiting(priority: int, timeout: float | None, salt: Hashable) -> None
         raise ValueError(f"cache_salt={salt!r}: give something that can be hashed, as a string can")
 
 
-def _max_new(prompt: int, max_tokens: int | None, model_runner: ModelRunner) -> int:
+def _max_new(prompt: int, max_tokens: int | None, model_runner: ModelRunner, longest: int) -> int:
     """Return how many tokens an answer can have, without a limit all that fit; ValueError if they never fit."""
-    left, pool = model_runner.max_positions - prompt, model_runner.pool
-    _check_prompt(prompt, model_runner, answered=max_tokens != 0)
+    left, pool = longest - prompt, model_runner.pool
+    _check_prompt(prompt, model_runner, longest, answered=max_tokens != 0)
     room = pool.tokens_in(pool.total) - prompt + 1  # the last token is never stored
     most = min(left, max(1, room)) if max_tokens is None else int(max_tokens)
     if most > left:
         raise ValueError(
-            f"max_tokens={max_tokens}: with a prompt of {prompt} tokens that is more than the model's "
-            f"{model_runner.max_positions} positions; shorten the prompt, or give at most {left}"
+            f"max_tokens={max_tokens}: with a prompt of {prompt} tokens that is more than "
+            f"{_named(longest, model_runner)}; shorten the prompt, or give at most {left}"
         )
     needed = pool.pages_for(prompt + max(1, most) - 1)
     if needed > pool.total:
@@ -147,18 +149,23 @@ def _max_new(prompt: int, max_tokens: int | None, model_runner: ModelRunner) -> 
     return most
 
 
-def _check_prompt(tokens: int, model_runner: ModelRunner, answered: bool) -> None:
+def _check_prompt(tokens: int, model_runner: ModelRunner, longest: int, answered: bool) -> None:
     """Check that there is room for a prompt, and for one token after it if it is ``answered``."""
-    positions, pool = model_runner.max_positions, model_runner.pool
-    if tokens + answered > positions:
+    pool = model_runner.pool
+    if tokens + answered > longest:
         raise ValueError(
-            f"prompt: {tokens} tokens leave no room for an answer in the model's {positions} positions; shorten it"
+            f"prompt: {tokens} tokens leave no room for an answer in {_named(longest, model_runner)}; shorten it"
         )
     if (needed := pool.pages_for(tokens)) > pool.total:
         raise ValueError(
             f"prompt: {tokens} tokens and an answer of one need {needed} pages of {pool.page_size} tokens, and there "
             f"are {pool.total}; shorten it, or wrap with a larger kv_memory"
         )
+
+
+def _named(longest: int, model_runner: ModelRunner) -> str:
+    own = model_runner.max_positions
+    return f"the model's {own} positions" if longest >= own else f"max_model_len={longest}"
 
 
 def end_tokens(model: PreTrainedModel) -> frozenset[int]:

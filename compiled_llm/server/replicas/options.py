@@ -11,8 +11,8 @@ from compiled_llm.server.own_process import serve_arguments
 from compiled_llm.server.settings import ApiServerSettings, settings_of
 
 OF_ENGINE_PROCESSES = frozenset(
-    {"artifacts", "backend", "device", "dtype", "kv_memory", "max_queue", "max_rows", "max_step_ms", "mode", "quiet"}
-    | {"profile", "warmup"}
+    {"artifacts", "backend", "device", "dtype", "kv_memory", "max_model_len", "max_queue", "max_rows"}
+    | {"max_step_ms", "mode", "profile", "quiet", "warmup"}
 )
 _SAFETY_OF_API_SERVERS = {"allowed_host", "api_key_file", "client_seconds", "cors_origin", "salt_caches"}
 OF_API_SERVERS = frozenset(
