@@ -24,6 +24,7 @@ def main() -> None:
     # traces make millions that stay: that is a tenth of a start.
     gc.set_threshold(10_000)
     try:
+        _set_up_threads()
         _run()
         code = 0
     except SystemExit as end:
@@ -43,6 +44,12 @@ def _run() -> None:
         print("error: this command needs typer: pip install '.[demo]' in the checkout", file=sys.stderr)  # noqa: T201
         sys.exit(2)
     app()
+
+
+def _set_up_threads() -> None:
+    from compiled_llm.commands.openmp import set_up_threads
+
+    set_up_threads()  # torch reads what this sets when it is imported
 
 
 def _leave(code: int) -> None:

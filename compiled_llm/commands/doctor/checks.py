@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import compiled_llm
+from compiled_llm.commands.openmp import other_work
 from compiled_llm.env import Env
 
 if TYPE_CHECKING:
@@ -264,10 +265,10 @@ def cpu(cuda: bool) -> Outcome:
 
     from compiled_llm.kvcache.memory import free_bytes
 
-    free, cores, load = free_bytes(torch.device("cpu")), os.cpu_count() or 1, os.getloadavg()[0]
+    free, cores = free_bytes(torch.device("cpu")), os.cpu_count() or 1
     detail = f"{cores} cores, {torch.get_num_threads()} threads, {free / _GIB:.1f} GiB of memory free"
-    if load > cores and not cuda:
-        detail += f", but {load:.1f} jobs share the cores, and threads wait for each other"
+    if not cuda and (busy := other_work()) is not None:
+        detail += f", but {busy}"
         fix = "end other work before you measure; beside it, OMP_NUM_THREADS=1 is often faster"
         return Outcome("warning", detail, fix)
     return Outcome("ok" if free >= _LITTLE_MEMORY else "warning", detail)

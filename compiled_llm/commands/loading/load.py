@@ -9,6 +9,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from rich.console import Console
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -21,6 +22,7 @@ from transformers.utils.import_utils import is_peft_available
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from compiled_llm.commands.loading.source import DEMO, Source, locate
+from compiled_llm.commands.openmp import other_work
 from compiled_llm.compat.huggingface import attention_implementation
 from compiled_llm.demo_model.bars import without_bars
 from compiled_llm.demo_model.folder import folder as demo_folder
@@ -49,6 +51,9 @@ def load(
     """
     device = device_of(device)
     dtype = dtype_of(dtype, device)
+    if progress and device.type == "cpu" and (busy := other_work()) is not None:
+        warning = f"compiled_llm: {busy}; answers are slow, and OMP_NUM_THREADS=1 is often faster"
+        Console(stderr=True, highlight=False).print(warning, soft_wrap=True)
     source = fetched(locate(model, progress) if isinstance(model, str) else model, progress)
     shows_bars = progress and not source.is_local  # of a download from the hub, HuggingFace's bars tell most
     display = ProgressDisplay(progress, animated=not shows_bars)

@@ -1,0 +1,59 @@
+"""How many threads of OpenMP compute on a CPU, and how they wait for each other; set before torch is imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from pathlib import Path
+
+# GNU's OpenMP, which PyTorch brings, lets a waiting thread spin 300,000 times and more, on a core that the thread which
+# it waits for may need. docs/how-to/cpu.md has what this costs: nothing on a quiet machine.
+_SPINS = "10000"
+_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+
+
+def set_up_threads(environment: MutableMapping[str, str] = os.environ, root: Path = Path("/")) -> None:
+    """Let threads wait for each other on a busy machine, and be no more than this process has cores.
+
+    What the user has set stays. ``root`` is that of the file system.
+    """
+    if not any(name in environment for name in _WAITING):
+        environment["GOMP_SPINCOUNT"] = _SPINS
+    share = cores_of_control_group(root)
+    if share is not None and share < len(os.sched_getaffinity(0)):  # torch starts a thread for each of those
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, int(share))))
+
+
+def cores_of_control_group(root: Path = Path("/")) -> float | None:
+    """Return how many cores the control group of this process may use, as ``docker run --cpus`` says; None for all."""
+    shares = []
+    try:
+        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+        for _, controllers, path in groups:
+            if controllers == "":
+                shares += _quotas(root / "sys/fs/cgroup", path, "cpu.max")
+            elif "cpu" in controllers.split(","):
+                shares += _quotas(root / "sys/fs/cgroup/cpu", path, "cpu.cfs_quota_us", "cpu.cfs_period_us")
+    except (OSError, ValueError):  # no control groups, or of another kind
+        return None
+    return min(shares, default=None)
+
+
+def _quotas(mounted: Path, group: str, *files: str) -> list[float]:
+    """Return the cores of a group and of each above it that has a limit."""
+    found = []
+    folder = mounted / group.strip("/")
+    for each in (folder, *folder.parents):
+        if mounted not in (each, *each.parents):
+            break
+        if all((each / file).exists() for file in files):
+            quota, period = " ".join((each / file).read_text() for file in files).split()
+            if quota not in ("max", "-1"):
+                found.append(int(quota) / int(period))
+    return found
+
+
+def other_work() -> str | None:
+    """Return, in words, that other work wants more cores than there are; None if it does not."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    return f"{load:.1f} jobs share {cores} cores, and threads wait for each other" if load > cores else None
