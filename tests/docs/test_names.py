@@ -18,7 +18,7 @@ PAGES = sorted(
     for page in CHECKOUT.glob(pattern)
 )
 
-_PATH = re.compile(r"(?<![\w/.~-])(?:\.ci|compiled_llm|docs|ops|results|tests|tools)/[\w./-]*\w/?")
+_PATH = re.compile(r"(?<![\w/.~-])(?:\.ci|compiled_llm|deploy|docs|ops|results|tests|tools)/[\w./-]*\w/?")
 _MODULE = re.compile(r"(?<![\w/.-])compiled_llm(?:_ops)?(?:\.\w+)+")
 LOGGERS = {f"compiled_llm.{name}" for name in ("generate", "graphs", "pages", "progress", "uploads")}
 
