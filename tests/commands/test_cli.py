@@ -136,6 +136,14 @@ def test_chat_writes_the_answer_alone_to_system_and_user(model_folder: Path, fla
     assert result.stdout == greedy(model_folder, f"{system}<user: Hi>", 40)[1] + "\n"
 
 
+def test_a_model_that_is_made_for_chats_is_named_once_if_it_is_not_asked_so(model_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "plain")
+    (folder / "chat_template.jinja").unlink()
+    for model, flags, count in ((model_folder, [], 1), (model_folder, ["--chat"], 0), (folder, [], 0)):
+        result = generate(model, "Hi", *flags)
+        assert result.stderr.count("the model is made for chats: --chat asks it your prompt") == count
+
+
 def test_a_template_that_refuses_or_is_missing_is_a_usage_error(model_folder: Path, tmp_path: Path) -> None:
     result = generate(model_folder, "Hi", "--chat", "--system", "forbidden")
     assert result.exit_code == 2

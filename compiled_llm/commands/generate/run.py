@@ -93,6 +93,8 @@ class GenerateRequest(RunningOptions):
             console = Console(stderr=True, highlight=False, quiet=self.quiet)
             console.print(streamer.figures(), style="dim", soft_wrap=True)
             console.print(preparation.figures(stats), style="dim", soft_wrap=True)
+            if tokenizer.chat_template is not None and not self.chat:
+                console.print("the model is made for chats: --chat asks it your prompt", style="dim", soft_wrap=True)
 
     def _answer(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> dict[str, Any]:
         ends = getattr(model.generation_config, "eos_token_id", None)
