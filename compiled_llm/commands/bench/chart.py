@@ -73,8 +73,12 @@ def speeds_of(report: BenchReport) -> Speeds:
     return Speeds(f"{title}: tokens per second, end to end", asked, rates, names)
 
 
-def draw(speeds: Speeds, path: Path, columns: int = _PANELS_IN_A_ROW) -> None:
+def draw(speeds: Speeds, path: Path, columns: int = _PANELS_IN_A_ROW, panel_width: float = 2.05) -> None:
     """Write the chart as the kind of picture that the file's name ends with, an SVG with colours for dark pages, too.
+
+    Args:
+        columns: panels beside each other.
+        panel_width: of each, in inches; letters are an eighth of an inch.
 
     Raises:
         ValueError: the name of the picture ends with another kind.
@@ -87,7 +91,7 @@ def draw(speeds: Speeds, path: Path, columns: int = _PANELS_IN_A_ROW) -> None:
         mpl.rcParams.update({"font.size": 10, "svg.hashsalt": "compiled_llm"})  # with a salt, SVGs can be repeated
         columns = min(columns, len(speeds.rates))
         rows = -(-len(speeds.rates) // columns)
-        size = (1.8 + 2.05 * columns, 1.2 + 0.32 * len(speeds.contenders) * rows)
+        size = (1.8 + panel_width * columns, 1.2 + 0.32 * len(speeds.contenders) * rows)
         figure = Figure(figsize=size, layout="constrained")
         panels = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
         for panel, (title, rates) in zip(panels, speeds.rates.items(), strict=False):
