@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import logging
 import re
+import secrets
 import time
 from functools import lru_cache
 from ipaddress import ip_address
@@ -14,7 +15,6 @@ import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from compiled_llm.server.http.api_error import ApiError, unexpected
-from compiled_llm.server.openai.common.api_server import new_id
 from compiled_llm.server.openai.metrics import ApiServerMetrics
 from compiled_llm.server.settings import ApiServerSettings
 
@@ -23,6 +23,8 @@ logger = logging.getLogger("compiled_llm.server")
 _FOR_EVERYBODY = ("/", "/health", "/ready")
 _POLLED = ("/health", "/ready", "/metrics")
 """Asked again and again, by programs and pages that watch the server."""
+_ANSWERS_OF_POLLED = (200, 503)
+"""That the server is ready, or not yet: neither is worth a line each time."""
 _ID = "x-request-id"
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+))(?::\d*)?", re.ASCII)
 _KNOWN = 1024
@@ -146,7 +148,7 @@ class _LoggedRequest:
 
     def __init__(self, scope: Scope, send: Send, metrics: ApiServerMetrics, behind_proxy: bool) -> None:
         named = _first_of_each(scope).get(_ID) if behind_proxy else None
-        self.id = named or new_id("req")
+        self.id = named or f"req-{secrets.token_hex(6)}"  # short, since people read it
         self._tells = named is None
         self._scope = scope
         self._send = send
@@ -167,9 +169,11 @@ class _LoggedRequest:
         path = getattr(route, "path", "other")  # as declared: paths that a client makes up are not counted apart
         self._metrics.open.dec()
         self._metrics.count(path, self.status, seconds)
-        level = logging.DEBUG if path in _POLLED and self.status == 200 else logging.INFO
-        request = self.id, self._scope["method"], path, self.status
-        logger.log(level, "compiled_llm: %s %s %s %s %.3f s", *request, seconds)
+        level = logging.DEBUG if path in _POLLED and self.status in _ANSWERS_OF_POLLED else logging.INFO
+        names = ("id", "method", "path", "status", "seconds")
+        values = (self.id, self._scope["method"], path, self.status, round(seconds, 6))
+        request = {"request": dict(zip(names, values, strict=True))}
+        logger.log(level, "compiled_llm: %s %s %s %s %.3f s", *values, extra=request)
 
 
 def _check_one_host(scope: Scope) -> None:

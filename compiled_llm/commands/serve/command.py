@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
-
-import typer
 
 from compiled_llm.commands.early_checks import check_driver, check_server_packages
 from compiled_llm.commands.errors import readable_errors
@@ -18,6 +17,7 @@ from compiled_llm.commands.options.choices import Device, Dtype, integers
 from compiled_llm.commands.serve import options
 from compiled_llm.commands.serve.http import HttpFlags, run_with_api_server, usual_count
 from compiled_llm.commands.serve.leash import end_with_parent
+from compiled_llm.commands.serve.log import LogFormat, LogLevel, logger, show_log
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import WrapConfig
 from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS, MAX_QUEUE, MAX_ROWS
@@ -47,12 +47,24 @@ class ServeOptions(NamedTuple):
     profile: Path | None
     operations_uds: Path | None
     artifacts: Path | None
+    log_level: str
+    log_format: str
     quiet: bool
+
+    @property
+    def log(self) -> tuple[str, str] | None:
+        """The level and the format of the log; None for none."""
+        return None if self.quiet else (self.log_level, self.log_format)
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether stderr has progress, which is no JSON."""
+        return not self.quiet and self.log_format != LogFormat.json
 
     def wrap_options(self) -> dict[str, Any]:
         memory = {} if self.kv_memory is None else {"kv_memory": _number_or_text(self.kv_memory)}
         artifacts = {} if self.artifacts is None else {"artifacts": self.artifacts}
-        return {"mode": self.mode, "backend": self.backend, "progress": not self.quiet, **memory, **artifacts}
+        return {"mode": self.mode, "backend": self.backend, "progress": self.shows_progress, **memory, **artifacts}
 
     def engine_options(self) -> dict[str, Any]:
         names = ("max_rows", "max_model_len", "max_queue", "max_step_ms")
@@ -112,6 +124,8 @@ def serve(
     dtype: shared.WeightsDtype = Dtype.auto,
     device: shared.OnDevice = Device.auto,
     artifacts: shared.Artifacts = None,
+    log_level: options.ShownLevel = LogLevel.info,
+    log_format: options.ShownFormat = LogFormat.text,
     quiet: options.Quiet = False,
     leashed: options.Leashed = False,
 ) -> None:
@@ -135,15 +149,15 @@ def serve(
         served = ServeOptions(
             *(model, mode, backend, dtype.value, device.value, kv_memory),
             *(max_rows, max_model_len, max_queue, max_step_ms, sizes, _absolute(profile)),
-            *(_absolute(operations_uds), _absolute(artifacts), quiet),
+            *(_absolute(operations_uds), _absolute(artifacts), log_level.value, log_format.value, quiet),
         )
         _check(served, drain_seconds)
-        source = locate(model, progress=not quiet)
+        source = locate(model, progress=served.shows_progress)
         path = _absolute(uds)
         if with_api_server:
             if api_server_count is None:
                 http = http._replace(api_server_count=usual_count(served.device))
-            run_with_api_server(http, source, path, served.arguments(), drain_seconds, None if quiet else _say)
+            run_with_api_server(http, source, path, served.arguments(), drain_seconds, served.log)
         elif path is not None:
             _run(served, source, path, drain_seconds, leashed)
 
@@ -182,13 +196,14 @@ def _run(served: ServeOptions, source: Source, uds: Path, drain_seconds: float, 
         from compiled_llm.server.engine_process.operations import Operations  # imports what serves HTTP
 
         operations = Operations(server, served.operations_uds, kept)
-    quiet = served.quiet or leashed  # an API server says it, once it is true of HTTP
-    say: Callable[[str], object] = (lambda text: None) if quiet else _say
-    say(f"listening at {uds}")
+    if served.log is not None:
+        show_log(*served.log)
+    level = logging.DEBUG if leashed else logging.INFO  # an API server says it, once it is true of HTTP
+    logger.log(level, "compiled_llm: listening at %s", uds)
 
     def prepare(report: Callable[[str], None]) -> tuple[Engine, Ready]:
         engine, ready = _prepared(served, source, report, kept)
-        say("ready")
+        logger.log(level, "compiled_llm: ready")
         return engine, ready
 
     run(server, prepare, drain_seconds, operations, kept)
@@ -202,14 +217,14 @@ def _prepared(
     from compiled_llm.requests.structured_outputs.grammar_source import is_installed as grammars_installed
 
     worker = WorkerProcess() if grammars_installed() else None  # compiles grammars
-    with importing(not served.quiet):
+    with importing(served.shows_progress):
         import compiled_llm
         from compiled_llm.commands.loading.load import fetched, load
         from compiled_llm.server.engine_process.facts import ready_of
 
     report(f"loading {source.public_name}")
-    source = fetched(source, progress=not served.quiet)
-    loaded, tokenizer = load(source, served.dtype, served.device, progress=not served.quiet)
+    source = fetched(source, progress=served.shows_progress)
+    loaded, tokenizer = load(source, served.dtype, served.device, progress=served.shows_progress)
     model = compiled_llm.wrap(loaded, **served.wrap_options())
     options = {"watch_model": False, "grammar_worker": worker, **served.engine_options()}
     engine = compiled_llm.Engine(model, tokenizer=tokenizer, **options)
@@ -229,7 +244,3 @@ def _number_or_text(value: str) -> float | str:
         return float(value)
     except ValueError:
         return value
-
-
-def _say(text: str) -> None:
-    typer.echo(f"compiled_llm: {text}", err=True)

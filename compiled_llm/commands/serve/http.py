@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from compiled_llm.commands.early_checks import has_driver
 from compiled_llm.commands.loading.source import Source
-from compiled_llm.commands.printable import printable
+from compiled_llm.commands.serve.log import logger, show_log
 from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS
 
 if TYPE_CHECKING:  # imports FastAPI, which an engine process does not need
     from compiled_llm.server.engine_process.socket_folder import SocketFolder
     from compiled_llm.server.serving import Serving
     from compiled_llm.server.settings import ApiServerSettings
-
-logger = logging.getLogger("compiled_llm.server")
 
 _MAX_API_SERVERS = 64
 _DRAIN_SECONDS = "1"  # of the engine process, which is told to end when all answers have ended
@@ -84,7 +81,7 @@ def run_with_api_server(
     uds: Path | None,
     arguments: Sequence[str],
     drain_seconds: float,
-    say: Callable[[str], None] | None,
+    log: tuple[str, str] | None,
 ) -> None:
     """Run an engine process and its API servers until SIGTERM or Ctrl-C.
 
@@ -92,7 +89,7 @@ def run_with_api_server(
         uds: the socket of the engine process; None for one in a folder that is removed afterwards.
         arguments: of ``compiled-llm`` for the engine process, without its socket.
         drain_seconds: the time that requests have to end.
-        say: writes a line to the user; None for no lines and no log.
+        log: the level and the format of the log, None for none.
 
     Raises:
         ValueError: the flags are impossible.
@@ -104,18 +101,23 @@ def run_with_api_server(
     settings = flags.settings(source, drain_seconds)
     with _own_folder() as folder, listen(settings) as listening:
         path = folder.socket if uds is None else uds
-        if say is not None:
-            show_log()
-            _introduce(settings, listening.getsockname()[1], uds, say)
-            _warn(flags, say)
-        serving = _serving(settings, flags.api_server_count or 1, listening, path, folder.figures, say is not None)
+        if log is not None:
+            show_log(*log)
+            _introduce(settings, listening.getsockname()[1], uds)
+            _warn(flags, settings)
+        serving = _serving(settings, flags.api_server_count or 1, listening, path, folder.figures, log)
         engine_process = EngineProcess([*arguments, "--uds", str(path), "--leashed", "--drain-seconds", _DRAIN_SECONDS])
         if (why := asyncio.run(serve(serving, engine_process))) is not None:
             raise RuntimeError(f"serve: {why}")
 
 
 def _serving(
-    settings: ApiServerSettings, count: int, listening: socket.socket, path: Path, figures: Path, logs: bool
+    settings: ApiServerSettings,
+    count: int,
+    listening: socket.socket,
+    path: Path,
+    figures: Path,
+    log: tuple[str, str] | None,
 ) -> Serving:
     """Return an API server in this process, or several processes that share the connections."""
     from compiled_llm.server.serving import with_room
@@ -128,41 +130,29 @@ def _serving(
     from compiled_llm.server.processes.workers import ApiServers
 
     share = replace(settings, max_connections=math.ceil(settings.max_connections / count), figures=figures)
-    return ApiServers(Start(with_room(share), path, logs), listening, count)
+    return ApiServers(Start(with_room(share), path, log), listening, count)
 
 
-def _introduce(settings: ApiServerSettings, port: int, uds: Path | None, say: Callable[[str], None]) -> None:
+def _introduce(settings: ApiServerSettings, port: int, uds: Path | None) -> None:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    say(f"serving {settings.names[0]} at {settings.scheme}://{host}:{port}/v1")
+    logger.info("compiled_llm: serving %s at %s://%s:%d/v1", settings.names[0], settings.scheme, host, port)
     if settings.page:
-        say(f"to chat, open {settings.scheme}://{host if settings.has_name else 'localhost'}:{port}/ in a browser")
+        named = host if settings.has_name else "localhost"
+        logger.info("compiled_llm: to chat, open %s://%s:%d/ in a browser", settings.scheme, named, port)
     if uds is not None:
-        say(f"listening at {uds}, too")
-    if not settings.is_local and settings.ssl_certfile is None:
-        say("anybody on the way can read the API key and the requests: give --ssl-certfile and --ssl-keyfile")
+        logger.info("compiled_llm: listening at %s, too", uds)
 
 
-def _warn(flags: HttpFlags, say: Callable[[str], None]) -> None:
+def _warn(flags: HttpFlags, settings: ApiServerSettings) -> None:
     from compiled_llm.server.settings import readers_of
 
+    if not settings.is_local and settings.ssl_certfile is None:
+        logger.warning(
+            "compiled_llm: anybody on the way can read the API key and the requests: give --ssl-certfile and "
+            "--ssl-keyfile"
+        )
     if flags.api_key_file is not None and (warning := readers_of(flags.api_key_file)) is not None:
-        say(warning)
-
-
-class _Printable(logging.Formatter):
-    """Spells out control characters: a client may have sent them, as the id of a request through a proxy."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
-
-
-def show_log() -> None:
-    """Write the server's log to stderr: a line a request."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(_Printable("%(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
+        logger.warning("compiled_llm: %s", warning)
 
 
 @contextmanager

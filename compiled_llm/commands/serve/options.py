@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from compiled_llm.commands.options.shared import MODEL
+from compiled_llm.commands.serve.log import LogFormat, LogLevel
 
 _http = partial(typer.Option, rich_help_panel="HTTP")
 _serving = partial(typer.Option, rich_help_panel="Serving")
@@ -114,5 +115,12 @@ KvMemory = Annotated[
         metavar="SIZE", help="What pages may take: 0.8 of what is free, 8GiB, or 20000 tokens.", rich_help_panel=MODEL
     ),
 ]
-Quiet = Annotated[bool, _serving("--quiet", "-q", help="Show no progress.")]
+ShownLevel = Annotated[
+    LogLevel, _serving("--log-level", help="Leave out what is less than this; debug adds health checks.")
+]
+ShownFormat = Annotated[
+    LogFormat,
+    _serving("--log-format", help="Write the log as lines of text, or of JSON for programs, without progress."),
+]
+Quiet = Annotated[bool, _serving("--quiet", "-q", help="Show neither progress nor the log.")]
 Leashed = Annotated[bool, typer.Option("--leashed", hidden=True, help="End with the process that holds stdin open.")]

@@ -61,7 +61,8 @@ VLLM_OPTIONS: dict[tuple[str, ...], str] = {
     # ---- HTTP
     ("--api-key",): "`ps` would show it to all users of this machine; write it into a file, and give --api-key-file",
     ("--allowed-origins",): "give --cors-origin, several times for several",
-    ("--disable-log-requests", "--disable-uvicorn-access-log"): "give --quiet, which shows neither log nor progress",
+    ("--uvicorn-log-level",): "give --log-level",
+    ("--disable-log-requests", "--disable-uvicorn-access-log"): "give --log-level warning",
 }
 """Options by their names there; each sentence stands on the documentation's page, too."""
 

@@ -23,11 +23,14 @@ CANNOT_SERVE = 78
 
 
 class Start(NamedTuple):
-    """First sent to an API server: settings (with API keys, so no arguments), the engine's socket, whether to log."""
+    """First sent to an API server: settings (with API keys, so no arguments), the engine's socket, its log.
+
+    ``log`` is the level and the format of the log; None for none.
+    """
 
     settings: ApiServerSettings
     path: Path
-    logs: bool
+    log: tuple[str, str] | None
 
 
 def send_start(end: socket.socket, start: Start) -> None:

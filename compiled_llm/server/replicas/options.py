@@ -11,7 +11,18 @@ from compiled_llm.server.own_process import serve_arguments
 from compiled_llm.server.settings import ApiServerSettings, settings_of
 
 OF_ENGINE_PROCESSES = frozenset(
-    {"artifacts", "backend", "device", "dtype", "kv_memory", "max_model_len", "max_queue", "max_rows"}
+    {
+        "artifacts",
+        "backend",
+        "device",
+        "dtype",
+        "kv_memory",
+        "log_format",
+        "log_level",
+        "max_model_len",
+        "max_queue",
+        "max_rows",
+    }
     | {"max_step_ms", "mode", "profile", "quiet", "warmup"}
 )
 _SAFETY_OF_API_SERVERS = {"allowed_host", "api_key_file", "client_seconds", "cors_origin", "salt_caches"}

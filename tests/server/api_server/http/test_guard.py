@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from compiled_llm.commands.loading.source import Source
-from compiled_llm.commands.serve.http import HttpFlags, _introduce
+from compiled_llm.commands.serve.http import HttpFlags, _warn
 from compiled_llm.server import guard
 from compiled_llm.server.guard import Guard
 from compiled_llm.server.openai.metrics import ApiServerMetrics
@@ -277,11 +277,13 @@ def test_a_certificate_that_cannot_be_shown_is_refused_at_once(files: tuple[Path
             flags.settings(Source("demo", "demo"), 1.0)
 
 
-def test_a_key_that_goes_out_in_the_open_is_warned_of(files: tuple[Path, Path]) -> None:
+def test_a_key_that_goes_out_in_the_open_is_warned_of(
+    files: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
     def said(**options: object) -> bool:
-        lines: list[str] = []
-        _introduce(ApiServerSettings(names=("tiny",), **options), 8000, None, lines.append)  # type: ignore[arg-type]
-        return any("anybody on the way can read the API key and the requests" in line for line in lines)
+        caplog.clear()
+        _warn(HttpFlags(), ApiServerSettings(names=("tiny",), **options))  # type: ignore[arg-type]
+        return "anybody on the way can read the API key and the requests" in caplog.text
 
     beyond = {"host": "0.0.0.0", "api_keys": KEYS}
     assert said(**beyond)

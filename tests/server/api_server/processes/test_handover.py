@@ -66,7 +66,9 @@ async def waited(condition: Callable[[], object]) -> None:
 
 
 def test_an_api_server_is_told_what_it_is_to_be(ends: tuple[socket.socket, socket.socket]) -> None:
-    start = Start(ApiServerSettings(names=("a",), api_keys=("k" * 20,), ssl_certfile=None), Path("/run/x"), logs=True)
+    start = Start(
+        ApiServerSettings(names=("a",), api_keys=("k" * 20,), ssl_certfile=None), Path("/run/x"), log=("info", "json")
+    )
     send_start(ends[0], start)
     ends[0].sendall(READY)
     assert receive_start(ends[1]) == start
