@@ -17,7 +17,7 @@ from compiled_llm.commands.generate.command import generate
 from compiled_llm.commands.known_commands import KnownCommands
 from compiled_llm.commands.serve.api_server import api_server
 from compiled_llm.commands.serve.command import serve
-from compiled_llm.commands.serve.vllm_options import ServeCommand
+from compiled_llm.commands.serve.serve_command import ServeCommand
 
 app = typer.Typer(
     cls=KnownCommands,

@@ -93,6 +93,7 @@ class ServeOptions(NamedTuple):
 
 def serve(
     model: shared.ModelPlace,
+    config: options.Config = None,
     uds: options.Uds = None,
     operations_uds: options.OperationsUds = None,
     host: options.Host = None,
@@ -135,6 +136,9 @@ def serve(
     and `compiled_llm.client.Client` in Python. They can connect at once, and are
     told what is loaded and compiled until requests are taken; over HTTP, /ready
     says so.
+
+    An option may also be an environment variable: COMPILED_LLM_SERVE_PORT for
+    --port. It goes before a file, and the command line goes before both.
     """
     with readable_errors():
         http = HttpFlags(

@@ -10,6 +10,18 @@ import typer
 
 from compiled_llm.commands.options.shared import MODEL
 from compiled_llm.commands.serve.log import LogFormat, LogLevel
+from compiled_llm.commands.serve.serve_command import read_config
+
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        is_eager=True,
+        callback=read_config,
+        help="Take options from a file in YAML, `port: 8000` for --port 8000. The command line goes before it.",
+    ),
+]
 
 _http = partial(typer.Option, rich_help_panel="HTTP")
 _serving = partial(typer.Option, rich_help_panel="Serving")

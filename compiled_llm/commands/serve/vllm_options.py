@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-from typer.core import TyperCommand
-
-from compiled_llm.commands.errors import readable_errors
 
 _ONE_GPU = "a model runs on one GPU here; start a server for each GPU, with CUDA_VISIBLE_DEVICES"
 _RESPONSE_TEMPLATE = "leave it out: the tokenizer's response template says how calls and thinking are found in answers"
@@ -67,17 +62,14 @@ VLLM_OPTIONS: dict[tuple[str, ...], str] = {
 """Options by their names there; each sentence stands on the documentation's page, too."""
 
 
-class ServeCommand(TyperCommand):
-    """Answers an option of `vllm serve` with ours."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        with readable_errors():
-            _check_none_of_vllm(args)
-        return super().parse_args(ctx, args)
-
-
-def _check_none_of_vllm(arguments: Sequence[str]) -> None:
-    said = {name: sentence for names, sentence in VLLM_OPTIONS.items() for name in names}
+def check_none_of_vllm(arguments: Sequence[str]) -> None:
+    """Raise ValueError if there is one of vLLM's options among the arguments of a command line."""
     for given in (argument.partition("=")[0] for argument in arguments):
-        if given.startswith("-") and (name := given.replace("_", "-")) in said:
-            raise ValueError(f"{given} is an option of vLLM: {said[name]}")
+        if given.startswith("-") and (said := instead_of(given)) is not None:
+            raise ValueError(f"{given} is an option of vLLM: {said}")
+
+
+def instead_of(option: str) -> str | None:
+    """Return what to do instead of an option of vLLM, with dashes or underscores; None if it is none."""
+    name = option.replace("_", "-")
+    return next((said for names, said in VLLM_OPTIONS.items() if name in names), None)

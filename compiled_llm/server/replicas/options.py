@@ -31,7 +31,7 @@ OF_API_SERVERS = frozenset(
     | _SAFETY_OF_API_SERVERS
 )
 _PLACE = {"host", "operations_uds", "port", "ssl_certfile", "ssl_keyfile", "uds"}
-OF_RAY = frozenset(_PLACE | {"drain_seconds", "leashed", "max_connections", "api_server_count"})
+OF_RAY = frozenset(_PLACE | {"config", "drain_seconds", "leashed", "max_connections", "api_server_count"})
 """Those of one server: where it listens, in how many processes and how it ends, which is Ray's to do here, and
 operations on it."""
 

@@ -1,0 +1,100 @@
+"""`compiled-llm serve` takes options from a file and from the environment, and names the place of what is wrong there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compiled_llm.commands.serve import command
+from support.commands.command_line import invoke
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What a server is started with: the options of HTTP, then the arguments of its engine process."""
+    calls: list[Any] = []
+
+    def start(http: Any, source: Any, path: Any, arguments: Any, *_: Any) -> None:
+        calls.extend([http, arguments])
+
+    monkeypatch.setattr(command, "run_with_api_server", start)
+    return calls
+
+
+FILE = """\
+model: demo
+port: 1
+max-rows: 16
+max_step_ms: 2.5
+warmup: [1, 8]
+served-model-name: [a, b]
+allowed-host: c
+page: false
+kv-memory: 8GiB
+"""
+
+
+def test_the_command_line_goes_before_the_environment_and_that_before_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: list[Any]
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(FILE)
+    monkeypatch.setenv("COMPILED_LLM_SERVE_MAX_ROWS", "32")
+    monkeypatch.setenv("COMPILED_LLM_SERVE_PORT", "2")
+    monkeypatch.setenv("COMPILED_LLM_SERVE_CORS_ORIGIN", "https://d.example,https://e.example")
+    done = invoke("serve", "--config", str(file), "--port", "3")
+    assert (done.exit_code, done.stderr) == (0, f"compiled_llm: the command line goes before {file}: port\n")
+    http, arguments = served
+    assert (http.port, http.served_model_name, http.allowed_host, http.page) == (3, ["a", "b"], ["c"], False)
+    assert http.cors_origin == ["https://d.example", "https://e.example"]
+    assert arguments[:2] == ["serve", "demo"]
+    assert {"--max-rows=32", "--max-step-ms=2.5", "--warmup=1,8", "--kv-memory=8GiB"} < set(arguments)
+
+
+def test_an_engine_process_goes_by_its_arguments_alone(monkeypatch: pytest.MonkeyPatch, served: list[Any]) -> None:
+    monkeypatch.setenv("COMPILED_LLM_SERVE_MAX_ROWS", "x")
+    assert invoke("serve", "demo", "--leashed").exit_code == 0
+    assert "--max-rows=256" in served[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("max-ros: 1", ", line 1: max-ros: there is no such option; did you mean max_rows?"),
+        ("\nzebra: 1", ", line 2: zebra: there is no such option; there are allowed_host, api_key_file, "),
+        ("config: a", ", line 1: config: there is no such option; "),
+        ("port: 1\nport: 2", ", line 2: port: was given in line 1 already; leave one of them out"),
+        ("max-rows: 1\nmax_rows: 1", ", line 2: max_rows: was given in line 1 already"),
+        ("max-num-seqs: 1", ", line 1: max-num-seqs: there is no such option; it is one of vLLM: give --max-rows"),
+        ("port: x", ", line 1: port x: "),
+        ("dtype: half", ", line 1: dtype half: "),
+        ("port: [1, 2]", ", line 1: port: give one value, and not 2"),
+        ("port:", ", line 1: port: give a value"),
+        ("port: {a: 1}", ", line 1: port: give a value"),
+        ("a\nport: 1: 2", ", line 2: is no YAML: "),
+        ("hello", ": give an option a line, as in `port: 8000`"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_line(text: str, said: str, tmp_path: Path, served: list[Any]) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    done = invoke("serve", "demo", "--config", str(file))
+    (line,) = done.stderr.splitlines()
+    assert (done.exit_code, line.startswith(f"error: --config {file}{said}"), served) == (2, True, []), line
+
+
+def test_a_file_that_is_missing_and_a_variable_that_is_wrong_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: list[Any]
+) -> None:
+    done = invoke("serve", "demo", "--config", str(tmp_path / "none"))
+    assert done.stderr == f"error: --config {tmp_path / 'none'}: cannot be read: No such file or directory\n"
+    for variable, value, said in (
+        ("COMPILED_LLM_SERVE_PORT", "tcp://10.0.0.1:80", "COMPILED_LLM_SERVE_PORT tcp://10.0.0.1:80: "),
+        ("COMPILED_LLM_SERVE_PROT", "1", "COMPILED_LLM_SERVE_PROT: there is no such option; did you mean port"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, value)
+            done = invoke("serve", "demo")
+            assert (done.exit_code, done.stderr.startswith(f"error: {said}"), served) == (2, True, []), done.stderr
