@@ -73,7 +73,8 @@ class ApiServerSettings:
     def __post_init__(self) -> None:
         if not self.is_local and not self.api_keys:
             raise ValueError(
-                f"--host {self.host}: other machines could use the model; give --api-key-file, or listen at 127.0.0.1"
+                f"--host {self.host}: other machines could use the model; give --api-key-file, or the environment "
+                "variable COMPILED_LLM_API_KEY, or listen at 127.0.0.1"
             )
         if not 0 <= self.port < 2**16:
             raise ValueError(f"--port {self.port}: must be from 0 to 65535")
@@ -150,9 +151,14 @@ def keys_in(file: Path) -> tuple[str, ...]:
     keys = tuple(line.strip() for line in lines if line.strip())
     if not keys:
         raise ValueError(f"--api-key-file {file}: the file has no key; write one a line")
+    return checked_keys(keys, f"--api-key-file {file}")
+
+
+def checked_keys(keys: tuple[str, ...], source: str) -> tuple[str, ...]:
+    """Return keys that come from ``source``; ValueError if one can be guessed."""
     if short := [key for key in keys if len(key) < _SHORTEST_KEY or not key.isascii()]:
         raise ValueError(
-            f"--api-key-file {file}: a key of {len(short[0])} characters; keys are of ASCII, {_SHORTEST_KEY} or "
+            f"{source}: a key of {len(short[0])} characters; keys are of ASCII, {_SHORTEST_KEY} or "
             'more: python -c "import secrets; print(secrets.token_urlsafe())" makes one'
         )
     return keys

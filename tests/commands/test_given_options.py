@@ -1,4 +1,4 @@
-"""`compiled-llm serve` takes options from a file and from the environment, and names the place of what is wrong there."""
+"""`compiled-llm serve` takes options from a file and from the environment, and names the place of a wrong one."""
 
 from __future__ import annotations
 

@@ -12,8 +12,10 @@ from typing import Any, cast
 import pytest
 
 from compiled_llm.commands import early_checks
+from compiled_llm.commands.loading.source import Source
 from compiled_llm.commands.serve import http as serve_http
 from compiled_llm.commands.serve.command import ServeOptions
+from compiled_llm.commands.serve.http import HttpFlags
 from compiled_llm.engine.engine import Engine
 from compiled_llm.server.engine_process.socket_file import listen
 from compiled_llm.server.restarts import Restarts
@@ -103,6 +105,19 @@ def test_what_is_compiled_before_the_first_request(
     served = ServeOptions(**{name: given.get(name) for name in ServeOptions._fields})
     served.prepare(cast(Engine, Warmed()), structured, lambda doing: None)
     assert made == calls
+
+
+def test_a_key_comes_from_the_environment_or_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keys").write_text("b" * 16)
+    monkeypatch.setenv("COMPILED_LLM_API_KEY", "a" * 16)
+    settings = HttpFlags(host="0.0.0.0").settings(Source("tiny", "tiny"), 1.0)
+    assert (settings.api_keys, settings.is_local) == (("a" * 16,), False)
+    code, line = failed("serve", "demo", "--api-key-file", str(tmp_path / "keys"))
+    assert (code, "COMPILED_LLM_API_KEY has a key, too; keys come from one place" in line) == (2, True)
+    monkeypatch.setenv("COMPILED_LLM_API_KEY", "short-one")
+    code, line = failed("serve", "demo")
+    assert (code, line.startswith("error: COMPILED_LLM_API_KEY: a key of 9 characters; ")) == (2, True)
+    assert "short-one" not in line
 
 
 def test_a_profile_that_cannot_be_kept_is_refused_at_once(path: Path, tmp_path: Path) -> None:

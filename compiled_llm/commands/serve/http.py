@@ -60,7 +60,20 @@ class HttpFlags(NamedTuple):
             raise ValueError(f"--api-server-count {count}: must be from 1 to {_MAX_API_SERVERS}")
         if self.ssl_certfile is not None and self.ssl_keyfile is not None:
             check_certificate(self.ssl_certfile, self.ssl_keyfile)
-        return settings_of(flags, source.public_name, drain_seconds=drain_seconds)
+        return settings_of(flags, source.public_name, drain_seconds=drain_seconds, **self._keys())
+
+    def _keys(self) -> dict[str, tuple[str, ...]]:
+        """Return the key of the environment, if there is one; ValueError if it is unfit, or beside a file of keys."""
+        from compiled_llm.server.settings import checked_keys
+
+        if not (key := os.environ.get("COMPILED_LLM_API_KEY")):
+            return {}
+        if self.api_key_file is not None:
+            raise ValueError(
+                f"--api-key-file {self.api_key_file}: the environment variable COMPILED_LLM_API_KEY has a key, too; "
+                "keys come from one place: unset it, or leave the file out"
+            )
+        return {"api_keys": checked_keys((key,), "COMPILED_LLM_API_KEY")}
 
 
 def usual_count(device: str) -> int:

@@ -34,7 +34,11 @@ ServedModelName = Annotated[
     list[str] | None, _http(metavar="NAME", help="What requests call the model. Several times for several.")
 ]
 ApiKeyFile = Annotated[
-    Path | None, _http(metavar="PATH", help="Keys, one a line, of which requests bear one. Needed beyond 127.0.0.1.")
+    Path | None,
+    _http(
+        metavar="PATH",
+        help="Keys, one a line, of which requests bear one. Beyond 127.0.0.1, this is needed, or COMPILED_LLM_API_KEY.",
+    ),
 ]
 AllowedHost = Annotated[
     list[str] | None, _http(metavar="NAME", help="By which clients may call this machine; * for any.")

@@ -54,7 +54,7 @@ VLLM_OPTIONS: dict[tuple[str, ...], str] = {
     ("--seed",): "a request gives a `seed` of its own",
     ("--max-logprobs",): "leave it out: requests may ask for 20",
     # ---- HTTP
-    ("--api-key",): "`ps` would show it to all users of this machine; write it into a file, and give --api-key-file",
+    ("--api-key",): "`ps` would show it to all users of this machine; set COMPILED_LLM_API_KEY, or give --api-key-file",
     ("--allowed-origins",): "give --cors-origin, several times for several",
     ("--uvicorn-log-level",): "give --log-level",
     ("--disable-log-requests", "--disable-uvicorn-access-log"): "give --log-level warning",
