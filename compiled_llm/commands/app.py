@@ -22,7 +22,6 @@ from compiled_llm.commands.serve.serve_command import ServeCommand
 app = typer.Typer(
     cls=KnownCommands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -293,6 +293,17 @@ for command in sys.argv[1:]:
     assert done.stdout.count("Usage: ") == len(commands)
 
 
+def test_a_shell_completes_commands_and_options() -> None:
+    for words, expected in (
+        ("compiled-llm se", ["serve"]),
+        ("compiled-llm serve --tensor-parallel-size 2 --config none --max-mo", ["--max-model-len"]),
+    ):
+        given = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")), "_COMPILED_LLM_COMPLETE": "complete_bash"}
+        command = [Path(sys.executable).parent / "compiled-llm"]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **given})
+        assert (done.stdout.split(), done.stderr) == (expected, "")
+
+
 def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "compiled_llm", "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"compiled-llm {version('compiled-llm')}\n", "")

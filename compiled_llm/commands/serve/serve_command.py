@@ -19,6 +19,8 @@ class ServeCommand(TyperCommand):
     """Takes options of the environment, too, and answers those of `vllm serve` with ours."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing:  # a shell asks how the line may go on
+            return super().parse_args(ctx, args)
         with readable_errors():
             check_none_of_vllm(args)
             if "--leashed" not in args:  # an engine process has all that it needs from its API server
@@ -30,7 +32,7 @@ class ServeCommand(TyperCommand):
 
 def read_config(context: typer.Context, file: Path | None) -> Path | None:
     """Have a file's options be what holds unless the command line or the environment says otherwise."""
-    if file is not None:
+    if file is not None and not context.resilient_parsing:
         with readable_errors():
             context.meta[_OF_FILE] = options = from_file(context, file)
             context.default_map = {**options, **(context.default_map or {})}
