@@ -27,6 +27,7 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
     Attributes:
         prompt: its token ids.
         refused: why the engine process has ended the whole request, or never began it.
+        figures: what was measured, once the request has ended.
         prompt_logprobs: of the prompt's tokens, as far as they have come; None before that, or if they are not wanted.
     """
 
@@ -53,19 +54,19 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
         self.prompt = prompt
         self.refused: Exception | None = None
         self._cancel = cancel
-        self._figures: Figures | None = None
+        self.figures: Figures | None = None
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._submitted = time.monotonic()
 
     @property
     def done(self) -> bool:
         """Whether all answers have ended."""
-        return self._figures is not None
+        return self.figures is not None
 
     @property
     def cached_tokens(self) -> int:
         """How many of the prompt's tokens the prefix cache had; 0 until the request has ended."""
-        return 0 if self._figures is None else self._figures["cached_tokens"]
+        return 0 if self.figures is None else self.figures["cached_tokens"]
 
     @property
     def is_scored(self) -> bool:
@@ -79,14 +80,14 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
 
     def output(self) -> RequestOutput:
         """Return what it came to, errors included, once it is ``done``."""
-        assert self._figures is not None, "the request has not ended"
+        assert self.figures is not None, "the request has not ended"
         with self._reading:
             completions = [answer.completion() for answer in self.answers]
         return RequestOutput(
             prompt_token_ids=list(self.prompt),
             outputs=completions,
             prompt_logprobs=self.prompt_logprobs,
-            **self._figures,
+            **self.figures,
         )
 
     # ---- in the thread that reads the connection
@@ -102,7 +103,7 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
 
     def finish(self, summary: Summary) -> None:
         """Take what is measured, once all answers have ended."""
-        self._figures = Figures(
+        self.figures = Figures(
             cached_tokens=summary.cached_tokens,
             queue_seconds=summary.queue_seconds,
             first_token_seconds=summary.first_token_seconds,
@@ -116,7 +117,7 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
                 answer.received.error, answer.received.finish_reason = error, "error"
         self.refused = error
         seconds = time.monotonic() - self._submitted
-        self._figures = Figures(cached_tokens=0, queue_seconds=None, first_token_seconds=None, seconds=seconds)
+        self.figures = Figures(cached_tokens=0, queue_seconds=None, first_token_seconds=None, seconds=seconds)
 
     def _catch_up(self) -> None:
         self.read_text()

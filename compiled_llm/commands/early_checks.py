@@ -22,7 +22,11 @@ def check_package(module: str, extra: str) -> None:
     Raises:
         RuntimeError: it is not.
     """
-    if importlib.util.find_spec(module) is None:
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it would be in
+        found = False
+    if not found:
         raise RuntimeError(f"this command needs {module}: pip install '.[{extra}]' in the checkout")
 
 

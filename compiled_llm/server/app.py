@@ -37,6 +37,10 @@ def application(settings: ApiServerSettings, link: EngineLink) -> FastAPI:
     for kind in ANSWERED:
         app.add_exception_handler(kind, respond)
     app.add_middleware(BodyRouteMiddleware, routes=[route for room in rooms for route in room.router.routes])
+    if settings.otlp_traces_endpoint is not None:
+        from compiled_llm.server.tracing import TracingMiddleware, tracer_provider
+
+        app.add_middleware(TracingMiddleware, provider=tracer_provider(settings.otlp_traces_endpoint))
     app.add_middleware(Guard, settings=settings, metrics=app.state.metrics)
     if settings.cors_origins:  # outside the guard: a browser asks first, without a key
         app.add_middleware(

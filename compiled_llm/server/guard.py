@@ -15,6 +15,7 @@ import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from compiled_llm.server.http.api_error import ApiError, unexpected
+from compiled_llm.server.openai.common.api_server import REQUEST_ID
 from compiled_llm.server.openai.metrics import ApiServerMetrics
 from compiled_llm.server.settings import ApiServerSettings
 
@@ -148,7 +149,7 @@ class _LoggedRequest:
 
     def __init__(self, scope: Scope, send: Send, metrics: ApiServerMetrics, behind_proxy: bool) -> None:
         named = _first_of_each(scope).get(_ID) if behind_proxy else None
-        self.id = named or f"req-{secrets.token_hex(6)}"  # short, since people read it
+        self.id = scope[REQUEST_ID] = named or f"req-{secrets.token_hex(6)}"  # short, since people read it
         self._tells = named is None
         self._scope = scope
         self._send = send

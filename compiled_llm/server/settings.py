@@ -40,6 +40,7 @@ class ApiServerSettings:
         salts_caches: whether requests share prefixes in the cache only with their own key, or ``user``.
         escapes_special_tokens: whether special tokens in the texts of requests are plain text.
         page: whether there is a page to chat on.
+        otlp_traces_endpoint: where a span of each request is sent to; None for no spans.
         figures: a folder in which the API servers of a server count together; None for an API server alone.
         created: when the server has begun, in seconds since 1970.
 
@@ -67,6 +68,7 @@ class ApiServerSettings:
     escapes_special_tokens: bool = False
     behind_proxy: bool = False
     page: bool = True
+    otlp_traces_endpoint: str | None = None
     figures: Path | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -90,6 +92,11 @@ class ApiServerSettings:
             raise ValueError(f"--allowed-host {wrong[0]}: give a name or an address alone, or * for any")
         if wrong := [origin for origin in self.cors_origins if not _ORIGIN.fullmatch(origin)]:
             raise ValueError(f"--cors-origin {wrong[0]}: give it as browsers do, https://page.example, or * for any")
+
+        if (endpoint := self.otlp_traces_endpoint) is not None and not _ENDPOINT.fullmatch(endpoint):
+            raise ValueError(
+                f"--otlp-traces-endpoint {endpoint}: spans are sent by HTTP: give a URL as http://localhost:4318/v1/traces"
+            )
 
     @property
     def is_local(self) -> bool:
@@ -192,4 +199,5 @@ def _reason(error: Exception) -> str:
 _SHORTEST_KEY = 16
 _LONGEST_INTERVAL = 1024
 _HOST = re.compile(r"\*|[\w.-]+|[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*")
+_ENDPOINT = re.compile(r"https?://[^/\s]+/\S*")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")

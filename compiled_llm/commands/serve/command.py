@@ -112,6 +112,7 @@ def serve(
     client_seconds: options.ClientSeconds = CLIENT_SECONDS,
     stream_interval: options.StreamInterval = 1,
     api_server_count: options.ApiServerCount = None,
+    otlp_traces_endpoint: options.OtlpTracesEndpoint = None,
     max_rows: options.MaxRows = MAX_ROWS,
     max_model_len: options.MaxModelLen = None,
     max_queue: options.MaxQueue = None,
@@ -144,7 +145,7 @@ def serve(
         http = HttpFlags(
             *(host, port, served_model_name or (), api_key_file, allowed_host or (), cors_origin or ()),
             *(ssl_certfile, ssl_keyfile, request_seconds, salt_caches, escape_special_tokens, page),
-            *(max_connections, client_seconds, stream_interval, api_server_count),
+            *(max_connections, client_seconds, stream_interval, api_server_count, otlp_traces_endpoint),
         )
         with_api_server = uds is None or http.given
         check_server_packages(http=with_api_server or operations_uds is not None)

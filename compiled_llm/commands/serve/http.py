@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from compiled_llm.commands.early_checks import has_driver
+from compiled_llm.commands.early_checks import check_package, has_driver
 from compiled_llm.commands.loading.source import Source
 from compiled_llm.commands.serve.log import logger, show_log
 from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS
@@ -45,6 +45,7 @@ class HttpFlags(NamedTuple):
     client_seconds: float = CLIENT_SECONDS
     stream_interval: int = 1
     api_server_count: int | None = None
+    otlp_traces_endpoint: str | None = None
 
     @property
     def given(self) -> bool:
@@ -58,6 +59,8 @@ class HttpFlags(NamedTuple):
         count = flags.pop("api_server_count")
         if count is not None and not 1 <= count <= _MAX_API_SERVERS:
             raise ValueError(f"--api-server-count {count}: must be from 1 to {_MAX_API_SERVERS}")
+        if self.otlp_traces_endpoint is not None:
+            check_package("opentelemetry.exporter.otlp.proto.http", "otel")
         if self.ssl_certfile is not None and self.ssl_keyfile is not None:
             check_certificate(self.ssl_certfile, self.ssl_keyfile)
         return settings_of(flags, source.public_name, drain_seconds=drain_seconds, **self._keys())

@@ -80,6 +80,10 @@ ApiServerCount = Annotated[
         "quarter as many as cores, 2 to 4; 1 without a GPU, or with fewer than 4 cores.",
     ),
 ]
+OtlpTracesEndpoint = Annotated[
+    str | None,
+    _http(metavar="URL", help="Send a span of each request there, by OpenTelemetry's protocol over HTTP."),
+]
 
 # ---- the engine process
 

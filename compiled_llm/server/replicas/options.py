@@ -27,7 +27,7 @@ OF_ENGINE_PROCESSES = frozenset(
 )
 _SAFETY_OF_API_SERVERS = {"allowed_host", "api_key_file", "client_seconds", "cors_origin", "salt_caches"}
 OF_API_SERVERS = frozenset(
-    {"escape_special_tokens", "page", "request_seconds", "served_model_name", "stream_interval"}
+    {"escape_special_tokens", "otlp_traces_endpoint", "page", "request_seconds", "served_model_name", "stream_interval"}
     | _SAFETY_OF_API_SERVERS
 )
 _PLACE = {"host", "operations_uds", "port", "ssl_certfile", "ssl_keyfile", "uds"}

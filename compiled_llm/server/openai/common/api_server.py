@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import time
 from collections.abc import Sequence
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 from starlette.requests import Request
 
@@ -23,6 +24,23 @@ from compiled_llm.server.settings import ApiServerSettings
 
 _MAX_ENTRIES = 2**18
 """Log-probabilities of prompts that a request can ask for; each takes hundreds of bytes."""
+
+REQUEST_ID, SUBMITTED = "compiled_llm.request_id", "compiled_llm.submitted"
+"""Where the scope of a request has its id in the log, and what it has begun, for whoever traces it."""
+
+
+class Submitted(NamedTuple):
+    """What a request has begun.
+
+    Attributes:
+        model: the name that it calls the model by.
+        came: when the engine process was asked, in nanoseconds since 1970.
+    """
+
+    model: str
+    params: SamplingParams
+    handles: Sequence[RemoteHandle]
+    came: int
 
 
 class ApiServer:
@@ -93,8 +111,10 @@ class ApiServer:
                 raise
             return handles
 
+        came = time.time_ns()
         handles = await in_thread_if_long(begun, CHARACTERS * sum(map(len, prompts)))
         limits = self.settings.max_unsent, self.settings.stream_interval
+        request.scope[SUBMITTED] = Submitted(body.model or self.settings.names[0], params, handles, came)
         return Answers(handles, request, params.include_stop_str_in_output, *limits, form and form.field)
 
     def check_answers(self, prompts: int, answers: int) -> None:
