@@ -30,6 +30,7 @@ VLLM_OPTIONS: dict[tuple[str, ...], str] = {
     ("--data-parallel-size", "-dp", "--enable-expert-parallel", "--distributed-executor-backend"): _ONE_GPU,
     ("--enable-sleep-mode",): "give --operations-uds: /sleep and /wake are there",
     # ---- which model
+    ("--model",): "give the model without it, as in `compiled-llm serve demo`",
     ("--quantization",): "leave it out: the model's own config says how its weights are quantised",
     ("--load-format",): "leave it out: the model's files say what they are",
     (
