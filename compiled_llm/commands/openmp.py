@@ -54,6 +54,8 @@ def _quotas(mounted: Path, group: str, *files: str) -> list[float]:
 
 
 def other_work() -> str | None:
-    """Return, in words, that other work wants more cores than there are; None if it does not."""
+    """Return, in words, that other work wants more cores than there are; None if not, or with one thread alone."""
+    if os.environ.get("OMP_NUM_THREADS") == "1":
+        return None
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     return f"{load:.1f} jobs share {cores} cores, and threads wait for each other" if load > cores else None

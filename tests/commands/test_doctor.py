@@ -291,6 +291,8 @@ def test_other_work_is_a_warning_where_models_run_on_the_cpu(
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     found = finding("devices: CPU", cuda)
     assert found.status == status
     assert found.detail.startswith(f"2 cores, {torch.get_num_threads()} threads, ")

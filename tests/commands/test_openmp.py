@@ -97,6 +97,7 @@ def test_other_work_on_a_cpu_is_told_once_in_a_line(
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (9.0 if busy else 0.5, 0.0, 0.0))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     with pytest.raises(FileNotFoundError):
         loading.load(str(tmp_path / "none"), device="cpu")
     told = "compiled_llm: 9.0 jobs share 2 cores, and threads wait for each other; answers are slow, and "
