@@ -120,18 +120,17 @@ def test_a_prefill_whose_client_has_left_ends_at_its_next_chunk(
     step, steps = EngineLoop.step, 0
     with socket.create_connection(("127.0.0.1", api_server.port)) as peer:
 
-        def leaving(loop: EngineLoop, unchanged: bool = False) -> Any:
+        def leaving(loop: EngineLoop) -> Any:
             nonlocal steps
             steps += 1
             if steps == 3:
                 peer.close()
                 until(lambda: engine._engine_thread._arrivals)
-            return step(loop, unchanged)
+            return step(loop)
 
         monkeypatch.setattr(EngineLoop, "step", leaving)
         peer.sendall(request({"prompt": [[5 + 7 * place % 90 for place in range(300)]], "max_tokens": 3, **more}))
-        while steps < 3:
-            time.sleep(0.002)
+        until(lambda: steps >= 3)
         until_idle(engine)
     assert steps <= 4  # of seventy-five
     engine.reset_prefix_cache()
