@@ -6,14 +6,14 @@ import os
 from collections.abc import MutableMapping
 from pathlib import Path
 
-# GNU's OpenMP, which PyTorch brings, lets a waiting thread spin 300,000 times and more, on a core that the thread which
-# it waits for may need. docs/how-to/cpu.md has what this costs: nothing on a quiet machine.
+# GNU's OpenMP, which PyTorch brings, lets a waiting thread spin for long on a core that the awaited thread may need.
+# docs/how-to/cpu.md has the measurements: on a quiet machine this number of spins costs nothing.
 _SPINS = "10000"
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 def set_up_threads(environment: MutableMapping[str, str] = os.environ, root: Path = Path("/")) -> None:
-    """Let threads wait for each other on a busy machine, and be no more than this process has cores.
+    """Let waiting threads sleep soon, and start no more threads than this process may use cores.
 
     What the user has set stays. ``root`` is that of the file system.
     """

@@ -262,7 +262,7 @@ class GenerateLoop:
             row.position = position
 
     def stored(self, layer: int) -> list[tuple[Tensor, Tensor]]:
-        """Return ``[K, length, D]`` twice for each row: copies of a layer's keys and values."""
+        """Return copies of a layer's keys and values for each row, each ``[K, length, D]``."""
         return self._thread.call(lambda: [self.model_runner.state.read(layer, row) for row in self.rows])
 
     def decode(self, tokens: Tensor, positions: Sequence[int] | None = None, unchanged: bool = False) -> Tensor:
@@ -279,13 +279,13 @@ class GenerateLoop:
         return self._thread.call(self._decode, tokens, positions, unchanged)
 
     def feed(self, tokens: Tensor) -> NDArray[np.int64]:
-        """Feed several known tokens into each row in one step, as those that a draft model proposes, and wait for it.
+        """Feed several known tokens into each row in one step, such as a draft model's, and wait for the results.
 
-        A row that does not accept all of them forgets the others by ``Row.rewind``; the next step is then told what the
-        row feeds in.
+        A row that does not accept all of them forgets the others by ``Row.rewind``; give the next step the token that
+        the row goes on with.
 
         Args:
-            tokens: ``[B, q]`` int64 or int32, in the order of ``rows``; the first follows what a row holds.
+            tokens: ``[B, q]`` int64 or int32 on the model's device, in the order of ``rows``.
 
         Returns:
             ``[B, q]``, the tokens sampled after each of them, as q steps would have sampled them.

@@ -137,7 +137,8 @@ class ModelRunner:
         if batch.extend:
             return self._extend(batch, persistent, unchanged)
         step = persistent.step
-        if unchanged and batch.new_tokens == 1 and step is not None and step.is_valid_for(batch.decode):
+        one_each = batch.tokens is None or batch.new_tokens == 1  # mostly None, and no call is made
+        if unchanged and one_each and step is not None and step.is_valid_for(batch.decode):
             return step.launch(batch.tokens, batch.observer, persistent.lose)
         return persistent.deferred.keep(self._decode(batch, persistent, unchanged), batch.observer)
 

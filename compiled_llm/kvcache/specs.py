@@ -48,11 +48,6 @@ class KVCacheSpec(AttentionSpec, Protocol):
         """Return the spec of such a layer in another group."""
         ...
 
-    @property
-    def page_size_bytes(self) -> int:
-        """Bytes of a page in this layer."""
-        ...
-
     def shape(self, pages: int) -> tuple[int, ...]:
         """Return the shape of a memory of ``pages`` pages."""
         ...
@@ -103,10 +98,6 @@ class FullAttentionSpec(NamedTuple):
     def shape(self, pages: int) -> tuple[int, ...]:
         return pages, 2, self.kv_heads, self.page_size, self.stored_head_dim
 
-    @property
-    def page_size_bytes(self) -> int:
-        return math.prod(self.shape(1)) * self.dtype.itemsize
-
     def planned(self, geometry: Geometry) -> Geometry:
         return geometry._replace(head_dim=self.stored_head_dim)
 
@@ -155,10 +146,6 @@ class UnevenAttentionSpec(NamedTuple):
 
     def shape(self, pages: int) -> tuple[int, ...]:
         return pages, self.kv_heads, self.page_size, self.head_dim + self.value_head_dim
-
-    @property
-    def page_size_bytes(self) -> int:
-        return math.prod(self.shape(1)) * self.dtype.itemsize
 
     def planned(self, geometry: Geometry) -> Geometry:
         return geometry
@@ -234,9 +221,14 @@ def sharing_memory(specs: Sequence[KVCacheSpec]) -> list[list[int]]:
     return [*sharing.values()]
 
 
+def page_size_bytes(spec: KVCacheSpec) -> int:
+    """Return the bytes of a page in a layer."""
+    return math.prod(spec.shape(1)) * spec.dtype.itemsize
+
+
 def page_bytes(specs: Sequence[KVCacheSpec]) -> int:
     """Return what one page takes over all layers of its group, in bytes."""
-    return sum(specs[layers[0]].page_size_bytes for layers in sharing_memory(specs))
+    return sum(page_size_bytes(specs[layers[0]]) for layers in sharing_memory(specs))
 
 
 def allocate_pages(specs: Sequence[KVCacheSpec], pages: int, device: torch.device) -> list[Tensor]:

@@ -141,7 +141,7 @@ def test_a_model_that_is_made_for_chats_is_named_once_if_it_is_not_asked_so(mode
     (folder / "chat_template.jinja").unlink()
     for model, flags, count in ((model_folder, [], 1), (model_folder, ["--chat"], 0), (folder, [], 0)):
         result = generate(model, "Hi", *flags)
-        assert result.stderr.count("the model is made for chats: --chat asks it your prompt") == count
+        assert result.stderr.count("the model is trained for chat: --chat sends it your prompt as a message") == count
 
 
 def test_a_template_that_refuses_or_is_missing_is_a_usage_error(model_folder: Path, tmp_path: Path) -> None:

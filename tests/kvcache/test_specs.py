@@ -20,6 +20,7 @@ from compiled_llm.kvcache.specs import (
     allocate_pages,
     kv_cache_specs,
     page_bytes,
+    page_size_bytes,
 )
 from compiled_llm.model.checks import check_layers
 from compiled_llm.model.layer_probe import Layer
@@ -54,7 +55,7 @@ def pair(seed: int, mode: Any = "eager") -> tuple[PreTrainedModel, Any]:
 class TestSpec:
     def test_memory_is_as_large_as_its_pages(self, spec: KVCacheSpec, shape: tuple[int, ...], nbytes: int) -> None:
         (memory,) = allocate_pages([spec], 9, CPU)
-        assert (memory.shape, memory.dtype, spec.page_size_bytes) == (shape, spec.dtype, nbytes)
+        assert (memory.shape, memory.dtype, page_size_bytes(spec)) == (shape, spec.dtype, nbytes)
         assert memory.nbytes == 9 * nbytes
         assert not memory.any()
 

@@ -104,10 +104,10 @@ def draw(speeds: Speeds, path: Path, columns: int = _PANELS_IN_A_ROW, panel_widt
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150, format=kind, metadata={"Date": None} if kind == "svg" else None)
     if kind == "svg":
-        path.write_text(with_dark_colours(path.read_text()))
+        path.write_text(_with_dark_colours(path.read_text()))
 
 
-def with_dark_colours(svg: str) -> str:
+def _with_dark_colours(svg: str) -> str:
     """Return a picture that readers of dark pages see in other colours; matplotlib writes them into each shape."""
     rules = [
         f'[style*="{part}: {light}"] {{{part}: {dark} !important}}'

@@ -94,7 +94,11 @@ class GenerateRequest(RunningOptions):
             console.print(streamer.figures(), style="dim", soft_wrap=True)
             console.print(preparation.figures(stats), style="dim", soft_wrap=True)
             if tokenizer.chat_template is not None and not self.chat:
-                console.print("the model is made for chats: --chat asks it your prompt", style="dim", soft_wrap=True)
+                console.print(
+                    "the model is trained for chat: --chat sends it your prompt as a message",
+                    style="dim",
+                    soft_wrap=True,
+                )
 
     def _answer(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> dict[str, Any]:
         ends = getattr(model.generation_config, "eos_token_id", None)

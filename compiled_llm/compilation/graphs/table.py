@@ -9,7 +9,7 @@ from typing import Literal
 from compiled_llm.compilation.graphs.step_key import Phase
 
 StepState = Literal["missing", "compiled", "capturing", "ready", "stale", "failed", "evicted"]
-"""What is known of a step.
+"""The state of a step.
 
 - missing: nothing; its program may have to be compiled before it runs.
 - compiled: it can be launched kernel by kernel. Where nothing is captured, that is all there is to it.
@@ -29,7 +29,7 @@ class CudaGraphRow:
         phase: prefill, decode, and so on.
         tokens: how many it computes, padding included.
         rows: how many of them sample a token, padding included.
-        variant: of a prefill how the backend divides it, of a choice 1 if it writes masks first; else 0.
+        variant: of a prefill how the backend divides it, of a sampling step 1 if it writes masks first; else 0.
         state: ready if it can be replayed; else missing, compiled, capturing, stale (dropped, since the model has
             changed), failed, or evicted (it has made room for others).
         nbytes: device memory that it takes in addition to the shared part, and gives back; 0 unless it is ready.
@@ -69,7 +69,7 @@ class CudaGraphTable:
     """All CUDA graphs of a model, those that were evicted too; ``str`` shows them.
 
     Attributes:
-        rows: decode steps by size, then prefills, then choices.
+        rows: decode steps by size, then prefills, then sampling steps.
         nbytes: device memory that all take now.
         shared_bytes: the part of it that they share: activations, logits and tokens.
         limit: what ``nbytes`` may be; None for any.

@@ -20,7 +20,7 @@ How = Literal["run", "launch", "capture", "compile"]
 
 
 class Dispatch(NamedTuple):
-    """What runs.
+    """The step to run for the wanted one, and how.
 
     Attributes:
         step: the one that is wanted, or a larger one, to which it is padded.

@@ -138,7 +138,7 @@ class RunnerState:
             spec.write(memory, places, keys, values)
 
     def read(self, layer: int, row: Row) -> tuple[Tensor, Tensor]:
-        """Return ``[K, length, D]``, copies of a row's keys and values in one layer."""
+        """Return copies of a row's keys and values in one layer, each ``[K, length, D]``."""
         spec = self.specs[layer]
         (pages,) = self.staging.to_device([np.array(row.pages[spec.group :: self.pool.groups], dtype=np.int64)])
         return spec.read(self.pages[layer], pages, row.length)

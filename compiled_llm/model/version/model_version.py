@@ -42,7 +42,7 @@ from compiled_llm.model.version.tensors import Tensors
 
 
 class ModelVersion:
-    """What a model is, compared with what it was; it keeps no model alive.
+    """Compares a model with what it was; it keeps no model alive.
 
     Attributes:
         looks: how many have begun.
@@ -126,7 +126,7 @@ class ModelVersion:
             self._code.watch(places)
 
     def let_go(self) -> None:
-        """Keep no tensors, nor modules that the model no longer has, until they are next asked for.
+        """Drop the remembered tensors, and modules that the model no longer has; the next comparison remembers anew.
 
         A tensor that was replaced may share its memory with the new one, which would count as someone else's.
         """
