@@ -64,7 +64,8 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     model = compiled_llm.wrap(plain, mode=options.mode, max_batch_size=options.rows)
     measured = kinds(vocabulary)
     found: dict[str, list[float]] = {kind: [] for kind in measured}
-    with Engine(model, tokenizer=made_up_tokenizer(vocabulary), max_rows=options.rows, prefix_cache=False) as engine:
+    limits: dict[str, Any] = {"max_num_seqs": options.rows, "prefix_cache": False}
+    with Engine(model, tokenizer=made_up_tokenizer(vocabulary), **limits) as engine:
         engine.warmup([options.rows], structured=True)
         for number in range(-1, options.rounds):
             for kind, settings in measured.items():

@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace, replicas: int, tokens: int, **router: Any
         device=arguments.device,
         mode=arguments.mode,
         kv_memory=f"{tokens} tokens",
-        max_rows=16,
+        max_num_seqs=16,
         warmup=1,
         quiet=True,
         max_longer=arguments.max_longer,

@@ -19,7 +19,7 @@ from compiled_llm.commands.options import shared
 from compiled_llm.commands.options.choices import Device, Dtype, integers
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import WrapConfig
-from compiled_llm.server.defaults import MAX_ROWS
+from compiled_llm.server.defaults import MAX_NUM_SEQS
 
 if TYPE_CHECKING:
     from compiled_llm.compilation.artifacts.manifest import Manifest
@@ -30,15 +30,16 @@ _PREPARED = "What it is compiled for"
 def compile_ahead(
     model: shared.ModelPlace,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="A new folder for what is compiled.")],
-    max_rows: Annotated[
-        int, typer.Option(help="Room for so many requests at once, as `serve --max-rows`.", rich_help_panel=_PREPARED)
-    ] = MAX_ROWS,
+    max_num_seqs: Annotated[
+        int,
+        typer.Option(help="Make room for so many requests at once, as `serve` does.", rich_help_panel=_PREPARED),
+    ] = MAX_NUM_SEQS,
     warmup: Annotated[
         str,
         typer.Option(
             metavar="ROWS",
-            help="Build kernels for these numbers of requests: 1,8,64. Unless given, all up to --max-rows, on a CPU 1 "
-            "and 2, whose code serves all.",
+            help="Build kernels for these numbers of requests: 1,8,64. Unless given, all up to --max-num-seqs, on a "
+            "CPU 1 and 2, whose code serves all.",
             rich_help_panel=_PREPARED,
         ),
     ] = "",
@@ -67,11 +68,11 @@ def compile_ahead(
             raise ValueError("mode='eager' compiles nothing; give another one")
         options = {"mode": mode, "backend": backend, "progress": not quiet}
         WrapConfig.from_options(options)
-        if max_rows < 1:
-            raise ValueError(f"--max-rows {max_rows}: must be at least 1")
+        if max_num_seqs < 1:
+            raise ValueError(f"--max-num-seqs {max_num_seqs}: must be at least 1")
         sizes = integers("--warmup", warmup)
-        if wrong := [size for size in sizes if size > max_rows]:
-            raise ValueError(f"--warmup {wrong[0]}: there is room for {max_rows} requests; raise --max-rows")
+        if wrong := [size for size in sizes if size > max_num_seqs]:
+            raise ValueError(f"--warmup {wrong[0]}: there is room for {max_num_seqs} requests; raise --max-num-seqs")
         if profile is not None:
             Profile.read(profile)  # tells at once that it is damaged
         check_driver(device.value)
@@ -86,7 +87,7 @@ def compile_ahead(
             from compiled_llm.commands.loading.load import fetched, load
 
             loaded, tokenizer = load(fetched(source, not quiet), dtype.value, device.value, progress=not quiet)
-            manifest = _compiled_into(folder, loaded, tokenizer, options, max_rows, sizes, profile)
+            manifest = _compiled_into(folder, loaded, tokenizer, options, max_num_seqs, sizes, profile)
         size = sum(entry.nbytes for entry in manifest.files.values())
         typer.echo(f"compiled_llm: {len(manifest.files)} files, {size / 2**20:,.1f} MiB, in {target}", err=True)
 
@@ -96,7 +97,7 @@ def _compiled_into(
     loaded: Any,
     tokenizer: Any,
     options: dict[str, Any],
-    max_rows: int,
+    max_num_seqs: int,
     sizes: list[int],
     profile: Path | None,
 ) -> Manifest:
@@ -110,11 +111,11 @@ def _compiled_into(
     from compiled_llm.execution.state.decode_buffers import buckets_up_to
 
     here = made_for(loaded, type(loaded), WrapConfig.from_options(options))
-    model = compiled_llm.wrap(loaded, max_batch_size=max_rows, **options)
+    model = compiled_llm.wrap(loaded, max_batch_size=max_num_seqs, **options)
     if profile is not None:
         model.compiled.warming.read(profile).save(folder / PROFILE)
-    with compiled_llm.Engine(model, tokenizer=tokenizer, max_rows=max_rows, watch_model=False) as engine:
-        default = [1, min(2, max_rows)] if model.device.type == "cpu" else buckets_up_to(max_rows)
+    with compiled_llm.Engine(model, tokenizer=tokenizer, max_num_seqs=max_num_seqs, watch_model=False) as engine:
+        default = [1, min(2, max_num_seqs)] if model.device.type == "cpu" else buckets_up_to(max_num_seqs)
         engine.warmup(sizes or default)
         model_runner = model.compiled.model_runner()
         prepare(model_runner, [], [], embedded=True)
@@ -127,7 +128,7 @@ def _compiled_into(
         )
     if model.device.type == "cpu":
         stand_in_compiler.write_to(folder)
-    return seal(folder, here, max_rows)
+    return seal(folder, here, max_num_seqs)
 
 
 def _run_some_requests(engine: Any) -> None:

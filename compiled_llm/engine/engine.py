@@ -54,7 +54,7 @@ class Engine:
         model: PreTrainedModel,
         *,
         tokenizer: Any = None,
-        max_rows: int = 256,
+        max_num_seqs: int = 256,
         max_model_len: int | None = None,
         max_step_ms: float | None = None,
         prefix_cache: bool = True,
@@ -69,7 +69,8 @@ class Engine:
         Args:
             model: wrapped by ``compiled_llm.wrap``.
             tokenizer: for prompts of text and messages, and for the text of answers.
-            max_rows: how many requests run at once, at most; ``max_batch_size`` of ``wrap`` bounds ``generate`` alone.
+            max_num_seqs: how many requests run at once, at most, as in vLLM; ``max_batch_size`` of ``wrap`` bounds
+                ``generate`` alone.
             max_model_len: how many tokens a request may have, prompt and answer together, as in vLLM; None for as many
                 as the model has positions.
             max_step_ms: how long a step may take, in milliseconds: prompts are computed in chunks that leave it so, as
@@ -90,17 +91,17 @@ class Engine:
             ValueError: a number is impossible, or there is no such mode.
         """
         self._runtime = _wrapped(model)
-        check_options(max_rows, max_model_len, max_step_ms, max_queue, logprobs_mode, grammar_timeout)
+        check_options(max_num_seqs, max_model_len, max_step_ms, max_queue, logprobs_mode, grammar_timeout)
         if max_model_len is not None and max_model_len > (positions := max_positions_of(model)):
             raise ValueError(f"max_model_len={max_model_len}: the model has {positions} positions; give no more")
-        self._runtime.make_room(max_rows)
+        self._runtime.make_room(max_num_seqs)
         self._model = model
-        self._max_rows = max_rows
+        self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._tokenizer = tokenizer
         self._decoding = None if tokenizer is None else TokenDecoder(tokenizer)
         self._max_queue = max_queue
-        settings = LoopSettings(max_rows, max_step_ms, prefix_cache, logprobs_mode, watch_model)
+        settings = LoopSettings(max_num_seqs, max_step_ms, prefix_cache, logprobs_mode, watch_model)
         self._engine_thread = EngineThread(model, self._runtime, settings)
         compilers = compilers_of(tokenizer, grammar_worker, float(grammar_timeout))
         self._grammars = Grammars(
@@ -246,7 +247,7 @@ class Engine:
         """Compile and capture what steps of these sizes need, so that no request waits for it.
 
         Args:
-            rows: how many requests will run at once, one number or several; 1 to ``max_rows`` if None, and with
+            rows: how many requests will run at once, one number or several; 1 to ``max_num_seqs`` if None, and with
                 ``"auto"`` what ``model.compiled.warmup("auto")`` prepares.
             profile: a file of ``model.compiled.save_profile``, as in ``model.compiled.warmup``.
             structured: prepare for ``structured_outputs``, too; else the first request that has some waits for it,
@@ -254,15 +255,17 @@ class Engine:
             report: called with what is being prepared, in words.
 
         Raises:
-            ValueError: one is no whole number between 1 and ``max_rows``; the profile cannot be used; or grammars
+            ValueError: one is no whole number between 1 and ``max_num_seqs``; the profile cannot be used; or grammars
                 cannot be compiled without a tokenizer, or a token that ends answers.
             RuntimeError: xgrammar is missing.
         """
         self._check_open()
         self._engine_thread.check.look()
-        wanted = self._runtime.warming.wanted("rows", rows, profile, self._max_rows)
-        if wrong := [size for size in wanted.sizes if not (is_count(size) and size <= self._max_rows)]:
-            raise ValueError(f"rows: {wrong[0]!r} is not a whole number between 1 and max_rows={self._max_rows}")
+        wanted = self._runtime.warming.wanted("rows", rows, profile, self._max_num_seqs)
+        if wrong := [size for size in wanted.sizes if not (is_count(size) and size <= self._max_num_seqs)]:
+            raise ValueError(
+                f"rows: {wrong[0]!r} is not a whole number between 1 and max_num_seqs={self._max_num_seqs}"
+            )
         if structured or (self._tokenizer is not None and wanted.structured):
             prepare_grammars(self._grammars, self._model, self._tokenizer)
         warm_up(self._runtime, self._engine_thread, wanted, structured, report)
@@ -285,7 +288,7 @@ class Engine:
             pages=model_runner.pool.account(),
             page_size=model_runner.config.page_size,
             page_groups=model_runner.pool.groups,
-            max_rows=self._max_rows,
+            max_num_seqs=self._max_num_seqs,
             max_tokens=self._max_model_len or model_runner.max_positions,
         )
 

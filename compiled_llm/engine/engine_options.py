@@ -9,7 +9,7 @@ from compiled_llm.engine.steps.logprobs import LogprobsMode
 
 
 def check_options(
-    max_rows: object,
+    max_num_seqs: object,
     max_model_len: object,
     max_step_ms: object,
     max_queue: object,
@@ -21,8 +21,8 @@ def check_options(
     Raises:
         ValueError: one is impossible.
     """
-    if not is_count(max_rows):
-        raise ValueError(f"max_rows={max_rows!r}: give 1 or more")
+    if not is_count(max_num_seqs):
+        raise ValueError(f"max_num_seqs={max_num_seqs!r}: give 1 or more")
     if max_model_len is not None and not is_count(max_model_len):
         raise ValueError(f"max_model_len={max_model_len!r}: give 1 or more, or None for the model's positions")
     if max_step_ms is not None and not is_positive(max_step_ms):

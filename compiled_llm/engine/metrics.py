@@ -94,7 +94,7 @@ class EngineDescription:
         pages: the page account, shared with ``generate`` and caches.
         page_size: tokens in a page.
         page_groups: how many pages so many tokens have, one for each group of layers.
-        max_rows: how many requests run at once, at most.
+        max_num_seqs: how many requests run at once, at most.
         max_tokens: how many tokens a request may have, prompt and answer together.
     """
 
@@ -102,7 +102,7 @@ class EngineDescription:
     pages: PageAccount
     page_size: int
     page_groups: int
-    max_rows: int
+    max_num_seqs: int
     max_tokens: int
 
     def requests(self, tokens: int) -> int:
@@ -115,7 +115,7 @@ class EngineDescription:
             raise ValueError(
                 f"tokens={tokens}: a request has 1 to {self.max_tokens} tokens, prompt and answer together"
             )
-        return min(self.max_rows, self.pages.total // (-(-tokens // self.page_size) * self.page_groups))
+        return min(self.max_num_seqs, self.pages.total // (-(-tokens // self.page_size) * self.page_groups))
 
     def __str__(self) -> str:
         """A line for each kind of memory, then one for each length."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-VERSION = 2
+VERSION = 3
 """Of the protocol. It is counted up whenever one side would misunderstand the other."""
 
 Kind = Literal["invalid", "full", "unavailable", "failed"]
@@ -90,7 +90,7 @@ class Ready(Struct, tag="ready", frozen=True):
         vocabulary: how many token ids prompts can have.
         eos_token_ids: the model's end-of-sequence tokens.
         max_tokens: how many tokens a request may have, prompt and answer together.
-        max_rows: how many requests run at once.
+        max_num_seqs: how many requests run at once.
         form_ends: tokens that end an answer with ``structured_outputs``; none if there is nothing to compile them.
         model_type: of the model's configuration.
     """
@@ -99,7 +99,7 @@ class Ready(Struct, tag="ready", frozen=True):
     vocabulary: int
     eos_token_ids: list[int]
     max_tokens: int
-    max_rows: int
+    max_num_seqs: int
     tokenizer: str | None = None
     gguf_file: str | None = None
     form_ends: list[int] = []

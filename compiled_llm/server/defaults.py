@@ -1,6 +1,6 @@
 """How many requests a server takes, unless it is told otherwise."""
 
-MAX_ROWS = 256
+MAX_NUM_SEQS = 256
 """That run at once."""
 MAX_QUEUE = 2048
 """That wait for an API server to answer; further ones are refused."""

@@ -43,7 +43,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> ForeignFolder:
 @pytest.fixture
 def engine(model_folder: Path) -> Iterator[Engine]:
     model: Any = compiled_llm.wrap(AutoModelForCausalLM.from_pretrained(model_folder), mode="eager", progress=False)
-    with Engine(model, tokenizer=AutoTokenizer.from_pretrained(model_folder), max_rows=2) as engine:
+    with Engine(model, tokenizer=AutoTokenizer.from_pretrained(model_folder), max_num_seqs=2) as engine:
         yield engine
 
 

@@ -26,7 +26,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 FILE = """\
 model: demo
 port: 1
-max-rows: 16
+max-num-seqs: 16
 max_step_ms: 2.5
 warmup: [1, 8]
 served-model-name: [a, b]
@@ -41,7 +41,7 @@ def test_the_command_line_goes_before_the_environment_and_that_before_the_file(
 ) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(FILE)
-    monkeypatch.setenv("COMPILED_LLM_SERVE_MAX_ROWS", "32")
+    monkeypatch.setenv("COMPILED_LLM_SERVE_MAX_NUM_SEQS", "32")
     monkeypatch.setenv("COMPILED_LLM_SERVE_PORT", "2")
     monkeypatch.setenv("COMPILED_LLM_SERVE_CORS_ORIGIN", "https://d.example,https://e.example")
     done = invoke("serve", "--config", str(file), "--port", "3")
@@ -50,24 +50,24 @@ def test_the_command_line_goes_before_the_environment_and_that_before_the_file(
     assert (http.port, http.served_model_name, http.allowed_host, http.page) == (3, ["a", "b"], ["c"], False)
     assert http.cors_origin == ["https://d.example", "https://e.example"]
     assert arguments[:2] == ["serve", "demo"]
-    assert {"--max-rows=32", "--max-step-ms=2.5", "--warmup=1,8", "--kv-memory=8GiB"} < set(arguments)
+    assert {"--max-num-seqs=32", "--max-step-ms=2.5", "--warmup=1,8", "--kv-memory=8GiB"} < set(arguments)
 
 
 def test_an_engine_process_goes_by_its_arguments_alone(monkeypatch: pytest.MonkeyPatch, served: list[Any]) -> None:
-    monkeypatch.setenv("COMPILED_LLM_SERVE_MAX_ROWS", "x")
+    monkeypatch.setenv("COMPILED_LLM_SERVE_MAX_NUM_SEQS", "x")
     assert invoke("serve", "demo", "--leashed").exit_code == 0
-    assert "--max-rows=256" in served[1]
+    assert "--max-num-seqs=256" in served[1]
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("max-ros: 1", ", line 1: max-ros: there is no such option; did you mean max_rows?"),
+        ("max-num-seq: 1", ", line 1: max-num-seq: there is no such option; did you mean max_num_seqs"),
         ("\nzebra: 1", ", line 2: zebra: there is no such option; there are allowed_host, api_key_file, "),
         ("config: a", ", line 1: config: there is no such option; "),
         ("port: 1\nport: 2", ", line 2: port: was given in line 1 already; leave one of them out"),
-        ("max-rows: 1\nmax_rows: 1", ", line 2: max_rows: was given in line 1 already"),
-        ("max-num-seqs: 1", ", line 1: max-num-seqs: there is no such option; it is one of vLLM: give --max-rows"),
+        ("max-num-seqs: 1\nmax_num_seqs: 1", ", line 2: max_num_seqs: was given in line 1 already"),
+        ("enforce-eager: true", ", line 1: enforce-eager: there is no such option; it is one of vLLM: give --mode"),
         ("port: x", ", line 1: port x: "),
         ("dtype: half", ", line 1: dtype half: "),
         ("port: [1, 2]", ", line 1: port: give one value, and not 2"),

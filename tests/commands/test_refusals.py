@@ -52,9 +52,9 @@ REFUSED = {
         (f"--seed {2**63}", "SamplingParams: seed="),
     ],
     "serve demo --uds NEW": [
-        ("--max-rows 0", "--max-rows 0: must be at least 1"),
+        ("--max-num-seqs 0", "--max-num-seqs 0: must be at least 1"),
         ("--max-model-len 0", "--max-model-len 0: must be at least 1"),
-        ("--warmup 8,300", "--warmup 300: there are 256 requests at once; raise --max-rows"),
+        ("--warmup 8,300", "--warmup 300: there are 256 requests at once; raise --max-num-seqs"),
         ("--warmup x", "--warmup 'x': give comma-separated integers"),
         ("--drain-seconds -1", "--drain-seconds -1: must be 0 or more"),
         ("--kv-memory much", "--kv-memory much: give a fraction of the free memory"),
@@ -88,8 +88,8 @@ REFUSED = {
     "compile demo -o NEW": [
         ("--mode eager", "--mode eager compiles nothing; give another one"),
         ("--mode quick", "--mode quick: choose one of"),
-        ("--max-rows 0", "--max-rows 0: must be at least 1"),
-        ("--max-rows 4 --warmup 1,8", "--warmup 8: there is room for 4 requests; raise --max-rows"),
+        ("--max-num-seqs 0", "--max-num-seqs 0: must be at least 1"),
+        ("--max-num-seqs 4 --warmup 1,8", "--warmup 8: there is room for 4 requests; raise --max-num-seqs"),
     ],
     "explain x": [
         ("--timings 1,y", "--timings '1,y': give comma-separated integers"),

@@ -99,7 +99,7 @@ def test_what_is_compiled_before_the_first_request(
             made.append((*sizes, *named, *["structured"] * structured))
 
     made: list[Any] = []
-    given = {"model": "demo", "max_rows": 16, "warmup": [], **options}
+    given = {"model": "demo", "max_num_seqs": 16, "warmup": [], **options}
     if "profile" in given:
         given["profile"] = tmp_path / given["profile"]
     served = ServeOptions(**{name: given.get(name) for name in ServeOptions._fields})

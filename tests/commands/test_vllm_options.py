@@ -22,8 +22,8 @@ def own_options() -> set[str]:
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("--max-num-seqs 8", "--max-num-seqs is an option of vLLM: give --max-rows, how many requests run at once"),
-        ("--max_num_seqs=8", "--max_num_seqs is an option of vLLM: give --max-rows, how many requests run at once"),
+        ("--enforce-eager", "--enforce-eager is an option of vLLM: give --mode eager"),
+        ("--attention_backend=x", "--attention_backend is an option of vLLM: give --backend"),
         ("--model demo", "--model is an option of vLLM: give the model without it, as in `compiled-llm serve demo`"),
         ("-tp 2", "-tp is an option of vLLM: a model runs on one GPU here; start a server for each GPU, with CUDA_"),
         ("--api-key secret", "--api-key is an option of vLLM: `ps` would show it to all users of this machine; "),

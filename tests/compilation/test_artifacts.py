@@ -50,7 +50,7 @@ def artifacts(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     model = compiled_llm.wrap(loaded(model_folder), progress=False)
     made_for = sizes_made_for(model, model.compiled.facts.model_class, model.compiled.config, 64)
     Profile(made_for, {StepKey.decode(4): 3}).save(profile)
-    done = compiled(model_folder, target, "--max-rows", "64", "--profile", str(profile), "--quiet")
+    done = compiled(model_folder, target, "--max-num-seqs", "64", "--profile", str(profile), "--quiet")
     assert done.returncode == 0, done.stderr
     assert list(target.parent.iterdir()) == [target]
     return target
@@ -169,15 +169,15 @@ def test_what_is_not_there_is_an_error_not_a_compile_and_the_next_call_works(
 def test_an_engine_has_the_room_that_was_compiled_for(model_folder: Path, artifacts: Path) -> None:
     model = compiled_llm.wrap(loaded(model_folder), artifacts=artifacts, progress=False)
     with pytest.raises(ValueError, match="have room for 64 rows, and 65 are asked for"):
-        compiled_llm.Engine(model, max_rows=65)
-    with compiled_llm.Engine(model, max_rows=8) as engine:
+        compiled_llm.Engine(model, max_num_seqs=65)
+    with compiled_llm.Engine(model, max_num_seqs=8) as engine:
         engine.generate([[5, 6], [7]] * 4, compiled_llm.SamplingParams(max_tokens=3, seed=0))
     assert model.compiled.stats().builds == NOTHING
 
 
 def test_what_the_profile_in_it_names_is_prepared_by_auto(model_folder: Path, artifacts: Path, tmp_path: Path) -> None:
     model = compiled_llm.wrap(loaded(model_folder), artifacts=artifacts, progress=False)
-    with compiled_llm.Engine(model, max_rows=64) as engine:
+    with compiled_llm.Engine(model, max_num_seqs=64) as engine:
         engine.warmup("auto")
     assert model.compiled.stats().buckets == [4]
     assert model.compiled.stats().builds == NOTHING

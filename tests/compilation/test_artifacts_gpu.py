@@ -40,7 +40,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def artifacts(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("written") / "artifacts"
-    options = ("--device", "cuda", "--max-rows", "64", "--warmup", "1,2,4,8", "--quiet")
+    options = ("--device", "cuda", "--max-num-seqs", "64", "--warmup", "1,2,4,8", "--quiet")
     done = compiled(model_folder, target, *options)
     assert done.returncode == 0, done.stderr
     return target

@@ -46,8 +46,8 @@ def tokenizer() -> Numbers:
 
 @pytest.fixture
 def engine(model: PreTrainedModel, tokenizer: Numbers, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    max_rows = 1 if "place" in request.fixturenames else 256  # there the second request waits
-    with Engine(model, tokenizer=tokenizer, max_rows=max_rows) as engine:
+    max_num_seqs = 1 if "place" in request.fixturenames else 256  # there the second request waits
+    with Engine(model, tokenizer=tokenizer, max_num_seqs=max_num_seqs) as engine:
         yield engine
     assert_account_is_empty(model)
 

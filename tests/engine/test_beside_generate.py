@@ -106,7 +106,7 @@ def test_a_call_in_the_batch_ends_before_the_engine_stops(model, engine, folder,
 @pytest.mark.parametrize("rows", [1, 256])
 def test_calls_go_on_inside_a_pause(model, rows):
     """With one row, which is taken for long, a call that waits in the batch leaves it."""
-    with Engine(model, max_rows=rows) as engine:
+    with Engine(model, max_num_seqs=rows) as engine:
         beside, call = joined(model, engine)
         with engine.paused(weights_stay=True):
             assert call.result(PATIENCE) == huggingfaces(PROMPT, SHORT)
@@ -124,7 +124,7 @@ def test_a_sampled_call_that_leaves_goes_on_with_its_seeds(model):
         return model.generate(torch.tensor([PROMPT]), **settings)[0].tolist()  # type: ignore[no-any-return]
 
     expected = sampled()
-    with Engine(model, max_rows=1) as engine:
+    with Engine(model, max_num_seqs=1) as engine:
         beside = engine.submit(OTHER, greedy(LONG))
         next(iter(beside))
         call = start(sampled)

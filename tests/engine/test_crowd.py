@@ -120,7 +120,7 @@ def test_a_crowd_gets_what_each_gets_alone(monkeypatch, one_thread, seed, count,
             prompt, params = requests[number]
             assert alone(model, prompt, params.max_tokens or 1) == expected[number][0]
 
-    with Engine(model, max_rows=12) as engine:
+    with Engine(model, max_num_seqs=12) as engine:
         for _ in range(2):
             numbers = draw.sample(range(count), count)
             greedy = [number for number in numbers if requests[number][1].temperature == 0][: count // 8]

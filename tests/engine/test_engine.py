@@ -167,7 +167,7 @@ def test_a_salt_keeps_texts_apart(engine, seed):
 
 def test_the_queue_is_bounded(model, seed):
     params = SamplingParams(max_tokens=900, ignore_eos=True)
-    with Engine(model, max_rows=1, max_queue=2) as engine:
+    with Engine(model, max_num_seqs=1, max_queue=2) as engine:
         handles = [engine.submit([5, 6], params) for _ in range(2)]
         with pytest.raises(QueueFullError, match="max_queue=2"):
             engine.generate([[5], [6], [7]])

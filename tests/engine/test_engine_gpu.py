@@ -65,7 +65,7 @@ def test_tokens_are_the_most_likely_ones_also_after_rows_lost_their_pages(
     """By HuggingFace's logits in float32, given what was fed in; bfloat16 may take the second of two near ties."""
     monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
     asked = some_requests(seed, 60)
-    with Engine(model, max_rows=12) as engine:
+    with Engine(model, max_num_seqs=12) as engine:
         given = [answers(engine, asked) for _ in range(2)]
         assert engine.stats().preemptions > 0
         assert engine.stats().cached_tokens > 0
@@ -96,7 +96,7 @@ def test_two_thousand_steps_of_requests_that_come_and_go(
     monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
     draw, asked = random.Random(seed), iter(some_requests(seed + 2, 5000))
     handles: list[tuple[Asked, RequestHandle]] = []
-    with Engine(model, max_rows=12) as engine:
+    with Engine(model, max_num_seqs=12) as engine:
         while engine.stats().steps < 2000:
             running = [handle for _, handle in handles if not handle.done]
             if len(running) < draw.randint(1, 24):
@@ -122,7 +122,7 @@ def test_two_thousand_steps_of_requests_that_come_and_go(
 def test_nothing_waits_for_the_device_but_reading_tokens(model: PreTrainedModel, seed: int) -> None:
     """Sampled rows are admitted and released while steps run, and lose their pages."""
     asked = some_requests(seed + 1, 40)
-    with Engine(model, max_rows=12) as engine:
+    with Engine(model, max_num_seqs=12) as engine:
         answers(engine, asked)
         engine.reset_prefix_cache()
         torch.cuda.synchronize()
@@ -162,7 +162,7 @@ def test_log_probabilities_are_as_near_to_float32_as_huggingfaces(roomy: PreTrai
     others = [
         SamplingParams(temperature=0, max_tokens=30, ignore_eos=True) if n % 5 == 4 else params for n in range(40)
     ]
-    with Engine(roomy, max_rows=12) as engine:
+    with Engine(roomy, max_num_seqs=12) as engine:
         outputs = engine.generate(prompts, others)
     exact, theirs = in_float32(small_qwen3(seed)), small_qwen3(seed)
     differences: list[torch.Tensor] = []
@@ -196,7 +196,7 @@ def test_steps_with_log_probabilities_return_while_the_device_sleeps(roomy: PreT
         SamplingParams(temperature=0, max_tokens=120, logprobs=most, ignore_eos=True) for most in (None, 5, 20, None)
     ]
     prompts = [prompt for prompt, _ in some_requests(seed, 4)]
-    with Engine(roomy, max_rows=4) as engine:
+    with Engine(roomy, max_num_seqs=4) as engine:
         engine.generate(prompts, settings)  # what these sizes need is captured
         handles = [engine.submit(*asked) for asked in zip(prompts, settings, strict=True)]
         while min(len(handle.requests[0].tokens) for handle in handles) < 8:

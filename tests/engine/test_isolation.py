@@ -186,7 +186,7 @@ def test_a_request_that_ends_in_the_midst_of_its_prompt_gives_its_pages_back(one
 
 
 def test_smaller_priorities_run_first(model, one_thread):
-    with Engine(model, max_rows=1) as engine:
+    with Engine(model, max_num_seqs=1) as engine:
         with engine.paused():
             handles = {value: engine.submit([5, 6, 7 + value], greedy(2), priority=value) for value in (2, 0, 1, -1)}
         ends = {value: handle.result(PATIENCE) and handle.requests[0].finished for value, handle in handles.items()}
@@ -301,7 +301,7 @@ def kept_cache(model: PreTrainedModel, prompt: list[int], tokens: int) -> Any:
 def test_a_call_that_kept_caches_leave_no_room_for_is_refused_and_the_engine_goes_on(one_thread):
     model, prompt = wrapped(160), PROMPT[:14]  # 40 pages
     kept = kept_cache(model, prompt, 78)  # 23 of them
-    with Engine(model, max_rows=1) as engine:
+    with Engine(model, max_num_seqs=1) as engine:
         handles = [engine.submit(prompt, greedy(50)) for _ in range(3)]  # 16 each
         next(iter(handles[0]))
         with pytest.raises(ValueError, match="pages of 4 tokens"):
@@ -316,7 +316,7 @@ def test_a_request_that_waits_for_kept_pages_is_reported(monkeypatch, one_thread
     monkeypatch.setattr(starvation, "_LONG", 0.05)
     model = wrapped(160)  # 40 pages
     kept = kept_cache(model, PROMPT[:14], 78)  # 23 of them
-    with Engine(model, max_rows=1) as engine:
+    with Engine(model, max_num_seqs=1) as engine:
         handle = engine.submit(list(range(3, 100)), greedy(4))
         deadline = time.monotonic() + 20
         while not caplog.messages and time.monotonic() < deadline:

@@ -57,7 +57,7 @@ def test_a_request_waits_in_the_queue_for_its_first_token_and_between_tokens():
 def test_stats_of_an_engine():
     model = wrapped(400, tiny_qwen3(), page_size=16)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    with compiled_llm.Engine(model, max_rows=4) as engine:
+    with compiled_llm.Engine(model, max_num_seqs=4) as engine:
         before = engine.stats()
         assert before.queue_seconds is before.first_token_seconds is before.inter_token_seconds is before.pages is None
         assert before.prefix_cache_hit_rate is None
@@ -78,7 +78,7 @@ def test_stats_of_an_engine():
 def test_a_description_says_how_many_requests_fit():
     model = wrapped(400, tiny_qwen3(max_position_embeddings=512), page_size=16)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    with compiled_llm.Engine(model, max_rows=4) as engine:
+    with compiled_llm.Engine(model, max_num_seqs=4) as engine:
         room = engine.describe()
         assert [room.requests(tokens) for tokens in (1, 96, 97, 200, 208, 400)] == [4, 4, 3, 1, 1, 1]
         assert room.memory["pages"] > 0

@@ -109,7 +109,7 @@ def test_scores_that_are_drawn_from(temperature, plain, model, seed):
         )
         for each in settings
     ]
-    with Engine(model, logprobs_mode="processed_logprobs", max_rows=3) as engine:
+    with Engine(model, logprobs_mode="processed_logprobs", max_num_seqs=3) as engine:
         outputs = engine.generate(prompts, params)
     for prompt, own, output in zip(prompts, params, outputs, strict=True):
         raw = plain(torch.tensor([prompt + output.token_ids])).logits[0, len(prompt) - 1 : -1].detach()

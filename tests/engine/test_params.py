@@ -48,7 +48,7 @@ def test_preempted_requests_go_on_with_what_they_have_counted(plain, monkeypatch
     params = [SamplingParams(**setting.params, temperature=0, max_tokens=40) for setting in settings]
     generator = torch.Generator().manual_seed(seed)
     prompts = torch.randint(3, VOCABULARY, (len(settings), 12), generator=generator).tolist()
-    with make_engine(tokens=112, tokenizer=byte_level(), max_rows=6) as engine:
+    with make_engine(tokens=112, tokenizer=byte_level(), max_num_seqs=6) as engine:
         outputs = engine.generate(prompts, params)
         assert engine.stats().preemptions > 0
     for prompt, setting, output in zip(prompts, settings, outputs, strict=True):

@@ -31,7 +31,7 @@ def test_choices_under_grammars_are_prepared_for_as_many_rows(tmp_path: Path, mo
     pytest.importorskip("xgrammar")
     model, path = wrapped(), tmp_path / "profile"
     choice = StructuredOutputsParams(choice=["yes", "no"])
-    with Engine(model, tokenizer=byte_level(), max_rows=8) as engine:
+    with Engine(model, tokenizer=byte_level(), max_num_seqs=8) as engine:
         engine.generate([[5, 6]], SamplingParams(n=3, seed=0, max_tokens=20, structured_outputs=choice))
     model.compiled.save_profile(path)
     profile = Profile.read(path)
@@ -48,11 +48,11 @@ def test_choices_under_grammars_are_prepared_for_as_many_rows(tmp_path: Path, mo
         lambda self, buckets=(): prepared.append(list(buckets)) or deferred(self, buckets),
     )
     new = wrapped()
-    with Engine(new, tokenizer=byte_level(), max_rows=8) as engine:
+    with Engine(new, tokenizer=byte_level(), max_num_seqs=8) as engine:
         engine.warmup(profile=path)
     assert prepared == ["grammars", rows, []]
     prepared.clear()
-    with Engine(new, max_rows=8) as engine:  # which can have no grammars
+    with Engine(new, max_num_seqs=8) as engine:  # which can have no grammars
         engine.warmup(profile=path)
     assert prepared == [rows, []]
 

@@ -132,7 +132,7 @@ def test_names_of_generate():
 @pytest.mark.parametrize(
     "options",
     [
-        *({"max_rows": value} for value in (0, 1.5, "8", True)),
+        *({"max_num_seqs": value} for value in (0, 1.5, "8", True)),
         *({"max_queue": value} for value in (0, 1.5, "8", True)),
         *({"max_step_ms": value} for value in (0, -1, float("nan"), "8")),
         *({"grammar_timeout": value} for value in (0, -1, None, "x")),
@@ -148,7 +148,7 @@ def test_options(model, options):
 
 def test_sizes_to_warm_up(engine):
     for rows in ([0], [1.5], 300, [True]):
-        with pytest.raises(ValueError, match="is not a whole number between 1 and max_rows=256"):
+        with pytest.raises(ValueError, match="is not a whole number between 1 and max_num_seqs=256"):
             engine.warmup(rows)
     engine.warmup(2)
 

@@ -44,7 +44,7 @@ class Watched(Scheduler):
         before, preempted = set(self.running), self.preemptions
         plan = super().plan()
         rows = [*plan.decode, *(chunk.request for chunk in plan.extend)]
-        assert len(set(rows)) == len(rows) <= self._max_rows
+        assert len(set(rows)) == len(rows) <= self._max_num_seqs
         assert set(rows) <= set(self.running)
         assert sum(len(chunk.ids) for chunk in plan.extend) <= self._budget(len(plan.decode))
         assert all(len(chunk.ids) for chunk in plan.extend)
@@ -231,7 +231,7 @@ class Crowd(RuleBasedStateMachine):
         owners = [0] * len(pool._owners)
         for page in (page for row in rows for page in row.pages):
             owners[page] += 1
-        for page in [] if self.tree is None else self.tree._pages.values():
+        for (page,) in [] if self.tree is None else self.tree._pages.values():
             owners[page] += 1
         assert pool._owners == owners
         assert pool.available == pool.total - sum(map(bool, owners)) + pool._cached - sum(
@@ -266,7 +266,7 @@ class Crowd(RuleBasedStateMachine):
         account = self.pool.account()
         assert (account.used, account.free + account.cached) == (0, account.total)
         assert self.pool.available == account.total
-        assert len(self.device.free_slots) == 2 * self.scheduler._max_rows
+        assert len(self.device.free_slots) == 2 * self.scheduler._max_num_seqs
 
 
 def launch(scheduler: Scheduler) -> StepPlan:

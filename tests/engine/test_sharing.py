@@ -155,7 +155,7 @@ def test_no_race_of_submitters_passes_max_queue(model, one_thread, monkeypatch):
         time.sleep(0.02)
         return count
 
-    with Engine(model, max_rows=1, max_queue=3) as engine:
+    with Engine(model, max_num_seqs=1, max_queue=3) as engine:
         engine.generate(PROMPT, greedy(1))
         with engine.paused():
             monkeypatch.setattr(EngineThread, "waiting", property(waiting))

@@ -37,7 +37,7 @@ def model(one_thread: None) -> Iterator[PreTrainedModel]:
 @pytest.fixture
 def engines(model: PreTrainedModel) -> Iterator[list[Engine]]:
     with ExitStack() as stack:
-        yield [stack.enter_context(Engine(model, max_rows=ROWS)) for _ in range(3)]
+        yield [stack.enter_context(Engine(model, max_num_seqs=ROWS)) for _ in range(3)]
 
 
 def params(penalty: float, tokens: int = TOKENS) -> SamplingParams:

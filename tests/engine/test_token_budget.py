@@ -77,7 +77,7 @@ def test_the_engine_runs_prompts_in_chunks_that_it_has_timed(monkeypatch, seed):
     model = wrapped(4000, tiny_qwen3(), page_size=16)
     draw = random.Random(seed)
     prompts = [[draw.randrange(3, 128) for _ in range(200)] for _ in range(3)]
-    with compiled_llm.Engine(model, max_rows=4, max_step_ms=40, prefix_cache=False) as engine:
+    with compiled_llm.Engine(model, max_num_seqs=4, max_step_ms=40, prefix_cache=False) as engine:
         engine.generate(prompts, compiled_llm.SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
     sizes = [sum(plan) for plan in plans if plan]
     assert sum(sizes) == 600
@@ -87,8 +87,8 @@ def test_the_engine_runs_prompts_in_chunks_that_it_has_timed(monkeypatch, seed):
 
 def test_warmup_prepares_all_sizes(seed):
     model = wrapped(4000, max_batch_size=2)
-    with compiled_llm.Engine(model, max_rows=20) as engine:
+    with compiled_llm.Engine(model, max_num_seqs=20) as engine:
         engine.warmup()
         assert model.compiled.stats().buckets == [1, 2, 4, 8, 16, 20]
-        with pytest.raises(ValueError, match="rows: 21 is not a whole number between 1 and max_rows=20"):
+        with pytest.raises(ValueError, match="rows: 21 is not a whole number between 1 and max_num_seqs=20"):
             engine.warmup([21])

@@ -286,7 +286,7 @@ def test_an_engine_gives_the_same_answers_while_cuda_graphs_come_and_go(options:
     for given in ({"mode": "compile"}, options):
         model = compiled_llm.wrap(small_qwen3(seed), **{**OPTIONS, "progress": False, **given})
         texts = prompts(model, [5, 20, 90, 33, 4, 260, 12, 48, 100, 7] * 3, seed)
-        with compiled_llm.Engine(model, max_rows=17) as engine:
+        with compiled_llm.Engine(model, max_num_seqs=17) as engine:
             engine.warmup([1, 2])
             params = [compiled_llm.SamplingParams(temperature=0.0, max_tokens=6 + 3 * (n % 9)) for n in range(30)]
             for _ in range(3):

@@ -67,7 +67,7 @@ def test_used_steps_are_prepared_and_no_others(tmp_path: Path, seed: int) -> Non
 
     path, model = tmp_path / "profile.json", wrapped()
     model.compiled.warmup([1, 2])  # which are not used
-    with Engine(model, max_rows=8) as engine:
+    with Engine(model, max_num_seqs=8) as engine:
         generate(engine)
     greedy(model, mixed_prompts([5, 40, 3], 128, seed), 10)
     model.compiled.save_profile(path)
@@ -82,7 +82,7 @@ def test_used_steps_are_prepared_and_no_others(tmp_path: Path, seed: int) -> Non
     assert new.compiled.stats().buckets == [4, 8]
     assert "preparing steps of 4 requests (1 of 2)" in told
     before = new.compiled.cuda_graphs.captures
-    with Engine(new, max_rows=8) as engine:
+    with Engine(new, max_num_seqs=8) as engine:
         generate(engine)
         assert engine.stats().cold_starts == 0
     assert new.compiled.cuda_graphs.captures == before
@@ -114,7 +114,7 @@ def test_an_engine_prepares_a_profile_within_max_graphs(
     model.compiled.save_profile(path)
     monkeypatch.setattr(WrapConfig, "graph_budget", property(lambda self: (None, 2)))  # refused in mode "eager"
     new = wrapped()
-    with Engine(new, max_rows=8) as engine:
+    with Engine(new, max_num_seqs=8) as engine:
         engine.warmup(profile=path)
         assert ready_in(new) == {StepKey.decode(1), StepKey.decode(4)}
         assert new.compiled.cuda_graphs.evictions == 0
@@ -137,7 +137,7 @@ def test_without_cuda_graphs_sizes_of_steps_are_prepared(tmp_path: Path, seed: i
 def test_auto_prepares_up_to_eight_rows_on_a_cpu() -> None:
     model = wrapped(max_batch_size=24)
     told: list[str] = []
-    with Engine(model, max_rows=24) as engine:
+    with Engine(model, max_num_seqs=24) as engine:
         engine.warmup("auto", report=told.append)
     assert model.compiled.stats().buckets == [1, 2, 4, 8]
     assert told[-1] == "preparing steps of 8 requests (4 of 4)"

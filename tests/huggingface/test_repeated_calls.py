@@ -109,7 +109,7 @@ def test_an_engine_pads_what_is_missing(ran: list[Any], monkeypatch: pytest.Monk
     prompt = mixed_prompts([9], 128, seed=1)["input_ids"][0].tolist()
     expected = alone(one_layer(), prompt, 12)
     params = compiled_llm.SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    with compiled_llm.Engine(model, prefix_cache=False, max_rows=16) as engine:
+    with compiled_llm.Engine(model, prefix_cache=False, max_num_seqs=16) as engine:
         engine.warmup([2])
         ran.clear()
         for _ in range(3):

@@ -486,7 +486,7 @@ def test_a_step_that_fails_is_told_without_its_files(client: Client, engine: Eng
 def test_a_device_that_fails_ends_all_requests_and_the_engine_process_hears_of_it(path: Path, monkeypatch: Any) -> None:
     model: Any = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1), mode="eager", kv_memory="4000 tokens")
     lost = threading.Event()
-    with Engine(model, max_rows=1) as engine, engine_in_thread(engine, path) as loop, Client(path) as client:
+    with Engine(model, max_num_seqs=1) as engine, engine_in_thread(engine, path) as loop, Client(path) as client:
         loop.server.when_lost = lost.set
         running, waiting = client.submit(PROMPT, endless()), client.submit(PROMPT, endless())
         next(iter(running))

@@ -40,7 +40,7 @@ class Asking:
 
     @contextmanager
     def engine(self, **options: Any) -> Iterator[None]:
-        limits: dict[str, Any] = {"max_rows": ROWS, "prefix_cache": False, "watch_model": False}  # as a server's
+        limits: dict[str, Any] = {"max_num_seqs": ROWS, "prefix_cache": False, "watch_model": False}  # as a server's
         with (
             wrapped(self.run.setup, ROWS, mode=self.contender.mode, **options) as model,
             Engine(model, **limits) as engine,

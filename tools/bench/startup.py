@@ -111,7 +111,7 @@ class Starts:
         setup.log(f"{self.contender.name}: compiling artifacts")
         model = write_model(setup.name, setup.dtype, setup.device, self.root / "model")
         command = own_command("compile", model, "-o", str(folder), "--mode", mode, "--device", setup.device.type)
-        command += ["--max-rows", rows, "--warmup", rows, "--quiet"]
+        command += ["--max-num-seqs", rows, "--warmup", rows, "--quiet"]
         subprocess.run(command, env=environ(self.empty("for_artifacts")), check=True, stdout=sys.stderr)
         return str(folder)
 

@@ -113,7 +113,7 @@ def _chat_model(model: str, uds: Path | None, options: RunningOptions, terminal:
     loaded, tokenizer = load(source, options.dtype, device, progress=not options.quiet)
     check_template(tokenizer)
     wrapped: Any = compiled_llm.wrap(loaded, **options.wrap_options(device.type))
-    with compiled_llm.Engine(wrapped, tokenizer=tokenizer, max_rows=1) as engine:
+    with compiled_llm.Engine(wrapped, tokenizer=tokenizer, max_num_seqs=1) as engine:
         with Preparation() as preparation:
             engine.warmup(1)
         terminal.say(preparation.figures(wrapped.compiled.stats()))

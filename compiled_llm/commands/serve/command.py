@@ -20,7 +20,7 @@ from compiled_llm.commands.serve.leash import end_with_parent
 from compiled_llm.commands.serve.log import LogFormat, LogLevel, logger, show_log
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import WrapConfig
-from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS, MAX_QUEUE, MAX_ROWS
+from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS, MAX_NUM_SEQS, MAX_QUEUE
 from compiled_llm.server.own_process import serve_arguments
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class ServeOptions(NamedTuple):
     dtype: str
     device: str
     kv_memory: str | None
-    max_rows: int
+    max_num_seqs: int
     max_model_len: int | None
     max_queue: int | None
     max_step_ms: float | None
@@ -67,7 +67,7 @@ class ServeOptions(NamedTuple):
         return {"mode": self.mode, "backend": self.backend, "progress": self.shows_progress, **memory, **artifacts}
 
     def engine_options(self) -> dict[str, Any]:
-        names = ("max_rows", "max_model_len", "max_queue", "max_step_ms")
+        names = ("max_num_seqs", "max_model_len", "max_queue", "max_step_ms")
         return {name: getattr(self, name) for name in names}
 
     def prepare(self, engine: Engine, structured: bool, report: Callable[[str], None]) -> None:
@@ -113,7 +113,7 @@ def serve(
     stream_interval: options.StreamInterval = 1,
     api_server_count: options.ApiServerCount = None,
     otlp_traces_endpoint: options.OtlpTracesEndpoint = None,
-    max_rows: options.MaxRows = MAX_ROWS,
+    max_num_seqs: options.MaxNumSeqs = MAX_NUM_SEQS,
     max_model_len: options.MaxModelLen = None,
     max_queue: options.MaxQueue = None,
     max_step_ms: options.MaxStepMs = None,
@@ -153,7 +153,7 @@ def serve(
         sizes = integers("--warmup", warmup)
         served = ServeOptions(
             *(model, mode, backend, dtype.value, device.value, kv_memory),
-            *(max_rows, max_model_len, max_queue, max_step_ms, sizes, _absolute(profile)),
+            *(max_num_seqs, max_model_len, max_queue, max_step_ms, sizes, _absolute(profile)),
             *(_absolute(operations_uds), _absolute(artifacts), log_level.value, log_format.value, quiet),
         )
         _check(served, drain_seconds)
@@ -169,12 +169,12 @@ def serve(
 
 def _check(served: ServeOptions, drain_seconds: float) -> None:
     WrapConfig.from_options(served.wrap_options())
-    if served.max_rows < 1:
-        raise ValueError(f"--max-rows {served.max_rows}: must be at least 1")
+    if served.max_num_seqs < 1:
+        raise ValueError(f"--max-num-seqs {served.max_num_seqs}: must be at least 1")
     if served.max_model_len is not None and served.max_model_len < 1:
         raise ValueError(f"--max-model-len {served.max_model_len}: must be at least 1")
-    if wrong := [size for size in served.warmup if size > served.max_rows]:
-        raise ValueError(f"--warmup {wrong[0]}: there are {served.max_rows} requests at once; raise --max-rows")
+    if wrong := [size for size in served.warmup if size > served.max_num_seqs]:
+        raise ValueError(f"--warmup {wrong[0]}: there are {served.max_num_seqs} requests at once; raise --max-num-seqs")
     if drain_seconds < 0:
         raise ValueError(f"--drain-seconds {drain_seconds:g}: must be 0 or more")
     if (path := served.profile) is None:

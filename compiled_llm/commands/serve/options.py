@@ -101,7 +101,7 @@ OperationsUds = Annotated[
         help="Take /sleep, /wake and new weights by HTTP over this Unix socket, which only your user may open.",
     ),
 ]
-MaxRows = Annotated[int, _serving(help="Run so many requests at once.")]
+MaxNumSeqs = Annotated[int, _serving(help="Run so many requests at once.")]
 MaxModelLen = Annotated[
     int | None,
     _serving(
@@ -118,7 +118,7 @@ Warmup = Annotated[
     str,
     _serving(
         metavar="ROWS",
-        help="Compile for these numbers of requests before the first: 1,8,64. Unless given, all up to --max-rows, "
+        help="Compile for these numbers of requests before the first: 1,8,64. Unless given, all up to --max-num-seqs, "
         "on a CPU up to 8.",
     ),
 ]

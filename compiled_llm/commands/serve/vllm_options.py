@@ -10,7 +10,6 @@ _REVISION = "download it with `hf download MODEL --revision REVISION`, and serve
 
 VLLM_OPTIONS: dict[tuple[str, ...], str] = {
     # ---- what fits
-    ("--max-num-seqs",): "give --max-rows, how many requests run at once",
     ("--max-num-batched-tokens",): "give --max-step-ms: a step is bounded by its time, and not by its tokens",
     ("--gpu-memory-utilization",): "give --kv-memory, what pages may take: 0.8 is 0.8 of what the weights leave free",
     ("--kv-cache-memory-bytes", "--num-gpu-blocks-override"): "give --kv-memory, as in 8GiB or '20000 tokens'",

@@ -114,7 +114,7 @@ class Artifacts:
         if rows > self.rows:
             raise ValueError(
                 f"artifacts={str(self.source)!r} have room for {self.rows} rows, and {rows} are asked for: lower "
-                f"max_rows or max_batch_size, or write them with `compiled-llm compile --max-rows {rows}`"
+                f"max_num_seqs or max_batch_size, or write them with `compiled-llm compile --max-num-seqs {rows}`"
             )
 
     def builds(self) -> dict[str, int]:

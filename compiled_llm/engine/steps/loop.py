@@ -62,13 +62,13 @@ class LoopSettings(NamedTuple):
     """The user's settings of an engine's loop.
 
     Attributes:
-        max_rows: how many requests run at once.
+        max_num_seqs: how many requests run at once.
         max_step_ms: how long a step may take; None for as long as it takes.
         logprobs_mode: the distribution that log-probabilities are of.
         watch_model: check now and then whether the model is still what it was.
     """
 
-    max_rows: int
+    max_num_seqs: int
     max_step_ms: float | None = None
     prefix_cache: bool = True
     logprobs_mode: LogprobsMode = "raw_logprobs"
@@ -109,7 +109,7 @@ class Loop:
         prefixes = model_runner.prefixes if settings.prefix_cache else None
         token_budget = TokenBudget(settings.max_step_ms, model_runner.config.prefill_tokens)
         slots = model_runner.state.slots.room_for
-        scheduler = Scheduler(model_runner.pool, settings.max_rows, token_budget.tokens, prefixes, slots)
+        scheduler = Scheduler(model_runner.pool, settings.max_num_seqs, token_budget.tokens, prefixes, slots)
         return cls(model_runner, scheduler, token_budget, prefixes, settings.logprobs_mode)
 
     @property

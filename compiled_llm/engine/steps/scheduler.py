@@ -58,7 +58,7 @@ class Scheduler:
     def __init__(
         self,
         pool: PagePool,
-        max_rows: int,
+        max_num_seqs: int,
         budget: Callable[[int], int],
         prefixes: PrefixTree | None = None,
         slots: Callable[[int, int], bool] = lambda new, keeping: True,
@@ -67,7 +67,7 @@ class Scheduler:
 
         Args:
             pool: of the pages.
-            max_rows: how many requests may run at once.
+            max_num_seqs: how many requests may run at once.
             budget: how many tokens of prompts to run next to this many decoding rows; at least 1.
             prefixes: keeps pages of texts; None to compute each prompt whole.
             slots: whether so many rows may begin together, of which so many keep their slots.
@@ -75,7 +75,7 @@ class Scheduler:
         self._slots = slots
         self._beginning: list[bool] = []  # in the plan that is made, and whether they keep their slots
         self._pool = pool
-        self._max_rows = max_rows
+        self._max_num_seqs = max_num_seqs
         self._budget = budget
         self._prefixes = prefixes
         self.generation = 0 if prefixes is None else prefixes.generation
@@ -164,7 +164,7 @@ class Scheduler:
     def _has_room(self) -> bool:
         """Whether a request waits that may begin to run, if there are pages."""
         waiting = self._queue.ready
-        return bool(waiting) and len(self.running) < self._max_rows and waiting[0].submitted <= self.admits_until
+        return bool(waiting) and len(self.running) < self._max_num_seqs and waiting[0].submitted <= self.admits_until
 
     def _decoding_within_pages(self) -> list[Request]:
         """Return the requests that go on by a token, once there are pages for all of them."""

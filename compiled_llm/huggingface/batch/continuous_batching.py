@@ -97,7 +97,7 @@ class EngineManager(ManagerParts):
         joined = runtime.engine
         sharing = self._settings.batching.allow_block_sharing
         engine = Engine(
-            self.model, max_rows=self._rows, prefix_cache=sharing, logprobs_mode="processed_logprobs"
+            self.model, max_num_seqs=self._rows, prefix_cache=sharing, logprobs_mode="processed_logprobs"
         )  # HuggingFace's are of what tokens are drawn from
         runtime.engine = joined  # no call of generate joins this one, which ends with the manager's last request
         return engine

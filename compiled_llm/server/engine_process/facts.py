@@ -39,7 +39,7 @@ def ready_of(
         eos_token_ids=sorted(end_tokens(model)),
         form_ends=_form_ends(model, tokenizer),
         max_tokens=described.max_tokens,
-        max_rows=described.max_rows,
+        max_num_seqs=described.max_num_seqs,
         tokenizer=location,
         gguf_file=gguf_file,
         model_type=str(model.config.model_type),

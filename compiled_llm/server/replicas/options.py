@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from compiled_llm.server.defaults import MAX_QUEUE, MAX_ROWS
+from compiled_llm.server.defaults import MAX_NUM_SEQS, MAX_QUEUE
 from compiled_llm.server.own_process import serve_arguments
 from compiled_llm.server.settings import ApiServerSettings, settings_of
 
@@ -21,7 +21,7 @@ OF_ENGINE_PROCESSES = frozenset(
         "log_level",
         "max_model_len",
         "max_queue",
-        "max_rows",
+        "max_num_seqs",
     }
     | {"max_step_ms", "mode", "profile", "quiet", "warmup"}
 )
@@ -80,7 +80,7 @@ class Options(NamedTuple):
     @property
     def max_requests(self) -> int:
         """How many requests a replica has at most: those that run and those that wait; others are refused."""
-        return int(self.given.get("max_rows") or MAX_ROWS) + int(self.given.get("max_queue") or MAX_QUEUE)
+        return int(self.given.get("max_num_seqs") or MAX_NUM_SEQS) + int(self.given.get("max_queue") or MAX_QUEUE)
 
     def settings(self) -> ApiServerSettings:
         """Return the settings of API servers; ValueError if the file of keys has none, or short ones."""

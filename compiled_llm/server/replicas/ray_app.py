@@ -55,7 +55,7 @@ def ray_app(
         replica_options: further options of the replicas' ``serve.deployment``: ``autoscaling_config``,
             ``ray_actor_options``, ...
         api_server_options: those of the API servers'.
-        **options: of ``compiled-llm serve``, with underscores: ``mode``, ``max_rows``, ``served_model_name``,
+        **options: of ``compiled-llm serve``, with underscores: ``mode``, ``max_num_seqs``, ``served_model_name``,
             ``api_key_file``, ``allowed_host``, ...; not where to listen, which Ray is told.
 
     Raises:

@@ -45,7 +45,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture
 def engine(reading: None, model: PreTrainedModel) -> Iterator[Engine]:
-    with Engine(model, tokenizer=byte_level(), max_rows=64) as engine:
+    with Engine(model, tokenizer=byte_level(), max_num_seqs=64) as engine:
         yield engine
     assert_account_is_empty(model)
 
@@ -184,7 +184,7 @@ def test_64_requests_with_64_schemas(model, monkeypatch):
         settings(n, structured_outputs=form(json=schema, disable_any_whitespace=bool(n % 2)), max_tokens=200)
         for n, schema in enumerate(each)
     ]
-    with Engine(model, tokenizer=byte_level(), max_rows=64) as engine:
+    with Engine(model, tokenizer=byte_level(), max_num_seqs=64) as engine:
         outputs = engine.generate([[5 + n, 6] for n in range(64)], params)
     ended = 0
     for n, (schema, output) in enumerate(zip(each, outputs, strict=True)):
@@ -279,7 +279,7 @@ def test_preempted_answers_go_on_in_their_grammars(monkeypatch, model, seed):
         expected = tokens_of(engine.generate(prompts, MIXED))
     monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)  # answers are longer than that: requests are preempted
     short = wrapped(tokens=116)
-    with Engine(short, tokenizer=byte_level(), max_rows=6) as engine:
+    with Engine(short, tokenizer=byte_level(), max_num_seqs=6) as engine:
         assert tokens_of(engine.generate(prompts, MIXED)) == expected
         assert engine.stats().preemptions > 2
     assert_account_is_empty(short)

@@ -43,7 +43,7 @@ def test_answers_have_their_forms_beside_others(model: PreTrainedModel, prepared
     each = [plain, *(form(n) for n in range(15))] * 2
     draw = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(5, 380, (5 + 7 * n,), generator=draw).tolist() for n in range(len(each))]
-    with Engine(model, tokenizer=byte_level(), max_rows=24) as engine:
+    with Engine(model, tokenizer=byte_level(), max_num_seqs=24) as engine:
         if prepared:
             engine.warmup([8, 24], structured=True)
         outputs = engine.generate(prompts, each)

@@ -20,7 +20,7 @@ LONG = SamplingParams(max_tokens=900, ignore_eos=True)
 
 @pytest.fixture
 def engine(one_thread: None) -> Iterator[Engine]:
-    with Engine(wrapped(4000), max_rows=2) as engine:
+    with Engine(wrapped(4000), max_num_seqs=2) as engine:
         engine.generate([3, 4], SamplingParams(max_tokens=2))
         yield engine
     assert engine.closed

@@ -42,7 +42,7 @@ def model(one_thread) -> PreTrainedModel:
 
 @pytest.fixture
 def engine(model: PreTrainedModel) -> Iterator[Engine]:
-    with Engine(model, max_rows=8) as engine:
+    with Engine(model, max_num_seqs=8) as engine:
         yield engine
 
 
@@ -154,7 +154,7 @@ def test_parked_requests_can_be_cancelled_and_end_at_their_deadlines(engine):
 
 def test_all_engines_of_a_model_sleep_and_wake_together(model, engine):
     expected = answers(engine)
-    with Engine(model, max_rows=4) as other:
+    with Engine(model, max_num_seqs=4) as other:
         handles = begun(other)
         engine.sleep()
         assert other.asleep
@@ -174,7 +174,7 @@ def test_nothing_of_the_model_runner_is_left_and_all_of_it_is_made_again(monkeyp
     if captures:
         let_a_cpu_capture(monkeypatch)
     model = wrapped(mode="compile" if how == "compile" else "eager", **PAGES)
-    with Engine(model, max_rows=8) as engine:
+    with Engine(model, max_num_seqs=8) as engine:
         if captures:
             engine.warmup([1, 2, 4, 8])  # all that requests may run in, however they meet
         expected = answers(engine)
@@ -386,7 +386,7 @@ def test_weights_go_and_come_back_as_they_were(weights_move, one_thread, mode):
     parameters = dict(model.named_parameters())
     parameters["model.norm.weight"].requires_grad_(False)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
-    with Engine(model, max_rows=8) as engine:
+    with Engine(model, max_num_seqs=8) as engine:
         expected, before, graphs = answers(engine), places(model), model.compiled.graphs
         groups = model.compiled.model_runner().graph_manager.weights.groups
         assert bool(groups) == (mode != "eager")

@@ -67,7 +67,7 @@ def taken() -> tuple[int, int]:
 @pytest.mark.parametrize("weights", [False, True])
 def test_device_memory_goes_and_comes_back(model: PreTrainedModel, weights: bool) -> None:
     outside = taken()[1] - sum(tensor.nbytes for tensor in {id(p): p for p in model.parameters()}.values())
-    with Engine(model, max_rows=16) as engine:
+    with Engine(model, max_num_seqs=16) as engine:
         engine.warmup([4])
         expected = answers_when_warm(model, engine)
         before, stats, memory = taken(), model.compiled.stats(), engine.describe().memory
@@ -94,7 +94,7 @@ def test_device_memory_goes_and_comes_back(model: PreTrainedModel, weights: bool
 
 
 def test_requests_go_on_where_they_were(model: PreTrainedModel) -> None:
-    with Engine(model, max_rows=16) as engine:
+    with Engine(model, max_num_seqs=16) as engine:
         expected = answers_when_warm(model, engine)
         handles = [engine.submit(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
         first = next(iter(handles[0]))

@@ -36,6 +36,6 @@ def test_another_model_runner_is_looked_at_again(model):
             engine.submit([5, 6, 7], PARAMS)
         engine.wake()
         assert tokens(engine) == expected
-        with Engine(model, max_rows=400) as other:  # which makes the model runner again
+        with Engine(model, max_num_seqs=400) as other:  # which makes the model runner again
             assert tokens(other) == expected
         assert tokens(engine) == expected

@@ -23,7 +23,7 @@ SHORT, LONG = greedy(12), greedy(100)
 
 @pytest.fixture
 def engine(model: PreTrainedModel, one_thread: None) -> Iterator[Engine]:
-    with Engine(model, max_rows=4) as engine:
+    with Engine(model, max_num_seqs=4) as engine:
         yield engine
     assert_account_is_empty(model)
 
@@ -115,7 +115,7 @@ def test_all_answers_to_one_prompt_have_the_same_weights(engine, folder):
 
 
 def test_all_engines_of_a_model_wait(model, engine, folder):
-    with Engine(model, max_rows=2) as other:
+    with Engine(model, max_num_seqs=2) as other:
         running = begun(other)
         engine.update_weights(folder)
         assert running.done

@@ -42,11 +42,11 @@ def test_tokens_are_those_of_a_model_that_was_loaded_with_them(
     model: PreTrainedModel, asleep: str, tmp_path: Path
 ) -> None:
     other = wrapped(1)
-    with Engine(other, max_rows=4) as engine:
+    with Engine(other, max_num_seqs=4) as engine:
         expected = answers(engine)
     compiled_llm.unwrap(other).save_pretrained(tmp_path)
     del other
-    with Engine(model, max_rows=4) as engine:
+    with Engine(model, max_num_seqs=4) as engine:
         engine.warmup([4])
         old = answers(engine)
         assert old != expected
@@ -72,7 +72,7 @@ def test_requests_that_run_end_with_the_old_weights(model: PreTrainedModel, tmp_
     new = small_qwen3(1)
     new.save_pretrained(tmp_path)
     long = SamplingParams(temperature=0.0, max_tokens=600, ignore_eos=True)
-    with Engine(model, max_rows=4) as engine:
+    with Engine(model, max_num_seqs=4) as engine:
         (expected,) = engine.generate(PROMPTS[0], long)
         engine.reset_prefix_cache()
         handle = engine.submit(PROMPTS[0], long)

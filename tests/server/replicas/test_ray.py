@@ -80,7 +80,7 @@ def start(folder: Path, port: int, tmp_path_factory: pytest.TempPathFactory) -> 
             device="cpu",
             mode="eager",
             kv_memory="8000 tokens",
-            max_rows=4,
+            max_num_seqs=4,
             quiet=True,
             api_key_file=keys,
             **options,

@@ -13,8 +13,8 @@ import pytest
 from compiled_llm.commands.serve.command import serve
 from compiled_llm.server import ray_app
 from compiled_llm.server.replicas.options import (
+    MAX_NUM_SEQS,
     MAX_QUEUE,
-    MAX_ROWS,
     OF_API_SERVERS,
     OF_ENGINE_PROCESSES,
     OF_RAY,
@@ -26,14 +26,14 @@ from compiled_llm.server.replicas.ray_app import _with
 def test_every_option_of_the_command_is_one_or_is_rays_to_have() -> None:
     parameters = signature(serve).parameters
     assert parameters.keys() == OF_ENGINE_PROCESSES | OF_API_SERVERS | OF_RAY | {"model"}
-    assert parameters["max_rows"].default == MAX_ROWS
+    assert parameters["max_num_seqs"].default == MAX_NUM_SEQS
 
 
 def test_engine_processes_get_theirs_as_the_command_takes_them() -> None:
-    options = Options("demo", {"mode": "eager", "warmup": [1, 8], "quiet": True, "kv_memory": None, "max_rows": 8})
+    options = Options("demo", {"mode": "eager", "warmup": [1, 8], "quiet": True, "kv_memory": None, "max_num_seqs": 8})
     assert options.arguments() == [
         *("serve", "demo", f"--max-queue={MAX_QUEUE}", "--drain-seconds=1"),
-        *("--mode=eager", "--warmup=1,8", "--quiet", "--max-rows=8"),
+        *("--mode=eager", "--warmup=1,8", "--quiet", "--max-num-seqs=8"),
     ]
     assert options.max_requests == 8 + MAX_QUEUE
 

@@ -28,10 +28,13 @@ SELDOM = 0.01
 class Soak:
     """The calls, by name; each is given a source of chance, and raises if its answer is not what it should be."""
 
-    def __init__(self, model: PreTrainedModel, weights: Path, max_rows: int = 4) -> None:
+    def __init__(self, model: PreTrainedModel, weights: Path, max_num_seqs: int = 4) -> None:
         self.model: Any = model
         self.weights = weights
-        self.engines = [Engine(model, max_rows=max_rows), Engine(model, max_rows=max_rows, prefix_cache=False)]
+        self.engines = [
+            Engine(model, max_num_seqs=max_num_seqs),
+            Engine(model, max_num_seqs=max_num_seqs, prefix_cache=False),
+        ]
         self.counts: Counter[str] = Counter()
         self._alone = threading.Lock()
         self._often: list[Callable[[random.Random], None]] = [

@@ -120,7 +120,7 @@ class Schedule:
         self._over = threading.Event()
 
     def _new_engine(self) -> Engine:
-        return Engine(self._model, tokenizer=Numbers(fails_on=(17, 90)), max_rows=self._rows)
+        return Engine(self._model, tokenizer=Numbers(fails_on=(17, 90)), max_num_seqs=self._rows)
 
     def run(self, actions: int) -> None:
         """Run so many actions a thread, and check what is left."""

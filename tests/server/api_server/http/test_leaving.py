@@ -45,7 +45,7 @@ def test_a_client_that_leaves_ends_its_request(api_server: RunningServer, engine
 def mortal(model: Any, path: Path) -> Iterator[tuple[Loop, Engine]]:
     """An engine process that a test may end, which runs one request and has one wait."""
     chat_tokenizer().save_pretrained(path.parent / "tokenizer")
-    with Engine(model, tokenizer=chat_tokenizer(), max_rows=1, max_queue=1) as engine:
+    with Engine(model, tokenizer=chat_tokenizer(), max_num_seqs=1, max_queue=1) as engine:
         yield opened(engine, path), engine
 
 
