@@ -75,7 +75,7 @@ def commands() -> str:
 def vllm_options() -> str:
     """Return a table of the options of `vllm serve` that ``compiled-llm serve`` lacks."""
     options = _from_checkout("compiled_llm.commands.serve.vllm_options", "VLLM_OPTIONS")
-    rows = [f"| {', '.join(f'`{name}`' for name in names)} | {said} |" for names, said in options.items()]
+    rows = [f"| {', '.join(f'`{name}`' for name in names.split())} | {said} |" for names, said in options.items()]
     return "\n".join(["| `vllm serve` | here |", "|---|---|", *rows])
 
 

@@ -20,7 +20,9 @@ def tokenizer_of(given: Given, ready: Ready) -> Any:
     if given is True:
         if ready.tokenizer is None:
             raise ValueError("tokenizer=True: the engine process has no tokenizer; give one, or use token ids")
-        return _loaded(ready.tokenizer, ready.gguf_file)
+        tokenizer = _loaded(ready.tokenizer, ready.gguf_file)
+        tokenizer.chat_template = ready.chat_template or tokenizer.chat_template
+        return tokenizer
     return _loaded(str(given), None) if isinstance(given, (str, Path)) else given
 
 

@@ -28,8 +28,8 @@ _PREPARED = "What it is compiled for"
 
 
 def compile_ahead(
-    model: shared.ModelPlace,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="A new folder for what is compiled.")],
+    model: shared.ModelPlace = None,
     max_num_seqs: Annotated[
         int,
         typer.Option(help="Make room for so many requests at once, as `serve` does.", rich_help_panel=_PREPARED),
@@ -51,6 +51,7 @@ def compile_ahead(
             rich_help_panel=_PREPARED,
         ),
     ] = None,
+    same_model: shared.SameModel = None,
     mode: shared.RunningMode = "cuda-graphs",
     backend: shared.Backend = "auto",
     dtype: shared.WeightsDtype = Dtype.auto,
@@ -77,7 +78,7 @@ def compile_ahead(
             Profile.read(profile)  # tells at once that it is damaged
         check_driver(device.value)
         target = output.expanduser().absolute()
-        source = locate(model, progress=not quiet)
+        source = locate(shared.model_of(model, same_model), progress=not quiet)
         with importing(not quiet):
             from compiled_llm.compilation.artifacts.writing import check_new, unfinished, variables
 

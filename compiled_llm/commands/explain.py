@@ -17,7 +17,7 @@ from compiled_llm.commands.printable import printable
 
 
 def explain(
-    model: shared.ModelPlace,
+    model: shared.ModelPlace = None,
     html: Annotated[Path | None, typer.Option(metavar="PATH", help="Also write the report as an HTML page.")] = None,
     timings: Annotated[
         str,
@@ -31,6 +31,7 @@ def explain(
             metavar="DIR", help="Write bytecode, guards, graphs and Inductor's code into a new folder, with an index."
         ),
     ] = None,
+    same_model: shared.SameModel = None,
     dtype: shared.DtypeName = Dtype.auto,
     device: shared.DeviceName = Device.auto,
 ) -> None:
@@ -38,7 +39,7 @@ def explain(
     with readable_errors():
         sizes = integers("--timings", timings)
         check_driver(device.value)
-        source = locate(model)
+        source = locate(shared.model_of(model, same_model))
         with importing(True):
             from compiled_llm.commands.loading.load import load
             from compiled_llm.explaining.explainer import explain as explain_model

@@ -87,6 +87,7 @@ class Ready(Struct, tag="ready", frozen=True):
         model: its name.
         tokenizer: the folder, or the name on the hub, that its tokenizer was loaded from; None if it has none.
         gguf_file: the file in the folder that the tokenizer is in, if it is one.
+        chat_template: the text of another chat template than the tokenizer's; None for its own.
         vocabulary: how many token ids prompts can have.
         eos_token_ids: the model's end-of-sequence tokens.
         max_tokens: how many tokens a request may have, prompt and answer together.
@@ -104,6 +105,7 @@ class Ready(Struct, tag="ready", frozen=True):
     gguf_file: str | None = None
     form_ends: list[int] = []
     model_type: str = ""
+    chat_template: str | None = None
 
 
 class Ended(Struct, array_like=True, frozen=True, gc=False):

@@ -24,6 +24,7 @@ from compiled_llm.commands.preparation import Preparation
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.reporting.stats import Stats
 from compiled_llm.requests.sampling_params import SamplingParams
+from support.characters import character_tokenizer
 from support.commands.command_line import greedy, invoke
 from support.commands.foreign_folder import OURS, STANDARD, ForeignFolder, imported
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
@@ -142,6 +143,20 @@ def test_a_model_that_is_made_for_chats_is_named_once_if_it_is_not_asked_so(mode
     for model, flags, count in ((model_folder, [], 1), (model_folder, ["--chat"], 0), (folder, [], 0)):
         result = generate(model, "Hi", *flags)
         assert result.stderr.count("the model is trained for chat: --chat sends it your prompt as a message") == count
+
+
+def test_another_tokenizer_and_another_template_than_the_models(model_folder: Path, tmp_path: Path) -> None:
+    weights, template = tmp_path / "weights", tmp_path / "chat.jinja"
+    shutil.copytree(model_folder, weights, ignore=shutil.ignore_patterns("tokenizer*", "*.jinja"))
+    template.write_text("Q: {{ messages[0]['content'] }} A:")
+    own = ["--tokenizer", str(model_folder), "--chat-template", str(template)]
+    assert answer(weights, "hi", "--chat", *own)["text"] == greedy(model_folder, "Q: hi A:", 40)[1]
+    larger = character_tokenizer()
+    larger.add_tokens([f"<{number}>" for number in range(2000)])
+    larger.save_pretrained(tmp_path / "larger")
+    done = generate(weights, "hi", "--tokenizer", str(tmp_path / "larger"))
+    assert done.exit_code == 2
+    assert re.search(r"--tokenizer /.*/larger: its token ids go up to \d+, and the model's to \d+", done.stderr)
 
 
 def test_a_template_that_refuses_or_is_missing_is_a_usage_error(model_folder: Path, tmp_path: Path) -> None:
@@ -265,7 +280,7 @@ def test_help_shows_every_option_in_its_panel() -> None:
     options = [
         "Input --file --chat --system",
         "Sampling --sample --temperature --top-k --top-p --min-p --repetition-penalty --seed",
-        "Model --model --mode --backend --dtype --device --artifacts",
+        "Model --model --tokenizer --chat-template --mode --backend --dtype --device --artifacts",
         "Output --max-new-tokens --stop --json --quiet",
     ]
     for panel, names in zip(panels, options, strict=True):

@@ -53,6 +53,15 @@ def test_the_command_line_goes_before_the_environment_and_that_before_the_file(
     assert {"--max-num-seqs=32", "--max-step-ms=2.5", "--warmup=1,8", "--kv-memory=8GiB"} < set(arguments)
 
 
+def test_a_model_that_is_typed_goes_before_that_of_a_file(tmp_path: Path, served: list[Any]) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: ./nothing\n")
+    for typed in (["demo"], ["--model", "demo"]):
+        done = invoke("serve", "--config", str(file), *typed)
+        assert (done.exit_code, done.stderr) == (0, f"compiled_llm: the command line goes before {file}: model\n")
+        assert served.pop()[:2] == ["serve", "demo"]
+
+
 def test_an_engine_process_goes_by_its_arguments_alone(monkeypatch: pytest.MonkeyPatch, served: list[Any]) -> None:
     monkeypatch.setenv("COMPILED_LLM_SERVE_MAX_NUM_SEQS", "x")
     assert invoke("serve", "demo", "--leashed").exit_code == 0
@@ -64,12 +73,13 @@ def test_an_engine_process_goes_by_its_arguments_alone(monkeypatch: pytest.Monke
     [
         ("max-num-seq: 1", ", line 1: max-num-seq: there is no such option; did you mean max_num_seqs"),
         ("\nzebra: 1", ", line 2: zebra: there is no such option; there are allowed_host, api_key_file, "),
+        ("same-model: a", ", line 1: same-model: there is no such option; "),
         ("config: a", ", line 1: config: there is no such option; "),
         ("port: 1\nport: 2", ", line 2: port: was given in line 1 already; leave one of them out"),
         ("max-num-seqs: 1\nmax_num_seqs: 1", ", line 2: max_num_seqs: was given in line 1 already"),
         ("enforce-eager: true", ", line 1: enforce-eager: there is no such option; it is one of vLLM: give --mode"),
         ("port: x", ", line 1: port x: "),
-        ("dtype: half", ", line 1: dtype half: "),
+        ("dtype: int8", ", line 1: dtype int8: "),
         ("port: [1, 2]", ", line 1: port: give one value, and not 2"),
         ("port:", ", line 1: port: give a value"),
         ("port: {a: 1}", ", line 1: port: give a value"),

@@ -51,6 +51,16 @@ REFUSED = {
         ("./nothing", "model './nothing': there is no such file or folder"),
         (f"--seed {2**63}", "SamplingParams: seed="),
     ],
+    "serve": [
+        ("", "name a model: a folder, a GGUF file, a hub id, or `demo`"),
+        ("a --model b", "MODEL a and --model b were both given; leave one of them out"),
+        ("demo --tokenizer ./none", "--tokenizer ./none: there is no such folder; name one, or a hub id"),
+        ("demo --chat-template none", "/none: cannot be read: No such file or directory"),
+    ],
+    "explain": [
+        ("", "name a model: a folder, a GGUF file, a hub id, or `demo`"),
+        ("--model ./nothing", "model './nothing': there is no such file or folder"),
+    ],
     "serve demo --uds NEW": [
         ("--max-num-seqs 0", "--max-num-seqs 0: must be at least 1"),
         ("--max-model-len 0", "--max-model-len 0: must be at least 1"),

@@ -41,6 +41,34 @@ def test_a_folder_without_a_tokenizer_is_told_how_to_add_it(tmp_path: Path) -> N
         locate(str(tmp_path))
 
 
+def test_a_model_without_a_tokenizer_takes_another_ones(tmp_path: Path) -> None:
+    model, other = tmp_path / "model", tmp_path / "other"
+    for folder, file in ((model, "config.json"), (other, "tokenizer.json")):
+        folder.mkdir()
+        (folder / file).touch()
+    source = locate(str(model), tokenizer=str(other))
+    assert source.tokenizer_place == (str(other), None)
+    with pytest.raises(ValueError, match=r"--tokenizer /.*: the folder holds no tokenizer"):
+        locate(str(model), tokenizer=str(model))
+    with pytest.raises(ValueError, match=r"--tokenizer \./none: there is no such folder; name one, or a hub id"):
+        locate(str(model), tokenizer="./none")
+
+
+def test_a_chat_template_is_read_before_the_model(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    for text in ("{% for a in messages %}{% break %}{% endfor %}", "{% generation %}a{% endgeneration %}"):
+        file.write_text(text)
+        assert locate("demo", chat_template=file).chat_template == text
+    file.write_text("\n{% for %}")
+    with pytest.raises(ValueError, match=r"--chat-template /.*, line 2: is no Jinja template: Expected an expression"):
+        locate("demo", chat_template=file)
+    file.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"--chat-template /.*jinja: is not UTF-8 text"):
+        locate("demo", chat_template=file)
+    with pytest.raises(ValueError, match=r"--chat-template none: cannot be read: No such file"):
+        locate("demo", chat_template=Path("none"))
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "qwen.tiktoken"])
 def test_any_kind_of_tokenizer_will_do(name: str, tmp_path: Path) -> None:
     for file in ("config.json", name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -58,9 +59,17 @@ def test_an_engine_process_answers_loses_a_client_and_ends(engine: Engine, model
     assert not path.exists()
 
 
-def test_max_model_len_of_the_command_bounds_requests(model_folder: Path, path: Path) -> None:
-    with started_engine_process(model_folder, path, *OPTIONS, "--max-model-len", "40") as process:
-        with Client(path) as client:
+def test_a_length_a_tokenizer_and_a_template_of_the_command_are_those_of_requests(
+    model_folder: Path, path: Path, tmp_path: Path
+) -> None:
+    weights, template = tmp_path / "weights", tmp_path / "chat.jinja"
+    shutil.copytree(model_folder, weights, ignore=shutil.ignore_patterns("tokenizer*", "*.jinja"))
+    template.write_text("Q: {{ messages[0]['content'] }}")
+    own = ["--tokenizer", str(model_folder), "--chat-template", str(template), "--max-model-len", "40"]
+    with started_engine_process(weights, path, *OPTIONS, *own) as process:
+        with Client(path, tokenizer=True) as client:
+            handle = client.submit([{"role": "user", "content": "hi"}], greedy(3))
+            assert client.tokenizer.decode(handle.result(PATIENCE).prompt_token_ids) == "Q: hi"
             assert (
                 len(client.generate([[3, 4, 5]], SamplingParams(ignore_eos=True, max_tokens=None))[0].token_ids) == 37
             )

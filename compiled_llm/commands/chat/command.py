@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -16,14 +16,14 @@ from compiled_llm.commands.chat.terminal import Terminal
 from compiled_llm.commands.early_checks import check_driver, check_package
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.importing import importing
-from compiled_llm.commands.loading.source import DEMO, locate
+from compiled_llm.commands.loading.source import DEMO, Source, locate
 from compiled_llm.commands.options import shared
 from compiled_llm.commands.options.choices import Device, Dtype
 from compiled_llm.commands.options.running import RunningOptions
 from compiled_llm.commands.options.sampling import SamplingFlags, check_range
 from compiled_llm.commands.preparation import Preparation
 
-_OF_OWN_MODEL = ("mode", "backend", "dtype", "device")
+_OF_OWN_MODEL = ("tokenizer", "chat_template", "mode", "backend", "dtype", "device")
 
 
 def chat(
@@ -35,6 +35,9 @@ def chat(
             show_default=False,
         ),
     ] = None,
+    same_model: shared.SameModel = None,
+    tokenizer: shared.Tokenizer = None,
+    chat_template: shared.TemplateFile = None,
     uds: Annotated[
         Path | None,
         typer.Option(
@@ -66,10 +69,13 @@ def chat(
         flags = SamplingFlags(sample, temperature, top_k, top_p, min_p, repetition_penalty, seed)
         check_range("max_new_tokens", max_new_tokens)
         options = RunningOptions(mode=mode, backend=backend, dtype=dtype.value, device=device.value, quiet=quiet)
+        if model is not None or same_model is not None:
+            model = shared.model_of(model, same_model)
         _check(context, model, uds, options)
         params = flags.params(max_new_tokens, stop or [])
         terminal = Terminal(quiet, COMMANDS)
-        with _chat_model(model or DEMO, uds, options, terminal) as answering:
+        source = locate(model or DEMO, not quiet, tokenizer, chat_template) if uds is None else None
+        with _chat_model(source, uds, options, terminal) as answering:
             chat = Chat(Conversation(answering, system), params, terminal)
             if terminal.interactive:
                 terminal.say(f"{answering.name}; /help says what can be done, Ctrl-D ends the chat")
@@ -87,24 +93,27 @@ def _check(context: typer.Context, model: str | None, uds: Path | None, options:
         raise ValueError(f"MODEL and --uds were both given: the engine process at {uds} has its model")
     for name in _OF_OWN_MODEL:
         if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
-            raise ValueError(f"--{name}: the engine process of --uds runs its model in its own way; leave it out")
+            raise ValueError(
+                f"--{name.replace('_', '-')}: the engine process of --uds runs its model in its own way; leave it out"
+            )
 
 
 @contextmanager
-def _chat_model(model: str, uds: Path | None, options: RunningOptions, terminal: Terminal) -> Iterator[ChatModel]:
+def _chat_model(
+    source: Source | None, uds: Path | None, options: RunningOptions, terminal: Terminal
+) -> Iterator[ChatModel]:
     """Connect to an engine process for the block; or load a model, and compile what a chat needs.
 
     Raises:
         ValueError: the options do not fit the model or the machine, or there is no tokenizer or chat template.
         RuntimeError: the model cannot be loaded, or there is no engine process.
     """
-    if uds is not None:
+    if source is None:
         from compiled_llm.client import Client
 
-        with Client(uds, tokenizer=True, wait=False) as client:
+        with Client(cast("Path", uds), tokenizer=True, wait=False) as client:
             yield RemoteChatModel(client, options.quiet)
         return
-    source = locate(model, progress=not options.quiet)
     with importing(not options.quiet):
         import compiled_llm
         from compiled_llm.commands.loading.load import load

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -40,6 +41,8 @@ class GenerateRequest(RunningOptions):
     max_new_tokens: int
     stop: Sequence[str]
     model: str
+    tokenizer: str | None = None
+    chat_template: Path | None = None
     as_json: bool
 
     def __post_init__(self) -> None:
@@ -57,7 +60,7 @@ class GenerateRequest(RunningOptions):
             RuntimeError: the model cannot be loaded or run.
         """
         check_driver(self.device)
-        source = locate(self.model, progress=not self.quiet)
+        source = locate(self.model, not self.quiet, self.tokenizer, self.chat_template)
         with importing(not self.quiet):
             import torch
 

@@ -65,12 +65,14 @@ def load(
         parsing = nullcontext() if source.gguf_file is None else parsed_once()
         with nullcontext() if shows_bars else without_bars(), parsing:
             with display.task("loading the tokenizer"):
-                tokenizer = AutoTokenizer.from_pretrained(source.location, **options)
+                tokenizer = _tokenizer_of(source)
             with display.task("loading the weights"):
                 _refuse_hub_kernels(source)
                 loaded: Any = AutoModelForCausalLM.from_pretrained(source.location, dtype=dtype, **options)
     except (OSError, ValueError, SafetensorError, UnpicklingError) as error:
         raise RuntimeError(f"{source.name} cannot be loaded as a causal LM: {_reason(error)}") from error
+    if source.tokenizer is not None:
+        _check_vocabulary(source.tokenizer, tokenizer, loaded)
     _prepare_for_batches(tokenizer)
     return loaded.to(device), tokenizer
 
@@ -113,6 +115,22 @@ def fetched(source: Source, progress: bool = True) -> Source:
         RuntimeError: it cannot be.
     """
     return source._replace(location=str(demo_folder(progress))) if source.name == DEMO else source
+
+
+def _tokenizer_of(source: Source) -> PreTrainedTokenizerBase:
+    place, gguf_file = source.tokenizer_place
+    options = {} if gguf_file is None else {"gguf_file": gguf_file}
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **options)
+    if source.chat_template is not None:
+        tokenizer.chat_template = source.chat_template
+    return tokenizer
+
+
+def _check_vocabulary(name: str, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+    embedded: Any = model.get_input_embeddings().weight
+    largest, tokens = max(tokenizer.get_vocab().values(), default=0), len(embedded)
+    if largest >= tokens:
+        raise ValueError(f"--tokenizer {name}: its token ids go up to {largest}, and the model's to {tokens - 1}")
 
 
 def _prepare_for_batches(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -20,12 +20,24 @@ _TOKENIZER_FILES = (
 
 
 class Source(NamedTuple):
-    """Where `from_pretrained` finds a model: a folder or hub id, and the GGUF file in it if it is one."""
+    """Where `from_pretrained` finds a model: a folder or hub id, and the GGUF file in it if it is one.
+
+    Attributes:
+        tokenizer: the folder or hub id of another tokenizer than the model's; None for its own.
+        chat_template: the text of another template than the tokenizer's; None for its own.
+    """
 
     name: str
     location: str
     gguf_file: str | None = None
     is_local: bool = True
+    tokenizer: str | None = None
+    chat_template: str | None = None
+
+    @property
+    def tokenizer_place(self) -> tuple[str, str | None]:
+        """Where `from_pretrained` finds the tokenizer: a folder or hub id, and the GGUF file in it if it is one."""
+        return (self.location, self.gguf_file) if self.tokenizer is None else (self.tokenizer, None)
 
     @property
     def public_name(self) -> str:
@@ -36,18 +48,28 @@ class Source(NamedTuple):
         return path.name if self.gguf_file is None else path.stem
 
 
-def locate(model: str, progress: bool = True) -> Source:
+def locate(
+    model: str, progress: bool = True, tokenizer: str | None = None, chat_template: Path | None = None
+) -> Source:
     """Return where a model is: here, or on the hub.
 
     Args:
         model: ``demo``, a folder, a GGUF file or a hub id.
         progress: show on stderr what is asked.
+        tokenizer: the folder or hub id of another tokenizer than the model's.
+        chat_template: the file of another chat template than the tokenizer's.
 
     Raises:
         FileNotFoundError: there is no such folder or file.
-        ValueError: it is a file or a folder, and not a model's.
+        ValueError: it is a file or a folder, and not a model's; or the template's file is no text.
         RuntimeError: the hub does not have it, or a package is missing.
     """
+    template = None if chat_template is None else _template_of(chat_template)
+    place = None if tokenizer is None else _tokenizer_place(tokenizer, progress)
+    return _located(model, progress, own_tokenizer=place is None)._replace(tokenizer=place, chat_template=template)
+
+
+def _located(model: str, progress: bool, own_tokenizer: bool) -> Source:
     if model == DEMO:
         return Source(model, model)
     path = Path(model).expanduser()
@@ -57,20 +79,58 @@ def locate(model: str, progress: bool = True) -> Source:
         require_gguf()
         return Source(model, str(path.parent), path.name)
     if path.is_dir():
-        _check_folder(path)
+        _check_folder(path, own_tokenizer)
         return Source(model, str(path))
     if _cannot_be_hub_id(model):
         raise FileNotFoundError(f"model {model!r}: there is no such file or folder; name one, a hub id, or `demo`")
-    with ProgressDisplay(progress).task(f"no folder or file {model!r} here: asking the hub"):
-        from compiled_llm.commands.loading.hub import check_on_hub  # slow to import
-
-        check_on_hub(model)
+    _ask_hub(model, progress)
     return Source(model, model, is_local=False)
 
 
-def _check_folder(folder: Path) -> None:
+def _tokenizer_place(tokenizer: str, progress: bool) -> str:
+    path = Path(tokenizer).expanduser()
+    if path.is_dir():
+        if not _has_tokenizer(path):
+            raise ValueError(f"--tokenizer {tokenizer}: the folder holds no tokenizer")
+        return str(path)
+    if path.is_file() or _cannot_be_hub_id(tokenizer):
+        raise ValueError(f"--tokenizer {tokenizer}: there is no such folder; name one, or a hub id")
+    _ask_hub(tokenizer, progress)
+    return tokenizer
+
+
+def _template_of(file: Path) -> str:
+    """Return the text of a chat template, of which Jinja has read that it is one."""
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        text = file.expanduser().read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--chat-template {file}: is not UTF-8 text: {error.reason}") from error
+    except OSError as error:
+        raise ValueError(
+            f"--chat-template {file}: cannot be read: {error.strerror}; name a file with a Jinja template"
+        ) from error
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+    except TemplateSyntaxError as error:
+        if "'generation'" not in str(error):  # a tag of transformers' own
+            where = f"--chat-template {file}, line {error.lineno}"
+            raise ValueError(f"{where}: is no Jinja template: {error.message}") from error
+    return text
+
+
+def _ask_hub(name: str, progress: bool) -> None:
+    with ProgressDisplay(progress).task(f"no folder or file {name!r} here: asking the hub"):
+        from compiled_llm.commands.loading.hub import check_on_hub  # slow to import
+
+        check_on_hub(name)
+
+
+def _check_folder(folder: Path, own_tokenizer: bool) -> None:
     if (folder / "config.json").exists():
-        _check_tokenizer(folder)
+        if own_tokenizer:
+            _check_tokenizer(folder)
         return
     if (folder / "adapter_config.json").exists():
         if importlib.util.find_spec("peft") is None:
@@ -84,11 +144,15 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_tokenizer(folder: Path) -> None:
-    if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+    if not _has_tokenizer(folder):
         raise ValueError(
             f"model {str(folder)!r}: the folder holds no tokenizer, which model.save_pretrained does not write; "
-            f"add it with tokenizer.save_pretrained({str(folder)!r})"
+            f"add it with tokenizer.save_pretrained({str(folder)!r}), or name another one's folder with --tokenizer"
         )
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES)
 
 
 def _cannot_be_hub_id(model: str) -> bool:

@@ -12,6 +12,8 @@ class Dtype(str, Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+    half = "half"
+    float = "float"
 
 
 class Device(str, Enum):

@@ -54,7 +54,18 @@ RepetitionPenalty = Annotated[
 ]
 Seed = Annotated[int | None, _sampling("--seed", help="The same seed gives the same text.")]
 
-ModelPlace = Annotated[str, typer.Argument(help="A folder, a GGUF file, a hub id, or `demo`.")]
+ModelPlace = Annotated[
+    str | None, typer.Argument(help="A folder, a GGUF file, a hub id, or `demo`.", show_default=False)
+]
+SameModel = Annotated[str | None, _model("--model", metavar="MODEL", help="Another way to give MODEL.")]
+Tokenizer = Annotated[
+    str | None,
+    _model("--tokenizer", metavar="PLACE", help="Take the tokenizer from this folder or hub id, not from the model's."),
+]
+TemplateFile = Annotated[
+    Path | None,
+    _model("--chat-template", metavar="FILE", help="Write chats as this Jinja template says, not as the tokenizer's."),
+]
 RunningMode = Annotated[
     str, _model("--mode", help="How to run: eager, compile, reduce-overhead, cuda-graphs or piecewise.")
 ]
@@ -81,3 +92,16 @@ StopBefore = Annotated[
     _output("--stop", metavar="TEXT", help="End an answer before it contains TEXT. Can be given several times."),
 ]
 Quiet = Annotated[bool, _output("--quiet", "-q", help="Show no progress and no figures.")]
+
+
+def model_of(place: str | None, same: str | None) -> str:
+    """Return the model that MODEL or ``--model`` names.
+
+    Raises:
+        ValueError: neither does, or both.
+    """
+    if place is not None and same is not None:
+        raise ValueError(f"MODEL {place} and --model {same} were both given; leave one of them out")
+    if (model := place or same) is None:
+        raise ValueError("name a model: a folder, a GGUF file, a hub id, or `demo`")
+    return model

@@ -34,6 +34,8 @@ class ServeOptions(NamedTuple):
     """The options of an engine process."""
 
     model: str
+    tokenizer: str | None
+    chat_template: Path | None
     mode: str
     backend: str
     dtype: str
@@ -92,7 +94,7 @@ class ServeOptions(NamedTuple):
 
 
 def serve(
-    model: shared.ModelPlace,
+    model: shared.ModelPlace = None,
     config: options.Config = None,
     uds: options.Uds = None,
     operations_uds: options.OperationsUds = None,
@@ -120,6 +122,9 @@ def serve(
     drain_seconds: options.DrainSeconds = 30.0,
     warmup: options.Warmup = "",
     profile: options.ProfilePath = None,
+    same_model: shared.SameModel = None,
+    tokenizer: shared.Tokenizer = None,
+    chat_template: shared.TemplateFile = None,
     kv_memory: options.KvMemory = None,
     mode: shared.RunningMode = "cuda-graphs",
     backend: shared.Backend = "auto",
@@ -152,12 +157,13 @@ def serve(
         check_driver(device.value)
         sizes = integers("--warmup", warmup)
         served = ServeOptions(
-            *(model, mode, backend, dtype.value, device.value, kv_memory),
+            shared.model_of(model, same_model),
+            *(tokenizer, _absolute(chat_template), mode, backend, dtype.value, device.value, kv_memory),
             *(max_num_seqs, max_model_len, max_queue, max_step_ms, sizes, _absolute(profile)),
             *(_absolute(operations_uds), _absolute(artifacts), log_level.value, log_format.value, quiet),
         )
         _check(served, drain_seconds)
-        source = locate(model, progress=served.shows_progress)
+        source = locate(served.model, served.shows_progress, served.tokenizer, served.chat_template)
         path = _absolute(uds)
         if with_api_server:
             if api_server_count is None:
@@ -233,7 +239,7 @@ def _prepared(
     model = compiled_llm.wrap(loaded, **served.wrap_options())
     options = {"watch_model": False, "grammar_worker": worker, **served.engine_options()}
     engine = compiled_llm.Engine(model, tokenizer=tokenizer, **options)
-    ready = ready_of(model, engine, source.name, tokenizer, source.location, source.gguf_file)
+    ready = ready_of(model, engine, source.name, tokenizer, *source.tokenizer_place, source.chat_template)
     served.prepare(engine, bool(ready.form_ends), report)
     if kept is not None:
         kept.begin(cast("CompiledModel", model.compiled))

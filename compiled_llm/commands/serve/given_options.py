@@ -15,7 +15,7 @@ from compiled_llm.commands.serve.vllm_options import instead_of
 PREFIX = "COMPILED_LLM_SERVE_"
 """Of environment variables. Kubernetes makes some by the name of a service, as ``COMPILED_LLM_PORT``."""
 
-_NOT_GIVEN_SO = ("config", "help")
+_NOT_GIVEN_SO = ("config", "help", "same_model")
 
 
 def from_file(context: typer.Context, file: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from compiled_llm.commands.serve.given_options import from_environ, from_file
 from compiled_llm.commands.serve.vllm_options import check_none_of_vllm
 
 _OF_FILE = "compiled_llm.commands.serve.config"
+_ALSO = {"model": ("same_model",)}
 
 
 class ServeCommand(TyperCommand):
@@ -23,9 +24,12 @@ class ServeCommand(TyperCommand):
             return super().parse_args(ctx, args)
         with readable_errors():
             check_none_of_vllm(args)
+            args = [_dashed(argument) for argument in args]
             if "--leashed" not in args:  # an engine process has all that it needs from its API server
                 ctx.default_map = from_environ(ctx)
         rest = super().parse_args(ctx, list(args))
+        if ctx.params["same_model"] is not None and not _was_typed(ctx, "model"):
+            ctx.params["model"] = None  # that of a file or of the environment, which the command line goes before
         _tell_of_overridden(ctx)
         return rest
 
@@ -39,13 +43,19 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
     return file
 
 
+def _dashed(argument: str) -> str:
+    """Return ``--max-model-len=8`` for ``--max_model_len=8``, as vLLM takes it."""
+    name, equals, value = argument.partition("=")
+    return f"{name.replace('_', '-')}{equals}{value}" if argument.startswith("--") else argument
+
+
 def _tell_of_overridden(context: typer.Context) -> None:
-    typed = {name for name in context.meta.get(_OF_FILE, ()) if _was_typed(context, name)}
+    typed = {name for name in context.meta.get(_OF_FILE, ()) if _was_typed(context, *_ALSO.get(name, ()), name)}
     if typed and not context.params["quiet"]:
         names = ", ".join(sorted(name.replace("_", "-") for name in typed))
         typer.echo(f"compiled_llm: the command line goes before {context.params['config']}: {names}", err=True)
 
 
-def _was_typed(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
+def _was_typed(context: typer.Context, *names: str) -> bool:
+    sources = [context.get_parameter_source(name) for name in names]
+    return any(source is not None and source.name == "COMMANDLINE" for source in sources)

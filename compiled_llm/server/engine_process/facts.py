@@ -20,6 +20,7 @@ def ready_of(
     tokenizer: Any = None,
     location: str | None = None,
     gguf_file: str | None = None,
+    chat_template: str | None = None,
 ) -> Ready:
     """Return the facts of a wrapped model.
 
@@ -30,6 +31,7 @@ def ready_of(
         tokenizer: of the engine; None if it has none.
         location: where clients can load the tokenizer from.
         gguf_file: the file there, if it is one.
+        chat_template: the text of another template than the tokenizer's.
     """
     described, runtime = engine.describe(), runtime_of(model)
     assert runtime is not None, "an engine's model is wrapped"
@@ -43,6 +45,7 @@ def ready_of(
         tokenizer=location,
         gguf_file=gguf_file,
         model_type=str(model.config.model_type),
+        chat_template=chat_template,
     )
 
 

@@ -23,7 +23,7 @@ OF_ENGINE_PROCESSES = frozenset(
         "max_queue",
         "max_num_seqs",
     }
-    | {"max_step_ms", "mode", "profile", "quiet", "warmup"}
+    | {"chat_template", "max_step_ms", "mode", "profile", "quiet", "tokenizer", "warmup"}
 )
 _SAFETY_OF_API_SERVERS = {"allowed_host", "api_key_file", "client_seconds", "cors_origin", "salt_caches"}
 OF_API_SERVERS = frozenset(
@@ -31,7 +31,7 @@ OF_API_SERVERS = frozenset(
     | _SAFETY_OF_API_SERVERS
 )
 _PLACE = {"host", "operations_uds", "port", "ssl_certfile", "ssl_keyfile", "uds"}
-OF_RAY = frozenset(_PLACE | {"config", "drain_seconds", "leashed", "max_connections", "api_server_count"})
+OF_RAY = frozenset(_PLACE | {"config", "drain_seconds", "leashed", "max_connections", "api_server_count", "same_model"})
 """Those of one server: where it listens, in how many processes and how it ends, which is Ray's to do here, and
 operations on it."""
 
