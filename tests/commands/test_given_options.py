@@ -71,8 +71,8 @@ def test_an_engine_process_goes_by_its_arguments_alone(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("max-num-seq: 1", ", line 1: max-num-seq: there is no such option; did you mean max_num_seqs"),
-        ("\nzebra: 1", ", line 2: zebra: there is no such option; there are allowed_host, api_key_file, "),
+        ("max-num-seq: 1", ", line 1: max-num-seq: there is no such option; did you mean max-num-seqs"),
+        ("\nzebra: 1", ", line 2: zebra: there is no such option; there are allowed-host, api-key-file, "),
         ("same-model: a", ", line 1: same-model: there is no such option; "),
         ("config: a", ", line 1: config: there is no such option; "),
         ("port: 1\nport: 2", ", line 2: port: was given in line 1 already; leave one of them out"),
@@ -80,6 +80,9 @@ def test_an_engine_process_goes_by_its_arguments_alone(monkeypatch: pytest.Monke
         ("enforce-eager: true", ", line 1: enforce-eager: there is no such option; it is one of vLLM: give --mode"),
         ("port: x", ", line 1: port x: "),
         ("dtype: int8", ", line 1: dtype int8: "),
+        ("\nmode: fast", ", line 2: mode fast: choose one of 'eager', "),
+        ("max-num-seqs: 0", ", line 1: max-num-seqs 0: must be at least 1"),
+        ("page: true\nkv_memory: much", ", line 2: kv_memory much: give a fraction of the free memory"),
         ("port: [1, 2]", ", line 1: port: give one value, and not 2"),
         ("port:", ", line 1: port: give a value"),
         ("port: {a: 1}", ", line 1: port: give a value"),
@@ -102,7 +105,12 @@ def test_a_file_that_is_missing_and_a_variable_that_is_wrong_are_named(
     assert done.stderr == f"error: --config {tmp_path / 'none'}: cannot be read: No such file or directory\n"
     for variable, value, said in (
         ("COMPILED_LLM_SERVE_PORT", "tcp://10.0.0.1:80", "COMPILED_LLM_SERVE_PORT tcp://10.0.0.1:80: "),
-        ("COMPILED_LLM_SERVE_PROT", "1", "COMPILED_LLM_SERVE_PROT: there is no such option; did you mean port"),
+        ("COMPILED_LLM_SERVE_MODE", "fast", "COMPILED_LLM_SERVE_MODE fast: choose one of "),
+        (
+            "COMPILED_LLM_SERVE_PROT",
+            "1",
+            "COMPILED_LLM_SERVE_PROT: there is no such option; did you mean COMPILED_",
+        ),
     ):
         with monkeypatch.context() as patch:
             patch.setenv(variable, value)

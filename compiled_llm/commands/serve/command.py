@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import typer
+
 from compiled_llm.commands.early_checks import check_driver, check_server_packages
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.importing import IMPORTING, importing
@@ -18,6 +20,7 @@ from compiled_llm.commands.serve import options
 from compiled_llm.commands.serve.http import HttpFlags, run_with_api_server, usual_count
 from compiled_llm.commands.serve.leash import end_with_parent
 from compiled_llm.commands.serve.log import LogFormat, LogLevel, logger, show_log
+from compiled_llm.commands.serve.serve_command import with_places
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import WrapConfig
 from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS, MAX_NUM_SEQS, MAX_QUEUE
@@ -94,6 +97,7 @@ class ServeOptions(NamedTuple):
 
 
 def serve(
+    context: typer.Context,
     model: shared.ModelPlace = None,
     config: options.Config = None,
     uds: options.Uds = None,
@@ -146,7 +150,7 @@ def serve(
     An option may also be an environment variable: COMPILED_LLM_SERVE_PORT for
     --port. It goes before a file, and the command line goes before both.
     """
-    with readable_errors():
+    with readable_errors(), with_places(context):
         http = HttpFlags(
             *(host, port, served_model_name or (), api_key_file, allowed_host or (), cors_origin or ()),
             *(ssl_certfile, ssl_keyfile, request_seconds, salt_caches, escape_special_tokens, page),

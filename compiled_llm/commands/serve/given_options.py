@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 
@@ -18,33 +18,49 @@ PREFIX = "COMPILED_LLM_SERVE_"
 _NOT_GIVEN_SO = ("config", "help", "same_model")
 
 
-def from_file(context: typer.Context, file: Path) -> dict[str, Any]:
-    """Return the options of a file, by their names with underscores, as texts.
+class GivenOption(NamedTuple):
+    """An option's value as text, or as texts if there may be several, and the place that gives it."""
+
+    value: Any
+    place: str
+
+
+def from_file(context: typer.Context, file: Path) -> dict[str, GivenOption]:
+    """Return the options of a file, by their names with underscores.
 
     Raises:
         ValueError: it is no YAML of options, or has one twice or of an impossible value; with the line.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, GivenOption] = {}
     lines: dict[str, int] = {}
     for line, key, value in _entries(file):
-        where = f"--config {file}, line {line}: {key}"
+        place = f"--config {file}, line {line}: {key}"
         name = key.replace("-", "_")
         if name in found:
-            raise ValueError(f"{where}: was given in line {lines[name]} already; leave one of them out")
-        found[name], lines[name] = _checked(context, name, value, where), line
+            raise ValueError(f"{place}: was given in line {lines[name]} already; leave one of them out")
+        found[name], lines[name] = GivenOption(_checked(context, name, value, place, _in_file), place), line
     return found
 
 
-def from_environ(context: typer.Context, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def from_environ(context: typer.Context, environ: Mapping[str, str] = os.environ) -> dict[str, GivenOption]:
     """Return the options of environment variables, as ``from_file``; an empty one counts as unset."""
     given = {name: value for name, value in environ.items() if name.startswith(PREFIX) and value}
     names = {variable: variable.removeprefix(PREFIX).lower() for variable in given}
     several = {param.name for param in context.command.params if getattr(param, "multiple", False)}
     return {
-        name: _checked(context, name, value.split(",") if name in several else value, variable)
+        name: GivenOption(_checked(context, name, texts, variable, _in_environ), variable)
         for variable, value in given.items()
         for name in [names[variable]]
+        for texts in [value.split(",") if name in several else value]
     }
+
+
+def _in_file(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _in_environ(name: str) -> str:
+    return f"{PREFIX}{name.upper()}"
 
 
 def _entries(file: Path) -> Iterator[tuple[int, str, Any]]:
@@ -70,7 +86,7 @@ def _entries(file: Path) -> Iterator[tuple[int, str, Any]]:
         raise ValueError(f"--config {file}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _checked(context: typer.Context, name: str, value: Any, where: str) -> Any:
+def _checked(context: typer.Context, name: str, value: Any, where: str, shown: Callable[[str], str]) -> Any:
     """Return a value as the command line would have it; ValueError if there is no such option, or value of it."""
     params: dict[str, Any] = {
         str(param.name): param
@@ -78,7 +94,7 @@ def _checked(context: typer.Context, name: str, value: Any, where: str) -> Any:
         if param.name not in _NOT_GIVEN_SO and not getattr(param, "hidden", False)
     }
     if name not in params:
-        raise ValueError(f"{where}: there is no such option; {_advice(name, sorted(params))}")
+        raise ValueError(f"{where}: there is no such option; {_advice(name, sorted(params), shown)}")
     param = params[name]
     texts = [str(each) for each in value] if isinstance(value, list) else [str(value)]
     if value is None or isinstance(value, dict) or not texts:
@@ -95,9 +111,9 @@ def _checked(context: typer.Context, name: str, value: Any, where: str) -> Any:
     return text
 
 
-def _advice(name: str, known: Sequence[str]) -> str:
+def _advice(name: str, known: Sequence[str], shown: Callable[[str], str]) -> str:
     if (said := instead_of(f"--{name}")) is not None:
         return f"it is one of vLLM: {said}"
     if meant := get_close_matches(name, known, 2):
-        return f"did you mean {' or '.join(meant)}?"
-    return f"there are {', '.join(known)}"
+        return f"did you mean {' or '.join(map(shown, meant))}?"
+    return f"there are {', '.join(map(shown, known))}"

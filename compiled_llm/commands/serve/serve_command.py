@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
-from compiled_llm.commands.errors import readable_errors
-from compiled_llm.commands.serve.given_options import from_environ, from_file
+from compiled_llm.commands.errors import as_typed, readable_errors
+from compiled_llm.commands.serve.given_options import GivenOption, from_environ, from_file
 from compiled_llm.commands.serve.vllm_options import check_none_of_vllm
 
 _OF_FILE = "compiled_llm.commands.serve.config"
+_PLACES = "compiled_llm.commands.serve.places"
 _ALSO = {"model": ("same_model",)}
 
 
@@ -26,7 +30,7 @@ class ServeCommand(TyperCommand):
             check_none_of_vllm(args)
             args = [_dashed(argument) for argument in args]
             if "--leashed" not in args:  # an engine process has all that it needs from its API server
-                ctx.default_map = from_environ(ctx)
+                _take(ctx, from_environ(ctx))
         rest = super().parse_args(ctx, list(args))
         if ctx.params["same_model"] is not None and not _was_typed(ctx, "model"):
             ctx.params["model"] = None  # that of a file or of the environment, which the command line goes before
@@ -38,9 +42,33 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
     """Have a file's options be what holds unless the command line or the environment says otherwise."""
     if file is not None and not context.resilient_parsing:
         with readable_errors():
-            context.meta[_OF_FILE] = options = from_file(context, file)
-            context.default_map = {**options, **(context.default_map or {})}
+            options = from_file(context, file)
+            context.meta[_OF_FILE] = list(options)
+            _take(context, options)
     return file
+
+
+@contextmanager
+def with_places(context: typer.Context) -> Iterator[None]:
+    """Have errors about an option that is not of the command line begin with the place that it was given at."""
+    try:
+        yield
+    except ValueError as error:
+        said = as_typed(str(error))
+        named = re.match(r"(?:--)?([a-z][a-z-]*)", said)
+        name = "" if named is None else named[1].replace("-", "_")
+        place = context.meta.get(_PLACES, {}).get(name)
+        if place is None or _was_typed(context, *_ALSO.get(name, ()), name):
+            raise
+        raise ValueError(f"{place}{said[len(named[0]) :]}") from error
+
+
+def _take(context: typer.Context, options: Mapping[str, GivenOption]) -> None:
+    """Have options be what holds unless the command line, or what was taken before, says otherwise."""
+    values = {name: option.value for name, option in options.items()}
+    places = {name: option.place for name, option in options.items()}
+    context.default_map = {**values, **(context.default_map or {})}
+    context.meta[_PLACES] = {**places, **context.meta.get(_PLACES, {})}
 
 
 def _dashed(argument: str) -> str:

@@ -25,7 +25,7 @@ from compiled_llm.server.replicas.ray_app import _with
 
 def test_every_option_of_the_command_is_one_or_is_rays_to_have() -> None:
     parameters = signature(serve).parameters
-    assert parameters.keys() == OF_ENGINE_PROCESSES | OF_API_SERVERS | OF_RAY | {"model"}
+    assert parameters.keys() == OF_ENGINE_PROCESSES | OF_API_SERVERS | OF_RAY | {"context", "model"}
     assert parameters["max_num_seqs"].default == MAX_NUM_SEQS
 
 
