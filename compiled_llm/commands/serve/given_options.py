@@ -106,8 +106,8 @@ def _checked(context: typer.Context, name: str, value: Any, where: str, shown: C
     try:
         param.process_value(context, text)
     except typer.BadParameter as error:
-        shown = ",".join(texts)
-        raise ValueError(f"{where} {shown}: {error.message.removeprefix('Value error, ')}") from error
+        given = ",".join(texts)
+        raise ValueError(f"{where} {given}: {error.message.removeprefix('Value error, ')}") from error
     return text
 
 

@@ -56,7 +56,9 @@ def with_places(context: typer.Context) -> Iterator[None]:
     except ValueError as error:
         said = as_typed(str(error))
         named = re.match(r"(?:--)?([a-z][a-z-]*)", said)
-        name = "" if named is None else named[1].replace("-", "_")
+        if named is None:
+            raise
+        name = named[1].replace("-", "_")
         place = context.meta.get(_PLACES, {}).get(name)
         if place is None or _was_typed(context, *_ALSO.get(name, ()), name):
             raise
