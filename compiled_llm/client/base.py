@@ -10,13 +10,15 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from msgspec import Struct
+
 from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.client.plain import Prompt, plain_params, token_ids
 from compiled_llm.client.text_of_prompt import TextOfPrompt
 from compiled_llm.client.tokenizer import Given, tokenizer_of
 from compiled_llm.client.transport.connection import Line
 from compiled_llm.client.transport.session import ClientSession
-from compiled_llm.protocol.messages import Cancel, Ready, StatsReply, Submit
+from compiled_llm.protocol.messages import AskStats, Cancel, Ready, Reply, StatsReply, Submit
 from compiled_llm.requests.listeners import Listeners, tell
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
@@ -202,14 +204,20 @@ class BaseClient(ABC):
                 handle.cancel()
 
     async def _stats(self, timeout: float | None) -> StatsReply:
+        reply = await self._asked(AskStats, timeout)
+        assert isinstance(reply, StatsReply)
+        return reply
+
+    async def _asked(self, question: Callable[[int], Struct], timeout: float | None) -> Reply:
+        """Ask a question, which is made with its number, and wait for the answer."""
         await self._rejoin()
         session = self._session
         session.check_ready()
-        number = session.ask()
+        number = session.ask(question)
         try:
             if not await self._until(session.listeners, lambda: session.has_answered(number), timeout):
                 raise TimeoutError(f"the engine process has not answered for {timeout} s")
-            return session.stats(number)
+            return session.reply(number)
         finally:
             session.forget(number)
 

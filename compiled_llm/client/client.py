@@ -7,12 +7,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from msgspec import Struct
+
 from compiled_llm.client.base import BaseClient
 from compiled_llm.client.plain import Prompt
 from compiled_llm.client.tokenizer import Given
 from compiled_llm.client.transport.connection import Line, ThreadConnection
 from compiled_llm.client.transport.session import ClientSession
-from compiled_llm.protocol.messages import Ready, StatsReply
+from compiled_llm.protocol.messages import Ready, Reply, StatsReply
 from compiled_llm.requests.listeners import Listeners
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
@@ -73,6 +75,20 @@ class Client(BaseClient):
             TimeoutError: it has not answered by then.
         """
         return _finished(self._stats(timeout))
+
+    def ask(self, question: Callable[[int], Struct], timeout: float | None = 60) -> Reply:
+        """Ask the engine process a question of the protocol, and wait for the answer.
+
+        Args:
+            question: makes it, with the number that comes back with the answer.
+            timeout: seconds to wait for it.
+
+        Raises:
+            ValueError: what was asked is impossible.
+            EngineProcessError: the engine process is not ready, or is gone.
+            TimeoutError: it has not answered by then.
+        """
+        return _finished(self._asked(question, timeout))
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None

@@ -1,32 +1,35 @@
-"""`compiled-llm client`: one prompt to an engine process, and its answer as it comes."""
+"""`compiled-llm client`: one prompt to a server, and its answer as it comes, without torch and transformers."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from compiled_llm.commands.connecting import wait_until_ready
-from compiled_llm.commands.early_checks import check_package
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.options import shared
 from compiled_llm.commands.options.prompt import check_quoted, check_system, messages_of, read_prompt
 from compiled_llm.commands.options.sampling import SamplingFlags, check_range
 from compiled_llm.commands.printable import printable
+from compiled_llm.commands.remote.address import ApiKeyFile, Server, check_server, is_url, key_of
+from compiled_llm.commands.remote.answer import Answering
 
 if TYPE_CHECKING:
-    from compiled_llm.client.handle import RemoteHandle
-    from compiled_llm.requests.outputs import RequestOutput
+    from compiled_llm.requests.sampling_params import SamplingParams
+
+_DEFAULT = "http://localhost:8000"
 
 
 def client(
     context: typer.Context,
-    path: Annotated[Path, typer.Argument(help="The engine process's Unix socket.", show_default=False)],
     prompt: shared.Prompt = None,
+    server: Server = _DEFAULT,
+    api_key_file: ApiKeyFile = None,
     file: shared.PromptFile = None,
     chat: shared.ChatTemplate = False,
     system: shared.System = None,
@@ -49,9 +52,10 @@ def client(
     stop: shared.StopBefore = None,
     quiet: shared.Quiet = False,
 ) -> None:
-    """Send a prompt to an engine process (`compiled-llm serve`), and write its answer to stdout as it comes."""
+    """Send a prompt to a server (`compiled-llm serve`), and write its answer to stdout as it comes."""
     with readable_errors():
-        check_package("msgspec", "server")
+        address = server or _DEFAULT
+        check_server(address, api_key_file)
         check_quoted(prompt, context.args)
         check_system(system, chat)
         if chat and ids:
@@ -60,14 +64,36 @@ def client(
         flags = SamplingFlags(sample, temperature, top_k, top_p, min_p, repetition_penalty, seed)
         params = flags.params(max_new_tokens, stop or [])
         text = read_prompt(prompt, file)
-        from compiled_llm.client import Client
-
-        with Client(path, tokenizer=None if ids else True, wait=False) as client:
-            wait_until_ready(client, quiet)
-            handle = client.submit(_prompt(text, chat, system, ids), params)
-            _write(_pieces(handle, ids))
+        with _begun(address, api_key_file, _prompt(text, chat, system, ids), params, ids, quiet) as answer:
+            _write((f"{token}," for token in answer) if ids else answer.text())
             if not quiet:
-                Console(stderr=True, highlight=False).print(_figures(handle.result()), style="dim", soft_wrap=True)
+                console = Console(stderr=True, highlight=False)
+                console.print(answer.figures().line(), style="dim", soft_wrap=True)
+
+
+@contextmanager
+def _begun(
+    address: str, api_key_file: Path | None, prompt: Any, params: SamplingParams, ids: bool, quiet: bool
+) -> Iterator[Answering]:
+    """Begin an answer, once the server is ready; it ends with the block."""
+    if is_url(address):
+        from compiled_llm.commands.remote.http_api import HttpApi
+
+        api = HttpApi(address, key_of(api_key_file))
+        answer: Answering = api.submit(api.wait_until_ready(quiet), prompt, params, ids)
+        try:
+            yield answer
+        finally:
+            answer.cancel()
+        return
+    from compiled_llm.client import Client
+    from compiled_llm.client.remote_tokenizer import RemoteTokenizer
+    from compiled_llm.commands.remote.connecting import wait_until_ready
+    from compiled_llm.commands.remote.engine_answer import EngineAnswer
+
+    with Client(address, tokenizer=None if ids else RemoteTokenizer(address), wait=False) as client:
+        wait_until_ready(client, quiet)
+        yield EngineAnswer(client.submit(prompt, params))
 
 
 def _prompt(text: str, chat: bool, system: str | None, ids: bool) -> Any:
@@ -83,18 +109,8 @@ def _token_ids(text: str) -> list[int]:
         raise ValueError("--ids: give token ids as PROMPT, with commas between them: 1,15,7") from None
 
 
-def _pieces(handle: RemoteHandle, ids: bool) -> Iterable[str]:
-    return (f"{token}," for token in handle) if ids else handle.text()
-
-
 def _write(pieces: Iterable[str]) -> None:
     for piece in pieces:
         sys.stdout.write(printable(piece) if sys.stdout.isatty() else piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
-
-
-def _figures(output: RequestOutput) -> str:
-    tokens = len(output.token_ids)
-    first = "" if output.first_token_seconds is None else f", first token after {output.first_token_seconds:.3f} s"
-    return f"{tokens} tokens in {output.seconds:.2f} s{first}, {output.finish_reason}"

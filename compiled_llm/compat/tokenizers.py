@@ -7,11 +7,14 @@ windows: three times as slow, and right. Ends when transformers offers streams o
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 
 def backend_of(tokenizer: Any) -> Any:
     """Return the ``tokenizers.Tokenizer`` that decodes for a tokenizer; None if it decodes in a way of its own."""
+    if "transformers" not in sys.modules:  # whose tokenizer it could be
+        return None
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast):

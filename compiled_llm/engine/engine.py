@@ -275,6 +275,11 @@ class Engine:
         self._runtime.home.check()
         return self._engine_thread.stats()
 
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of prompts and answers; None without one."""
+        return self._tokenizer
+
     def describe(self) -> EngineDescription:
         """Return where device memory went, and how many requests of which length fit; allocates what is not there yet.
 

@@ -61,7 +61,22 @@ class AskStats(Struct, tag="ask stats", frozen=True):
     number: int
 
 
-FromClient = Hello | Submit | Cancel | AskStats
+class AskTokens(Struct, tag="ask tokens", frozen=True):
+    """Ask for the ``TokensReply`` of a text or of a chat's messages, up to the beginning of an answer."""
+
+    number: int
+    prompt: str | list[dict[str, Any]]
+
+
+class AskText(Struct, tag="ask text", frozen=True):
+    """Ask for the ``TextReply`` of tokens."""
+
+    number: int
+    tokens: list[int]
+    skip_special_tokens: bool
+
+
+FromClient = Hello | Submit | Cancel | AskStats | AskTokens | AskText
 
 # ---- from the engine process
 
@@ -213,6 +228,23 @@ class StatsReply(Struct, tag="stats", frozen=True, kw_only=True):
     cuda_graphs: int = 0
 
 
+class TokensReply(Struct, tag="tokens", frozen=True):
+    """What ``AskTokens`` asked for."""
+
+    number: int
+    tokens: list[int]
+
+
+class TextReply(Struct, tag="text", frozen=True):
+    """What ``AskText`` asked for."""
+
+    number: int
+    text: str
+
+
+Reply = StatsReply | TokensReply | TextReply
+
+
 class Leaving(Struct, tag="leaving", frozen=True):
     """The engine takes no more requests and ends; running ones may go on for a while. Why, in a sentence."""
 
@@ -229,4 +261,17 @@ class Problem(Struct, tag="problem", frozen=True):
     message: str
 
 
-FromEngine = Welcome | Preparing | Ready | StepUpdates | PromptScores | Refused | StatsReply | Leaving | Beat | Problem
+FromEngine = (
+    Welcome
+    | Preparing
+    | Ready
+    | StepUpdates
+    | PromptScores
+    | Refused
+    | StatsReply
+    | TokensReply
+    | TextReply
+    | Leaving
+    | Beat
+    | Problem
+)

@@ -45,7 +45,7 @@ def test_in_a_pipe_each_line_is_a_question_and_the_chat_goes_on(model_folder: Pa
 
 def test_over_a_socket_it_is_the_same_and_earlier_turns_are_cached(model_folder: Path, socket: Path) -> None:
     lines = 'Hi there\n"""\nsome\nlines"""\n/stats\n/retry\n/clear\nHi there\n'
-    done = chatted("--uds", str(socket), "--max-tokens", "20", "--quiet", lines=lines)
+    done = chatted("--server", str(socket), "--max-tokens", "20", "--quiet", lines=lines)
     first = huggingfaces(model_folder, "<user: Hi there>", 20)
     second = huggingfaces(model_folder, f"<user: Hi there><assistant: {first}><user: some\nlines>", 20)
     assert done.stdout == f"{first}\n{second}\n{second}\n{first}\n"
@@ -56,12 +56,12 @@ def test_over_a_socket_it_is_the_same_and_earlier_turns_are_cached(model_folder:
 
 def test_what_cannot_be_answered_is_said_and_the_chat_goes_on(model_folder: Path, socket: Path) -> None:
     lines = "/retry\nforbidden\n/nothing\n/nothing is a text\n" + "x" * 3000 + "\n/system Be brief\n/help\n/exit\nno\n"
-    done = chatted("--uds", str(socket), "--max-tokens", "5", lines=lines)
+    done = chatted("--server", str(socket), "--max-tokens", "5", lines=lines)
     assert done.stdout == huggingfaces(model_folder, "<user: /nothing is a text>", 5) + "\n"
     *errors, too_long = (line for line in done.stderr.splitlines() if line.startswith("error"))
     assert errors == [
         "error: /retry: there is no question to answer again",
-        "error: chat: the model's chat template refuses this: no such message",
+        "error: the model's chat template refuses this: no such message",
         "error: there is no /nothing; /help says what there is",
     ]
     assert too_long.endswith(" tokens, and with the answer there can be 1024; /clear begins a new one")
@@ -131,12 +131,12 @@ def test_another_model_that_comes_back_is_asked_in_its_own_words(
     second.close()
     said = huggingfaces(model_folder, "<user: Hi>", 8)
     again = huggingfaces(tmp_path, f"[user: Hi>[assistant: {said}>[user: Again>", 8)
-    assert "the engine process has another model now: other" in terminal.heard
+    assert "the server has another model now: other" in terminal.heard
     assert "".join(terminal.answers) == f"{said}\n{again}\n"
 
 
 def test_a_socket_without_an_engine_process_is_named(tmp_path: Path) -> None:
-    done = chatted("--uds", str(tmp_path / "none"), "--quiet")
+    done = chatted("--server", str(tmp_path / "none"), "--quiet")
     assert done.exit_code == 1
     assert "there is no such socket; start an engine process with `compiled-llm serve MODEL --uds PATH`" in done.stderr
 

@@ -43,8 +43,10 @@ REFUSED = {
         (f"--model {__file__}", "is a file, but not a .gguf"),
     ],
     "chat": [
-        ("demo --uds x", "MODEL and --uds were both given: the engine process at x has its model"),
-        ("--uds x --mode eager", "--mode: the engine process of --uds runs its model in its own way"),
+        ("demo --server x", "MODEL and --server were both given: the server at x has its model"),
+        ("--server x --model demo", "--model and --server were both given: the server at x has its model"),
+        ("--server x --mode eager", "--mode and --server were both given: the server at x has its model"),
+        ("--server ftp://x", "--server ftp://x: give http://, https://, or the path of a socket"),
         ("--temperature 0", "--temperature 0.0: must be above 0; --greedy takes the most likely token"),
         ("--max-tokens 0", "--max-new-tokens 0: must be at least 1"),
         ("--mode fast", "--mode fast: choose one of"),
@@ -86,13 +88,17 @@ REFUSED = {
         ("--api-key-file /dev/null", "--api-key-file /dev/null: the file has no key; write one a line"),
     ],
     "serve ./nothing --uds NEW": [("", "model './nothing': there is no such")],
-    "client NEW": [
+    "client --server NEW": [
         ("Hi there", "PROMPT is one argument: quote it, as in 'Hi there'"),
         ("''", "the prompt is empty"),
         ("Hi --system Brief", "--system is a part of the chat template: give --chat as well"),
         ("1,2 --ids --chat", "--ids: token ids are no chat"),
         ("Hi --temperature -1", "--temperature -1.0: must be above 0; --greedy takes the most likely"),
         ("Hi --greedy --top-p 0.9", "--greedy draws nothing, so it does not go with --top-p"),
+        ("Hi --api-key-file x", "--api-key-file x: a socket takes no key, since only your user may open it"),
+        ("Hi --server http://x:y", "--server http://x:y: Port could not be cast"),
+        ("Hi --server http://x?y", "--server http://x?y: give a URL such as http://localhost:8000"),
+        ("Hi --server http://x --api-key-file /dev/null", "--api-key-file /dev/null: the file has no key"),
         ("Hi --max-tokens 0", "--max-new-tokens 0: must be at least 1"),
     ],
     "compile demo -o NEW": [

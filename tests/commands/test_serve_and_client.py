@@ -70,7 +70,7 @@ def test_a_path_that_is_taken_is_refused_before_the_model_is_loaded(path: Path) 
     assert (code, line) == (1, said)
 
 
-@pytest.mark.parametrize("arguments", [["serve", "demo", "--uds", "x"], ["client", "x", "Hi"]])
+@pytest.mark.parametrize("arguments", [["serve", "demo", "--uds", "x"], ["client", "Hi", "--server", "x"]])
 def test_the_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
     monkeypatch.setattr(early_checks.importlib.util, "find_spec", lambda _: None)
     code, line = failed(*arguments)

@@ -12,6 +12,8 @@ from msgspec import Struct
 from compiled_llm.protocol.frames import FrameError, Frames, frame_of
 from compiled_llm.protocol.messages import (
     AskStats,
+    AskText,
+    AskTokens,
     Beat,
     Cancel,
     Ended,
@@ -30,6 +32,8 @@ from compiled_llm.protocol.messages import (
     StepUpdates,
     Submit,
     Summary,
+    TextReply,
+    TokensReply,
     Update,
     Welcome,
 )
@@ -44,6 +48,9 @@ FROM_CLIENT: list[Struct] = [
     Cancel(1),
     Cancel(1, 3),
     AskStats(4),
+    AskTokens(5, "a text"),
+    AskTokens(6, [{"role": "user", "content": "hi"}]),
+    AskText(7, [1, 2], True),
 ]
 FROM_GENERATOR: list[Struct] = [
     Welcome(1, "compiled-llm", 17),
@@ -64,6 +71,8 @@ FROM_GENERATOR: list[Struct] = [
         inter_token_seconds=LATENCY,
         pages=PageCounts(4, 1, 2, 1),
     ),
+    TokensReply(5, [1, 2]),
+    TextReply(7, "a text"),
     Leaving("told to"),
     Beat(),
     Problem("no"),

@@ -85,7 +85,7 @@ def test_a_length_a_tokenizer_and_a_template_of_the_command_are_those_of_request
 
 
 def ask(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    asking = [COMMAND, "client", str(path), *arguments, "--max-tokens", "30"]
+    asking = [COMMAND, "client", "--server", str(path), *arguments, "--max-tokens", "30"]
     return subprocess.run(asking, capture_output=True, text=True, timeout=PATIENCE)
 
 

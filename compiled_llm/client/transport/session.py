@@ -13,7 +13,6 @@ from compiled_llm.client.errors import EngineDeadError, EngineProcessError, refu
 from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.client.transport.connection import Line
 from compiled_llm.protocol.messages import (
-    AskStats,
     FromEngine,
     Leaving,
     Preparing,
@@ -21,8 +20,11 @@ from compiled_llm.protocol.messages import (
     PromptScores,
     Ready,
     Refused,
+    Reply,
     StatsReply,
     StepUpdates,
+    TextReply,
+    TokensReply,
 )
 from compiled_llm.requests.listeners import Listeners, tell
 
@@ -55,7 +57,7 @@ class ClientSession:
         self._numbers = itertools.count(1)
         self._changing = threading.Lock()
         self._handles: dict[int, RemoteHandle] = {}
-        self._questions: dict[int, StatsReply | Exception | None] = {}  # and their answers
+        self._questions: dict[int, Reply | Exception | None] = {}  # and their answers
 
     # ---- the connection
 
@@ -109,11 +111,11 @@ class ClientSession:
         """Return a number that no other request or question has."""
         return next(self._numbers)
 
-    def ask(self) -> int:
-        """Ask how the engine process is doing, and return the number of the question."""
+    def ask(self, question: Callable[[int], Struct]) -> int:
+        """Send a question, which is made with its number, and return that number."""
         number = self.number()
         self._questions[number] = None
-        self.send(AskStats(number))
+        self.send(question(number))
         return number
 
     def check(self) -> None:
@@ -144,14 +146,15 @@ class ClientSession:
         """Whether a question has its answer, or never will have."""
         return self._questions[number] is not None or self.lost is not None
 
-    def stats(self, number: int) -> StatsReply:
-        """Return the answer to a question; EngineProcessError if it was refused, or the engine process is gone."""
+    def reply(self, number: int) -> Reply:
+        """Return the answer to a question; if it was refused, that error, and EngineDeadError if nothing comes."""
         answer = self._questions[number]
-        if isinstance(answer, StatsReply):
-            return answer
-        self.check()
+        if answer is None:
+            self.check()
         assert answer is not None, "it has no answer yet"
-        raise answer
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     # ---- in the thread that reads the connection
 
@@ -179,7 +182,7 @@ class ClientSession:
             case Refused() if (handle := self._handles.pop(message.request, None)) is not None:
                 handle.fail(refusal(message.kind, message.message))
                 return [handle]
-            case StatsReply() if message.number in self._questions:
+            case StatsReply() | TokensReply() | TextReply() if message.number in self._questions:
                 self._questions[message.number] = message
             case Preparing():
                 self.doing, self.ready = message.doing, None  # it was, and sleeps now

@@ -17,7 +17,7 @@ from compiled_llm.execution.reporting.plain_text import plain_text
 from compiled_llm.execution.reporting.progress import ProgressDisplay
 
 if TYPE_CHECKING:
-    from compiled_llm.requests.outputs import RequestOutput
+    from compiled_llm.commands.remote.answer import AnswerFigures
     from compiled_llm.requests.sampling_params import SamplingParams
 
 COMMANDS = {
@@ -42,7 +42,7 @@ class Chat:
     _conversation: Conversation
     _params: SamplingParams
     _terminal: Terminal
-    _last: RequestOutput | None = None
+    _last: AnswerFigures | None = None
     failed: bool = False
 
     def run(self) -> None:
@@ -98,9 +98,8 @@ class Chat:
         """Write an answer as it comes; return whether Ctrl-C has ended it in a terminal."""
         model = self._conversation.model
         if model.refresh():
-            self._terminal.say(f"the engine process has another model now: {model.name}")
-        prompt = self._conversation.prompt(question)
-        handle = model.engine.submit(prompt, self._params_for(len(prompt)))
+            self._terminal.say(f"the server has another model now: {model.name}")
+        handle = model.submit(self._conversation.with_question(question), self._params)
         answer, interrupted = "", False
         try:
             pieces = iter(handle.text())
@@ -117,44 +116,28 @@ class Chat:
             handle.cancel()  # whatever kept the answer from being read
             self._conversation.add(question, answer)
             self._terminal.write("\n" if answer else "")
-        self._last = handle.result()
+        self._last = handle.figures()
         if interrupted:
             self._terminal.tell("stopped; Ctrl-C again, or Ctrl-D, ends the chat")
         elif self._last.finish_reason == "length":
-            self._terminal.say(f"cut after {len(self._last.token_ids)} tokens")
+            self._terminal.say(f"cut after {self._last.tokens} tokens")
         return interrupted
-
-    def _params_for(self, prompt: int) -> SamplingParams:
-        most = self._conversation.model.max_tokens
-        if prompt >= most:
-            raise ValueError(
-                f"the chat has {prompt} tokens, and with the answer there can be {most}; /clear begins a new one"
-            )
-        return dataclasses.replace(self._params, max_tokens=min(self._params.max_tokens or most, most - prompt))
 
     def _figures(self) -> Iterator[tuple[str, str]]:
         """Yield the figures of the last answer, and of the engine with all of its clients."""
         if (last := self._last) is None:
             yield "last answer", "none yet"
         else:
-            tokens, first = len(last.token_ids), last.first_token_seconds
+            tokens, first = last.tokens, last.first_token_seconds
             said = f"{tokens} tokens in {last.seconds:.2f} s"
             if first is not None:
                 said += f", the first after {first:.3f} s"
                 if tokens > 1 and last.seconds > first:
                     said += f", then {(tokens - 1) / (last.seconds - first):.1f} tokens/s"
             yield "last answer", f"{said} ({last.finish_reason})"
-            yield "its prompt", f"{len(last.prompt_token_ids)} tokens, {last.cached_tokens} of them cached"
-        stats = self._conversation.model.engine.stats()
-        yield "requests", f"{stats.running} running, {stats.waiting} waiting, {stats.finished} finished"
-        share = f", {100 * stats.cached_tokens / stats.prompt_tokens:.0f}% cached" if stats.prompt_tokens else ""
-        yield "tokens", f"{stats.new_tokens} new, {stats.prompt_tokens} of prompts{share}"
-        for name, wait in (("first token", stats.first_token_seconds), ("between tokens", stats.inter_token_seconds)):
-            if wait is not None:
-                yield name, f"p50 {1000 * wait.p50:.1f} ms, p99 {1000 * wait.p99:.1f} ms"
-        if (pages := stats.pages) is not None:
-            yield "pages", f"{pages.used} used, {pages.cached} cached, {pages.free} free, of {pages.total}"
-        yield "CUDA graphs", f"{stats.cuda_graphs}, after {stats.cold_starts} cold starts"
+            if last.prompt_tokens is not None:
+                yield "its prompt", f"{last.prompt_tokens} tokens, {last.cached_tokens or 0} of them cached"
+        yield from self._conversation.model.figures()
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:

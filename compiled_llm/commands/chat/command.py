@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
 from compiled_llm.commands.chat.chat import COMMANDS, Chat
-from compiled_llm.commands.chat.conversation import Conversation, check_template
-from compiled_llm.commands.chat.model import ChatModel, RemoteChatModel
+from compiled_llm.commands.chat.conversation import Conversation
+from compiled_llm.commands.chat.model import AnsweringModel, ChatModel, HttpChatModel, RemoteChatModel, check_template
 from compiled_llm.commands.chat.terminal import Terminal
-from compiled_llm.commands.early_checks import check_driver, check_package
+from compiled_llm.commands.early_checks import check_driver
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import DEMO, Source, locate
@@ -22,8 +22,9 @@ from compiled_llm.commands.options.choices import Device, Dtype
 from compiled_llm.commands.options.running import RunningOptions
 from compiled_llm.commands.options.sampling import SamplingFlags, check_range
 from compiled_llm.commands.preparation import Preparation
+from compiled_llm.commands.remote.address import ApiKeyFile, Server, check_server, is_url, key_of
 
-_OF_OWN_MODEL = ("tokenizer", "chat_template", "mode", "backend", "dtype", "device")
+_OF_OWN_MODEL = ("model", "same_model", "tokenizer", "chat_template", "mode", "backend", "dtype", "device")
 
 
 def chat(
@@ -38,14 +39,8 @@ def chat(
     same_model: shared.SameModel = None,
     tokenizer: shared.Tokenizer = None,
     chat_template: shared.TemplateFile = None,
-    uds: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="Chat with the engine process of this Unix socket (`compiled-llm serve`), in place of a MODEL.",
-            rich_help_panel=shared.MODEL,
-        ),
-    ] = None,
+    server: Server = None,
+    api_key_file: ApiKeyFile = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
     sample: shared.Sample = None,
     temperature: shared.Temperature = None,
@@ -69,51 +64,63 @@ def chat(
         flags = SamplingFlags(sample, temperature, top_k, top_p, min_p, repetition_penalty, seed)
         check_range("max_new_tokens", max_new_tokens)
         options = RunningOptions(mode=mode, backend=backend, dtype=dtype.value, device=device.value, quiet=quiet)
-        if model is not None or same_model is not None:
-            model = shared.model_of(model, same_model)
-        _check(context, model, uds, options)
+        options.wrap_config("cpu")
         params = flags.params(max_new_tokens, stop or [])
         terminal = Terminal(quiet, COMMANDS)
-        source = locate(model or DEMO, not quiet, tokenizer, chat_template) if uds is None else None
-        with _chat_model(source, uds, options, terminal) as answering:
-            chat = Chat(Conversation(answering, system), params, terminal)
+        if server is not None:
+            _check_remote(context, server)
+            check_server(server, api_key_file)
+            answering = _remote_model(server, api_key_file, quiet)
+        else:
+            place = DEMO if model is None and same_model is None else shared.model_of(model, same_model)
+            check_driver(device.value)
+            source = locate(place, not quiet, tokenizer, chat_template)
+            answering = _own_model(source, options, terminal)
+        with answering as answers:
+            chat = Chat(Conversation(answers, system), params, terminal)
             if terminal.interactive:
-                terminal.say(f"{answering.name}; /help says what can be done, Ctrl-D ends the chat")
+                terminal.say(f"{answers.name}; /help says what can be done, Ctrl-D ends the chat")
             chat.run()
     raise typer.Exit(1 if chat.failed and not terminal.interactive else 0)
 
 
-def _check(context: typer.Context, model: str | None, uds: Path | None, options: RunningOptions) -> None:
-    options.wrap_config("cpu")
-    if uds is None:
-        check_driver(options.device)
-        return
-    check_package("msgspec", "server")
-    if model is not None:
-        raise ValueError(f"MODEL and --uds were both given: the engine process at {uds} has its model")
+def _check_remote(context: typer.Context, server: str) -> None:
+    """Raise ValueError for options of a model in this process."""
     for name in _OF_OWN_MODEL:
         if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
+            flag = {"model": "MODEL", "same_model": "--model"}.get(name, f"--{name.replace('_', '-')}")
             raise ValueError(
-                f"--{name.replace('_', '-')}: the engine process of --uds runs its model in its own way; leave it out"
+                f"{flag} and --server were both given: the server at {server} has its model; leave one out"
             )
 
 
 @contextmanager
-def _chat_model(
-    source: Source | None, uds: Path | None, options: RunningOptions, terminal: Terminal
-) -> Iterator[ChatModel]:
-    """Connect to an engine process for the block; or load a model, and compile what a chat needs.
+def _remote_model(server: str, api_key_file: Path | None, quiet: bool) -> Iterator[AnsweringModel]:
+    """Connect to a server for the block.
+
+    Raises:
+        RuntimeError: there is none, or it does not want to talk to this client.
+    """
+    if is_url(server):
+        from compiled_llm.commands.remote.http_api import HttpApi
+
+        yield HttpChatModel(HttpApi(server, key_of(api_key_file)), quiet)
+        return
+    from compiled_llm.client import Client
+    from compiled_llm.client.remote_tokenizer import RemoteTokenizer
+
+    with Client(server, tokenizer=RemoteTokenizer(server), wait=False) as client:
+        yield RemoteChatModel(client, quiet)
+
+
+@contextmanager
+def _own_model(source: Source, options: RunningOptions, terminal: Terminal) -> Iterator[AnsweringModel]:
+    """Load a model, and compile what a chat needs.
 
     Raises:
         ValueError: the options do not fit the model or the machine, or there is no tokenizer or chat template.
-        RuntimeError: the model cannot be loaded, or there is no engine process.
+        RuntimeError: the model cannot be loaded.
     """
-    if source is None:
-        from compiled_llm.client import Client
-
-        with Client(cast("Path", uds), tokenizer=True, wait=False) as client:
-            yield RemoteChatModel(client, options.quiet)
-        return
     with importing(not options.quiet):
         import compiled_llm
         from compiled_llm.commands.loading.load import load

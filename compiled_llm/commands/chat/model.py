@@ -1,22 +1,51 @@
-"""The model that answers in a chat, in this process or in an engine process."""
+"""The model that answers in a chat: in this process, in an engine process, or behind OpenAI's API."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
-from compiled_llm.commands.connecting import wait_until_ready
-from compiled_llm.execution.reporting.progress import ProgressDisplay
+from compiled_llm.commands.options.prompt import check_has_template, written
+from compiled_llm.commands.remote.answer import Answering
+from compiled_llm.commands.remote.connecting import wait_until_ready
+from compiled_llm.commands.remote.engine_answer import EngineAnswer
 
 if TYPE_CHECKING:  # Client needs the extra `server`
     from compiled_llm.client import Client
+    from compiled_llm.commands.remote.http_api import HttpApi
     from compiled_llm.engine.engine import Engine
     from compiled_llm.protocol.messages import Ready
+    from compiled_llm.requests.sampling_params import SamplingParams
+
+Messages = Sequence[dict[str, str]]
+
+
+class AnsweringModel(Protocol):
+    """A model that answers chats; ``name`` is for people."""
+
+    name: str
+
+    def refresh(self) -> bool:
+        """Wait until it answers, and return whether it is another model than before."""
+        ...
+
+    def check(self, messages: Messages) -> None:
+        """Raise ValueError if it surely does not take such messages."""
+        ...
+
+    def submit(self, messages: Messages, params: SamplingParams) -> Answering:
+        """Begin an answer; raises ValueError if there can be none."""
+        ...
+
+    def figures(self) -> Iterator[tuple[str, str]]:
+        """Yield what it has done for all of its clients."""
+        ...
 
 
 @dataclasses.dataclass
 class ChatModel:
-    """A model that answers; ``max_tokens`` are those that a prompt may have with its answer."""
+    """An engine in this process; ``max_tokens`` are those that a prompt may have with its answer."""
 
     engine: Engine | Client
     name: str
@@ -24,8 +53,39 @@ class ChatModel:
     max_tokens: int
 
     def refresh(self) -> bool:
-        """Wait until it answers, take its attributes, and return whether it is another model than before."""
+        """Do nothing: it is always the same."""
         return False
+
+    def check(self, messages: Messages) -> None:
+        """Raise ValueError if there is no template, or if it does not take such messages."""
+        self._tokens(messages)
+
+    def submit(self, messages: Messages, params: SamplingParams) -> Answering:
+        """Begin an answer; raises ValueError if the chat is too long, or the template does not take it."""
+        prompt, most = self._tokens(messages), self.max_tokens
+        if len(prompt) >= most:
+            raise ValueError(
+                f"the chat has {len(prompt)} tokens, and with the answer there can be {most}; /clear begins a new one"
+            )
+        longest = min(params.max_tokens or most, most - len(prompt))
+        return EngineAnswer(self.engine.submit(prompt, dataclasses.replace(params, max_tokens=longest)))
+
+    def figures(self) -> Iterator[tuple[str, str]]:
+        """Yield the figures of the engine with all of its clients."""
+        stats = self.engine.stats()
+        yield "requests", f"{stats.running} running, {stats.waiting} waiting, {stats.finished} finished"
+        share = f", {100 * stats.cached_tokens / stats.prompt_tokens:.0f}% cached" if stats.prompt_tokens else ""
+        yield "tokens", f"{stats.new_tokens} new, {stats.prompt_tokens} of prompts{share}"
+        for name, wait in (("first token", stats.first_token_seconds), ("between tokens", stats.inter_token_seconds)):
+            if wait is not None:
+                yield name, f"p50 {1000 * wait.p50:.1f} ms, p99 {1000 * wait.p99:.1f} ms"
+        if (pages := stats.pages) is not None:
+            yield "pages", f"{pages.used} used, {pages.cached} cached, {pages.free} free, of {pages.total}"
+        yield "CUDA graphs", f"{stats.cuda_graphs}, after {stats.cold_starts} cold starts"
+
+    def _tokens(self, messages: Messages) -> list[int]:
+        check_template(self.tokenizer)
+        return list(written(self.tokenizer, messages, "chat")["input_ids"])
 
 
 class RemoteChatModel(ChatModel):
@@ -44,9 +104,38 @@ class RemoteChatModel(ChatModel):
         self.refresh()
 
     def refresh(self) -> bool:
+        """Wait until it answers, take its attributes, and return whether it is another model than before."""
         before, ready = self._ready, wait_until_ready(self._client, self._quiet)
         if ready is not before:
-            with ProgressDisplay(not self._quiet).task("loading the tokenizer"):
-                self.tokenizer = self._client.tokenizer
+            self.tokenizer = self._client.tokenizer
             self.name, self.max_tokens, self._ready = ready.model, ready.max_tokens, ready
         return before is not None and ready != before
+
+
+class HttpChatModel:
+    """A server of OpenAI's API, which applies the chat template and says itself what it does not take."""
+
+    def __init__(self, api: HttpApi, quiet: bool) -> None:
+        """Wait until it is ready; RuntimeError if it cannot be reached."""
+        self._api, self._quiet = api, quiet
+        self.name = api.wait_until_ready(quiet)
+
+    def refresh(self) -> bool:
+        """Wait until it answers, and return whether it is another model than before."""
+        before, self.name = self.name, self._api.wait_until_ready(self._quiet)
+        return self.name != before
+
+    def check(self, messages: Messages) -> None:
+        """Leave it to the server."""
+
+    def submit(self, messages: Messages, params: SamplingParams) -> Answering:
+        """Begin an answer; raises ValueError if the server refuses it."""
+        return self._api.submit(self.name, messages, params)
+
+    def figures(self) -> Iterator[tuple[str, str]]:
+        """Yield where they are."""
+        yield "the server", f"its figures are at {self._api.url}/metrics"
+
+
+def check_template(tokenizer: Any) -> None:
+    check_has_template(tokenizer, "chat", "`compiled-llm generate` continues a text")

@@ -142,10 +142,10 @@ def serve(
 ) -> None:
     """Serve a model by OpenAI's API, or to the clients of a Unix socket alone, until SIGTERM or Ctrl-C.
 
-    Clients of the socket are `compiled-llm client`, `compiled-llm chat --uds`
-    and `compiled_llm.client.Client` in Python. They can connect at once, and are
-    told what is loaded and compiled until requests are taken; over HTTP, /ready
-    says so.
+    `compiled-llm client` and `compiled-llm chat` ask it with --server, and so
+    does `compiled_llm.client.Client` in Python over a socket. They can connect
+    at once, and show what is loaded and compiled until requests are answered;
+    over HTTP, /ready says so.
 
     An option may also be an environment variable: COMPILED_LLM_SERVE_PORT for
     --port. It goes before a file, and the command line goes before both.

@@ -15,6 +15,8 @@ from compiled_llm.protocol.frames import FrameError, Frames, frame_of
 from compiled_llm.protocol.messages import (
     VERSION,
     AskStats,
+    AskText,
+    AskTokens,
     Beat,
     Cancel,
     FromClient,
@@ -54,6 +56,10 @@ class Desk(Protocol):
 
     def stats(self, number: int) -> Struct: ...
 
+    def reply(self, question: AskTokens | AskText) -> Struct:
+        """Answer a question about words, in any thread."""
+        ...
+
 
 class ClientConnection:
     """Talks to one client, in an event loop; ``wake`` may be called from any thread.
@@ -80,6 +86,7 @@ class ClientConnection:
         self._frames: Frames[FromClient] = Frames(FromClient)
         self._messages: deque[Struct] = deque()
         self._long: set[int] = set()  # requests whose updates take long to write
+        self._asking: set[asyncio.Task[None]] = set()  # kept here: an event loop knows its tasks only weakly
         self._beginnings = Beginnings(desk, self._begun)
         # The transport has the socket, and only reads it.
         self._transport = Transport(writer.get_extra_info("socket").dup(), self._due, self._failed)
@@ -187,6 +194,9 @@ class ClientConnection:
         if len(self._messages) > _MAX_WAITING:
             await self._transport.taken()
 
+    async def _answer(self, question: AskTokens | AskText) -> None:
+        self.send(await asyncio.to_thread(self._desk.reply, question))  # a long text takes long
+
     def _handle(self, message: FromClient) -> None:
         match message:
             case Submit():
@@ -197,6 +207,9 @@ class ClientConnection:
                 stream.handle.cancel(index)
             case AskStats(number):
                 self.send(self._desk.stats(number))
+            case AskTokens() | AskText():
+                self._asking.add(task := asyncio.create_task(self._answer(message)))
+                task.add_done_callback(self._asking.discard)
             case Hello():
                 raise FrameError("a second hello")
 

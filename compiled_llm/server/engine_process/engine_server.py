@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from compiled_llm.protocol.messages import VERSION, Leaving, Preparing, Ready, Refused, Submit, Welcome
+from compiled_llm.protocol.messages import (
+    VERSION,
+    AskText,
+    AskTokens,
+    Leaving,
+    Preparing,
+    Ready,
+    Refused,
+    Submit,
+    Welcome,
+)
 from compiled_llm.server.defaults import MAX_UNSENT
 from compiled_llm.server.engine_process.connection import ClientConnection
 from compiled_llm.server.engine_process.socket_file import listen, remove
@@ -155,6 +165,14 @@ class EngineServer:
         from compiled_llm.server.engine_process.facts import stats_of
 
         return stats_of(self._engine, number, len(self._connections))
+
+    def reply(self, question: AskTokens | AskText) -> Struct:
+        """Answer a question about words, in any thread."""
+        if self._engine is None or self._ready is None:
+            return Refused(question.number, "unavailable", f"the engine process is not ready ({self.doing})")
+        from compiled_llm.server.engine_process.words import reply_of
+
+        return reply_of(self._engine.tokenizer, question)
 
     # ---- the end
 

@@ -1,0 +1,70 @@
+"""`--server`: where a server is, and the key that it takes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from compiled_llm.commands.early_checks import check_package
+
+SERVER = "Server"
+
+Server = Annotated[
+    str | None,
+    typer.Option(
+        "--server",
+        metavar="ADDRESS",
+        help="The server to ask: the path of an engine process's Unix socket, or a URL of OpenAI's API, such as "
+        "http://localhost:8000.",
+        rich_help_panel=SERVER,
+    ),
+]
+ApiKeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--api-key-file",
+        metavar="PATH",
+        help="Read the key for a URL from this file. It can also be in the environment, as COMPILED_LLM_API_KEY.",
+        rich_help_panel=SERVER,
+    ),
+]
+
+
+def is_url(address: str) -> bool:
+    return address.startswith(("http://", "https://"))
+
+
+def check_server(address: str, api_key_file: Path | None) -> None:
+    """Check what can be told of an address before a connection.
+
+    Raises:
+        ValueError: it is no URL and no path, or a socket that takes no key.
+        RuntimeError: a package is missing.
+    """
+    if is_url(address):
+        return
+    if "://" in address:
+        raise ValueError(f"--server {address}: give http://, https://, or the path of a socket")
+    if api_key_file is not None:
+        raise ValueError(f"--api-key-file {api_key_file}: a socket takes no key, since only your user may open it")
+    check_package("msgspec", "server")
+
+
+def key_of(api_key_file: Path | None) -> str | None:
+    """Return the key that requests bear: the file's first line, or what the environment has; None for none.
+
+    Raises:
+        ValueError: the file cannot be read, or is empty.
+    """
+    if api_key_file is None:
+        return os.environ.get("COMPILED_LLM_API_KEY") or None
+    try:
+        lines = api_key_file.expanduser().read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--api-key-file {api_key_file}: cannot be read: {error}") from error
+    if not lines:
+        raise ValueError(f"--api-key-file {api_key_file}: the file has no key")
+    return lines[0]

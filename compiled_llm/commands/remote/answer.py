@@ -1,0 +1,55 @@
+"""An answer on its way from a server, however it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from compiled_llm.requests.outputs import RequestOutput
+
+
+class AnswerFigures(NamedTuple):
+    """What an answer came to; figures of the prompt are None if the server does not say."""
+
+    tokens: int
+    seconds: float
+    first_token_seconds: float | None
+    finish_reason: str
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> AnswerFigures:
+        return cls(
+            len(output.token_ids),
+            output.seconds,
+            output.first_token_seconds,
+            output.finish_reason,
+            len(output.prompt_token_ids),
+            output.cached_tokens,
+        )
+
+    def line(self) -> str:
+        first = "" if self.first_token_seconds is None else f", first token after {self.first_token_seconds:.3f} s"
+        return f"{self.tokens} tokens in {self.seconds:.2f} s{first}, {self.finish_reason}"
+
+
+class Answering(Protocol):
+    """An answer that comes."""
+
+    def text(self) -> Iterable[str]:
+        """Yield its text, piece by piece."""
+        ...
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield its tokens."""
+        ...
+
+    def cancel(self) -> None:
+        """End it, if it has not ended."""
+        ...
+
+    def figures(self) -> AnswerFigures:
+        """Return what it came to, once it has ended or was cancelled."""
+        ...

@@ -1,0 +1,32 @@
+"""An answer of an engine, in this process or in another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from compiled_llm.commands.remote.answer import AnswerFigures
+
+if TYPE_CHECKING:
+    from compiled_llm.client.handle import RemoteHandle
+    from compiled_llm.engine.thread.handle import RequestHandle
+
+
+class EngineAnswer:
+    """What ``submit`` of an engine or of a client returns, as commands use it."""
+
+    def __init__(self, handle: RemoteHandle | RequestHandle) -> None:
+        self._handle = handle
+
+    def text(self) -> Iterable[str]:
+        return self._handle.text()
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield its tokens."""
+        return iter(self._handle)
+
+    def cancel(self) -> None:
+        self._handle.cancel()
+
+    def figures(self) -> AnswerFigures:
+        return AnswerFigures.of(self._handle.result())
