@@ -10,10 +10,11 @@ from importlib.metadata import version
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from compiled_llm.server.chat_page import page
 from compiled_llm.server.guard import Guard
 from compiled_llm.server.http.api_error import ANSWERED, respond
 from compiled_llm.server.http.body_route import BodyRouteMiddleware
-from compiled_llm.server.openai import metrics, page, status, tokenize
+from compiled_llm.server.openai import metrics, status, tokenize
 from compiled_llm.server.openai.chat import endpoint as chat
 from compiled_llm.server.openai.common.api_server import ApiServer
 from compiled_llm.server.openai.common.engine_link import EngineLink

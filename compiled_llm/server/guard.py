@@ -14,6 +14,7 @@ from ipaddress import ip_address
 import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from compiled_llm.server.chat_page import page
 from compiled_llm.server.http.api_error import ApiError, unexpected
 from compiled_llm.server.openai.common.api_server import REQUEST_ID
 from compiled_llm.server.openai.metrics import ApiServerMetrics
@@ -21,11 +22,11 @@ from compiled_llm.server.settings import ApiServerSettings
 
 logger = logging.getLogger("compiled_llm.server")
 
-_FOR_EVERYBODY = ("/", "/health", "/ready")
-_POLLED = ("/health", "/ready", "/metrics")
-"""Asked again and again, by programs and pages that watch the server."""
-_ANSWERS_OF_POLLED = (200, 503)
-"""That the server is ready, or not yet: neither is worth a line each time."""
+_FOR_EVERYBODY = frozenset(("/", "/health", "/ready", *page.PATHS))
+_POLLED = ("/health", "/ready", "/metrics", page.SCRIPTS)
+"""Asked again and again, by programs and pages that watch the server, and by each page that is opened."""
+_ANSWERS_OF_POLLED = (200, 304, 503)
+"""That the server is ready, or not yet, or nothing new: neither is worth a line each time."""
 _ID = "x-request-id"
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+))(?::\d*)?", re.ASCII)
 _KNOWN = 1024

@@ -18,6 +18,7 @@ from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PATIENCE = 60.0
+ENTER, ESCAPE, TAB, SPACE = ("Enter", 13, "\r"), ("Escape", 27), ("Tab", 9), (" ", 32, " ")
 _FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-extensions", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage", "--hide-scrollbars"),
@@ -81,6 +82,15 @@ class Browser:
         self.call("Page.navigate", url=url)
         self.until("document.readyState === 'complete' && document.body.childElementCount > 0")
 
+    def open_anew(self, url: str) -> None:
+        """Open a page on a desktop, with nothing kept of earlier visits."""
+        self.resize(1200, 800)
+        self.open(url)
+        self.run("localStorage.clear(); sessionStorage.clear()")
+        self.requests.clear()
+        self.open(url)
+        self.complaints.clear()
+
     def run(self, script: str) -> Any:
         """What an expression comes to, in the page; policies for its scripts do not hold here."""
         found = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
@@ -96,6 +106,23 @@ class Browser:
 
     def text(self, selector: str) -> str:
         return self.run(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")
+
+    def count(self, selector: str) -> int:
+        return int(self.run(f"document.querySelectorAll({json.dumps(selector)}).length"))
+
+    def click(self, selector: str) -> None:
+        self.run(f"document.querySelector({json.dumps(selector)}).click()")
+
+    def ask(self, question: str) -> None:
+        """Send a message on the page to chat."""
+        self.type("#question", question)
+        self.press(*ENTER)
+
+    def until_answered(self, answers: int = 1) -> None:
+        self.until(f"document.querySelectorAll('article .note').length === {answers}")
+
+    def until_state(self, state: str) -> None:
+        self.until(f"document.querySelector('#state').textContent === {json.dumps(state)}")
 
     def type(self, selector: str, text: str) -> None:
         self.run(f"document.querySelector({json.dumps(selector)}).focus()")

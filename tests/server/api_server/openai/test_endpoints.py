@@ -1,9 +1,7 @@
-"""What is served beside answers: tokens, states, figures, the OpenAPI document, and the page at ``/``."""
+"""What is served beside answers: tokens, states, figures, and the OpenAPI document."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
 import socket
 from pathlib import Path
@@ -122,51 +120,9 @@ def test_made_up_requests_get_promised_answers(api_server: RunningServer, right:
     assert not failures, "\n\n".join(failures)
 
 
-# ---- the page
-
-
-def hash_of(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def test_the_page_runs_and_fetches_nothing_but_what_is_in_it(api_server: RunningServer) -> None:
-    response = api_server.http.get("/")
-    assert (response.status_code, response.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    policy = dict(part.split(" ", 1) for part in response.headers["content-security-policy"].split("; "))
-    (style,) = re.findall(r"<style>(.*?)</style>", response.text, re.DOTALL)
-    (script,) = re.findall(r"<script>(.*?)</script>", response.text, re.DOTALL)
-    assert (policy["style-src"], policy["script-src"]) == (hash_of(style), hash_of(script))
-    assert (policy["default-src"], policy["connect-src"], policy["frame-ancestors"]) == ("'none'", "'self'", "'none'")
-    assert policy["require-trusted-types-for"] == "'script'"
-    assert not re.search(r"(src|href)=[\"'](?!data:)|@import|url\(|style=|\bon\w+=", response.text)
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|localStorage", script)
-
-
-def test_the_page_shows_figures_that_there_are(api_server: RunningServer) -> None:
-    api_server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, "ignore_eos": True})
-    page, figures = api_server.http.get("/").text, api_server.http.get("/metrics").text
-    names = set(re.findall(r"compiled_llm_\w+", page)) - {"compiled_llm_"}
-    assert len(names) >= 8
-    assert not [name for name in names if name not in figures]
-
-
-def test_the_page_comes_without_a_key_says_nothing_of_the_model_and_can_be_left_out(engine_process: Loop) -> None:
-    with running_server(
-        engine_process.server._path, names=("a-secret-name",), api_keys=("a-key-of-sixteen-or-more",)
-    ) as guarded:
-        page = guarded.http.get("/")
-        assert page.status_code == 200
-        assert "a-secret-name" not in page.text
-        assert guarded.http.get("/", headers={"host": "evil.example"}).status_code == 403
-        assert guarded.http.get("/metrics").status_code == 401
-        assert guarded.http.post("/", json={}).status_code == 405
-    with running_server(engine_process.server._path, page=False) as api_server:
-        assert api_server.http.get("/").status_code == 404
-
-
 def test_to_watch_a_server_does_not_fill_its_log(api_server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "compiled_llm.server"):
-        for path in ("/metrics", "/ready", "/health", "/version"):
+        for path in ("/metrics", "/ready", "/health", "/page/chat.js", "/version"):
             assert api_server.http.get(path).status_code == 200
         until(lambda: " GET /version 200 " in caplog.text)
     assert len(caplog.records) == 1

@@ -1,33 +1,17 @@
-// The figures of the server, from /metrics. Each has the name there beside it, or as its tooltip.
+// The figures of the server, from /metrics, while they are unfolded. Each has its name there as a tooltip.
+
+import { byId, count, seconds, show } from "./elements.js";
+import { ask, asksForKey, checked, Refused } from "./server.js";
 
 const EVERY = 2000; // milliseconds
 const KEPT = 60; // figures of the chart
 const speeds = [];
 let before = null; // the figures of last time, and when that was
 
-function show(id, text) {
-  if (byId(id).textContent !== text) byId(id).textContent = text;
-}
-
-function say(kind, text) {
-  byId("state").className = `state ${kind}`;
-  show("state", text);
-}
-
 // {"compiled_llm_pages{state=\"free\"}": 12, ...}
 function figuresIn(text) {
   const lines = text.split("\n").filter((line) => line.startsWith("compiled_llm_"));
   return Object.fromEntries(lines.map((line) => [line.slice(0, line.lastIndexOf(" ")), Number(line.slice(line.lastIndexOf(" ") + 1))]));
-}
-
-const count = (value) => (value === undefined ? "–" : Math.round(value).toLocaleString("en"));
-
-function seconds(value) {
-  if (value === undefined) return "–";
-  const milliseconds = value * 1000;
-  if (milliseconds >= 10_000) return `${Math.round(value).toLocaleString("en")} s`;
-  if (milliseconds >= 1000) return `${value.toFixed(1)} s`;
-  return `${milliseconds.toFixed(milliseconds < 10 ? 2 : milliseconds < 100 ? 1 : 0)} ms`;
 }
 
 function showFigures(figures) {
@@ -75,40 +59,24 @@ function drawSpeeds() {
   byId("speeds").firstElementChild.setAttribute("d", points.length > 1 ? `M${points.join("L")}` : "");
 }
 
-// ---- how the server is
-
-let named = false;
-
 async function look() {
   try {
     const figures = figuresIn(await (await checked(await ask("/metrics"))).text());
-    if (figures.compiled_llm_new_tokens_total === undefined) return await lookWhatItDoes();
-    if (!named) await nameModel();
-    say("ready", "ready");
-    showFigures(figures);
+    if (figures.compiled_llm_new_tokens_total === undefined) before = null; // it is not ready
+    else showFigures(figures);
   } catch (error) {
     before = null;
-    if (error instanceof Refused) say("lost", byId("key-form").hidden ? error.message : "asks for an API key");
-    else say("lost", "the server does not answer");
+    if (!(error instanceof Refused || error instanceof TypeError)) throw error; // the state says so
   }
-}
-
-async function lookWhatItDoes() {
-  before = null;
-  const { doing } = await (await ask("/ready")).json();
-  say("", doing === "ready" ? "busy" : doing);
-}
-
-async function nameModel() {
-  const { data } = await (await checked(await ask("/v1/models"))).json();
-  show("model", data[0].id);
-  document.title = data[0].id;
-  named = true;
 }
 
 async function keepLooking() {
   for (;;) {
-    if (!document.hidden && byId("key-form").hidden) await look();
+    if (byId("figures").open && !document.hidden && !asksForKey()) await look();
+    else before = null;
     await new Promise((resolve) => setTimeout(resolve, EVERY));
   }
 }
+
+byId("figures").addEventListener("toggle", () => byId("figures").open && look());
+keepLooking();

@@ -1,18 +1,21 @@
 // How the page asks the server: with the key that the user has given, if there is one.
 
-const byId = (id) => document.getElementById(id);
+import { byId } from "./elements.js";
+
 const KEY = "compiled_llm.key";
 
-class Refused extends Error {} // what the server has said in place of an answer
+export class Refused extends Error {} // what the server has said in place of an answer
 
-function ask(path, options = {}) {
+export const asksForKey = () => !byId("key-form").hidden;
+
+export function ask(path, options = {}) {
   const headers = { ...options.headers };
   const key = sessionStorage.getItem(KEY);
   if (key) headers.Authorization = `Bearer ${key}`;
   return fetch(path, { ...options, headers, cache: "no-store", credentials: "omit", referrerPolicy: "no-referrer" });
 }
 
-async function checked(response) {
+export async function checked(response) {
   if (response.ok) return response;
   if (response.status === 401) askForKey();
   const body = await response.json().catch(() => null);
@@ -20,23 +23,25 @@ async function checked(response) {
 }
 
 function askForKey() {
-  if (!byId("key-form").hidden) return;
+  if (asksForKey()) return;
   if (sessionStorage.getItem(KEY)) byId("key-help").textContent = "The server does not know this key.";
   byId("key-form").hidden = false;
   byId("key").focus();
 }
 
-byId("key-form").addEventListener("submit", async (event) => {
-  event.preventDefault();
-  sessionStorage.setItem(KEY, byId("key").value.trim());
-  byId("key").value = "";
-  byId("key-form").hidden = true;
-  await look();
-  if (byId("key-form").hidden) byId("question").focus();
-});
+export function whenKeyIsGiven(action) {
+  byId("key-form").addEventListener("submit", async (event) => {
+    event.preventDefault();
+    sessionStorage.setItem(KEY, byId("key").value.trim());
+    byId("key").value = "";
+    byId("key-form").hidden = true;
+    await action();
+    if (!asksForKey()) byId("question").focus();
+  });
+}
 
 // Server-sent events of a response, as they come.
-async function* events(response) {
+export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   for (let part; !(part = await reader.read()).done; ) {

@@ -1,0 +1,107 @@
+// One answer on the page: as it comes, and as it was kept.
+
+import { button, byId, copy, count, element, seconds } from "./elements.js";
+import { GrowingMarkdown } from "./markdown.js";
+
+const SHARE = 4; // of the time, drawing takes one part in so many
+
+const scrolledDown = () => byId("log").scrollHeight - byId("log").scrollTop - byId("log").clientHeight < 80;
+export const scrollDown = () => (byId("log").scrollTop = byId("log").scrollHeight);
+
+export class ShownAnswer {
+  constructor(turn, actions) {
+    this.turn = turn; // {question, answer, thought, note, shown}; answer and thought grow here
+    this.actions = actions; // buttons that stand below it, beside Copy
+    this.began = performance.now();
+    this.first = this.usage = this.reason = this.drawing = null;
+    this.article = element("article", "", "assistant waiting");
+    this.article.setAttribute("aria-label", "Answer");
+    this.text = element("div");
+    this.markdown = new GrowingMarkdown(this.text);
+    this.below = element("div", "", "below");
+    this.article.append(this.text, this.below);
+    this.busy = true;
+    turn.shown.append(this.article);
+    scrollDown();
+  }
+
+  set busy(busy) {
+    this.article.setAttribute("aria-busy", String(busy)); // it is read out once it is whole
+    this.article.classList.toggle("waiting", busy);
+  }
+
+  take({ choices, usage }) {
+    this.usage = usage ?? this.usage;
+    const [choice] = choices;
+    if (!choice) return;
+    this.reason = choice.finish_reason ?? this.reason;
+    const thought = choice.delta.reasoning_content ?? "";
+    const text = choice.delta.content ?? "";
+    if (!thought && !text) return;
+    this.first ??= performance.now();
+    this.last = performance.now();
+    this.turn.thought += thought;
+    this.turn.answer += text;
+    this.drawing ??= setTimeout(() => requestAnimationFrame(() => this.draw()), this.pause ?? 0);
+  }
+
+  draw() {
+    const begins = performance.now();
+    const follows = scrolledDown();
+    clearTimeout(this.drawing);
+    this.drawing = null;
+    if (this.turn.answer) this.article.classList.remove("waiting");
+    this.showThought();
+    this.markdown.draw(this.turn.answer);
+    if (follows) scrollDown();
+    this.pause = (SHARE - 1) * (performance.now() - begins);
+  }
+
+  showThought() {
+    if (!this.turn.thought) return;
+    if (!this.thought) {
+      this.thought = element("div");
+      const details = element("details");
+      details.append(element("summary", "Reasoning"), this.thought);
+      this.article.prepend(details);
+    }
+    this.thought.textContent = this.turn.thought;
+  }
+
+  end(how = "") {
+    if (this.reason === "length") how = "cut: no more tokens, or no more time";
+    if (!this.turn.answer) how = `${how || "no answer"}; the next question goes without this one`;
+    this.turn.note = [how, ...this.figures()].filter(Boolean).join(" · ");
+    this.close();
+  }
+
+  figures() {
+    if (!this.usage) return [];
+    const { prompt_tokens, completion_tokens, prompt_tokens_details } = this.usage;
+    const speed = completion_tokens > 1 && this.last > this.first ? (1000 * (completion_tokens - 1)) / (this.last - this.first) : 0;
+    return [
+      `${count(completion_tokens)} tokens`,
+      speed && `${speed.toLocaleString("en", { maximumFractionDigits: speed < 10 ? 1 : 0 })} a second`,
+      this.first && `first after ${seconds((this.first - this.began) / 1000)}`,
+      `${count(prompt_tokens_details.cached_tokens)} of ${count(prompt_tokens)} prompt tokens cached`,
+    ];
+  }
+
+  fail(message) {
+    const error = element("p", message, "error");
+    error.setAttribute("role", "alert");
+    this.close(error);
+  }
+
+  close(...before) {
+    this.busy = false;
+    const follows = scrolledDown();
+    this.draw();
+    const copying = button("Copy", () => copy(this.turn.answer, copying), "quiet");
+    copying.setAttribute("aria-label", "Copy answer");
+    const actions = element("div", "", "actions");
+    actions.append(...(this.turn.answer ? [copying] : []), ...this.actions);
+    this.below.replaceChildren(...before, actions, ...(this.turn.note ? [element("p", this.turn.note, "note")] : []));
+    if (follows) scrollDown();
+  }
+}

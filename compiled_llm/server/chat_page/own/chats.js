@@ -1,0 +1,58 @@
+// The chats of this browser: their list, and files of them. A chat is {id, title, changed, turns}.
+
+import { button, byId, element } from "./elements.js";
+import { forget, load, names, store } from "./storage.js";
+
+const CHAT = "chat.";
+
+export const newChat = () => ({ id: crypto.getRandomValues(new Uint32Array(2)).join("-"), title: "", changed: 0, turns: [] });
+
+export function keep(chat) {
+  chat.title = chat.turns[0]?.question.slice(0, 80) ?? "";
+  chat.changed = Date.now();
+  if (chat.turns.length) store(CHAT + chat.id, { ...chat, turns: chat.turns.map(plain) });
+  else forget(CHAT + chat.id);
+}
+
+const plain = ({ question, answer, thought, note }) => ({ question, answer, thought, note });
+
+export const drop = (chat) => forget(CHAT + chat.id);
+
+function isChat(chat) {
+  const texts = (turn) => typeof turn?.question === "string" && typeof turn.answer === "string";
+  return typeof chat?.id === "string" && Array.isArray(chat.turns) && chat.turns.length > 0 && chat.turns.every(texts);
+}
+
+export function kept() {
+  const chats = names().filter((name) => name.startsWith(CHAT)).map(load);
+  return chats.filter(isChat).sort((one, other) => other.changed - one.changed);
+}
+
+// Show the list; `open` and `remove` are told which chat is meant.
+export function list(current, open, remove) {
+  const lines = kept().map((chat) => {
+    const line = element("li");
+    const opening = button(chat.title, () => open(chat), "title");
+    if (chat.id === current.id) opening.setAttribute("aria-current", "true");
+    const deleting = button("Delete", () => remove(chat), "quiet");
+    deleting.setAttribute("aria-label", `Delete the chat ${chat.title}`);
+    line.append(opening, deleting);
+    return line;
+  });
+  byId("chats").replaceChildren(...lines);
+}
+
+function markdownOf({ title, turns }) {
+  const parts = turns.map(({ question, answer }) => `## Question\n\n${question}\n\n## Answer\n\n${answer}`);
+  return `# ${title.replaceAll("\n", " ")}\n\n${parts.join("\n\n")}\n`;
+}
+
+export function save(chat, kind) {
+  const plainly = { ...chat, turns: chat.turns.map(plain) };
+  const text = kind === "md" ? markdownOf(plainly) : JSON.stringify(plainly, null, 2);
+  const link = element("a");
+  link.href = URL.createObjectURL(new Blob([text], { type: kind === "md" ? "text/markdown" : "application/json" }));
+  link.download = `chat.${kind}`;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+}
