@@ -21,11 +21,13 @@ from compiled_llm.explaining.subject import head_rows, subject_of, title_of
 from compiled_llm.explaining.timings import Timing
 from compiled_llm.explaining.tracing import Trace
 from compiled_llm.explaining.wording import (
+    CLEAN,
     breakdown_of,
     change_of,
     following,
     history_rows,
     more_of,
+    next_steps,
     place_of,
     programs_of,
     speed_of,
@@ -94,6 +96,10 @@ class Report:
         for timing in data["timings"]:
             yield Text()
             yield from _timing(timing)
+        if steps := next_steps(data):
+            yield Text()
+            yield Text("Next", "bold")
+            yield _named_values(steps)
         if data["history"] is not None:
             yield Text()
             yield _named_values(dict(history_rows(data["history"])))
@@ -131,7 +137,7 @@ def _findings(findings: list[dict[str, Any]]) -> Iterator[RenderableType]:
 
 def _verdict(findings: list[dict[str, Any]]) -> Text:
     if not findings:
-        return Text("Nothing stands in the way: every program is one graph.", "green")
+        return Text(CLEAN, "green")
     counts = Counter(finding["kind"] for finding in findings)
     return Text(", ".join(f"{count} x {kind}" for kind, count in counts.items()), "red")
 

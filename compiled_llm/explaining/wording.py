@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from compiled_llm.execution.reporting.events import ColdCause, ColdStart, Upload
 from compiled_llm.explaining.profile.breakdown import Breakdown, Kernel, Kind
 from compiled_llm.model.places import Place
 
+CLEAN = "Every program is one graph: no line keeps this model from running whole."
 UPLOAD_CAUSES: dict[UploadCause, str] = {
     "new_page": "a row came to pages that were not known ahead",
     "call_moved_in": "a call moved its rows in",
@@ -26,6 +28,13 @@ COLD_CAUSES: dict[ColdCause, str] = {
     ),
     "never_prepared": "warmup does not prepare it",
 }
+_TO_TRY = {
+    "matrix products": "Weights are read once for all rows of a step, so that more rows at once cost little; weights "
+    "of fewer bits take less to read (docs/how-to/quantised.md).",
+    "attention": "Keys and values are read for each row: shorter prompts and answers take less.",
+    "sampling": "Greedy answers, and fewer settings of sampling, take less.",
+}
+_GAPS = "Most of a step is the host's time: --mode cuda-graphs launches it as a whole, on a GPU."
 _HIDES_OTHERS = ("refused", "error", "graph break")
 
 
@@ -83,6 +92,33 @@ def speed_of(timing: dict[str, Any]) -> str:
     if timing["measured"] == "operators":
         return f"{speed} On a CPU, launching a step is running it, so that takes no time of its own."
     return speed
+
+
+def next_steps(data: dict[str, Any]) -> dict[str, str]:
+    """Return what to do with a model that is one graph: where its time goes, if that was measured, and commands."""
+    if data["findings"] or not (data["programs"] or data["timings"]):
+        return {}
+    model = shlex.quote(data["name"] or "MODEL")
+    steps = {}
+    if decode := next((timing for timing in data["timings"] if timing["program"] == "decode"), None):
+        steps["where time goes"] = _time_of(decode)
+    else:
+        steps["where time goes"] = f"compiled-llm explain {model} --timings 1,8"
+    return {
+        **steps,
+        "against HuggingFace": f"compiled-llm bench latency --model {model}",
+        "serve it": f"compiled-llm serve {model}",
+        "read on": "docs/how-to/explain.md, docs/how-to/benchmark.md",
+    }
+
+
+def _time_of(timing: dict[str, Any]) -> str:
+    """Return the kind of work that a decode step spends most of its time on, and what to try."""
+    step, gaps = timing["step_us"], timing["gaps_us"]
+    longest = max(timing["kinds"], key=lambda kind: float(kind["us"]))
+    said = f"{timed_in(timing)}: {longest['name']} take {longest['us'] / step:.0%} of {step:,.0f} us."
+    advice = _GAPS if gaps > step / 2 else _TO_TRY.get(longest["name"], "")
+    return f"{said} {advice}".rstrip()
 
 
 def breakdown_of(timing: dict[str, Any]) -> Breakdown:

@@ -29,6 +29,7 @@ from compiled_llm.compilation.programs import Arguments
 from compiled_llm.explaining import timings
 from compiled_llm.explaining.profile.step_bytes import step_bytes
 from compiled_llm.explaining.report import Report
+from compiled_llm.explaining.wording import next_steps
 from support import planted_faults as planted
 from support.characters import character_tokenizer
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
@@ -381,6 +382,20 @@ def test_a_batch_size_that_is_ready_for_smaller_ones_to_run_in_is_timed_once_it_
         assert [timing["rows"] for timing in timings if timing["program"] == "decode"] == timed
 
 
+def test_a_model_without_findings_is_told_where_its_time_goes_and_what_to_try():
+    kinds = [{"name": "norms, rotary, elementwise", "us": 50.0}, {"name": "matrix products", "us": 400.0}]
+    timing = {"program": "decode", "rows": 2, "tokens": 150, "step_us": 500.0, "gaps_us": 50.0, "kinds": kinds}
+    data = {"findings": [], "programs": {}, "timings": [timing], "name": "a b"}
+    steps = next_steps(data)
+    assert steps["where time goes"].startswith(
+        "decode, 2 rows of about 150 tokens: matrix products take 80% of 500 us. Weights are read once for all rows"
+    )
+    assert steps["serve it"] == "compiled-llm serve 'a b'"
+    assert "--mode cuda-graphs" in next_steps({**data, "timings": [{**timing, "gaps_us": 300.0}]})["where time goes"]
+    assert next_steps({**data, "findings": [{"kind": "recompile"}]}) == {}
+    assert next_steps({**data, "timings": []}) == {}
+
+
 @pytest.mark.gpu
 def test_on_cuda_kernels_are_timed_and_a_moved_weight_is_named():
     model = tiny_qwen3(eos_token_id=None).to("cuda", torch.bfloat16)
@@ -442,8 +457,12 @@ def test_the_command_prints_the_report_and_writes_the_page(tmp_path):
     character_tokenizer().save_pretrained(folder)
     done = CliRunner().invoke(app, ["explain", str(folder), "--html", str(tmp_path / "page.html")])
     assert done.exit_code == 0, done.output
-    assert "Nothing stands in the way" in done.stdout
-    assert "Nothing stands in the way" in (tmp_path / "page.html").read_text()
+    assert "Every program is one graph" in done.stdout
+    page = (tmp_path / "page.html").read_text()
+    assert "Every program is one graph" in page
+    for command in ("explain {} --timings 1,8", "bench latency --model {}", "serve {}"):
+        assert f"compiled-llm {command.format(folder)}" in page
+        assert f"compiled-llm {command.format(folder)}" in " ".join(done.stdout.split())
 
 
 def test_logs_named_in_the_environment_go_to_stderr_and_no_others():

@@ -83,7 +83,8 @@ class HttpApi:
         path, field = ("/v1/chat/completions", "messages") if chat else ("/v1/completions", "prompt")
         body = {"model": model, field: prompt, "stream": True, "stream_options": {"include_usage": True}}
         asked = {"return_token_ids": True} if ids else {}
-        return HttpAnswer(self._requested("POST", path, {**body, **_settings(params), **asked}))
+        start = time.perf_counter()
+        return HttpAnswer(self._requested("POST", path, {**body, **_settings(params), **asked}), start)
 
     def _doing(self) -> str | None:
         """Return the work of a server that is not ready; None if it is, or does not say."""
@@ -124,9 +125,10 @@ class HttpApi:
 class HttpAnswer:
     """An answer that comes as events; it is read once, as ``text`` or by its tokens."""
 
-    def __init__(self, response: HTTPResponse) -> None:
+    def __init__(self, response: HTTPResponse, start: float) -> None:
+        """``start``: when it was asked, by ``time.perf_counter``."""
         self._response = response
-        self._start = self._last = time.perf_counter()
+        self._start = self._last = start
         self._first: float | None = None
         self._reason = "cancelled"
         self._usage: dict[str, Any] = {}
