@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,9 +18,6 @@ from compiled_llm.commands.options.sampling import SamplingFlags, check_range
 from compiled_llm.commands.printable import printable
 from compiled_llm.commands.remote.address import ApiKeyFile, Server, check_server, is_url, key_of
 from compiled_llm.commands.remote.answer import Answering
-
-if TYPE_CHECKING:
-    from compiled_llm.requests.sampling_params import SamplingParams
 
 _DEFAULT = "http://localhost:8000"
 
@@ -41,7 +38,7 @@ def client(
             rich_help_panel=shared.INPUT,
         ),
     ] = False,
-    sample: shared.Sample = None,
+    sample: shared.SampleInChats = None,
     temperature: shared.Temperature = None,
     top_k: shared.TopK = None,
     top_p: shared.TopP = None,
@@ -62,9 +59,9 @@ def client(
             raise ValueError("--ids: token ids are no chat; leave out --chat, or give its text")
         check_range("max_new_tokens", max_new_tokens)
         flags = SamplingFlags(sample, temperature, top_k, top_p, min_p, repetition_penalty, seed)
-        params = flags.params(max_new_tokens, stop or [])
+        given = flags.given(max_new_tokens, stop or [])
         text = read_prompt(prompt, file)
-        with _begun(address, api_key_file, _prompt(text, chat, system, ids), params, ids, quiet) as answer:
+        with _begun(address, api_key_file, _prompt(text, chat, system, ids), given, ids, quiet) as answer:
             _write((f"{token}," for token in answer) if ids else answer.text())
             if not quiet:
                 console = Console(stderr=True, highlight=False)
@@ -73,14 +70,14 @@ def client(
 
 @contextmanager
 def _begun(
-    address: str, api_key_file: Path | None, prompt: Any, params: SamplingParams, ids: bool, quiet: bool
+    address: str, api_key_file: Path | None, prompt: Any, given: dict[str, Any], ids: bool, quiet: bool
 ) -> Iterator[Answering]:
     """Begin an answer, once the server is ready; it ends with the block."""
     if is_url(address):
         from compiled_llm.commands.remote.http_api import HttpApi
 
         api = HttpApi(address, key_of(api_key_file))
-        answer: Answering = api.submit(api.wait_until_ready(quiet), prompt, params, ids)
+        answer: Answering = api.submit(api.wait_until_ready(quiet), prompt, given, ids)
         try:
             yield answer
         finally:
@@ -90,10 +87,12 @@ def _begun(
     from compiled_llm.client.remote_tokenizer import RemoteTokenizer
     from compiled_llm.commands.remote.connecting import wait_until_ready
     from compiled_llm.commands.remote.engine_answer import EngineAnswer
+    from compiled_llm.requests.default_sampling import with_defaults
+    from compiled_llm.requests.sampling_params import SamplingParams
 
     with Client(address, tokenizer=None if ids else RemoteTokenizer(address), wait=False) as client:
-        wait_until_ready(client, quiet)
-        yield EngineAnswer(client.submit(prompt, params))
+        ready = wait_until_ready(client, quiet)
+        yield EngineAnswer(client.submit(prompt, SamplingParams(**with_defaults(given, ready.sampling))))
 
 
 def _prompt(text: str, chat: bool, system: str | None, ids: bool) -> Any:

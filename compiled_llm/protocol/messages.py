@@ -109,6 +109,7 @@ class Ready(Struct, tag="ready", frozen=True):
         max_num_seqs: how many requests run at once.
         form_ends: tokens that end an answer with ``structured_outputs``; none if there is nothing to compile them.
         model_type: of the model's configuration.
+        sampling: settings of ``SamplingParams`` for requests that leave them out, which clients add.
     """
 
     model: str
@@ -121,6 +122,7 @@ class Ready(Struct, tag="ready", frozen=True):
     form_ends: list[int] = []
     model_type: str = ""
     chat_template: str | None = None
+    sampling: dict[str, int | float] = {}
 
 
 class Ended(Struct, array_like=True, frozen=True, gc=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 import time
@@ -9,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from compiled_llm.client import Client
 from compiled_llm.commands.chat.chat import Chat
@@ -18,11 +20,13 @@ from compiled_llm.commands.chat.conversation import Conversation
 from compiled_llm.commands.chat.model import ChatModel, RemoteChatModel
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.server.engine_process.facts import ready_of
 from support.characters import character_tokenizer
 from support.commands import talking_model
 from support.commands.command_line import greedy, invoke
 from support.commands.terminal import CTRL_C, CTRL_D, UP, Terminal, terminal
 from support.server.engine_processes import Loop, engine_in_thread, until
+from support.server.scripted import speaking_server, tool_tokenizer
 
 
 def chatted(*arguments: str, lines: str = "") -> Any:
@@ -124,8 +128,7 @@ def test_another_model_that_comes_back_is_asked_in_its_own_words(
         second.open(engine, tmp_path, "other")
 
     terminal: Any = Questions("Hi", replaced, "Again")
-    params = SamplingParams(max_tokens=8, temperature=0.0)
-    Chat(Conversation(model, None), params, terminal).run()
+    Chat(Conversation(model, None), {"max_tokens": 8, "temperature": 0.0}, terminal).run()
     client.close()
     assert second is not None
     second.close()
@@ -141,9 +144,50 @@ def test_a_socket_without_an_engine_process_is_named(tmp_path: Path) -> None:
     assert "there is no such socket; start an engine process with `compiled-llm serve MODEL --uds PATH`" in done.stderr
 
 
+def test_a_chat_by_http_says_what_its_options_say_and_no_more() -> None:
+    own = {"temperature": 0.6, "top_p": 0.9}
+    with speaking_server(tool_tokenizer(), own) as (script, server):
+        script.text = "Yes."
+        for options, expected in (
+            ((), own),
+            (("--top-p", "0.5"), {**own, "top_p": 0.5}),
+            (("--temperature", "1"), {**own, "temperature": None}),  # the API server leaves out what is usual
+            (("--greedy",), {**own, "temperature": 0.0}),
+        ):
+            done = chatted("--server", server.url, "--quiet", *options, lines="Hi\n")
+            assert (done.stdout, done.exit_code) == ("Yes.\n", 0), done.stderr
+            assert {name: script.asked[-1].params.get(name) for name in own} == expected, options
+
+
+def test_over_a_socket_a_chat_is_sampled_as_the_engine_processs_model_is(
+    model_folder: Path, engine: Engine, path: Path
+) -> None:
+    loop = Loop(path)
+    ready = ready_of(engine._model, engine, "tiny", engine._tokenizer, str(model_folder))
+    loop.server.open(engine, msgspec.structs.replace(ready, sampling={"temperature": 5.0, "top_k": 20}))
+    arguments = ("--server", str(path), "--max-tokens", "20", "--quiet")
+    assert len({chatted(*arguments, lines="Hi there\n").stdout for _ in range(3)}) > 1
+    greedily = chatted(*arguments, "--greedy", lines="Hi there\n").stdout
+    assert greedily == huggingfaces(model_folder, "<user: Hi there>", 20) + "\n"
+    client = invoke("client", "Hi there", "--server", str(path), "--max-tokens", "20", "--quiet")
+    assert client.stdout != huggingfaces(model_folder, "Hi there", 20) + "\n"
+    loop.close()
+
+
+def test_a_chat_with_a_model_is_sampled_as_its_generation_config_has_it(model_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    GenerationConfig(do_sample=True, temperature=5.0).save_pretrained(folder)
+    arguments = (str(folder), "--mode", "eager", "--max-new-tokens", "20", "--quiet")
+    drawn = {chatted(*arguments, lines="Hi there\n").stdout for _ in range(3)}
+    assert len(drawn) > 1
+    greedily = chatted(*arguments, "--greedy", lines="Hi there\n").stdout
+    assert greedily == huggingfaces(model_folder, "<user: Hi there>", 20) + "\n"
+
+
 def model_with(tokenizer: Any) -> ChatModel:
     engine: Any = None
-    return ChatModel(engine, "a stand-in", tokenizer, 100)
+    return ChatModel(engine, "a stand-in", tokenizer, 100, {})
 
 
 def test_a_tokenizer_that_writes_no_chats_is_refused() -> None:

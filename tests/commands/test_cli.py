@@ -23,7 +23,6 @@ from compiled_llm.commands.options.sampling import SamplingFlags
 from compiled_llm.commands.preparation import Preparation
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.reporting.stats import Stats
-from compiled_llm.requests.sampling_params import SamplingParams
 from support.characters import character_tokenizer
 from support.commands.command_line import greedy, invoke
 from support.commands.foreign_folder import OURS, STANDARD, ForeignFolder, imported
@@ -433,7 +432,15 @@ def test_on_a_cpu_the_command_and_wrap_share_their_code() -> None:
 def test_one_option_of_sampling_is_enough_to_draw(flag: str) -> None:
     assert SamplingFlags(**{flag: 1}).options()["do_sample"]  # type: ignore[arg-type]
     assert not SamplingFlags().options()["do_sample"]
-    assert SamplingFlags().params(8, []) == SamplingParams(temperature=0.0, max_tokens=8)
-    assert SamplingFlags(top_p=0.9, seed=1).params(8, ["."]) == SamplingParams(
-        temperature=1.0, top_p=0.9, seed=1, max_tokens=8, stop=["."]
-    )
+
+
+def test_what_is_not_given_is_left_to_the_model() -> None:
+    assert SamplingFlags().given(8, []) == {"max_tokens": 8}
+    assert SamplingFlags(False).given(8, []) == {"temperature": 0.0, "max_tokens": 8}
+    assert SamplingFlags(True).given(8, []) == {"temperature": 1.0, "max_tokens": 8}
+    assert SamplingFlags(True, 0.5, seed=1).given(8, ["."]) == {
+        "temperature": 0.5,
+        "seed": 1,
+        "max_tokens": 8,
+        "stop": ["."],
+    }

@@ -196,7 +196,7 @@ def test_a_server_that_is_none_is_named_with_how_to_start_one() -> None:
 
 def test_a_client_that_is_interrupted_ends_its_request(engine: Engine, socket: Path) -> None:
     with running_server(socket) as server:
-        answer = HttpApi(server.url).submit("tiny", "x", SamplingParams(max_tokens=900, temperature=0.0))
+        answer = HttpApi(server.url).submit("tiny", "x", {"max_tokens": 900, "temperature": 0.0})
         next(answer.text())
         answer.cancel()
         with Client(socket) as client:

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -18,7 +18,6 @@ from compiled_llm.execution.reporting.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from compiled_llm.commands.remote.answer import AnswerFigures
-    from compiled_llm.requests.sampling_params import SamplingParams
 
 COMMANDS = {
     "/clear": "forget what was said, and begin a new chat",
@@ -40,7 +39,7 @@ class Chat:
     """Reads questions and writes answers until there are no more questions; ``failed`` once one was not answered."""
 
     _conversation: Conversation
-    _params: SamplingParams
+    _given: dict[str, Any]
     _terminal: Terminal
     _last: AnswerFigures | None = None
     failed: bool = False
@@ -99,7 +98,7 @@ class Chat:
         model = self._conversation.model
         if model.refresh():
             self._terminal.say(f"the server has another model now: {model.name}")
-        handle = model.submit(self._conversation.with_question(question), self._params)
+        handle = model.submit(self._conversation.with_question(question), self._given)
         answer, interrupted = "", False
         try:
             pieces = iter(handle.text())

@@ -42,7 +42,7 @@ def chat(
     server: Server = None,
     api_key_file: ApiKeyFile = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
-    sample: shared.Sample = None,
+    sample: shared.SampleInChats = None,
     temperature: shared.Temperature = None,
     top_k: shared.TopK = None,
     top_p: shared.TopP = None,
@@ -65,7 +65,7 @@ def chat(
         check_range("max_new_tokens", max_new_tokens)
         options = RunningOptions(mode=mode, backend=backend, dtype=dtype.value, device=device.value, quiet=quiet)
         options.wrap_config("cpu")
-        params = flags.params(max_new_tokens, stop or [])
+        given = flags.given(max_new_tokens, stop or [])
         terminal = Terminal(quiet, COMMANDS)
         if server is not None:
             _check_remote(context, server)
@@ -77,7 +77,7 @@ def chat(
             source = locate(place, not quiet, tokenizer, chat_template)
             answering = _own_model(source, options, terminal)
         with answering as answers:
-            chat = Chat(Conversation(answers, system), params, terminal)
+            chat = Chat(Conversation(answers, system), given, terminal)
             if terminal.interactive:
                 terminal.say(f"{answers.name}; /help says what can be done, Ctrl-D ends the chat")
             chat.run()
@@ -124,6 +124,7 @@ def _own_model(source: Source, options: RunningOptions, terminal: Terminal) -> I
     with importing(not options.quiet):
         import compiled_llm
         from compiled_llm.commands.loading.load import load
+        from compiled_llm.requests.default_sampling import default_sampling
 
     device = options.checked_device()
     loaded, tokenizer = load(source, options.dtype, device, progress=not options.quiet)
@@ -133,4 +134,5 @@ def _own_model(source: Source, options: RunningOptions, terminal: Terminal) -> I
         with Preparation() as preparation:
             engine.warmup(1)
         terminal.say(preparation.figures(wrapped.compiled.stats()))
-        yield ChatModel(engine, source.name, tokenizer, engine.describe().max_tokens)
+        sampling = default_sampling(getattr(loaded, "generation_config", None))
+        yield ChatModel(engine, source.name, tokenizer, engine.describe().max_tokens, sampling)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # Client needs the extra `server`
     from compiled_llm.commands.remote.http_api import HttpApi
     from compiled_llm.engine.engine import Engine
     from compiled_llm.protocol.messages import Ready
-    from compiled_llm.requests.sampling_params import SamplingParams
 
 Messages = Sequence[dict[str, str]]
 
@@ -34,7 +33,7 @@ class AnsweringModel(Protocol):
         """Raise ValueError if it surely does not take such messages."""
         ...
 
-    def submit(self, messages: Messages, params: SamplingParams) -> Answering:
+    def submit(self, messages: Messages, given: dict[str, Any]) -> Answering:
         """Begin an answer; raises ValueError if there can be none."""
         ...
 
@@ -45,12 +44,18 @@ class AnsweringModel(Protocol):
 
 @dataclasses.dataclass
 class ChatModel:
-    """An engine in this process; ``max_tokens`` are those that a prompt may have with its answer."""
+    """An engine in this process.
+
+    Attributes:
+        max_tokens: those that a prompt may have with its answer.
+        sampling: settings for what is not given.
+    """
 
     engine: Engine | Client
     name: str
     tokenizer: Any
     max_tokens: int
+    sampling: dict[str, int | float]
 
     def refresh(self) -> bool:
         """Do nothing: it is always the same."""
@@ -60,15 +65,19 @@ class ChatModel:
         """Raise ValueError if there is no template, or if it does not take such messages."""
         self._tokens(messages)
 
-    def submit(self, messages: Messages, params: SamplingParams) -> Answering:
+    def submit(self, messages: Messages, given: dict[str, Any]) -> Answering:
         """Begin an answer; raises ValueError if the chat is too long, or the template does not take it."""
         prompt, most = self._tokens(messages), self.max_tokens
         if len(prompt) >= most:
             raise ValueError(
                 f"the chat has {len(prompt)} tokens, and with the answer there can be {most}; /clear begins a new one"
             )
-        longest = min(params.max_tokens or most, most - len(prompt))
-        return EngineAnswer(self.engine.submit(prompt, dataclasses.replace(params, max_tokens=longest)))
+        from compiled_llm.requests.default_sampling import with_defaults
+        from compiled_llm.requests.sampling_params import SamplingParams
+
+        longest = min(given["max_tokens"], most - len(prompt))
+        params = SamplingParams(**{**with_defaults(given, self.sampling), "max_tokens": longest})
+        return EngineAnswer(self.engine.submit(prompt, params))
 
     def figures(self) -> Iterator[tuple[str, str]]:
         """Yield the figures of the engine with all of its clients."""
@@ -109,6 +118,7 @@ class RemoteChatModel(ChatModel):
         if ready is not before:
             self.tokenizer = self._client.tokenizer
             self.name, self.max_tokens, self._ready = ready.model, ready.max_tokens, ready
+            self.sampling = ready.sampling
         return before is not None and ready != before
 
 
@@ -128,9 +138,9 @@ class HttpChatModel:
     def check(self, messages: Messages) -> None:
         """Leave it to the server."""
 
-    def submit(self, messages: Messages, params: SamplingParams) -> Answering:
+    def submit(self, messages: Messages, given: dict[str, Any]) -> Answering:
         """Begin an answer; raises ValueError if the server refuses it."""
-        return self._api.submit(self.name, messages, params)
+        return self._api.submit(self.name, messages, given)
 
     def figures(self) -> Iterator[tuple[str, str]]:
         """Yield where they are."""

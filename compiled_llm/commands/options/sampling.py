@@ -6,10 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from compiled_llm.requests.sampling_params import SamplingParams
+from typing import Any
 
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "max_new_tokens": (lambda value: value >= 1, "at least 1"),
@@ -59,13 +56,18 @@ class SamplingFlags:
         settings = {name: value for name, value in self._given().items() if name != "seed"}
         return {"do_sample": self.draws, **settings}
 
-    def params(self, max_tokens: int, stop: Sequence[str]) -> SamplingParams:
-        """Return the settings of an engine's request."""
+    def given(self, max_tokens: int, stop: Sequence[str]) -> dict[str, Any]:
+        """Return the settings of a request that were given, by their names in ``SamplingParams`` and in the API.
+
+        Raises:
+            ValueError: one is impossible.
+        """
         from compiled_llm.requests.sampling_params import SamplingParams
 
-        settings = self.options()
-        drawn: dict[str, Any] = {"seed": self.seed} if settings.pop("do_sample") else {"temperature": 0.0}
-        return SamplingParams(**drawn, **settings, max_tokens=max_tokens, stop=list(stop) or None)
+        drawn: dict[str, Any] = {} if self.sample is None else {"temperature": 1.0 if self.sample else 0.0}
+        given = {**drawn, **self._given(), "max_tokens": max_tokens, **({"stop": list(stop)} if stop else {})}
+        SamplingParams(**given)  # checks them
+        return given
 
     def _given(self) -> dict[str, float]:
         values = dataclasses.asdict(self)

@@ -30,6 +30,13 @@ PromptFile = Annotated[
 ChatTemplate = Annotated[bool, _input("--chat/--no-chat", help="Apply the model's chat template.")]
 System = Annotated[str | None, _input("--system", metavar="TEXT", help="With --chat: the system message.")]
 
+SampleInChats = Annotated[
+    bool | None,
+    _sampling(
+        "--sample/--greedy",
+        help="Sample each token, or take the most likely one. Unless given, as the model's generation config has it.",
+    ),
+]
 Sample = Annotated[
     bool | None,
     _sampling(

@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from compiled_llm.commands.remote.answer import AnswerFigures
 from compiled_llm.execution.reporting.progress import ProgressDisplay
-
-if TYPE_CHECKING:
-    from compiled_llm.requests.sampling_params import SamplingParams
 
 _LOOK = 0.5
 """Seconds between two looks whether it is ready."""
@@ -66,13 +62,13 @@ class HttpApi:
             models = json.loads(response.read())["data"]
         return str(models[0]["id"])
 
-    def submit(self, model: str, prompt: Prompt, params: SamplingParams, ids: bool = False) -> HttpAnswer:
+    def submit(self, model: str, prompt: Prompt, given: dict[str, Any], ids: bool = False) -> HttpAnswer:
         """Begin to answer a prompt: a text, token ids, or the messages of a chat.
 
         Args:
             model: its name, for the server.
             prompt: what to answer.
-            params: how to.
+            given: settings, by their names in the API; the server knows the others.
             ids: have the answer's token ids come, too.
 
         Raises:
@@ -84,7 +80,7 @@ class HttpApi:
         body = {"model": model, field: prompt, "stream": True, "stream_options": {"include_usage": True}}
         asked = {"return_token_ids": True} if ids else {}
         start = time.perf_counter()
-        return HttpAnswer(self._requested("POST", path, {**body, **_settings(params), **asked}), start)
+        return HttpAnswer(self._requested("POST", path, {**body, **given, **asked}), start)
 
     def _doing(self) -> str | None:
         """Return the work of a server that is not ready; None if it is, or does not say."""
@@ -186,14 +182,6 @@ class HttpAnswer:
         except (OSError, HTTPException, ValueError, AttributeError) as error:  # the last if it was closed meanwhile
             raise RuntimeError(f"the server has ended the answer: {error}") from error
         raise RuntimeError("the server has ended the answer before its end")
-
-
-def _settings(params: SamplingParams) -> dict[str, Any]:
-    """Return the settings that are not the defaults, whose names are those of the API."""
-    given = {each.name: getattr(params, each.name) for each in fields(params)}
-    defaults = {each.name: each.default for each in fields(params)}
-    changed = {name: value for name, value in given.items() if value != defaults[name]}
-    return {**changed, "max_tokens": params.max_tokens}
 
 
 def _error_in(content: bytes) -> str | None:

@@ -94,7 +94,7 @@ VLLM_OPTIONS: dict[str, str] = {
     "--chat-template-content-format --response-role --trust-request-chat-template": "leave it out: --chat-template or "
     "the tokenizer's own says how a chat is written",
     "--guided-decoding-backend --structured-outputs-config": "leave it out: xgrammar compiles all forms",
-    "--generation-config --override-generation-config": "defaults are OpenAI's; requests say what differs",
+    "--generation-config --override-generation-config": "the model's own holds, and requests say what differs",
     "--seed": "a request gives a `seed` of its own",
     "--max-logprobs": "leave it out: requests may ask for 20",
     "--logprobs-mode": "leave it out: log-probabilities are those of the model, before settings change them",

@@ -11,6 +11,7 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.input_processing.input_processor import check_grammars, end_tokens
 from compiled_llm.execution.lifecycle.runtime import runtime_of
 from compiled_llm.protocol.messages import Ready, StatsReply
+from compiled_llm.requests.default_sampling import default_sampling
 
 
 def ready_of(
@@ -45,6 +46,7 @@ def ready_of(
         tokenizer=location,
         gguf_file=gguf_file,
         model_type=str(model.config.model_type),
+        sampling=default_sampling(getattr(model, "generation_config", None)),
         chat_template=chat_template,
     )
 

@@ -63,7 +63,6 @@ class Counting:
 
 if __name__ == "__main__":
     engine: Any = Counting()
-    model = ChatModel(engine, "a stand-in", Tokenizer(), 100_000)
-    params = SamplingParams(max_tokens=int(sys.argv[1]))
-    Chat(Conversation(model, None), params, Terminal(commands=COMMANDS)).run()
+    model = ChatModel(engine, "a stand-in", Tokenizer(), 100_000, {})
+    Chat(Conversation(model, None), {"max_tokens": int(sys.argv[1])}, Terminal(commands=COMMANDS)).run()
     assert "torch" not in sys.modules

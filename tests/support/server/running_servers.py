@@ -46,6 +46,7 @@ class RunningServer:
     """An API server in a thread."""
 
     def __init__(self, settings: ApiServerSettings, path: Path) -> None:
+        self.path = path
         self.server = HttpServer(settings, path)
         self.api_server = self.server.api_server
         self._socket = listen(settings)

@@ -127,11 +127,13 @@ class Script:
 
 
 @contextmanager
-def scripted(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[Script]:
+def scripted(
+    path: Path, tokenizer: PreTrainedTokenizerBase, sampling: dict[str, int | float] | None = None
+) -> Iterator[Script]:
     """An engine process at a path; it names a folder beside it as its tokenizer's."""
     folder = path.parent / "tokenizer"
     tokenizer.save_pretrained(folder)
-    ready = Ready("tiny", len(tokenizer), [1], 4000, 8, str(folder))
+    ready = Ready("tiny", len(tokenizer), [1], 4000, 8, str(folder), sampling=sampling or {})
     script = Script(tokenizer)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))
@@ -142,11 +144,13 @@ def scripted(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[Script]
 
 
 @contextmanager
-def speaking_server(tokenizer: PreTrainedTokenizerBase, **options: Any) -> Iterator[tuple[Script, RunningServer]]:
+def speaking_server(
+    tokenizer: PreTrainedTokenizerBase, sampling: dict[str, int | float] | None = None, **options: Any
+) -> Iterator[tuple[Script, RunningServer]]:
     """An API server of an engine process that says what a test has written."""
     with tempfile.TemporaryDirectory(prefix="uds-") as folder:
         path = Path(folder) / "socket"
-        with scripted(path, tokenizer) as script, running_server(path, **options) as api_server:
+        with scripted(path, tokenizer, sampling) as script, running_server(path, **options) as api_server:
             yield script, api_server
 
 

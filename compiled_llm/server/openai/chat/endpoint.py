@@ -50,7 +50,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
     api_server.check_answers(1, body.answers)
 
     def prepared() -> tuple[list[int], SamplingParams, Form | None, list[Reading]]:
-        params = body.sampling()
+        params = body.sampling(model.ready.sampling)
         messages, kwargs = plain_messages(body.messages), body.template_kwargs
         prompt = chat_prompt(model.vocabulary, messages, body.offer, kwargs, **body.end)
         form = answer_form(body.form, prompt, body.max_blanks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -80,12 +81,13 @@ class ChatRequest(ChoiceFields, ChatEnd, StoredFields):
         last = self.messages[-1]
         return last.text if self.echo and last.role == "assistant" else ""
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self, defaults: Mapping[str, int | float]) -> SamplingParams:
         """Return the sampling parameters without the form; ApiError or ValueError if fields contradict each other."""
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid("top_logprobs: only with logprobs=true", "top_logprobs")
         self.check_stream()
         return self.params(
+            defaults,
             max_tokens=self.max_completion_tokens or self.max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,

@@ -41,7 +41,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Any:
 
     def prepared() -> tuple[list[list[int]], SamplingParams, Form | None]:
         form = body.form
-        params = body.sampling(form)
+        params = body.sampling(form, model.ready.sampling)
         return [_tokens(prompt, params, model, body) for prompt in body.prompts()], params, form
 
     prompts, params, form = await in_thread_if_long(prepared, len(await request.body()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -39,7 +40,7 @@ class CompletionRequest(ChoiceFields):
         several: list[str] | list[list[int]] = [given] if isinstance(given[0], int) else given
         return several
 
-    def sampling(self, form: Form | None) -> SamplingParams:
+    def sampling(self, form: Form | None, defaults: Mapping[str, int | float]) -> SamplingParams:
         """Return the sampling parameters with a form; ApiError or ValueError if fields contradict each other."""
         if self.best_of not in (None, self.answers):
             raise invalid(f"best_of: has to be n={self.answers}; no answers are drawn and left out", "best_of")
@@ -47,6 +48,7 @@ class CompletionRequest(ChoiceFields):
         scores = [most for most in (self.logprobs if self.echo else None, self.prompt_logprobs) if most is not None]
         most = _MAX_TOKENS if self.max_tokens is None else self.max_tokens
         return self.params(
+            defaults,
             max_tokens=most,
             logprobs=self.logprobs,
             prompt_logprobs=max(scores, default=None),

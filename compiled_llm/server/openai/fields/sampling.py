@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
+from compiled_llm.requests.default_sampling import with_defaults
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, RefusedField
@@ -61,7 +63,7 @@ class SamplingFields(FormFields):
     stop: Annotated[str | Several[str] | None, Short] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, int | float] | None = None
     stream: bool | None = None
     user: Annotated[str | None, NoEffect("nothing is kept of users; with --salt-caches, it is a salt")] = None
 
@@ -83,10 +85,14 @@ class SamplingFields(FormFields):
     use_beam_search: Annotated[Any, RefusedField("answers are drawn one token after another", (False,))] = None
     length_penalty: Annotated[Any, RefusedField("it is for beam search", (1.0, 1))] = None
 
-    def params(self, **others: Any) -> SamplingParams:
-        """Return the sampling parameters, with ``others`` besides; ApiError or ValueError if they are impossible."""
+    def params(self, defaults: Mapping[str, int | float], **others: Any) -> SamplingParams:
+        """Return the sampling parameters, with ``others`` besides; ApiError or ValueError if they are impossible.
+
+        Args:
+            defaults: the model's, for settings that the request leaves out.
+        """
         same = {name: value for name in _SAME_NAMES if (value := getattr(self, name, None)) not in (None, [])}
-        return SamplingParams(**same, logit_bias=self._biases(), **others)
+        return SamplingParams(**with_defaults(same, defaults), logit_bias=self._biases(), **others)
 
     def cut(self, prompt: list[int], room: int) -> list[int]:
         """Return the last tokens of a prompt, or the first, if it is to be cut.

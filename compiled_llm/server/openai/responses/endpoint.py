@@ -42,7 +42,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Any:
     model = api_server.model_for(body.model)
 
     def prepared() -> tuple[list[int], SamplingParams, Form | None, Reading]:
-        params = body.sampling()
+        params = body.sampling(model.ready.sampling)
         for name in ("metadata", "text", "tools"):  # the response repeats them
             check_texts(body.model_dump(include={name}), name)
         messages, kwargs = body.messages(), body.template_kwargs
@@ -53,17 +53,26 @@ async def create_response(body: ResponsesRequest, request: Request) -> Any:
 
     tokens, params, form, reading = await in_thread_if_long(prepared, len(await request.body()))
     answers = await api_server.submit(request, [tokens], params, "input", body, form)
-    writer = _ResponsesWriter(body, model, api_server.settings.names[0], answers, reading)
+    writer = _ResponsesWriter(body, model, api_server.settings.names[0], params, answers, reading)
     return await answered(writer, answers, bool(body.stream), end=b"")
 
 
 class _ResponsesWriter:
     """Writes an answer, whole or as it comes."""
 
-    def __init__(self, body: ResponsesRequest, model: Model, name: str, answers: Answers, reading: Reading) -> None:
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        model: Model,
+        name: str,
+        params: SamplingParams,
+        answers: Answers,
+        reading: Reading,
+    ) -> None:
         self._body = body
         self._model = model
         self._answers = answers
+        self._params = params
         self._reading = reading
         self._name = name
         self._id, self._created = new_id("resp"), int(time.time())
@@ -127,10 +136,10 @@ class _ResponsesWriter:
             metadata=body.metadata or {},
             model=self._name,
             parallel_tool_calls=body.parallel_tool_calls is not False,
-            temperature=1.0 if body.temperature is None else body.temperature,
+            temperature=self._params.temperature,
             tool_choice=choice.model_dump() if isinstance(choice, FlatNamedTool) else choice or "auto",
             tools=[tool.model_dump() for tool in body.tools or ()],
-            top_p=1.0 if body.top_p is None else body.top_p,
+            top_p=self._params.top_p,
             text={"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
             **{"output": [], **others},
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -128,10 +129,12 @@ class ResponsesRequest(SamplingFields, StoredFields):
         first = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
         return plain_messages([*first, *said])
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self, defaults: Mapping[str, int | float]) -> SamplingParams:
         """Return the sampling parameters without the form; ApiError or ValueError if fields contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options: only for stream=true", "stream_options")
         return self.params(
-            max_tokens=self.max_output_tokens, logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None
+            defaults,
+            max_tokens=self.max_output_tokens,
+            logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
         )

@@ -24,6 +24,7 @@ from support.engine.sampling_settings import (
     together,
 )
 from support.server.running_servers import RunningServer
+from support.server.scripted import speaking_server, tool_tokenizer
 from support.tiny_models import tiny_qwen3
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -221,3 +222,30 @@ def test_log_probabilities_are_huggingfaces(plain: PreTrainedModel, engine: Engi
     asked = {"input": "the fox", "max_output_tokens": 9, "seed": 5, "ignore_eos": True, **include}
     (part,) = api_server.post(RESPONSES, **asked)["output"][0]["content"]
     check(of_content(part["logprobs"], outputs[1].token_ids), 1, begin_chat)
+
+
+# ---- what is not said
+
+
+def test_a_request_that_says_nothing_is_sampled_as_the_models_generation_config_has_it() -> None:
+    own = {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    with speaking_server(tool_tokenizer(), own) as (script, server):
+        script.text = "Yes."
+        hi = [{"role": "user", "content": "Hi"}]
+        bodies: dict[str, Any] = {CHAT: {"messages": hi}, TEXT: {"prompt": "Hi"}, RESPONSES: {"input": "Hi"}}
+        for path, body in bodies.items():
+            answer = server.post(path, **body)
+            assert {name: script.asked[-1].params.get(name) for name in own} == own, path
+            server.post(path, **body, temperature=0.2)
+            assert {name: script.asked[-1].params.get(name) for name in own} == {**own, "temperature": 0.2}, path
+        assert (answer["temperature"], answer["top_p"]) == (0.6, 0.9)
+
+
+def test_without_one_it_takes_the_most_likely_tokens(api_server: RunningServer) -> None:
+    def said(**body: Any) -> str:
+        text = api_server.post("/v1/completions", prompt="the quick", max_tokens=20, ignore_eos=True, **body)
+        return str(text["choices"][0]["text"])
+
+    assert said() == said() == said(temperature=0)
+    assert said(seed=1) == said(seed=1, temperature=1) != said()
+    assert len({said(top_p=0.999) for _ in range(3)}) > 1
