@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from typing import Any
 
 CHECKOUT = Path(__file__).parents[1]
 RESULTS = CHECKOUT / "docs" / "matrix.json"
+MOST_WORDS = 4000
+_log = logging.getLogger("mkdocs.hooks")
 _PLACE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 _VARIABLE = re.compile(r"``([A-Z][A-Z0-9_]+)``")
 
@@ -23,6 +26,17 @@ _VARIABLE = re.compile(r"``([A-Z][A-Z0-9_]+)``")
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Put the tables where the page asks for them; mkdocs calls this for each page."""
     return _PLACE.sub(lambda match: TABLES[match[1]](), markdown)
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> None:
+    """Warn, which ends a strict build, if a page has more words than are read in one go; mkdocs calls this for each."""
+    if (count := words_of(html)) > MOST_WORDS:
+        _log.warning("%s has %d words, more than %d: part it by theme", page.file.src_uri, count, MOST_WORDS)
+
+
+def words_of(html: str) -> int:
+    """Return the number of words that a page shows."""
+    return len(re.sub(r"<[^>]+>", " ", html).split())
 
 
 def options() -> str:

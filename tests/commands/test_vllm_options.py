@@ -93,7 +93,7 @@ def test_lines_of_vllms_documentation_start_or_say_what_to_write(
 
 
 def test_the_page_says_what_the_error_says() -> None:
-    page = rendered("../how-to/http.md")
+    page = rendered("../how-to/from-vllm.md")
     for names, sentence in VLLM_OPTIONS.items():
         assert f"| {', '.join(f'`{name}`' for name in names.split())} | {sentence} |" in page
     same = re.search(r"## Options of `vllm serve`\n\n(.+) mean the same here", page)
