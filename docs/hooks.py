@@ -99,7 +99,7 @@ def _helps(command: Any, context: Any) -> Iterator[str]:
     if rows := [_described_option(param.get_help_record(context)) for param in command.params if not _is_hidden(param)]:
         parts.append("\n".join(["| option | what it does | default |", "|---|---|---|", *rows]))
     yield "\n\n".join(inspect.cleandoc(part) for part in parts)
-    for name, each in below.items():
+    for name, each in ((name, each) for name, each in below.items() if not each.hidden):
         yield from _helps(each, each.context_class(each, info_name=name, parent=context))
 
 

@@ -39,7 +39,7 @@ def options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """HuggingFace causal LMs as one compiled graph over FlashInfer's paged attention."""
+    """Generate text with HuggingFace's models as fast as the machine can, and chat with, serve and measure them."""
 
 
 app.command(context_settings={"allow_extra_args": True})(generate)

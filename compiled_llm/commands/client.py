@@ -34,7 +34,7 @@ def client(
         bool,
         typer.Option(
             "--ids",
-            help="The prompt is token ids with commas between them, and so is the answer; no tokenizer is loaded.",
+            help="Send token ids, separated by commas, as the prompt, and print the answer as token ids.",
             rich_help_panel=shared.INPUT,
         ),
     ] = False,

@@ -28,18 +28,18 @@ _PREPARED = "What it is compiled for"
 
 
 def compile_ahead(
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="A new folder for what is compiled.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The new folder to write.")],
     model: shared.ModelPlace = None,
     max_num_seqs: Annotated[
         int,
-        typer.Option(help="Make room for so many requests at once, as `serve` does.", rich_help_panel=_PREPARED),
+        typer.Option(help="The most requests that run at once, as in `serve`.", rich_help_panel=_PREPARED),
     ] = MAX_NUM_SEQS,
     warmup: Annotated[
         str,
         typer.Option(
             metavar="ROWS",
-            help="Build kernels for these numbers of requests: 1,8,64. Unless given, all up to --max-num-seqs, on a "
-            "CPU 1 and 2, whose code serves all.",
+            help="Build kernels for batches of these sizes: 1,8,64. The default is all up to --max-num-seqs; on a "
+            "CPU it is 1 and 2, whose code runs all sizes.",
             rich_help_panel=_PREPARED,
         ),
     ] = "",
@@ -47,7 +47,7 @@ def compile_ahead(
         Path | None,
         typer.Option(
             metavar="PATH",
-            help="Put this profile into the folder: which sizes processes that start with it prepare.",
+            help="Put this profile into the folder, so that processes prepare the batch sizes that it names.",
             rich_help_panel=_PREPARED,
         ),
     ] = None,
@@ -58,11 +58,11 @@ def compile_ahead(
     device: shared.OnDevice = Device.auto,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
-    """Compile a model into a folder, from which later processes start without compiling anything.
+    """Compile a model into a folder, so that later processes can start without compiling.
 
-    They name it: `compiled-llm serve MODEL --artifacts DIR`, or in Python
-    `compiled_llm.wrap(model, artifacts=DIR)`. It is for this machine's kind of
-    device, for these versions and options; others refuse it, and say why.
+    Use it with `compiled-llm serve MODEL --artifacts DIR`, or in Python with
+    `compiled_llm.wrap(model, artifacts=DIR)`. The folder is good for this kind of
+    device, these versions and these options; anything else refuses it with a reason.
     """
     with readable_errors():
         if mode == "eager":

@@ -22,20 +22,22 @@ def explain(
     timings: Annotated[
         str,
         typer.Option(
-            metavar="BATCHES", help="Also show where the time of prefill and decode goes at these batch sizes: 1,8,32."
+            metavar="BATCHES",
+            help="Also show where the time of prefill and decode goes, for these batch sizes: 1,8,32.",
         ),
     ] = "",
     dump: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Write bytecode, guards, graphs and Inductor's code into a new folder, with an index."
+            metavar="DIR",
+            help="Also write the bytecode, guards, graphs and Inductor's code into this new folder, with an index.",
         ),
     ] = None,
     same_model: shared.SameModel = None,
     dtype: shared.DtypeName = Dtype.auto,
     device: shared.DeviceName = Device.auto,
 ) -> None:
-    """Show which lines keep a model from running as one graph, and what to do; exits with 1 if there are any."""
+    """Show which lines keep a model from running as one graph, and what to do. Exit code 1 if there are any."""
     with readable_errors():
         sizes = integers("--timings", timings)
         check_driver(device.value)

@@ -53,5 +53,5 @@ def test_a_page_runs_commands_that_exist(page: str, line: str) -> None:
 
 def test_choices_stand_beside_what_they_are_for() -> None:
     """Where a line can be broken: with them, the names of options would take most of a phone's width."""
-    row = "| `--device` | auto: CUDA if there is a device. One of auto, cpu, cuda. | auto |"
-    assert row in sections()["compiled-llm explain"]
+    said = "Where the model runs; auto is CUDA if there is a device, else the CPU. One of auto, cpu, cuda."
+    assert f"| `--device` | {said} | auto |" in sections()["compiled-llm explain"]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     cls=KnownCommands,
     no_args_is_help=True,
-    help="Measure speed: this model here, wrapped and with HuggingFace alone, or a server under load.",
+    help="Measure speed: of a model on this machine, compared with HuggingFace, or of a server under load.",
     epilog="Definitions: the time to first token runs from the call until every row's first token is on the host, "
     "warm; decode is the rate after that; end to end is the whole call. Figures are the best and the median of all "
     "runs. The ceiling is the decode rate that the read bandwidth allows, measured in the same run.",
@@ -43,25 +43,37 @@ class DecodingOption(str, Enum):
     both = "both"
 
 
-Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file, after each result.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to this JSON file, after each result.")]
 Plot = Annotated[
-    Path | None, typer.Option("--plot", help="Draw tokens/s as bars: a .svg, .png or .pdf (needs the extra `bench`).")
+    Path | None,
+    typer.Option(
+        "--plot", help="Draw a bar chart of tokens per second, as .svg, .png or .pdf; needs the extra `bench`."
+    ),
 ]
-Runs = Annotated[int, typer.Option("--runs", min=1, help="Timed runs of each workload, after warming up.")]
+Runs = Annotated[
+    int, typer.Option("--runs", min=1, help="How often each workload is timed, after it has been run to warm up.")
+]
 
 
 @app.command()
 def latency(
     model: Annotated[str, typer.Option(help="A folder, a GGUF file, a hub id, or `demo` (SmolLM2-135M).")] = "demo",
-    batches: Annotated[str, typer.Option(help="Batch sizes, comma-separated (1,8,32,64 on CUDA, 1,4 on a CPU).")] = "",
-    prompts: Annotated[str, typer.Option(help="Prompt lengths, in tokens.")] = "128",
-    new: Annotated[str, typer.Option(help="Output lengths, in tokens (256 on CUDA, 64 on a CPU).")] = "",
-    decoding: Annotated[DecodingOption, typer.Option(help="How tokens are sampled.")] = DecodingOption.greedy,
+    batches: Annotated[
+        str, typer.Option(help="Batch sizes, separated by commas. The default is 1,8,32,64 on CUDA and 1,4 on a CPU.")
+    ] = "",
+    prompts: Annotated[str, typer.Option(help="Prompt lengths in tokens, separated by commas.")] = "128",
+    new: Annotated[
+        str,
+        typer.Option(help="Output lengths in tokens, separated by commas. The default is 256 on CUDA and 64 on a CPU."),
+    ] = "",
+    decoding: Annotated[
+        DecodingOption, typer.Option(help="Take the most likely tokens, sample them, or measure both.")
+    ] = DecodingOption.greedy,
     contenders: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: hf-eager (HuggingFace as it is), `ours` (wrap's own mode), compiled-llm:eager, "
-            "compiled-llm:compile and so on (modes by name), compiled-llm:cuda-graphs:flashinfer; or `all`."
+            help="What to compare, separated by commas: hf-eager is HuggingFace, `ours` is compiled_llm in its default "
+            "mode, compiled-llm:MODE and compiled-llm:MODE:BACKEND are other ones, as in compiled-llm:eager; or `all`."
         ),
     ] = "hf-eager,ours",
     runs: Runs = 5,
@@ -69,7 +81,7 @@ def latency(
     json: Json = None,
     plot: Plot = None,
 ) -> None:
-    """Measure the time to first token, decode and end to end, wrapped and with HuggingFace alone, side by side."""
+    """Measure a model on this machine and compare with HuggingFace: time to first token, decode, end to end."""
     with readable_errors():
         check_driver(device.value)
         check_plot(plot)
@@ -97,28 +109,38 @@ def latency(
 
 @app.command()
 def serve(
-    url: Annotated[str, typer.Option(help="The server's address, up to and with /v1.")] = "http://127.0.0.1:8000/v1",
-    model: Annotated[str | None, typer.Option(help="Its name for the model; the first that it lists if none.")] = None,
-    name: Annotated[str, typer.Option(help="A name for the server in tables.")] = "server",
-    prompts: Annotated[str, typer.Option(help="Prompt lengths, in tokens: 10,100 or a range to draw from, 64-512.")] = (
-        "100"
-    ),
-    answers: Annotated[str, typer.Option(help="Length of answers, in tokens, or a range.")] = "64",
-    concurrency: Annotated[str, typer.Option(help="Requests at once, comma-separated; 1: one after the other.")] = (
-        "1,8,32"
-    ),
-    requests: Annotated[int, typer.Option(min=1, help="Requests for each of these.")] = 30,
-    rates: Annotated[str, typer.Option(help="Requests that arrive in a second, at random, comma-separated.")] = "",
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long they arrive, at each rate.")] = 8.0,
+    url: Annotated[str, typer.Option(help="The URL of the server's API, with /v1.")] = "http://127.0.0.1:8000/v1",
+    model: Annotated[
+        str | None, typer.Option(help="The server's name for the model. The default is the first that it lists.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="The server's name in tables.")] = "server",
+    prompts: Annotated[
+        str,
+        typer.Option(help="Prompt lengths in tokens, such as 10,100, or a range to draw them from, such as 64-512."),
+    ] = ("100"),
+    answers: Annotated[str, typer.Option(help="The length of answers in tokens, or a range to draw it from.")] = "64",
+    concurrency: Annotated[
+        str, typer.Option(help="How many requests run at once, separated by commas; 1 sends one after the other.")
+    ] = ("1,8,32"),
+    requests: Annotated[int, typer.Option(min=1, help="How many requests are sent for each concurrency.")] = 30,
+    rates: Annotated[
+        str,
+        typer.Option(help="Also send requests at random times: this many a second on average, separated by commas."),
+    ] = "",
+    seconds: Annotated[float, typer.Option(min=0.1, help="How many seconds requests are sent at each rate.")] = 8.0,
     runs: Runs = 1,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds in which something has to come.")] = 60.0,
-    vocabulary: Annotated[int, typer.Option(min=1, help="Prompts are random token ids below this.")] = 10_000,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Give up on an answer after this many seconds without anything new.")
+    ] = 60.0,
+    vocabulary: Annotated[
+        int, typer.Option(min=1, help="Make prompts of random token ids below this number.")
+    ] = 10_000,
     json: Json = None,
 ) -> None:
     """Measure a server of OpenAI's API under load: first token, time between tokens, tokens per second.
 
-    The server has to take token ids as a prompt, as `compiled-llm serve`, vLLM and
-    SGLang do. One client asks: if it is busy all the time, the tables say so.
+    The server must accept token ids as a prompt, as `compiled-llm serve`, vLLM and
+    SGLang do. One client sends all requests; the tables say if it was too busy.
     """
     with readable_errors():
         check_package("httpx", "bench")
@@ -141,11 +163,11 @@ def serve(
 @app.command()
 def show(
     results: Annotated[
-        Path, typer.Argument(help="What --json wrote, or a file of results/.", exists=True, dir_okay=False)
+        Path, typer.Argument(help="A file that --json has written, or one of results/.", exists=True, dir_okay=False)
     ],
     plot: Plot = None,
 ) -> None:
-    """Show results again, as tables or as a chart; they may come from another machine."""
+    """Show earlier results again, also those of another machine, as tables or as a chart."""
     with readable_errors():
         check_plot(plot)
         from compiled_llm.commands.bench.report import BenchReport

@@ -32,7 +32,7 @@ def chat(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A folder, a GGUF file, a hub id, or `demo`: SmolLM2-135M, which is taken if nothing is given.",
+            help="The model: a folder, a GGUF file, a hub id, or `demo` (SmolLM2-135M), which is the default.",
             show_default=False,
         ),
     ] = None,
@@ -41,7 +41,7 @@ def chat(
     chat_template: shared.TemplateFile = None,
     server: Server = None,
     api_key_file: ApiKeyFile = None,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="Begin the chat with this system message.")] = None,
     sample: shared.SampleInChats = None,
     temperature: shared.Temperature = None,
     top_k: shared.TopK = None,
@@ -59,7 +59,7 @@ def chat(
         bool, typer.Option("--quiet", "-q", help="Show no progress and no hints.", rich_help_panel=shared.OUTPUT)
     ] = False,
 ) -> None:
-    """Chat with a model: in a terminal, or with a question a line in a pipe. `/help` says what can be done in it."""
+    """Chat with a model: in a terminal, or in a pipe with a question on each line. `/help` lists what you can type."""
     with readable_errors():
         flags = SamplingFlags(sample, temperature, top_k, top_p, min_p, repetition_penalty, seed)
         check_range("max_new_tokens", max_new_tokens)

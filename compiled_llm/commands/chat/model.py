@@ -90,7 +90,7 @@ class ChatModel:
                 yield name, f"p50 {1000 * wait.p50:.1f} ms, p99 {1000 * wait.p99:.1f} ms"
         if (pages := stats.pages) is not None:
             yield "pages", f"{pages.used} used, {pages.cached} cached, {pages.free} free, of {pages.total}"
-        yield "CUDA graphs", f"{stats.cuda_graphs}, after {stats.cold_starts} cold starts"
+        yield "CUDA graphs", f"{stats.cuda_graphs}, and {stats.cold_starts} waits for something to be compiled"
 
     def _tokens(self, messages: Messages) -> list[int]:
         check_template(self.tokenizer)

@@ -28,10 +28,10 @@ _ONE_LINE = 1_000
 
 
 def doctor(
-    quick: Annotated[bool, typer.Option("--quick", help="Skip building kernels and running a model.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Build no kernels, and run no model.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Write the report as one JSON object.")] = False,
 ) -> None:
-    """Show what this machine has and what is missing, and try whether kernels build and a model runs.
+    """Check this machine: what it has, what is missing, and whether kernels build and a model runs.
 
     Exit code 0 if compiled_llm can run here, on CUDA if there is a device, else on the CPU; 1 if not.
     """

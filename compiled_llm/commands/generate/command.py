@@ -30,7 +30,7 @@ def generate(
     model: Annotated[
         str,
         typer.Option(
-            help="A folder, a GGUF file, a hub id, or `demo`: SmolLM2-135M, downloaded once (93 MB).",
+            help="The model: a folder, a GGUF file, a hub id, or `demo` (SmolLM2-135M, downloaded once, 93 MB).",
             rich_help_panel=shared.MODEL,
         ),
     ] = "demo",
@@ -46,17 +46,19 @@ def generate(
         list[str] | None,
         typer.Option(
             metavar="TEXT",
-            help="Stop once the new text contains TEXT, which is kept. Can be given several times.",
+            help="Stop once the answer contains TEXT, which is shown, too. Can be given several times.",
             rich_help_panel=shared.OUTPUT,
         ),
     ] = None,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Write one JSON object at the end, not the text.", rich_help_panel=shared.OUTPUT),
+        typer.Option(
+            "--json", help="Write one JSON object at the end instead of the text.", rich_help_panel=shared.OUTPUT
+        ),
     ] = False,
     quiet: shared.Quiet = False,
 ) -> None:
-    """Write the model's text to stdout as it is generated, then figures to stderr."""
+    """Continue a text or answer a message, and write it to stdout as it is generated, then figures to stderr."""
     with readable_errors():
         check_quoted(prompt, context.args)
         GenerateRequest(

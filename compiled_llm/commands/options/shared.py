@@ -20,83 +20,104 @@ _output = partial(typer.Option, rich_help_panel=OUTPUT)
 Prompt = Annotated[
     str | None,
     typer.Argument(
-        help="The text to continue, or with --chat the message to answer. `-`, or none in a pipe, reads stdin.",
+        help="The text to continue, or with --chat the message to answer. `-`, or nothing in a pipe, reads stdin.",
         show_default=False,
     ),
 ]
 PromptFile = Annotated[
     str | None, _input("--file", metavar="PATH", help="Read the prompt from a file; its final newline is dropped.")
 ]
-ChatTemplate = Annotated[bool, _input("--chat/--no-chat", help="Apply the model's chat template.")]
-System = Annotated[str | None, _input("--system", metavar="TEXT", help="With --chat: the system message.")]
+ChatTemplate = Annotated[
+    bool, _input("--chat/--no-chat", help="Send the prompt as a chat message, with the model's chat template.")
+]
+System = Annotated[str | None, _input("--system", metavar="TEXT", help="Begin the chat with this system message.")]
 
 SampleInChats = Annotated[
     bool | None,
     _sampling(
         "--sample/--greedy",
-        help="Sample each token, or take the most likely one. Unless given, as the model's generation config has it.",
+        help="Sample each token, or always take the most likely one. The default is in the model's generation config.",
     ),
 ]
 Sample = Annotated[
     bool | None,
     _sampling(
         "--sample/--greedy",
-        help="Sample each token, or take the most likely one. Greedy unless an option below is given.",
+        help="Sample each token, or always take the most likely one. Greedy is the default, unless an option below is "
+        "given.",
     ),
 ]
 Temperature = Annotated[
-    float | None, _sampling("--temperature", help="Above 1 flattens the distribution, below 1 sharpens it.")
+    float | None, _sampling("--temperature", help="Sample more freely with values above 1, and more strictly below 1.")
 ]
-TopK = Annotated[int | None, _sampling("--top-k", help="Sample among the k most likely tokens; 0 for all.")]
+TopK = Annotated[int | None, _sampling("--top-k", help="Sample only among the k most likely tokens; 0 means all.")]
 TopP = Annotated[
-    float | None, _sampling("--top-p", help="Sample among the fewest tokens that add up to this probability.")
+    float | None,
+    _sampling("--top-p", help="Sample only among the most likely tokens that together have this probability."),
 ]
 MinP = Annotated[
     float | None,
-    _sampling("--min-p", help="Sample among tokens at least this fraction as likely as the most likely one."),
+    _sampling(
+        "--min-p", help="Sample only among tokens that are at least this fraction as likely as the most likely one."
+    ),
 ]
 RepetitionPenalty = Annotated[
     float | None,
-    _sampling("--repetition-penalty", help="Above 1 makes earlier tokens less likely; works with --greedy too."),
+    _sampling(
+        "--repetition-penalty",
+        help="Make tokens that occurred before less likely, with values above 1; also with --greedy.",
+    ),
 ]
-Seed = Annotated[int | None, _sampling("--seed", help="The same seed gives the same text.")]
+Seed = Annotated[int | None, _sampling("--seed", help="Make sampling repeatable: the same seed gives the same text.")]
 
 ModelPlace = Annotated[
-    str | None, typer.Argument(help="A folder, a GGUF file, a hub id, or `demo`.", show_default=False)
+    str | None, typer.Argument(help="The model: a folder, a GGUF file, a hub id, or `demo`.", show_default=False)
 ]
-SameModel = Annotated[str | None, _model("--model", metavar="MODEL", help="Another way to give MODEL.")]
+SameModel = Annotated[str | None, _model("--model", metavar="MODEL", help="The same as MODEL, given as an option.")]
 Tokenizer = Annotated[
     str | None,
-    _model("--tokenizer", metavar="PLACE", help="Take the tokenizer from this folder or hub id, not from the model's."),
+    _model(
+        "--tokenizer", metavar="PLACE", help="Use the tokenizer of this folder or hub id instead of the model's own."
+    ),
 ]
 TemplateFile = Annotated[
     Path | None,
-    _model("--chat-template", metavar="FILE", help="Write chats as this Jinja template says, not as the tokenizer's."),
+    _model(
+        "--chat-template",
+        metavar="FILE",
+        help="Use the chat template in this file (Jinja) instead of the tokenizer's own.",
+    ),
 ]
 RunningMode = Annotated[
-    str, _model("--mode", help="How to run: eager, compile, reduce-overhead, cuda-graphs or piecewise.")
+    str, _model("--mode", help="How the model runs: eager, compile, reduce-overhead, cuda-graphs or piecewise.")
 ]
 Backend = Annotated[
     str,
     _model(
-        "--backend", help="Whose attention kernels: auto, flashinfer, reference, or one that another package brings."
+        "--backend",
+        help="The attention kernels: auto, flashinfer, reference, or the name of a backend that you have installed.",
     ),
 ]
 Artifacts = Annotated[
-    Path | None, _model("--artifacts", metavar="DIR", help="Compile nothing: take it from what `compile` has written.")
+    Path | None,
+    _model(
+        "--artifacts",
+        metavar="DIR",
+        help="Load compiled code from this folder, which `compiled-llm compile` has written, and compile nothing.",
+    ),
 ]
-_DTYPE = "auto: float32 on the CPU, bfloat16 on CUDA."
-_DEVICE = "auto: CUDA if there is a device."
+_DTYPE = "The type of the weights; auto is float32 on the CPU and bfloat16 on CUDA."
+_DEVICE = "Where the model runs; auto is CUDA if there is a device, else the CPU."
 WeightsDtype = Annotated[Dtype, _model("--dtype", help=_DTYPE)]
 OnDevice = Annotated[Device, _model("--device", help=_DEVICE)]
 # In no panel, for commands that need none.
 DtypeName = Annotated[Dtype, typer.Option("--dtype", help=_DTYPE)]
 DeviceName = Annotated[Device, typer.Option("--device", help=_DEVICE)]
 
-MaxNewTokens = Annotated[int, _output("--max-new-tokens", "--max-tokens", help="End an answer after this many tokens.")]
+MaxNewTokens = Annotated[int, _output("--max-new-tokens", "--max-tokens", help="Stop after this many new tokens.")]
 StopBefore = Annotated[
     list[str] | None,
-    _output("--stop", metavar="TEXT", help="End an answer before it contains TEXT. Can be given several times."),
+    _output("--stop", metavar="TEXT", help="Stop before the answer contains TEXT. Can be given several times."),
 ]
 Quiet = Annotated[bool, _output("--quiet", "-q", help="Show no progress and no figures.")]
 

@@ -17,8 +17,8 @@ Server = Annotated[
     typer.Option(
         "--server",
         metavar="ADDRESS",
-        help="The server to ask: the path of an engine process's Unix socket, or a URL of OpenAI's API, such as "
-        "http://localhost:8000.",
+        help="The server: a URL of OpenAI's API, such as http://localhost:8000, or the path of a Unix socket "
+        "(`compiled-llm serve --uds`).",
         rich_help_panel=SERVER,
     ),
 ]
@@ -27,7 +27,7 @@ ApiKeyFile = Annotated[
     typer.Option(
         "--api-key-file",
         metavar="PATH",
-        help="Read the key for a URL from this file. It can also be in the environment, as COMPILED_LLM_API_KEY.",
+        help="Send the key in this file to the server. COMPILED_LLM_API_KEY can hold the key instead.",
         rich_help_panel=SERVER,
     ),
 ]

@@ -140,15 +140,15 @@ def serve(
     quiet: options.Quiet = False,
     leashed: options.Leashed = False,
 ) -> None:
-    """Serve a model by OpenAI's API, or to the clients of a Unix socket alone, until SIGTERM or Ctrl-C.
+    """Serve a model with OpenAI's API, over HTTP, or over a Unix socket, until SIGTERM or Ctrl-C.
 
     `compiled-llm client` and `compiled-llm chat` ask it with --server, and so
     does `compiled_llm.client.Client` in Python over a socket. They can connect
     at once, and show what is loaded and compiled until requests are answered;
     over HTTP, /ready says so.
 
-    An option may also be an environment variable: COMPILED_LLM_SERVE_PORT for
-    --port. It goes before a file, and the command line goes before both.
+    Each option can also be set in the environment, as COMPILED_LLM_SERVE_PORT
+    for --port. The environment overrides a file, and the command line both.
     """
     with readable_errors(), with_places(context):
         http = HttpFlags(

@@ -19,7 +19,7 @@ Config = Annotated[
         metavar="FILE",
         is_eager=True,
         callback=read_config,
-        help="Take options from a file in YAML, `port: 8000` for --port 8000. The command line goes before it.",
+        help="Read options from a YAML file, with `port: 8000` for --port 8000. The command line overrides it.",
     ),
 ]
 
@@ -28,61 +28,71 @@ _serving = partial(typer.Option, rich_help_panel="Serving")
 
 # ---- HTTP
 
-Host = Annotated[str | None, _http(help="Serve HTTP at this address; 127.0.0.1 unless given.")]
-Port = Annotated[int | None, _http(help="Serve HTTP at this port; 8000 unless given, 0 for a free one.")]
+Host = Annotated[str | None, _http(help="Listen for HTTP at this address. The default is 127.0.0.1.")]
+Port = Annotated[int | None, _http(help="Listen for HTTP at this port. The default is 8000; 0 takes a free one.")]
 ServedModelName = Annotated[
-    list[str] | None, _http(metavar="NAME", help="What requests call the model. Several times for several.")
+    list[str] | None, _http(metavar="NAME", help="The name of the model in requests. Can be given several times.")
 ]
 ApiKeyFile = Annotated[
     Path | None,
     _http(
         metavar="PATH",
-        help="Keys, one a line, of which requests bear one. Beyond 127.0.0.1, this is needed, or COMPILED_LLM_API_KEY.",
+        help="Only answer requests with a key from this file, which has a key on each line. COMPILED_LLM_API_KEY can "
+        "hold a key instead. Required if other machines can reach the server.",
     ),
 ]
 AllowedHost = Annotated[
-    list[str] | None, _http(metavar="NAME", help="By which clients may call this machine; * for any.")
+    list[str] | None,
+    _http(
+        metavar="NAME",
+        help="Also accept requests that call this machine by this name, in their Host header; * accepts any name.",
+    ),
 ]
-CorsOrigin = Annotated[list[str] | None, _http(metavar="ORIGIN", help="Whose pages may use the server from a browser.")]
-SslCertfile = Annotated[Path | None, _http(metavar="PATH", help="For HTTPS, with --ssl-keyfile.")]
-SslKeyfile = Annotated[Path | None, _http(metavar="PATH", help="For HTTPS, with --ssl-certfile.")]
-RequestSeconds = Annotated[float | None, _http(help="End an answer with what it has after so long.")]
+CorsOrigin = Annotated[list[str] | None, _http(metavar="ORIGIN", help="Let web pages from this origin use the server.")]
+SslCertfile = Annotated[
+    Path | None, _http(metavar="PATH", help="The certificate, to serve HTTPS; needs --ssl-keyfile.")
+]
+SslKeyfile = Annotated[
+    Path | None, _http(metavar="PATH", help="The private key, to serve HTTPS; needs --ssl-certfile.")
+]
+RequestSeconds = Annotated[float | None, _http(help="Cut off an answer after this many seconds.")]
 SaltCaches = Annotated[
-    bool, _http("--salt-caches", help="Share cached prompts only between requests with one key and user.")
+    bool, _http("--salt-caches", help="Share cached prompts only between requests that have the same key and user.")
 ]
 EscapeSpecialTokens = Annotated[
     bool,
     _http(
-        "--escape-special-tokens", help="Have special tokens in the texts of requests, such as <|im_start|>, be text."
+        "--escape-special-tokens",
+        help="Read special tokens in the texts of requests, such as <|im_start|>, as ordinary text.",
     ),
 ]
-Page = Annotated[bool, _http("--page/--no-page", help="Have a page at / to chat on, with the server's figures.")]
-MaxConnections = Annotated[int, _http(help="Have so many connections of clients; refuse others.")]
+Page = Annotated[bool, _http("--page/--no-page", help="Serve a chat page at /, which also shows the server's figures.")]
+MaxConnections = Annotated[int, _http(help="Accept this many client connections at once, and refuse more.")]
 ClientSeconds = Annotated[
     float,
     _http(
-        help="Close the connection of a client that takes longer to send a request, or takes nothing of its answer "
-        "for so long."
+        help="Close a connection when its client takes longer than this to send a request, or reads nothing of its "
+        "answer for this long."
     ),
 ]
 StreamInterval = Annotated[
     int,
     _http(
         metavar="N",
-        help="Send an event of a stream for every N tokens of an answer; the first and the last come at once.",
+        help="In a stream, send an event for every N tokens; the first and the last token are sent at once.",
     ),
 ]
 ApiServerCount = Annotated[
     int | None,
     _http(
         metavar="N",
-        help="Read and write HTTP in so many processes, all for one engine process. Unless given, a "
-        "quarter as many as cores, 2 to 4; 1 without a GPU, or with fewer than 4 cores.",
+        help="Handle HTTP in this many processes, all of them for one engine process. The default is a quarter of the "
+        "number of cores, from 2 to 4, and 1 without a GPU or with fewer than 4 cores.",
     ),
 ]
 OtlpTracesEndpoint = Annotated[
     str | None,
-    _http(metavar="URL", help="Send a span of each request there, by OpenTelemetry's protocol over HTTP."),
+    _http(metavar="URL", help="Send an OpenTelemetry span for each request to this address, by OTLP over HTTP."),
 ]
 
 # ---- the engine process
@@ -91,56 +101,61 @@ Uds = Annotated[
     Path | None,
     _serving(
         metavar="PATH",
-        help="Listen at this Unix socket, which only your user may open; without an option of HTTP there alone.",
+        help="Listen at this Unix socket, which only your user can open. HTTP then needs an option of its own.",
     ),
 ]
 OperationsUds = Annotated[
     Path | None,
     _serving(
         metavar="PATH",
-        help="Take /sleep, /wake and new weights by HTTP over this Unix socket, which only your user may open.",
+        help="Accept /sleep, /wake and new weights over this Unix socket, which only your user can open.",
     ),
 ]
-MaxNumSeqs = Annotated[int, _serving(help="Run so many requests at once.")]
+MaxNumSeqs = Annotated[int, _serving(help="Run at most this many requests at once; more wait.")]
 MaxModelLen = Annotated[
     int | None,
     _serving(
         metavar="TOKENS",
-        help="Give a prompt and its answer together at most so many tokens, not all that fit the model.",
+        help="Limit a prompt and its answer, together, to this many tokens. The default is the model's own limit.",
     ),
 ]
-MaxQueue = Annotated[int | None, _serving(help="Refuse requests while so many wait.")]
-MaxStepMs = Annotated[float | None, _serving(help="Cut prompts so that a step takes at most this long.")]
+MaxQueue = Annotated[int | None, _serving(help="Refuse further requests while this many are waiting.")]
+MaxStepMs = Annotated[
+    float | None, _serving(help="Compute long prompts in chunks, so that a step takes at most this many milliseconds.")
+]
 DrainSeconds = Annotated[
-    float, _serving(help="How long requests may go on after SIGTERM or Ctrl-C; the second ends them at once.")
+    float,
+    _serving(help="After SIGTERM or Ctrl-C, give running requests this long to end; a second one ends them at once."),
 ]
 Warmup = Annotated[
     str,
     _serving(
         metavar="ROWS",
-        help="Compile for these numbers of requests before the first: 1,8,64. Unless given, all up to --max-num-seqs, "
-        "on a CPU up to 8.",
+        help="Before the first request, compile and capture batches of these sizes: 1,8,64. The default is all sizes "
+        "up to --max-num-seqs, on a CPU up to 8.",
     ),
 ]
 ProfilePath = Annotated[
     Path | None,
     _serving(
         metavar="PATH",
-        help="Keep in this file which sizes requests use; if it is there, prepare these in place of --warmup.",
+        help="Record in this file which batch sizes are used. If the file exists, prepare those instead of --warmup.",
     ),
 ]
 KvMemory = Annotated[
     str | None,
     typer.Option(
-        metavar="SIZE", help="What pages may take: 0.8 of what is free, 8GiB, or 20000 tokens.", rich_help_panel=MODEL
+        metavar="SIZE",
+        help="Memory for the KV cache's pages: a fraction of what is free (0.8), a size (8GiB), or '20000 tokens'.",
+        rich_help_panel=MODEL,
     ),
 ]
 ShownLevel = Annotated[
-    LogLevel, _serving("--log-level", help="Leave out what is less than this; debug adds health checks.")
+    LogLevel, _serving("--log-level", help="Log records of this level and above; debug includes health checks.")
 ]
 ShownFormat = Annotated[
     LogFormat,
-    _serving("--log-format", help="Write the log as lines of text, or of JSON for programs, without progress."),
+    _serving("--log-format", help="Log as text, or as a JSON object a line, without progress."),
 ]
 Quiet = Annotated[bool, _serving("--quiet", "-q", help="Show neither progress nor the log.")]
 Leashed = Annotated[bool, typer.Option("--leashed", hidden=True, help="End with the process that holds stdin open.")]
