@@ -136,6 +136,6 @@ def test_few_blocks_are_skipped() -> None:
 def test_most_pages_have_code_that_runs() -> None:
     names = {short(page) for page in WITH_CODE}
     assert "README.md" in names
-    # A notebook's code has a test of its own; chats and deploying are commands alone.
-    without = {f"docs/how-to/{name}.md" for name in ("chatting", "deploy", "notebook", "troubleshooting")}
+    # A notebook's code has a test of its own; chats, deploying and vLLM's options are commands alone.
+    without = {f"docs/how-to/{name}.md" for name in ("chatting", "deploy", "from-vllm", "notebook", "troubleshooting")}
     assert {short(page) for page in (DOCS / "how-to").glob("*.md")} - names == without
