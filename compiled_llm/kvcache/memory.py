@@ -104,3 +104,14 @@ def mark_static(tensor: Tensor) -> Tensor:
     """Tell Dynamo that the tensor stays where it is, so that a graph reads it in place instead of copying it in."""
     torch._dynamo.mark_static_address(tensor, guard=False)
     return tensor
+
+
+def mark_for_any_room(tensor: Tensor) -> Tensor:
+    """As ``mark_static``; on a CPU the code does not depend on the first size, the room for rows, either.
+
+    So processes with room for few rows and for many, such as a command that answers one question and a server, find
+    each other's code in the cache. On CUDA the code that was measured has the size built in.
+    """
+    if tensor.device.type == "cpu":
+        torch._dynamo.mark_dynamic(tensor, 0)
+    return mark_static(tensor)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from compiled_llm.execution.state.staging import Staging
-from compiled_llm.kvcache.memory import mark_static
+from compiled_llm.kvcache.memory import mark_for_any_room
 
 _WORD = 4  # bytes
 _ALIGNED = 16  # words, as PyTorch's allocator aligns: inputs that are not are copied before each step
@@ -47,7 +47,7 @@ class Arena:
         for name, (count, dtype) in columns.items():
             own = self._memory[start : start + count * words[name]].view(dtype)
             # A storage of its own: of inputs that share one, those that a program writes are rebuilt from it.
-            self._columns[name] = _Column(mark_static(from_dlpack(own)), start, words[name])
+            self._columns[name] = _Column(mark_for_any_room(from_dlpack(own)), start, words[name])
             start += sizes[name]
 
     def __getitem__(self, name: str) -> Tensor:

@@ -20,7 +20,7 @@ from compiled_llm.execution.state.decode_buffers import DecodeBuffers
 from compiled_llm.execution.state.sampling_graphs import SamplingGraphs
 from compiled_llm.execution.state.slots import Slots
 from compiled_llm.execution.state.staging import Staging
-from compiled_llm.kvcache.memory import ended_marker, free, pages_to_allocate, wait_for
+from compiled_llm.kvcache.memory import ended_marker, free, mark_for_any_room, pages_to_allocate, wait_for
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import PageCopy, Row
 from compiled_llm.kvcache.specs import TokenPlaces, allocate_pages, kv_cache_specs, page_bytes, sharing_memory
@@ -79,7 +79,8 @@ class RunnerState:
             self.decode_buffers = DecodeBuffers(self.arena, self.slots, chosen.decode_ops)
             self.sampling_graphs = SamplingGraphs(self.device, config.captures_on(self.device.type), self.step_table)
             self.prefill_indices = tuple(
-                torch.zeros(prefill_pages, dtype=torch.int32, device=self.device) for _ in range(groups)
+                mark_for_any_room(torch.zeros(prefill_pages, dtype=torch.int32, device=self.device))
+                for _ in range(groups)
             )
         self.pool = PagePool(count, config.page_size, self.validity, groups)
 

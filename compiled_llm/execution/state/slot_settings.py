@@ -21,7 +21,7 @@ from compiled_llm.compilation.sampling.bias import from_position
 from compiled_llm.compilation.sampling.sampling import GREEDY, NUMBERS, Sampling, SamplingTables, wide_tables
 from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.staging import Staging
-from compiled_llm.kvcache.memory import free, mark_static
+from compiled_llm.kvcache.memory import free, mark_for_any_room
 from compiled_llm_ops import MAX_FOLLOWED, MAX_GROWING, Seldom
 
 _MAX_COUNTED = (2**15 - 1) // 2
@@ -155,7 +155,7 @@ class SlotSettings:
 
 
 def _static(tables: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: mark_static(table) for name, table in tables.items()}
+    return {name: mark_for_any_room(table) for name, table in tables.items()}
 
 
 def _slots(settings: Mapping[int, Sampling]) -> NDArray[np.int64]:
