@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compiled_llm
 from compiled_llm.commands import preparation
+from compiled_llm.commands.figures import answer_figures
 from compiled_llm.commands.generate.run import GenerateRequest
 from compiled_llm.commands.options.sampling import SamplingFlags
 from compiled_llm.commands.preparation import Preparation
@@ -31,7 +32,7 @@ from support.server.engine_processes import COMMAND
 from support.tiny_models import tiny_qwen3
 
 FIGURES = re.compile(
-    r"^(\d+) tokens, [\d.]+ tokens/s, first token after [\d.]+ s\n"
+    r"^(\d+) tokens in [\d.]+ s, the first after [\d.]+ s, then [\d.]+ tokens/s\n"
     r"(nothing compiled|\d+ graphs? (compiled|traced) in \d+ s, and .*)$",
     re.MULTILINE,
 )
@@ -261,7 +262,7 @@ def test_json_holds_text_figures_and_stats(model_folder: Path) -> None:
     assert (written["prompt"], written["text"]) == (prompt, text)
     assert (written["prompt_tokens"], written["tokens"]) == (11, 40)
     assert 0 < written["time_to_first_token"] < written["seconds"]
-    assert written["tokens_per_second"] == pytest.approx(40 / written["seconds"])
+    assert written["tokens_per_second"] == pytest.approx(39 / (written["seconds"] - written["time_to_first_token"]))
     assert written["stats"]["generate_calls"] == {"fast loop": 1}
     assert written["stats"]["pages"]["used"] == 0
 
@@ -297,6 +298,7 @@ def test_help_needs_neither_torch_nor_transformers_nor_matplotlib() -> None:
     code = """
 import sys
 from compiled_llm.commands.app import app
+from compiled_llm.commands.figures import answer_figures
 from compiled_llm.commands.generate.run import GenerateRequest
 for command in sys.argv[1:]:
     app([*command.split(), "--help"], standalone_mode=False)
@@ -363,6 +365,7 @@ def test_cheap_checks_come_before_torch_is_imported(tmp_path: Path) -> None:
     code = """
 import ctypes, sys
 from compiled_llm.commands.app import app
+from compiled_llm.commands.figures import answer_figures
 from compiled_llm.commands.generate.run import GenerateRequest
 def no_driver(name): raise OSError
 ctypes.CDLL = no_driver
@@ -419,8 +422,20 @@ def test_the_last_line_says_what_was_compiled_and_whether_it_is_kept(
     assert block.figures(stats) == said
 
 
+@pytest.mark.parametrize(
+    ("tokens", "seconds", "first", "said"),
+    [
+        (8, 1.2, 0.5, "8 tokens in 1.20 s, the first after 0.50 s, then 10.0 tokens/s"),
+        (1, 0.5, 0.5, "1 token in 0.50 s, the first after 0.50 s"),
+        (0, 0.0, None, "0 tokens in 0.00 s"),
+    ],
+)
+def test_the_speed_of_an_answer_is_that_after_its_first_token(tokens: int, seconds: float, first, said: str) -> None:
+    assert answer_figures(tokens, seconds, first) == said
+
+
 def test_on_a_cpu_the_command_and_wrap_share_their_code() -> None:
-    """Sizes of tables are constants of the programs, and so are part of the keys in Inductor's cache."""
+    """Options may be built into the programs, and so be part of the keys in Inductor's cache."""
     options = {"mode": "cuda-graphs", "backend": "auto", "dtype": "auto", "device": "auto", "model": "demo"}
     call = {"prompt": "Hi", "chat": False, "system": None, "max_new_tokens": 1, "stop": (), "as_json": False}
     request = GenerateRequest(**call, **options, sampling=SamplingFlags(), quiet=False)

@@ -193,7 +193,7 @@ def test_stages_of_compiling_are_seen_from_another_thread():
     known = ["decomposing operators", "rewriting the graph", "lowering operators", "writing kernels"]
     assert [stage for stage in found if stage in known[1:]] == known[1:]
     assert known[0] in found
-    assert any(re.fullmatch(r"building kernels|kernel N of N", stage) for stage in found), found
+    assert "building kernels" in found, found
     assert stages.compiling_stage(compiling) == stages.compiling_stage(0) == ""
 
 

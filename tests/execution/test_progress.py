@@ -89,8 +89,8 @@ def test_warmup_numbers_what_it_will_do(mode: str, capsys, monkeypatch, without_
     monkeypatch.setattr(WrapConfig, "captures_on", lambda self, device: mode != "eager")
     model.compiled.warmup()
     expected = [
-        "compiled_llm: tracing prefill",
-        "compiled_llm: tracing decode, 2 rows",
+        "compiled_llm: tracing prefill (1 of 2)",
+        "compiled_llm: tracing decode, 2 rows (2 of 2)",
         "compiled_llm: tracing decode, 1 row (1 of 2)",
         "compiled_llm: preparing decode, 4 rows (2 of 2)",
         "compiled_llm: capturing decode, 8 rows",

@@ -13,6 +13,7 @@ from rich.table import Table
 from compiled_llm.commands.chat.conversation import Conversation
 from compiled_llm.commands.chat.terminal import Terminal
 from compiled_llm.commands.errors import complaint
+from compiled_llm.commands.figures import answer_figures
 from compiled_llm.execution.reporting.plain_text import plain_text
 from compiled_llm.execution.reporting.progress import ProgressDisplay
 
@@ -127,12 +128,7 @@ class Chat:
         if (last := self._last) is None:
             yield "last answer", "none yet"
         else:
-            tokens, first = last.tokens, last.first_token_seconds
-            said = f"{tokens} tokens in {last.seconds:.2f} s"
-            if first is not None:
-                said += f", the first after {first:.3f} s"
-                if tokens > 1 and last.seconds > first:
-                    said += f", then {(tokens - 1) / (last.seconds - first):.1f} tokens/s"
+            said = answer_figures(last.tokens, last.seconds, last.first_token_seconds)
             yield "last answer", f"{said} ({last.finish_reason})"
             if last.prompt_tokens is not None:
                 yield "its prompt", f"{last.prompt_tokens} tokens, {last.cached_tokens or 0} of them cached"

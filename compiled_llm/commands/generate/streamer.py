@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import TextStreamer
 
+from compiled_llm.commands.figures import answer_figures, decode_speed
 from compiled_llm.commands.printable import printable
 
 
@@ -42,13 +43,13 @@ class AnswerStreamer(TextStreamer):
         super().on_finalized_text(printable(text) if sys.stdout.isatty() else text, stream_end)
 
     def numbers(self) -> dict[str, float | None]:
-        """Return seconds from call to last token, tokens/s over them, and the seconds to the first token."""
-        seconds, first = self._last - self._start, None if self._first is None else self._first - self._start
-        speed = 0.0 if first is None else self._tokens / seconds
+        """Return seconds from call to last token, those to the first, and tokens/s after it, None without others."""
+        seconds, first = self._times()
+        speed = decode_speed(self._tokens, seconds, first)
         return {"seconds": seconds, "tokens_per_second": speed, "time_to_first_token": first}
 
     def figures(self) -> str:
-        if self._first is None:
-            return "0 tokens"
-        words = "{tokens} tokens, {tokens_per_second:.1f} tokens/s, first token after {time_to_first_token:.3f} s"
-        return words.format(tokens=self._tokens, **self.numbers())
+        return answer_figures(max(0, self._tokens), *self._times())
+
+    def _times(self) -> tuple[float, float | None]:
+        return self._last - self._start, None if self._first is None else self._first - self._start

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from compiled_llm.commands.figures import answer_figures
+
 if TYPE_CHECKING:
     from compiled_llm.requests.outputs import RequestOutput
 
@@ -31,8 +33,8 @@ class AnswerFigures(NamedTuple):
         )
 
     def line(self) -> str:
-        first = "" if self.first_token_seconds is None else f", first token after {self.first_token_seconds:.3f} s"
-        return f"{self.tokens} tokens in {self.seconds:.2f} s{first}, {self.finish_reason}"
+        said = answer_figures(self.tokens, self.seconds, self.first_token_seconds)
+        return f"{said} ({self.finish_reason})"
 
 
 class Answering(Protocol):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import FrameType
 
 import torch
 
@@ -27,7 +26,10 @@ _CACHE = ("_inductor/codecache.py", "load_with_key")
 
 
 def compiling_stage(thread: int) -> str:
-    """Return a running thread's stage of compilation, for example "kernel 3 of 12"; empty if it compiles nothing."""
+    """Return a running thread's stage of compilation, for example "writing kernels"; empty if it compiles nothing.
+
+    Kernels are not counted: each region has its own, and how many follow is unknown.
+    """
     stage, frame = "", sys._current_frames().get(thread)
     while frame is not None:
         code = frame.f_code
@@ -35,17 +37,6 @@ def compiling_stage(thread: int) -> str:
             function = (code.co_filename.removeprefix(_TORCH), code.co_name)
             if function == _CACHE:
                 return "reading the cache"
-            stage = stage or _counted(frame) or _STAGES.get(function, "")
+            stage = stage or _STAGES.get(function, "")
         frame = frame.f_back
     return stage
-
-
-def _counted(frame: FrameType) -> str:
-    """Return which kernel the frame waits for, if it does; meanwhile others are built in parallel."""
-    if frame.f_code.co_name != "_wait_futures":
-        return ""
-    variables = frame.f_locals
-    names = list(variables.get("kernels", ()))
-    if variables.get("key") not in names:
-        return ""
-    return f"kernel {names.index(variables['key']) + 1} of {len(names)}"

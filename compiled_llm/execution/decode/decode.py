@@ -107,7 +107,7 @@ class Decode:
             step: of B rows.
             waiting: how many rows the call has that waits for it.
             unchanged: the model cannot have changed since the last prefill or the last call without this.
-            number: its number among those that are prepared, to be shown.
+            number: its number among all that is prepared, to be shown.
             anchors: if the program of several rows is compiled now, capture the largest step, too, in which any can
                 run.
             exact: run in no other step; if others have to make room for its CUDA graph, capture it now.

@@ -272,19 +272,21 @@ def prepare(
         anchors: a few CUDA graphs in which all others could run, too.
     """
     thread, prefill, decode = model_runner.thread, model_runner.prefill, model_runner.decode
+    missing = [step for step in decodes if not decode.is_ready(step)]
+    total = len(missing) + (not prefill.is_ready)
     report("preparing prefill")
-    thread.call(prefill.make_ready, anchors=anchors)
+    thread.call(prefill.make_ready, number=_number(1, total), anchors=anchors)
     if embedded:
         thread.call(prefill.make_ready, embedded=True)
-    missing = [step for step in decodes if not decode.is_ready(step)]
     for number, step in enumerate(decodes, start=1):
         report(f"preparing steps of {step.rows} request{'s' * (step.rows > 1)} ({number} of {len(decodes)})")
-        thread.call(decode.make_ready, step, number=_number(step, missing), anchors=anchors)
+        at = total - len(missing) + missing.index(step) + 1 if step in missing else 0
+        thread.call(decode.make_ready, step, number=_number(at, total), anchors=anchors)
     for shapes in filter(None, captured):
         report(f"preparing prefills of up to {max(shape.tokens for shape in shapes)} tokens")
         thread.call(prefill.capture_shapes, shapes, only_with_room=True)
 
 
-def _number(step: StepKey, missing: Sequence[StepKey]) -> str:
-    """The number of this step among the missing ones, to be shown; empty if there are no others."""
-    return f" ({missing.index(step) + 1} of {len(missing)})" if step in missing and len(missing) > 1 else ""
+def _number(at: int, total: int) -> str:
+    """The number of a preparation among all, to be shown; empty if there are no others, or it is none of them."""
+    return f" ({at} of {total})" if at and total > 1 else ""

@@ -68,8 +68,18 @@ class Prefill:
 
     # ---- compiled
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the program that reads token ids is compiled."""
+        return PREFILL in self._graph_manager.prefills
+
     def make_ready(
-        self, embedded: bool = False, waiting: int = 0, unchanged: bool = False, anchors: bool = True
+        self,
+        embedded: bool = False,
+        waiting: int = 0,
+        unchanged: bool = False,
+        number: str = "",
+        anchors: bool = True,
     ) -> None:
         """Compile prefill, if it is not compiled yet.
 
@@ -77,6 +87,7 @@ class Prefill:
             embedded: the one that reads embeddings in place of token ids.
             waiting: how many rows the call has that waits for it.
             unchanged: the model cannot have changed since it was last looked at; do not look again.
+            number: its number among all that is prepared, to be shown.
             anchors: capture them, too, once it is compiled.
         """
         graph_manager = self._graph_manager
@@ -86,7 +97,7 @@ class Prefill:
         graph_manager.check_model()
         if program in graph_manager.prefills:
             return
-        with graph_manager.preparing(program, waiting, program):
+        with graph_manager.preparing(program, waiting, program, f"{program}{number}"):
             state = self._state
             length = compiled_length(state.facts.layers, state.device, state.max_positions, self._paging[0])
             null = [null_extension(length, *self._paging)] * COMPILED_ROWS
