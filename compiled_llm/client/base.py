@@ -108,6 +108,11 @@ class BaseClient(ABC):
         return f"<{type(self).__name__}: {self._path}, {self._session.lost or self._session.doing}>"
 
     @property
+    def unready_since(self) -> float | None:
+        """When the engine process has stopped being ready, as ``time.monotonic``; None if it has not."""
+        return self._session.unready_since
+
+    @property
     def doing(self) -> str:
         """The work of the engine process: loading or compiling before it takes requests, then ``"ready"``."""
         return self._session.doing

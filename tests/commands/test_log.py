@@ -83,6 +83,27 @@ def test_what_is_less_than_the_level_is_left_out(log: logging.Logger, capsys: py
     assert line.endswith(" WARNING compiled_llm: said")
 
 
+@pytest.mark.slow
+def test_a_server_that_starts_says_over_http_what_it_says_on_stderr(model_folder: Path, tmp_path: Path) -> None:
+    options = ["--mode", "compile", "--warmup", "1,2,4", "--kv-memory", "400 tokens"]
+    file, heard = tmp_path / "log", set()
+    with (
+        file.open("w") as stderr,
+        subprocess.Popen([COMMAND, "serve", str(model_folder), "--port", "0", *options], stderr=stderr) as server,
+    ):
+        try:
+            until(lambda: "/v1" in file.read_text())
+            url = re.findall(r"at (http://\S+)/v1", file.read_text())[0]
+            while not (found := httpx.get(f"{url}/ready", timeout=PATIENCE).json())["ready"]:
+                heard.add(found["doing"])
+        finally:
+            server.kill()
+    shown = set(re.findall(r"^compiled_llm: (.+)$", file.read_text(), re.MULTILINE))
+    assert heard - {"starting"} <= shown, (heard, shown)
+    assert {"importing torch and transformers", "tracing prefill"} <= heard
+    assert any("(2 of 2)" in doing for doing in heard)
+
+
 def test_json_is_all_that_a_server_and_its_engine_process_write(model_folder: Path, tmp_path: Path) -> None:
     options = ["--port", "0", "--log-format", "json", *OPTIONS]
     file = tmp_path / "log"

@@ -11,7 +11,7 @@ from rich import console, jupyter
 import compiled_llm
 from compiled_llm import WrapConfig
 from compiled_llm.execution.reporting import progress
-from compiled_llm.execution.reporting.progress import ProgressDisplay
+from compiled_llm.execution.reporting.progress import ProgressDisplay, watched
 from support.tiny_models import tiny_qwen3
 
 
@@ -96,6 +96,16 @@ def test_warmup_numbers_what_it_will_do(mode: str, capsys, monkeypatch, without_
         "compiled_llm: capturing decode, 8 rows",
     ]
     assert capsys.readouterr().err.splitlines() == ([] if mode == "eager" else expected)
+
+
+def test_who_watches_hears_the_words_of_stderr_though_they_are_not_shown(capsys, without_inductor) -> None:
+    model = compiled_llm.wrap(tiny_qwen3(), mode="compile", kv_memory="400 tokens", progress=False)
+    heard: list[str] = []
+    with watched(heard.append):
+        model.compiled.warmup([1, 2])
+    model.compiled.warmup([4])
+    assert heard == ["tracing prefill", "tracing decode, 1 row (1 of 2)", "tracing decode, 2 rows (2 of 2)"]
+    assert capsys.readouterr().err == ""
 
 
 # ---- in a notebook, where rich would show what it draws below the cell, too

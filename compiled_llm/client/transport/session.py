@@ -40,6 +40,7 @@ class ClientSession:
         heard: how often something has come of it; its heartbeat comes every few seconds.
         doing: what the engine process does before it is ready, in words.
         ready: what it has said when it was; None while it is not.
+        unready_since: when it has stopped being ready, as ``time.monotonic``; None if it has not.
         lost: why nothing more comes; None while something may.
         loss_reported: whether that was raised.
         closed: whether this side has ended it.
@@ -50,6 +51,7 @@ class ClientSession:
         self.heard = 0
         self.doing = "starting"
         self.ready: Ready | None = None
+        self.unready_since: float | None = None
         self.lost: EngineDeadError | None = None
         self.loss_reported = self.closed = False
         self._line: Line | None = None
@@ -185,9 +187,11 @@ class ClientSession:
             case StatsReply() | TokensReply() | TextReply() if message.number in self._questions:
                 self._questions[message.number] = message
             case Preparing():
-                self.doing, self.ready = message.doing, None  # it was, and sleeps now
+                if self.ready is not None:  # it sleeps now
+                    self.unready_since = time.monotonic()
+                self.doing, self.ready = message.doing, None
             case Ready():
-                self.doing, self.ready = "ready", message
+                self.doing, self.ready, self.unready_since = "ready", message, None
             case Leaving() | Problem():
                 self._said = message.message
         return []

@@ -12,7 +12,7 @@ import typer
 
 from compiled_llm.commands.early_checks import check_driver, check_server_packages
 from compiled_llm.commands.errors import readable_errors
-from compiled_llm.commands.importing import IMPORTING, importing
+from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import Source, locate
 from compiled_llm.commands.options import shared
 from compiled_llm.commands.options.choices import Device, Dtype, integers
@@ -23,6 +23,7 @@ from compiled_llm.commands.serve.log import LogFormat, LogLevel, logger, show_lo
 from compiled_llm.commands.serve.serve_command import with_places
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import WrapConfig
+from compiled_llm.execution.reporting.progress import watched
 from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS, MAX_NUM_SEQS, MAX_QUEUE
 from compiled_llm.server.own_process import serve_arguments
 
@@ -75,19 +76,18 @@ class ServeOptions(NamedTuple):
         names = ("max_num_seqs", "max_model_len", "max_queue", "max_step_ms")
         return {name: getattr(self, name) for name in names}
 
-    def prepare(self, engine: Engine, structured: bool, report: Callable[[str], None]) -> None:
+    def prepare(self, engine: Engine, structured: bool) -> None:
         """Prepare the sizes that requests of earlier runs have used, or else those of ``--warmup``.
 
         Args:
             structured: whether answers can follow grammars.
-            report: takes a line on the progress.
         """
         if self.profile is not None and self.profile.exists():
-            engine.warmup(profile=self.profile, structured=structured, report=report)
+            engine.warmup(profile=self.profile, structured=structured)
             return
         if structured:
-            engine.warmup(self.warmup[:1] or 1, structured=True, report=report)
-        engine.warmup(self.warmup or "auto", report=report)
+            engine.warmup(self.warmup[:1] or 1, structured=True)
+        engine.warmup(self.warmup or "auto")
 
     def arguments(self) -> list[str]:
         """Return the arguments of an engine process for API servers, whose clients may wait by the thousand."""
@@ -217,17 +217,15 @@ def _run(served: ServeOptions, source: Source, uds: Path, drain_seconds: float, 
     logger.log(level, "compiled_llm: listening at %s", uds)
 
     def prepare(report: Callable[[str], None]) -> tuple[Engine, Ready]:
-        engine, ready = _prepared(served, source, report, kept)
+        with watched(report):
+            engine, ready = _prepared(served, source, kept)
         logger.log(level, "compiled_llm: ready")
         return engine, ready
 
     run(server, prepare, drain_seconds, operations, kept)
 
 
-def _prepared(
-    served: ServeOptions, source: Source, report: Callable[[str], None], kept: KeptProfile | None
-) -> tuple[Engine, Ready]:
-    report(IMPORTING)
+def _prepared(served: ServeOptions, source: Source, kept: KeptProfile | None) -> tuple[Engine, Ready]:
     from compiled_llm.engine.grammars.worker_process import WorkerProcess
     from compiled_llm.requests.structured_outputs.grammar_source import is_installed as grammars_installed
 
@@ -237,14 +235,13 @@ def _prepared(
         from compiled_llm.commands.loading.load import fetched, load
         from compiled_llm.server.engine_process.facts import ready_of
 
-    report(f"loading {source.public_name}")
     source = fetched(source, progress=served.shows_progress)
     loaded, tokenizer = load(source, served.dtype, served.device, progress=served.shows_progress)
     model = compiled_llm.wrap(loaded, **served.wrap_options())
     options = {"watch_model": False, "grammar_worker": worker, **served.engine_options()}
     engine = compiled_llm.Engine(model, tokenizer=tokenizer, **options)
     ready = ready_of(model, engine, source.name, tokenizer, *source.tokenizer_place, source.chat_template)
-    served.prepare(engine, bool(ready.form_ends), report)
+    served.prepare(engine, bool(ready.form_ends))
     if kept is not None:
         kept.begin(cast("CompiledModel", model.compiled))
     return engine, ready

@@ -27,8 +27,25 @@ logger = logging.getLogger("compiled_llm.progress")
 
 Stage = Callable[[], str]
 
+_watchers: list[Callable[[str], object]] = []
+
 REMIND_AFTER = 30.0
 """Seconds after which a task that is not animated says that it is still running."""
+
+
+@contextmanager
+def watched(tell: Callable[[str], object]) -> Iterator[None]:
+    """Have ``tell`` hear of each task of this process while the block runs, shown or not, in the words of stderr."""
+    _watchers.append(tell)
+    try:
+        yield
+    finally:
+        _watchers.remove(tell)
+
+
+def _tell_watchers(doing: str) -> None:
+    for tell in tuple(_watchers):
+        tell(doing)
 
 
 class ProgressDisplay:
@@ -61,13 +78,16 @@ class ProgressDisplay:
                 if doing != last[-1]:
                     last.append(doing)
                     update(description=doing)
+                    _tell_watchers(doing)
 
+            _tell_watchers(description)
             yield change
         logger.info("%s: %.1f s", last[-1], time.perf_counter() - started)
 
     @contextmanager
     def download(self, what: str, size: int) -> Iterator[Callable[[int | None], object]]:
         """Show a download of ``size`` bytes; yields a function that takes how many have arrived, if known."""
+        _tell_watchers(f"downloading {what}")
         columns = (_Doing(beside=39), BarColumn(bar_width=12), DownloadColumn(), _Speed())
         with self._shown(f"downloading {what}", *columns, total=size) as update:
             yield lambda arrived: update(completed=arrived)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import version
 from typing import Literal
 
@@ -15,6 +16,9 @@ from compiled_llm.server.openai.common.openapi_responses import ERRORS
 
 router = APIRouter()
 
+_COUNTED = re.compile(r"\((\d+) of (\d+)\)")
+"""As steps are counted in the words of progress."""
+
 
 class Health(BaseModel):
     """The API server answers."""
@@ -23,10 +27,18 @@ class Health(BaseModel):
 
 
 class ReadyStatus(BaseModel):
-    """Whether requests are answered, and the step before they are."""
+    """Whether requests are answered, and the step before they are.
+
+    Attributes:
+        step: which of ``steps`` it is, if they are counted.
+        seconds: since when none are answered.
+    """
 
     ready: bool
     doing: str
+    step: int | None = None
+    steps: int | None = None
+    seconds: float | None = None
 
 
 class Version(BaseModel):
@@ -63,8 +75,12 @@ async def health() -> Health:
 async def ready(request: Request) -> JSONResponse:
     """Say whether requests are answered; with status 503, the step before."""
     api_server = api_server_of(request)
-    found = ReadyStatus(ready=api_server.is_ready, doing=api_server.doing)
-    return JSONResponse(found.model_dump(), 200 if found.ready else 503)
+    if api_server.is_ready:
+        return JSONResponse({"ready": True, "doing": api_server.doing})
+    found = ReadyStatus(ready=False, doing=api_server.doing, seconds=round(api_server.link.unready_seconds, 1))
+    if (counted := _COUNTED.search(found.doing)) is not None:
+        found.step, found.steps = map(int, counted.groups())
+    return JSONResponse(found.model_dump(exclude_none=True), 503)
 
 
 @router.get("/version")

@@ -24,7 +24,8 @@ export const count = (value) => (value === undefined ? "–" : Math.round(value)
 
 export function seconds(value) {
   if (value === undefined) return "–";
-  if (value >= 60) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
+  if (value >= 3600) return `${Math.floor(value / 3600)} h ${Math.floor((value % 3600) / 60)} min`;
+  if (value >= 60) return `${Math.floor(value / 60)} min ${Math.floor(value % 60)} s`;
   if (value >= 10) return `${Math.round(value)} s`;
   if (value >= 1) return `${value.toFixed(1)} s`;
   return `${(1000 * value).toFixed(value < 0.01 ? 2 : value < 0.1 ? 1 : 0)} ms`;

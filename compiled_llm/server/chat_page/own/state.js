@@ -17,7 +17,6 @@ function showStarting({ ready, doing, step, steps, seconds: taken }) {
   byId("hello").hidden = !ready;
   if (ready) return;
   show("doing", doing);
-  show("how-far", steps ? `${step} of ${steps}` : "");
   show("how-long", seconds(Math.round(taken)));
   byId("progress").hidden = !steps;
   byId("progress").max = steps ?? 1;

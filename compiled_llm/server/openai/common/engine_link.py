@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -63,6 +64,7 @@ class EngineLink:
         self._changed = changed
         self._failed = failed or partial(logger.error, "compiled_llm: %s")
         self._told = self._has_failed = self._hangs = False
+        self._since = time.monotonic()
         self._client: AsyncClient | None = None
         self._model: Model | None = None
         self._vocabulary: Vocabulary | None = None
@@ -77,6 +79,12 @@ class EngineLink:
         if self._model is None and self._client is not None and self._client.doing == "ready":
             return "loading the tokenizer"
         return "starting" if self._client is None else self._client.doing
+
+    @property
+    def unready_seconds(self) -> float:
+        """Since when no requests are answered: since it was made, the engine process was lost, or it went to sleep."""
+        slept = None if self._client is None else self._client.unready_since
+        return time.monotonic() - (slept or self._since)
 
     @property
     def is_ready(self) -> bool:
@@ -147,7 +155,7 @@ class EngineLink:
         """Say whether requests can be answered, if that has changed."""
         has_model = self._model is not None and not self._hangs
         if has_model != self._told:
-            self._told = has_model
+            self._told, self._since = has_model, time.monotonic()
             self._changed(has_model)
             self.was_ready |= has_model
 

@@ -374,13 +374,29 @@ def test_escape_ends_an_answer_and_enter_does_not(talk: Browser, script: Script)
     assert talk.run("document.querySelector('#question').value") == "not yet"
 
 
-def test_before_the_model_is_ready_it_says_what_is_done(browser: Browser, path: Path) -> None:
+def test_before_the_model_is_ready_it_says_what_is_done_how_far_and_since_when(browser: Browser, path: Path) -> None:
     loop = Loop(path)
-    loop.server.report("loading weights")
     with running_server(path, wait=False) as api_server:
+        api_server.api_server.link._since -= 3600
         browser.open_anew(api_server.url)
-        browser.until_state("loading weights")
+        loop.server.report("compiling decode, 4 rows (2 of 4), once")
+        browser.until_state("compiling decode, 4 rows (2 of 4), once")
+        assert browser.text("#doing") == "compiling decode, 4 rows (2 of 4), once"
+        assert browser.run("[document.querySelector('#progress').value, document.querySelector('#progress').max]") == [
+            1,
+            4,
+        ]
+        browser.until("/^1 h 0 min$/.test(document.querySelector('#how-long').textContent)")
+        api_server.api_server.link._since += 3500
+        browser.until("/^1 min [45]\\d s$/.test(document.querySelector('#how-long').textContent)")
+        loop.server.report("loading the weights")
+        browser.until_state("loading the weights")
+        assert browser.run("document.querySelector('#progress').hidden")
         browser.ask("the quick fox")
         browser.until("document.querySelector('article .error')")
-        assert browser.text("article .error") == "the model is not ready: loading weights"
+        assert browser.text("article .error") == "the model is not ready: loading the weights"
     loop.close()
+
+
+def test_once_it_is_ready_nothing_says_otherwise(talk: Browser) -> None:
+    assert talk.run("document.querySelector('#starting').hidden")

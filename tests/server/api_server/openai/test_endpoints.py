@@ -50,6 +50,22 @@ def test_every_figure_is_explained(api_server: RunningServer) -> None:
     assert not [name for name in names if f"`{name}`" not in page]
 
 
+def test_before_the_model_is_ready_it_says_how_far_that_is_and_since_when(path: Path) -> None:
+    loop = Loop(path)
+    with running_server(loop.server._path, wait=False) as api_server:
+        api_server.api_server.link._since -= 100
+        for doing, counted in (
+            ("tracing prefill", {}),
+            ("compiling decode, 4 rows (2 of 4), once", {"step": 2, "steps": 4}),
+        ):
+            loop.server.report(doing)
+            until(lambda doing=doing: api_server.http.get("/ready").json()["doing"] == doing)
+            found = api_server.http.get("/ready").json()
+            assert 100 <= found.pop("seconds") < 200
+            assert found == {"ready": False, "doing": doing, **counted}
+    loop.close()
+
+
 def test_before_the_model_is_ready_requests_hear_what_is_done(path: Path) -> None:
     loop = Loop(path)
     loop.server.report("loading weights")
