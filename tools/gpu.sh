@@ -51,6 +51,8 @@ run_tests() {
   shift
   "$python" -c 'import pytest_timeout' 2>/dev/null || options=(-o 'addopts=-ra --strict-markers')
   "$python" -c 'import xdist' 2>/dev/null && options+=(-n "${PROCESSES:-6}" --dist worksteal)
+  # Each result as it comes, with its traceback: what a run that is cut off has found is not lost.
+  "$python" -c 'import pytest_reportlog' 2>/dev/null && options+=(--report-log "$out/${log%.log}.jsonl")
   "$python" -m pytest "${options[@]}" -p no:cacheprovider -p no:logging -m gpu -v --durations=12 "$@" 2>&1 | tee "$out/$log"
 }
 

@@ -207,3 +207,21 @@ def test_startup_of_this_environment(tool: Any, mode: str, caches: list[str]) ->
 def test_the_speed_of_scripts_help(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(TOOLS / "tables.py"), "--help"], cwd=tmp_path, capture_output=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_turns(tmp_path: Path) -> None:
+    """This checkout beside itself, in two processes."""
+    figures = tmp_path / "turns.json"
+    small = ("--size", "tiny", "--mode", "eager", "--dtype", "float32", "--kv-memory", "20000 tokens")
+    short = ("--new", "4", "--requests", "2", "--seconds", "0.3", "--rounds", "2", "--what", "offline")
+    files = ("--json", str(figures), "--logs", str(tmp_path))
+    command = (sys.executable, str(TOOLS / "turns.py"), "--before", str(CHECKOUT), *small, *short, *files)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rates = json.loads(figures.read_text())["figures"]
+    assert [len(rates[label]["offline: 2 requests, tok/s"]["rounds"]) for label in ("before", "after")] == [2, 2]
+    assert "medians of all rounds" in done.stdout
+    wrong = subprocess.run([*command, "--what", "speed"], capture_output=True, text=True, timeout=60)
+    assert wrong.returncode == 1
+    assert "--what: no speed; there are first, generate" in wrong.stderr
