@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,16 @@ def test_an_engine_process_makes_tokens_and_text_as_its_tokenizer_does(engine: E
     assert remote.apply_chat_template(messages)["input_ids"] == chat["input_ids"]
     with pytest.raises(ValueError, match="the model's chat template refuses this: no such message"):
         remote.apply_chat_template([{"role": "user", "content": "forbidden"}])
+
+
+def test_many_questions_at_once_are_all_answered(engine: Engine, socket: Path) -> None:
+    tokenizer: Any = engine.tokenizer
+    remote, texts = RemoteTokenizer(socket), [f"text {number}" for number in range(100)]
+    with ThreadPoolExecutor(50) as threads:
+        answers = list(threads.map(remote, texts))
+    assert [answer["input_ids"] for answer in answers] == [tokenizer(text)["input_ids"] for text in texts]
+    with pytest.raises(ValueError, match=r"the prompt has 4,194,305 characters; there can be 4,194,304"):
+        remote("x" * (2**22 + 1))
 
 
 @pytest.mark.parametrize(

@@ -131,9 +131,10 @@ class HttpAnswer:
         self._pieces = 0
 
     def text(self) -> Iterator[str]:
+        """Yield its text, piece by piece, without the thinking before it, which is no part of a chat."""
         for choice in self._choices():
-            delta = choice.get("delta") or {}
-            yield choice.get("text") or delta.get("reasoning_content") or delta.get("content") or ""
+            if piece := choice.get("text") or (choice.get("delta") or {}).get("content"):
+                yield piece
 
     def __iter__(self) -> Iterator[int]:
         """Yield its tokens, which were asked for."""

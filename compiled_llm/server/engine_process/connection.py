@@ -41,6 +41,8 @@ _AT_ONCE = 2**16
 """Bytes that are read together."""
 _PATIENCE = 30.0
 """Seconds that a client has to say hello, and at the end to take the last message."""
+_MAX_ASKING = 8
+"""Questions about words that are answered at once, before nothing more is read of a client."""
 _MAX_WAITING = 1000
 """Messages that wait for a client that does not read, before nothing more is read of it."""
 
@@ -191,6 +193,8 @@ class ClientConnection:
         for message in self._frames.feed(data):
             self._handle(message)
             await asyncio.sleep(0)  # others have their turn, and the engine's thread may have the GIL
+            if len(self._asking) >= _MAX_ASKING:
+                await asyncio.wait(self._asking, return_when=asyncio.FIRST_COMPLETED)
         if len(self._messages) > _MAX_WAITING:
             await self._transport.taken()
 
