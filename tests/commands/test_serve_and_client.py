@@ -94,7 +94,7 @@ def test_what_is_compiled_before_the_first_request(
     (tmp_path / "there").touch()
 
     class Warmed:
-        def warmup(self, *sizes: Any, profile: Path | None = None, structured: bool = False, report: Any) -> None:
+        def warmup(self, *sizes: Any, profile: Path | None = None, structured: bool = False) -> None:
             named = [] if profile is None else ["profile", profile.name]
             made.append((*sizes, *named, *["structured"] * structured))
 
@@ -103,7 +103,7 @@ def test_what_is_compiled_before_the_first_request(
     if "profile" in given:
         given["profile"] = tmp_path / given["profile"]
     served = ServeOptions(**{name: given.get(name) for name in ServeOptions._fields})
-    served.prepare(cast(Engine, Warmed()), structured, lambda doing: None)
+    served.prepare(cast(Engine, Warmed()), structured)
     assert made == calls
 
 
