@@ -38,7 +38,8 @@ def next_turn(inputs: dict[str, Any], out: Any, words: Tensor) -> dict[str, Any]
 
 
 def assert_account_is_empty(model: PreTrainedModel) -> None:
-    account = model.compiled.stats().pages
+    if (account := model.compiled.stats().pages) is None:  # nothing has run
+        return
     assert account.used == 0
     assert account.used + account.free + account.cached == account.total
     assert model.compiled.model_runner().pool.available == account.free + account.cached, "pages are promised to nobody"
