@@ -79,6 +79,10 @@ class WrapConfig:
         artifacts: a folder that ``compiled-llm compile`` has written, on such a machine, for this model and these
             options: compiled code is taken from there, and nothing is compiled. As that code is run, only you and root
             may be able to write the folder.
+        eager_first: on a CPU, answer uncompiled at once: ``warmup`` returns, and compiles in a thread. An answer ends
+            in the mode that it began in; those that begin once all is compiled, while no other runs, use it. Without
+            ``warmup`` nothing is compiled. Elsewhere, with ``artifacts``, and where projections are fused, it does
+            nothing.
     """
 
     mode: Mode = "cuda-graphs"
@@ -93,6 +97,7 @@ class WrapConfig:
     max_graphs: int | None = None
     progress: bool = True
     artifacts: str | os.PathLike[str] | None = None
+    eager_first: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError for an impossible value; the message names it and what is possible."""
@@ -106,8 +111,9 @@ class WrapConfig:
             unset = value is None and name == "workspace_bytes"
             if not unset and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name}={value!r}: must be a positive integer")
-        if not isinstance(self.progress, bool):
-            raise ValueError(f"progress={self.progress!r}: must be True or False")
+        for name in ("progress", "eager_first"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
         if not isinstance(self.fuse_projections, (bool, NoneType)):
             raise ValueError(f"fuse_projections={self.fuse_projections!r}: must be True, False or None")
         if not isinstance(self.artifacts, (str, os.PathLike, NoneType)) or self.artifacts == "":
@@ -144,6 +150,11 @@ class WrapConfig:
         """Return whether projections are fused on a kind of device, ``"cpu"`` or ``"cuda"``."""
         wanted = device == "cuda" if self.fuse_projections is None else self.fuse_projections
         return wanted and self.mode != "eager"
+
+    def eager_first_on(self, device: str) -> bool:
+        """Return whether answers run uncompiled on a kind of device until all is compiled."""
+        compiles = self.mode != "eager" and self.artifacts is None and not self.fuses_on(device)
+        return self.eager_first and device == "cpu" and compiles
 
     def captures_on(self, device: str) -> bool:
         """Return whether we capture steps as CUDA graphs on a kind of device, whole or in pieces."""

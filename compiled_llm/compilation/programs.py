@@ -93,6 +93,7 @@ class Programs:
 
     Attributes:
         outlines_layers: whether equal layers may be traced once; nodes of the others then get other names.
+        eager: whether they run uncompiled, until others take over.
         cuts_regions: whether equal regions of a graph may be compiled once; if not, Inductor gets each graph whole.
         in_trees: whether cudagraph trees capture decode steps and replay them.
         compiling: notices when a graph is compiled, its code being in no cache.
@@ -108,10 +109,12 @@ class Programs:
         device: torch.device,
         weights: FusedWeights | None = None,
         artifacts: Artifacts | None = None,
+        compilers: int | None = None,
     ) -> None:
         """Compile later, at the first call of each program.
 
         ``weights``, the fused ones, must be ``laid_out`` at each call; ``artifacts`` hold code in place of compiling.
+        Of ``compilers`` of kernels, so many run at once; of None, as many as there are cores.
         """
         self._version = facts.version
         self._version.watch_code(places_of([facts.model_class]))
@@ -124,8 +127,9 @@ class Programs:
         self._passes: list[Pass] = []
         self._warned = False
         self.in_trees = config.uses_trees_on(device.type)
-        self._artifacts = artifacts
-        if config.mode != "eager":
+        self.eager = config.eager_first_on(device.type)
+        self._artifacts, self._compilers = artifacts, compilers
+        if config.mode != "eager" and not self.eager:
             begin_during_tracing(device, artifacts)
         self.compiling = CompilingNotice(None if artifacts is None else artifacts.refuse)
         self._functions = {program.name: own_copy(program.step) for program in PROGRAMS}
@@ -139,7 +143,8 @@ class Programs:
         passes = passes_for(self._config, self._device, self._fused, program.decodes)
         self._passes += passes
         own = program.options(self._config, self._device)
-        options = {**own, **more, "post_grad_custom_post_pass": self.compiling}
+        workers = {} if self._compilers is None else {"compile_threads": self._compilers}
+        options = {**own, **more, **workers, "post_grad_custom_post_pass": self.compiling}
         backend = Inductor(
             options,
             [partial(watch_traced, self._version), *passes],
@@ -208,6 +213,8 @@ class Programs:
     def _outlined(self, arguments: Arguments, compare: bool) -> PreTrainedModel:
         """Return the outline that the program is called with in place of the model."""
         model, inputs = arguments.model, arguments.inputs
+        if self.eager:
+            return model
         outline = self._outlines.get(program_for(inputs).name)
         if outline is None:
             return model
@@ -218,7 +225,8 @@ class Programs:
 
     def _call(self, arguments: Arguments) -> PreparedCall:
         name = program_for(arguments.inputs).name
-        return PreparedCall(self._programs[name], self._functions[name], self._by_name(arguments))
+        function = self._functions[name]
+        return PreparedCall(function if self.eager else self._programs[name], function, self._by_name(arguments))
 
     def _by_name(self, arguments: Arguments) -> dict[str, Any]:
         return {"model": arguments.model, "forward": self._forward, **arguments._asdict()}

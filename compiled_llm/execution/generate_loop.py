@@ -366,7 +366,7 @@ class GenerateLoop:
     def _enter_settings(self) -> None:
         if new := [entry for entry in self._pending if entry[0].slot is None]:
             settings = [sampling and sampling.starting_at(row.position + len(ids)) for row, ids, sampling in new]
-            self.model_runner.state.slots.admit([row for row, _, _ in new], settings)
+            self.model_runner.admit([row for row, _, _ in new], settings)
 
     def _extend(
         self, extensions: Sequence[Extension], keep: NDArray[np.int64] | None, embeddings: Tensor | None

@@ -7,10 +7,11 @@ Shapes: T packed tokens, L tokens whose logits are wanted, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.programs import Programs
-from compiled_llm.compilation.sampling.sampling import sample
+from compiled_llm.compilation.sampling.sampling import Sampling, sample
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.batch import Batch, Extension, Observer, StepOutput
 from compiled_llm.execution.decode.decode import Decode
@@ -51,6 +52,19 @@ from compiled_llm_ops import build_sampling
 _NOTHING: Mapping[Row, Tensor] = {}
 
 
+class CompilingPrograms(Protocol):
+    """Compiles a model's programs while the same ones answer uncompiled."""
+
+    @property
+    def admits_until(self) -> float:
+        """Until when rows may come in while others run, on ``time.monotonic``'s clock."""
+        ...
+
+    def let_take_over(self, graph_manager: GraphManager) -> None:
+        """Replace the programs that run uncompiled, if others are ready; no row runs."""
+        ...
+
+
 class ModelRunner:
     """Runs the batches of schedulers.
 
@@ -71,6 +85,7 @@ class ModelRunner:
         max_rows: int = 0,
         weights: FusedWeights | None = None,
         artifacts: Artifacts | None = None,
+        compiling: CompilingPrograms | None = None,
     ) -> None:
         """Allocate pages and buffers; nothing is compiled yet.
 
@@ -79,6 +94,7 @@ class ModelRunner:
             max_rows: make room for so many rows, if that is more than ``config`` says.
             weights: those that an earlier runner has fused.
             artifacts: compiled programs, in place of compiling.
+            compiling: compiles programs while others answer uncompiled.
 
         Raises:
             ValueError: not even one page fits into the memory allowed.
@@ -90,6 +106,7 @@ class ModelRunner:
         self.thread = thread
         self.events = Events() if events is None else events
         self._facts = facts
+        self._compiling = compiling
         if weights is None:
             with facts.attention.moving_weights(thread.caller):
                 weights = FusedWeights(model, facts.fused_groups if config.fuses_on(self.device.type) else [])
@@ -120,6 +137,20 @@ class ModelRunner:
         self._values: int | None = None  # of the model that computed ``prefixes``; None before the first look
 
     # ---- run
+
+    def admit(self, rows: Sequence[Row], settings: Sequence[Sampling | None]) -> None:
+        """Give slots to rows that are about to run, as ``Slots.admit``.
+
+        If no other row runs, programs that were compiled meanwhile take over from those that run uncompiled.
+        """
+        if self._compiling is not None and self.graph_manager.eager and self.state.slots.empty:
+            self._compiling.let_take_over(self.graph_manager)
+        self.state.slots.admit(rows, settings)
+
+    @property
+    def admits_until(self) -> float:
+        """Until when rows should come in while others run, on ``time.monotonic``'s clock; mostly ``inf``."""
+        return math.inf if self._compiling is None or not self.graph_manager.eager else self._compiling.admits_until
 
     def run(self, batch: Batch, persistent: PersistentBatch, unchanged: bool = False) -> StepOutput:
         """Run a batch without waiting for it.

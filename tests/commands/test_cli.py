@@ -280,7 +280,7 @@ def test_help_shows_every_option_in_its_panel() -> None:
     options = [
         "Input --file --chat --system",
         "Sampling --sample --temperature --top-k --top-p --min-p --repetition-penalty --seed",
-        "Model --model --tokenizer --chat-template --mode --backend --dtype --device --artifacts",
+        "Model --model --tokenizer --chat-template --mode --eager-first --backend --dtype --device --artifacts",
         "Output --max-new-tokens --stop --json --quiet",
     ]
     for panel, names in zip(panels, options, strict=True):
@@ -439,8 +439,8 @@ def test_on_a_cpu_the_command_and_wrap_share_their_code() -> None:
     options = {"mode": "cuda-graphs", "backend": "auto", "dtype": "auto", "device": "auto", "model": "demo"}
     call = {"prompt": "Hi", "chat": False, "system": None, "max_new_tokens": 1, "stop": (), "as_json": False}
     request = GenerateRequest(**call, **options, sampling=SamplingFlags(), quiet=False)
-    assert request.wrap_config("cpu") == WrapConfig()
-    assert request.wrap_config("cuda") == WrapConfig(max_batch_size=1)
+    assert request.wrap_config("cpu") == WrapConfig(eager_first=True)
+    assert request.wrap_config("cuda") == WrapConfig(max_batch_size=1, eager_first=True)
 
 
 @pytest.mark.parametrize("flag", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"])

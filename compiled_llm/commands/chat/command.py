@@ -24,7 +24,10 @@ from compiled_llm.commands.options.sampling import SamplingFlags, check_range
 from compiled_llm.commands.preparation import Preparation
 from compiled_llm.commands.remote.address import ApiKeyFile, Server, check_server, is_url, key_of
 
-_OF_OWN_MODEL = ("model", "same_model", "tokenizer", "chat_template", "mode", "backend", "dtype", "device")
+_OF_OWN_MODEL = (
+    *("model", "same_model", "tokenizer", "chat_template"),
+    *("mode", "eager_first", "backend", "dtype", "device"),
+)
 
 
 def chat(
@@ -50,6 +53,7 @@ def chat(
     repetition_penalty: shared.RepetitionPenalty = None,
     seed: shared.Seed = None,
     mode: shared.RunningMode = "cuda-graphs",
+    eager_first: shared.EagerFirst = True,
     backend: shared.Backend = "auto",
     dtype: shared.WeightsDtype = Dtype.auto,
     device: shared.OnDevice = Device.auto,
@@ -63,7 +67,9 @@ def chat(
     with readable_errors():
         flags = SamplingFlags(sample, temperature, top_k, top_p, min_p, repetition_penalty, seed)
         check_range("max_new_tokens", max_new_tokens)
-        options = RunningOptions(mode=mode, backend=backend, dtype=dtype.value, device=device.value, quiet=quiet)
+        options = RunningOptions(
+            mode=mode, backend=backend, dtype=dtype.value, device=device.value, quiet=quiet, eager_first=eager_first
+        )
         options.wrap_config("cpu")
         given = flags.given(max_new_tokens, stop or [])
         terminal = Terminal(quiet, COMMANDS)
@@ -133,6 +139,7 @@ def _own_model(source: Source, options: RunningOptions, terminal: Terminal) -> I
     with compiled_llm.Engine(wrapped, tokenizer=tokenizer, max_num_seqs=1) as engine:
         with Preparation() as preparation:
             engine.warmup(1)
-        terminal.say(preparation.figures(wrapped.compiled.stats()))
+        eager = wrapped.compiled.config.eager_first_on(device.type)
+        terminal.say("compiling beside" if eager else preparation.figures(wrapped.compiled.stats()))
         sampling = default_sampling(getattr(loaded, "generation_config", None))
         yield ChatModel(engine, source.name, tokenizer, engine.describe().max_tokens, sampling)

@@ -37,6 +37,7 @@ def generate(
     tokenizer: shared.Tokenizer = None,
     chat_template: shared.TemplateFile = None,
     mode: shared.RunningMode = "cuda-graphs",
+    eager_first: shared.EagerFirst = True,
     backend: shared.Backend = "auto",
     dtype: shared.WeightsDtype = Dtype.auto,
     device: shared.OnDevice = Device.auto,
@@ -76,6 +77,7 @@ def generate(
             dtype=dtype.value,
             device=device.value,
             artifacts=artifacts,
+            eager_first=eager_first,
             as_json=as_json,
             quiet=quiet,
         ).run()

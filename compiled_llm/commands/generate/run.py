@@ -78,7 +78,8 @@ class GenerateRequest(RunningOptions):
         # Asked first: compiling takes a minute or more.
         check_fits(model.compiled.model_runner(), [prompt_tokens], self.max_new_tokens)
         with Preparation() as preparation:
-            model.compiled.warmup(1)
+            if not model.compiled.config.eager_first_on(device.type):  # compiled beside, it would be too late
+                model.compiled.warmup(1)
 
         streamer = AnswerStreamer(tokenizer, skip_prompt=self.chat, silent=self.as_json)
         if self.sampling.seed is not None:

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunningOptions:
-    """How a model is run: ``artifacts`` compiled before or not, ``quiet`` without progress and figures."""
+    """How a model is run: ``artifacts`` compiled before or not, ``quiet`` without progress and figures.
+
+    With ``eager_first``, answers on a CPU do not wait for compiling.
+    """
 
     mode: str
     backend: str
@@ -22,6 +25,7 @@ class RunningOptions:
     device: str
     quiet: bool
     artifacts: Path | None = None
+    eager_first: bool = True
 
     def wrap_options(self, device: str) -> dict[str, Any]:
         """Return the options of ``wrap`` on a kind of device.
@@ -31,7 +35,8 @@ class RunningOptions:
         """
         rows = {"max_batch_size": 1} if device == "cuda" else {}
         artifacts = {} if self.artifacts is None else {"artifacts": self.artifacts}
-        return {"mode": self.mode, "backend": self.backend, "progress": not self.quiet, **rows, **artifacts}
+        options = {"mode": self.mode, "backend": self.backend, "progress": not self.quiet}
+        return {**options, "eager_first": self.eager_first, **rows, **artifacts}
 
     def wrap_config(self, device: str) -> WrapConfig:
         """Return the options of ``wrap`` on a kind of device, checked."""

@@ -106,6 +106,13 @@ Artifacts = Annotated[
         help="Load compiled code from this folder, which `compiled-llm compile` has written, and compile nothing.",
     ),
 ]
+EagerFirst = Annotated[
+    bool,
+    _model(
+        "--eager-first/--no-eager-first",
+        help="On a CPU, answer at once, uncompiled, while the model is compiled in the background.",
+    ),
+]
 _DTYPE = "The type of the weights; auto is float32 on the CPU and bfloat16 on CUDA."
 _DEVICE = "Where the model runs; auto is CUDA if there is a device, else the CPU."
 WeightsDtype = Annotated[Dtype, _model("--dtype", help=_DTYPE)]

@@ -34,7 +34,7 @@ class AnswerFigures(NamedTuple):
 
     def line(self) -> str:
         said = answer_figures(self.tokens, self.seconds, self.first_token_seconds)
-        return f"{said} ({self.finish_reason})"
+        return f"{said}, {self.finish_reason}"
 
 
 class Answering(Protocol):

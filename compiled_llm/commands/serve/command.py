@@ -53,6 +53,7 @@ class ServeOptions(NamedTuple):
     profile: Path | None
     operations_uds: Path | None
     artifacts: Path | None
+    no_eager_first: bool
     log_level: str
     log_format: str
     quiet: bool
@@ -70,7 +71,8 @@ class ServeOptions(NamedTuple):
     def wrap_options(self) -> dict[str, Any]:
         memory = {} if self.kv_memory is None else {"kv_memory": _number_or_text(self.kv_memory)}
         artifacts = {} if self.artifacts is None else {"artifacts": self.artifacts}
-        return {"mode": self.mode, "backend": self.backend, "progress": self.shows_progress, **memory, **artifacts}
+        options = {"mode": self.mode, "backend": self.backend, "progress": self.shows_progress}
+        return {**options, "eager_first": not self.no_eager_first, **memory, **artifacts}
 
     def engine_options(self) -> dict[str, Any]:
         names = ("max_num_seqs", "max_model_len", "max_queue", "max_step_ms")
@@ -131,6 +133,7 @@ def serve(
     chat_template: shared.TemplateFile = None,
     kv_memory: options.KvMemory = None,
     mode: shared.RunningMode = "cuda-graphs",
+    eager_first: shared.EagerFirst = True,
     backend: shared.Backend = "auto",
     dtype: shared.WeightsDtype = Dtype.auto,
     device: shared.OnDevice = Device.auto,
@@ -164,7 +167,8 @@ def serve(
             shared.model_of(model, same_model),
             *(tokenizer, _absolute(chat_template), mode, backend, dtype.value, device.value, kv_memory),
             *(max_num_seqs, max_model_len, max_queue, max_step_ms, sizes, _absolute(profile)),
-            *(_absolute(operations_uds), _absolute(artifacts), log_level.value, log_format.value, quiet),
+            *(_absolute(operations_uds), _absolute(artifacts), not eager_first),
+            *(log_level.value, log_format.value, quiet),
         )
         _check(served, drain_seconds)
         source = locate(served.model, served.shows_progress, served.tokenizer, served.chat_template)

@@ -275,7 +275,7 @@ class Loop:
             if chunk.request.running_row.slot is None
         ]
         if new:
-            self.model_runner.state.slots.admit([row for row, _ in new], [sampling for _, sampling in new])
+            self.model_runner.admit([row for row, _ in new], [sampling for _, sampling in new])
 
     def _read_all_but(self, steps: int) -> list[Request]:
         changed: list[Request] = []

@@ -258,6 +258,8 @@ class EngineThread:
         if expired := scheduler.expire(time.monotonic()):
             self.request_table.notify(expired)
         scheduler.admits_until = lock.pages_wanted_since(apart_from=self)
+        if scheduler.running:  # once they have ended, programs that were compiled beside take over
+            scheduler.admits_until = min(scheduler.admits_until, loop.model_runner.admits_until)
         self.request_table.notify(loop.step())
         # If no other loop runs that could give pages back, caches have them, and other requests may fit.
         lock.claim_pages(self, scheduler.short_since if scheduler.running or lock.shared else None)

@@ -122,6 +122,9 @@ class Decode:
                 return step
         if not unchanged:
             self._graph_manager.check_model()
+        if self._graph_manager.eager:
+            table.compiled(step)
+            return step
         if (dispatch := self._dispatch(step, waiting > 0, unchanged, exact)) is not None:
             self._graph_manager.serve(step, dispatch, functools.partial(self._begin_capture, step))
             return dispatch.step

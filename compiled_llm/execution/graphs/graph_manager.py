@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
@@ -67,6 +67,19 @@ class GraphManager:
         self._captures = False  # whether a step was captured since graphs were last forgotten
         self._version = state.facts.version
         self._tensors = self._version.tensors if self._needs_tensors else 0
+
+    @property
+    def eager(self) -> bool:
+        """Whether programs run uncompiled until others ``take_over``: nothing has to be prepared for them."""
+        return self.programs.eager
+
+    def take_over(self, programs: Programs, steps: Sequence[StepKey]) -> None:
+        """Run these programs from now on, of which prefill and decode ``steps`` are compiled; no row runs."""
+        self._forget_graphs()
+        self.programs = programs
+        self.prefills = {PREFILL}
+        for step in steps:
+            self.table.compiled(step)
 
     @property
     def ready_buckets(self) -> list[int]:

@@ -13,6 +13,7 @@ import torch
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.config import WrapConfig
+from compiled_llm.execution.lifecycle.compiling_beside import CompilingBeside
 from compiled_llm.execution.lifecycle.kept import Kept
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.events import Events
@@ -39,6 +40,7 @@ class ModelRunnerLifecycle:
     Attributes:
         present: None before the first use, and asleep.
         asleep: whether it was given back, until ``wake``.
+        compiling: compiles while answers run uncompiled; None if calls wait for it.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class ModelRunnerLifecycle:
         self.asleep = False
         self._kept: Kept | None = None
         self._weights: HostWeights | None = None
+        self.compiling = CompilingBeside(facts, config) if config.eager_first_on(facts.model.device.type) else None
 
     @property
     def rows(self) -> int:
@@ -135,6 +138,7 @@ class ModelRunnerLifecycle:
             max_rows=self._max_rows,
             weights=None if kept is None else kept.weights,
             artifacts=self._artifacts,
+            compiling=self.compiling,
         )
 
     def separate_weights(self) -> None:

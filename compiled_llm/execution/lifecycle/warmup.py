@@ -10,10 +10,12 @@ from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.artifacts.made_for import sizes_made_for
 from compiled_llm.compilation.artifacts.manifest import MadeFor
 from compiled_llm.compilation.artifacts.profile import Profile
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.program_list import PREFILL_EMBEDDED
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.lifecycle.runner_lifecycle import ModelRunnerLifecycle, prepare
 from compiled_llm.execution.lifecycle.used_steps import prepare_profile, used_steps
+from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.state.decode_buffers import buckets_up_to
 from compiled_llm.model.facts import ModelFacts
@@ -101,15 +103,24 @@ class Warmup:
         """
         model_runner = self._runner_lifecycle.current()
         model_runner.thread.call(model_runner.graph_manager.make_room)
-        if wanted.profile is not None:
+        if model_runner.graph_manager.eager and (compiling := self._runner_lifecycle.compiling) is not None:
+            compiling.begin(self._decodes(model_runner, wanted), self._runner_lifecycle.rows)
+            self._earlier = wanted.profile
+        elif wanted.profile is not None:
             prepare_profile(model_runner, wanted.profile, report)
             self._earlier = wanted.profile
         else:
             prefill = model_runner.prefill
-            decodes = sorted({model_runner.decode.dispatcher.decode_of(size) for size in wanted.sizes})
+            decodes = self._decodes(model_runner, wanted)
             prefills = {tuple(prefill.captured_shapes(size)) for size in wanted.sizes}
             prepare(model_runner, decodes, prefills, report=report)
         self._events.warmed_up()
+
+    @staticmethod
+    def _decodes(model_runner: ModelRunner, wanted: Wanted) -> list[StepKey]:
+        if wanted.profile is not None:
+            return sorted(step for step in wanted.profile.uses if step.phase == "decode")
+        return sorted({model_runner.decode.dispatcher.decode_of(size) for size in wanted.sizes})
 
     # ---- profiles
 

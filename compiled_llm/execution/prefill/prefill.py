@@ -92,10 +92,10 @@ class Prefill:
         """
         graph_manager = self._graph_manager
         program = PREFILL_EMBEDDED if embedded else PREFILL
-        if unchanged and program in graph_manager.prefills:
+        if unchanged and (program in graph_manager.prefills or graph_manager.eager):
             return
         graph_manager.check_model()
-        if program in graph_manager.prefills:
+        if program in graph_manager.prefills or graph_manager.eager:
             return
         with graph_manager.preparing(program, waiting, program, f"{program}{number}"):
             state = self._state

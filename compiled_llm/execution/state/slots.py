@@ -102,6 +102,11 @@ class Slots:
 
     # ---- rows come and go
 
+    @property
+    def empty(self) -> bool:
+        """Whether no row runs: none has a slot, or waits outside."""
+        return len(self._free) == self.padding and not self._waiting
+
     def room_for(self, new: int, keeping: int) -> bool:
         """Return whether ``new`` rows of one loop may come in, and no loop lacks slots in a later step.
 

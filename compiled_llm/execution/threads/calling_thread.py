@@ -26,7 +26,8 @@ _DEFERRED = nullcontext()
 class CallingThread:
     """Runs calls one after the other, each on its caller's thread; safe to use from any thread."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, awaited: bool = True) -> None:
+        """``awaited``: a call that runs when the process ends is waited for."""
         self._device = device
         self._on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         self._home = HomeProcess()
@@ -34,7 +35,8 @@ class CallingThread:
         self._caller: int | None = None
         self._aside: DeviceThread | None = None
         self._stream: torch.cuda.Stream | None = None
-        _executors.add(self)
+        if awaited:
+            _executors.add(self)
 
     @property
     def caller(self) -> int | None:

@@ -1,0 +1,170 @@
+"""Compiles a model's programs in a thread, on a CPU, while the same programs answer uncompiled.
+
+The thread runs its programs over a few pages and rows of padding of its own, so it writes nothing that an answer reads.
+Of the cores it leaves one to the answers: it is one thread, which starts fewer compilers than there are cores.
+An answer ends in the mode that it began in: what is compiled takes over when a row comes in and no other one runs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+import math
+import threading
+import time
+import weakref
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from compiled_llm.compat.forks import HomeProcess, lock
+from compiled_llm.compilation.graphs.step_key import StepKey
+from compiled_llm.compilation.programs import Programs
+from compiled_llm.config import WrapConfig
+from compiled_llm.execution.graphs.graph_manager import GraphManager
+from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.execution.reporting.events import Events
+from compiled_llm.execution.threads.calling_thread import CallingThread
+from compiled_llm.model.facts import ModelFacts
+
+logger = logging.getLogger("compiled_llm.graphs")
+
+_PAGES = 4
+"""Of each group of layers, for rows of padding."""
+_DRAIN_AFTER = 10.0
+"""Seconds that rows may go on coming in while others run uncompiled; later ones wait until these have ended."""
+_LAST_WORDS = 2.0
+"""Seconds that the thread has to end before the process does."""
+
+
+class _Compiled(NamedTuple):
+    """Programs that are ready to take over, for a model that was placed as ``made_for`` says, since a time."""
+
+    programs: Programs
+    made_for: tuple[Hashable, ...]
+    steps: Sequence[StepKey]
+    since: float
+
+
+class CompilingBeside:
+    """Compiles what ``begin`` asks for, and lets it take over between two answers; safe to use from any thread."""
+
+    def __init__(self, facts: ModelFacts, config: WrapConfig) -> None:
+        self._facts = facts
+        self._config = config
+        self._home = HomeProcess()
+        self._lock = lock()
+        self._wanted: list[StepKey] = []
+        self._rows = 0
+        self._thread: threading.Thread | None = None
+        self._compiled: _Compiled | None = None
+        self._failed = self._stopped = False
+        _all.add(self)
+
+    @property
+    def admits_until(self) -> float:
+        """Until when rows may come in while others run, on ``time.monotonic``'s clock; without a limit, ``inf``.
+
+        Later ones wait until those have ended: so what is compiled takes over on a busy server, too.
+        """
+        compiled = self._compiled
+        return math.inf if compiled is None else compiled.since + _DRAIN_AFTER
+
+    @property
+    def running(self) -> bool:
+        """Whether it compiles."""
+        thread = self._thread
+        return thread is not None and thread.is_alive()
+
+    def begin(self, steps: Iterable[StepKey], rows: int) -> None:
+        """Begin to compile prefill and decode steps, with room for so many rows; those of earlier calls, too."""
+        with self._lock:
+            wanted, self._failed = sorted({*self._wanted, *steps}), False
+            if (wanted, rows) != (self._wanted, self._rows):
+                self._wanted, self._rows, self._compiled = wanted, rows, None
+            if self._compiled is None:
+                self._start()
+
+    def wait(self) -> None:
+        """Wait until it compiles no more."""
+        while (thread := self._thread) is not None and thread.is_alive():
+            thread.join(0.2)
+
+    def let_take_over(self, graph_manager: GraphManager) -> None:
+        """Let what is compiled take over from programs that run uncompiled; in the executor, while no row runs.
+
+        If the model is no longer what it was compiled for, it is compiled again.
+        """
+        with self._lock:
+            if (compiled := self._compiled) is None:
+                self._start()
+                return
+            self._compiled = None
+            if compiled.made_for == self._facts.version.placement and compiled.programs.code_valid():
+                graph_manager.take_over(compiled.programs, compiled.steps)
+            else:
+                self._start()
+
+    def stop(self) -> None:
+        """Let the thread end soon, and compile nothing more."""
+        self._stopped = True
+        if (thread := self._thread) is not None and thread.is_alive() and not self._home.left:
+            interrupt = ctypes.py_object(KeyboardInterrupt)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), interrupt)
+            thread.join(_LAST_WORDS)
+
+    def _start(self) -> None:
+        if self._wanted and not (self.running or self._failed or self._stopped or self._home.left):
+            self._thread = threading.Thread(target=self._run, name="compiled_llm compiling beside", daemon=True)
+            self._thread.start()
+
+    # ---- in the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._compile():
+                pass
+        except BaseException as error:  # any: the model may be anything. What runs uncompiled goes on
+            self._failed = True
+            if not self._stopped:
+                logger.error(
+                    "compiled_llm: compiling beside has failed, and answers stay uncompiled: %s: %s",
+                    *(type(error).__name__, error),
+                )
+
+    def _compile(self) -> bool:
+        """Compile all that is asked for by the end of it; False if it needs room for other rows by then."""
+        began, made_for, rows = time.monotonic(), self._facts.version.placement, self._rows
+        thread, memory = CallingThread(self._facts.model.device, awaited=False), _PAGES * self._config.page_size
+        config = replace(self._config, eager_first=False, progress=False, kv_memory=f"{memory} tokens")
+        programs = Programs(
+            config, self._facts, self._facts.model.device, compilers=max(1, torch.get_num_threads() - 1)
+        )
+        model_runner = thread.call(ModelRunner, self._facts, config, thread, Events(), programs, max_rows=rows)
+        thread.call(model_runner.prefill.make_ready)
+        steps: list[StepKey] = []
+        while missing := [step for step in self._wanted if step not in steps]:
+            thread.call(model_runner.decode.make_ready, missing[0])
+            steps.append(missing[0])
+        programs = model_runner.graph_manager.programs  # others than before, if the model's code has changed
+        programs.drop_tensors()
+        seconds = time.monotonic() - began
+        with self._lock:
+            if rows != self._rows or len(steps) < len(self._wanted):
+                return False
+            self._compiled, self._thread = _Compiled(programs, made_for, steps, time.monotonic()), None
+        logger.info("compiled_llm: compiled beside, in %.0f s: answers that begin from now on use it", seconds)
+        return True
+
+
+_all: weakref.WeakSet[CompilingBeside] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Stop compiling: a thread that is inside torch while the interpreter shuts down aborts the process."""
+    for beside in list(_all):
+        beside.stop()

@@ -1,0 +1,235 @@
+"""Answers run uncompiled at first, and compiling beside takes over between two of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import TextStreamer
+
+import compiled_llm
+from compiled_llm.compilation.backend import Inductor
+from compiled_llm.execution.lifecycle import compiling_beside
+from compiled_llm.execution.lifecycle.compiling_beside import CompilingBeside
+from support.parity import greedy, mixed_prompts
+from support.tiny_models import tiny_qwen3
+
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread", "without_inductor")]
+
+OPTIONS: dict[str, Any] = {"max_batch_size": 4, "kv_memory": "2000 tokens", "progress": False}
+LENGTHS = [5, 3]
+
+
+class Gate:
+    """Lets compiling begin once it is open, and fail with ``error``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.opened, self.error, self.times = threading.Event(), threading.Event(), None, 0
+        compiling = Inductor.__call__
+
+        def wait(backend: Inductor, *graph: Any) -> Any:
+            self.times += 1
+            self.reached.set()
+            assert self.opened.wait(60)
+            if self.error is not None:
+                raise self.error
+            return compiling(backend, *graph)
+
+        monkeypatch.setattr(Inductor, "__call__", wait)
+
+    error: Exception | None
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.opened.set()
+
+
+def plain() -> Any:
+    return tiny_qwen3(eos_token_id=None, num_hidden_layers=2)
+
+
+def eager_first(**options: Any) -> Any:
+    return compiled_llm.wrap(plain(), eager_first=True, **OPTIONS, **options)
+
+
+def beside(model: Any) -> CompilingBeside:
+    compiling = model.compiled.runner_lifecycle.compiling
+    assert isinstance(compiling, CompilingBeside)
+    return compiling
+
+
+def compile_to_the_end(model: Any, gate: Gate) -> None:
+    gate.opened.set()
+    beside(model).wait()
+
+
+def is_eager(model: Any) -> bool:
+    eager = model.compiled.model_runner().graph_manager.eager
+    assert eager is not any(model.compiled.graphs.values())
+    return bool(eager)
+
+
+def test_answers_are_the_same_before_and_after_compiled_programs_take_over(gate: Gate, seed: int) -> None:
+    model, inputs = eager_first(), mixed_prompts(LENGTHS, 128, seed)
+    one = mixed_prompts(LENGTHS[:1], 128, seed)
+    expected = [greedy(plain(), each, 12) for each in (inputs, one)]
+
+    def assert_answers() -> None:
+        for each, tokens in zip((inputs, one), expected, strict=True):
+            torch.testing.assert_close(greedy(model, each, 12), tokens)
+
+    model.compiled.warmup([1, 2])  # which does not wait
+    assert_answers()
+    assert is_eager(model)
+    compile_to_the_end(model, gate)
+    assert_answers()
+    assert not is_eager(model)
+    assert set(model.compiled.graphs.values()) == {1}
+    assert model.compiled.stats().recompiles == 0
+    assert model.compiled.events.cold_starts == []
+    assert gate.times == 3
+
+
+def test_without_the_option_warmup_waits(gate: Gate) -> None:
+    gate.opened.set()
+    model = compiled_llm.wrap(plain(), **OPTIONS)
+    model.compiled.warmup(1)
+    assert model.compiled.runner_lifecycle.compiling is None
+    assert not is_eager(model)
+
+
+def test_without_warmup_nothing_is_compiled(gate: Gate, seed: int) -> None:
+    gate.opened.set()
+    model, inputs = eager_first(), mixed_prompts(LENGTHS, 128, seed)
+    for _ in range(2):
+        greedy(model, inputs, 3)
+    assert is_eager(model)
+    assert gate.times == 0
+
+
+class Watching(TextStreamer):
+    """Lets compiling end after the first token, and notes how each step has run."""
+
+    leaves_model_alone = True
+
+    def __init__(self, model: Any, gate: Gate) -> None:
+        self.model, self.gate = model, gate
+        self.eager: list[bool] = []
+
+    def put(self, value: Any) -> None:
+        if value.dim() == 1:  # else it is the prompt
+            compile_to_the_end(self.model, self.gate)
+            self.eager.append(is_eager(self.model))
+
+    def end(self) -> None:
+        pass
+
+
+def test_an_answer_ends_in_the_mode_that_it_began_in(gate: Gate, seed: int) -> None:
+    model, inputs = eager_first(), mixed_prompts(LENGTHS[:1], 128, seed)
+    model.compiled.warmup(1)
+    for eager in (True, False):
+        watching = Watching(model, gate)
+        model.generate(**inputs, max_new_tokens=6, do_sample=False, streamer=watching)
+        assert watching.eager == [eager] * 6
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_a_busy_engine_changes_over_once_its_requests_have_ended(
+    gate: Gate, drains: bool, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """After a while, new requests wait for it: else they could follow each other for ever."""
+    monkeypatch.setattr(compiling_beside, "_DRAIN_AFTER", 0.0 if drains else 1000.0)
+    model, prompts = eager_first(), [[5, 6, 7], [8, 9]]
+    params = [compiled_llm.SamplingParams(max_tokens=count, temperature=0.0) for count in (40, 4)]
+    with compiled_llm.Engine(model) as engine:
+        engine.warmup([1, 2])
+        began, handles = [time.monotonic()], [engine.submit(prompts[0], params[0])]
+        next(iter(handles[0]))
+        with engine.paused(weights_stay=True):
+            assert not handles[0].done
+            compile_to_the_end(model, gate)
+            began.append(time.monotonic())
+            handles.append(engine.submit(prompts[1], params[1]))
+        first, second = (handle.result() for handle in handles)
+        assert second.first_token_seconds is not None
+        assert (began[0] + first.seconds < began[1] + second.first_token_seconds) is drains
+        assert is_eager(model) is not drains
+        said = [first.token_ids, second.token_ids]
+        third = engine.submit(prompts[1], params[1]).result()
+        assert not is_eager(model)
+    assert third.token_ids == said[1]
+    for prompt, own, tokens_said in zip(prompts, params, said, strict=True):
+        expected = greedy(plain(), {"input_ids": torch.tensor([prompt])}, own.max_tokens)
+        assert expected[0, len(prompt) :].tolist() == tokens_said
+
+
+def test_a_failure_is_said_once_and_answers_go_on(gate: Gate, caplog: pytest.LogCaptureFixture, seed: int) -> None:
+    gate.error = ValueError("planted")
+    model, inputs = eager_first(), mixed_prompts(LENGTHS, 128, seed)
+    expected = greedy(plain(), inputs, 4)
+    with caplog.at_level(logging.ERROR):
+        model.compiled.warmup(1)
+        compile_to_the_end(model, gate)
+        for _ in range(2):
+            torch.testing.assert_close(greedy(model, inputs, 4), expected)
+            beside(model).wait()  # it does not try again by itself
+    (said,) = [record.getMessage() for record in caplog.records if "beside has failed" in record.getMessage()]
+    assert "planted" in said
+    assert is_eager(model)
+    assert gate.times == 1
+    gate.error = None
+    model.compiled.warmup(1)  # tries again
+    compile_to_the_end(model, gate)
+    torch.testing.assert_close(greedy(model, inputs, 4), expected)
+    assert not is_eager(model)
+
+
+def test_it_stops_in_the_midst_of_compiling(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    began = threading.Event()
+
+    def compile_for_ever(*_: Any) -> None:
+        began.set()
+        while True:
+            began.wait(0.01)
+
+    monkeypatch.setattr(Inductor, "__call__", compile_for_ever)
+    model = eager_first()
+    model.compiled.warmup(1)
+    assert began.wait(60)
+    beside(model).stop()
+    assert not beside(model).running
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+def test_a_model_that_has_slept_or_moved_meanwhile_gets_what_fits_it(gate: Gate, seed: int) -> None:
+    model, inputs = eager_first(), mixed_prompts(LENGTHS, 128, seed)
+    with compiled_llm.Engine(model) as engine:
+        engine.warmup([1, 2])
+        engine.sleep()
+        compile_to_the_end(model, gate)
+        engine.wake()
+        torch.testing.assert_close(greedy(model, inputs, 4), greedy(plain(), inputs, 4))
+        assert not is_eager(model)
+    again = eager_first()
+    gate.opened.clear()
+    gate.reached.clear()
+    again.compiled.warmup([1, 2])
+    assert gate.reached.wait(60)
+    again.to(torch.float64)
+    compile_to_the_end(again, gate)
+    expected = greedy(plain().to(torch.float64), inputs, 4)
+    torch.testing.assert_close(greedy(again, inputs, 4), expected)  # which begins to compile once more
+    assert is_eager(again)
+    beside(again).wait()
+    torch.testing.assert_close(greedy(again, inputs, 4), expected)
+    assert not is_eager(again)
+    assert again.compiled.stats().recompiles == 0
