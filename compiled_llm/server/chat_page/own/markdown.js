@@ -4,7 +4,8 @@
 import { button, copy, element } from "./elements.js";
 import { withMath } from "./math.js";
 
-const COLOURED = 20_000; // characters of a code block; longer ones stay plain
+const COLOURED = 10_000; // characters of a code block; longer ones stay plain
+const LONG_LINE = /[^\n]{1000}/; // so do those with such a line, and Markdown: highlight.js may need seconds for them
 const RENDERED = 200_000; // and of a block of any kind
 const TAGS = "p br hr h1 h2 h3 h4 h5 h6 ul ol li blockquote pre code em strong s a table thead tbody tr th td span";
 const LISTED = {
@@ -41,7 +42,8 @@ function aligned(tokens, index, options, env, renderer) {
 }
 
 function coloured(code, language) {
-  if (!hljs.getLanguage(language) || code.length > COLOURED) return ""; // it is escaped then
+  const name = hljs.getLanguage(language)?.name;
+  if (!name || name === "Markdown" || code.length > COLOURED || LONG_LINE.test(code)) return ""; // it is escaped then
   return hljs.highlight(code, { language, ignoreIllegals: true }).value;
 }
 

@@ -131,6 +131,21 @@ def test_code_has_colours_its_language_and_a_sign_that_it_goes_on(talk: Browser)
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "```markdown\n" + "[a](" * 200 + "\n```",
+        "```md\n# a\n```",
+        "```ini\n" + "[a]\n" * 3000 + "```",
+        "```python\nx = '" + "-" * 1000 + "'\n```",
+    ],
+)
+def test_code_that_may_take_seconds_to_colour_stays_plain(talk: Browser, text: str) -> None:
+    draw(talk, text)
+    assert talk.count("pre span") == 0
+    assert talk.count("pre code") == 1
+
+
+@pytest.mark.parametrize(
     ("text", "displayed"),
     [
         ("so $x^2$ is", False),
