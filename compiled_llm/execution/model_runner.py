@@ -73,6 +73,7 @@ class ModelRunner:
         max_batch_size: most rows of one call; schedulers that know of more room may run more.
         prefixes: pages of texts that engines keep; one tree for all of them, since a page is in one tree.
         readbacks: tokens on their way to the host.
+        compiling: compiles programs while others answer uncompiled; None if calls wait for that.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class ModelRunner:
         self.thread = thread
         self.events = Events() if events is None else events
         self._facts = facts
-        self._compiling = compiling
+        self.compiling = compiling
         if weights is None:
             with facts.attention.moving_weights(thread.caller):
                 weights = FusedWeights(model, facts.fused_groups if config.fuses_on(self.device.type) else [])
@@ -143,14 +144,14 @@ class ModelRunner:
 
         If no other row runs, programs that were compiled meanwhile take over from those that run uncompiled.
         """
-        if self._compiling is not None and self.graph_manager.eager and self.state.slots.empty:
-            self._compiling.let_take_over(self.graph_manager)
+        if self.compiling is not None and self.graph_manager.eager and self.state.slots.empty:
+            self.compiling.let_take_over(self.graph_manager)
         self.state.slots.admit(rows, settings)
 
     @property
     def admits_until(self) -> float:
         """Until when rows should come in while others run, on ``time.monotonic``'s clock; mostly ``inf``."""
-        return math.inf if self._compiling is None or not self.graph_manager.eager else self._compiling.admits_until
+        return math.inf if self.compiling is None or not self.graph_manager.eager else self.compiling.admits_until
 
     def run(self, batch: Batch, persistent: PersistentBatch, unchanged: bool = False) -> StepOutput:
         """Run a batch without waiting for it.

@@ -104,7 +104,7 @@ def test_who_watches_hears_the_words_of_stderr_though_they_are_not_shown(capsys,
     with watched(heard.append):
         model.compiled.warmup([1, 2])
     model.compiled.warmup([4])
-    assert heard == ["tracing prefill", "tracing decode, 1 row (1 of 2)", "tracing decode, 2 rows (2 of 2)"]
+    assert heard == ["tracing prefill (1 of 3)", "tracing decode, 1 row (2 of 3)", "tracing decode, 2 rows (3 of 3)"]
     assert capsys.readouterr().err == ""
 
 

@@ -20,7 +20,17 @@ from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.engine_process.kept_profile import KeptProfile
 from support.server.engine_processes import PATIENCE, started_engine_process
 
-OPTIONS = ("--mode", "compile", "--warmup", "1", "--max-num-seqs", "8", "--kv-memory", "20000 tokens")
+OPTIONS = (
+    "--mode",
+    "compile",
+    "--no-eager-first",
+    "--warmup",
+    "1",
+    "--max-num-seqs",
+    "8",
+    "--kv-memory",
+    "20000 tokens",
+)
 
 
 class Used:

@@ -23,7 +23,7 @@ OF_ENGINE_PROCESSES = frozenset(
         "max_queue",
         "max_num_seqs",
     }
-    | {"chat_template", "max_step_ms", "mode", "profile", "quiet", "tokenizer", "warmup"}
+    | {"chat_template", "eager_first", "max_step_ms", "mode", "profile", "quiet", "tokenizer", "warmup"}
 )
 _SAFETY_OF_API_SERVERS = {"allowed_host", "api_key_file", "client_seconds", "cors_origin", "salt_caches"}
 OF_API_SERVERS = frozenset(
@@ -75,7 +75,8 @@ class Options(NamedTuple):
         """Return the command of a replica's engine process, but for its socket."""
         given = {"max_queue": MAX_QUEUE, "drain_seconds": 1}
         given |= {name: value for name, value in self.given.items() if name in OF_ENGINE_PROCESSES}
-        return serve_arguments(self.model, given)
+        waits = given.pop("eager_first", True) is False  # the command has it on, and a word that turns it off
+        return serve_arguments(self.model, {**given, "no_eager_first": waits})
 
     @property
     def max_requests(self) -> int:

@@ -36,6 +36,8 @@ def test_engine_processes_get_theirs_as_the_command_takes_them() -> None:
         *("--mode=eager", "--warmup=1,8", "--quiet", "--max-num-seqs=8"),
     ]
     assert options.max_requests == 8 + MAX_QUEUE
+    for eager_first, last in ((True, "--drain-seconds=1"), (False, "--no-eager-first")):
+        assert Options("demo", {"eager_first": eager_first}).arguments()[-1] == last
 
 
 def test_api_servers_get_theirs(tmp_path: Path) -> None:
