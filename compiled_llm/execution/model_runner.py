@@ -7,7 +7,6 @@ Shapes: T packed tokens, L tokens whose logits are wanted, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -57,7 +56,7 @@ class CompilingPrograms(Protocol):
 
     @property
     def admits_until(self) -> float:
-        """Until when rows may come in while others run, on ``time.monotonic``'s clock."""
+        """Until when rows may come in while others run, on ``time.monotonic``'s clock; ``inf`` without a limit."""
         ...
 
     def let_take_over(self, graph_manager: GraphManager) -> None:
@@ -147,11 +146,6 @@ class ModelRunner:
         if self.compiling is not None and self.graph_manager.eager and self.state.slots.empty:
             self.compiling.let_take_over(self.graph_manager)
         self.state.slots.admit(rows, settings)
-
-    @property
-    def admits_until(self) -> float:
-        """Until when rows should come in while others run, on ``time.monotonic``'s clock; mostly ``inf``."""
-        return math.inf if self.compiling is None or not self.graph_manager.eager else self.compiling.admits_until
 
     def run(self, batch: Batch, persistent: PersistentBatch, unchanged: bool = False) -> StepOutput:
         """Run a batch without waiting for it.

@@ -19,12 +19,19 @@ def own_command(*arguments: str) -> list[str]:
     return [sys.executable, str(_MAIN), *arguments]
 
 
+_ON_BY_DEFAULT = {"eager_first"}
+"""Flags that only have to be named to turn them off."""
+
+
 def serve_arguments(model: str, options: Mapping[str, Any]) -> list[str]:
     """Return the arguments of ``compiled-llm serve`` for options by their names with underscores; None for none."""
     arguments = ["serve", model]
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
-        if value is True:
+        if name in _ON_BY_DEFAULT:
+            if value is False:
+                arguments.append(f"--no-{flag.removeprefix('--')}")
+        elif value is True:
             arguments.append(flag)
         elif value is not None and value is not False:
             arguments.append(f"{flag}={','.join(map(str, value)) if isinstance(value, (list, tuple)) else value}")

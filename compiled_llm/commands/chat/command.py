@@ -140,6 +140,6 @@ def _own_model(source: Source, options: RunningOptions, terminal: Terminal) -> I
         with Preparation() as preparation:
             engine.warmup(1)
         eager = wrapped.compiled.config.eager_first_on(device.type)
-        terminal.say("compiling beside" if eager else preparation.figures(wrapped.compiled.stats()))
+        terminal.say("compiling in the background" if eager else preparation.figures(wrapped.compiled.stats()))
         sampling = default_sampling(getattr(loaded, "generation_config", None))
         yield ChatModel(engine, source.name, tokenizer, engine.describe().max_tokens, sampling)

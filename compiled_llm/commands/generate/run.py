@@ -78,7 +78,7 @@ class GenerateRequest(RunningOptions):
         # Asked first: compiling takes a minute or more.
         check_fits(model.compiled.model_runner(), [prompt_tokens], self.max_new_tokens)
         with Preparation() as preparation:
-            if not model.compiled.config.eager_first_on(device.type):  # compiled beside, it would be too late
+            if not model.compiled.config.eager_first_on(device.type):  # in the background it would be too late
                 model.compiled.warmup(1)
 
         streamer = AnswerStreamer(tokenizer, skip_prompt=self.chat, silent=self.as_json)

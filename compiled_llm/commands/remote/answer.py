@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class AnswerFigures(NamedTuple):
-    """What an answer came to; figures of the prompt are None if the server does not say."""
+    """The figures of one answer; those of its prompt are None if the server does not send them."""
 
     tokens: int
     seconds: float
@@ -53,5 +53,5 @@ class Answering(Protocol):
         ...
 
     def figures(self) -> AnswerFigures:
-        """Return what it came to, once it has ended or was cancelled."""
+        """Return its figures, once it has ended or was cancelled."""
         ...

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class EngineAnswer:
-    """What ``submit`` of an engine or of a client returns, as commands use it."""
+    """Wraps the handle that ``submit`` of an engine or of a client returns."""
 
     def __init__(self, handle: RemoteHandle | RequestHandle) -> None:
         self._handle = handle

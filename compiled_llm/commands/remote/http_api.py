@@ -144,7 +144,7 @@ class HttpAnswer:
             yield from choice["token_ids"] or ()
 
     def cancel(self) -> None:
-        """End it: the server hears that nobody reads."""
+        """Close the connection, so that the server stops the answer."""
         self._response.close()
 
     def figures(self) -> AnswerFigures:

@@ -53,7 +53,7 @@ class ServeOptions(NamedTuple):
     profile: Path | None
     operations_uds: Path | None
     artifacts: Path | None
-    no_eager_first: bool
+    eager_first: bool
     log_level: str
     log_format: str
     quiet: bool
@@ -72,7 +72,7 @@ class ServeOptions(NamedTuple):
         memory = {} if self.kv_memory is None else {"kv_memory": _number_or_text(self.kv_memory)}
         artifacts = {} if self.artifacts is None else {"artifacts": self.artifacts}
         options = {"mode": self.mode, "backend": self.backend, "progress": self.shows_progress}
-        return {**options, "eager_first": not self.no_eager_first, **memory, **artifacts}
+        return {**options, "eager_first": self.eager_first, **memory, **artifacts}
 
     def engine_options(self) -> dict[str, Any]:
         names = ("max_num_seqs", "max_model_len", "max_queue", "max_step_ms")
@@ -167,7 +167,7 @@ def serve(
             shared.model_of(model, same_model),
             *(tokenizer, _absolute(chat_template), mode, backend, dtype.value, device.value, kv_memory),
             *(max_num_seqs, max_model_len, max_queue, max_step_ms, sizes, _absolute(profile)),
-            *(_absolute(operations_uds), _absolute(artifacts), not eager_first),
+            *(_absolute(operations_uds), _absolute(artifacts), eager_first),
             *(log_level.value, log_format.value, quiet),
         )
         _check(served, drain_seconds)

@@ -258,8 +258,8 @@ class EngineThread:
         if expired := scheduler.expire(time.monotonic()):
             self.request_table.notify(expired)
         scheduler.admits_until = lock.pages_wanted_since(apart_from=self)
-        if scheduler.running and loop.model_runner.compiling is not None:  # it takes over once they have ended
-            scheduler.admits_until = min(scheduler.admits_until, loop.model_runner.admits_until)
+        if scheduler.running and (compiling := loop.model_runner.compiling) is not None:  # it waits for them to end
+            scheduler.admits_until = min(scheduler.admits_until, compiling.admits_until)
         self.request_table.notify(loop.step())
         # If no other loop runs that could give pages back, caches have them, and other requests may fit.
         lock.claim_pages(self, scheduler.short_since if scheduler.running or lock.shared else None)

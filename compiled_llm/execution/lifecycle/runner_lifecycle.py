@@ -13,7 +13,7 @@ import torch
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.lifecycle.compiling_beside import CompilingBeside
+from compiled_llm.execution.lifecycle.background_compilation import BackgroundCompilation
 from compiled_llm.execution.lifecycle.kept import Kept
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.events import Events
@@ -71,7 +71,8 @@ class ModelRunnerLifecycle:
         self.asleep = False
         self._kept: Kept | None = None
         self._weights: HostWeights | None = None
-        self.compiling = CompilingBeside(facts, config) if config.eager_first_on(facts.model.device.type) else None
+        eager_first = config.eager_first_on(facts.model.device.type)
+        self.compiling = BackgroundCompilation(facts, config) if eager_first else None
 
     @property
     def rows(self) -> int:

@@ -224,7 +224,7 @@ class ModelVersion:
 
 @dataclass
 class _Remembered:
-    """What is remembered of a model; ``compared`` are the parts that this look has compared."""
+    """A model's parts as they were; ``compared`` names those that the current look has compared already."""
 
     tree: ModuleTree | None = None
     layers: ModuleState | None = None

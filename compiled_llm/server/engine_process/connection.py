@@ -42,7 +42,7 @@ _AT_ONCE = 2**16
 _PATIENCE = 30.0
 """Seconds that a client has to say hello, and at the end to take the last message."""
 _MAX_ASKING = 8
-"""Questions about words that are answered at once, before nothing more is read of a client."""
+"""Most texts of one client that are tokenized or detokenized at once; until one is done, no more of it is read."""
 _MAX_WAITING = 1000
 """Messages that wait for a client that does not read, before nothing more is read of it."""
 
@@ -59,7 +59,7 @@ class Desk(Protocol):
     def stats(self, number: int) -> Struct: ...
 
     def reply(self, question: AskTokens | AskText) -> Struct:
-        """Answer a question about words, in any thread."""
+        """Tokenize or detokenize for a client, in any thread."""
         ...
 
 

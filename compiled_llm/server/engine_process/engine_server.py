@@ -167,10 +167,10 @@ class EngineServer:
         return stats_of(self._engine, number, len(self._connections))
 
     def reply(self, question: AskTokens | AskText) -> Struct:
-        """Answer a question about words, in any thread."""
+        """Tokenize or detokenize for a client, in any thread."""
         if self._engine is None or self._ready is None:
             return Refused(question.number, "unavailable", f"the engine process is not ready ({self.doing})")
-        from compiled_llm.server.engine_process.words import reply_of
+        from compiled_llm.server.engine_process.tokenizing import reply_of
 
         return reply_of(self._engine.tokenizer, question)
 

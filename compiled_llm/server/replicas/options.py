@@ -75,8 +75,7 @@ class Options(NamedTuple):
         """Return the command of a replica's engine process, but for its socket."""
         given = {"max_queue": MAX_QUEUE, "drain_seconds": 1}
         given |= {name: value for name, value in self.given.items() if name in OF_ENGINE_PROCESSES}
-        waits = given.pop("eager_first", True) is False  # the command has it on, and a word that turns it off
-        return serve_arguments(self.model, {**given, "no_eager_first": waits})
+        return serve_arguments(self.model, given)
 
     @property
     def max_requests(self) -> int:

@@ -1,4 +1,4 @@
-"""Answers run uncompiled at first, and compiling beside takes over between two of them."""
+"""Answers run uncompiled at first, and what is compiled in the background takes over between two of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from transformers import TextStreamer
 
 import compiled_llm
 from compiled_llm.compilation.backend import Inductor
-from compiled_llm.execution.lifecycle import compiling_beside
-from compiled_llm.execution.lifecycle.compiling_beside import CompilingBeside
+from compiled_llm.execution.lifecycle import background_compilation
+from compiled_llm.execution.lifecycle.background_compilation import BackgroundCompilation
 from support.parity import greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -60,15 +60,15 @@ def eager_first(**options: Any) -> Any:
     return compiled_llm.wrap(plain(), eager_first=True, **OPTIONS, **options)
 
 
-def beside(model: Any) -> CompilingBeside:
+def compilation_of(model: Any) -> BackgroundCompilation:
     compiling = model.compiled.runner_lifecycle.compiling
-    assert isinstance(compiling, CompilingBeside)
+    assert isinstance(compiling, BackgroundCompilation)
     return compiling
 
 
 def compile_to_the_end(model: Any, gate: Gate) -> None:
     gate.opened.set()
-    beside(model).wait()
+    compilation_of(model).wait()
 
 
 def is_eager(model: Any) -> bool:
@@ -147,7 +147,7 @@ def test_a_busy_engine_changes_over_once_its_requests_have_ended(
     gate: Gate, drains: bool, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """After a while, new requests wait for it: else they could follow each other for ever."""
-    monkeypatch.setattr(compiling_beside, "_DRAIN_AFTER", 0.0 if drains else 1000.0)
+    monkeypatch.setattr(background_compilation, "_DRAIN_AFTER", 0.0 if drains else 1000.0)
     model, prompts = eager_first(), [[5, 6, 7], [8, 9]]
     params = [compiled_llm.SamplingParams(max_tokens=count, temperature=0.0) for count in (40, 4)]
     with compiled_llm.Engine(model) as engine:
@@ -181,8 +181,8 @@ def test_a_failure_is_said_once_and_answers_go_on(gate: Gate, caplog: pytest.Log
         compile_to_the_end(model, gate)
         for _ in range(2):
             torch.testing.assert_close(greedy(model, inputs, 4), expected)
-            beside(model).wait()  # it does not try again by itself
-    (said,) = [record.getMessage() for record in caplog.records if "beside has failed" in record.getMessage()]
+            compilation_of(model).wait()  # it does not try again by itself
+    (said,) = [record.getMessage() for record in caplog.records if "background has failed" in record.getMessage()]
     assert "planted" in said
     assert is_eager(model)
     assert gate.times == 1
@@ -205,8 +205,8 @@ def test_it_stops_in_the_midst_of_compiling(monkeypatch: pytest.MonkeyPatch, cap
     model = eager_first()
     model.compiled.warmup(1)
     assert began.wait(60)
-    beside(model).stop()
-    assert not beside(model).running
+    compilation_of(model).stop()
+    assert not compilation_of(model).running
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
@@ -229,7 +229,7 @@ def test_a_model_that_has_slept_or_moved_meanwhile_gets_what_fits_it(gate: Gate,
     expected = greedy(plain().to(torch.float64), inputs, 4)
     torch.testing.assert_close(greedy(again, inputs, 4), expected)  # which begins to compile once more
     assert is_eager(again)
-    beside(again).wait()
+    compilation_of(again).wait()
     torch.testing.assert_close(greedy(again, inputs, 4), expected)
     assert not is_eager(again)
     assert again.compiled.stats().recompiles == 0

@@ -36,8 +36,8 @@ _PAGES = 4
 """Of each group of layers, for rows of padding."""
 _DRAIN_AFTER = 10.0
 """Seconds that rows may go on coming in while others run uncompiled; later ones wait until these have ended."""
-_LAST_WORDS = 2.0
-"""Seconds that the thread has to end before the process does."""
+_TIME_TO_STOP = 2.0
+"""Seconds that the thread has to stop before the process ends without it."""
 
 
 class _Compiled(NamedTuple):
@@ -49,7 +49,7 @@ class _Compiled(NamedTuple):
     since: float
 
 
-class CompilingBeside:
+class BackgroundCompilation:
     """Compiles what ``begin`` asks for, and lets it take over between two answers; safe to use from any thread."""
 
     def __init__(self, facts: ModelFacts, config: WrapConfig) -> None:
@@ -68,7 +68,7 @@ class CompilingBeside:
     def admits_until(self) -> float:
         """Until when rows may come in while others run, on ``time.monotonic``'s clock; without a limit, ``inf``.
 
-        Later ones wait until those have ended: so what is compiled takes over on a busy server, too.
+        Later ones wait until those have ended, so that what is compiled takes over on a busy server, too.
         """
         compiled = self._compiled
         return math.inf if compiled is None else compiled.since + _DRAIN_AFTER
@@ -114,11 +114,11 @@ class CompilingBeside:
         if (thread := self._thread) is not None and thread.is_alive() and not self._home.left:
             interrupt = ctypes.py_object(KeyboardInterrupt)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), interrupt)
-            thread.join(_LAST_WORDS)
+            thread.join(_TIME_TO_STOP)
 
     def _start(self) -> None:
         if self._wanted and not (self.running or self._failed or self._stopped or self._home.left):
-            self._thread = threading.Thread(target=self._run, name="compiled_llm compiling beside", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="compiled_llm compilation", daemon=True)
             self._thread.start()
 
     # ---- in the thread
@@ -131,7 +131,7 @@ class CompilingBeside:
             self._failed = True
             if not self._stopped:
                 logger.error(
-                    "compiled_llm: compiling beside has failed, and answers stay uncompiled: %s: %s",
+                    "compiled_llm: compiling in the background has failed, and answers stay uncompiled: %s: %s",
                     *(type(error).__name__, error),
                 )
 
@@ -156,11 +156,11 @@ class CompilingBeside:
             if rows != self._rows or len(steps) < len(self._wanted):
                 return False
             self._compiled, self._thread = _Compiled(programs, made_for, steps, time.monotonic()), None
-        logger.info("compiled_llm: compiled beside, in %.0f s: answers that begin from now on use it", seconds)
+        logger.info("compiled_llm: compiled in the background, in %.0f s; new answers use it from now on", seconds)
         return True
 
 
-_all: weakref.WeakSet[CompilingBeside] = weakref.WeakSet()
+_all: weakref.WeakSet[BackgroundCompilation] = weakref.WeakSet()
 
 
 @atexit.register
