@@ -12,6 +12,7 @@ from compiled_llm.engine.device_loss import DeviceLostError
 from compiled_llm.engine.input_processing.input_processor import TokenFacts
 from compiled_llm.execution.lifecycle.runtime import Runtime, runtime_of
 from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.model.version.model_version import Placement
 
 logger = logging.getLogger("compiled_llm.engine")
 
@@ -39,13 +40,13 @@ class ModelCheck:
         self._submitted: tuple[float, weakref.ref[ModelRunner]] | None = None  # when a caller has, and what ran it
         self._begun: weakref.ref[ModelRunner] | None = None  # what the loop has begun with, a caller having looked
 
-    def obstacle(self) -> str | None:
-        """Return why the model can serve no request now, with the remedy."""
+    def obstacle(self, placement: Placement | None = None) -> str | None:
+        """Return why the model can serve no request now, with the remedy; ``placement`` if that was just asked for."""
         if runtime_of(self._model) is not self._runtime:
             return "the model was unwrapped; wrap it, and make another engine"
         if self._model.training:
             return "the wrapped model is in training mode, where dropout changes tokens; call model.eval() first"
-        if (reason := self._runtime.obstacle()) is not None:
+        if (reason := self._runtime.obstacle(placement)) is not None:
             return f"the engine cannot run this model now ({reason.id}: {reason}). {reason.advice}"
         return None
 
@@ -63,8 +64,8 @@ class ModelCheck:
         """
         self._check_device()
         if (model_runner := self._seen_before()) is None:
-            self._check_no_obstacle()
-            model_runner = self._runtime.model_runner()
+            placement = self._check_no_obstacle()
+            model_runner = self._runtime.model_runner(placement)
             self._seen = weakref.ref(model_runner)
             self.tokens = TokenFacts.of(self._model)
         return model_runner
@@ -76,10 +77,13 @@ class ModelCheck:
         seen = self._seen()
         return seen if seen is self._runtime.runner_lifecycle.present else None
 
-    def _check_no_obstacle(self) -> None:
+    def _check_no_obstacle(self) -> Placement:
+        """Return the model's placement: to find it, all modules are walked."""
         self._check_device()
-        if (reason := self.obstacle()) is not None:
+        placement = self._runtime.facts.version.placement
+        if (reason := self.obstacle(placement)) is not None:
             raise RuntimeError(reason)
+        return placement
 
     def lose(self, error: DeviceLostError) -> None:
         """Refuse all requests from now on."""
@@ -120,8 +124,8 @@ class ModelCheck:
             return False
         begun, self._begun = self._begun, None
         if begun is None or begun() is not model_runner:
-            self._check_no_obstacle()
-            if not self._runtime.is_current(model_runner):  # a new one is made once nothing runs on the old
+            placement = self._check_no_obstacle()
+            if not self._runtime.is_current(model_runner, placement):  # a new one is made once nothing runs on the old
                 raise RuntimeError("the model was moved or converted while requests were running; submit them again")
         self._looked, self._looked_at = now, at
         return True

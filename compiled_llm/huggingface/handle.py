@@ -14,6 +14,7 @@ from compiled_llm.huggingface.inspection.overrides import Overrides
 from compiled_llm.huggingface.inspection.settings_cache import PreparedConfigs
 from compiled_llm.huggingface.inspection.special_tokens import SpecialTokens
 from compiled_llm.model.facts import ModelFacts
+from compiled_llm.model.version.model_version import Placement
 
 if TYPE_CHECKING:
     from compiled_llm.explaining.report import Report
@@ -49,10 +50,10 @@ class CompiledModel(Runtime):
 
         return report_of(self, timings)
 
-    def obstacle(self) -> Reason | None:
-        """Return why our loops cannot run the model now, or None."""
-        return model_obstacle(self.facts.model, self.facts.version, self.overrides)
+    def obstacle(self, placement: Placement | None = None) -> Reason | None:
+        """Return why our loops cannot run the model now, or None; ``placement`` if that was just asked for."""
+        return model_obstacle(self.facts.model, self.facts.version, self.overrides, placement)
 
-    def new_cache(self) -> PagedCache:
-        """Return an empty cache with a runner of its own."""
-        return PagedCache(self.generate_loop())
+    def new_cache(self, placement: Placement | None = None) -> PagedCache:
+        """Return an empty cache with a loop of its own; ``placement`` as ``model_runner`` takes it."""
+        return PagedCache(self.generate_loop(placement))

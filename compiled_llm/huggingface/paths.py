@@ -26,6 +26,7 @@ from compiled_llm.huggingface.processed_loop import processed_loop
 from compiled_llm.huggingface.processors.guidance import with_twins
 from compiled_llm.huggingface.processors.processors import read_processors
 from compiled_llm.huggingface.processors.step_scores import check_room
+from compiled_llm.model.version.model_version import Placement
 
 _PAGED_MODES = (
     GenerationMode.GREEDY_SEARCH,
@@ -41,24 +42,33 @@ _LOOPS_OF_HUGGINGFACE = {
 }
 
 
-def original_path(choice: CacheChoice) -> Reason | None:
-    """Return why this call has to run HuggingFace's loop over the original forward, or None."""
-    runtime, model, generation_config = choice.runtime, choice.model, choice.config
-    speculation = getattr(generation_config, "speculation_type", None)
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    reasons = (
-        (runtime.asleep, Reason("asleep")),
-        (choice.mode not in _PAGED_MODES, Reason("generation_mode", choice.mode.value)),
-        (generation_config.output_attentions, Reason("output_attentions")),
-        (generation_config.output_hidden_states, Reason("output_hidden_states")),
-        (getattr(generation_config, "use_mtp", False), Reason("use_mtp")),
-        (speculation == "dflash", Reason("speculation_type", "dflash")),
-        (layers != len(runtime.facts.layers), Reason("draft_layers")),
-        (torch.is_autocast_enabled(model.device.type), Reason("autocast")),
-    )
-    of_model = next(forward_reasons(model, runtime.facts.version), None)
-    of_call = next((reason for holds, reason in reasons if holds), None)
-    return of_model or of_call or choice.obstacle() or _overridden(choice)
+def original_path(choice: CacheChoice, placement: Placement) -> Reason | None:
+    """Return why this call has to run HuggingFace's loop over the original forward, or None.
+
+    ``placement`` is the model's at this moment.
+    """
+    of_model = next(forward_reasons(choice.model, choice.runtime.facts.version, placement), None)
+    return of_model or next(_reasons_of_call(choice, placement), None) or choice.obstacle() or _overridden(choice)
+
+
+def _reasons_of_call(choice: CacheChoice, placement: Placement) -> Iterator[Reason]:
+    runtime, config = choice.runtime, choice.config
+    if runtime.asleep:
+        yield Reason("asleep")
+    if choice.mode not in _PAGED_MODES:
+        yield Reason("generation_mode", choice.mode.value)
+    if config.output_attentions:
+        yield Reason("output_attentions")
+    if config.output_hidden_states:
+        yield Reason("output_hidden_states")
+    if getattr(config, "use_mtp", False):
+        yield Reason("use_mtp")
+    if getattr(config, "speculation_type", None) == "dflash":
+        yield Reason("speculation_type", "dflash")
+    if choice.model.config.get_text_config(decoder=True).num_hidden_layers != len(runtime.facts.layers):
+        yield Reason("draft_layers")
+    if torch.is_autocast_enabled(placement.device.type):
+        yield Reason("autocast")
 
 
 def _overridden(choice: CacheChoice) -> Reason | None:

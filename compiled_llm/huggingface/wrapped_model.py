@@ -133,7 +133,9 @@ class WrappedModel:
         if not (plain and bool((copies().of(mask) == 1).all())):
             return original(inputs_tensor, model_kwargs)
         positions = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
-        copies().note(positions, torch.arange(mask.shape[1], device="cpu").expand(mask.shape))
+        known = copies()
+        known.note(positions, torch.arange(mask.shape[1], device="cpu").expand(mask.shape))
+        known.counted = positions
         return positions
 
     def _prepare_cache_for_generation(
@@ -152,7 +154,8 @@ class WrappedModel:
         choice = CacheChoice(
             self.compiled, model, generation_config, model_kwargs, cache, generation_mode, rows, max_cache_length
         )
-        reason = original_path(choice)
+        placement = self.compiled.facts.version.placement
+        reason = original_path(choice, placement)
         if reason is not None and isinstance(cache, PagedCache):
             raise ValueError(
                 f"generate: {reason}; that takes HuggingFace's own forward, which cannot use a PagedCache; pass a "
@@ -163,7 +166,7 @@ class WrappedModel:
         elif generation_config.use_cache is False:
             took(self.compiled, "compiled forward", Reason("use_cache"))
         elif cache is None and not choice.stands_in:
-            model_kwargs["past_key_values"] = new_cache(self.compiled)
+            model_kwargs["past_key_values"] = new_cache(self.compiled, placement)
             return None
         elif isinstance(cache, PagedCache):
             check_belongs(self.compiled, cache)

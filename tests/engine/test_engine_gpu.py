@@ -213,7 +213,7 @@ def test_steps_with_log_probabilities_return_while_the_device_sleeps(roomy: PreT
                 start = time.perf_counter()
                 loop.step()
                 plan = loop.scheduler.plan()
-                loop.model_runner.thread.call(loop._launch, plan, True)
+                loop.model_runner.thread.call(loop._launch, plan)
                 loop.scheduler.launched(plan)
                 took, over = time.perf_counter() - start, asleep.query()
             finally:

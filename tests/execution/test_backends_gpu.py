@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import compiled_llm
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm_ops.protocol import Plan
 from support.execution.twins import assert_parity, parity, prompts_on_device, small_qwen3, twins_of
 from support.parity import assert_account_is_empty, greedy
@@ -47,7 +48,7 @@ def test_a_captured_step_keeps_its_partition_while_rows_grow(seed: int) -> None:
     """The numbers that a captured launch has read stay what they are; what the kernels read on the device changes."""
     model = compiled_llm.wrap(small_qwen3(seed), backend="flashinfer", max_batch_size=4, kv_memory="16384 tokens")
     model.compiled.warmup([4])
-    (plan,) = plans_of(model, 4)
+    (plan,) = plans_of(model, StepKey.decode(4))
     numbers, tensor = plan.numbers.clone(), plan.tensor.clone()
     for lengths in ([3, 9, 2, 5], [900, 2, 30, 400]):
         greedy(model, prompts_on_device(lengths, seed), 40)
@@ -57,5 +58,5 @@ def test_a_captured_step_keeps_its_partition_while_rows_grow(seed: int) -> None:
     compiled_llm.unwrap(model)
 
 
-def plans_of(model: Any, bucket: int) -> list[Plan]:
-    return model.compiled.model_runner()._planner._plans[bucket]
+def plans_of(model: Any, step: StepKey) -> list[Plan]:
+    return model.compiled.model_runner()._planner._plans[step]

@@ -296,7 +296,11 @@ def test_unwrap_gives_device_memory_back(seed: int) -> None:
         greedy(model, prompts_on_device([5, 20, 9], seed), 20)
         assert torch.cuda.memory_allocated() - before[0] > 64 * 2**20
         compiled_llm.unwrap(model)
-        more = tuple(now - then for now, then in zip(held(), before, strict=True))
+        for _ in range(100):  # a thread that is in the midst of collecting garbage may hold some of it a moment longer
+            more = tuple(now - then for now, then in zip(held(), before, strict=True))
+            if max(more) < 8 * 2**20:
+                break
+            time.sleep(0.1)
         print(f"after unwrap: {more[0]} bytes more allocated, {more[1]} more reserved")
         assert max(more) < 8 * 2**20
 

@@ -130,6 +130,8 @@ class Measured:
             if len(times) > 1:
                 percentiles = statistics.quantiles(times, n=100, method="inclusive")
                 figures |= {f"{name}, p50 ms": percentiles[49], f"{name}, p99 ms": percentiles[98]}
+        if graphs := self.model.compiled.stats().prefill_cuda_graphs:  # the more, the less padding
+            figures["CUDA graphs of prefills"] = graphs
         return figures
 
 

@@ -24,6 +24,7 @@ from compiled_llm.kvcache.memory import reserved_bytes
 from compiled_llm.model.checks import check_layers, check_placement
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.sizes import MaxPositions
+from compiled_llm.model.version.model_version import Placement
 from compiled_llm.model.weights.host_weights import HostWeights
 
 
@@ -83,21 +84,22 @@ class ModelRunnerLifecycle:
         """Have room for so many rows; a runner that has less is made again when it is next needed."""
         self._max_rows = max(self._max_rows, rows)
 
-    def current(self) -> ModelRunner:
+    def current(self, placement: Placement | None = None) -> ModelRunner:
         """Return the model runner; made at the first call, and again if the model was moved, converted or hooked.
 
-        And if its config says that it has more positions than before, or more rows are to have room.
+        And if its config says that it has more positions than before, or more rows are to have room. ``placement`` is
+        that of the model at this moment, if the caller has just asked for it: to find it, all modules are walked.
 
         Raises:
             RuntimeError: it is asleep.
         """
         if self.asleep:
             raise RuntimeError("the model is asleep, and has no pages; call wake() on its engine")
-        return self._current()
+        return self._current(placement)
 
-    def _current(self) -> ModelRunner:
+    def _current(self, placement: Placement | None = None) -> ModelRunner:
         with self._allocation:
-            model_runner, made_for = self.present, self._facts.version.placement
+            model_runner, made_for = self.present, placement or self._facts.version.placement
             if model_runner is None or not self._still_fits(model_runner, made_for):
                 if model_runner is not None:
                     self._events.started_again()
@@ -111,9 +113,11 @@ class ModelRunnerLifecycle:
                 self.present, self._made_for, self._kept = model_runner, made_for, None
             return model_runner
 
-    def is_current(self, model_runner: ModelRunner) -> bool:
-        """Return whether ``model_runner`` is that of the model as it is now; makes none."""
-        return model_runner is self.present and self._still_fits(model_runner, self._facts.version.placement)
+    def is_current(self, model_runner: ModelRunner, placement: Placement | None = None) -> bool:
+        """Return whether ``model_runner`` is that of the model as it is now, as for ``current``; makes none."""
+        if model_runner is not self.present:
+            return False
+        return self._still_fits(model_runner, placement or self._facts.version.placement)
 
     def _still_fits(self, model_runner: ModelRunner, made_for: tuple[Hashable, ...]) -> bool:
         return (

@@ -24,6 +24,7 @@ from compiled_llm.execution.threads.calls import Calls
 from compiled_llm.execution.threads.loop_lock import LoopLock
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.model.facts import ModelFacts
+from compiled_llm.model.version.model_version import Placement
 from compiled_llm_ops.backends import backend_for
 
 
@@ -186,14 +187,14 @@ class Runtime:
             self.artifacts.check_rows(rows)
         self.runner_lifecycle.make_room(rows)
 
-    def model_runner(self) -> ModelRunner:
+    def model_runner(self, placement: Placement | None = None) -> ModelRunner:
         """Return the model runner, as ``ModelRunnerLifecycle.current``; RuntimeError in a forked process, too."""
         self.home.check()
-        return self.runner_lifecycle.current()
+        return self.runner_lifecycle.current(placement)
 
-    def is_current(self, model_runner: ModelRunner) -> bool:
-        """Return whether ``model_runner`` is that of the model as it is now; makes none."""
-        return self.runner_lifecycle.is_current(model_runner)
+    def is_current(self, model_runner: ModelRunner, placement: Placement | None = None) -> bool:
+        """Return whether ``model_runner`` is that of the model as it is now; makes none. ``placement`` as above."""
+        return self.runner_lifecycle.is_current(model_runner, placement)
 
     def take_back(self, pages: int, pool: PagePool) -> None:
         """Have engines preempt requests, if it takes that to make so many pages of a pool available.
@@ -228,12 +229,13 @@ class Runtime:
         cuda_graphs = self._model_runner.graph_manager.cuda_graphs
         return self._model_runner.thread.call(cuda_graphs.repeated), cuda_graphs.moved_weights()
 
-    def obstacle(self) -> Reason | None:
-        """Return why no loop of ours can run the model now, or None."""
+    def obstacle(self, placement: Placement | None = None) -> Reason | None:
+        """Return why no loop of ours can run the model now, or None; ``placement`` if that was just asked for."""
         return None
 
-    def generate_loop(self) -> GenerateLoop:
-        return GenerateLoop(self.model_runner())
+    def generate_loop(self, placement: Placement | None = None) -> GenerateLoop:
+        """Return a loop without rows; ``placement`` as ``model_runner`` takes it."""
+        return GenerateLoop(self.model_runner(placement))
 
 
 def _artifacts_for(facts: ModelFacts, config: WrapConfig) -> Artifacts | None:

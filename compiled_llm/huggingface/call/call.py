@@ -226,6 +226,8 @@ def _has_own_positions(call: PagedCall) -> bool:
     """Whether the positions are not those that counting each row's unmasked tokens gives."""
     if call.position_ids is None:
         return False
+    if call.position_ids is call.copies.counted and not call.cache.generate_loop.rows:
+        return False
     flat = one_a_token(call.copies.of(call.position_ids), call.runtime.facts.model.config)
     if flat is None:
         return True

@@ -11,6 +11,7 @@ from compiled_llm.execution.reporting.stats import Path
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.inspection.host_copies import HostCopies
+from compiled_llm.model.version.model_version import Placement
 
 C = TypeVar("C", bound=PagedCache)
 
@@ -41,8 +42,8 @@ def copies() -> HostCopies:
     return HostCopies() if call is None else call.copies
 
 
-def new_cache(runtime: CompiledModel) -> PagedCache:
-    return made(runtime.new_cache())
+def new_cache(runtime: CompiledModel, placement: Placement) -> PagedCache:
+    return made(runtime.new_cache(placement))
 
 
 def made(cache: C) -> C:

@@ -8,9 +8,14 @@ from torch import Tensor
 
 
 class HostCopies:
-    """Copies of tensors that do not change during a call, each read once."""
+    """Copies of tensors that do not change during a call, each read once.
+
+    Attributes:
+        counted: the positions that the call has made for rows without padding: 0, 1, 2, … in each.
+    """
 
     def __init__(self) -> None:
+        self.counted: Tensor | None = None
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of(self, value: Any) -> Any:

@@ -9,37 +9,41 @@ from transformers import PreTrainedModel
 from compiled_llm.compat.torch.modes import observer_of_operations
 from compiled_llm.execution.reporting.slow_paths import Reason, SlowPath
 from compiled_llm.huggingface.inspection.overrides import Overrides, own_forward
-from compiled_llm.model.version.model_version import ModelVersion
+from compiled_llm.model.version.model_version import ModelVersion, Placement
 from compiled_llm.model.version.module_tree import has_hooks
 
 MORE_OUTPUTS: tuple[SlowPath, ...] = ("output_hidden_states", "output_attentions", "output_router_logits")
 """Outputs of layers, which the model computes if its config says so."""
 
 
-def forward_reasons(model: PreTrainedModel, version: ModelVersion) -> Iterator[Reason]:
-    """Yield why the original forward has to run."""
+def forward_reasons(
+    model: PreTrainedModel, version: ModelVersion, placement: Placement | None = None
+) -> Iterator[Reason]:
+    """Yield why the original forward has to run; ``placement`` if the version was just asked for it."""
     if (own := own_forward(model)) is not None:
         yield Reason("own_forward", own)
-    yield from inner_reasons(version)
+    yield from inner_reasons(version, placement)
     for name in MORE_OUTPUTS:
         if getattr(model.config, name, False):
             yield Reason(name)
 
 
-def inner_reasons(version: ModelVersion) -> Iterator[Reason]:
+def inner_reasons(version: ModelVersion, placement: Placement | None = None) -> Iterator[Reason]:
     """Yield why HuggingFace's own modules have to run: hooks look into them, or they mix tokens."""
     if (observer := observer_of_operations()) is not None:
         yield Reason("observed", observer)
-    hooked, mixing = version.obstacles()
+    hooked, mixing = version.obstacles(placement)
     if hooked:
         yield Reason("inner_hooks")
     if mixing is not None:
         yield Reason("mixed_tokens", mixing)
 
 
-def model_obstacle(model: PreTrainedModel, version: ModelVersion, overrides: Overrides) -> Reason | None:
-    """Return why our loops cannot run the model now, or None."""
-    for reason in forward_reasons(model, version):
+def model_obstacle(
+    model: PreTrainedModel, version: ModelVersion, overrides: Overrides, placement: Placement | None = None
+) -> Reason | None:
+    """Return why our loops cannot run the model now, or None; ``placement`` as for ``forward_reasons``."""
+    for reason in forward_reasons(model, version, placement):
         return reason
     if names := overrides.of(model):
         return Reason("overrides", ", ".join(names))

@@ -28,6 +28,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -39,6 +40,14 @@ from compiled_llm.model.version.contents import Contents
 from compiled_llm.model.version.module_state import ModuleState
 from compiled_llm.model.version.module_tree import Hooks, ModuleTree, Obstacles
 from compiled_llm.model.version.tensors import Tensors
+
+
+class Placement(NamedTuple):
+    """Where a model is, of what type, and what tells the hooks inside it apart from others."""
+
+    device: torch.device
+    dtype: torch.dtype
+    hooks: Hooks
 
 
 class ModelVersion:
@@ -149,16 +158,17 @@ class ModelVersion:
     # ---- at any moment, from any thread
 
     @property
-    def placement(self) -> tuple[torch.device, torch.dtype, Hooks]:
+    def placement(self) -> Placement:
         """Where the model is, of what type, and the hooks that would be compiled into its programs."""
         model = self._require_model()
         with self._lock:
-            return model.device, model.dtype, self._tree().hooks()
+            return Placement(model.device, model.dtype, self._tree().hooks())
 
-    def obstacles(self) -> Obstacles:
-        """Return the parts that keep a call on HuggingFace's forward."""
+    def obstacles(self, placement: Placement | None = None) -> Obstacles:
+        """Return the parts that keep a call on HuggingFace's forward; ``placement`` if that was just asked for."""
         with self._lock:
-            return self._tree().obstacles()
+            tree = self._tree() if placement is None else self._known.tree or self._tree()
+            return tree.obstacles(tree.hooks() if placement is None else placement.hooks)
 
     # ---- each at most once a look
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
@@ -56,17 +55,16 @@ class ModuleTree:
         """Whether they have the same modules inside them."""
         return same(self._known, self._now())
 
-    def obstacles(self) -> Obstacles:
-        """Return the parts that keep a call on HuggingFace's forward."""
-        return Obstacles(any(True for _ in self._hooks()) or hooks_on_all_modules(), self._mixing)
+    def obstacles(self, hooks: Hooks) -> Obstacles:
+        """Return the parts that keep a call on HuggingFace's forward; ``hooks`` as just found."""
+        return Obstacles(bool(hooks) or hooks_on_all_modules(), self._mixing)
 
     def hooks(self) -> Hooks:
         """Return what tells the forward hooks of all modules but the model itself apart from others."""
-        return frozenset(self._hooks())
-
-    def _hooks(self) -> Iterator[tuple[int, int]]:
-        for hooks in filter(None, chain.from_iterable(map(_HOOKS, self._inside))):
-            yield from ((id(hooks), id(hook)) for hook in hooks.values() if not captures_outputs(hook))
+        found = filter(None, chain.from_iterable(map(_HOOKS, self._inside)))
+        return frozenset(
+            (id(hooks), id(hook)) for hooks in found for hook in hooks.values() if not captures_outputs(hook)
+        )
 
     def _now(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, self._children)))

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ class Soak:
         ]
         self.counts: Counter[str] = Counter()
         self._alone = threading.Lock()
+        # The same threads throughout: on CUDA, torch keeps several MiB of host memory for each that has ever generated.
+        self._pool = ThreadPoolExecutor(THREADS)
         self._often: list[Callable[[random.Random], None]] = [
             *(self.greedy, self.sampled, self.streamed, self.forward),
             *(self.answers, self.penalised, self.logprobs, self.abandoned, self.failing),
@@ -131,24 +133,25 @@ class Soak:
     def sleep_through_calls(self, seed: int) -> None:
         """Have all threads at once call the model while it is asleep, as HuggingFace runs it.
 
-        Each thread then has what torch keeps for it, such as a handle of cuBLAS, which takes tens of MiB.
+        Each thread then has what torch keeps for it, such as a handle of cuBLAS, which takes tens of MiB, and the
+        kernels that only HuggingFace's own forward launches are loaded.
         """
         self.engines[0].sleep()
         at_once = threading.Barrier(THREADS)
 
         def call(number: int) -> None:
             at_once.wait(60)
-            for method in (self.greedy, self.sampled, self.forward):
-                method(random.Random(seed + number))
+            for method in (self.greedy, self.sampled, self.streamed, self.forward):
+                for attempt in range(4):
+                    method(random.Random(seed + THREADS * attempt + number))
 
-        with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(call, range(THREADS)))
+        list(self._pool.map(call, range(THREADS)))
         self.engines[0].wake()
 
     def run(self, calls: int, seed: int) -> None:
         """Make so many calls from `THREADS` threads; the first that fails is raised once all have ended."""
-        with ThreadPoolExecutor(THREADS) as pool:
-            futures = [pool.submit(self._call, seed * 1_000_003 + number) for number in range(calls)]
+        futures = [self._pool.submit(self._call, seed * 1_000_003 + number) for number in range(calls)]
+        wait(futures)
         for future in futures:
             future.result()
 
@@ -164,6 +167,7 @@ class Soak:
         self.counts[call.__name__] += 1
 
     def close(self) -> None:
+        self._pool.shutdown()
         for engine in self.engines:
             engine.close()
 
