@@ -14,12 +14,13 @@ import compiled_llm
 from compiled_llm.engine.engine import Engine, QueueFullError
 from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.model.version.module_tree import ModuleTree
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine import tiny_engines
 from support.engine.tiny_engines import PATIENCE
 from support.huggingface.families import FAMILIES, make
 from support.in_threads import start
-from support.parity import alone, assert_account_is_empty, mixed_prompts
+from support.parity import alone, assert_account_is_empty, greedy, mixed_prompts
 
 ENDS = [2, 5, 31, 77, 90, 101]
 GREEDY = {"temperature": 0.0}
@@ -173,3 +174,28 @@ def test_the_queue_is_bounded(model, seed):
             engine.generate([[5], [6], [7]])
     assert {handle.result().finish_reason for handle in handles} == {"cancelled"}
     assert_account_is_empty(model)
+
+
+def test_a_call_and_a_request_walk_once_over_the_modules_for_hooks(
+    engine: Engine, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """First tokens wait for that walk, which takes a tenth of a millisecond."""
+    walks: list[object] = []
+    hooks = ModuleTree.hooks
+    monkeypatch.setattr(ModuleTree, "hooks", lambda tree: walks.append(tree) or hooks(tree))
+    inputs, prompt = mixed_prompts([5, 9], 128, seed), [3, 4, 5]
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    for _ in range(3):
+        walks.clear()
+        greedy(model, inputs, 1)
+        assert len(walks) == 1
+        walks.clear()
+        engine.generate([prompt], params)
+        assert len(walks) == 1
+    handle = model.model.layers[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="inner_hooks"):
+        engine.generate([prompt], params)
+    greedy(model, inputs, 1)
+    assert model.compiled.stats().slow_paths["inner_hooks"] == 1
+    handle.remove()
+    assert engine.generate([prompt], params)[0].outputs[0].finish_reason == "length"
