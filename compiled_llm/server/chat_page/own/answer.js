@@ -12,7 +12,6 @@ export class ShownAnswer {
   constructor(turn, actions) {
     this.turn = turn; // {question, answer, thought, note, shown}; answer and thought grow here
     this.actions = actions; // buttons that stand below it, beside Copy
-    this.began = performance.now();
     this.first = this.usage = this.reason = this.drawing = null;
     this.article = element("article", "", "assistant waiting");
     this.article.setAttribute("aria-label", "Answer");
@@ -28,6 +27,16 @@ export class ShownAnswer {
   set busy(busy) {
     this.article.setAttribute("aria-busy", String(busy)); // it is read out once it is whole
     this.article.classList.toggle("waiting", busy);
+  }
+
+  note(text) {
+    this.below.replaceChildren(...(text ? [element("p", text, "note")] : []));
+    scrollDown();
+  }
+
+  ask() {
+    this.note("");
+    this.began = performance.now();
   }
 
   take({ choices, usage }) {

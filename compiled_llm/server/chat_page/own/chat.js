@@ -5,6 +5,7 @@ import { drop, keep, kept, list, newChat, save } from "./chats.js";
 import { button, byId, element } from "./elements.js";
 import { ask, checked, events, Refused } from "./server.js";
 import { firstWrong, keepSettings, settings, systemPrompt } from "./settings.js";
+import { isStarting, started } from "./state.js";
 import { whenKeptChanges } from "./storage.js";
 
 let chat = newChat();
@@ -34,6 +35,9 @@ async function answer(turn) {
     const body = { messages: messages(turn), ...settings(), stream: true, stream_options: { include_usage: true } };
     const headers = { "Content-Type": "application/json" };
     const options = { method: "POST", headers, body: JSON.stringify(body), signal: stopping.signal };
+    if (isStarting()) shown.note("It is asked once the model is ready.");
+    await started(stopping.signal);
+    shown.ask();
     for await (const chunk of events(await checked(await ask("/v1/chat/completions", options)))) {
       if (chunk.error) throw new Refused(chunk.error.message);
       shown.take(chunk);

@@ -6,6 +6,24 @@ import { limitTokens } from "./settings.js";
 
 const EVERY = { ready: 3000, else: 1000 }; // milliseconds
 let named = false;
+let starting = null; // while the server prepares: the promise that it is done, and what keeps it
+
+export const isStarting = () => starting !== null;
+
+// Resolves once the server no longer prepares, and at once if it does not; rejects if the signal comes first.
+export async function started(signal) {
+  const aborted = new Promise((_, reject) => signal.addEventListener("abort", () => reject(signal.reason)));
+  await Promise.race([starting?.done, aborted]);
+}
+
+function setStarting(is) {
+  if (is === isStarting()) return;
+  if (!is) starting.end();
+  starting = null;
+  if (!is) return;
+  starting = {};
+  starting.done = new Promise((resolve) => (starting.end = resolve));
+}
 
 function say(kind, text) {
   byId("state").className = `state ${kind}`;
@@ -15,6 +33,7 @@ function say(kind, text) {
 function showStarting({ ready, doing, step, steps, seconds: taken }) {
   byId("starting").hidden = ready;
   byId("hello").hidden = !ready;
+  setStarting(!ready);
   if (ready) return;
   show("doing", doing);
   show("how-long", seconds(Math.round(taken)));
@@ -32,6 +51,7 @@ async function look() {
     return found.ready;
   } catch (error) {
     named = false;
+    setStarting(false); // whoever waits asks, and is told why that fails
     if (error instanceof Refused) say("lost", asksForKey() ? "asks for an API key" : error.message);
     else say("lost", "the server does not answer");
     return false;
@@ -48,7 +68,7 @@ async function nameModel() {
 
 async function keepLooking() {
   for (;;) {
-    const ready = document.hidden || asksForKey() || (await look());
+    const ready = (document.hidden && !isStarting()) || asksForKey() || (await look());
     await new Promise((resolve) => setTimeout(resolve, EVERY[ready ? "ready" : "else"]));
   }
 }

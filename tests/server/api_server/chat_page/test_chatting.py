@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from compiled_llm.engine.engine import Engine
 from support.server.browser import ENTER, ESCAPE, SPACE, TAB, Browser
 from support.server.engine_processes import Loop
 from support.server.running_servers import RunningServer, running_server
@@ -392,9 +393,44 @@ def test_before_the_model_is_ready_it_says_what_is_done_how_far_and_since_when(b
         loop.server.report("loading the weights")
         browser.until_state("loading the weights")
         assert browser.run("document.querySelector('#progress').hidden")
+    loop.close()
+
+
+def test_what_is_asked_before_the_model_is_ready_waits_for_it(
+    browser: Browser, path: Path, engine: Engine, tmp_path: Path
+) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    engine._tokenizer.save_pretrained(tokenizer)  # type: ignore[union-attr]
+    loop = Loop(path)
+    with running_server(path, wait=False) as api_server:
+        browser.open_anew(api_server.url)
+        loop.server.report("loading the weights")
+        browser.until_state("loading the weights")
+        browser.run("document.querySelector('#max-tokens').value = 3")
         browser.ask("the quick fox")
-        browser.until("document.querySelector('article .error')")
-        assert browser.text("article .error") == "the model is not ready: loading the weights"
+        browser.until("document.querySelector('.assistant .note')")
+        assert browser.text(".assistant .note") == "It is asked once the model is ready."
+        browser.run("document.querySelector('#send').click()")
+        browser.until("document.querySelector('.assistant .note').textContent.startsWith('stopped')")
+        browser.ask("the lazy dog")
+        browser.until("document.querySelector('.turn:last-child .assistant .note')")
+        loop.call(loop.open, engine, tokenizer)
+        browser.until_state("ready")
+        browser.until("document.querySelector('.turn:last-child .assistant .note').textContent.endsWith('cached')")
+        assert browser.run("document.querySelectorAll('article .error').length") == 0
+    loop.close()
+
+
+def test_what_waits_for_a_server_that_is_gone_says_so(browser: Browser, path: Path) -> None:
+    loop = Loop(path)
+    with running_server(path, wait=False) as api_server:
+        browser.open_anew(api_server.url)
+        loop.server.report("loading the weights")
+        browser.until_state("loading the weights")
+        browser.ask("the quick fox")
+        browser.until("document.querySelector('.assistant .note')")
+    browser.until("document.querySelector('article .error')")
+    assert browser.text("article .error") == "the server does not answer"
     loop.close()
 
 
