@@ -130,7 +130,8 @@ class Measured:
             if len(times) > 1:
                 percentiles = statistics.quantiles(times, n=100, method="inclusive")
                 figures |= {f"{name}, p50 ms": percentiles[49], f"{name}, p99 ms": percentiles[98]}
-        if graphs := self.model.compiled.stats().prefill_cuda_graphs:  # the more, the less padding
+        stats = vars(self.model.compiled.stats())  # older commits have another name
+        if graphs := stats.get("prefill_cuda_graphs", stats.get("prefill_recordings", 0)):  # the more, the less padding
             figures["CUDA graphs of prefills"] = graphs
         return figures
 
