@@ -126,7 +126,7 @@ class _Stopwatch:
             generate_loop.step()
             profiler.stop()
         tokens = sum(map(len, prompts))
-        nbytes = step_bytes(self._model, 1)
+        nbytes = step_bytes(self._model, 1, self._model_runner.state)
         moved = {"matrix products": nbytes.weights, "page append": tokens * nbytes.kv_written}
         found = self._breakdown(profiler, 1, seconds, StepBytes(nbytes.weights, 0, 0), moved, len(prompts), None)
         return Timing("prefill", len(prompts), tokens, found)
@@ -144,7 +144,7 @@ class _Stopwatch:
                     generate_loop.step(unchanged=True)
                 profiler.stop()
             context = sum(row.length for row in generate_loop.rows) // len(prompts) - _PROFILED // 2
-        nbytes = step_bytes(self._model, context)
+        nbytes = step_bytes(self._model, context, self._model_runner.state)
         moved = moved_by_decode(nbytes, len(prompts))
         # Where host and device are one, launching a step is running it.
         host_us = 1e6 * host if self._cuda else None

@@ -53,6 +53,11 @@ class KVCacheSpec(AttentionSpec, Protocol):
         ...
 
     @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        ...
+
+    @property
     def dtype(self) -> torch.dtype:
         """Type of the memory."""
         ...
@@ -224,6 +229,11 @@ def sharing_memory(specs: Sequence[KVCacheSpec]) -> list[list[int]]:
 def page_size_bytes(spec: KVCacheSpec) -> int:
     """Return the bytes of a page in a layer."""
     return math.prod(spec.shape(1)) * spec.dtype.itemsize
+
+
+def token_bytes(spec: KVCacheSpec) -> int:
+    """Return the bytes that a token takes in a layer."""
+    return page_size_bytes(spec) // spec.page_size
 
 
 def page_bytes(specs: Sequence[KVCacheSpec]) -> int:

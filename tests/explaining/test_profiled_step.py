@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
+import compiled_llm
 from compiled_llm.explaining.profile.breakdown import Kernel, Kind, kernels_of, kinds_of, moved_by_decode
 from compiled_llm.explaining.profile.kernels import KINDS, KernelProfiler, Launch, busy_us, kind_of
 from compiled_llm.explaining.profile.step_bytes import StepBytes, step_bytes
+from support.parity import FEW_PAGES
 from support.tiny_models import tiny_llama, tiny_qwen3
+from support.uneven_heads import VALUE_DIM, uneven_llama
 
 
 @pytest.mark.parametrize(
@@ -89,6 +94,24 @@ def test_windows_bound_what_is_read() -> None:
     token = 2 * 2 * 16 * 4
     assert sorted(kinds) == ["full_attention", "sliding_attention"]
     assert step_bytes(model, 10).kv_per_row == (10 + 4) * token
+
+
+def test_keys_and_values_are_counted_as_they_lie_in_pages() -> None:
+    """Values of another size than keys, which the config does not tell; windows; and numbers that stay zero."""
+    uneven = compiled_llm.wrap(uneven_llama(), mode="eager", **FEW_PAGES)
+    nbytes, heads = step_bytes(uneven, 10, state_of(uneven)), uneven.config.num_key_value_heads
+    assert nbytes.kv_written == sum(heads * (layer.head_dim + VALUE_DIM) * 4 for layer in state_of(uneven).specs)
+    assert nbytes.kv_per_row == 10 * nbytes.kv_written != step_bytes(uneven, 10).kv_per_row
+    windows = tiny_qwen3(use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    state = state_of(compiled_llm.wrap(windows, mode="eager", **FEW_PAGES))
+    for context in (3, 4, 10):
+        assert step_bytes(windows, context, state) == step_bytes(windows, context)
+    state.specs = tuple(spec._replace(stored_head_dim=32) for spec in state.specs)
+    assert step_bytes(windows, 10, state).kv_per_row == 2 * step_bytes(windows, 10).kv_per_row
+
+
+def state_of(model: Any) -> Any:
+    return model.compiled.model_runner().state
 
 
 def test_ceiling_of_experts_is_not_known() -> None:

@@ -78,7 +78,9 @@ def measured(name: str, session: BenchSession, workload: Workload, runs: int, ba
     with KernelProfiler(device) as profiler:
         clock = SwitchingClock(profiler, max(1, workload.new // 2 - steps // 2), steps)
         session.run(workload, clock)
-    nbytes, launches = step_bytes(session.model, workload.context), profiler.launches
+    compiled = getattr(session.model, "compiled", None)
+    state = None if compiled is None else compiled.model_runner().state
+    nbytes, launches = step_bytes(session.model, workload.context, state), profiler.launches
     moved, total = moved_by_decode(nbytes, workload.batch), nbytes.total(workload.batch)
 
     def shares(nbytes: int | None, us: float) -> dict[str, float | None]:

@@ -7,6 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from compiled_llm.execution.state.runner_state import RunnerState
+from compiled_llm.kvcache.specs import token_bytes
+
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -29,15 +32,28 @@ class StepBytes:
         return None if self.weights is None else self.weights + batch * self.kv_per_row
 
 
-def step_bytes(model: PreTrainedModel, context: int) -> StepBytes:
-    """Return what a decode step reads at a context of that many tokens."""
+def step_bytes(model: PreTrainedModel, context: int, state: RunnerState | None = None) -> StepBytes:
+    """Return what a decode step reads at a context of that many tokens.
+
+    Keys and values are counted as they lie in the pages of ``state``; without one, as the config describes them.
+    """
     config = model.config.get_text_config(decoder=True)
+    layers = _layers_of_config(model, config) if state is None else _layers_of_pages(state)
+    read = sum(token * (context if window is None else min(context, window)) for token, window in layers)
+    experts = any(getattr(config, name, None) for name in _EXPERTS)
+    return StepBytes(None if experts else _weight_bytes(model), read, sum(token for token, _ in layers))
+
+
+def _layers_of_pages(state: RunnerState) -> list[tuple[int, int | None]]:
+    """Return each layer's bytes of a token, and its window, if it has one."""
+    windows = [None if layer.window_left < 0 else layer.window_left + 1 for layer in state.facts.layers]
+    return [(token_bytes(spec), window) for spec, window in zip(state.specs, windows, strict=True)]
+
+
+def _layers_of_config(model: PreTrainedModel, config: Any) -> list[tuple[int, int | None]]:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token = 2 * heads * size * model.dtype.itemsize
-    read = sum(min(context, window or context) for window in _windows(config))
-    experts = any(getattr(config, name, None) for name in _EXPERTS)
-    return StepBytes(None if experts else _weight_bytes(model), token * read, token * config.num_hidden_layers)
+    return [(2 * heads * size * model.dtype.itemsize, window) for window in _windows(config)]
 
 
 def _windows(config: Any) -> list[int | None]:
