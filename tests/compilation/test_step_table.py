@@ -22,11 +22,12 @@ from compiled_llm.compilation.graphs.step_table import (
 from compiled_llm.compilation.graphs.table import CudaGraphTable, StepState
 
 DECODES = [StepKey.decode(rows) for rows in (1, 2, 4, 8)]
+SEVERAL = [StepKey.decode(2, 2), StepKey.decode(4, 2), StepKey.decode(8, 2), StepKey.decode(1, 3), StepKey.decode(4, 3)]
 PREFILLS = [StepKey.prefill(16, 2), StepKey.prefill(16, 2, 1), StepKey.prefill(32, 2), StepKey.prefill(64, 8)]
 CHOICES = [StepKey.sampling(4, False), StepKey.sampling(4, True)]
 PHASES: list[Phase] = ["decode", "prefill", "sampling"]
-KEYS = [*DECODES, *PREFILLS, *CHOICES]
-ANCHORS = {StepKey.decode(8): 0, StepKey.prefill(64, 8): 0, StepKey.prefill(16, 2): 1}
+KEYS = [*DECODES, *SEVERAL, *PREFILLS, *CHOICES]
+ANCHORS = {StepKey.decode(8): 0, StepKey.decode(8, 2): 0, StepKey.prefill(64, 8): 0, StepKey.prefill(16, 2): 1}
 SHARED = 100
 
 
@@ -49,6 +50,10 @@ class Fake:
 
 def size_of(key: StepKey) -> tuple[int, ...]:
     return key.tokens, key.rows, -key.variant
+
+
+def is_decode_of(key: StepKey, new_tokens: int) -> bool:
+    return key.phase == "decode" and key.tokens == new_tokens * key.rows
 
 
 class Machine(RuleBasedStateMachine):
@@ -95,10 +100,12 @@ class Machine(RuleBasedStateMachine):
         return (most is None or len(self.used) + more <= most) and (limit is None or taken <= limit)
 
     def staying(self, new: StepKey) -> set[StepKey]:
-        """Those in which all others can run: anchors, or if there are none the largest decode step and prefill."""
+        """Those in which all others can run: anchors, or if there are none the largest, also of each number of new
+        tokens a row.
+        """
         found = set()
-        for phase in ("decode", "prefill"):
-            keys = [key for key in (*self.used, new) if key.phase == phase]
+        for alike in (PREFILLS, *([key for key in KEYS if is_decode_of(key, tokens)] for tokens in (1, 2, 3))):
+            keys = [key for key in (*self.used, new) if key in alike]
             anchors = [key for key in keys if key in ANCHORS]
             found |= set(anchors or ([max(keys, key=size_of)] if keys else []))
         return found
@@ -283,7 +290,7 @@ class Machine(RuleBasedStateMachine):
 
 def machine(budget: Budget) -> Any:
     made = type("Bounded", (Machine,), {"budget": budget}).TestCase
-    made.settings = settings(derandomize=True, deadline=None, max_examples=25, stateful_step_count=40)
+    made.settings = settings(derandomize=True, deadline=None, max_examples=60, stateful_step_count=40)
     return made
 
 
@@ -305,6 +312,27 @@ def filled(*keys: StepKey, budget: Budget = UNBOUNDED, replays: int = 0) -> Step
             assert isinstance(entry, StepEntry)
             entry.replay()
     return table
+
+
+def test_a_step_of_several_tokens_a_row_has_an_anchor_of_its_own() -> None:
+    """The one of one token does not stand in for it; the largest of as many does."""
+    table = filled(StepKey.decode(8), StepKey.decode(4, 2), budget=Budget(max_graphs=2))
+    table.anchors["decode"] = [StepKey.decode(8)]
+    assert not table.has_room_for(StepKey.decode(2))
+    assert not table.has_room_for(StepKey.decode(2, 2))
+    assert not table.has_room_for(StepKey.decode(2, 3)), "it could run in neither, and neither in it"
+    assert table.has_room_for(StepKey.decode(8, 2)), "4 rows can run in 8"
+    table.begin(StepKey.decode(8, 2))
+    assert table.try_to_add(StepKey.decode(8, 2), Fake(), Cost(), "steps")
+    assert table.of("decode") == [StepKey.decode(8), StepKey.decode(8, 2)]
+
+
+def test_the_anchor_of_several_tokens_a_row_is_evicted_last() -> None:
+    table = filled(StepKey.decode(8, 2), StepKey.decode(4, 2), budget=Budget(max_graphs=2))
+    table.anchors["decode"] = [StepKey.decode(8)]
+    table.begin(StepKey.decode(2, 2))
+    table.make_room(StepKey.decode(2, 2))
+    assert table.of("decode") == [StepKey.decode(8, 2)], "although it was used before the other"
 
 
 def test_the_table_shows_each_graph_and_their_sums():

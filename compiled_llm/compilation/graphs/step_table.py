@@ -1,7 +1,7 @@
 """The steps of a model: the state of each, the memory of those that have a CUDA graph, and which of these go first.
 
 If there are too many, the least recently used is evicted. The largest decode step and the largest prefill go last: any
-smaller step can run in them.
+smaller step of as many new tokens a row can run in them.
 
 This module does not use CUDA. All of it runs in the model's executor, but for ``table``.
 """
@@ -9,8 +9,9 @@ This module does not use CUDA. All of it runs in the model's executor, but for `
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -146,7 +147,8 @@ class StepTable:
         at_best: the state of a step that runs at once: ready, or compiled if nothing is captured.
         look: the number of the last look at the model.
         shared: device memory that graphs of one pool share, by capturer.
-        anchors: of each phase, those in which all others can run, the most important first; they go last.
+        anchors: of each phase, those in which all others can run, the most important first; they go last. Of decode,
+            those of one new token a row; of several, steps of as many rows are anchors, too.
         changed: called when a graph comes or goes, and when a capture is wanted or has ended.
         when_dropped: called with each dropped graph's key. They hold no reference to this object: the memory of
             graphs goes back with the last reference, not at the next garbage collection.
@@ -358,28 +360,34 @@ class StepTable:
 
         The least recently used, and after these anchors, the least important first.
         """
-        return max(self._apart_from(new), key=lambda entry: (self._rank(entry), -entry.used), default=None)
+        return max(self._apart_from(new), key=lambda entry: (self._rank(entry.key), -entry.used), default=None)
 
     def _smaller(self, new: StepKey) -> list[StepEntry[Any]]:
         """Return the dispensable graphs, once there is a new one: for each, another one is ready to run in."""
-        stay = {new, *self._staying("decode", new), *self._staying("prefill", new)}
+        stay = {new, *self._staying(new)}
         return [entry for entry in self._ready if entry.key not in stay]
 
-    def _staying(self, phase: Phase, new: StepKey) -> list[StepKey]:
-        """Return the anchors of a phase; if there are none, the largest."""
-        found = [key for key in (*self.of(phase), new) if key.phase == phase]
-        anchors = [key for key in found if key in self.anchors[phase]]
-        return anchors or sorted(found, key=_size)[-1:]
+    def _staying(self, new: StepKey) -> list[StepKey]:
+        """Return the anchors; of prefills, or decode steps of as many new tokens, that have none, the largest."""
+        alike: defaultdict[tuple[Phase, int], list[StepKey]] = defaultdict(list)
+        for key in (*self.of("decode", "prefill"), new):
+            alike[key.phase, key.new_tokens_per_row if key.phase == "decode" else 0].append(key)
+        anchors = {like: [key for key in keys if self._rank(key) < math.inf] for like, keys in alike.items()}
+        return [key for like, keys in alike.items() for key in anchors[like] or [max(keys, key=_size)]]
 
     def _apart_from(self, new: StepKey) -> list[StepEntry[Any]]:
         latest = {entry.key.phase: entry for entry in sorted(self._ready, key=_used)}
         stay = [entry for other, entry in latest.items() if other in ("decode", "prefill") and other != new.phase]
         return [entry for entry in self._ready if entry.key != new and entry not in stay]
 
-    def _rank(self, entry: StepEntry[Any]) -> float:
-        """Return its rank as an anchor; larger is less important."""
-        anchors = self.anchors.get(entry.key.phase, [])
-        return anchors.index(entry.key) if entry.key in anchors else float("inf")
+    def _rank(self, key: StepKey) -> float:
+        """Return its rank as an anchor; larger is less important.
+
+        Steps of several new tokens a row run in none of one: each number has an anchor of its own, of as many rows.
+        """
+        anchors = self.anchors.get(key.phase, [])
+        like = StepKey.decode(key.rows) if key.phase == "decode" else key
+        return anchors.index(like) if like in anchors else math.inf
 
     # ---- go
 
