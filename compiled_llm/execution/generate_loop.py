@@ -21,6 +21,7 @@ from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.execution.batch import Batch, Extension, Observer, StepOutput
 from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
+from compiled_llm.execution.decode.verification import Verification
 from compiled_llm.execution.limits import checked_prompt
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.state.staging import Readback, Readbacks
@@ -90,6 +91,7 @@ class GenerateLoop:
         self, row: Row, tokens: NDArray[np.int64], max_new_tokens: int, sampling: Sampling | None = None
     ) -> None:
         """Continue a row of this loop with more tokens ``[Q]``, at least one; otherwise as ``admit``."""
+        row.exact()
         row.reserve(row.length + len(tokens) + max(0, max_new_tokens - 1))
         row.leave_slot()
         self._pending.append((row, tokens, sampling))
@@ -97,6 +99,8 @@ class GenerateLoop:
     def begin(self, logits: Tensor, settings: Sequence[Sampling | None]) -> None:
         """Continue all rows from logits ``[B, V]`` computed elsewhere: the next ``step`` samples from them."""
         self._computed = logits
+        for row in self.rows:
+            row.exact()
         for row, sampling in zip(self.rows, settings, strict=True):
             row.leave_slot()
             self._pending.append((row, _NO_TOKENS, sampling))
@@ -263,6 +267,8 @@ class GenerateLoop:
 
     def stored(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Return copies of a layer's keys and values for each row, each ``[K, length, D]``."""
+        for row in self.rows:
+            row.exact()
         return self._thread.call(lambda: [self.model_runner.state.read(layer, row) for row in self.rows])
 
     def decode(self, tokens: Tensor, positions: Sequence[int] | None = None, unchanged: bool = False) -> Tensor:
@@ -300,6 +306,31 @@ class GenerateLoop:
         readback = self._thread.call(self._feed, tokens.squeeze(1) if tokens.shape[1] == 1 else tokens)
         sampled: NDArray[np.int64] = readback.array().reshape(tokens.shape)
         return sampled
+
+    def verify(self, tokens: Tensor, accept: Callable[[Tensor], Tensor]) -> Verification:
+        """Feed in tokens as ``feed`` does, let the device decide how many of each row count, and wait for nothing.
+
+        The others are forgotten. Until the result is read, the host knows upper bounds of the rows' lengths: pages are
+        taken for those. What needs exact ones waits for them: ``Row.fork``, ``Row.rewind``, a step of other rows or of
+        another number of tokens. Read each result after the next step has been launched.
+
+        Args:
+            tokens: ``[B, q]``, two at least for each row.
+            accept: takes ``[B, q]`` int64, the token sampled after each; returns ``[B]``, how many count, 1 to q,
+                without a wait for the device. Runs in the model's executor.
+
+        Returns:
+            The result on its way.
+
+        Raises:
+            ValueError: as ``feed``; or a row has penalties, which would count tokens that it forgets.
+        """
+        self._check_fed(tokens)
+        if tokens.shape[1] < 2:
+            raise ValueError("verify: two tokens for each row are needed at least; call step for one")
+        if self.model_runner.state.slots.remember(self.rows):
+            raise ValueError("verify: a row has penalties, which count tokens that it may forget; call feed")
+        return self._thread.call(self._verify, tokens, accept)
 
     def _check_room(self, rows: int) -> None:
         most = self.model_runner.max_batch_size
@@ -376,6 +407,7 @@ class GenerateLoop:
 
     def _decode(self, tokens: Tensor, positions: Sequence[int] | None, unchanged: bool) -> Tensor:
         for row, position in zip(self.rows, positions or (), strict=positions is not None):
+            row.exact()
             row.position = position
         self.model_runner.run(self._every_row._replace(tokens=tokens), self._persistent, unchanged)
         return self._last_logits()
@@ -388,6 +420,13 @@ class GenerateLoop:
         readback = self.model_runner.readbacks.start(step.outputs[1][: tokens.numel()])
         self.model_runner.go_on()
         return readback
+
+    def _verify(self, tokens: Tensor, accept: Callable[[Tensor], Tensor]) -> Verification:
+        self.model_runner.run(self._every_row._replace(tokens=tokens), self._persistent)
+        self.steps += 1
+        verification = self._persistent.verified(accept)
+        self.model_runner.go_on()
+        return verification
 
     def _last_logits(self) -> Tensor:
         logits = self._persistent.logits

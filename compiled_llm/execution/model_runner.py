@@ -243,6 +243,8 @@ class ModelRunner:
         promise: Promise | None = None,
     ) -> None:
         """Grow rows, and write keys and values into them by ``RunnerState.write``; OutOfPagesError as ``run``."""
+        for row in rows:
+            row.exact()
         with grown(rows, stored.sum(axis=1).tolist(), promise, self.state.copy_pages):
             self.state.write(rows, stored, states)
 
@@ -285,6 +287,8 @@ class ModelRunner:
     def _grown_by(self, extensions: Sequence[Extension], promise: Promise | None) -> Iterator[None]:
         """Grow rows by their new tokens for the block, and once it has succeeded, set their positions."""
         rows, counts = _rows(extensions), [len(extension.ids) for extension in extensions]
+        for row in rows:
+            row.exact()
         self._check_positions(rows, counts)
         with grown(rows, counts, promise, self.state.copy_pages):
             yield
@@ -293,6 +297,10 @@ class ModelRunner:
 
     def _check_positions(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
         max_row_tokens = max(row.length + count for row, count in zip(rows, counts, strict=True))
+        if max_row_tokens > self.max_positions and any(row.unread for row in rows):
+            for row in rows:
+                row.exact()
+            max_row_tokens = max(row.length + count for row, count in zip(rows, counts, strict=True))
         if max_row_tokens > self.max_positions:
             raise ValueError(
                 f"a row cannot grow to {max_row_tokens} tokens: the model has {self.max_positions} positions; "

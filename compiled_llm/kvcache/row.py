@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from compiled_llm.kvcache.pool import PagePool
 
@@ -15,10 +15,26 @@ class PageCopy(NamedTuple):
     target: int
 
 
+class TokenCount(Protocol):
+    """Tells how many of the tokens by which a row has grown in a step count, as the device has decided."""
+
+    @property
+    def known(self) -> bool:
+        """Whether the host has read it."""
+        ...
+
+    def uncounted(self) -> int:
+        """Return how many do not, waiting for the step."""
+        ...
+
+
 class Row:
     """One sequence: its pages, how many tokens they hold, and the position of the next token.
 
     Rows may share pages. Full pages are only read; the last one is copied before a row writes into it.
+
+    While counts are unread, length and position are upper bounds; the row has the pages for them, and the exact ones
+    are on the device. What needs exact ones calls ``exact`` first.
 
     Attributes:
         pages: page numbers: for each ``page_size`` tokens one of each group of layers.
@@ -27,6 +43,8 @@ class Row:
         slot: index of its state on the device, in the loop that runs it; None while no loop does.
         listed: how many of its page numbers, then of those ahead, are in its slot.
         has_next: whether its slot holds its next input token.
+        unread: of the latest steps, how many of their tokens count.
+        uncounted: how many tokens by which it has grown turned out not to count.
     """
 
     def __init__(self, pool: PagePool, tokens: int) -> None:
@@ -43,6 +61,8 @@ class Row:
         self.slot: int | None = None
         self.listed = 0
         self.has_next = False
+        self.unread: list[TokenCount] = []
+        self.uncounted = 0
         self._free_slots: list[int] = []
 
     @property
@@ -93,6 +113,8 @@ class Row:
         if tokens <= self.room and not copies:  # as most rows do in most steps
             self.length += tokens
             return ()
+        if self.unread and self.length + tokens > self.limit:  # bounds take no pages that were not promised
+            self.exact()
         missing = max(0, self._pool.pages_for(self.length + tokens) - len(self.pages) - self._promised)
         missing += self._pool.groups if copies else 0
         if missing:
@@ -160,8 +182,26 @@ class Row:
         self.listed = len(pages)
         return first, pages[first:]
 
+    def learn(self) -> None:
+        """Count what is known to count; the pages for other tokens are ahead again, where the slot lists them."""
+        while self.unread and self.unread[0].known:
+            tokens = self.unread.pop(0).uncounted()
+            self.length -= tokens
+            self.position -= tokens
+            self.uncounted += tokens
+            keep = self._pool.pages_for(self.length)
+            self.ahead = self.pages[keep:] + self.ahead
+            del self.pages[keep:]
+
+    def exact(self) -> None:
+        """Make length and position exact, waiting for the steps whose counts are unread."""
+        for count in self.unread:
+            count.uncounted()
+        self.learn()
+
     def fork(self) -> Row:
         """Return another row with the same tokens in the same pages, without promised ones."""
+        self.exact()
         row = Row(self._pool, 0)
         self._pool.share(self.pages)
         row.pages, row.length, row.position = list(self.pages), self.length, self.position
@@ -169,12 +209,12 @@ class Row:
 
     def mark(self) -> tuple[int, int]:
         """Return the state to which ``restore`` goes back."""
-        return self.length, self._promised + len(self.pages)
+        return self.length + self.uncounted, self._promised + len(self.pages)
 
     def restore(self, mark: tuple[int, int]) -> None:
         """Undo all growth since ``mark``, and the promises made for it; a page that was copied stays copied."""
         length, pages = mark
-        self.shrink(self.length - length)
+        self.shrink(self.length + self.uncounted - length)
         extra = max(0, self._promised + len(self.pages) - pages)  # fewer if others share some of the pages
         self._pool.give_back((), reserved=extra)
         self._reserved -= extra
@@ -192,12 +232,14 @@ class Row:
 
     def rewind(self, length: int) -> None:
         """Forget all tokens after the first ``length``."""
+        self.exact()
         extra = self.length - length
         self.shrink(extra)
         self.position -= extra
 
     def settle(self) -> None:
         """Give back the pages that were promised and not entered, and the slot."""
+        self.exact()
         self.leave_slot()
         ahead, reserved = self.ahead, self._reserved
         self.ahead, self._reserved = [], 0
@@ -217,6 +259,7 @@ class Row:
     def free(self) -> None:
         """Give all pages back; the row holds nothing afterwards, and freeing it again does nothing."""
         self.leave_slot()
+        self.unread = []
         pages, reserved = self.pages + self.ahead, self._reserved
         self.pages, self.ahead, self._reserved, self.length, self.position = [], [], 0, 0, 0
         self._pool.give_back(pages, reserved)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -252,6 +252,27 @@ class Decode:
             inputs.fed[:rows].copy_(tokens)
         else:
             self._state.slots.tables.next_token.index_copy_(0, inputs.slots[:rows], tokens.long())
+
+    def go_back(self, step: StepKey, sampled: Tensor, accept: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Let rows forget the last tokens of a step that has run, on the device, as many as do not count.
+
+        Args:
+            step: of q tokens a row.
+            sampled: ``[rows, q]`` int64, after each of them.
+            accept: returns ``[rows]``, how many count.
+
+        Returns:
+            ``[rows]`` int64 how many count, and the token that each row goes on with.
+        """
+        counts = accept(sampled.clone()).clamp(1, step.new_tokens_per_row).long()  # beyond are others' pages
+        if counts.shape != sampled.shape[:1]:
+            raise ValueError(f"accept: one number for each of {len(sampled)} rows is needed; got {[*counts.shape]}")
+        inputs, rows = self._state.decode_buffers.of(step), len(sampled)
+        next_tokens = sampled.gather(1, counts[:, None] - 1)[:, 0]
+        inputs.positions[:rows].add_(counts - step.new_tokens_per_row)
+        inputs.lengths[:rows].add_(counts - step.new_tokens_per_row)
+        self._state.slots.tables.next_token.index_copy_(0, inputs.slots[:rows], next_tokens)
+        return counts, next_tokens
 
     def run(self, step: StepKey, wanted: StepKey) -> StepOutputs:
         """Run one step of the rows in the buffers.

@@ -42,18 +42,20 @@ class PlacedRows:
         self.step = step
         self.advanced = 0
         self._page_size = page_size
-        self._placed = [(row.slot, row.length, row.position) for row in rows]
+        self._placed = [(row.slot, row.length + row.uncounted, row.position + row.uncounted) for row in rows]
         # The rows that enter a page when ``advanced``, modulo the page size, is the key; found when they first advance.
         self._entering: dict[int, list[Row]] | None = None
 
     def are(self, rows: Sequence[Row], step: StepKey) -> bool:
-        """Whether the decode buffers describe these rows, grown by the tokens that they are about to feed in."""
-        grown = self.advanced + step.new_tokens_per_row
-        return (
-            self.step == step
-            and self.rows == rows
-            and self._placed == [(row.slot, row.length - grown, row.position - self.advanced) for row in rows]
-        )
+        """Whether the decode buffers describe these rows, grown by the tokens that they are about to feed in.
+
+        The buffers have gone back by the tokens that do not count, whether or not the host knows how many those are.
+        """
+        if self.step != step or self.rows != rows:
+            return False
+        advanced, new = self.advanced, step.new_tokens_per_row
+        before = [(row, row.uncounted - advanced) for row in rows]
+        return self._placed == [(row.slot, row.length - new + by, row.position + by) for row, by in before]
 
     def advance(self) -> None:
         """Count one more token in each row; all have its page listed."""

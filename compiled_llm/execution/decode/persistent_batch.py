@@ -5,7 +5,7 @@ Shapes: B rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -15,9 +15,11 @@ from compiled_llm.execution.batch import StepOutput
 from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.decode.decode_step import DecodeStep, PlacedRows
 from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
+from compiled_llm.execution.decode.verification import Verification
 from compiled_llm.execution.reporting.events import UploadCause
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.state.staging import Readbacks
+from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.row import Row
 
 
@@ -60,6 +62,8 @@ class PersistentBatch:
         Returns:
             The placed rows if they were there before.
         """
+        if self._decode.follows_pages:
+            _make_exact(rows)
         listed = self._slots.list_pages(rows)
         placed = None if self.step is None else self.step.placed
         if placed is not None and placed.are(rows, step):
@@ -69,6 +73,7 @@ class PersistentBatch:
             return placed
         cause: UploadCause = "rows_changed" if self._decode.owned_by(self) else "call_moved_in"
         self._decode.claim(self)
+        _make_exact(rows)
         self._decode.place(rows, step, cause)
         return None
 
@@ -107,6 +112,23 @@ class PersistentBatch:
         self.step = DecodeStep(placed, launch, outputs, limit, self._validity, period, self.deferred, self._readbacks)
         self._logits = None
         return self.step.output
+
+    def verified(self, accept: Callable[[Tensor], Tensor]) -> Verification:
+        """Let the device decide how many of the new tokens count in the step that has just run.
+
+        ``accept`` is that of ``GenerateLoop.verify``.
+        """
+        assert self.step is not None, "a step has run"
+        rows, key = self.step.placed.rows, self.step.placed.step
+        try:
+            sampled = self.step.outputs[1][: len(rows) * key.new_tokens_per_row]
+            counts, next_tokens = self._decode.go_back(key, sampled.view(len(rows), -1), accept)
+            readbacks = self._readbacks.start(counts), self._readbacks.start(sampled)
+            with deferred():
+                return Verification(rows, key.new_tokens_per_row, next_tokens, *readbacks)
+        except BaseException:  # the decode buffers may have gone back
+            self.lose(rows)
+            raise
 
     def _room(self, row: Row) -> int:
         """Tokens that a row can grow by before anything has to be written."""
@@ -161,3 +183,10 @@ class PersistentBatch:
         self.deferred.forget()
         self.invalidate()
         self._logits, self.bucket, self._wanted = None, 0, None
+
+
+def _make_exact(rows: Sequence[Row]) -> None:
+    """Make lengths exact that the host is about to write or plan."""
+    for row in rows:
+        if row.unread:
+            row.exact()

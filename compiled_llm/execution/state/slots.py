@@ -224,6 +224,10 @@ class Slots:
             slots, masks = [slots[at] for at in here], masks[here]
         return np.array(slots, dtype=np.int64), self._settings.laid_out(cast(list[int], slots), masks)
 
+    def remember(self, rows: Sequence[Row]) -> bool:
+        """Return whether it matters to a row which tokens it has seen."""
+        return any(row.slot is not None and not self._settings.of(row.slot).forgets for row in rows)
+
     def restore(self, slots: Iterable[int]) -> None:
         """Forget the tokens that were sampled in these slots since rows took them."""
         self._settings.count_again(slots)
