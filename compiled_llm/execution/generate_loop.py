@@ -21,7 +21,7 @@ from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.execution.batch import Batch, Extension, Observer, StepOutput
 from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
-from compiled_llm.execution.decode.verification import Verification
+from compiled_llm.execution.decode.verification import Verification, make_exact
 from compiled_llm.execution.limits import checked_prompt
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.state.staging import Readback, Readbacks
@@ -91,7 +91,7 @@ class GenerateLoop:
         self, row: Row, tokens: NDArray[np.int64], max_new_tokens: int, sampling: Sampling | None = None
     ) -> None:
         """Continue a row of this loop with more tokens ``[Q]``, at least one; otherwise as ``admit``."""
-        row.exact()
+        make_exact([row])
         row.reserve(row.length + len(tokens) + max(0, max_new_tokens - 1))
         row.leave_slot()
         self._pending.append((row, tokens, sampling))
@@ -99,8 +99,7 @@ class GenerateLoop:
     def begin(self, logits: Tensor, settings: Sequence[Sampling | None]) -> None:
         """Continue all rows from logits ``[B, V]`` computed elsewhere: the next ``step`` samples from them."""
         self._computed = logits
-        for row in self.rows:
-            row.exact()
+        make_exact(self.rows)
         for row, sampling in zip(self.rows, settings, strict=True):
             row.leave_slot()
             self._pending.append((row, _NO_TOKENS, sampling))
@@ -267,8 +266,7 @@ class GenerateLoop:
 
     def stored(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Return copies of a layer's keys and values for each row, each ``[K, length, D]``."""
-        for row in self.rows:
-            row.exact()
+        make_exact(self.rows)
         return self._thread.call(lambda: [self.model_runner.state.read(layer, row) for row in self.rows])
 
     def decode(self, tokens: Tensor, positions: Sequence[int] | None = None, unchanged: bool = False) -> Tensor:
@@ -406,8 +404,9 @@ class GenerateLoop:
         return self.model_runner.extend(extensions, self.promise, keep, embeddings)
 
     def _decode(self, tokens: Tensor, positions: Sequence[int] | None, unchanged: bool) -> Tensor:
+        if positions is not None:
+            make_exact(self.rows)
         for row, position in zip(self.rows, positions or (), strict=positions is not None):
-            row.exact()
             row.position = position
         self.model_runner.run(self._every_row._replace(tokens=tokens), self._persistent, unchanged)
         return self._last_logits()

@@ -27,6 +27,7 @@ from compiled_llm.execution.batch import Batch, Extension, Observer, StepOutput
 from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.decode.deferred_sampling import Masks, prepare_deferred
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
+from compiled_llm.execution.decode.verification import make_exact
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
 from compiled_llm.execution.graphs.dispatcher import Dispatcher
 from compiled_llm.execution.graphs.graph_manager import GraphManager
@@ -243,8 +244,7 @@ class ModelRunner:
         promise: Promise | None = None,
     ) -> None:
         """Grow rows, and write keys and values into them by ``RunnerState.write``; OutOfPagesError as ``run``."""
-        for row in rows:
-            row.exact()
+        make_exact(rows)
         with grown(rows, stored.sum(axis=1).tolist(), promise, self.state.copy_pages):
             self.state.write(rows, stored, states)
 
@@ -287,8 +287,7 @@ class ModelRunner:
     def _grown_by(self, extensions: Sequence[Extension], promise: Promise | None) -> Iterator[None]:
         """Grow rows by their new tokens for the block, and once it has succeeded, set their positions."""
         rows, counts = _rows(extensions), [len(extension.ids) for extension in extensions]
-        for row in rows:
-            row.exact()
+        make_exact(rows)
         self._check_positions(rows, counts)
         with grown(rows, counts, promise, self.state.copy_pages):
             yield
@@ -298,8 +297,7 @@ class ModelRunner:
     def _check_positions(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
         max_row_tokens = max(row.length + count for row, count in zip(rows, counts, strict=True))
         if max_row_tokens > self.max_positions and any(row.unread for row in rows):
-            for row in rows:
-                row.exact()
+            make_exact(rows)
             max_row_tokens = max(row.length + count for row, count in zip(rows, counts, strict=True))
         if max_row_tokens > self.max_positions:
             raise ValueError(

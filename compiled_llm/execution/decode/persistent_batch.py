@@ -15,7 +15,7 @@ from compiled_llm.execution.batch import StepOutput
 from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.decode.decode_step import DecodeStep, PlacedRows
 from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
-from compiled_llm.execution.decode.verification import Verification
+from compiled_llm.execution.decode.verification import Verification, make_exact
 from compiled_llm.execution.reporting.events import UploadCause
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.state.staging import Readbacks
@@ -62,8 +62,8 @@ class PersistentBatch:
         Returns:
             The placed rows if they were there before.
         """
-        if self._decode.follows_pages:
-            _make_exact(rows)
+        if self._decode.follows_pages:  # whose plan needs exact lengths
+            make_exact(rows)
         listed = self._slots.list_pages(rows)
         placed = None if self.step is None else self.step.placed
         if placed is not None and placed.are(rows, step):
@@ -73,7 +73,7 @@ class PersistentBatch:
             return placed
         cause: UploadCause = "rows_changed" if self._decode.owned_by(self) else "call_moved_in"
         self._decode.claim(self)
-        _make_exact(rows)
+        make_exact(rows)
         self._decode.place(rows, step, cause)
         return None
 
@@ -183,10 +183,3 @@ class PersistentBatch:
         self.deferred.forget()
         self.invalidate()
         self._logits, self.bucket, self._wanted = None, 0, None
-
-
-def _make_exact(rows: Sequence[Row]) -> None:
-    """Make lengths exact that the host is about to write or plan."""
-    for row in rows:
-        if row.unread:
-            row.exact()
