@@ -12,6 +12,7 @@ but `cpu-linear` need a GPU, and `splitting` needs FlashInfer.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -35,7 +36,7 @@ from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, worth_splitting
 from compiled_llm_ops.kernels import attention_tiling, linear_tiling
 from compiled_llm_ops.kernels.attention_tiling import AttentionTiling, choose_attention_tiling
 from compiled_llm_ops.kernels.linear_tiling import LinearTiling, choose_linear_tiling, choose_normed_tiling
-from compiled_llm_ops.linear.linear import weight_goes_left
+from compiled_llm_ops.linear import linear
 from compiled_llm_ops.protocol import CapturedLaunch
 
 CLOSE = 0.03
@@ -400,22 +401,22 @@ def layer_timer(hidden: int, query: int, kv: int, intermediate: int) -> Callable
 
 
 def cpu_linear_cases(_: Machine, quick: bool) -> Iterator[Case]:
-    """The weight as the left factor of BLAS's matmul, or the right one."""
+    """The rows or the weight as the left factor, in torch's BLAS, or oneDNN."""
     weights = [(576, 576), (1536, 576), (49_152, 576)]
     more_weights = [(960, 576), (576, 1536), (4096, 1024), (8192, 1024), (12_288, 4096)]
+    products = (linear.rows_left, linear.weight_left, linear.in_onednn)
     for outputs, inputs in weights if quick else weights + more_weights:
-        for count in (1, 4, 8, 16) if quick else (1, 2, 3, 4, 5, 6, 8, 12, 16):
-            chosen = "left" if weight_goes_left(count, outputs) else "right"
+        for count in (1, 4, 8, 16) if quick else (1, 2, 3, 4, 5, 6, 8, 12, 16, 64, 256):
             prepare = lambda given=(count, outputs, inputs): cpu_linear_timer(*given)  # noqa: E731
-            name = f"N={outputs}, K={inputs}, M={count}"
-            yield Case("cpu-linear", name, {"left": True, "right": False}, chosen, prepare)
+            name, chosen = f"N={outputs}, K={inputs}, M={count}", linear.product_on_cpu(count, inputs).__name__
+            yield Case("cpu-linear", name, {product.__name__: product for product in products}, chosen, prepare)
 
 
-def cpu_linear_timer(count: int, outputs: int, inputs: int) -> Callable[[bool], float]:
+def cpu_linear_timer(count: int, outputs: int, inputs: int) -> Callable[[Callable[[Tensor, Tensor], Tensor]], float]:
     rows, weight = torch.randn(count, inputs), torch.randn(outputs, inputs)
-    columns = (rows if count > 1 else torch.cat([rows, rows])).t()
-    left, right = (lambda: torch.mm(weight, columns)), (lambda: torch.mm(rows, weight.t()))
-    return lambda goes_left: by_the_clock(left if goes_left else right, lambda: None, seconds=0.05)
+    copies = 1 + LARGER_THAN_CACHES // (weight.numel() * weight.element_size())
+    weights = itertools.cycle([weight, *(weight.clone() for _ in range(copies - 1))])
+    return lambda product: by_the_clock(lambda: product(rows, next(weights)), lambda: None, seconds=0.05)
 
 
 SWEEPS: dict[str, Callable[[Machine, bool], Iterator[Case]]] = {

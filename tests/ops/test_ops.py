@@ -360,15 +360,6 @@ def test_sums_are_normed_as_huggingface_does_it(dtype, seed):
     assert torch.equal(normed, norm(states + update))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 9, 33])
-@pytest.mark.parametrize("outputs", [1, 48, 8200])
-def test_skinny_linear_equals_a_product_in_double_precision(rows, outputs, seed):
-    x, weight = torch.randn(rows, 96), torch.randn(outputs, 96)
-    expected = (x.double() @ weight.double().T).float()
-    for rows_given in (x, x.T.contiguous().T):
-        torch.testing.assert_close(skinny_linear(rows_given, weight), expected, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("gated", [False, True])
 def test_normed_rows_are_multiplied_as_huggingface_does_it(gated, seed):
     states, update = torch.randn(2, 1, 1, 16)

@@ -5,6 +5,10 @@ Shapes: M rows, I inputs, O outputs.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -30,17 +34,18 @@ def skinny_linear(rows: Tensor, weight: Tensor, overlap: bool = False, ahead: bo
         ValueError: shapes or dtypes do not fit together.
 
     Source:
-        Measurement. On the CPU, for a few rows the BLAS that torch brings reads ``weight`` 2 to 6 times faster as the
-        left factor of a matmul than as the right one or in a matrix-vector product. On CUDA, with compute
-        capability 9.0, float16 or bfloat16 and up to 64 rows, our own Triton kernels if they were faster than
-        cuBLAS (``compiled_llm_ops.kernels.linear_tiling``), else cuBLAS. The same inputs give the same bits each time.
+        Measurement. On AMD's processors, the BLAS that torch brings (MKL) reads ``weight`` up to 4 times faster as the
+        left factor of a matmul of few rows than as the right one or in a matrix-vector product, and oneDNN is faster
+        with more; on Intel's, the left factor takes twice as long as the right one. On CUDA, with compute
+        capability 9.0, float16 or bfloat16 and up to 64 rows, our own Triton kernels if they were faster than cuBLAS
+        (``compiled_llm_ops.kernels.linear_tiling``), else cuBLAS. The same inputs give the same bits each time.
     """
     out: Tensor = _skinny_linear(rows, weight, overlap, ahead)
     return out
 
 
 def has_kernel(weight: Tensor, rows: int | None = None) -> bool:
-    """Whether ``skinny_linear`` is faster than ``torch.mm`` for this number of rows.
+    """Whether ``skinny_linear`` is faster than ``torch.mm`` for this number of rows; on a CPU it may be that itself.
 
     Args:
         weight: ``[O, I]``, contiguous; may be a fake tensor.
@@ -63,26 +68,47 @@ def _check(args: SkinnyLinear) -> None:
         )
 
 
-MAX_ROWS_LEFT, MAX_ROWS_LEFT_OF_LARGE, LARGE_WEIGHT = 4, 8, 8192
-"""Rows up to which BLAS is faster with the weight on the left: with any weight, and with so many outputs or more."""
+MAX_COLUMNS = 3072
+"""Numbers in all columns up to which MKL, where it is slow, is fastest with the weight on the left: 12 KB of them."""
+
+CPUINFO = Path("/proc/cpuinfo")
 
 
-def weight_goes_left(count: int, outputs: int) -> bool:
-    """Whether BLAS multiplies so many rows faster if the weight is the left factor.
+@functools.cache
+def mkl_is_slow() -> bool:
+    """Whether torch's BLAS is MKL on a processor of AMD's, where it reads a weight slowly as the right factor."""
+    return torch.backends.mkl.is_available() and CPUINFO.exists() and "AuthenticAMD" in CPUINFO.read_text()
 
-    Fitted on a CPU with torch's own BLAS in float32; ``tools/fit_tilings.py --only cpu-linear`` measures it again.
+
+def rows_left(rows: Tensor, weight: Tensor) -> Tensor:
+    return torch.mm(rows, weight.t())
+
+
+def weight_left(rows: Tensor, weight: Tensor) -> Tensor:
+    columns = (rows if len(rows) > 1 else torch.cat([rows, rows])).t()  # with one, MKL would multiply a vector
+    return torch.mm(weight, columns)[:, : len(rows)].t().contiguous()
+
+
+def in_onednn(rows: Tensor, weight: Tensor) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
+    return product
+
+
+def product_on_cpu(count: int, inputs: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the fastest product of so many rows in float32; where MKL is fast, that which ``nn.Linear`` runs, too.
+
+    Fitted on a processor of AMD's and one of Intel's; ``tools/fit_tilings.py --only cpu-linear`` measures it again.
     """
-    return count <= MAX_ROWS_LEFT or (count <= MAX_ROWS_LEFT_OF_LARGE and outputs >= LARGE_WEIGHT)
+    if not mkl_is_slow():
+        return rows_left
+    return weight_left if max(count, 2) * inputs <= MAX_COLUMNS else in_onednn
 
 
 def _cpu(args: SkinnyLinear) -> Tensor:
     _check(args)
     rows, weight = args.rows, args.weight
-    count, outputs = rows.shape[0], weight.shape[0]
-    if not weight_goes_left(count, outputs):
-        return torch.mm(rows, weight.t())
-    columns = (rows if count > 1 else torch.cat([rows, rows])).t()  # with one, BLAS would multiply a vector
-    return torch.mm(weight, columns)[:, :count].t().contiguous()
+    multiply = product_on_cpu(*rows.shape) if weight.dtype is torch.float32 else rows_left
+    return multiply(rows, weight)
 
 
 def _cuda(args: SkinnyLinear) -> Tensor:
