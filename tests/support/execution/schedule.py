@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from compiled_llm.execution.decode.verification import Verification
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.kvcache.row import Row
 from support.execution.alone import Alone
@@ -62,6 +63,7 @@ class Schedule:
         self.expected: dict[Row, int] = {}  # of the step before
         self.left: dict[Row, int] = {}
         self.fed = 0  # steps of several known tokens
+        self.unread: list[tuple[Verification, dict[Row, list[int]]]] = []  # of which some count, and what will be read
         self.forks: list[tuple[GenerateLoop, list[Tensor]]] = []
         self.has_next = True  # and not forgotten or computed elsewhere
         self.unchanged = True  # the model, since the last step
@@ -103,7 +105,8 @@ class Schedule:
         """Like the user's next words in a conversation."""
         rows = list(self.twins)
         more = [prompt_of(int(self._rng.integers(1, 5)), self._rng) for _ in rows]
-        positions = [np.arange(row.length, row.length + len(ids)) for row, ids in zip(rows, more, strict=True)]
+        lengths = [len(self.twins[row].fed) for row in rows]
+        positions = [np.arange(length, length + len(ids)) for length, ids in zip(lengths, more, strict=True)]
         logits = self.generate_loop.extend(rows, list(map(np.array, more)), positions)
         for row, ids in zip(rows, more, strict=True):
             self.twins[row].feed(ids)
@@ -122,9 +125,30 @@ class Schedule:
         self.has_next = True
         self.fed += 1
 
+    def verify(self) -> None:
+        """Several tokens in one step, of which the device decides how many count; some results are never read."""
+        rows = list(self.generate_loop.rows)
+        most = min(int(self._rng.integers(2, 5)), *(self.left[row] for row in rows))
+        tokens = [prompt_of(most, self._rng) for _ in rows]
+        counts = torch.from_numpy(self._rng.integers(1, most + 1, len(rows)))
+        result = self.generate_loop.verify(torch.tensor(tokens), lambda sampled: counts)
+        expected: dict[Row, list[int]] = {row: [] for row in rows}
+        for row, own, count in zip(rows, tokens, counts.tolist(), strict=True):
+            self.left[row] -= count
+            for token in own[:count]:
+                self.twins[row].feed([token])
+                expected[row].append(self.twins[row].next)
+        self.unread.append((result, expected))
+        self.has_next = True
+        self.fed += 1
+
+    def read(self) -> None:
+        result, expected = self.unread.pop(int(self._rng.integers(len(self.unread))))
+        assert result.read() == expected
+
     def rewind(self) -> None:
         row = list(self.twins)[self._rng.integers(len(self.twins))]
-        row.rewind(int(self._rng.integers(1, row.length + 1)))
+        row.rewind(int(self._rng.integers(1, len(self.twins[row].fed) + 1)))
         self.twins[row] = Alone(self._plain, self.twins[row].fed[: row.length])
 
     def fork(self) -> None:
@@ -151,13 +175,15 @@ class Schedule:
         """Admit, release, extend, rewind, fork and step at random; rows that reached their promise leave."""
         for row in [row for row, left in self.left.items() if left == 0]:
             self.release(row)
-        if self.left and self._rng.random() < 0.12:
+        if self.left and self._rng.random() < 0.18:
             self.release(list(self.left)[self._rng.integers(len(self.left))])
+        if self.twins and not self.waiting and min(self.left.values()) > 1 and self._rng.random() < 0.25:
+            (self.feed, self.verify)[self._rng.integers(2)]()
+        if self.unread and self._rng.random() < 0.4:
+            self.read()
         if self.twins and self._rng.random() < 0.12:
             (self.extend, self.rewind)[self._rng.integers(2)]()
             self.has_next = False
-        if self.twins and not self.waiting and min(self.left.values()) > 1 and self._rng.random() < 0.15:
-            self.feed()
         if self._rng.random() < 0.1:
             self.fork()
         room = 9 - len(self.left)
