@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.device_loss import DeviceLostError as DeviceLostError
-from compiled_llm.engine.engine_options import Mixed, check_options, is_count
+from compiled_llm.engine.engine_options import check_options, is_count
 from compiled_llm.engine.grammars.compiling import Grammars, compilers_of
 from compiled_llm.engine.input_processing.input_processor import QueueFullError as QueueFullError, requests_for
 from compiled_llm.engine.input_processing.prompts import Prompt
@@ -57,7 +57,6 @@ class Engine:
         max_num_seqs: int = 256,
         max_model_len: int | None = None,
         max_step_ms: float | None = None,
-        mixed: Mixed = "auto",
         prefix_cache: bool = True,
         max_queue: int | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
@@ -76,8 +75,6 @@ class Engine:
                 as the model has positions.
             max_step_ms: how long a step may take, in milliseconds: prompts are computed in chunks that leave it so, as
                 far as steps so far tell. None for chunks of ``prefill_tokens``, however long they take.
-            mixed: run prompts and running requests in one launch, which reads the weights once, where both fit in
-                ``prefill_tokens``; ``"auto"`` for where that is known to be faster, which is nowhere yet.
             prefix_cache: keep pages of texts, for later ones that begin like them.
             max_queue: how many requests may wait; None for any number.
             logprobs_mode: what log-probabilities are of, as in vLLM: ``"raw_logprobs"``, what the model says, or
@@ -94,7 +91,7 @@ class Engine:
             ValueError: a number is impossible, or there is no such mode.
         """
         self._runtime = _wrapped(model)
-        check_options(max_num_seqs, max_model_len, max_step_ms, max_queue, logprobs_mode, grammar_timeout, mixed)
+        check_options(max_num_seqs, max_model_len, max_step_ms, max_queue, logprobs_mode, grammar_timeout)
         if max_model_len is not None and max_model_len > (positions := max_positions_of(model)):
             raise ValueError(f"max_model_len={max_model_len}: the model has {positions} positions; give no more")
         self._runtime.make_room(max_num_seqs)
@@ -104,7 +101,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._decoding = None if tokenizer is None else TokenDecoder(tokenizer)
         self._max_queue = max_queue
-        settings = LoopSettings(max_num_seqs, max_step_ms, prefix_cache, logprobs_mode, watch_model, mixed is True)
+        settings = LoopSettings(max_num_seqs, max_step_ms, prefix_cache, logprobs_mode, watch_model)
         self._engine_thread = EngineThread(model, self._runtime, settings)
         compilers = compilers_of(tokenizer, grammar_worker, float(grammar_timeout))
         self._grammars = Grammars(

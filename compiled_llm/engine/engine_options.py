@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from compiled_llm.engine.steps.logprobs import LogprobsMode
-
-Mixed = Literal["auto"] | bool
 
 
 def check_options(
@@ -17,7 +15,6 @@ def check_options(
     max_queue: object,
     logprobs_mode: object,
     grammar_timeout: object,
-    mixed: object,
 ) -> None:
     """Check the options of an ``Engine``.
 
@@ -34,8 +31,6 @@ def check_options(
         raise ValueError(f"max_queue={max_queue!r}: give 1 or more, or None for no limit")
     if logprobs_mode not in get_args(LogprobsMode):
         raise ValueError(f"logprobs_mode={logprobs_mode!r}: give one of {', '.join(get_args(LogprobsMode))}")
-    if mixed not in ("auto", True, False):
-        raise ValueError(f'mixed={mixed!r}: give True, False or "auto"')
     if not is_positive(grammar_timeout):
         raise ValueError(f"grammar_timeout={grammar_timeout!r}: give seconds above 0")
 

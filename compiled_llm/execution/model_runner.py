@@ -43,7 +43,6 @@ from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
-from compiled_llm.kvcache.table import Stored
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.inputs import vocabulary_of
 from compiled_llm.model.sizes import attention_geometries, max_positions_of, weights_of_a_layer
@@ -173,8 +172,8 @@ class ModelRunner:
     def _decode(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> StepOutput:
         rows, decode, new = batch.decode, self.decode, batch.new_tokens
         self.state.slots.ensure(rows)
-        if batch.tokens is None:
-            _check_next(rows)
+        if batch.tokens is None and not all(row.has_next for row in rows):
+            raise RuntimeError("step: the rows have no next tokens; give them as forced tokens")
         counts = [new] * len(rows)
         self._check_positions(rows, counts)  # first: to prepare a step, padding feeds in as many tokens
         wanted = persistent.step_for(len(rows), new)
@@ -193,22 +192,7 @@ class ModelRunner:
             row.position += new
         return persistent.has_run(rows, (wanted, step), outputs, placed, period)
 
-    def can_mix(self, decode: Sequence[Row], extend: Sequence[Extension]) -> bool:
-        """Return whether one launch can run ``decode`` and ``extend``, whose rows are not yet grown."""
-        queries = [1] * len(decode) + [len(extension.ids) for extension in extend]
-        rows: list[Stored] = [*decode, *(extension.row for extension in extend)]
-        lengths = [row.length + count for row, count in zip(rows, queries, strict=True)]
-        return bool(decode and extend) and self.prefill.is_one_launch(queries, lengths)
-
-    def _as_one_launch(self, batch: Batch) -> Batch:
-        """Return the batch with its decoding rows as rows of the prefill, with one new token each."""
-        self.state.slots.ensure([*batch.decode, *_rows(batch.extend)])
-        _check_next(batch.decode)
-        return batch._replace(decode=(), extend=[*map(Extension.of_next, batch.decode), *batch.extend])
-
     def _extend(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> StepOutput:
-        if batch.mixed:
-            batch = self._as_one_launch(batch)
         rows = _rows(batch.extend)
         persistent.leave(rows)
         with self._grown_by(batch.extend, batch.promise):
@@ -218,12 +202,7 @@ class ModelRunner:
             # Captured graphs share memory for what they compute: a replayed prefill may overwrite what decode returned.
             sampled = None if decoded is None else decoded.tokens.clone()
             self.state.slots.ensure(rows)
-            try:
-                logits, tokens = self.prefill.run(batch.extend, unchanged=unchanged, exact=persistent.exact)
-            except BaseException:
-                if batch.mixed:  # it may have sampled tokens of rows that go on
-                    persistent.lose(rows)
-                raise
+            logits, tokens = self.prefill.run(batch.extend, unchanged=unchanged, exact=persistent.exact)
         extended = StepOutput(_rows([extension for extension in batch.extend if extension.is_last]), logits, tokens)
         persistent.chose(extended)
         if extended.rows:
@@ -387,11 +366,6 @@ class ModelRunner:
             "buffers": self.state.buffer_bytes + self.decode.table_bytes,
             "graphs": self.graph_manager.cuda_graphs.nbytes,
         }
-
-
-def _check_next(rows: Sequence[Row]) -> None:
-    if not all(row.has_next for row in rows):
-        raise RuntimeError("step: the rows have no next tokens; give them as forced tokens")
 
 
 def _rows(extensions: Sequence[Extension]) -> list[Row]:

@@ -66,7 +66,6 @@ class LoopSettings(NamedTuple):
         max_step_ms: how long a step may take; None for as long as it takes.
         logprobs_mode: the distribution that log-probabilities are of.
         watch_model: check now and then whether the model is still what it was.
-        mixed: run prompts and running requests in one launch.
     """
 
     max_num_seqs: int
@@ -74,7 +73,6 @@ class LoopSettings(NamedTuple):
     prefix_cache: bool = True
     logprobs_mode: LogprobsMode = "raw_logprobs"
     watch_model: bool = True
-    mixed: bool = False
 
 
 class Loop:
@@ -83,7 +81,6 @@ class Loop:
     Attributes:
         prefixes: keeps pages of texts that have been computed; None without a prefix cache.
         steps: how many plans were launched.
-        mixed_steps: how many of them ran prompts and running requests in one launch.
         stuck: nothing could run in the last step: missing pages belong to others.
     """
 
@@ -94,7 +91,6 @@ class Loop:
         token_budget: TokenBudget,
         prefixes: PrefixTree | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
-        mixed: bool = False,
     ) -> None:
         self._token_budget = token_budget
         self.model_runner = model_runner
@@ -105,17 +101,16 @@ class Loop:
         self._masks = MaskWriter()
         self._prepared: _Prepared | None = None  # for the last plan
         self._launched: deque[_Launched] = deque()
-        self._mixed = mixed
-        self.steps = self.mixed_steps = 0
+        self.steps = 0
         self.stuck = False
 
     @classmethod
     def of(cls, model_runner: ModelRunner, settings: LoopSettings) -> Loop:
         prefixes = model_runner.prefixes if settings.prefix_cache else None
-        token_budget = TokenBudget(settings.max_step_ms, model_runner.config.prefill_tokens, settings.mixed)
+        token_budget = TokenBudget(settings.max_step_ms, model_runner.config.prefill_tokens)
         slots = model_runner.state.slots.room_for
         scheduler = Scheduler(model_runner.pool, settings.max_num_seqs, token_budget.tokens, prefixes, slots)
-        return cls(model_runner, scheduler, token_budget, prefixes, settings.logprobs_mode, settings.mixed)
+        return cls(model_runner, scheduler, token_budget, prefixes, settings.logprobs_mode)
 
     @property
     def idle(self) -> bool:
@@ -251,7 +246,6 @@ class Loop:
         """Yield the tokens of each launch, in the order of ``StepPlan.sampled``."""
         _, _, batch, scored, watch, _ = prepared
         if batch.decode or batch.extend:
-            self.mixed_steps += batch.mixed
             yield self.model_runner.run(batch, self._persistent, unchanged=True).tokens
         for chunk in scored:
             yield run_scored(self.model_runner, self._persistent, chunk, watch)
@@ -261,11 +255,12 @@ class Loop:
         if self._prepared is None or self._prepared.plan is not plan:
             plain = [chunk for chunk in plan.extend if not chunk.scored]
             scored = [chunk for chunk in plan.extend if chunk.scored]
+            ending = [
+                [chunk.request for chunk in chunks if chunk.is_last] for chunks in (plain, *([each] for each in scored))
+            ]
+            watch = Watch(self.model_runner, (plan.decode, *ending), self._logprobs_mode)
             rows = [request.running_row for request in plan.decode]
-            extend = [chunk.extension for chunk in plain]
-            mixed = self._mixed and self.model_runner.can_mix(rows, extend)
-            watch = Watch(self.model_runner, _launches(plan.decode, plain, scored, mixed), self._logprobs_mode)
-            batch = Batch(rows, extend, observer=watch.see if watch else None, mixed=mixed)
+            batch = Batch(rows, [chunk.extension for chunk in plain], observer=watch.see if watch else None)
             self._prepared = _Prepared(plan, plan.sampled, batch, scored, watch, Constrained.among(plan.sampled))
         return self._prepared
 
@@ -314,16 +309,6 @@ class Loop:
         for request, error in failed.items():
             self.scheduler.end(request, "error", error)
         return list(failed)
-
-
-def _launches(
-    decode: Sequence[Request], plain: Sequence[Chunk], scored: Sequence[Chunk], mixed: bool
-) -> list[list[Request]]:
-    """Return the requests that each launch of a plan samples tokens for."""
-    ending, *others = [
-        [chunk.request for chunk in chunks if chunk.is_last] for chunks in (plain, *([each] for each in scored))
-    ]
-    return [[*decode, *ending], *others] if mixed else [[*decode], ending, *others]
 
 
 def _as_of_now(request: Request, sampling: Sampling | None) -> Sampling | None:

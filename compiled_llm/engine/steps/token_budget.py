@@ -23,30 +23,23 @@ class TokenBudget:
         bounded: whether steps have to be timed.
     """
 
-    def __init__(self, max_step_ms: float | None, max_tokens: int, mixed: bool = False) -> None:
-        """Steps may take ``max_step_ms`` on the device (None for any time); chunks have up to ``max_tokens``.
-
-        Those of ``mixed`` steps leave room for the token of each running row.
-        """
+    def __init__(self, max_step_ms: float | None, max_tokens: int) -> None:
+        """Steps may take ``max_step_ms`` on the device (None for any time); chunks have up to ``max_tokens``."""
         self._limit = math.inf if max_step_ms is None else max_step_ms / 1000
         self.bounded = max_step_ms is not None
-        self._max_tokens = max_tokens
-        self._mixed = mixed
+        self._most = max_tokens
         self._decode: dict[int, float] = {}
         self._chunk: dict[int, float] = {}
 
     def tokens(self, decoding: int) -> int:
         """Return how many tokens of prompts may run next to so many rows; at least a few, so that prompts go on."""
-        most = self._max_tokens
-        if self._mixed:
-            most = max(min(_SMALLEST, most), most - decoding)
         if not self.bounded:
-            return most
+            return self._most
         left = self._limit - self._decode.get(_rounded(decoding), 0.0)
         size = _SMALLEST
-        while size < most and self._seconds(2 * size) <= left:
+        while size < self._most and self._seconds(2 * size) <= left:
             size *= 2
-        return min(most, size)
+        return min(self._most, size)
 
     def _seconds(self, size: int) -> float:
         """Return how long a chunk lasts, or would if it lasted twice as long as one half as large."""

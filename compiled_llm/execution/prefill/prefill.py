@@ -269,28 +269,12 @@ class Prefill:
             return None
         if self._graph_manager.programs.full():  # a new CUDA graph would have no guards
             return None
-        queries = [len(extension.ids) for extension in chunk]
-        return self._shape_for(queries, [extension.row.length for extension in chunk])
-
-    def _shape_for(self, queries: Sequence[int], lengths: Sequence[int]) -> StepKey | None:
-        shape = self._shapes.smallest(sum(queries), len(queries))
+        shape = self._shapes.smallest(token_count(chunk), len(chunk))
         if shape is None:
             return None
-        shape = shape._replace(variant=self._planner.variant_for(queries, lengths))
+        shape = shape._replace(variant=self._planner.variant_for(chunk))
         fits = self._table.get(shape) is not None or self._planner.fits(shape)
         return shape if fits else None  # larger ones fit even less
-
-    def is_one_launch(self, queries: Sequence[int], lengths: Sequence[int]) -> bool:
-        """Return whether rows run in one launch, and in a captured shape if there are some for so many tokens.
-
-        Args:
-            queries: ``[B]``, new tokens of each row.
-            lengths: ``[B]``, all its tokens.
-        """
-        if sum(queries) > self._state.config.prefill_tokens:
-            return False
-        captured = self._cuda_graphs.ours and self._shapes.smallest(sum(queries), len(queries)) is not None
-        return not captured or self._shape_for(queries, lengths) is not None
 
     def _begin_capture(self, shape: StepKey) -> Callable[[], None]:
         """Plan a shape that may never have run, over rows of padding; returns a function that begins its capture."""
@@ -313,16 +297,13 @@ class Prefill:
         """Run a prefill padded to ``shape``: replay it, or launch and capture it, now or in the ``background``."""
         state = self._state
         packed, table = self._padded(shape, chunk, keep, slots)
-        entry = self._table.get(shape)
-        # What rows that go on feed in is overwritten by what is sampled for them: their step cannot run again.
-        repeatable = bool((packed.ids >= 0).all())
-        if entry is not None and (repeatable or self._graph_manager.is_valid(shape, unchanged)):
+        if (entry := self._table.get(shape)) is not None:
             assert entry.filled is not None
             self._upload(packed, table, shape, entry.filled)
             result: StepOutputs = entry.replay()
             # Checked while the device computes. All it reads is there, since the weights are; and if the model computes
             # something else now, all it writes is written again.
-            if not repeatable or self._graph_manager.is_valid(shape, unchanged):
+            if self._graph_manager.is_valid(shape, unchanged):
                 return result
             state.slots.restore(packed.slots)
         inputs, filled = self._in_new_tensors(shape, packed)
