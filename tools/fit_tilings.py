@@ -36,7 +36,7 @@ from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, worth_splitting
 from compiled_llm_ops.kernels import attention_tiling, linear_tiling
 from compiled_llm_ops.kernels.attention_tiling import AttentionTiling, choose_attention_tiling
 from compiled_llm_ops.kernels.linear_tiling import LinearTiling, choose_linear_tiling, choose_normed_tiling
-from compiled_llm_ops.linear import linear
+from compiled_llm_ops.linear import linear, onednn
 from compiled_llm_ops.protocol import CapturedLaunch
 
 CLOSE = 0.03
@@ -404,7 +404,7 @@ def cpu_linear_cases(_: Machine, quick: bool) -> Iterator[Case]:
     """The rows or the weight as the left factor, in torch's BLAS, or oneDNN."""
     weights = [(576, 576), (1536, 576), (49_152, 576)]
     more_weights = [(960, 576), (576, 1536), (4096, 1024), (8192, 1024), (12_288, 4096)]
-    products = (linear.rows_left, linear.weight_left, linear.in_onednn)
+    products = (linear.rows_left, linear.weight_left, onednn.linear)
     for outputs, inputs in weights if quick else weights + more_weights:
         for count in (1, 4, 8, 16) if quick else (1, 2, 3, 4, 5, 6, 8, 12, 16, 64, 256):
             prepare = lambda given=(count, outputs, inputs): cpu_linear_timer(*given)  # noqa: E731

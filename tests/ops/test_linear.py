@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compiled_llm_ops import skinny_linear
-from compiled_llm_ops.linear import linear
+from compiled_llm_ops.linear import linear, onednn
 
 pytestmark = pytest.mark.core
 
@@ -84,3 +84,5 @@ def test_mkl_is_slow_on_amds_processors(
     if text is not None:
         cpuinfo.write_text(text)
     assert linear.mkl_is_slow.__wrapped__() is slow
+    monkeypatch.setattr(onednn, "is_available", lambda: False)
+    assert linear.mkl_is_slow.__wrapped__() is False

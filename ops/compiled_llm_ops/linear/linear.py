@@ -14,6 +14,7 @@ from torch import Tensor
 
 from compiled_llm_ops.contracts import SkinnyLinear
 from compiled_llm_ops.library import define
+from compiled_llm_ops.linear import onednn
 
 
 def skinny_linear(rows: Tensor, weight: Tensor, overlap: bool = False, ahead: bool = False) -> Tensor:
@@ -76,8 +77,13 @@ CPUINFO = Path("/proc/cpuinfo")
 
 @functools.cache
 def mkl_is_slow() -> bool:
-    """Whether torch's BLAS is MKL on a processor of AMD's, where it reads a weight slowly as the right factor."""
-    return torch.backends.mkl.is_available() and CPUINFO.exists() and "AuthenticAMD" in CPUINFO.read_text()
+    """Whether torch's BLAS is MKL on a processor of AMD's, where it reads a weight slowly as the right factor.
+
+    Only if torch has oneDNN, too, which is the way out.
+    """
+    if not (torch.backends.mkl.is_available() and onednn.is_available()):
+        return False
+    return CPUINFO.exists() and "AuthenticAMD" in CPUINFO.read_text()
 
 
 def rows_left(rows: Tensor, weight: Tensor) -> Tensor:
@@ -89,11 +95,6 @@ def weight_left(rows: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(weight, columns)[:, : len(rows)].t().contiguous()
 
 
-def in_onednn(rows: Tensor, weight: Tensor) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
-    return product
-
-
 def product_on_cpu(count: int, inputs: int) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the fastest product of so many rows in float32; where MKL is fast, that which ``nn.Linear`` runs, too.
 
@@ -101,7 +102,7 @@ def product_on_cpu(count: int, inputs: int) -> Callable[[Tensor, Tensor], Tensor
     """
     if not mkl_is_slow():
         return rows_left
-    return weight_left if max(count, 2) * inputs <= MAX_COLUMNS else in_onednn
+    return weight_left if max(count, 2) * inputs <= MAX_COLUMNS else onednn.linear
 
 
 def _cpu(args: SkinnyLinear) -> Tensor:

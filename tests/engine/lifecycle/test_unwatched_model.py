@@ -19,7 +19,7 @@ def tokens(engine: Engine) -> list[int]:
 def test_how_often_the_model_is_looked_at(model, watched, monkeypatch):
     looks: list[object] = []
     obstacle = ModelCheck.obstacle
-    monkeypatch.setattr(ModelCheck, "obstacle", lambda self: looks.append(self) or obstacle(self))
+    monkeypatch.setattr(ModelCheck, "obstacle", lambda self, *args: looks.append(self) or obstacle(self, *args))
     with Engine(model, watch_model=watched) as engine:
         expected = tokens(engine)
         once = len(looks)
