@@ -40,8 +40,8 @@ class ModelCheck:
         self._submitted: tuple[float, weakref.ref[ModelRunner]] | None = None  # when a caller has, and what ran it
         self._begun: weakref.ref[ModelRunner] | None = None  # what the loop has begun with, a caller having looked
 
-    def obstacle(self, placement: Placement | None = None) -> str | None:
-        """Return why the model can serve no request now, with the remedy; ``placement`` if that was just asked for."""
+    def obstacle(self, placement: Placement) -> str | None:
+        """Return why the model, at this ``placement``, can serve no request now, with the remedy."""
         if runtime_of(self._model) is not self._runtime:
             return "the model was unwrapped; wrap it, and make another engine"
         if self._model.training:

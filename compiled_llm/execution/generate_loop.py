@@ -300,7 +300,7 @@ class GenerateLoop:
                 logits processors), or would have more tokens than the model positions.
             OutOfPagesError: as ``step``.
         """
-        self._check_fed(tokens)
+        self._check_fed("feed", tokens)
         readback = self._thread.call(self._feed, tokens.squeeze(1) if tokens.shape[1] == 1 else tokens)
         sampled: NDArray[np.int64] = readback.array().reshape(tokens.shape)
         return sampled
@@ -310,7 +310,8 @@ class GenerateLoop:
 
         The others are forgotten. Until the result is read, the host knows upper bounds of the rows' lengths: pages are
         taken for those. What needs exact ones waits for them: ``Row.fork``, ``Row.rewind``, a step of other rows or of
-        another number of tokens. Read each result after the next step has been launched.
+        another number of tokens, and each step whose attention is planned on the host. Read each result after the next
+        step has been launched.
 
         Args:
             tokens: ``[B, q]``, two at least for each row.
@@ -322,8 +323,9 @@ class GenerateLoop:
 
         Raises:
             ValueError: as ``feed``; or a row has penalties, which would count tokens that it forgets.
+            OutOfPagesError: as ``step``.
         """
-        self._check_fed(tokens)
+        self._check_fed("verify", tokens)
         if tokens.shape[1] < 2:
             raise ValueError("verify: two tokens for each row are needed at least; call step for one")
         if self.model_runner.state.slots.remember(self.rows):
@@ -342,16 +344,17 @@ class GenerateLoop:
                 f"{list(tokens.shape)}"
             )
 
-    def _check_fed(self, tokens: Tensor) -> None:
+    def _check_fed(self, method: str, tokens: Tensor) -> None:
         if self._pending:
-            raise RuntimeError("feed: a prompt waits for its prefill; call step first")
+            raise RuntimeError(f"{method}: a prompt waits for its prefill; call step first")
         if tokens.dim() != 2 or len(tokens) != len(self.rows) or 0 in tokens.shape or tokens.dtype not in _INTEGERS:
             raise ValueError(
                 f"tokens: as many integers for each of {len(self.rows)} rows are needed, one at least; got "
                 f"{tokens.dtype} {list(tokens.shape)}"
             )
         if self._persistent.deferred.defers(self.rows):
-            raise ValueError("feed: a row's tokens are sampled late, by a grammar or a logits processor; call step")
+            late = "a row's tokens are sampled late, by a grammar or a logits processor"
+            raise ValueError(f"{method}: {late}; call step")
 
     def _next_masks(self) -> Masks | None:
         return self._masks() if self._masks is not None and self._persistent.deferred else None

@@ -133,9 +133,9 @@ class WrappedModel:
         if not (plain and bool((copies().of(mask) == 1).all())):
             return original(inputs_tensor, model_kwargs)
         positions = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
-        known = copies()
-        known.note(positions, torch.arange(mask.shape[1], device="cpu").expand(mask.shape))
-        known.counted = positions
+        host_copies = copies()
+        host_copies.note(positions, torch.arange(mask.shape[1], device="cpu").expand(mask.shape))
+        host_copies.counted = positions
         return positions
 
     def _prepare_cache_for_generation(

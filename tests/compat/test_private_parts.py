@@ -27,9 +27,9 @@ DOCUMENTED = {
 # The dictionaries of `nn.Module`, and what Python names with an underscore.
 NOT_PRIVATE = {"_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
 OF_PYTHON = {"_asdict", "_replace", "_fields", "_field_defaults", "_exit"}
-# Other libraries' private parts, with tables and tests of their own.
 OF_THE_OPS = "compiled_llm_ops/linear/onednn.py"
-"""The ops import nothing of ours, so theirs stand in a module of their own."""
+"""The ops cannot import `compat`, so the private part that they use stands here, with its test in `test_linear.py`."""
+# Other libraries' private parts, with tables and tests of their own.
 ELSEWHERE = ("compat/huggingface.py", "wrapped_model.py", "flashinfer/")
 
 

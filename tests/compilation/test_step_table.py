@@ -100,9 +100,7 @@ class Machine(RuleBasedStateMachine):
         return (most is None or len(self.used) + more <= most) and (limit is None or taken <= limit)
 
     def staying(self, new: StepKey) -> set[StepKey]:
-        """Those in which all others can run: anchors, or if there are none the largest, also of each number of new
-        tokens a row.
-        """
+        """Those in which all others can run: anchors, or without any the largest, for each number of new tokens."""
         found = set()
         for alike in (PREFILLS, *([key for key in KEYS if is_decode_of(key, tokens)] for tokens in (1, 2, 3))):
             keys = [key for key in (*self.used, new) if key in alike]

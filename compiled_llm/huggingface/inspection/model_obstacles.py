@@ -16,9 +16,7 @@ MORE_OUTPUTS: tuple[SlowPath, ...] = ("output_hidden_states", "output_attentions
 """Outputs of layers, which the model computes if its config says so."""
 
 
-def forward_reasons(
-    model: PreTrainedModel, version: ModelVersion, placement: Placement | None = None
-) -> Iterator[Reason]:
+def forward_reasons(model: PreTrainedModel, version: ModelVersion, placement: Placement | None) -> Iterator[Reason]:
     """Yield why the original forward has to run; ``placement`` if the version was just asked for it."""
     if (own := own_forward(model)) is not None:
         yield Reason("own_forward", own)
@@ -40,7 +38,7 @@ def inner_reasons(version: ModelVersion, placement: Placement | None = None) -> 
 
 
 def model_obstacle(
-    model: PreTrainedModel, version: ModelVersion, overrides: Overrides, placement: Placement | None = None
+    model: PreTrainedModel, version: ModelVersion, overrides: Overrides, placement: Placement | None
 ) -> Reason | None:
     """Return why our loops cannot run the model now, or None; ``placement`` as for ``forward_reasons``."""
     for reason in forward_reasons(model, version, placement):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -375,63 +376,62 @@ def test_escape_ends_an_answer_and_enter_does_not(talk: Browser, script: Script)
     assert talk.run("document.querySelector('#question').value") == "not yet"
 
 
-def test_before_the_model_is_ready_it_says_what_is_done_how_far_and_since_when(browser: Browser, path: Path) -> None:
+@pytest.fixture
+def loading(browser: Browser, path: Path) -> Iterator[tuple[Loop, RunningServer]]:
+    """The page of a server whose engine process is loading the weights; the test may end the server."""
     loop = Loop(path)
     with running_server(path, wait=False) as api_server:
         api_server.api_server.link._since -= 3600
         browser.open_anew(api_server.url)
-        loop.server.report("compiling decode, 4 rows (2 of 4), once")
-        browser.until_state("compiling decode, 4 rows (2 of 4), once")
-        assert browser.text("#doing") == "compiling decode, 4 rows (2 of 4), once"
-        assert browser.run("[document.querySelector('#progress').value, document.querySelector('#progress').max]") == [
-            1,
-            4,
-        ]
-        browser.until("/^1 h 0 min$/.test(document.querySelector('#how-long').textContent)")
-        api_server.api_server.link._since += 3500
-        browser.until("/^1 min [45]\\d s$/.test(document.querySelector('#how-long').textContent)")
         loop.server.report("loading the weights")
         browser.until_state("loading the weights")
-        assert browser.run("document.querySelector('#progress').hidden")
+        yield loop, api_server
     loop.close()
+
+
+def test_before_the_model_is_ready_it_says_what_is_done_how_far_and_since_when(
+    browser: Browser, loading: tuple[Loop, RunningServer]
+) -> None:
+    loop, api_server = loading
+    assert browser.run("document.querySelector('#progress').hidden")
+    browser.until("/^1 h 0 min$/.test(document.querySelector('#how-long').textContent)")
+    api_server.api_server.link._since += 3500
+    browser.until("/^1 min [45]\\d s$/.test(document.querySelector('#how-long').textContent)")
+    loop.server.report("compiling decode, 4 rows (2 of 4), once")
+    browser.until_state("compiling decode, 4 rows (2 of 4), once")
+    assert browser.text("#doing") == "compiling decode, 4 rows (2 of 4), once"
+    assert browser.run("[document.querySelector('#progress').value, document.querySelector('#progress').max]") == [1, 4]
+    loop.server.report("loading the weights")
+    browser.until_state("loading the weights")
+    assert browser.run("document.querySelector('#progress').hidden")
 
 
 def test_what_is_asked_before_the_model_is_ready_waits_for_it(
-    browser: Browser, path: Path, engine: Engine, tmp_path: Path
+    browser: Browser, loading: tuple[Loop, RunningServer], engine: Engine, tmp_path: Path
 ) -> None:
     tokenizer = tmp_path / "tokenizer"
     engine._tokenizer.save_pretrained(tokenizer)  # type: ignore[union-attr]
-    loop = Loop(path)
-    with running_server(path, wait=False) as api_server:
-        browser.open_anew(api_server.url)
-        loop.server.report("loading the weights")
-        browser.until_state("loading the weights")
-        browser.run("document.querySelector('#max-tokens').value = 3")
-        browser.ask("the quick fox")
-        browser.until("document.querySelector('.assistant .note')")
-        assert browser.text(".assistant .note") == "It is asked once the model is ready."
-        browser.run("document.querySelector('#send').click()")
-        browser.until("document.querySelector('.assistant .note').textContent.startsWith('stopped')")
-        browser.ask("the lazy dog")
-        browser.until("document.querySelector('.turn:last-child .assistant .note')")
-        loop.call(loop.open, engine, tokenizer)
-        browser.until_state("ready")
-        browser.until("document.querySelector('.turn:last-child .assistant .note').textContent.endsWith('cached')")
-        assert browser.run("document.querySelectorAll('article .error').length") == 0
-    loop.close()
+    loop, _ = loading
+    browser.run("document.querySelector('#max-tokens').value = 3")
+    browser.ask("the quick fox")
+    browser.until("document.querySelector('.assistant .note')")
+    assert browser.text(".assistant .note") == "It is asked once the model is ready."
+    browser.run("document.querySelector('#send').click()")
+    browser.until("document.querySelector('.assistant .note').textContent.startsWith('stopped')")
+    browser.ask("the lazy dog")
+    browser.until("document.querySelector('.turn:last-child .assistant .note')")
+    loop.call(loop.open, engine, tokenizer)
+    browser.until_state("ready")
+    browser.until("document.querySelector('.turn:last-child .assistant .note').textContent.endsWith('cached')")
+    assert browser.run("document.querySelectorAll('article .error').length") == 0
 
 
-def test_what_waits_for_a_server_that_is_gone_says_so(browser: Browser, path: Path) -> None:
-    loop = Loop(path)
-    with running_server(path, wait=False) as api_server:
-        browser.open_anew(api_server.url)
-        loop.server.report("loading the weights")
-        browser.until_state("loading the weights")
-        browser.ask("the quick fox")
-        browser.until("document.querySelector('.assistant .note')")
+def test_what_waits_for_a_server_that_is_gone_says_so(browser: Browser, loading: tuple[Loop, RunningServer]) -> None:
+    browser.ask("the quick fox")
+    browser.until("document.querySelector('.assistant .note')")
+    loading[1].close()
     browser.until("document.querySelector('article .error')")
     assert browser.text("article .error") == "the server does not answer"
-    loop.close()
 
 
 def test_once_it_is_ready_nothing_says_otherwise(talk: Browser) -> None:
