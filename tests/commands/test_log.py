@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,8 +95,10 @@ def test_a_server_that_starts_says_over_http_what_it_says_on_stderr(model_folder
         try:
             until(lambda: "/v1" in file.read_text())
             url = re.findall(r"at (http://\S+)/v1", file.read_text())[0]
-            while not (found := httpx.get(f"{url}/ready", timeout=PATIENCE).json())["ready"]:
-                heard.add(found["doing"])
+            with httpx.Client(timeout=PATIENCE) as client:
+                while not (found := client.get(f"{url}/ready").json())["ready"]:
+                    heard.add(found["doing"])
+                    time.sleep(0.05)  # or asking and answering would take a core from it
         finally:
             server.kill()
     shown = set(re.findall(r"^compiled_llm: (.+)$", file.read_text(), re.MULTILINE))
