@@ -308,15 +308,20 @@ class ModelRunner:
     # ---- around it
 
     def look(self) -> None:
-        """Look at the model before the next step, and forget texts if it may have computed something else.
+        """Look at the model before the next step, which may then run ``unchanged``; the last one is not repeated.
 
-        Afterwards a step may run ``unchanged``: the last one is not repeated as it is.
+        ``forget_changed`` belongs to it, before anyone gets what the step computes.
         """
         self.graph_manager.check_model()
         self.state.validity.invalidate()
+
+    def forget_changed(self) -> bool:
+        """Forget texts if the model may have computed something else before this look; True if it may have."""
         before, self._values = self._values, self._facts.version.values
-        if before not in (None, self._values):
+        changed = before not in (None, self._values)
+        if changed:
             self.prefixes.clear()
+        return changed
 
     def is_of(self, model: PreTrainedModel) -> bool:
         """Return whether this runs ``model``, as it is now or as it was."""

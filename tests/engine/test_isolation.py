@@ -136,10 +136,36 @@ def test_what_ran_while_weights_changed_leaves_nothing_in_the_prefix_cache(model
     assert engine.generate(PROMPT, greedy(8))[0].token_ids == alone(other, PROMPT, 8)
 
 
-def test_the_model_is_looked_at_when_work_begins(model, engine):
+def test_the_model_is_looked_at_when_work_begins(model, engine, reading):
+    """Also where the first step is launched before all of the model has been compared."""
     for seed in (5, 6, 7):  # in less than a tenth of a second
         other = train(model, seed)
-        assert engine.generate(PROMPT, greedy(2))[0].token_ids == alone(other, PROMPT, 2)
+        cached = engine.stats().cached_tokens
+        for new in (1, 6):
+            assert engine.generate(PROMPT, greedy(new))[0].token_ids == alone(other, PROMPT, new)
+        assert engine.stats().cached_tokens > cached, "what was computed since is kept"
+
+
+def test_a_step_of_a_model_that_had_changed_leaves_nothing(model, engine, monkeypatch, seed):
+    """Draws of several answers and scores of a prompt: all is computed again."""
+    monkeypatch.setattr(Loop, "asynchronous", True)
+    drawn = SamplingParams(max_tokens=6, n=2, seed=seed, ignore_eos=True)
+    scored = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=1, logprobs=1)
+
+    def answers(engine: Engine) -> tuple[list[list[int]], list[float]]:
+        outputs = engine.generate([PROMPT] * 3, [drawn, scored, greedy(3)])
+        places = [*(outputs[1].prompt_logprobs or ())[1:], *(outputs[1].outputs[0].logprobs or ())]
+        tokens = [answer.token_ids for output in outputs for answer in output.outputs]
+        return tokens, [round(entry.logprob, 3) for place in places for entry in (place or {}).values()]
+
+    before = answers(engine)
+    train(model, seed=6)
+    again = wrapped(4000, **PAGES)
+    train(again, seed=6)
+    with Engine(again) as other:
+        expected = answers(other)
+    assert expected != before
+    assert answers(engine) == expected
 
 
 def test_an_engine_trusts_nothing_that_a_forgotten_one_has_left(model, one_thread):
@@ -170,12 +196,12 @@ def test_a_request_that_ends_in_the_midst_of_its_prompt_gives_its_pages_back(one
             other = engine.submit(PROMPT[:9], greedy(30))
             step, first = loop.step, loop.steps
 
-            def watched() -> Any:
+            def watched(look: bool) -> Any:
                 if loop.steps == first + 4 and end == "cancelled":
                     long.cancel()
                 elif loop.steps == first + 4:
                     long.requests[0].deadline = loop.scheduler._next_deadline = 0.0
-                return step()
+                return step(look)
 
             monkeypatch.setattr(loop, "step", watched)
         output = long.result(PATIENCE)
@@ -363,9 +389,9 @@ def test_a_step_is_read_after_the_next_is_launched_whatever_it_runs(monkeypatch,
             loop = loop_of(engine)
             before, step = loop.steps, loop.step
 
-            def watched() -> Any:
+            def watched(look: bool) -> Any:
                 launched = loop.steps
-                changed = step()
+                changed = step(look)
                 if loop.steps > launched:
                     unread.append(len(loop._launched))
                 return changed

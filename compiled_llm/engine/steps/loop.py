@@ -128,20 +128,22 @@ class Loop:
         """Whether a step may still run after its launch; else reading late gains nothing."""
         return self.model_runner.device.type != "cpu"
 
-    def note_model(self) -> None:
-        """Look at the model as it is now, and forget what was computed with another one."""
-        self.model_runner.thread.call(self.model_runner.look)
-        if self.prefixes is not None:
-            self.scheduler.generation = self.prefixes.generation
-
-    def step(self) -> list[Request]:
+    def step(self, look: bool = False) -> list[Request]:
         """Launch the next plan, if any request can run, and read the tokens of the previous one.
 
-        What it runs was valid when the model was last noted.
+        Args:
+            look: look at the model, which may have changed. The first requests after a rest need not wait for all of
+                that: it goes on while the device runs their step, which is thrown away if the model has changed.
 
         Returns:
             The requests that have got a token or have ended.
         """
+        behind = look and self.asynchronous and not (self._launched or self.scheduler.running)
+        if look:
+            self.model_runner.thread.call(self.model_runner.look)
+            if not behind:
+                self._forget_changed()
+            self._join_generation()
         plan = self.scheduler.plan()
         launched = bool(plan.decode or plan.extend)
         if launched:
@@ -149,8 +151,19 @@ class Loop:
                 self.model_runner.thread.call(self._launch, plan)
             self.scheduler.launched(plan)
             self.steps += 1
+        if behind and self._forget_changed():
+            self.restart()
+            self._join_generation()
         self.stuck = not (launched or self.scheduler.idle or self._launched)
         return self._read_all_but(int(self.asynchronous and launched))
+
+    def _forget_changed(self) -> bool:
+        return self.model_runner.thread.call(self.model_runner.forget_changed)
+
+    def _join_generation(self) -> None:
+        """Let what is computed from now on be kept with the texts that are there."""
+        if self.prefixes is not None:
+            self.scheduler.generation = self.prefixes.generation
 
     def _repeat(self, plan: StepPlan) -> bool:
         """Run the last step once more, unless something has changed, or the plan is another."""

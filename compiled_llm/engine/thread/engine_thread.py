@@ -252,15 +252,14 @@ class EngineThread:
         if first := loop.read_first_tokens():
             self.request_table.notify(first)
         self._arrivals.deliver(loop)
-        if self.check.look_if_due(loop.model_runner):
-            loop.note_model()
+        due = self.check.look_if_due(loop.model_runner)
         lock, scheduler = self._runtime.loop_lock, loop.scheduler
         if expired := scheduler.expire(time.monotonic()):
             self.request_table.notify(expired)
         scheduler.admits_until = lock.pages_wanted_since(apart_from=self)
         if scheduler.running and (compiling := loop.model_runner.compiling) is not None:  # it waits for them to end
             scheduler.admits_until = min(scheduler.admits_until, compiling.admits_until)
-        self.request_table.notify(loop.step())
+        self.request_table.notify(loop.step(due))
         # If no other loop runs that could give pages back, caches have them, and other requests may fit.
         lock.claim_pages(self, scheduler.short_since if scheduler.running or lock.shared else None)
 

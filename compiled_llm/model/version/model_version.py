@@ -9,7 +9,7 @@ gets another number, and is remembered as it is now. Whoever relies on a part ke
 | ``tensors`` | modules; parameters, buffers, tensors in attributes: which, and where | ``GraphManager.check_model`` |
 | ``layers`` | the layers' modules, classes and attributes, names and order of their tensors | ``Outline.of`` |
 | ``code`` | ``forward`` of all classes; methods and torch's functions, if traced | ``GraphManager.check_model`` |
-| ``values`` | these; other modules' attributes, entries of containers, writes to tensors | ``ModelRunner.look`` |
+| ``values`` | these; other modules' attributes, containers, writes to tensors | ``ModelRunner.forget_changed`` |
 | ``placement`` | device, dtype, the hooks of inner modules | ``ModelRunnerLifecycle.current`` |
 
 The first drops CUDA graphs, and lays weights that are multiplied as one out again. The second traces all layers, also

@@ -94,10 +94,11 @@ def test_an_engine_that_runs_looks_at_the_model_in_its_next_step(watched, model,
     monkeypatch.setattr(EngineThread, "start_thread", lambda self: None)
     looked, looks, step = list[bool](), list[object](), Loop.step
 
-    def counted(loop: Loop) -> Any:
-        looked.append(bool(looks))
+    def counted(loop: Loop, look: bool = False) -> Any:
         looks.clear()
-        return step(loop)
+        changed = step(loop, look)
+        looked.append(bool(looks))
+        return changed
 
     note_calls(monkeypatch, ModelVersion, "look", lambda version: looks.append(version))
     monkeypatch.setattr(Loop, "step", counted)

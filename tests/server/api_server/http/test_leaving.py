@@ -120,13 +120,13 @@ def test_a_prefill_whose_client_has_left_ends_at_its_next_chunk(
     step, steps = EngineLoop.step, 0
     with socket.create_connection(("127.0.0.1", api_server.port)) as peer:
 
-        def leaving(loop: EngineLoop) -> Any:
+        def leaving(loop: EngineLoop, look: bool) -> Any:
             nonlocal steps
             steps += 1
             if steps == 3:
                 peer.close()
                 until(lambda: engine._engine_thread._arrivals)
-            return step(loop)
+            return step(loop, look)
 
         monkeypatch.setattr(EngineLoop, "step", leaving)
         peer.sendall(request({"prompt": [[5 + 7 * place % 90 for place in range(300)]], "max_tokens": 3, **more}))
