@@ -20,7 +20,12 @@ from transformers import LlamaForCausalLM as Llama, Qwen3ForCausalLM as Qwen3
 
 from compiled_llm.compilation import backend as inductor
 from compiled_llm.execution.generate_loop import GenerateLoop
-from support.ops.interpreting import INTERPRETED, patch_the_language_once, take_scalars_as_numbers
+from support.ops.interpreting import (
+    INTERPRETED,
+    leave_out_what_nothing_reads,
+    patch_the_language_once,
+    take_scalars_as_numbers,
+)
 from support.tiny_models import tiny_llama, tiny_qwen3
 
 
@@ -151,3 +156,4 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         take_scalars_as_numbers(monkeypatch)
         patch_the_language_once(monkeypatch)
+        leave_out_what_nothing_reads(monkeypatch)

@@ -202,14 +202,24 @@ def test_layers_that_leave_other_parts_of_a_page_zero_share_no_memory() -> None:
 
 
 @pytest.mark.usefixtures("grouped")
-@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        ("Gemma3", "eager"),
+        pytest.param("Gemma3", "Inductor", marks=pytest.mark.slow),
+        ("GptOss", "eager"),
+        ("GptOss", "Dynamo"),
+        pytest.param("GptOss", "Inductor", marks=[pytest.mark.slow, pytest.mark.whole]),
+    ],
+)
 def test_tokens_are_huggingfaces_and_those_of_one_group(
-    family: str, mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+    family: str, how: str, seed: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Alone and in batches, on and beside page boundaries; rows end early."""
-    plain, model = pair(family, seed, mode)
+    plain, model = pair(family, seed, "eager" if how == "eager" else "compile")
     monkeypatch.undo()
+    if how == "Dynamo":  # and what Inductor makes of two groups, the other family shows
+        request.getfixturevalue("without_inductor")
     one_group = pair(family, seed)[1]
     greedy(one_group, mixed_prompts([3], 128, seed), 2)
     monkeypatch.setattr(specs, "layer_groups", by_window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import os
@@ -64,3 +65,26 @@ def patch_the_language_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return patch(function)
 
     monkeypatch.setattr(interpreter, "_patch_lang", patched)
+
+
+def leave_out_what_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It works out if a sum of integers overflows, and looks at that only when it debugs; it makes a table of all of
+    NumPy's types to look one up, and a name for each tuple. That took half of the time.
+    """
+    interpreter, core = (importlib.import_module(f"triton.{name}") for name in ("runtime.interpreter", "language.core"))
+    builder, find, known = interpreter.interpreter_builder, interpreter._get_np_dtype, dict[str, Any]()
+    assert not builder.options.debug
+    monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
+
+    def found(own: Any) -> Any:
+        name = own.scalar.name
+        if name not in known:
+            known[name] = find(own)
+        return known[name]
+
+    def without_a_name(self: Any, types: list[Any], fields: list[str] | None = None) -> None:
+        self.types, self.fields = types, fields or [""] * len(types)
+
+    monkeypatch.setattr(interpreter, "_get_np_dtype", found)
+    monkeypatch.setattr(core.tuple_type, "__init__", without_a_name)
+    monkeypatch.setattr(core.tuple_type, "name", "tuple", raising=False)
