@@ -118,6 +118,11 @@ class BaseClient(ABC):
         return self._session.doing
 
     @property
+    def progress(self) -> tuple[int, int] | None:
+        """Which step of how many that work is, from 1; None if steps are not counted, or it is ready."""
+        return self._session.progress
+
+    @property
     def heard(self) -> int:
         """How often something has come of the engine process, whose heartbeat comes every few seconds."""
         return self._session.heard

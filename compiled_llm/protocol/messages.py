@@ -89,10 +89,17 @@ class Welcome(Struct, tag="welcome", frozen=True):
     process: int
 
 
-class Preparing(Struct, tag="preparing", frozen=True):
-    """The work of an engine process before it takes requests, in words; sent again with each change."""
+class Preparing(Struct, tag="preparing", frozen=True, omit_defaults=True):
+    """The work of an engine process before it takes requests; sent again with each change.
+
+    Attributes:
+        doing: in words.
+        step: which of ``steps`` it is, from 1; both are None if they are not counted.
+    """
 
     doing: str
+    step: int | None = None
+    steps: int | None = None
 
 
 class Ready(Struct, tag="ready", frozen=True):

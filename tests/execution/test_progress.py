@@ -100,11 +100,17 @@ def test_warmup_numbers_what_it_will_do(mode: str, capsys, monkeypatch, without_
 
 def test_who_watches_hears_the_words_of_stderr_though_they_are_not_shown(capsys, without_inductor) -> None:
     model = compiled_llm.wrap(tiny_qwen3(), mode="compile", kv_memory="400 tokens", progress=False)
-    heard: list[str] = []
-    with watched(heard.append):
+    heard: list[tuple[str, int | None, int | None]] = []
+    with watched(lambda doing, step=None, steps=None: heard.append((doing, step, steps))):
         model.compiled.warmup([1, 2])
-    model.compiled.warmup([4])
-    assert heard == ["tracing prefill (1 of 3)", "tracing decode, 1 row (2 of 3)", "tracing decode, 2 rows (3 of 3)"]
+        model.compiled.warmup([4])
+    model.compiled.warmup([8])
+    assert heard == [
+        ("tracing prefill (1 of 3)", 1, 3),
+        ("tracing decode, 1 row (2 of 3)", 2, 3),
+        ("tracing decode, 2 rows (3 of 3)", 3, 3),
+        ("preparing decode, 4 rows", None, None),
+    ]
     assert capsys.readouterr().err == ""
 
 

@@ -219,7 +219,7 @@ class FakeDevice:
         return True
 
     def make_ready(
-        self, bucket: int | None = None, number: str = "", embedded: bool = False, anchors: bool = True
+        self, bucket: int | None = None, number: object = None, embedded: bool = False, anchors: bool = True
     ) -> None:
         assert embedded or not anchors, "they come last"
         if bucket is not None:

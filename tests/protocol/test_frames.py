@@ -55,6 +55,7 @@ FROM_CLIENT: list[Struct] = [
 FROM_GENERATOR: list[Struct] = [
     Welcome(1, "compiled-llm", 17),
     Preparing("loading"),
+    Preparing("compiling", 2, 4),
     Ready("model", 100, [1, 2], 1024, 256, "/folder", "model.gguf"),
     StepUpdates(
         [Update(1, 0, [5]), Update(2, 1, [6, 7], [[(6, -0.5, 1)], [(7, -1.5, 3), (8, -0.1, 1)]], Ended("stop", "x"))]

@@ -381,18 +381,19 @@ def test_clients_are_told_what_an_engine_process_does_before_it_is_ready(engine:
             with pytest.raises(EngineProcessError, match="the engine process is not ready"):
                 call()
         peer.send(b"\x00\x00\x00\x0c\x81\xa4type\xa5hello")  # without a version, it is this one
-        loop.server.report("loading weights")
+        loop.server.report("loading weights", 1, 3)
         with pytest.raises(TimeoutError, match="not ready after 0"):
             client.wait_until_ready(0.001)
         peer.send(Submit(1, PROMPT))
         assert isinstance(peer.receive(), Welcome)
         while isinstance(loss_reported := peer.receive(), Preparing):
-            doing = loss_reported.doing
-        assert doing == "loading weights"
+            told = loss_reported
+        assert told == Preparing("loading weights", 1, 3)
+        until(lambda: client.progress == (1, 3))
         assert loss_reported == Refused(1, "unavailable", "the engine process is not ready (loading weights)")
         loop.open(engine)
         assert client.wait_until_ready(PATIENCE).eos_token_ids == [1]
-        assert client.doing == "ready"
+        assert (client.doing, client.progress) == ("ready", None)
         assert client._session._line.welcome.package == f"compiled-llm {compiled_llm.__version__}"
         assert_equal(*client.generate([PROMPT], settings()), *engine.generate([PROMPT], settings()))
     loop.close()

@@ -38,7 +38,7 @@ class ClientSession:
     Attributes:
         listeners: told when the engine process is ready, has answered a question, or is gone.
         heard: how often something has come of it; its heartbeat comes every few seconds.
-        doing: what the engine process does before it is ready, in words.
+        preparing: what the engine process does before it is ready.
         ready: what it has said when it was; None while it is not.
         unready_since: when it has stopped being ready, as ``time.monotonic``; None if it has not.
         lost: why nothing more comes; None while something may.
@@ -49,7 +49,7 @@ class ClientSession:
     def __init__(self) -> None:
         self.listeners = Listeners()
         self.heard = 0
-        self.doing = "starting"
+        self.preparing = Preparing("starting")
         self.ready: Ready | None = None
         self.unready_since: float | None = None
         self.lost: EngineDeadError | None = None
@@ -60,6 +60,17 @@ class ClientSession:
         self._changing = threading.Lock()
         self._handles: dict[int, RemoteHandle] = {}
         self._questions: dict[int, Reply | Exception | None] = {}  # and their answers
+
+    @property
+    def doing(self) -> str:
+        """``"ready"``, or what the engine process does before, in words."""
+        return self.preparing.doing if self.ready is None else "ready"
+
+    @property
+    def progress(self) -> tuple[int, int] | None:
+        """Which step of how many the engine process is at before it is ready; None if they are not counted."""
+        step, steps = self.preparing.step, self.preparing.steps
+        return None if self.ready is not None or step is None or steps is None else (step, steps)
 
     # ---- the connection
 
@@ -189,9 +200,9 @@ class ClientSession:
             case Preparing():
                 if self.ready is not None:  # it sleeps now
                     self.unready_since = time.monotonic()
-                self.doing, self.ready = message.doing, None
+                self.preparing, self.ready = message, None
             case Ready():
-                self.doing, self.ready, self.unready_since = "ready", message, None
+                self.ready, self.unready_since = message, None
             case Leaving() | Problem():
                 self._said = message.message
         return []

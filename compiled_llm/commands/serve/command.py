@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -23,7 +22,7 @@ from compiled_llm.commands.serve.log import LogFormat, LogLevel, logger, show_lo
 from compiled_llm.commands.serve.serve_command import with_places
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.reporting.progress import watched
+from compiled_llm.execution.reporting.progress import Watcher, watched
 from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS, MAX_NUM_SEQS, MAX_QUEUE
 from compiled_llm.server.own_process import serve_arguments
 
@@ -220,7 +219,7 @@ def _run(served: ServeOptions, source: Source, uds: Path, drain_seconds: float, 
     level = logging.DEBUG if leashed else logging.INFO  # an API server says it, once it is true of HTTP
     logger.log(level, "compiled_llm: listening at %s", uds)
 
-    def prepare(report: Callable[[str], None]) -> tuple[Engine, Ready]:
+    def prepare(report: Watcher) -> tuple[Engine, Ready]:
         with watched(report):
             engine, ready = _prepared(served, source, kept)
         logger.log(level, "compiled_llm: ready")

@@ -24,6 +24,7 @@ from compiled_llm.execution.graphs.dispatcher import Dispatch, Dispatcher
 from compiled_llm.execution.graphs.graph_manager import GraphManager
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.reporting.events import UploadCause
+from compiled_llm.execution.reporting.progress import TaskNumber
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.row import Row
 
@@ -94,7 +95,7 @@ class Decode:
         step: StepKey,
         waiting: int = 0,
         unchanged: bool = False,
-        number: str = "",
+        number: TaskNumber | None = None,
         anchors: bool = True,
         exact: bool = False,
     ) -> StepKey:
@@ -158,7 +159,7 @@ class Decode:
         ready = self._table.at_once("decode")
         missing = self.dispatcher.captures and ready and ready[-1].rows > 1 and self._largest not in ready
         if missing and not (only_with_room and self._table.full):
-            self._prepare(self._largest, 0, "", False)
+            self._prepare(self._largest, 0, None, False)
             self._table.entry(self._largest).spare = True
 
     def _begin_capture(self, step: StepKey) -> None:
@@ -170,15 +171,15 @@ class Decode:
     def _capture(self, step: StepKey, like: StepOutputs | int, background: bool = True) -> None:
         self._graph_manager.capture(step, self._inputs(step), like, background=background)
 
-    def _prepare(self, step: StepKey, waiting: int, number: str, first: bool) -> None:
+    def _prepare(self, step: StepKey, waiting: int, number: TaskNumber | None, first: bool) -> None:
         """Compile a step, the ``first`` with the rows that suit all, and capture it."""
         graph_manager, new = self._graph_manager, step.new_tokens_per_row
         several = f", {new} tokens each" if new > 1 else ""
         what = f"decode bucket {step.rows}{several}"
         waiting = 0 if self._table.entry(step).losses else waiting
         program = program_for(self._inputs(step)).name
-        shown = f"decode, {'1 row' if step.rows == 1 else f'{step.rows} rows'}{several}{number}"
-        with graph_manager.preparing(what, waiting, program, shown), self._cuda_graphs.accounted(what):
+        shown = f"decode, {'1 row' if step.rows == 1 else f'{step.rows} rows'}{several}"
+        with graph_manager.preparing(what, waiting, program, shown, number), self._cuda_graphs.accounted(what):
             if first and step < (suiting := self.dispatcher.decode_of(min(_ROWS_TO_COMPILE, self._largest.rows))):
                 self._launch_padding(suiting)
             for _ in range(_CALLS_TO_CAPTURE - 1 if graph_manager.programs.in_trees else 0):

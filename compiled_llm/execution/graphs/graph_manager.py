@@ -21,7 +21,7 @@ from compiled_llm.compilation.program_list import PREFILL, PREFILL_EMBEDDED
 from compiled_llm.compilation.programs import Arguments, PreparedCall, Programs
 from compiled_llm.execution.graphs.dispatcher import Dispatch
 from compiled_llm.execution.reporting.events import Events
-from compiled_llm.execution.reporting.progress import ProgressDisplay
+from compiled_llm.execution.reporting.progress import ProgressDisplay, TaskNumber
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.threads.executor import Executor
 from compiled_llm.execution.threads.interrupts import deferred
@@ -272,7 +272,9 @@ class GraphManager:
                 self._state.validity.invalidate()  # steps need leave no time any more
 
     @contextmanager
-    def preparing(self, what: str, waiting: int, program: str, shown: str = "") -> Iterator[None]:
+    def preparing(
+        self, what: str, waiting: int, program: str, shown: str = "", number: TaskNumber | None = None
+    ) -> Iterator[None]:
         """Show the preparation in the block, and note it if a call waits for it.
 
         Args:
@@ -280,10 +282,12 @@ class GraphManager:
             waiting: how many rows the call has that waits; 0 if none does.
             program: the one that it runs.
             shown: its name for users, if it is another.
+            number: its number among all that is prepared.
         """
         self.cuda_graphs.finish()  # to time tilings, Inductor waits for the whole device, which no capture survives
-        start, shown, stage = time.perf_counter(), shown or what, partial(compiling_stage, threading.get_ident())
-        with self.events.prepared(), self._progress.task(f"{self._doing(program)} {shown}", stage) as update:
+        start, stage = time.perf_counter(), partial(compiling_stage, threading.get_ident())
+        shown = f"{shown or what} ({number})" if number else shown or what
+        with self.events.prepared(), self._progress.task(f"{self._doing(program)} {shown}", stage, number) as update:
 
             def say_compiling() -> None:
                 update(f"compiling {shown}, once")

@@ -17,7 +17,7 @@ from compiled_llm.execution.lifecycle.background_compilation import BackgroundCo
 from compiled_llm.execution.lifecycle.kept import Kept
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.events import Events
-from compiled_llm.execution.reporting.progress import ProgressDisplay
+from compiled_llm.execution.reporting.progress import ProgressDisplay, TaskNumber
 from compiled_llm.execution.threads.executor import executor_for
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.memory import reserved_bytes
@@ -296,6 +296,6 @@ def prepare(
         thread.call(prefill.capture_shapes, shapes, only_with_room=True)
 
 
-def _number(at: int, total: int) -> str:
-    """The number of a preparation among all, to be shown; empty if there are no others, or it is none of them."""
-    return f" ({at} of {total})" if at and total > 1 else ""
+def _number(at: int, total: int) -> TaskNumber | None:
+    """The number of a preparation among all; None if there are no others, or it is none of them."""
+    return TaskNumber(at, total) if at and total > 1 else None

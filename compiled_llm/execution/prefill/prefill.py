@@ -34,6 +34,7 @@ from compiled_llm.execution.prefill.packing import (
     padded,
     token_count,
 )
+from compiled_llm.execution.reporting.progress import TaskNumber
 from compiled_llm.execution.state.prefill_room import COMPILED_ROWS, compiled_length
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.row import Row
@@ -78,7 +79,7 @@ class Prefill:
         embedded: bool = False,
         waiting: int = 0,
         unchanged: bool = False,
-        number: str = "",
+        number: TaskNumber | None = None,
         anchors: bool = True,
     ) -> None:
         """Compile prefill, if it is not compiled yet.
@@ -97,7 +98,7 @@ class Prefill:
         graph_manager.check_model()
         if program in graph_manager.prefills or graph_manager.eager:
             return
-        with graph_manager.preparing(program, waiting, program, f"{program}{number}"):
+        with graph_manager.preparing(program, waiting, program, number=number):
             state = self._state
             length = compiled_length(state.facts.layers, state.device, state.max_positions, self._paging[0])
             null = [null_extension(length, *self._paging)] * COMPILED_ROWS

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple, Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -27,14 +28,33 @@ logger = logging.getLogger("compiled_llm.progress")
 
 Stage = Callable[[], str]
 
-_watchers: list[Callable[[str], object]] = []
+
+class TaskNumber(NamedTuple):
+    """Which one a task is of so many, counted from 1."""
+
+    step: int
+    steps: int
+
+    def __str__(self) -> str:
+        return f"{self.step} of {self.steps}"
+
+
+class Watcher(Protocol):
+    """Hears of tasks."""
+
+    def __call__(self, doing: str, step: int | None = None, steps: int | None = None) -> object:
+        """Take a task in words, and which step it is of how many, if that is counted."""
+        ...
+
+
+_watchers: list[Watcher] = []
 
 REMIND_AFTER = 30.0
 """Seconds after which a task that is not animated says that it is still running."""
 
 
 @contextmanager
-def watched(tell: Callable[[str], object]) -> Iterator[None]:
+def watched(tell: Watcher) -> Iterator[None]:
     """Have ``tell`` hear of each task of this process while the block runs, shown or not, in the words of stderr."""
     _watchers.append(tell)
     try:
@@ -43,9 +63,9 @@ def watched(tell: Callable[[str], object]) -> Iterator[None]:
         _watchers.remove(tell)
 
 
-def _tell_watchers(doing: str) -> None:
+def _tell_watchers(doing: str, number: TaskNumber | None = None) -> None:
     for tell in tuple(_watchers):
-        tell(doing)
+        tell(doing, *(number or ()))
 
 
 class ProgressDisplay:
@@ -65,10 +85,15 @@ class ProgressDisplay:
         self._is_showing = False
 
     @contextmanager
-    def task(self, description: str, stage: Stage = lambda: "") -> Iterator[Callable[[str], object]]:
+    def task(
+        self, description: str, stage: Stage = lambda: "", number: TaskNumber | None = None
+    ) -> Iterator[Callable[[str], object]]:
         """Show ``description`` while the block runs; yields a function that changes it.
 
-        ``stage`` returns how far the task is, in words, or nothing; it is called on another thread, now and then.
+        Args:
+            description: the task, in words, which say its number, too.
+            stage: returns how far the task is, in words, or nothing; called on another thread, now and then.
+            number: of the task, for watchers.
         """
         started, last = time.perf_counter(), [description]
         columns = (SpinnerColumn(), _Doing(stage, beside=11), TimeElapsedColumn())
@@ -78,9 +103,9 @@ class ProgressDisplay:
                 if doing != last[-1]:
                     last.append(doing)
                     update(description=doing)
-                    _tell_watchers(doing)
+                    _tell_watchers(doing, number)
 
-            _tell_watchers(description)
+            _tell_watchers(description, number)
             yield change
         logger.info("%s: %.1f s", last[-1], time.perf_counter() - started)
 

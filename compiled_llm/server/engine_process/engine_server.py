@@ -50,7 +50,7 @@ class EngineServer:
     It runs in an event loop; ``report``, ``open`` and ``wake`` may be called from any thread.
 
     Attributes:
-        doing: what it does before it takes requests, in words.
+        preparing: what it does before it takes requests.
         leaving: why it takes no more; None while it does.
         when_lost: called in the event loop once the engine's device runs nothing more.
     """
@@ -66,7 +66,7 @@ class EngineServer:
             ValueError: there can be no socket that is safe.
             RuntimeError: another engine process listens there.
         """
-        self.doing = "starting"
+        self.preparing = Preparing("starting")
         self.leaving: str | None = None
         self.when_lost: Callable[[], None] = lambda: None
         self._path = path
@@ -87,9 +87,9 @@ class EngineServer:
 
     # ---- from any thread
 
-    def report(self, doing: str) -> None:
-        """Tell clients what it does before it is ready, or ready again."""
-        self._call(self._tell_preparing, doing)
+    def report(self, doing: str, step: int | None = None, steps: int | None = None) -> None:
+        """Tell clients what it does before it is ready, or ready again, and which step of how many, if known."""
+        self._call(self._tell_preparing, Preparing(doing, step, steps))
 
     def open(self, engine: Engine, ready: Ready) -> None:
         """Take requests from now on."""
@@ -116,12 +116,17 @@ class EngineServer:
 
     # ---- in the event loop
 
-    def _tell_preparing(self, doing: str) -> None:
-        self.doing, self._ready = doing, None
-        self._tell_all(Preparing(doing))
+    @property
+    def doing(self) -> str:
+        """``"ready"``, or what it does before it takes requests, in words."""
+        return self.preparing.doing if self._ready is None else "ready"
+
+    def _tell_preparing(self, preparing: Preparing) -> None:
+        self.preparing, self._ready = preparing, None
+        self._tell_all(preparing)
 
     def _begin_taking(self, engine: Engine, ready: Ready) -> None:
-        self._engine, self._ready, self.doing = engine, ready, "ready"
+        self._engine, self._ready = engine, ready
         self._tell_all(ready)
 
     def _tell_all(self, message: Struct) -> None:
@@ -145,7 +150,7 @@ class EngineServer:
         """Return a client's first messages."""
         welcome = Welcome(VERSION, f"compiled-llm {version('compiled-llm')}", os.getpid())
         leaving = [] if self.leaving is None else [Leaving(self.leaving)]
-        return [welcome, self._ready or Preparing(self.doing), *leaving]
+        return [welcome, self._ready or self.preparing, *leaving]
 
     def begin(self, submit: Submit) -> Stream | Refused:
         if self._engine is None or self._ready is None or self.leaving is not None:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from compiled_llm.execution.reporting.progress import Watcher
 from compiled_llm.protocol.messages import Ready
 from compiled_llm.server.engine_process.engine_server import LAST_WORDS, EngineServer
 
@@ -24,9 +25,7 @@ logger = logging.getLogger("compiled_llm.server")
 DEVICE_LOST = 75
 """The process's exit code if its device runs nothing more in it: a new one may well run (``EX_TEMPFAIL``)."""
 
-Report = Callable[[str], None]
-"""Takes what is being done, in words."""
-Prepare = Callable[[Report], "tuple[Engine, Ready]"]
+Prepare = Callable[[Watcher], "tuple[Engine, Ready]"]
 """Loads a model and warms an engine up; takes some time, in a thread of its own."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from importlib.metadata import version
 from typing import Literal
 
@@ -15,9 +14,6 @@ from compiled_llm.server.openai.common.api_server import ApiServer, api_server_o
 from compiled_llm.server.openai.common.openapi_responses import ERRORS
 
 router = APIRouter()
-
-_COUNTED = re.compile(r"\((\d+) of (\d+)\)")
-"""As steps are counted in the words of progress."""
 
 
 class Health(BaseModel):
@@ -78,8 +74,8 @@ async def ready(request: Request) -> JSONResponse:
     if api_server.is_ready:
         return JSONResponse({"ready": True, "doing": api_server.doing})
     found = ReadyStatus(ready=False, doing=api_server.doing, seconds=round(api_server.link.unready_seconds, 1))
-    if (counted := _COUNTED.search(found.doing)) is not None:
-        found.step, found.steps = map(int, counted.groups())
+    if (progress := api_server.link.progress) is not None:
+        found.step, found.steps = progress
     return JSONResponse(found.model_dump(exclude_none=True), 503)
 
 

@@ -81,6 +81,11 @@ class EngineLink:
         return "starting" if self._client is None else self._client.doing
 
     @property
+    def progress(self) -> tuple[int, int] | None:
+        """Which step of how many that is, if steps are counted."""
+        return None if self._client is None or self._hangs else self._client.progress
+
+    @property
     def unready_seconds(self) -> float:
         """Since when no requests are answered: since it was made, the engine process was lost, or it went to sleep."""
         slept = None if self._client is None else self._client.unready_since

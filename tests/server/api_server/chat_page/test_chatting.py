@@ -397,7 +397,7 @@ def test_before_the_model_is_ready_it_says_what_is_done_how_far_and_since_when(
     browser.until("/^1 h 0 min$/.test(document.querySelector('#how-long').textContent)")
     api_server.api_server.link._since += 3500
     browser.until("/^1 min [45]\\d s$/.test(document.querySelector('#how-long').textContent)")
-    loop.server.report("compiling decode, 4 rows (2 of 4), once")
+    loop.server.report("compiling decode, 4 rows (2 of 4), once", 2, 4)
     browser.until_state("compiling decode, 4 rows (2 of 4), once")
     assert browser.text("#doing") == "compiling decode, 4 rows (2 of 4), once"
     assert browser.run("[document.querySelector('#progress').value, document.querySelector('#progress').max]") == [1, 4]

@@ -56,9 +56,10 @@ def test_before_the_model_is_ready_it_says_how_far_that_is_and_since_when(path: 
         api_server.api_server.link._since -= 100
         for doing, counted in (
             ("tracing prefill", {}),
-            ("compiling decode, 4 rows (2 of 4), once", {"step": 2, "steps": 4}),
+            ("compiling decode, 4 rows, once", {"step": 2, "steps": 4}),
+            ("downloading weights (1 of 2)", {}),  # words are not read
         ):
-            loop.server.report(doing)
+            loop.server.report(doing, **counted)
             until(lambda doing=doing: api_server.http.get("/ready").json()["doing"] == doing)
             found = api_server.http.get("/ready").json()
             assert 100 <= found.pop("seconds") < 200
