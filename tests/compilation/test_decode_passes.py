@@ -140,12 +140,9 @@ def test_a_model_like_llama_that_matches_nothing_is_told_of_once(family, warned,
     assert ["no pattern of ours matches" in record.message for record in caplog.records].count(True) == warned
 
 
-@pytest.mark.whole
 @pytest.mark.slow
-@pytest.mark.parametrize("tiny", [tiny_qwen3, tiny_llama])
+@pytest.mark.parametrize("tiny", [tiny_qwen3, pytest.param(tiny_llama, marks=pytest.mark.whole)])
 def test_compiled_steps_choose_the_same_tokens(tiny, seed, monkeypatch):
-    """In CI, `test_regions.py` compares those of a Qwen3."""
-
     def one_layer_a_region(*args, **options):
         return inductor.Inductor(*args, **options | {"layers_in_region": 1})
 

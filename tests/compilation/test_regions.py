@@ -87,8 +87,7 @@ def test_compiled_regions_fit_together_and_what_was_compiled_once_is_not_even_lo
         for start in ("cold", "warm"):
             torch._dynamo.reset()
             counts.clear()
-            plain = tiny_qwen3(num_hidden_layers=3, eos_token_id=None)
-            model = compiled_llm.wrap(plain, fuse_projections=True, **FEW_PAGES)
+            model = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=3, eos_token_id=None), **FEW_PAGES)
             torch.testing.assert_close(greedy(model, inputs, 12), expected)
             assert counts["autograd_cache_bypass"] == 0
             assert counts[f"autograd_cache_{'hit' if start == 'warm' else 'miss'}"] == 3 * PREFILL_AND_DECODE, counts
