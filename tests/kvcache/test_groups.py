@@ -206,10 +206,10 @@ def test_layers_that_leave_other_parts_of_a_page_zero_share_no_memory() -> None:
     ("family", "how"),
     [
         ("Gemma3", "eager"),
-        pytest.param("Gemma3", "Inductor", marks=pytest.mark.slow),
+        ("Gemma3", "Dynamo"),
+        pytest.param("Gemma3", "Inductor", marks=[pytest.mark.slow, pytest.mark.whole]),
         ("GptOss", "eager"),
-        ("GptOss", "Dynamo"),
-        pytest.param("GptOss", "Inductor", marks=[pytest.mark.slow, pytest.mark.whole]),
+        pytest.param("GptOss", "Inductor", marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_huggingfaces_and_those_of_one_group(
