@@ -157,7 +157,10 @@ def assert_huggingfaces_tokens(model: Any, reference: PreTrainedModel, seed: int
 
 @pytest.mark.usefixtures("installed", "without_inductor")
 @pytest.mark.parametrize("backend", ["unplanned", "planned"])
-@pytest.mark.parametrize(("family", "mode"), [("Qwen2", "eager"), ("Qwen2", "compile"), ("GptOss", "compile")])
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [("Qwen2", "eager"), pytest.param("Qwen2", "compile", marks=pytest.mark.whole), ("GptOss", "compile")],
+)
 def test_a_backend_says_itself_whether_its_decode_steps_are_planned(
     backend: str, family: str, mode: Any, seed: int
 ) -> None:

@@ -41,6 +41,9 @@ def grouped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(specs, "layer_groups", lambda layers: [number % 2 for number in range(len(layers))])
 
 
+MORE = (planned, grouped)
+
+
 class Batch:
     """Rows, their twins in HuggingFace's forward, and what each has fed in on the device."""
 
@@ -85,9 +88,13 @@ class Batch:
 
 
 @pytest.mark.usefixtures("without_inductor")
-@pytest.mark.parametrize("set_up", [None, planned, grouped, let_a_cpu_capture])
 @pytest.mark.parametrize(
-    ("mode", "lengths", "new"), [("eager", [4], 2), ("eager", [3, 4, 9], 5), ("compile", [1, 7, 8, 15], 2)]
+    ("mode", "lengths", "new", "set_up"),
+    [
+        pytest.param(*case, set_up, marks=pytest.mark.whole if case[0] == "compile" and set_up in MORE else ())
+        for case in (("eager", [4], 2), ("eager", [3, 4, 9], 5), ("compile", [1, 7, 8, 15], 2))
+        for set_up in (None, let_a_cpu_capture, *MORE)
+    ],
 )
 def test_what_counts_is_what_as_many_steps_give(
     mode: str, lengths: list[int], new: int, set_up: Any, seed: int, monkeypatch: pytest.MonkeyPatch
