@@ -42,7 +42,7 @@ def prefill_step(
         position_ids=inputs.positions,
         use_cache=False,
         logits_to_keep=inputs.keep,
-        **{"inputs_embeds" if inputs.ids.dim() == 3 else "input_ids": inputs.ids},
+        **({"inputs_embeds": inputs.ids} if inputs.ids.dim() == 3 else {"input_ids": _known(inputs.ids, tables)}),
         **{BATCH_ARGUMENT: batch},
     )
     logits: Tensor = out.logits[0]
@@ -83,6 +83,11 @@ def decode_step(
         return logits, sample(logits, inputs.slots, inputs.positions, tables)
     tokens = [sample(out.logits[:, at], inputs.slots, positions[:, at] + 1, tables) for at in range(new)]
     return out.logits.flatten(0, 1), torch.stack(tokens, 1).flatten()
+
+
+def _known(ids: Tensor, tables: SamplingTables) -> Tensor:
+    """Return token ids: in place of a negative one, which the host did not know, what the slot ``-1 - id`` has next."""
+    return torch.where(ids < 0, tables.next_token[(-1 - ids).clamp(min=0)], ids)
 
 
 def _rows(inputs: DecodeInputs, new: int) -> tuple[PackedTokens | NewestTokens, ...]:

@@ -22,7 +22,7 @@ from compiled_llm.engine.lifecycle.update_weights import update_weights
 from compiled_llm.engine.lifecycle.warmup import prepare_grammars, warm_up
 from compiled_llm.engine.metrics import EngineDescription, EngineStats
 from compiled_llm.engine.steps.logprobs import LogprobsMode
-from compiled_llm.engine.steps.loop import LoopSettings
+from compiled_llm.engine.steps.loop import LoopSettings, Mixed
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.execution.lifecycle.runtime import Runtime, runtime_of
@@ -57,6 +57,7 @@ class Engine:
         max_num_seqs: int = 256,
         max_model_len: int | None = None,
         max_step_ms: float | None = None,
+        mixed: Mixed = "auto",
         prefix_cache: bool = True,
         max_queue: int | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
@@ -75,6 +76,9 @@ class Engine:
                 as the model has positions.
             max_step_ms: how long a step may take, in milliseconds: prompts are computed in chunks that leave it so, as
                 far as steps so far tell. None for chunks of ``prefill_tokens``, however long they take.
+            mixed: run prompts and running requests in one launch, which reads the weights once, where both fit in
+                ``prefill_tokens``; ``"auto"`` for where that is known to be faster: on CUDA, with weights of 8 GB or
+                more, beside short chunks of prompts.
             prefix_cache: keep pages of texts, for later ones that begin like them.
             max_queue: how many requests may wait; None for any number.
             logprobs_mode: what log-probabilities are of, as in vLLM: ``"raw_logprobs"``, what the model says, or
@@ -91,7 +95,7 @@ class Engine:
             ValueError: a number is impossible, or there is no such mode.
         """
         self._runtime = _wrapped(model)
-        check_options(max_num_seqs, max_model_len, max_step_ms, max_queue, logprobs_mode, grammar_timeout)
+        check_options(max_num_seqs, max_model_len, max_step_ms, max_queue, logprobs_mode, grammar_timeout, mixed)
         if max_model_len is not None and max_model_len > (positions := max_positions_of(model)):
             raise ValueError(f"max_model_len={max_model_len}: the model has {positions} positions; give no more")
         self._runtime.make_room(max_num_seqs)
@@ -101,7 +105,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._decoding = None if tokenizer is None else TokenDecoder(tokenizer)
         self._max_queue = max_queue
-        settings = LoopSettings(max_num_seqs, max_step_ms, prefix_cache, logprobs_mode, watch_model)
+        settings = LoopSettings(max_num_seqs, max_step_ms, prefix_cache, logprobs_mode, watch_model, mixed)
         self._engine_thread = EngineThread(model, self._runtime, settings)
         compilers = compilers_of(tokenizer, grammar_worker, float(grammar_timeout))
         self._grammars = Grammars(

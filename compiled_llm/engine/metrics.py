@@ -19,6 +19,7 @@ class EngineStats:
         waiting: requests that wait for them.
         finished: requests that have ended.
         steps: how many were launched.
+        mixed_steps: how many of them ran prompts and running requests in one launch.
         preemptions: how often a request lost its pages to others.
         prompt_tokens: tokens of the prompts that have begun to run.
         cached_tokens: how many of those came from the prefix cache.
@@ -35,6 +36,7 @@ class EngineStats:
     waiting: int = 0
     finished: int = 0
     steps: int = 0
+    mixed_steps: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -68,6 +70,7 @@ def stats_of(loop: Loop | None, waiting: int, before: EngineStats) -> EngineStat
         waiting=waiting,
         finished=before.finished + scheduler.finished,
         steps=before.steps + loop.steps,
+        mixed_steps=before.mixed_steps + loop.mixed_steps,
         preemptions=before.preemptions + scheduler.preemptions,
         prompt_tokens=before.prompt_tokens + scheduler.prompt_tokens,
         cached_tokens=before.cached_tokens + scheduler.cached_tokens,

@@ -22,7 +22,7 @@ class Extension(NamedTuple):
 
     Attributes:
         row: not yet grown by them in a ``Batch``; grown while they are packed.
-        ids: ``[Q]`` int64.
+        ids: ``[Q]`` int64; a negative one is the next token of the slot ``-1 - id``.
         positions: ``[Q]`` int64, rotary positions.
         is_last: whether a token is sampled after them; not after a chunk that others follow.
     """
@@ -37,9 +37,20 @@ class Extension(NamedTuple):
         """Return an extension at the positions that follow the row's last."""
         return cls(row, ids, row.position + np.arange(len(ids)), is_last)
 
+    @property
+    def is_next(self) -> bool:
+        """Whether it is what ``of_next`` returns."""
+        return len(self.ids) == 1 and self.ids[0] < 0
+
+    @classmethod
+    def of_next(cls, row: Row) -> Extension:
+        """Return the next token of a row that has a slot, which stands for it: the host may not know it yet."""
+        assert row.slot is not None, "it has one"
+        return cls.of(row, np.array([-1 - row.slot], dtype=np.int64))
+
 
 class Batch(NamedTuple):
-    """The rows of one step, no row twice. Either part may be empty; if neither is, the step is two launches.
+    """The rows of one step, no row twice. Either part may be empty; if neither is, the step is two launches, or mixed.
 
     Attributes:
         decode: rows that feed in one token each, or as many known ones.
@@ -50,6 +61,7 @@ class Batch(NamedTuple):
         observer: called with each launch's own step, in the model's executor, while its logits are what they are;
             with rows whose sampling is deferred once their tokens are sampled, and with the others of the launch
             before.
+        mixed: run both parts in one launch, ``decode`` as rows of the prefill; ``ModelRunner.can_mix`` says whether.
     """
 
     decode: Sequence[Row] = ()
@@ -57,6 +69,7 @@ class Batch(NamedTuple):
     tokens: Tensor | None = None
     promise: Promise | None = None
     observer: Observer | None = None
+    mixed: bool = False
 
     @property
     def new_tokens(self) -> int:

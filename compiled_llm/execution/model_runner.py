@@ -33,6 +33,7 @@ from compiled_llm.execution.graphs.dispatcher import Dispatcher
 from compiled_llm.execution.graphs.graph_manager import GraphManager
 from compiled_llm.execution.growth import grown
 from compiled_llm.execution.plans import Planner
+from compiled_llm.execution.prefill.mixed_steps import LEAST_WEIGHTS, MixedStep
 from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.state.prefill_room import PrefillRoom
@@ -43,9 +44,11 @@ from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
+from compiled_llm.kvcache.specs import token_bytes
+from compiled_llm.kvcache.table import Stored
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.inputs import vocabulary_of
-from compiled_llm.model.sizes import attention_geometries, max_positions_of, weights_of_a_layer
+from compiled_llm.model.sizes import attention_geometries, matrix_bytes, max_positions_of, weights_of_a_layer
 from compiled_llm.model.weights.fused_weights import FusedWeights
 from compiled_llm_ops import build_sampling
 
@@ -112,11 +115,12 @@ class ModelRunner:
             with facts.attention.moving_weights(thread.caller):
                 weights = FusedWeights(model, facts.fused_groups if config.fuses_on(self.device.type) else [])
         self.max_positions = max_positions_of(model)
-        weights_of_layer = weights_of_a_layer(model, len(facts.layers))
+        weights_of_layer, self._matrix_bytes = weights_of_a_layer(model, len(facts.layers)), matrix_bytes(model)
         shapes = CapturedShapes(config.max_batch_size, weights_of_layer, self.max_positions, config.prefill_tokens)
         room = PrefillRoom.of_all(facts.layers, config, self.device, self.max_positions, shapes.all())
         self.state = RunnerState(facts, config, self.max_positions, room.pages)
         self.pool = self.state.pool
+        self._token_bytes = sum(map(token_bytes, self.state.specs))
         self.prefixes = PrefixTree(self.pool)
         self.readbacks = Readbacks()
         geometries = attention_geometries(facts.layers, config.page_size, model.dtype)
@@ -139,19 +143,12 @@ class ModelRunner:
 
     # ---- run
 
-    def admit(
-        self, rows: Sequence[Row], settings: Sequence[Sampling | None], goes_on: Callable[[], bool] = lambda: False
-    ) -> None:
+    def admit(self, rows: Sequence[Row], settings: Sequence[Sampling | None]) -> None:
         """Give slots to rows that are about to run, as ``Slots.admit``.
 
         If no other row runs, programs that were compiled meanwhile take over from those that run uncompiled.
-
-        Args:
-            rows: without slots.
-            settings: how their tokens are sampled.
-            goes_on: whether an answer that has begun is still to end, in these rows or later ones; none takes over.
         """
-        if self.compiling is not None and self.graph_manager.eager and self.state.slots.empty and not goes_on():
+        if self.compiling is not None and self.graph_manager.eager and self.state.slots.empty:
             self.compiling.let_take_over(self.graph_manager)
         self.state.slots.admit(rows, settings)
 
@@ -179,8 +176,8 @@ class ModelRunner:
     def _decode(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> StepOutput:
         rows, decode, new = batch.decode, self.decode, batch.new_tokens
         self.state.slots.ensure(rows)
-        if batch.tokens is None and not all(row.has_next for row in rows):
-            raise RuntimeError("step: the rows have no next tokens; give them as forced tokens")
+        if batch.tokens is None:
+            _check_next(rows)
         counts = [new] * len(rows)
         self._check_positions(rows, counts)  # first: to prepare a step, padding feeds in as many tokens
         wanted = persistent.step_for(len(rows), new)
@@ -199,7 +196,31 @@ class ModelRunner:
             row.position += new
         return persistent.has_run(rows, (wanted, step), outputs, placed, period)
 
+    def can_mix(self, decode: Sequence[Row], extend: Sequence[Extension]) -> bool:
+        """Return whether one launch can run ``decode`` and ``extend``, whose rows are not yet grown."""
+        queries = [1] * len(decode) + [len(extension.ids) for extension in extend]
+        rows: list[Stored] = [*decode, *(extension.row for extension in extend)]
+        lengths = [row.length + count for row, count in zip(rows, queries, strict=True)]
+        return bool(decode and extend) and self.prefill.is_one_launch(queries, lengths)
+
+    def mixing_pays(self, decode: Sequence[Row], extend: Sequence[Extension]) -> bool:
+        """Return whether one launch, which ``can_mix`` allows, is known to be faster than two."""
+        if self.device.type != "cuda" or self._matrix_bytes < LEAST_WEIGHTS:
+            return False
+        queries = [len(extension.ids) for extension in extend]
+        alone, together = (self.prefill.tokens_computed(of) for of in (queries, [1] * len(decode) + queries))
+        kept = sum(row.length for row in decode) * self._token_bytes
+        return MixedStep(self._matrix_bytes, alone, together, kept).pays
+
+    def _as_one_launch(self, batch: Batch) -> Batch:
+        """Return the batch with its decoding rows as rows of the prefill, with one new token each."""
+        self.state.slots.ensure([*batch.decode, *_rows(batch.extend)])
+        _check_next(batch.decode)
+        return batch._replace(decode=(), extend=[*map(Extension.of_next, batch.decode), *batch.extend])
+
     def _extend(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> StepOutput:
+        if batch.mixed:
+            batch = self._as_one_launch(batch)
         rows = _rows(batch.extend)
         persistent.leave(rows)
         with self._grown_by(batch.extend, batch.promise):
@@ -209,7 +230,12 @@ class ModelRunner:
             # Captured graphs share memory for what they compute: a replayed prefill may overwrite what decode returned.
             sampled = None if decoded is None else decoded.tokens.clone()
             self.state.slots.ensure(rows)
-            logits, tokens = self.prefill.run(batch.extend, unchanged=unchanged, exact=persistent.exact)
+            try:
+                logits, tokens = self.prefill.run(batch.extend, unchanged=unchanged, exact=persistent.exact)
+            except BaseException:
+                if batch.mixed:  # it may have sampled tokens of rows that go on
+                    persistent.lose(rows)
+                raise
         extended = StepOutput(_rows([extension for extension in batch.extend if extension.is_last]), logits, tokens)
         persistent.chose(extended)
         if extended.rows:
@@ -378,6 +404,11 @@ class ModelRunner:
             "buffers": self.state.buffer_bytes + self.decode.table_bytes,
             "graphs": self.graph_manager.cuda_graphs.nbytes,
         }
+
+
+def _check_next(rows: Sequence[Row]) -> None:
+    if not all(row.has_next for row in rows):
+        raise RuntimeError("step: the rows have no next tokens; give them as forced tokens")
 
 
 def _rows(extensions: Sequence[Extension]) -> list[Row]:

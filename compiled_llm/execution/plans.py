@@ -12,7 +12,6 @@ import torch
 
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.state.decode_buffers import buckets_up_to
 from compiled_llm.execution.state.prefill_room import PrefillRoom
 from compiled_llm.kvcache.memory import free, mark_static
@@ -101,12 +100,9 @@ class Planner:
             return True
         return shape == self._of_long_rows(shape) and self._needed(shape) <= self.workspace_bytes
 
-    def variant_for(self, batch: Sequence[Extension]) -> int:
-        """Return the variant that is fastest for a prefill of these rows."""
-        if not self._captures:
-            return self.variants[0]
-        queries = [len(extension.ids) for extension in batch]
-        return self._best(queries, [extension.row.length for extension in batch])
+    def variant_for(self, queries: Sequence[int], lengths: Sequence[int]) -> int:
+        """Return the variant that is fastest for a prefill of rows with so many new tokens, and so many in all."""
+        return self._best(queries, lengths) if self._captures else self.variants[0]
 
     def forget(self, key: StepKey) -> None:
         """Let go of the plans of a captured prefill that is gone; other keys are ignored."""

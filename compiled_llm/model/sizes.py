@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -20,11 +20,18 @@ _widths: WeakKeyDictionary[nn.Module, tuple[object, int]] = WeakKeyDictionary()
 
 def weights_of_a_layer(model: PreTrainedModel, layers: int) -> int:
     """Return how many weights the matrices of a layer have; experts, of which few are used, are not counted."""
+    return sum(weight.numel() for weight in _matrices(model)) // layers
+
+
+def matrix_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of the matrices of all layers, counted as ``weights_of_a_layer`` counts them."""
+    return sum(weight.nbytes for weight in _matrices(model))
+
+
+def _matrices(model: PreTrainedModel) -> Iterator[nn.Parameter]:
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     others = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
-    return (
-        sum(weight.numel() for weight in model.parameters() if weight.dim() == 2 and id(weight) not in others) // layers
-    )
+    return (weight for weight in model.parameters() if weight.dim() == 2 and id(weight) not in others)
 
 
 def logits_width(model: PreTrainedModel) -> int:

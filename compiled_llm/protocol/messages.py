@@ -235,6 +235,7 @@ class StatsReply(Struct, tag="stats", frozen=True, kw_only=True):
     inter_token_seconds: Percentiles | None
     pages: PageCounts | None
     cuda_graphs: int = 0
+    mixed_steps: int = 0
 
 
 class TokensReply(Struct, tag="tokens", frozen=True):

@@ -59,14 +59,16 @@ def answers(engine: Engine, asked: list[Asked]) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
+@pytest.mark.parametrize("mixed", [False, True], ids=["two launches", "mixed"])
 def test_tokens_are_the_most_likely_ones_also_after_rows_lost_their_pages(
-    model: PreTrainedModel, seed: int, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, mixed: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By HuggingFace's logits in float32, given what was fed in; bfloat16 may take the second of two near ties."""
     monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
     asked = some_requests(seed, 60)
-    with Engine(model, max_num_seqs=12) as engine:
+    with Engine(model, max_num_seqs=12, mixed=mixed) as engine:
         given = [answers(engine, asked) for _ in range(2)]
+        assert bool(engine.stats().mixed_steps) == mixed
         assert engine.stats().preemptions > 0
         assert engine.stats().cached_tokens > 0
     stats = model.compiled.stats()
@@ -89,14 +91,15 @@ def check_greedy(seed: int, answered: list[tuple[Asked, list[int]]]) -> None:
             assert not missed.any(), f"tokens {missed.nonzero()[:, 0].tolist()} of an answer to {len(prompt)} tokens"
 
 
+@pytest.mark.parametrize("mixed", [False, True], ids=["two launches", "mixed"])
 def test_two_thousand_steps_of_requests_that_come_and_go(
-    model: PreTrainedModel, seed: int, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, mixed: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As above; some are cancelled, and what they have got by then is judged too."""
     monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
     draw, asked = random.Random(seed), iter(some_requests(seed + 2, 5000))
     handles: list[tuple[Asked, RequestHandle]] = []
-    with Engine(model, max_num_seqs=12) as engine:
+    with Engine(model, max_num_seqs=12, mixed=mixed) as engine:
         while engine.stats().steps < 2000:
             running = [handle for _, handle in handles if not handle.done]
             if len(running) < draw.randint(1, 24):

@@ -394,4 +394,4 @@ def test_what_is_not_captured_is_planned_for_its_own_batch(
     )
     assert found == [planned]
     assert planner.variants == (0,)
-    assert planner.variant_for([one]) == 0
+    assert planner.variant_for([5], [5]) == 0

@@ -7,9 +7,13 @@ import pytest
 from numpy.typing import NDArray
 
 from compiled_llm import OutOfPagesError
+from compiled_llm.compilation.programs import Programs
 from compiled_llm.execution.batch import Extension
+from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.kvcache.row import Row
 from support.execution.batches import WIDTH, Batches, ids_of, let_a_cpu_capture_sampling
+from support.execution.model_changes import other_attribute
+from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.parity import assert_account_is_empty
 
 pytestmark = pytest.mark.core
@@ -52,7 +56,7 @@ class RandomBatches(Batches):
             self.rest[row] = ids[count:]
             if count == len(ids):
                 del self.rest[row]
-        self.run(decode, extend, unchanged=self.chance(0.8))
+        self.run(decode, extend, unchanged=self.chance(0.8), mixed=self.chance(0.5))
         if isinstance(self.beside, RandomBatches) and self.chance(0.3):
             self.beside.anything()
         if self.rows and self.chance(0.1):
@@ -80,8 +84,9 @@ def test_rows_of_all_kinds_get_their_own_tokens_in_random_batches(mode, captured
     assert_account_is_empty(first.model)
 
 
+@pytest.mark.parametrize("mixed", [False, True], ids=["two launches", "mixed"])
 @pytest.mark.parametrize("full", ["the prompt finds no pages", "a row that decodes finds none"])
-def test_a_step_of_both_parts_that_finds_no_pages_changes_nothing(seed, full):
+def test_a_step_of_both_parts_that_finds_no_pages_changes_nothing(seed, full, mixed):
     batches = Batches(kv_memory="60 tokens")
     rows = [batches.admit(ids_of(6, seed), constrained=False) for _ in range(2)]
     batches.run(extend=[Extension.of(row, ids_of(6, seed)) for row in rows])  # both enter a page next
@@ -90,8 +95,69 @@ def test_a_step_of_both_parts_that_finds_no_pages_changes_nothing(seed, full):
     pages = left if full == "a row that decodes finds none" else left + 1
     before = [(list(row.pages), row.length, row.position) for row in rows]
     with pytest.raises(OutOfPagesError):
-        batches.run(decode=rows, extend=[Extension.of(new, ids_of(3 * pages, seed))])
+        batches.run(decode=rows, extend=[Extension.of(new, ids_of(3 * pages, seed))], mixed=mixed)
     assert [(row.pages, row.length, row.position) for row in rows] == before
     assert (new.length, new.pages, pool.available) == (0, [], left)
     for _ in range(3):
         batches.run(decode=rows)
+
+
+def test_a_mixed_step_is_one_launch_of_both(seed, monkeypatch):
+    batches = Batches(kv_memory="300 tokens")
+    rows = [batches.admit(ids_of(4 + at, seed), constrained=False) for at in range(2)]
+    batches.run(extend=[Extension.of(row, ids_of(4 + at, seed)) for at, row in enumerate(rows)])
+    launched: list[str] = []
+    for name in ("prefill", "decode"):
+        program = getattr(Programs, name)
+        monkeypatch.setattr(
+            Programs,
+            name,
+            lambda self, *args, name=name, program=program: launched.append(name) or program(self, *args),
+        )
+    new = batches.admit(ids_of(9, seed), constrained=False)
+    batches.run(rows, [Extension.of(new, ids_of(9, seed)[:4], is_last=False)], mixed=True)
+    batches.run(rows, [Extension.of(new, ids_of(9, seed)[4:])], mixed=True)
+    assert launched == ["prefill", "prefill"]
+    for _ in range(3):
+        batches.run([*rows, new])
+    assert {*launched[2:]} == {"decode"}
+
+
+def test_what_does_not_fit_in_one_launch_is_not_mixed(seed):
+    batches = Batches(kv_memory="300 tokens", prefill_tokens=6)
+    row = batches.admit(ids_of(4, seed), constrained=False)
+    batches.run(extend=[Extension.of(row, ids_of(4, seed))])
+    new = Row(batches.model_runner.pool, 0)
+    can_mix = batches.model_runner.can_mix
+    assert can_mix([row], [Extension.of(new, ids_of(5, seed))])
+    assert not can_mix([row], [Extension.of(new, ids_of(6, seed))])
+    assert not can_mix([row], [])
+    assert not can_mix([], [Extension.of(new, ids_of(5, seed))])
+
+
+def test_a_mixed_step_that_fails_leaves_no_row_a_token_that_may_be_wrong(seed, monkeypatch):
+    batches = Batches()
+    row, new = (batches.admit(ids_of(5, seed), constrained=False) for _ in range(2))
+    batches.run(extend=[Extension.of(row, ids_of(5, seed))])
+    with monkeypatch.context() as broken:
+        broken.setattr(Prefill, "run", lambda self, *args, **options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            batches.run([row], [Extension.of(new, ids_of(5, seed))], mixed=True)
+    assert (row.length, row.has_next, new.length) == (5, False, 0)
+    with pytest.raises(RuntimeError, match="the rows have no next tokens"):
+        batches.run([row], [Extension.of(new, ids_of(5, seed))], mixed=True)
+
+
+def test_guards_of_a_mixed_step_are_checked_before_its_replay(seed, monkeypatch):
+    """What a running row feeds in is overwritten by what is sampled for it: that step could not run again."""
+    let_a_cpu_capture(monkeypatch)
+    batches = Batches(mode="compile", kv_memory="300 tokens")
+    row, *others = (batches.admit(ids_of(4 + at, seed), constrained=False) for at in range(3))
+    batches.run(extend=[Extension.of(row, ids_of(4, seed))])
+    for at, other in enumerate(others, 1):
+        batches.run([row], [Extension.of(other, ids_of(4 + at, seed))], mixed=True)
+        other.free()
+        for model in (batches.model, batches.plain):
+            other_attribute(model)  # only guards see it, and the replay has begun by then
+    assert batches.model.compiled.stats().recompiles
+    batches.run([row])

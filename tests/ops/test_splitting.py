@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from compiled_llm import WrapConfig
 from compiled_llm.compilation.graphs.step_key import StepKey
-from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.state.prefill_room import PrefillRoom
-from compiled_llm.kvcache.table import Span
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.flashinfer.splitting import worth_splitting
 
@@ -70,11 +67,10 @@ def test_a_window_bounds_what_is_gone_over() -> None:
 
 
 def test_on_a_cpu_nothing_is_shared() -> None:
-    row = Extension(Span([1] * 2000, 30_000), np.zeros(64, dtype=np.int64), np.zeros(64, dtype=np.int64))
     planner = Planner(
         [QWEN3_SMALL], WrapConfig(), torch.device("cpu"), max_row_tokens=40_960, room=PrefillRoom(64, 2, 0)
     )
     assert planner.variants == (0,)
-    assert planner.variant_for([row]) == 0
+    assert planner.variant_for([64], [30_000]) == 0
     assert not planner.fits(StepKey.prefill(64, 2, variant=1))
     assert planner.fits(StepKey.prefill(64, 2))

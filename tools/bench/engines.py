@@ -42,10 +42,10 @@ class EngineContender(Contender):
 
 
 class OurEngine(EngineContender):
-    """`compiled_llm.Engine`; a mode that is not named is `wrap`'s own choice."""
+    """`compiled_llm.Engine`; a mode that is not named is `wrap`'s own choice. Its name says `mixed`."""
 
     def __init__(self, mode: Mode | None = None, **options: Any) -> None:
-        self.name = OURS if mode is None else f"{OURS}:{mode}"
+        self.name = ":".join(filter(None, [OURS, mode, "mixed" if options.get("mixed") is True else None]))
         self._mode: Mode = WrapConfig.mode if mode is None else mode
         self._options = options
 

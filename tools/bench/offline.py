@@ -97,7 +97,8 @@ def main(
     """Measure how fast engines answer many requests that come at once."""
     lengths = Lengths.parse("--prompts", prompts), Lengths.parse("--answers", answers)
     ways = {"greedy": [0.0], "sampled": [TEMPERATURE], "both": [0.0, TEMPERATURE]}[decoding.value]
-    known = [OurEngine(), *map(OurEngine, get_args(Mode)), VllmEngine(vllm, streams=False)]
+    ours = [OurEngine(), *map(OurEngine, get_args(Mode)), OurEngine(mixed=True)]
+    known = [*ours, VllmEngine(vllm, streams=False)]
     bounds = Workload(requests, lengths[0].most, max(2, lengths[1].most))
     with bench(model, device, [bounds], json, commit) as run:
         vocabulary = vocabulary_of(model)

@@ -37,6 +37,7 @@ def main(
     load = Load(*lengths, seconds=seconds, system_prompt=system_prompt, vocabulary=vocabulary_of(model))
     loads = [Load(**{**vars(load), "rate": rate}) for rate in integers(rates)]
     known = [OurEngine(mode, max_step_ms=max_step_ms) for mode in (None, *get_args(Mode))]
+    known.append(OurEngine(max_step_ms=max_step_ms, mixed=True))
     bounds = [
         Workload(max(1, round(rate * seconds)), system_prompt + lengths[0].most, max(2, lengths[1].most))
         for rate in integers(rates)

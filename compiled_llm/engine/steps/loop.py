@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -21,14 +21,17 @@ from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.engine.steps.scored_prompts import run_scored
 from compiled_llm.engine.steps.token_budget import TokenBudget
-from compiled_llm.execution.batch import Batch
+from compiled_llm.execution.batch import Batch, Extension
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.state.device_timer import DeviceTimer
 from compiled_llm.execution.state.staging import Readback
 from compiled_llm.kvcache.prefix_tree import PrefixTree
+from compiled_llm.kvcache.row import Row
 
 logger = logging.getLogger("compiled_llm.engine")
+
+Mixed = Literal["auto"] | bool
 
 
 class _Launched(NamedTuple):
@@ -40,6 +43,7 @@ class _Launched(NamedTuple):
     timer: DeviceTimer | None
     logprobs: list[Arriving | ArrivingPrompt]
     late: LateSampling | None
+    mixed: bool
 
     @property
     def first_tokens_arrived(self) -> bool:
@@ -66,6 +70,7 @@ class LoopSettings(NamedTuple):
         max_step_ms: how long a step may take; None for as long as it takes.
         logprobs_mode: the distribution that log-probabilities are of.
         watch_model: check now and then whether the model is still what it was.
+        mixed: run prompts and running requests in one launch: wherever they fit, nowhere, or where it is known to pay.
     """
 
     max_num_seqs: int
@@ -73,6 +78,7 @@ class LoopSettings(NamedTuple):
     prefix_cache: bool = True
     logprobs_mode: LogprobsMode = "raw_logprobs"
     watch_model: bool = True
+    mixed: Mixed = "auto"
 
 
 class Loop:
@@ -81,6 +87,7 @@ class Loop:
     Attributes:
         prefixes: keeps pages of texts that have been computed; None without a prefix cache.
         steps: how many plans were launched.
+        mixed_steps: how many of them ran prompts and running requests in one launch.
         stuck: nothing could run in the last step: missing pages belong to others.
     """
 
@@ -91,6 +98,7 @@ class Loop:
         token_budget: TokenBudget,
         prefixes: PrefixTree | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        mixed: Mixed = "auto",
     ) -> None:
         self._token_budget = token_budget
         self.model_runner = model_runner
@@ -101,16 +109,17 @@ class Loop:
         self._masks = MaskWriter()
         self._prepared: _Prepared | None = None  # for the last plan
         self._launched: deque[_Launched] = deque()
-        self.steps = 0
+        self._mixed: Mixed = mixed
+        self.steps = self.mixed_steps = 0
         self.stuck = False
 
     @classmethod
     def of(cls, model_runner: ModelRunner, settings: LoopSettings) -> Loop:
         prefixes = model_runner.prefixes if settings.prefix_cache else None
-        token_budget = TokenBudget(settings.max_step_ms, model_runner.config.prefill_tokens)
+        token_budget = TokenBudget(settings.max_step_ms, model_runner.config.prefill_tokens, settings.mixed is True)
         slots = model_runner.state.slots.room_for
         scheduler = Scheduler(model_runner.pool, settings.max_num_seqs, token_budget.tokens, prefixes, slots)
-        return cls(model_runner, scheduler, token_budget, prefixes, settings.logprobs_mode)
+        return cls(model_runner, scheduler, token_budget, prefixes, settings.logprobs_mode, settings.mixed)
 
     @property
     def idle(self) -> bool:
@@ -251,14 +260,14 @@ class Loop:
     def _unread(prepared: _Prepared, readbacks: list[Readback], timer: DeviceTimer | None = None) -> _Launched:
         constrained, watch = prepared.constrained, prepared.watch
         late = None if constrained is None else LateSampling(constrained, watch)
-        return _Launched(
-            prepared.plan, prepared.sampled, readbacks, timer, watch.taken() if watch.arriving else [], late
-        )
+        logprobs = watch.taken() if watch.arriving else []
+        return _Launched(prepared.plan, prepared.sampled, readbacks, timer, logprobs, late, prepared.batch.mixed)
 
     def _run(self, prepared: _Prepared) -> Iterator[Tensor]:
         """Yield the tokens of each launch, in the order of ``StepPlan.sampled``."""
         _, _, batch, scored, watch, _ = prepared
         if batch.decode or batch.extend:
+            self.mixed_steps += batch.mixed
             yield self.model_runner.run(batch, self._persistent, unchanged=True).tokens
         for chunk in scored:
             yield run_scored(self.model_runner, self._persistent, chunk, watch)
@@ -268,14 +277,18 @@ class Loop:
         if self._prepared is None or self._prepared.plan is not plan:
             plain = [chunk for chunk in plan.extend if not chunk.scored]
             scored = [chunk for chunk in plan.extend if chunk.scored]
-            ending = [
-                [chunk.request for chunk in chunks if chunk.is_last] for chunks in (plain, *([each] for each in scored))
-            ]
-            watch = Watch(self.model_runner, (plan.decode, *ending), self._logprobs_mode)
             rows = [request.running_row for request in plan.decode]
-            batch = Batch(rows, [chunk.extension for chunk in plain], observer=watch.see if watch else None)
+            extend = [chunk.extension for chunk in plain]
+            mixed = self._mixes(rows, extend)
+            watch = Watch(self.model_runner, _launches(plan.decode, plain, scored, mixed), self._logprobs_mode)
+            batch = Batch(rows, extend, observer=watch.see if watch else None, mixed=mixed)
             self._prepared = _Prepared(plan, plan.sampled, batch, scored, watch, Constrained.among(plan.sampled))
         return self._prepared
+
+    def _mixes(self, decode: Sequence[Row], extend: Sequence[Extension]) -> bool:
+        if self._mixed is False or not self.model_runner.can_mix(decode, extend):
+            return False
+        return self._mixed is True or self.model_runner.mixing_pays(decode, extend)
 
     def _admit(self, chunks: Sequence[Chunk]) -> None:
         """Give new rows slots, with their settings."""
@@ -288,8 +301,7 @@ class Loop:
             if chunk.request.running_row.slot is None
         ]
         if new:
-            rows, settings = [row for row, _ in new], [sampling for _, sampling in new]
-            self.model_runner.admit(rows, settings, self.scheduler.goes_on)
+            self.model_runner.admit([row for row, _ in new], [sampling for _, sampling in new])
 
     def _read_all_but(self, steps: int) -> list[Request]:
         changed: list[Request] = []
@@ -312,9 +324,8 @@ class Loop:
         for arriving in (*step.logprobs, *late):
             arriving.hand_out()  # before the tokens: a reader of one finds its log-probabilities
         if step.timer is not None:
-            self._token_budget.ran(
-                len(step.plan.decode), sum(len(chunk.ids) for chunk in step.plan.extend), step.timer.seconds
-            )
+            prompts = sum(len(chunk.ids) for chunk in step.plan.extend)
+            self._token_budget.ran(len(step.plan.decode), prompts, step.timer.seconds, step.mixed)
         failed = [] if step.late is None else self._end(step.late.failed)
         return self.scheduler.read(step.sampled, tokens, time.monotonic()) + failed
 
@@ -323,6 +334,16 @@ class Loop:
         for request, error in failed.items():
             self.scheduler.end(request, "error", error)
         return list(failed)
+
+
+def _launches(
+    decode: Sequence[Request], plain: Sequence[Chunk], scored: Sequence[Chunk], mixed: bool
+) -> list[list[Request]]:
+    """Return the requests that each launch of a plan samples tokens for."""
+    ending, *others = [
+        [chunk.request for chunk in chunks if chunk.is_last] for chunks in (plain, *([each] for each in scored))
+    ]
+    return [[*decode, *ending], *others] if mixed else [[*decode], ending, *others]
 
 
 def _as_of_now(request: Request, sampling: Sampling | None) -> Sampling | None:

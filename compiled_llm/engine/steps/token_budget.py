@@ -23,23 +23,30 @@ class TokenBudget:
         bounded: whether steps have to be timed.
     """
 
-    def __init__(self, max_step_ms: float | None, max_tokens: int) -> None:
-        """Steps may take ``max_step_ms`` on the device (None for any time); chunks have up to ``max_tokens``."""
+    def __init__(self, max_step_ms: float | None, max_tokens: int, mixed: bool = False) -> None:
+        """Steps may take ``max_step_ms`` on the device (None for any time); chunks have up to ``max_tokens``.
+
+        If all steps with prompts are ``mixed``, chunks leave room for the token of each running row.
+        """
         self._limit = math.inf if max_step_ms is None else max_step_ms / 1000
         self.bounded = max_step_ms is not None
-        self._most = max_tokens
+        self._max_tokens = max_tokens
+        self._mixed = mixed
         self._decode: dict[int, float] = {}
         self._chunk: dict[int, float] = {}
 
     def tokens(self, decoding: int) -> int:
         """Return how many tokens of prompts may run next to so many rows; at least a few, so that prompts go on."""
+        most = self._max_tokens
+        if self._mixed:
+            most = max(min(_SMALLEST, most), most - decoding)
         if not self.bounded:
-            return self._most
-        left = self._limit - self._decode.get(_rounded(decoding), 0.0)
+            return most
+        left = self._limit - (0.0 if self._mixed else self._decode.get(_rounded(decoding), 0.0))
         size = _SMALLEST
-        while size < self._most and self._seconds(2 * size) <= left:
+        while size < most and self._seconds(2 * size) <= left:
             size *= 2
-        return min(self._most, size)
+        return min(most, size)
 
     def _seconds(self, size: int) -> float:
         """Return how long a chunk lasts, or would if it lasted twice as long as one half as large."""
@@ -47,14 +54,17 @@ class TokenBudget:
             return 2 * self._chunk.get(size // 2, math.inf)
         return self._chunk[size]
 
-    def ran(self, decoding: int, tokens: int, seconds: float) -> None:
-        """Learn from a step of ``decoding`` rows and ``tokens`` of prompts, which took the device ``seconds``."""
+    def ran(self, decoding: int, tokens: int, seconds: float, mixed: bool = False) -> None:
+        """Learn from a step of ``decoding`` rows and ``tokens`` of prompts, which took the device ``seconds``.
+
+        A ``mixed`` step counts as its chunk: a chunk of the same size takes no longer in a launch of its own.
+        """
         rows = _rounded(decoding)
         if not tokens:
             _learn(self._decode, rows, seconds)
-        elif not decoding or rows in self._decode:
+        elif mixed or not decoding or rows in self._decode:
             size = max(_SMALLEST, _rounded(tokens))
-            _learn(self._chunk, size, max(0.0, seconds - self._decode.get(rows, 0.0)))
+            _learn(self._chunk, size, max(0.0, seconds - (0.0 if mixed else self._decode.get(rows, 0.0))))
             self._chunk |= {larger: _FADING * known for larger, known in self._chunk.items() if larger > size}
 
 

@@ -270,12 +270,34 @@ class Prefill:
             return None
         if self._graph_manager.programs.full():  # a new CUDA graph would have no guards
             return None
-        shape = self._shapes.smallest(token_count(chunk), len(chunk))
+        queries = [len(extension.ids) for extension in chunk]
+        return self._shape_for(queries, [extension.row.length for extension in chunk])
+
+    def _shape_for(self, queries: Sequence[int], lengths: Sequence[int]) -> StepKey | None:
+        shape = self._shapes.smallest(sum(queries), len(queries))
         if shape is None:
             return None
-        shape = shape._replace(variant=self._planner.variant_for(chunk))
+        shape = shape._replace(variant=self._planner.variant_for(queries, lengths))
         fits = self._table.get(shape) is not None or self._planner.fits(shape)
         return shape if fits else None  # larger ones fit even less
+
+    def is_one_launch(self, queries: Sequence[int], lengths: Sequence[int]) -> bool:
+        """Return whether rows run in one launch, and in a captured shape if there are some for so many tokens.
+
+        Args:
+            queries: ``[B]``, new tokens of each row.
+            lengths: ``[B]``, all its tokens.
+        """
+        if sum(queries) > self._state.config.prefill_tokens:
+            return False
+        captured = self._cuda_graphs.ours and self._shapes.smallest(sum(queries), len(queries)) is not None
+        return not captured or self._shape_for(queries, lengths) is not None
+
+    def tokens_computed(self, queries: Sequence[int]) -> int:
+        """Return the tokens that a launch of rows with so many new ones computes, padding included."""
+        tokens = sum(queries)
+        shape = self._shapes.smallest(tokens, len(queries)) if self._cuda_graphs.ours else None
+        return tokens if shape is None else shape.tokens
 
     def _begin_capture(self, shape: StepKey) -> Callable[[], None]:
         """Plan a shape that may never have run, over rows of padding; returns a function that begins its capture."""
@@ -298,15 +320,19 @@ class Prefill:
         """Run a prefill padded to ``shape``: replay it, or launch and capture it, now or in the ``background``."""
         state = self._state
         packed, table = self._padded(shape, chunk, keep, slots)
-        if (entry := self._table.get(shape)) is not None:
+        entry = self._table.get(shape)
+        running = [cast(Row, extension.row) for extension in chunk if extension.is_next]
+        forgettable = not state.slots.remember(running)  # else the host lacks what would have to be written again
+        if entry is not None and (forgettable or self._graph_manager.is_valid(shape, unchanged)):
             assert entry.filled is not None
+            fed = state.slots.tables.next_token.clone() if running else None  # the replay overwrites what it feeds in
             self._upload(packed, table, shape, entry.filled)
             result: StepOutputs = entry.replay()
             # Checked while the device computes. All it reads is there, since the weights are; and if the model computes
             # something else now, all it writes is written again.
-            if self._graph_manager.is_valid(shape, unchanged):
+            if not forgettable or self._graph_manager.is_valid(shape, unchanged):
                 return result
-            state.slots.restore(packed.slots)
+            state.slots.restore(packed.slots, fed)
         inputs, filled = self._in_new_tensors(shape, packed)
         self._upload(packed, table, shape, filled)
         _unpack(inputs, filled)

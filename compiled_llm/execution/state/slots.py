@@ -228,9 +228,14 @@ class Slots:
         """Return whether it matters to a row which tokens it has seen."""
         return any(row.slot is not None and not self._settings.of(row.slot).forgets for row in rows)
 
-    def restore(self, slots: Iterable[int]) -> None:
-        """Forget the tokens that were sampled in these slots since rows took them."""
+    def restore(self, slots: Iterable[int], next_token: Tensor | None = None) -> None:
+        """Forget the tokens that were sampled in these slots since rows took them.
+
+        ``next_token`` is a copy of that table, for rows that have sampled tokens before.
+        """
         self._settings.count_again(slots)
+        if next_token is not None:
+            self.tables.next_token.copy_(next_token)
 
     def list_pages(self, rows: Sequence[Row]) -> bool:
         """Write page numbers that the slots of rows lack, and some ahead; return whether any was lacking."""

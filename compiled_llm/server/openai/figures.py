@@ -9,6 +9,7 @@ GAUGES = {
 COUNTERS = {
     "finished": "Requests that have ended",
     "steps": "Steps of the engine",
+    "mixed_steps": "Steps that ran prompts and running requests in one launch",
     "preemptions": "Requests that gave their pages to others",
     "prompt_tokens": "Tokens of prompts",
     "cached_tokens": "Tokens of prompts that the prefix cache had",

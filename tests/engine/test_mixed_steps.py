@@ -1,0 +1,197 @@
+"""Mixed steps: prompts and running requests in one launch give what two launches give."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from compiled_llm.compilation.graphs.step_key import StepKey
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.steps import scheduler
+from compiled_llm.engine.steps.loop import Loop, Mixed
+from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
+from compiled_llm.execution.graphs.graph_manager import GraphManager
+from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.execution.prefill.mixed_steps import MixedStep
+from compiled_llm.requests.outputs import RequestOutput
+from compiled_llm.requests.sampling_params import SamplingParams
+from support.engine.sampling_settings import COMBINED, ENDS, GREEDY, VOCABULARY, together
+from support.engine.text_tokenizers import byte_level
+from support.engine.tiny_engines import PATIENCE, wrapped
+from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
+from support.parity import assert_account_is_empty
+from support.tiny_models import WINDOWS, tiny_qwen3
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SOME = ("repetition_penalty", "logit_bias", "min_tokens", "stop_token_ids", "structured_outputs", "ignore_eos")
+
+
+def engine_of(mixed: Mixed, tokens: int = 4000, config: dict[str, Any] | None = None, **options: Any) -> Engine:
+    plain = tiny_qwen3(eos_token_id=ENDS, vocab_size=VOCABULARY, **config or {})
+    model = wrapped(tokens, plain, max_batch_size=8, page_size=16, prefill_tokens=32)
+    return Engine(model, tokenizer=byte_level(), max_num_seqs=8, mixed=mixed, **options)
+
+
+def requests(seed: int, count: int) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of one to three chunks, some of which begin alike, with settings of every kind."""
+    chance = random.Random(seed)
+    shared = [chance.randrange(3, VOCABULARY) for _ in range(40)]
+    found = []
+    for number in range(count):
+        ids = shared[: chance.choice([0, 0, 32, 40])]
+        ids = ids + [chance.randrange(3, VOCABULARY) for _ in range(chance.randint(1, 50))]
+        params = together(COMBINED).params if chance.random() < 0.1 else GREEDY[chance.choice(SOME)].params
+        drawn = {"temperature": 0.0} if chance.random() < 0.6 else {"temperature": 0.9, "top_p": 0.9, "seed": number}
+        scored = chance.choice([{}, {}, {"logprobs": 3}, {"logprobs": 0, "prompt_logprobs": 2}])
+        found.append((ids, SamplingParams(**{"max_tokens": chance.randint(10, 24), **params, **drawn, **scored})))
+    return found
+
+
+def answers(engine: Engine, asked: list[tuple[list[int], SamplingParams]], seed: int) -> list[RequestOutput]:
+    """Requests come while others run, and some are cancelled; those are left out."""
+    chance = random.Random(seed)
+    handles = []
+    for ids, params in asked:
+        handles.append(engine.submit(ids, params, priority=chance.choice([0, 0, 1])))
+        if chance.random() < 0.4:
+            next(iter(handles[-1]))
+        if chance.random() < 0.1:
+            engine.submit(ids[::-1], params).cancel()
+    return [handle.result(PATIENCE) for handle in handles]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["read at once", "read a step late"])
+@pytest.mark.parametrize("case", ["many pages", "few pages", "short steps", "windows"])
+def test_tokens_and_log_probabilities_are_those_of_two_launches(
+    case: str, late: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
+    options: dict[str, Any] = {"config": WINDOWS} if case == "windows" else {}
+    if case == "few pages":
+        monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
+        options["tokens"] = 200
+    if case == "short steps":
+        options["max_step_ms"] = 0.01
+    asked, outputs = requests(seed, 40), {}
+    for mixed in (False, True, "auto"):
+        with engine_of(mixed, **options) as engine:
+            outputs[mixed] = answers(engine, asked, seed)
+            stats = engine.stats()
+            assert (stats.mixed_steps > 0) == (mixed is True)
+            assert stats.mixed_steps < stats.steps
+            assert case != "few pages" or stats.preemptions > 0
+            model = engine._model
+        assert_account_is_empty(model)
+    for expected, *others in zip(*outputs.values(), strict=True):
+        for output in others:
+            assert_same(output, expected)
+
+
+def test_captured_shapes_are_replayed_by_mixed_steps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_a_cpu_capture(monkeypatch)
+    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: False))
+    asked, outputs, replays = requests(seed, 30), [], []
+    for mixed in (False, True):
+        with engine_of(mixed) as engine:
+            outputs.append(answers(engine, asked, seed))
+            table = engine._model.compiled.stats().cuda_graph_table
+            replays.append(sum(int(str(row["replays"])) for row in table if row["phase"] == "decode"))
+    assert replays[1] < replays[0], "rows that run went along with prompts"
+    for output, expected in zip(*outputs, strict=True):
+        assert_same(output, expected)
+
+
+def assert_same(output: RequestOutput, expected: RequestOutput) -> None:
+    answer, wanted = output.outputs[0], expected.outputs[0]
+    assert (answer.token_ids, answer.finish_reason) == (wanted.token_ids, wanted.finish_reason)
+    for scores, others in ((answer.logprobs, wanted.logprobs), (output.prompt_logprobs, expected.prompt_logprobs)):
+        assert (scores is None) == (others is None)
+        for place, other in zip(scores or (), others or (), strict=True):
+            assert (place is None) == (other is None)
+            values = [
+                {} if of is None else {token: entry.logprob for token, entry in of.items()} for of in (place, other)
+            ]
+            assert values[0] == pytest.approx(values[1], abs=1e-3)
+
+
+def test_a_prompt_and_what_runs_are_one_launch_if_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: False))
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    with engine_of(True) as engine:
+        first = engine.submit([5, 6, 7], params)
+        next(iter(first))
+        second = engine.submit(list(range(3, 83)), params)  # chunks of 31, 31 and 18 beside one that runs
+        answered = [handle.result(PATIENCE).token_ids for handle in (first, second)]
+        assert engine.stats().mixed_steps == 3
+    with engine_of(False) as engine:
+        assert answered == [engine.generate([ids], params)[0].token_ids for ids in ([5, 6, 7], list(range(3, 83)))]
+
+
+def test_a_launch_that_finds_the_model_changed_runs_again_with_what_it_was_fed(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every other replay does. Rows with penalties are among them: they are checked before."""
+    let_a_cpu_capture(monkeypatch)
+    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: False))
+    asked, outputs, found = requests(seed, 30), [], list[StepKey]()
+    is_valid = GraphManager.is_valid
+
+    def sometimes(self: GraphManager, key: StepKey, unchanged: bool = False) -> bool:
+        found.append(key)
+        return is_valid(self, key, unchanged) and not (key.phase == "prefill" and len(found) % 2)
+
+    for mixed in (False, True):
+        with engine_of(mixed) as engine:
+            outputs.append(answers(engine, asked, seed))
+        monkeypatch.setattr(GraphManager, "is_valid", sometimes)
+    assert any(key.phase == "prefill" for key in found[::2])
+    for output, expected in zip(*outputs, strict=True):
+        assert_same(output, expected)
+
+
+MEASURED = [
+    # bytes of the matrices and of a token in pages; running rows, their tokens, new tokens; does one launch pay?
+    *[(13.9e9, 147456, rows, 256, new, True) for rows in (1, 4, 8, 16, 32, 64, 120) for new in (64, 256)],
+    *[(13.9e9, 147456, rows, 256, 1024, False) for rows in (1, 4, 8, 16, 32, 64, 120)],
+    *[(13.9e9, 147456, rows, 2048, 64, True) for rows in (1, 4, 8, 16, 32)],
+    *[(13.9e9, 147456, rows, 2048, 256, True) for rows in (1, 4)],
+    (13.9e9, 147456, 64, 2048, 256, False),
+    *[(13.9e9, 147456, rows, 2048, 1024, False) for rows in (8, 16, 32, 64)],
+    *[(0.88e9, 114688, rows, 256, new, False) for rows in (1, 8, 64) for new in (64, 256, 1024)],
+]
+
+
+@pytest.mark.parametrize(("weights", "token", "rows", "length", "new", "pays"), MEASURED)
+def test_the_rule_says_what_was_measured(
+    weights: float, token: int, rows: int, length: int, new: int, pays: bool
+) -> None:
+    shapes = CapturedShapes(128, int(weights / 72), 40960, 8192)
+
+    def computed(tokens: int, rows: int) -> int:
+        shape = shapes.smallest(tokens, rows)
+        return tokens if shape is None else shape.tokens
+
+    step = MixedStep(int(weights), computed(new, 1), computed(new + rows, 1 + rows), rows * length * token)
+    assert step.pays == pays
+
+
+def test_by_itself_an_engine_mixes_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: False))
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    for pays in (False, True):
+        monkeypatch.setattr(ModelRunner, "mixing_pays", lambda *_, pays=pays: pays)
+        with engine_of("auto") as engine:
+            first = engine.submit([5, 6, 7], params)
+            next(iter(first))
+            engine.submit([8, 9], params).result(PATIENCE)
+            first.result(PATIENCE)
+            assert bool(engine.stats().mixed_steps) == pays
+
+
+@pytest.mark.parametrize("mixed", ["on", None, 2, "Auto"])
+def test_what_mixed_may_be(mixed: Any) -> None:
+    with pytest.raises(ValueError, match=r"mixed=.*: give True, False or \"auto\""):
+        engine_of(mixed)
