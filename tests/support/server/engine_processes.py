@@ -27,11 +27,12 @@ PATIENCE = 60.0
 
 
 def until(condition: Callable[[], object]) -> None:
-    """Wait for what follows from what has happened."""
-    deadline = time.monotonic() + PATIENCE
+    """Wait for what follows from what has happened; what takes long, such as a server's start, is asked less often."""
+    deadline, pause = time.monotonic() + PATIENCE, 0.01
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(pause)
+        pause = min(1.1 * pause, 0.05)
 
 
 class Loop:

@@ -41,7 +41,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with tempfile.TemporaryDirectory(prefix="uds-") as folder:
         path = Path(folder) / "socket"
         with serving("demo", "--uds", str(path), *OPTIONS) as (process, url):
-            until(lambda: httpx.get(f"{url}/ready").status_code == 200)
+            until(lambda: httpx.get(f"{url}/ready", verify=False).status_code == 200)
             yield Served(url, path, process.pid)
 
 
