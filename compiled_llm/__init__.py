@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from compiled_llm.requests.sampling_params import SamplingParams
     from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 
+from compiled_llm.compat.own_version import OWN_VERSION
 from compiled_llm.env import Env, enable_logs
 
-__version__ = "0.1.0"
+__version__ = OWN_VERSION
 
 __all__ = [
     "CompileError",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
+from compiled_llm import __version__
 from compiled_llm.commands.bench.commands import app as bench
 from compiled_llm.commands.chat.command import chat
 from compiled_llm.commands.client import client
@@ -29,7 +29,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"compiled-llm {version('compiled-llm')}")
+        typer.echo(f"compiled-llm {__version__}")
         raise typer.Exit
 
 

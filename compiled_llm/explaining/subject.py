@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from compiled_llm.compat.own_version import OWN_VERSION
 from compiled_llm.explaining.cpu import cpu_name
 
 
@@ -26,7 +26,7 @@ def subject_of(model: PreTrainedModel) -> dict[str, Any]:
         "device": str(model.device),
         "machine": _machine(model.device),
         "versions": {
-            "compiled_llm": _own_version(),
+            "compiled_llm": OWN_VERSION,
             "torch": str(torch.__version__),
             "transformers": transformers.__version__,
             "Python": platform.python_version(),
@@ -52,13 +52,6 @@ def head_rows(data: dict[str, Any]) -> dict[str, str]:
 def title_of(data: dict[str, Any]) -> str:
     named = f" ({Path(*Path(data['name']).parts[-2:])})" if data["name"] else ""
     return f"{data['model']}{named} on {data['device']}"
-
-
-def _own_version() -> str:
-    try:
-        return version("compiled-llm")
-    except PackageNotFoundError:
-        return "that is not installed"
 
 
 def _machine(device: torch.device) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from importlib.metadata import version
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from compiled_llm.compat.own_version import OWN_VERSION
 from compiled_llm.server.chat_page import page
 from compiled_llm.server.guard import Guard
 from compiled_llm.server.http.api_error import ANSWERED, respond
@@ -25,9 +25,7 @@ from compiled_llm.server.settings import ApiServerSettings
 
 def application(settings: ApiServerSettings, link: EngineLink) -> FastAPI:
     """Return the application that serves an engine process's model by OpenAI's API."""
-    app = FastAPI(
-        title="compiled_llm", version=version("compiled-llm"), lifespan=_lifespan, docs_url=None, redoc_url=None
-    )
+    app = FastAPI(title="compiled_llm", version=OWN_VERSION, lifespan=_lifespan, docs_url=None, redoc_url=None)
     app.state.api_server = ApiServer(settings, link)
     app.state.metrics = metrics.ApiServerMetrics(settings.figures)
     rooms = (chat, completions, responses, tokenize, status, metrics)

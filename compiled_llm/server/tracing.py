@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -22,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from compiled_llm.client.answer import RemoteAnswer
 from compiled_llm.client.handle import RemoteHandle
+from compiled_llm.compat.own_version import OWN_VERSION
 from compiled_llm.server.http.api_error import of_exception
 from compiled_llm.server.openai.common.api_server import REQUEST_ID, SUBMITTED, Submitted
 
@@ -44,7 +44,7 @@ class TracingMiddleware:
     def __init__(self, app: ASGIApp, provider: TracerProvider) -> None:
         self._app = app
         self._provider = provider
-        self._tracer = provider.get_tracer("compiled_llm", version("compiled-llm"))
+        self._tracer = provider.get_tracer("compiled_llm", OWN_VERSION)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -89,6 +89,9 @@ USES = {
 """The extras of this package, each with what its packages are for."""
 
 
+_INSTALL = "pip install ."
+
+
 class Package(NamedTuple):
     """A package: the module to import, what pip is asked for, the extra that brings it if one does, and its use."""
 
@@ -98,12 +101,20 @@ class Package(NamedTuple):
     use: str
 
 
+def own_requirements() -> list[str] | None:
+    """Return what compiled-llm's own metadata names; None if it was not installed, but put on Python's path."""
+    try:
+        return metadata.requires("compiled-llm") or []
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def packages() -> list[Package]:
     """Return those that compiled-llm's own metadata names, and Triton, which torch brings."""
     from packaging.requirements import Requirement
 
     found = {"triton": Package("triton", Requirement("triton"), "", "Inductor's kernels on CUDA")}
-    requirements = [Requirement(line) for line in metadata.requires("compiled-llm") or []]
+    requirements = [Requirement(line) for line in own_requirements() or []]
     for extra, use in USES.items():
         for each in requirements:
             if each.marker is None or each.marker.evaluate({"extra": extra}):
@@ -165,6 +176,8 @@ def ourselves() -> Outcome:
         importlib.import_module("compiled_llm.huggingface.wrap")
     except Exception as error:
         return Outcome("failed", f"{here}, does not import: {essence(error)}")
+    if own_requirements() is None:
+        return Outcome("warning", f"{here}: not installed, so the versions that it needs are not compared", _INSTALL)
     return Outcome("ok", here)
 
 

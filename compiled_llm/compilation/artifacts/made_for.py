@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from compiled_llm.compat.own_version import OWN_VERSION
 from compiled_llm.compat.torch.inductor import cpp_compilers
 from compiled_llm.config import WrapConfig
 from compiled_llm.model.sizes import max_positions_of
@@ -33,8 +34,9 @@ def made_for(model: PreTrainedModel, model_class: type[PreTrainedModel], config:
     ``model_class`` is the model's own class; a wrapped model's is ours.
     """
     kind = model.device.type
-    packages = ["compiled-llm", "torch", "transformers", *(["triton", "flashinfer-python"] if kind == "cuda" else [])]
+    packages = ["torch", "transformers", *(["triton", "flashinfer-python"] if kind == "cuda" else [])]
     found = {
+        "compiled-llm": OWN_VERSION,
         **{package: _version(package) for package in packages},
         "Python": platform.python_version(),
         "machine": platform.machine(),

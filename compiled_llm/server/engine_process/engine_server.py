@@ -9,12 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from compiled_llm.compat.own_version import OWN_VERSION
 from compiled_llm.protocol.messages import (
     VERSION,
     AskText,
@@ -148,7 +148,7 @@ class EngineServer:
 
     def greeting(self) -> list[Struct]:
         """Return a client's first messages."""
-        welcome = Welcome(VERSION, f"compiled-llm {version('compiled-llm')}", os.getpid())
+        welcome = Welcome(VERSION, f"compiled-llm {OWN_VERSION}", os.getpid())
         leaving = [] if self.leaving is None else [Leaving(self.leaving)]
         return [welcome, self._ready or self.preparing, *leaving]
 

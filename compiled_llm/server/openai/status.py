@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
+from compiled_llm.compat.own_version import OWN_VERSION
 from compiled_llm.server.http.api_error import ApiError
 from compiled_llm.server.openai.common.api_server import ApiServer, api_server_of
 from compiled_llm.server.openai.common.openapi_responses import ERRORS
@@ -82,7 +82,7 @@ async def ready(request: Request) -> JSONResponse:
 @router.get("/version")
 async def its_version() -> Version:
     """Return the version of compiled_llm."""
-    return Version(version=version("compiled-llm"))
+    return Version(version=OWN_VERSION)
 
 
 @router.get("/v1/models", responses=ERRORS)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 import socket
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import compiled_llm
+from compiled_llm.commands.app import app
+from compiled_llm.commands.doctor import checks
 from compiled_llm.server.serving import listen
 from compiled_llm.server.settings import ApiServerSettings
 from support.docs.pages import DOCS
@@ -48,6 +52,24 @@ def test_every_figure_is_explained(api_server: RunningServer) -> None:
     names = {name for name in re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE) if not name.endswith("_created")}
     assert len(names) > 10
     assert not [name for name in names if f"`{name}`" not in page]
+
+
+def test_a_checkout_that_was_not_installed_is_served(engine_process: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = metadata.Distribution.from_name
+
+    def from_name(name: str) -> metadata.Distribution:
+        if name == "compiled-llm":
+            raise metadata.PackageNotFoundError(name)
+        return find(name)
+
+    monkeypatch.setattr(metadata.Distribution, "from_name", from_name)
+    with running_server(engine_process.server._path) as api_server:
+        assert api_server.http.get("/version").json() == {"version": compiled_llm.__version__}
+        answered = api_server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, "ignore_eos": True})
+        assert answered.json()["usage"]["completion_tokens"] == 3
+    assert checks.packages()
+    assert checks.ourselves().status == "warning"
+    assert CliRunner().invoke(app, ["--version"]).output == f"compiled-llm {compiled_llm.__version__}\n"
 
 
 def test_before_the_model_is_ready_it_says_how_far_that_is_and_since_when(path: Path) -> None:
