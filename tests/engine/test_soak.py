@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,18 +24,42 @@ GROWTH = 32 * 2**20
 """Bytes that host memory may grow by in the last two thirds of many calls: what the allocator keeps in fragments."""
 
 
-def memory(engine: Engine) -> tuple[int, int]:
-    """Return the bytes of host and device that are taken while the model is asleep.
+class Memory(NamedTuple):
+    """Bytes that are taken while the model is asleep; the last three, parts of the host's, tell where it grows."""
+
+    host: int
+    device: int
+    malloced: int
+    private: int  # pages of no file, malloc's among them, as the driver's
+    pinned: int
+
+
+class _MallInfo(ctypes.Structure):
+    """What ``mallinfo2`` returns, as glibc's `malloc.h` has it."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "used", "free", "keepcost")
+    )
+
+
+def memory(engine: Engine) -> Memory:
+    """Return what is taken while the model is asleep.
 
     Awake, it has CUDA graphs, each with memory of the host's, and how many is up to the calls that happened to come.
     """
     gc.collect()
     engine.sleep()
-    ctypes.CDLL(None).malloc_trim(0)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    device = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    libc, on_gpu = ctypes.CDLL(None), torch.cuda.is_available()
+    libc.malloc_trim(0)
+    libc.mallinfo2.restype = _MallInfo
+    info = libc.mallinfo2()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    host, private = (int(status[name].split()[0]) * 1024 for name in ("VmRSS", "RssAnon"))
+    pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) if on_gpu else 0
+    device = torch.cuda.memory_allocated() if on_gpu else 0
     engine.wake()
-    return pages * os.sysconf("SC_PAGE_SIZE"), device
+    return Memory(host, device, info.used + info.hblkhd, private, pinned)
 
 
 @pytest.mark.slow
@@ -64,16 +87,16 @@ def test_memory_stays_flat_and_every_page_comes_back(calls: int, mode: Any, tmp_
     soak = Soak(model, tmp_path)
     soak.sleep_through_calls(seed)
     start(lambda: soak.run(calls // 3, seed)).result(PATIENCE)
-    host, device = memory(soak.engines[0])
+    before = memory(soak.engines[0])
     start(lambda: soak.run(calls - calls // 3, seed + 1)).result(PATIENCE)
     after = memory(soak.engines[0])
-    grown = after[0] - host, after[1] - device
-    print(f"seed {seed}: {dict(soak.counts)}; grown by {grown} bytes of host and device memory")
+    grown = Memory(*(now - then for now, then in zip(after, before, strict=True)))
+    print(f"seed {seed}: {dict(soak.counts)}; grown by {grown}")
     assert greedy(model, prompt, 12).equal(expected)
     soak.engines[0].reset_prefix_cache()
     assert_account_is_empty(model)
     soak.close()
     assert threading.active_count() <= threads + 1  # of those that wait for the next use, one is kept
     if calls == MANY:
-        assert grown[0] < GROWTH
-    assert grown[1] <= 2**20
+        assert grown.host < GROWTH
+    assert grown.device <= 2**20
