@@ -12,6 +12,7 @@ const LISTED = {
   USE_PROFILES: { mathMl: true },
   ADD_TAGS: TAGS.split(" "),
   ADD_ATTR: ["class", "href", "start"],
+  ADD_URI_SAFE_ATTR: ["start"], // the pattern below is asked of the values of all others
   FORBID_ATTR: ["style", "id", "name", "title"],
   FORBID_TAGS: ["annotation", "annotation-xml", "maction", "mglyph", "style"],
   ALLOW_ARIA_ATTR: false,

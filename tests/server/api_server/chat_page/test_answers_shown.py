@@ -113,6 +113,11 @@ def test_markdown_is_shown(talk: Browser, text: str, found: list[str]) -> None:
     assert talk.complaints == []
 
 
+def test_a_list_goes_on_from_the_number_that_it_begins_with(talk: Browser) -> None:
+    draw(talk, "3. three\n4. four\n\ntext\n\n1. one")
+    assert [attributes for name, attributes in elements(talk) if name == "ol"] == [{"start": "3"}, {}]
+
+
 def test_links_open_elsewhere_and_tell_nothing(talk: Browser) -> None:
     draw(talk, "[one](https://a.example)")
     (attributes,) = (attributes for name, attributes in elements(talk) if name == "a")
