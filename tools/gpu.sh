@@ -53,7 +53,8 @@ run_tests() {
   "$python" -c 'import xdist' 2>/dev/null && options+=(-n "${PROCESSES:-6}" --dist worksteal)
   # Each result as it comes, with its traceback: what a run that is cut off has found is not lost.
   "$python" -c 'import pytest_reportlog' 2>/dev/null && options+=(--report-log "$out/${log%.log}.jsonl")
-  "$python" -m pytest "${options[@]}" -p no:cacheprovider -p no:logging -m gpu -v --durations=12 "$@" 2>&1 | tee "$out/$log"
+  # One thread for references that are computed on the CPU, since several processes compute some at once.
+  OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$python" -m pytest "${options[@]}" -p no:cacheprovider -p no:logging -m gpu -v --durations=12 "$@" 2>&1 | tee "$out/$log"
 }
 
 checks() {
