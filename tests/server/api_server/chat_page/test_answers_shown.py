@@ -124,6 +124,11 @@ def test_links_open_elsewhere_and_tell_nothing(talk: Browser) -> None:
     assert attributes == {"href": "https://a.example", "target": "_blank", "rel": "noopener noreferrer nofollow"}
 
 
+def test_a_picture_is_its_description(talk: Browser) -> None:
+    draw(talk, "See ![a <cat> *asleep*](https://a.example/cat.png).")
+    assert (talk.text("#log"), names(talk)) == ("See a <cat> *asleep*.", ["div", "p"])
+
+
 def test_code_has_colours_its_language_and_a_sign_that_it_goes_on(talk: Browser) -> None:
     draw(talk, "```python\ndef f(): return 1  # " + "long " * 80 + "\n```")
     assert talk.text(".code .head span") == "python"

@@ -406,6 +406,43 @@ def test_an_answer_is_shown_as_it_comes_and_escape_ends_it_and_enter_does_not(ta
     assert talk.run("document.querySelector('#question').value") == "not yet"
 
 
+def test_a_question_without_an_answer_is_no_part_of_the_chat(talk: Browser, script: Script) -> None:
+    script.text, script.allowed = "Yes.", threading.Semaphore(0)
+    talk.ask("Lost?")
+    talk.press(*ESCAPE)
+    talk.until_answered()
+    assert talk.text("article .note").endswith("the next question goes without this one")
+    script.allowed.release(1000)
+    talk.ask("And?")
+    talk.until_answered(2)
+    assert "And?" in script.prompt
+    assert "Lost?" not in script.prompt
+
+
+def test_another_chat_ends_an_answer_that_is_under_way(talk: Browser, script: Script) -> None:
+    script.text, script.at_once, script.allowed = "one two three four five", 1, threading.Semaphore(8)
+    talk.ask("Count")
+    talk.until("document.querySelector('.tail')?.innerText")
+    talk.click("#new")
+    talk.until("Object.values(localStorage).some((kept) => kept.includes('Count'))")
+    script.allowed.release(1000)
+    (chat,) = kept_chats(talk)
+    assert chat["turns"][0]["note"].startswith("stopped")
+    assert (talk.text("#send"), talk.count("article")) == ("Send", 0)
+
+
+def test_a_chat_that_is_deleted_in_the_midst_of_an_answer_does_not_come_back(talk: Browser, script: Script) -> None:
+    script.text = "Yes."
+    talk.ask("Is it?")
+    talk.until_answered()
+    script.allowed = threading.Semaphore(0)
+    talk.ask("And?")
+    talk.click("#chats [aria-current] + button")
+    script.allowed.release(1000)
+    talk.run("new Promise((resolve) => setTimeout(resolve, 100))")
+    assert (kept_chats(talk), talk.count("#chats li"), talk.text("#send")) == ([], 0, "Send")
+
+
 def test_enter_sends_nothing_with_shift_or_while_characters_are_composed(talk: Browser) -> None:
     talk.type("#question", "one")
     key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "modifiers": 8}
