@@ -8,11 +8,14 @@ const COLOURED = 10_000; // characters of a code block; longer ones stay plain
 const LONG_LINE = /[^\n]{1000}/; // so do those with such a line, and Markdown: highlight.js may need seconds for them
 const RENDERED = 200_000; // and of a block of any kind
 const TAGS = "p br hr h1 h2 h3 h4 h5 h6 ul ol li blockquote pre code em strong s a table thead tbody tr th td span";
+const LAYOUT =
+  "accent columnalign columnspan displaystyle fence form linethickness lspace maxsize minsize movablelimits notation " +
+  "rspace scriptlevel separator stretchy symmetric width"; // attributes of mathematics
 const LISTED = {
   USE_PROFILES: { mathMl: true },
   ADD_TAGS: TAGS.split(" "),
   ADD_ATTR: ["class", "href", "start"],
-  ADD_URI_SAFE_ATTR: ["start"], // the pattern below is asked of the values of all others
+  ADD_URI_SAFE_ATTR: ["start", ...LAYOUT.split(" ")], // the pattern below is asked of the values of all others
   FORBID_ATTR: ["style", "id", "name", "title"],
   FORBID_TAGS: ["annotation", "annotation-xml", "maction", "mglyph", "style"],
   ALLOW_ARIA_ATTR: false,

@@ -32,6 +32,7 @@ ATTACKS = [
     r"$\href{javascript:alert(1)}{x}$ $\url{javascript:alert(1)}$ $\includegraphics{https://evil.example/x.png}$",
     r"$\style{position:fixed}{x}$ $\class{send}{x}$ $\id{send}{x}$ $\data{a=b}{x}$",
     r"$\text{<img src=x onerror=alert(1)>}$",
+    r"$\href{https://evil.example}{x} \href{javascript:alert(1)}{y} \url{https://evil.example}$",
     "$$\n\\text{</mtext></math><img src=x onerror=alert(1)>}\n$$",
     r"$\def\a{\a\a}\a$ $\def\b#1{#1#1#1#1}\b{\b{\b{\b{\b{\b{\b{\b{x}}}}}}}}$ $\rule{1000000em}{1000000em}$",
     "<math><mtext><table><mglyph><style><!--</style><img title='--><img src=x onerror=alert(1)>'></table></mtext>",
@@ -172,6 +173,17 @@ def test_mathematics_is_mathml(talk: Browser, text: str, displayed: bool) -> Non
     assert (names(talk).count("math"), talk.complaints) == (1, [])
     assert talk.run("document.querySelector('math').namespaceURI") == "http://www.w3.org/1998/Math/MathML"
     assert (talk.run("getComputedStyle(document.querySelector('math')).display") == "block math") is displayed
+
+
+def test_mathematics_keeps_its_layout(talk: Browser) -> None:
+    """A binomial has no line, a quad has its width, fractions of an aligned equation are large, a bar is drawn."""
+    draw(talk, r"$$\binom{n}{k} \quad \overline{AB} \begin{aligned} x &= \frac{1}{2} \end{aligned}$$")
+    of = "document.querySelector('math {}').getAttribute('{}')"
+    assert talk.run(of.format("mfrac", "linethickness")) == "0px"
+    assert talk.run(of.format("mspace", "width")) == "1em"
+    assert talk.run(of.format("mtable", "displaystyle")) == "true"
+    line = "getComputedStyle(document.querySelector('math .tml-overline')).borderTopStyle"
+    assert talk.run(line) == "solid"
 
 
 @pytest.mark.parametrize("text", ["costs $5 and $6", r"a \$x\$ b", "`$x$`", "```\n$x$\n```", "$ x $", "$", "$$"])
