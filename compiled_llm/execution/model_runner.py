@@ -143,12 +143,19 @@ class ModelRunner:
 
     # ---- run
 
-    def admit(self, rows: Sequence[Row], settings: Sequence[Sampling | None]) -> None:
+    def admit(
+        self, rows: Sequence[Row], settings: Sequence[Sampling | None], goes_on: Callable[[], bool] = lambda: False
+    ) -> None:
         """Give slots to rows that are about to run, as ``Slots.admit``.
 
         If no other row runs, programs that were compiled meanwhile take over from those that run uncompiled.
+
+        Args:
+            rows: without slots.
+            settings: how their tokens are sampled.
+            goes_on: whether an answer that has begun is still to end, in these rows or later ones; none takes over.
         """
-        if self.compiling is not None and self.graph_manager.eager and self.state.slots.empty:
+        if self.compiling is not None and self.graph_manager.eager and self.state.slots.empty and not goes_on():
             self.compiling.let_take_over(self.graph_manager)
         self.state.slots.admit(rows, settings)
 

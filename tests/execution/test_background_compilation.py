@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import TextStreamer
 
 import compiled_llm
 from compiled_llm.compilation.backend import Inductor
+from compiled_llm.engine.steps import scheduler
 from compiled_llm.execution.lifecycle import background_compilation
 from compiled_llm.execution.lifecycle.background_compilation import BackgroundCompilation
 from support.parity import greedy, mixed_prompts
@@ -52,8 +54,16 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.opened.set()
 
 
-def plain() -> Any:
-    return tiny_qwen3(eos_token_id=None, num_hidden_layers=2)
+def plain(seed: int = 0) -> Any:
+    return tiny_qwen3(seed, eos_token_id=None, num_hidden_layers=2)
+
+
+SETTINGS = compiled_llm.SamplingParams(max_tokens=12, temperature=0.0)
+
+
+def expected_tokens(prompt: list[int], seed: int = 0, tokens: int = 12) -> list[int]:
+    """What HuggingFace says with the weights of a seed."""
+    return greedy(plain(seed), {"input_ids": torch.tensor([prompt])}, tokens)[0, len(prompt) :].tolist()
 
 
 def eager_first(**options: Any) -> Any:
@@ -172,6 +182,33 @@ def test_a_busy_engine_changes_over_once_its_requests_have_ended(
         assert expected[0, len(prompt) :].tolist() == tokens_said
 
 
+@pytest.mark.parametrize("drains", [False, True])
+def test_a_request_that_is_preempted_goes_on_in_the_mode_that_it_began_in(
+    gate: Gate, drains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is admitted again when no row runs, which is when compiled programs take over otherwise."""
+    monkeypatch.setattr(background_compilation, "_DRAIN_AFTER", 0.0 if drains else 1000.0)
+    monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)  # answers are longer than that: requests are preempted
+    model = compiled_llm.wrap(plain(), eager_first=True, **{**OPTIONS, "kv_memory": "96 tokens", "page_size": 4})
+    prompts, params = [[5, 6, 7], [8, 9, 10]], compiled_llm.SamplingParams(max_tokens=60, temperature=0.0)
+    with compiled_llm.Engine(model) as engine:
+        engine.warmup([1, 2])
+        handles = [engine.submit(prompt, params) for prompt in prompts]
+        for handle in handles:
+            next(iter(handle))
+        with engine.paused(weights_stay=True):
+            assert not any(handle.done for handle in handles)
+            compile_to_the_end(model, gate)
+            late = engine.submit(prompts[0], params) if drains else None
+        said = [handle.result().token_ids for handle in handles]
+        assert engine.stats().preemptions > 0
+        assert late is not None or is_eager(model)
+        late = late or engine.submit(prompts[0], params)
+        assert late.result().token_ids == said[0]
+        assert not is_eager(model)
+    assert said == [expected_tokens(prompt, tokens=60) for prompt in prompts]
+
+
 def test_a_failure_is_said_once_and_answers_go_on(gate: Gate, caplog: pytest.LogCaptureFixture, seed: int) -> None:
     gate.error = ValueError("planted")
     model, inputs = eager_first(), mixed_prompts(LENGTHS, 128, seed)
@@ -233,3 +270,42 @@ def test_a_model_that_has_slept_or_moved_meanwhile_gets_what_fits_it(gate: Gate,
     torch.testing.assert_close(greedy(again, inputs, 4), expected)
     assert not is_eager(again)
     assert again.compiled.stats().recompiles == 0
+
+
+def test_an_engine_that_does_not_watch_its_model_changes_over_without_a_look(gate: Gate) -> None:
+    """So the compiled programs have to forget the pages of the thread that has compiled them."""
+    model = eager_first()
+    with compiled_llm.Engine(model, watch_model=False) as engine:
+        engine.warmup([1])
+        assert engine.submit([5, 6, 7], SETTINGS).result().token_ids == expected_tokens([5, 6, 7])
+        assert is_eager(model)
+        compile_to_the_end(model, gate)
+        assert engine.submit([8, 9, 10], SETTINGS).result().token_ids == expected_tokens([8, 9, 10])
+        assert not is_eager(model)
+
+
+@pytest.mark.parametrize("watches", [True, False])
+@pytest.mark.parametrize("compiled", [False, True], ids=["while it compiles", "before they take over"])
+def test_new_weights_are_those_of_all_later_answers_and_nothing_is_compiled_for_them(
+    gate: Gate, compiled: bool, watches: bool, tmp_path: Path
+) -> None:
+    plain(1).save_pretrained(tmp_path)
+    model, prompt = eager_first(), [5, 6, 7]
+    with compiled_llm.Engine(model, watch_model=watches) as engine:
+        engine.warmup([1])
+        assert gate.reached.wait(60)
+        running = engine.submit(prompt, SETTINGS)
+        if compiled:
+            next(iter(running))
+            compile_to_the_end(model, gate)
+        engine.update_weights(tmp_path)
+        assert running.result().token_ids == expected_tokens(prompt)  # it has ended before
+        if not compiled:
+            assert engine.submit(prompt, SETTINGS).result().token_ids == expected_tokens(prompt, 1)
+            assert is_eager(model)
+            compile_to_the_end(model, gate)
+        for _ in range(2):
+            assert engine.submit(prompt, SETTINGS).result().token_ids == expected_tokens(prompt, 1)
+            assert not is_eager(model)
+    assert gate.times == 2
+    assert model.compiled.stats().recompiles == 0

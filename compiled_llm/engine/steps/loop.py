@@ -301,7 +301,8 @@ class Loop:
             if chunk.request.running_row.slot is None
         ]
         if new:
-            self.model_runner.admit([row for row, _ in new], [sampling for _, sampling in new])
+            rows, settings = [row for row, _ in new], [sampling for _, sampling in new]
+            self.model_runner.admit(rows, settings, self.scheduler.goes_on)
 
     def _read_all_but(self, steps: int) -> list[Request]:
         changed: list[Request] = []

@@ -103,6 +103,14 @@ class Scheduler:
         """Whether no request runs or waits."""
         return not (self.running or self._queue)
 
+    def goes_on(self) -> bool:
+        """Whether an answer that has begun is still to end, be it without a row for now."""
+        return any(request.tokens for request in (*self.running, *self._queue))
+
+    def next_goes_on(self, until: float) -> bool:
+        """Whether the next request goes on with an answer, and was submitted ``until`` then."""
+        return any(request.tokens and request.submitted <= until for request in self._queue.ready[:1])
+
     # ---- requests come and go
 
     def add(self, request: Request) -> None:

@@ -257,8 +257,10 @@ class EngineThread:
         if expired := scheduler.expire(time.monotonic()):
             self.request_table.notify(expired)
         scheduler.admits_until = lock.pages_wanted_since(apart_from=self)
-        if scheduler.running and (compiling := loop.model_runner.compiling) is not None:  # it waits for them to end
-            scheduler.admits_until = min(scheduler.admits_until, compiling.admits_until)
+        if (compiling := loop.model_runner.compiling) is not None:  # it waits for answers that have begun
+            until = compiling.admits_until
+            if scheduler.running or scheduler.next_goes_on(until):
+                scheduler.admits_until = min(scheduler.admits_until, until)
         self.request_table.notify(loop.step(due))
         # If no other loop runs that could give pages back, caches have them, and other requests may fit.
         lock.claim_pages(self, scheduler.short_since if scheduler.running or lock.shared else None)

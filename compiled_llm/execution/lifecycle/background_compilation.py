@@ -2,7 +2,8 @@
 
 The thread runs its programs over a few pages and rows of padding of its own, so it writes nothing that an answer reads.
 Of the cores it leaves one to the answers: it is one thread, which starts fewer compilers than there are cores.
-An answer ends in the mode that it began in: what is compiled takes over when a row comes in and no other one runs.
+An answer ends in the mode that it began in: what is compiled takes over when a row comes in, and no other one runs or
+has lost its pages in the midst of its answer.
 """
 
 from __future__ import annotations

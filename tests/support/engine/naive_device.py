@@ -107,7 +107,7 @@ class NaiveDevice:
 
     # ---- what a loop calls
 
-    def admit(self, rows: Sequence[Row], settings: Sequence[Sampling | None]) -> None:
+    def admit(self, rows: Sequence[Row], settings: Sequence[Sampling | None], goes_on: Callable[[], bool]) -> None:
         self.fault("admit")
         for row, sampling in zip(rows, settings, strict=True):
             row.take_slot(self.free_slots)
