@@ -32,7 +32,7 @@ def check_options(
         raise ValueError(f"max_queue={max_queue!r}: give 1 or more, or None for no limit")
     if logprobs_mode not in get_args(LogprobsMode):
         raise ValueError(f"logprobs_mode={logprobs_mode!r}: give one of {', '.join(get_args(LogprobsMode))}")
-    if mixed not in ("auto", True, False):
+    if mixed != "auto" and not isinstance(mixed, bool):
         raise ValueError(f'mixed={mixed!r}: give True, False or "auto"')
     if not is_positive(grammar_timeout):
         raise ValueError(f"grammar_timeout={grammar_timeout!r}: give seconds above 0")

@@ -191,7 +191,7 @@ def test_by_itself_an_engine_mixes_where_it_pays(monkeypatch: pytest.MonkeyPatch
             assert bool(engine.stats().mixed_steps) == pays
 
 
-@pytest.mark.parametrize("mixed", ["on", None, 2, "Auto"])
+@pytest.mark.parametrize("mixed", ["on", None, 1, 2, "Auto"])
 def test_what_mixed_may_be(mixed: Any) -> None:
     with pytest.raises(ValueError, match=r"mixed=.*: give True, False or \"auto\""):
         engine_of(mixed)

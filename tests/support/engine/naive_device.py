@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
-from compiled_llm.execution.batch import Batch, StepOutput
+from compiled_llm.execution.batch import Batch, Extension, StepOutput
 from compiled_llm.execution.growth import grown
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import Row
@@ -125,6 +125,12 @@ class NaiveDevice:
 
     def settle(self) -> None:
         """Likewise."""
+
+    def can_mix(self, decode: Sequence[Row], extend: Sequence[Extension]) -> bool:
+        return bool(decode and extend)
+
+    def mixing_pays(self, decode: Sequence[Row], extend: Sequence[Extension]) -> bool:
+        return sum(row.length for row in decode) % 2 == 0  # now and then
 
     def run(self, batch: Batch, persistent: Any, unchanged: bool = False) -> StepOutput:
         self.fault("run")
