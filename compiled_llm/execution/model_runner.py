@@ -211,7 +211,7 @@ class ModelRunner:
         return bool(decode and extend) and self.prefill.is_one_launch(queries, lengths)
 
     def mixing_pays(self, decode: Sequence[Row], extend: Sequence[Extension]) -> bool:
-        """Return whether one launch, which ``can_mix`` allows, is known to be faster than two."""
+        """Return whether one launch, if ``can_mix`` allows it, is known to be faster than two."""
         if self.device.type != "cuda" or self._matrix_bytes < LEAST_WEIGHTS:
             return False
         queries = [len(extension.ids) for extension in extend]

@@ -239,14 +239,14 @@ class StatsReply(Struct, tag="stats", frozen=True, kw_only=True):
 
 
 class TokensReply(Struct, tag="tokens", frozen=True):
-    """What ``AskTokens`` asked for."""
+    """The answer to ``AskTokens``."""
 
     number: int
     tokens: list[int]
 
 
 class TextReply(Struct, tag="text", frozen=True):
-    """What ``AskText`` asked for."""
+    """The answer to ``AskText``."""
 
     number: int
     text: str

@@ -286,9 +286,10 @@ class Loop:
         return self._prepared
 
     def _mixes(self, decode: Sequence[Row], extend: Sequence[Extension]) -> bool:
-        if self._mixed is False or not self.model_runner.can_mix(decode, extend):
+        if self._mixed is False or not (decode and extend):
             return False
-        return self._mixed is True or self.model_runner.mixing_pays(decode, extend)
+        wanted = self._mixed is True or self.model_runner.mixing_pays(decode, extend)  # small models ask no more
+        return wanted and self.model_runner.can_mix(decode, extend)
 
     def _admit(self, chunks: Sequence[Chunk]) -> None:
         """Give new rows slots, with their settings."""

@@ -160,12 +160,17 @@ def test_an_answer_and_a_code_block_are_copied(talk: Browser, script: Script) ->
         assert talk.run("navigator.clipboard.readText()") == text
 
 
-def test_an_answer_is_made_again_and_a_question_is_edited(talk: Browser, script: Script) -> None:
+def ask_twice(talk: Browser, script: Script) -> None:
+    """Get two answers; the next one would be another."""
     for number, question in enumerate(("One?", "Two?"), start=1):
         script.text = f"Answer {number}."
         talk.ask(question)
         talk.until_answered(number)
     script.text = "Another."
+
+
+def test_an_answer_is_made_again_and_a_question_is_edited(talk: Browser, script: Script) -> None:
+    ask_twice(talk, script)
     press_button(talk, "Regenerate")
     talk.until("document.querySelectorAll('.tail')[1].innerText === 'Another.'")
     assert talk.run("[...document.querySelectorAll('.tail')].map((found) => found.innerText)") == [
@@ -188,11 +193,7 @@ def test_an_answer_is_made_again_and_a_question_is_edited(talk: Browser, script:
 
 
 def test_an_earlier_answer_is_made_again_without_what_followed_it(talk: Browser, script: Script) -> None:
-    for number, question in enumerate(("One?", "Two?"), start=1):
-        script.text = f"Answer {number}."
-        talk.ask(question)
-        talk.until_answered(number)
-    script.text = "Another."
+    ask_twice(talk, script)
     press_button(talk, "Regenerate", 0)
     talk.until_answered()
     assert texts_of(talk, "article") == ["One?", talk.text("article.assistant")]
