@@ -169,6 +169,12 @@ def _streams_title(entry: Entry) -> str:
     return f"Streams at once, prompts of {entry['prompt']} tokens, answers of {entry['new']}"
 
 
+def _attention_title(entry: Entry) -> str:
+    heads = entry["heads"]
+    kind = str(entry["kind"]).capitalize()
+    return f"{kind}, {heads['query']} query heads, {heads['kv']} kv heads of size {heads['dim']}"
+
+
 def _no_title(_: Entry) -> str:
     return ""
 
@@ -297,6 +303,20 @@ TABLES: dict[str, tuple[Callable[[Entry], str], dict[str, Read]]] = {
     "beams_and_drafts": (
         _no_title,
         {"task": _text("task"), **CONTENDER, "tokens/s": _number("figures/tokens_per_s/median")},
+    ),
+    "attention": (
+        _attention_title,
+        {
+            "case": _text("case"),
+            **CONTENDER,
+            "us": _number("figures/us"),
+            "GB/s": _number("figures/bytes_per_s", 1e-9),
+            "of the read bandwidth": _share("figures/of_bandwidth"),
+            "TFLOP/s": _number("figures/flops_per_s", 1e-12),
+            "of a product": _share("figures/of_product"),
+            "timed": _text("timed"),
+            "remark": _text("remark"),
+        },
     ),
     "sampled_over_greedy": (
         lambda _: "A sampled step over a greedy one",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,8 +15,10 @@ from support.imports import CHECKOUT, module_at
 
 
 @pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    return module_at(CHECKOUT / "tools" / "fit_tilings.py")
+def tool() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(CHECKOUT / "tools"))  # as for a script, which Python is given by its path
+        yield module_at(CHECKOUT / "tools" / "fit_tilings.py")
 
 
 RULES = ["linear", "normed", "attention", "splitting", "captured", "cpu-linear"]

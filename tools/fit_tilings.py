@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
+from bench import cold_launches
+from bench.cold_launches import LARGER_THAN_CACHES, LAUNCHES, NumberedLaunch, copies_of
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -42,10 +43,6 @@ from compiled_llm_ops.protocol import CapturedLaunch
 CLOSE = 0.03
 """How much slower than the best a choice may be to count as right."""
 
-LARGER_THAN_CACHES = 2**27
-"""Bytes that launches go through in turn, so that each reads from memory as in a model: an H200 has 50 MB of L2."""
-
-LAUNCHES, REPLAYS = 20, 5
 MODELS = {"0.6B": (1024, 2048, 1024, 3072), "8B": (4096, 4096, 1024, 12288)}
 """Qwen3: hidden size, columns of all query heads, of all kv heads, intermediate size."""
 
@@ -103,29 +100,14 @@ def case_of(rule: str, name: str, candidates: Iterable[Any], chosen: Any, prepar
 # ---- measuring
 
 
-def captured(launch: Callable[[int], object]) -> float:
-    """Microseconds of a launch, captured many times in a row and told its number: the best of some replays."""
+def captured(launch: NumberedLaunch) -> float:
+    """Microseconds of a launch, captured many times in a row; infinite if the device has too little for a candidate."""
     from triton.runtime.errors import OutOfResources
 
     try:
-        launch(0)  # compiles, outside of the capture
+        return cold_launches.captured(launch)
     except OutOfResources:
         return math.inf
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for number in range(LAUNCHES):
-            launch(number)
-    graph.replay()
-    times: list[float] = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return min(times) * 1000 / LAUNCHES
 
 
 def by_the_clock(run: Callable[[], object], synchronize: Callable[[], object], seconds: float = 0.2) -> float:
@@ -139,12 +121,6 @@ def by_the_clock(run: Callable[[], object], synchronize: Callable[[], object], s
         synchronize()
         best = min(best, time.perf_counter() - start)
     return best * 1e6
-
-
-def copies_of(tensor: Tensor) -> list[Tensor]:
-    """As many tensors like this one as no cache holds."""
-    size = tensor.numel() * tensor.element_size()
-    return [tensor, *(tensor.clone() for _ in range(min(LAUNCHES, LARGER_THAN_CACHES // size)))]
 
 
 def random(*shape: int) -> Tensor:
@@ -319,7 +295,7 @@ def splitting_cases(machine: Machine, quick: bool) -> Iterator[Case]:
     for rows in (1, 8):
         for tokens in (128, 1024) if quick else (16, 64, 128, 256, 512, 1024, 2048):
             for stored in (0, 512) if quick else (0, 128, 512, 1024, 2048):
-                queries, lengths = np.full(rows, tokens), np.full(rows, tokens + stored)
+                queries, lengths = [tokens] * rows, [tokens + stored] * rows
                 chosen = "split" if worth_splitting(geometry, queries, lengths, machine.processors) else "whole"
                 prepare = lambda given=(rows, tokens, stored): prefill_timer(geometry, *given)  # noqa: E731
                 name = f"B={rows}, {tokens} new tokens after {stored}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from attention_ops.table import attention_tables
 
 from compiled_llm.commands.bench.report import BenchReport, Result
 from compiled_llm.commands.bench.tables import (
@@ -119,6 +120,7 @@ def graph_use(results: Sequence[Result]) -> Iterator[Table]:
 
 TABLES.update(
     {
+        "attention": attention_tables,
         "startup": startup,
         "roofline": roofline,
         "beams_and_drafts": beams_and_drafts,

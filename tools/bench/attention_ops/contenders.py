@@ -1,0 +1,52 @@
+"""All that can compute a case, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from attention_ops import flash_attention, flashinfer_wrappers as flashinfer, ours
+from attention_ops.cases import KINDS
+from attention_ops.inputs import Inputs, Launch
+
+
+class OpContender(NamedTuple):
+    """One way to compute cases.
+
+    Attributes:
+        name: in tables and for `--contenders`.
+        kinds: the kinds of cases that it can compute.
+        prepare: plans and allocates; returns the launch, or why there is none.
+        builds: the module of FlashInfer's that it is the first to need, which is built before anything is timed.
+        after: the module that it needs as well.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    prepare: Callable[[Inputs], Launch | str]
+    builds: str = ""
+    after: str = ""
+
+
+BATCHES = ("prefill", "mixed")
+CONTENDERS = (
+    OpContender("decode_attention", ("decode",), ours.decode),
+    OpContender("decode_attention + paged_attention", ("mixed",), ours.decode_then_planned, "fa2"),
+    OpContender("paged_attention", KINDS, ours.planned, "fa2"),
+    OpContender("flashinfer decode", ("decode",), flashinfer.decode, "decode"),
+    OpContender("flashinfer decode (tensor cores)", ("decode",), flashinfer.decode_by_tensor_cores, "fa2"),
+    OpContender("flashinfer prefill fa2", BATCHES, flashinfer.prefill_fa2, "fa2"),
+    OpContender("flashinfer prefill fa3", BATCHES, flashinfer.prefill_fa3, "fa3"),
+    OpContender("flashinfer BatchAttention", KINDS, flashinfer.batch_attention, "holistic"),
+    OpContender("flashinfer batch POD", ("mixed",), flashinfer.batch_pod, "pod", after="fa2"),
+    OpContender("flash-attn (pages of 256)", KINDS, flash_attention.with_table),
+)
+
+
+def named(names: str) -> list[OpContender]:
+    """Return contenders by their comma-separated names, all by none; ``SystemExit`` if one is not known."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    known = [one.name for one in CONTENDERS]
+    if unknown := [name for name in wanted if name not in known]:
+        raise SystemExit(f"--contenders: no {', '.join(unknown)}; there are {', '.join(known)}")
+    return [one for one in CONTENDERS if one.name in wanted or not wanted]

@@ -1,0 +1,158 @@
+"""One contender on one case: prepared, checked, timed; whatever goes wrong becomes the remark of its row."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import torch
+from cold_launches import LAUNCHES, captured, launched
+from torch import Tensor
+
+from attention_ops.cases import Case, Heads
+from attention_ops.checking import TOLERANCE, deviation
+from attention_ops.contenders import OpContender
+from attention_ops.inputs import Inputs, Launch
+
+LONGEST_GRAPH = 30_000.0
+"""Microseconds after which a graph has enough launches: long ones have less to gain from being many."""
+FEWEST = 3
+
+
+class LostDeviceError(Exception):
+    """A kernel has left the device unusable: nothing else can be measured in this process."""
+
+
+class Measured(NamedTuple):
+    """What came of one contender on one case.
+
+    Attributes:
+        us: microseconds of a launch; None if there are none.
+        timed: how.
+        off: as of ``deviation``; None if it was not checked.
+        remark: why there is no time, or no graph.
+    """
+
+    us: float | None = None
+    timed: str = ""
+    off: float | None = None
+    remark: str = ""
+
+    @property
+    def differs(self) -> bool:
+        return self.off is not None and not self.off <= TOLERANCE
+
+
+class Peaks(NamedTuple):
+    """What this device does at best, measured in the same run.
+
+    Attributes:
+        bandwidth: bytes/s that it reads.
+        product: FLOP/s of a matrix product.
+        of: the product, in words.
+    """
+
+    bandwidth: float
+    product: float
+    of: str
+
+
+def measure(contender: OpContender, inputs: Inputs, expected: Tensor | None) -> Measured:
+    """Measure a contender; with ``expected`` compare its first result.
+
+    Raises:
+        LostDeviceError: the device is unusable.
+    """
+    found = Measured()
+    try:
+        launch = contender.prepare(inputs)
+        if isinstance(launch, str):
+            return Measured(remark=launch)
+        result = launch(0)
+        if expected is not None:
+            found = found._replace(off=deviation(result, expected))
+        us, timed, remark = timed_launches(launch, inputs)
+        return found._replace(us=us, timed=timed, remark=remark)
+    except Exception as error:
+        check_device(inputs.device)
+        return found._replace(remark=reason(error))
+
+
+def timed_launches(launch: Launch, inputs: Inputs) -> tuple[float, str, str]:
+    """Return microseconds of a launch, how they were measured, and why not in a graph."""
+    if inputs.device.type != "cuda":
+        return by_the_clock(launch), "by the clock", ""
+    once = launched(launch, launches=1, replays=2)
+    launches = max(FEWEST, min(max(LAUNCHES, len(inputs.pages)), int(LONGEST_GRAPH / once)))
+    try:
+        return captured(launch, launches), f"a graph of {launches}", ""
+    except Exception as error:
+        check_device(inputs.device)
+        return launched(launch, launches), f"{launches} by the host", f"not captured: {reason(error)}"
+
+
+def by_the_clock(launch: Launch, runs: int = 3) -> float:
+    """Return the microseconds of a launch on a CPU, the best of some."""
+    times = []
+    for number in range(runs):
+        start = time.perf_counter()
+        launch(number)
+        times.append(time.perf_counter() - start)
+    return 1e6 * min(times)
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ``LostDeviceError`` if the last error is one of those after which a process cannot use the device."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except Exception as error:
+            raise LostDeviceError(reason(error)) from error
+
+
+def reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+def result_of(contender: OpContender, case: Case, heads: Heads, itemsize: int, found: Measured, peaks: Peaks) -> Any:
+    """Return what a report keeps of it, a dict that goes into JSON."""
+    nbytes, flops = case.nbytes(heads, itemsize), case.flops(heads)
+    figures: dict[str, float] = {}
+    if found.us is not None:
+        per_second = 1e6 / found.us
+        figures = {
+            "us": found.us,
+            "bytes_per_s": nbytes * per_second,
+            "of_bandwidth": nbytes * per_second / peaks.bandwidth,
+            "flops_per_s": flops * per_second,
+            "of_product": flops * per_second / peaks.product,
+        }
+    return {
+        "kind": case.kind,
+        "case": case.name,
+        "contender": contender.name,
+        "heads": heads._asdict(),
+        "rows": len(case.rows),
+        "new_tokens": case.tokens,
+        "keys": case.keys,
+        "nbytes": nbytes,
+        "flops": flops,
+        "product": {"of": peaks.of, "flops_per_s": peaks.product},
+        "timed": found.timed,
+        "off": found.off,
+        "differs": found.differs,
+        "remark": found.remark,
+        "figures": figures,
+    }
+
+
+def measure_peaks(bandwidth: float, device: torch.device, dtype: torch.dtype) -> Peaks:
+    """Measure a matrix product as large as keeps a GPU busy, the best of some, beside the read bandwidth."""
+    size = 8192 if device.type == "cuda" else 512
+    random = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, generator=random, device=device, dtype=dtype) for _ in range(2))
+    work: Launch = lambda _: (torch.mm(left, right),)  # noqa: E731
+    us = launched(work, launches=10) if device.type == "cuda" else by_the_clock(work)
+    name = str(dtype).removeprefix("torch.")
+    return Peaks(bandwidth, 2 * size**3 * 1e6 / us, f"two {name} matrices of {size} by {size}")
