@@ -430,6 +430,27 @@ def test_modules_are_built_once_and_those_that_need_another_later(monkeypatch: p
     assert built == []
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ROWS)
+def test_our_ops_are_captured_and_equal_dense_attention(kind: str) -> None:
+    measuring, heads = part_of("measuring"), part_of("cases").Heads(*QWEN)
+    with torch.inference_mode():
+        inputs = part_of("inputs").Inputs(case_of(kind), heads, torch.device("cuda"), torch.bfloat16)
+        for contender in (contenders()[name] for name in OURS if kind in contenders()[name].kinds):
+            found = measuring.measure(contender, inputs, part_of("checking").dense(inputs))
+            assert (found.differs, found.remark) == (False, "")
+            assert found.timed.startswith("a graph of")
+
+
+@pytest.mark.gpu
+def test_after_a_capture_that_fails_others_are_captured() -> None:
+    launches, numbers = importlib.import_module("cold_launches"), torch.ones(1000, device="cuda")
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            launches.captured(lambda number: (numbers + 1).sum().item(), launches=2)
+        assert 0 < launches.captured(lambda number: numbers + 1) < launches.launched(lambda number: numbers + 1, 1)
+
+
 # ---- the script
 
 
@@ -554,8 +575,16 @@ def test_a_case_that_does_not_fit_is_a_row_for_each_contender(script: Any, monke
 
     monkeypatch.setattr(inputs.Inputs, "_check_room", too_large)
     done, found = script("--only", "mixed")
-    assert {one["remark"] for one in found["attention"]} == {"its pages take 90.0 GB"}
+    assert {one["remark"] for one in found["attention"]} == {"TooLargeError: its pages take 90.0 GB"}
     assert done.exit_code == 0
+
+
+def test_a_case_whose_check_fails_is_measured_without(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("attention"), "dense", raises)
+    done, found = script("--only", "prefill", "--contenders", "paged_attention", "--check")
+    assert done.exit_code == 1
+    assert found["failures"] == ["prefill by hand is not checked: RuntimeError: no kernel"]
+    assert [one["figures"]["us"] > 0 for one in found["attention"]] == [True]
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,19 @@ from attention_ops.building import build
 from attention_ops.cases import KINDS, Case, Heads, cases_of
 from attention_ops.checking import dense
 from attention_ops.contenders import CONTENDERS, OpContender, named
-from attention_ops.inputs import Inputs, TooLargeError
-from attention_ops.measuring import LostDeviceError, Measured, measure, measure_peaks, result_of
+from attention_ops.inputs import Inputs
+from attention_ops.measuring import (
+    LostDeviceError,
+    Measured,
+    check_device,
+    measure,
+    measure_peaks,
+    reason,
+    result_of,
+)
 from common import Bench, Commit, DeviceName, Json, bench
 from shapes import SHAPES
+from torch import Tensor
 
 SIZES = {"0.6B": "qwen3-0.6b", "8B": "qwen3-8b", "tiny": "tiny"}
 ALL_KINDS = ",".join(KINDS)
@@ -83,16 +92,27 @@ def results_of(
     """Yield what came of each contender that computes cases of this kind."""
     taking_part = [one for one in contenders if case.kind in one.kinds]
     run.setup.log(f"{number}{case.kind}, {case.name}: filling pages")
+    run.setup.free_memory()  # of the last case
     try:
         inputs = Inputs(case, heads, run.setup.device, run.setup.dtype)
-        expected = dense(inputs) if check else None
-    except (TooLargeError, torch.OutOfMemoryError) as error:
-        yield from ((one, Measured(remark=str(error).splitlines()[0])) for one in taking_part)
+    except Exception as error:
+        check_device(run.setup.device)
+        yield from ((one, Measured(remark=reason(error))) for one in taking_part)
         return
+    expected = expected_of(run, inputs) if check else None
     for contender in taking_part:
         run.setup.log(f"{number}{case.kind}, {case.name}: {contender.name}")
         yield contender, measure(contender, inputs, expected)
-        run.setup.free_memory()
+
+
+def expected_of(run: Bench, inputs: Inputs) -> Tensor | None:
+    """Return what dense attention gives; if that fails, the case is measured unchecked."""
+    try:
+        return dense(inputs)
+    except Exception as error:
+        check_device(inputs.device)
+        run.report.failures.append(f"{inputs.case.name} is not checked: {reason(error)}")
+        return None
 
 
 if __name__ == "__main__":
