@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from compiled_llm.compilation.backend import Pass
+from compiled_llm.compilation.passes.append import PreparedInAppend
 from compiled_llm.compilation.passes.attention import PreparedInAttention
 from compiled_llm.compilation.passes.normed_products import NormedProducts
 from compiled_llm.compilation.passes.norms import NormedSums
@@ -20,9 +21,12 @@ def passes_for(config: WrapConfig, device: torch.device, fused: Sequence[Pass], 
     """Return the passes over a program's graph, before Inductor; ``fused`` make one matmul of several."""
     if device.type == "cpu":  # what Inductor makes of a norm is faster than the op
         return list(fused)
+    backend = backend_for(config.backend, device.type)
     if not decodes:
-        return [OuterProducts(), *fused]
-    ops = backend_for(config.backend, device.type).decode_ops
+        # Another backend writes into the pages by a kernel of its own; the reference is to share none with others.
+        appended: list[Pass] = [PreparedInAppend()] if backend.name == "flashinfer" else []
+        return [OuterProducts(), *appended, *fused]
+    ops = backend.decode_ops
     prepared: list[Pass] = [PreparedInAttention(ops.both)] if ops is not None and ops.prepare else []
     if config.mode == "compile":  # launching an op's kernel costs the host more than launching one of Inductor's
         return [OuterProducts(), *prepared, *fused]

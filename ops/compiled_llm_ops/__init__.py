@@ -8,6 +8,7 @@ from compiled_llm_ops.attention.append import append_paged_kv
 from compiled_llm_ops.attention.decode import decode_attention, decode_attention_lse
 from compiled_llm_ops.attention.plan import plan_paged_attention
 from compiled_llm_ops.attention.prefill import paged_attention, paged_attention_lse
+from compiled_llm_ops.attention.rope_append import rope_append_paged_kv
 from compiled_llm_ops.contracts import (
     BIASED,
     CLEANED,
@@ -57,6 +58,7 @@ __all__ = [
     "paged_attention",
     "paged_attention_lse",
     "plan_paged_attention",
+    "rope_append_paged_kv",
     "sample_tokens",
     "skinny_linear",
     "top_logprobs",

@@ -111,6 +111,25 @@ class AppendPagedKv(NamedTuple):
     backend: str = "flashinfer"
 
 
+class RopeAppendPagedKv(NamedTuple):
+    """Arguments of ``rope_append_paged_kv``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    pages: Tensor
+    token_rows: Tensor
+    token_positions: Tensor
+    indptr: Tensor
+    indices: Tensor
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    epsilon: float = 0.0
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    overlap: bool = False
+
+
 class PlanPagedAttention(NamedTuple):
     """Arguments of ``plan_paged_attention``; from ``query_heads`` on the fields of ``Geometry``, then the rest."""
 

@@ -22,6 +22,7 @@ from compiled_llm import WrapConfig
 from compiled_llm.compilation import backend as inductor
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.options import passes_for
+from compiled_llm.compilation.passes.append import PreparedInAppend
 from compiled_llm.compilation.passes.attention import PreparedInAttention
 from compiled_llm.compilation.programs import Programs
 from compiled_llm.compilation.regions import attentions_in
@@ -253,6 +254,17 @@ def test_graphs_are_searched_for_what_decode_attention_prepares_only_if_they_hav
     """Else a model like Llama would be said to match no pattern."""
     passes = passes_for(WrapConfig(mode=mode, backend=backend), torch.device("cuda"), [], decodes=True)
     assert any(isinstance(searched, PreparedInAttention) for searched in passes) is is_searched
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_searched"), [("auto", True), ("flashinfer", True), ("reference", False), ("unplanned", False)]
+)
+@pytest.mark.usefixtures("installed")
+def test_backends_that_write_into_the_pages_themselves_still_do(backend: Any, is_searched: bool) -> None:
+    passes = passes_for(WrapConfig(backend=backend), torch.device("cuda"), [], decodes=False)
+    assert any(isinstance(searched, PreparedInAppend) for searched in passes) is is_searched
+    on_a_cpu = passes_for(WrapConfig(backend="auto"), torch.device("cpu"), [], decodes=False)
+    assert on_a_cpu == []
 
 
 @pytest.mark.usefixtures("installed")

@@ -25,6 +25,7 @@ from support.uneven_heads import VALUE_DIM, uneven_llama
         ("void flashinfer::BatchPrefillWithPagedKVCacheKernel<...>", "attention"),
         ("void flashinfer::PersistentVariableLengthMergeStatesKernel<...>", "attention, merge of splits"),
         ("void flashinfer::AppendPagedKVCacheKernel<128u, ...>", "page append"),
+        ("_rope_append_paged_kv", "page append"),
         ("nvjet_tst_64x8_64x16_2x1_v_bz_splitK_TNT", "matrix products"),
         ("triton_red_fused_mm_3", "matrix products"),
         ("void gemv2T_kernel_val<int, int, __nv_bfloat16, ...>", "matrix products"),

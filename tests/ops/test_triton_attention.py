@@ -20,7 +20,7 @@ from hypothesis import example, given, settings, strategies as st
 from torch import Tensor
 
 from compiled_llm_ops import paged_attention_lse
-from compiled_llm_ops.attention.decode import _prepared
+from compiled_llm_ops.attention.preparation import prepared
 from compiled_llm_ops.contracts import DecodeAttention
 from compiled_llm_ops.kernels import attention_tiling
 from compiled_llm_ops.kernels.attention_tiling import (
@@ -335,7 +335,7 @@ def test_queries_and_keys_are_normed_and_turned_first(given, head_dim, stored, s
         preparation |= {"cos": angles.cos().half(), "sin": angles.sin().half()}
     arguments = DecodeAttention(*batch, SCALE, **preparation)
     query, key = (
-        _prepared(states.float(), None if norm is None else norm.float(), arguments)
+        prepared(states.float(), None if norm is None else norm.float(), arguments)
         for states, norm in ((batch.query, arguments.query_norm), (batch.key, arguments.key_norm))
     )
     pages = batch._replace(key=key.half()).appended()
@@ -376,7 +376,7 @@ def test_several_new_tokens_are_normed_and_turned_by_their_own_positions(seed):
     preparation |= {"cos": angles.cos().half(), "sin": angles.sin().half()}
     arguments = DecodeAttention(*batch, SCALE, **preparation)
     query, key = (
-        _prepared(states.float(), norm.float(), arguments)
+        prepared(states.float(), norm.float(), arguments)
         for states, norm in ((batch.query, arguments.query_norm), (batch.key, arguments.key_norm))
     )
     pages = batch._replace(key=key.half()).appended()

@@ -74,21 +74,22 @@ def _same(one: object, other: object) -> bool:
 # ---- the patterns
 
 
-def rotary(states: Tensor, cos: Tensor, sin: Tensor, half: int) -> Tensor:
-    """Rotate the heads of one token a row by its position (rotary embedding).
+def rotary(states: Tensor, cos: Tensor, sin: Tensor, half: int, packed_over: int) -> Tensor:
+    """Rotate the heads of tokens by their positions (rotary embedding).
 
     Args:
-        states: ``[B, 1, H, D]``.
-        cos: ``[B, 1, D]``.
+        states: ``[B, 1, H, D]``, one token of each row, or ``[1, T, H, D]``.
+        cos: ``[B, 1, D]`` or ``[1, T, D]``.
         sin: likewise.
         half: half of D.
+        packed_over: the dimension that has one entry, 1 or 0.
 
     Returns:
-        ``[B, H, D]``, as ``attention_forward`` packs them.
+        ``[B, H, D]`` or ``[T, H, D]``, as ``attention_forward`` packs them.
     """
     heads, cos, sin = states.transpose(1, 2), cos.unsqueeze(1), sin.unsqueeze(1)
     rotated = torch.cat((-heads[..., half:], heads[..., :half]), dim=-1)
-    return (heads * cos + rotated * sin).transpose(1, 2).squeeze(1)
+    return (heads * cos + rotated * sin).transpose(1, 2).squeeze(packed_over)
 
 
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:

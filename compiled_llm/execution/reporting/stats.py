@@ -62,9 +62,10 @@ class Stats:
         cuda_graphs: those captured of decode steps, one for each batch size that is ready.
         prefill_cuda_graphs: those captured of prefills, one for each number of tokens and rows they are padded to;
             0 except in mode ``"cuda-graphs"``.
-        patterns: on CUDA, how often decode programs had what our passes look for, ``rotary`` and ``norm``; 0 for both
-            if the model writes them in another way, which makes its steps slower. With ``backend="flashinfer"``
-            there is no ``rotary``: only our own kernel takes that over.
+        patterns: on CUDA, how often decode programs had what our passes look for, ``rotary`` and ``norm``, and prefill
+            programs, ``rotary in prefill``; 0 for all if the model writes them in another way, which makes its steps
+            slower. With ``backend="flashinfer"`` there is no ``rotary``: in decode only our own attention takes that
+            over.
         buckets: decode batch sizes that are ready.
         pages: the page account, or None while nothing is allocated.
         peak_pages: how many pages were used at one time, at most.

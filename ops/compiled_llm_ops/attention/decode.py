@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from compiled_llm_ops.attention.lse import define_with_lse
+from compiled_llm_ops.attention.preparation import check_preparation, prepared
 from compiled_llm_ops.contracts import (
     DecodeAttention,
     PageTable,
@@ -132,41 +133,14 @@ def _check(args: DecodeAttention) -> None:
             f"{tuple(args.starts.shape)} and {tuple(args.lengths.shape)}"
         )
     check_int32("decode_attention", starts=args.starts, lengths=args.lengths, indices=args.indices)
-    _check_preparation(args)
-
-
-def _check_preparation(args: DecodeAttention) -> None:
-    tokens, _, head_dim = args.query.shape
-    if (args.cos is None) is not (args.sin is None):
-        raise ValueError("decode_attention: cos and sin must be given together")
-    if args.cos is not None and head_dim % 2:
-        raise ValueError(f"decode_attention: heads of size {head_dim} cannot be turned: the size is odd")
-    sizes = {"query_norm": (head_dim,), "key_norm": (head_dim,), "cos": (tokens, head_dim), "sin": (tokens, head_dim)}
-    for name, size in sizes.items():
-        tensor = getattr(args, name)
-        if tensor is not None and (tensor.shape != size or tensor.dtype != args.query.dtype):
-            raise ValueError(
-                f"decode_attention: {name} must be {size} {args.query.dtype}; got {tuple(tensor.shape)} {tensor.dtype}"
-            )
+    check_preparation("decode_attention", args)
 
 
 # ---- CPU: in plain PyTorch
 
 
-def _prepared(states: Tensor, norm: Tensor | None, args: DecodeAttention) -> Tensor:
-    """Return ``[T, heads, D]`` queries or keys, normed and rotated as HuggingFace's models do it."""
-    if norm is not None:
-        values = states.float()
-        values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + args.epsilon)
-        states = norm * values.to(states.dtype)
-    if args.cos is not None and args.sin is not None:
-        first, second = states.chunk(2, -1)
-        states = states * args.cos[:, None] + torch.cat([-second, first], -1) * args.sin[:, None]
-    return states
-
-
 def _append(args: DecodeAttention) -> None:
-    key, page_size, new = _prepared(args.key, args.key_norm, args), args.pages.shape[-2], args.new_tokens
+    key, page_size, new = prepared(args.key, args.key_norm, args), args.pages.shape[-2], args.new_tokens
     positions = (args.lengths[:, None] - new + torch.arange(new, dtype=torch.int32, device="cpu")).flatten()
     page = args.indices[args.starts.repeat_interleave(new) + positions // page_size]
     store(args.pages, page, positions % page_size, key, args.value)
@@ -175,7 +149,7 @@ def _append(args: DecodeAttention) -> None:
 def _cpu(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     _check(args)
     _append(args)
-    query = _prepared(args.query, args.query_norm, args)
+    query = prepared(args.query, args.query_norm, args)
     lengths, page_size = args.lengths.tolist(), args.pages.shape[-2]
     own = [
         args.indices[start : start - (-length // page_size)]

@@ -30,6 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_llm_ops.contracts import DecodeAttention
 from compiled_llm_ops.kernels.attention_tiling import MAX_ROWS, MAX_SHARES, AttentionTiling
 from compiled_llm_ops.kernels.counters import zeroed_counters
+from compiled_llm_ops.kernels.rotary import prepared
 
 MERGED_VALUES = 2**12
 """Values of partial results that are summed at a time."""
@@ -41,33 +42,6 @@ DTYPES = (torch.float16, torch.bfloat16)
 def _capped(logits, cap):
     """``cap * tanh(logits)``."""
     return cap - 2.0 * cap / (tl.exp2(logits * 2.8853900817779268) + 1.0)  # 2 / ln 2
-
-
-@triton.jit
-def _prepared(head_ptrs, offs_d, mask, norm, cos_ptr, sin_ptr, epsilon, HEAD: tl.constexpr):
-    """Return heads ``[M, D']``: normed if there is a weight for it, then rotated if there are cosines; else unchanged.
-
-    ``head_ptrs`` and ``offs_d`` are ``[M, 1]`` and ``[1, D']``; the second half of a head is rotated against the first.
-    """
-    states = tl.load(head_ptrs + offs_d, mask=mask, other=0.0)
-    if (norm is None) and (cos_ptr is None):
-        return states
-    dtype = states.dtype
-    in_head, second = offs_d < HEAD, offs_d >= HEAD // 2
-    partner_d = tl.where(second, offs_d - HEAD // 2, offs_d + HEAD // 2)
-    states = states.to(tl.float32)
-    factor = tl.full([states.shape[0], 1], 1.0, tl.float32)
-    if norm is not None:
-        factor = tl.rsqrt(tl.sum(states * states, 1) / HEAD + epsilon)[:, None]
-        states = states * factor * tl.load(norm + offs_d, mask=in_head, other=0.0).to(tl.float32)
-    if cos_ptr is not None:
-        partners = tl.load(head_ptrs + partner_d, mask=mask, other=0.0).to(tl.float32)
-        if norm is not None:
-            partners = partners * factor * tl.load(norm + partner_d, mask=in_head, other=0.0).to(tl.float32)
-        cos = tl.load(cos_ptr + offs_d, mask=in_head, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + offs_d, mask=in_head, other=0.0).to(tl.float32)
-        states = states * cos + tl.where(second, partners, -partners) * sin
-    return states.to(dtype)
 
 
 @triton.jit
@@ -279,11 +253,11 @@ def _decode_paged_attention(
                 cos_ptr, sin_ptr = cos + tokens * HEAD, sin + tokens * HEAD
             q_ptrs = query + tokens * row_stride + (head * GQA + offs_g % GQA)[:, None] * head_stride
         in_query = (offs_g[:, None] < NEW * GQA) & in_head
-        q = _prepared(q_ptrs, offs_d, in_query, query_norm, cos_ptr, sin_ptr, epsilon, HEAD)
+        q = prepared(q_ptrs, offs_d, in_query, query_norm, cos_ptr, sin_ptr, epsilon, HEAD)
         if NEW == 1:
             if first + end * BLOCK >= length:
                 key_ptrs = key + row * key_row_stride + head * key_head_stride + tl.zeros([1, 1], tl.int32)
-                k = _prepared(key_ptrs, offs_d, in_head, key_norm, cos_ptr, sin_ptr, epsilon, HEAD)
+                k = prepared(key_ptrs, offs_d, in_head, key_norm, cos_ptr, sin_ptr, epsilon, HEAD)
                 v = tl.load(value + row * value_row_stride + head * value_head_stride + offs_d, mask=in_head)
                 tl.store(slot_ptr + offs_d, k.to(pages.dtype.element_ty), mask=in_head)
                 tl.store(slot_ptr + values_offset + offs_d, v.to(pages.dtype.element_ty), mask=in_head)
@@ -297,7 +271,7 @@ def _decode_paged_attention(
                     if cos is not None:
                         key_cos, key_sin = cos + token * HEAD, sin + token * HEAD
                     key_ptrs = key + token * key_row_stride + head * key_head_stride + tl.zeros([1, 1], tl.int32)
-                    k = _prepared(key_ptrs, offs_d, in_head, key_norm, key_cos, key_sin, epsilon, HEAD)
+                    k = prepared(key_ptrs, offs_d, in_head, key_norm, key_cos, key_sin, epsilon, HEAD)
                     v = tl.load(value + token * value_row_stride + head * value_head_stride + offs_d, mask=in_head)
                     new_page = tl.load(own_indices + position // PAGE).to(tl.int64)
                     new_ptr = head_pages + new_page * (2 * values_offset) + (position % PAGE) * DIM

@@ -18,6 +18,7 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm_ops import Geometry, append_paged_kv
 from compiled_llm_ops.contracts import SampleTokens
+from support.ops.packed_tokens import Sizes, packed_tokens
 from support.ops.sampling_cases import EVERYTHING, arguments
 
 UNWRITTEN = 1e4
@@ -205,6 +206,12 @@ def append_cases() -> list[tuple[Any, ...]]:
     return cases
 
 
+def rope_append_cases() -> list[tuple[Any, ...]]:
+    spans, sizes = [(0, 1), (2, 8), (0, 5)], Sizes(head_dim=8, stored=16)
+    cases = [tuple(packed_tokens(spans, sizes, given, torch.float32)) for given in ("all", "nothing", "query norm")]
+    return [*cases, tuple(packed_tokens(spans, sizes, "all", torch.bfloat16)._replace(overlap=True))]
+
+
 def sample_cases() -> list[SampleTokens]:
     settings = [Sampling(**EVERYTHING, temperature=0.8, top_k=3, typical_p=0.6), Sampling(temperature=1.3, top_p=0.9)]
     logits = (torch.randn(2, 11), torch.randn(11, 2).T, torch.randn(2, 11).bfloat16())
@@ -241,6 +248,7 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "paged_attention": attention_cases,
     "paged_attention_lse": attention_cases,
     "plan_paged_attention": plan_cases,
+    "rope_append_paged_kv": rope_append_cases,
     "sample_tokens": sample_cases,
     "skinny_linear": linear_cases,
     "top_logprobs": logprob_cases,

@@ -1,0 +1,148 @@
+"""A Triton kernel between prefill's projections and its attention: norm, rotary embedding, and the way into the pages.
+
+It moves bytes: each query, key and value is read once and written once. A program takes some heads of one token, so
+that it reads the token's cosines, sines and place in the pages once, with loads of 16 bytes a thread. Its grid depends
+on the number of tokens alone.
+
+Shapes: T packed tokens, H query heads, K kv heads, D head dimension, D' the same as stored, P pages, S page size.
+"""
+
+# Kernels are Triton's objects, not the functions that a type checker sees.
+# pyright: reportIndexIssue=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_llm_ops.contracts import RopeAppendPagedKv
+from compiled_llm_ops.kernels.rotary import prepared
+
+
+class RopeAppendTiling(NamedTuple):
+    """The work of one program. It is one for all sizes, so that one kernel serves prefills of any length.
+
+    Attributes:
+        numbers: of queries, or of keys and values, at most; heads are padded to a power of two.
+        warps: of a program.
+    """
+
+    numbers: int = 2048
+    warps: int = 4
+
+
+TILING = RopeAppendTiling()
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+@triton.jit
+def _prepared(
+    head_ptrs, offs_d, mask, norm, cos, sin, angle, epsilon, HEAD: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    """Return heads ``[GROUP, D]`` as ``prepared`` does, from the token's cosines and sines at ``angle``.
+
+    What each head needs is loaded as the heads are, so that threads exchange nothing.
+    """
+    alike = tl.zeros([GROUP, 1], tl.int32)
+    norm_ptrs, cos_ptrs, sin_ptrs = norm, cos, sin
+    if norm is not None:
+        norm_ptrs = norm + alike
+    if cos is not None:
+        cos_ptrs, sin_ptrs = cos + angle + alike, sin + angle + alike
+    return prepared(head_ptrs, offs_d, mask, norm_ptrs, cos_ptrs, sin_ptrs, epsilon, HEAD)
+
+
+@triton.jit(do_not_specialize_on_alignment=["token_rows", "token_positions", "indptr", "indices"])
+def _rope_append_paged_kv(
+    query, key, value, pages, token_rows, token_positions, indptr, indices, query_norm, key_norm, cos, sin, out,
+    row_stride, head_stride, key_row_stride, key_head_stride, value_row_stride, value_head_stride, epsilon,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, STORED: tl.constexpr,
+    PAGE: tl.constexpr, GROUP: tl.constexpr, KV_GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Norm and turn up to GROUP query heads of a token, or up to KV_GROUP key heads, whose values are copied.
+
+    Programs of one token follow each other.
+    """
+    QUERIES: tl.constexpr = (HEADS + GROUP - 1) // GROUP
+    PROGRAMS: tl.constexpr = QUERIES + (KV_HEADS + KV_GROUP - 1) // KV_GROUP
+    token, part = (tl.program_id(0) // PROGRAMS).to(tl.int64), tl.program_id(0) % PROGRAMS
+    offs_d = tl.arange(0, DIM)[None, :]
+    if part < QUERIES:
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        offs_h = part * GROUP + tl.arange(0, GROUP)[:, None]
+        q_mask = (offs_h < HEADS) & (offs_d < HEAD)
+        q_ptrs = query + token * row_stride + offs_h * head_stride
+        q = _prepared(q_ptrs, offs_d, q_mask, query_norm, cos, sin, token * HEAD, epsilon, HEAD, GROUP)
+        tl.store(out + token * (HEADS * HEAD) + offs_h * HEAD + offs_d, q, mask=q_mask)
+    else:
+        position = tl.load(token_positions + token)
+        page = tl.load(indices + tl.load(indptr + tl.load(token_rows + token)) + position // PAGE).to(tl.int64)
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        offs_k = (part - QUERIES) * KV_GROUP + tl.arange(0, KV_GROUP)[:, None]
+        k_mask = (offs_k < KV_HEADS) & (offs_d < HEAD)
+        v = tl.load(value + token * value_row_stride + offs_k * value_head_stride + offs_d, mask=k_mask)
+        k_ptrs = key + token * key_row_stride + offs_k * key_head_stride
+        k = _prepared(k_ptrs, offs_d, k_mask, key_norm, cos, sin, token * HEAD, epsilon, HEAD, KV_GROUP)
+        slot = page * (2 * KV_HEADS * PAGE * STORED) + position % PAGE * STORED
+        slot_ptrs = pages + slot + offs_k * (PAGE * STORED) + offs_d
+        tl.store(slot_ptrs, k.to(pages.dtype.element_ty), mask=k_mask)
+        tl.store(slot_ptrs + KV_HEADS * PAGE * STORED, v.to(pages.dtype.element_ty), mask=k_mask)
+
+
+def rope_append(args: RopeAppendPagedKv, *, pdl: bool, tiling: RopeAppendTiling = TILING) -> Tensor:
+    """Launch the kernel. All is on one device, the current one.
+
+    Args:
+        args: of ``rope_append_paged_kv``, checked; query in float16 or bfloat16, ``pages`` ``[P, 2, K, S, D']``
+            contiguous.
+        pdl: begin before the previous kernel has ended; needs compute capability 9.0.
+        tiling: its numbers are powers of two.
+
+    Returns:
+        ``[T, H, D]``, contiguous.
+
+    Raises:
+        ValueError: the query's dtype has no kernel, or the pages are not contiguous.
+    """
+    if args.query.dtype not in DTYPES:
+        raise ValueError(
+            f"rope_append_paged_kv: no kernel for {args.query.dtype} queries; use torch.bfloat16 or torch.float16"
+        )
+    if not args.pages.is_contiguous():
+        raise ValueError("rope_append_paged_kv: pages must be contiguous")
+    query, key, value = (
+        states if states.stride(2) == 1 else states.contiguous() for states in (args.query, args.key, args.value)
+    )
+    query_norm, key_norm, cos, sin = (
+        tensor if tensor is None else tensor.contiguous()
+        for tensor in (args.query_norm, args.key_norm, args.cos, args.sin)
+    )
+    (tokens, heads, head_dim), (_, _, kv_heads, page_size, stored) = query.shape, args.pages.shape
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if not tokens:
+        return out
+    dim = triton.next_power_of_2(head_dim)
+    most = max(1, tiling.numbers // dim)
+    group = min(most, triton.next_power_of_2(heads))
+    kv_group = min(max(1, most // 2), triton.next_power_of_2(kv_heads))
+    constants: dict[str, Any] = {
+        "HEADS": heads, "KV_HEADS": kv_heads, "HEAD": head_dim, "DIM": dim, "STORED": stored, "PAGE": page_size,
+        "GROUP": group, "KV_GROUP": kv_group, "PDL": pdl, "num_warps": tiling.warps,
+        **({"launch_pdl": True} if pdl else {}),
+    }  # fmt: skip
+    programs = -(-heads // group) + -(-kv_heads // kv_group)
+    _rope_append_paged_kv[(tokens * programs,)](
+        query, key, value, args.pages, args.token_rows, args.token_positions, args.indptr, args.indices,
+        query_norm, key_norm, cos, sin, out, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+        args.epsilon, **constants,
+    )  # fmt: skip
+    return out
