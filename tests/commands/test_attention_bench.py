@@ -131,7 +131,12 @@ def check(inputs: Any, launch: Any) -> None:
     assert part_of("checking").deviation(launch(0), expected) < 1e-4
 
 
-OURS = ["decode_attention", "paged_attention", "decode_attention + paged_attention"]
+OURS = [
+    "decode_attention",
+    "paged_attention",
+    "paged_attention (plan of a graph)",
+    "decode_attention + paged_attention",
+]
 
 
 @pytest.mark.parametrize("kind", ROWS)
@@ -139,7 +144,7 @@ def test_our_ops_equal_dense_attention(kind: str) -> None:
     inputs = inputs_of(kind)
     torch.testing.assert_close(part_of("checking").dense(inputs), dense(inputs), rtol=1e-4, atol=1e-5)
     taking_part = [contenders()[name] for name in OURS if kind in contenders()[name].kinds]
-    assert len(taking_part) == (1 if kind == "prefill" else 2)
+    assert len(taking_part) == (3 if kind == "mixed" else 2)
     for contender in taking_part:
         check(inputs, contender.prepare(inputs))
 
@@ -424,7 +429,7 @@ def test_modules_are_built_once_and_those_that_need_another_later(monkeypatch: p
     building.build([*contenders().values()], heads, torch.device("cuda"), torch.bfloat16, lines.append)
     assert len(built) == 5
     assert [name for name, waits in built if waits] == ["flashinfer batch POD"]
-    assert {"fa2", "fa3", "pod"} < set(lines[0].partition(": ")[2].split(", "))
+    assert {"fa2", "fa3", "pod"} < set(lines[1].partition(": ")[2].split(", "))
     built.clear()
     building.build([*contenders().values()], heads, CPU, torch.float32, lines.append)
     assert built == []
@@ -480,7 +485,7 @@ def test_the_script_prints_tables_and_writes_json(script: Any, monkeypatch: pyte
     done, found = script("--check")
     assert done.exit_code == 0, done.output
     results = found["attention"]
-    assert len(results) == 6 + 5 + 7
+    assert len(results) == 6 + 6 + 8
     assert found["machine"]["commit"] == "none"
     assert {"torch", "triton"} & {*found["machine"]["versions"]}
     first = results[0]

@@ -34,7 +34,7 @@ from torch import Tensor
 SIZES = {"0.6B": "qwen3-0.6b", "8B": "qwen3-8b", "tiny": "tiny"}
 ALL_KINDS = ",".join(KINDS)
 Only = Annotated[str, typer.Option(help=f"Kinds of cases, comma-separated: {', '.join(KINDS)}.")]
-Names = Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(one.name for one in CONTENDERS)}.")]
+Names = Annotated[str, typer.Option(help=f"All, or some of {', '.join(one.name for one in CONTENDERS)}.")]
 
 
 def main(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
@@ -24,6 +25,9 @@ def build(
     first = {one.builds: one for one in reversed(contenders) if one.builds}
     if device.type != "cuda" or not first:
         return
+    log("importing FlashInfer")
+    with suppress(Exception):
+        importlib.import_module("flashinfer")
     with ThreadPoolExecutor(len(first)) as pool:
         futures: dict[str, Future[None]] = {}
         for module in sorted(first, key=lambda name: bool(first[name].after)):
@@ -34,7 +38,8 @@ def build(
         log(f"building or loading FlashInfer's kernels: {', '.join(waiting)}")
         for future in as_completed(futures.values()):
             del waiting[names[future]]
-            log(f"building or loading FlashInfer's kernels: {', '.join(waiting)}")
+            if waiting:
+                log(f"building or loading FlashInfer's kernels: {', '.join(waiting)}")
 
 
 def _build(

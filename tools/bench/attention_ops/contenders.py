@@ -33,6 +33,7 @@ CONTENDERS = (
     OpContender("decode_attention", ("decode",), ours.decode),
     OpContender("decode_attention + paged_attention", ("mixed",), ours.decode_then_planned, "fa2"),
     OpContender("paged_attention", KINDS, ours.planned, "fa2"),
+    OpContender("paged_attention (plan of a graph)", BATCHES, ours.planned_for_graphs, "fa2"),
     OpContender("flashinfer decode", ("decode",), flashinfer.decode, "decode"),
     OpContender("flashinfer decode (tensor cores)", ("decode",), flashinfer.decode_by_tensor_cores, "fa2"),
     OpContender("flashinfer prefill fa2", BATCHES, flashinfer.prefill_fa2, "fa2"),
