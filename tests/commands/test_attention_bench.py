@@ -134,8 +134,8 @@ def check(inputs: Any, launch: Any) -> None:
 OURS = [
     "decode_attention",
     "paged_attention",
-    "paged_attention (plan of a graph)",
-    "decode_attention + paged_attention",
+    "paged_attention:graph",
+    "decode_attention+paged_attention",
 ]
 
 
@@ -214,12 +214,12 @@ HOLISTIC = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 
 
 FLASHINFER = [
-    "flashinfer decode",
-    "flashinfer decode (tensor cores)",
-    "flashinfer prefill fa2",
-    "flashinfer prefill fa3",
-    "flashinfer BatchAttention",
-    "flashinfer batch POD",
+    "flashinfer:decode",
+    "flashinfer:decode-tensor-cores",
+    "flashinfer:fa2",
+    "flashinfer:fa3",
+    "flashinfer:batch-attention",
+    "flashinfer:batch-pod",
 ]
 
 
@@ -428,7 +428,7 @@ def test_modules_are_built_once_and_those_that_need_another_later(monkeypatch: p
     heads = part_of("cases").Heads(*SMALL)
     building.build([*contenders().values()], heads, torch.device("cuda"), torch.bfloat16, lines.append)
     assert len(built) == 5
-    assert [name for name, waits in built if waits] == ["flashinfer batch POD"]
+    assert [name for name, waits in built if waits] == ["flashinfer:batch-pod"]
     assert {"fa2", "fa3", "pod"} < set(lines[1].partition(": ")[2].split(", "))
     built.clear()
     building.build([*contenders().values()], heads, CPU, torch.float32, lines.append)

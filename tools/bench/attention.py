@@ -1,7 +1,7 @@
 """Attention ops alone: ours, FlashInfer's and flash-attn's on the same keys and values, cold as they are in a model.
 
 python tools/bench/attention.py --check --json attention.json
-python tools/bench/attention.py --quick --only decode,mixed --size 8B
+python tools/bench/attention.py --quick --only decode,mixed --size 8B --contenders decode_attention,flashinfer:decode
 """
 
 from __future__ import annotations

@@ -31,16 +31,16 @@ class OpContender(NamedTuple):
 BATCHES = ("prefill", "mixed")
 CONTENDERS = (
     OpContender("decode_attention", ("decode",), ours.decode),
-    OpContender("decode_attention + paged_attention", ("mixed",), ours.decode_then_planned, "fa2"),
+    OpContender("decode_attention+paged_attention", ("mixed",), ours.decode_then_planned, "fa2"),
     OpContender("paged_attention", KINDS, ours.planned, "fa2"),
-    OpContender("paged_attention (plan of a graph)", BATCHES, ours.planned_for_graphs, "fa2"),
-    OpContender("flashinfer decode", ("decode",), flashinfer.decode, "decode"),
-    OpContender("flashinfer decode (tensor cores)", ("decode",), flashinfer.decode_by_tensor_cores, "fa2"),
-    OpContender("flashinfer prefill fa2", BATCHES, flashinfer.prefill_fa2, "fa2"),
-    OpContender("flashinfer prefill fa3", BATCHES, flashinfer.prefill_fa3, "fa3"),
-    OpContender("flashinfer BatchAttention", KINDS, flashinfer.batch_attention, "holistic"),
-    OpContender("flashinfer batch POD", ("mixed",), flashinfer.batch_pod, "pod", after="fa2"),
-    OpContender("flash-attn (pages of 256)", KINDS, flash_attention.with_table),
+    OpContender("paged_attention:graph", BATCHES, ours.planned_for_graphs, "fa2"),
+    OpContender("flashinfer:decode", ("decode",), flashinfer.decode, "decode"),
+    OpContender("flashinfer:decode-tensor-cores", ("decode",), flashinfer.decode_by_tensor_cores, "fa2"),
+    OpContender("flashinfer:fa2", BATCHES, flashinfer.prefill_fa2, "fa2"),
+    OpContender("flashinfer:fa3", BATCHES, flashinfer.prefill_fa3, "fa3"),
+    OpContender("flashinfer:batch-attention", KINDS, flashinfer.batch_attention, "holistic"),
+    OpContender("flashinfer:batch-pod", ("mixed",), flashinfer.batch_pod, "pod", after="fa2"),
+    OpContender("flash-attn:256", KINDS, flash_attention.with_table),
 )
 
 
