@@ -8,6 +8,7 @@ The functions stand in the modules of ``compat.torch``. Those of transformers st
 | --- | --- | --- |
 | ``cudagraph_trees._initialize_tls`` / ``local`` | cudagraph trees on a thread of ours | torch < 2.13 is dropped |
 | ``eval_frame.remove_from_cache`` | freeing a dropped model's graphs | Dynamo forgets code that nothing holds |
+| ``eval_frame.cached_backends`` | freeing what a dropped model's backend refers to | Dynamo forgets backends, too |
 | ``eval_frame._debug_get_cache_entry_list`` | counting a function's graphs | torch reports them per function |
 | ``eval_frame.get_eval_frame_callback`` | frames that the user's ``torch.compile`` gave up | ``is_compiling`` says it |
 | ``Module._compiled_call_impl`` | noticing ``model.compile()`` | modules say it publicly |

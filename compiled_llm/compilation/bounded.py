@@ -11,12 +11,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from compiled_llm.compat.torch.dynamo import (
     BackendError,
     DynamoError,
     RecompileLimitError,
+    compile_whole,
     graph_count,
     is_compiled_for,
     reason_of,
@@ -39,7 +38,7 @@ class Bounded:
     def __init__(self, function: Callable[..., Any], backend: Inductor) -> None:
         """Compile at the first call; ``own_copy`` made the function, and it is called with positional arguments."""
         self._function = function
-        self._compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+        self._compiled = compile_whole(function, backend)
         self.full = False
         self.uncompiled = 0
 

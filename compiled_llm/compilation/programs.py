@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -42,7 +41,7 @@ from compiled_llm.compilation.program_list import PROGRAMS, Program, program_for
 from compiled_llm.compilation.regions import layers_in_equal_regions
 from compiled_llm.compilation.sampling.sampling import SamplingTables
 from compiled_llm.compilation.tracing.outline import Outline
-from compiled_llm.compilation.tracing.traced_code import watch_traced
+from compiled_llm.compilation.tracing.traced_code import TracedCodeWatch
 from compiled_llm.config import WrapConfig
 from compiled_llm.model.attention import AttentionSpec
 from compiled_llm.model.facts import ModelFacts
@@ -152,7 +151,7 @@ class Programs:
         options = {**own, **more, **workers, "post_grad_custom_post_pass": self.compiling}
         backend = Inductor(
             options,
-            [partial(watch_traced, self._version), *passes],
+            [TracedCodeWatch(self._version), *passes],
             layers_in_region=self._layers_in_region(),
             decode_ops=() if self._decode_ops is None else self._decode_ops.both,
             compile_graph=None if self._artifacts is None else self._artifacts.compile,

@@ -23,6 +23,7 @@ from torch import Tensor, fx
 
 from compiled_llm.compat.torch.dynamo import (
     CompiledGraph,
+    compile_whole,
     compiled_graphs,
     compiled_with,
     forget_entries_of,
@@ -121,7 +122,7 @@ class WholePrograms(Programs):
 
 
 def _whole(trace: Trace) -> Callable[..., Any]:
-    compiled = torch.compile(trace.function, backend=trace.backend, fullgraph=True, dynamic=False)
+    compiled = compile_whole(trace.function, trace.backend)
 
     def run(*args: Any) -> Any:
         if not trace.finished:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
@@ -60,6 +61,23 @@ def test_graphs_go_with_their_owner(function):
     del owner
     gc.collect()
     assert dynamo.graph_count(function) == 0
+
+
+def test_nothing_that_a_backend_refers_to_outlives_its_owner(function):
+    """Today Dynamo alone would keep it; once a plain ``torch.compile`` lets go, too, ``compile_whole`` can go."""
+
+    class Backend:
+        def __call__(self, module: torch.fx.GraphModule, inputs: Any) -> Any:
+            return module
+
+    kept = [Backend(), Backend()]
+    assert torch.equal(dynamo.compile_whole(function, kept[0])(torch.ones(3)), torch.full((3,), 2.0))
+    torch.compile(double, backend=kept[1])(torch.ones(3))
+    gone = [weakref.ref(backend) for backend in kept]
+    kept.clear()
+    dynamo.forget([function, double])
+    gc.collect()
+    assert [reference() is None for reference in gone] == [True, False]
 
 
 def test_what_cannot_be_traced_and_what_cannot_be_compiled_raise_errors_of_their_own():

@@ -57,6 +57,8 @@ def memory(engine: Engine) -> Memory:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     host, private = (int(status[name].split()[0]) * 1024 for name in ("VmRSS", "RssAnon"))
     pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) if on_gpu else 0
+    if on_gpu:
+        torch._C._cuda_clearCublasWorkspaces()  # one for each handle and stream that ever met
     device = torch.cuda.memory_allocated() if on_gpu else 0
     engine.wake()
     return Memory(host, device, info.used + info.hblkhd, private, pinned)

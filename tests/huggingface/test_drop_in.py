@@ -86,6 +86,25 @@ def test_unwrap_gives_the_pages_back():
     assert len(reference) == 0
 
 
+@pytest.mark.parametrize(
+    ("end", "fuses"),
+    [
+        pytest.param(compiled_llm.unwrap, False, id="unwrapped"),
+        pytest.param(lambda model: None, True, id="dropped, with fused weights"),
+    ],
+)
+def test_a_model_that_was_compiled_gives_all_back(end: Callable[[Any], Any], fuses: bool, inputs) -> None:
+    model: Any = compiled_llm.wrap(tiny_qwen3(), **{**OPTIONS, "mode": "compile", "fuse_projections": fuses})
+    greedy(model, inputs, 4)
+    assert model.compiled.graphs
+    pages, weight = model.compiled.model_runner().state.pages[0], next(model.parameters())
+    references = torch.utils.weak.WeakTensorKeyDictionary({pages: None, weight: None})
+    unwrapped = end(model)
+    del model, pages, weight
+    gc.collect()
+    assert len(references) == (0 if unwrapped is None else 1)
+
+
 def test_state_dict_and_saved_files_are_those_of_the_unwrapped_model(tmp_path: Path, inputs):
     plain, wrapped = pair()
     greedy(wrapped, inputs, 3)

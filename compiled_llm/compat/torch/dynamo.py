@@ -65,6 +65,21 @@ def forget(functions: list[Callable[..., Any]]) -> None:
         remove_from_cache(function)
 
 
+def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``torch.compile`` of a function that must be one graph, of which Dynamo keeps nothing once it is gone.
+
+    Dynamo remembers each backend for as long as the process lives, only to call its ``reset``, and with ours all that
+    it refers to: a model's tensors and pages. Compiled code keeps its own backend alive.
+    """
+    from torch._dynamo.eval_frame import cached_backends
+
+    compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+    for key, remembered in list(cached_backends.items()):
+        if getattr(remembered, "compiler_fn", None) is backend:
+            del cached_backends[key]
+    return compiled
+
+
 def _entries(function: Callable[..., Any]) -> list[Any]:
     """Return what Dynamo has compiled for a function."""
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list

@@ -7,6 +7,7 @@ defines. Kernel libraries replace methods such as ``Qwen3MLP.forward``.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Collection, Iterator
 from types import CodeType, FunctionType
 
@@ -20,11 +21,22 @@ from compiled_llm.model.version.model_version import ModelVersion
 _TORCH = (torch, torch.nn.functional)
 
 
-def watch_traced(version: ModelVersion, graph: fx.Graph) -> None:
-    """Watch the places where Dynamo has found the functions in a graph; called like a pass, inside a backend."""
-    codes = traced_code()
-    methods = (place for kind in version.classes() for place in places_of([kind], _methods(kind, codes)))
-    version.watch_code([*methods, *_functions(graph, codes)])
+class TracedCodeWatch:
+    """Watches the places where Dynamo has found the functions in a graph; called like a pass, inside a backend.
+
+    It only borrows the version of the model. Dynamo holds a backend for as long as the function that it compiled, whose
+    owner knows the version: a cycle through Dynamo, where Python's garbage collector does not look.
+    """
+
+    def __init__(self, version: ModelVersion) -> None:
+        """Watch for ``version``, which is there whenever a graph is compiled."""
+        self._version = weakref.ref(version)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        version, codes = self._version(), traced_code()
+        assert version is not None
+        methods = (place for kind in version.classes() for place in places_of([kind], _methods(kind, codes)))
+        version.watch_code([*methods, *_functions(graph, codes)])
 
 
 def _methods(kind: type, codes: Collection[CodeType]) -> set[str]:

@@ -133,9 +133,10 @@ class Soak:
     def sleep_through_calls(self, seed: int) -> None:
         """Have all threads at once call the model while it is asleep, as HuggingFace runs it.
 
-        Each thread then has what torch keeps for it, such as a handle of cuBLAS, which takes tens of MiB, and the
-        kernels that only HuggingFace's own forward launches are loaded.
+        Each thread then has what torch keeps for it, and the kernels that only HuggingFace's own forward launches are
+        loaded.
         """
+        make_handles(3 * THREADS, self.model.device)
         self.engines[0].sleep()
         at_once = threading.Barrier(THREADS)
 
@@ -193,6 +194,23 @@ class Soak:
         with unless_asleep():
             return engine.submit(ids, params, **waiting)
         return None
+
+
+def make_handles(threads: int, device: torch.device) -> None:
+    """Have torch make handles of cuBLAS for so many threads at once, more than any later call has.
+
+    A handle takes some 90 MiB of host memory. Torch makes one for a thread's first product if all that it has are in
+    use, and keeps it for the next thread: how many there are follows from how many threads happened to meet.
+    """
+    at_once = threading.Barrier(threads)
+
+    def multiply(_: int) -> None:
+        matrix = torch.ones(16, 16, device=device)
+        (matrix @ matrix).sum().item()
+        at_once.wait(60)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(multiply, range(threads)))
 
 
 @contextmanager
