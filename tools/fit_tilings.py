@@ -147,7 +147,7 @@ def products(quick: bool) -> dict[str, tuple[int, int]]:
 
 def linear_cases(machine: Machine, quick: bool) -> Iterator[Case]:
     for name, (n, k) in products(quick).items():
-        for m in (1, 2, 8, 32, 64) if quick else (1, 2, 4, 8, 16, 32, 33, 48, 64):
+        for m in (1, 2, 8, 32, 64, 128) if quick else (1, 2, 4, 8, 16, 32, 33, 48, 64, 96, 128, 192, 256, 384, 512):
             chosen = choose_linear_tiling(m, n, k, machine.processors)
             candidates = [*few_row_tilings(m, k), *tensor_core_tilings(m, k), None]
             yield case_of("linear", f"{name}, M={m}", candidates, chosen, lambda m=m, n=n, k=k: linear_timer(m, n, k))
@@ -169,9 +169,10 @@ def few_row_tilings(m: int, k: int) -> list[LinearTiling]:
 def tensor_core_tilings(m: int, k: int) -> list[LinearTiling]:
     if m < 2 or m > linear_tiling.MAX_ROWS or k % linear_tiling.BLOCK:
         return []
-    rows = max(16, 1 << (m - 1).bit_length())
+    rows = min(max(16, 1 << (m - 1).bit_length()), linear_tiling.TILE_ROWS)
     found = []
-    for outputs in (16, 32, 64) if rows == linear_tiling.MAX_ROWS else (64,):  # tensor cores take 64 rows of a tile
+    few = (64,) if rows < linear_tiling.TILE_ROWS else (16, 32, 64)  # tensor cores take 64 rows of a tile
+    for outputs in few if m <= linear_tiling.TILE_ROWS else (64, 128):
         for tiles in range(1, linear_tiling.MAX_TILES + 1):
             for inputs in (linear_tiling.BLOCK, 2 * linear_tiling.BLOCK):
                 stages = linear_tiling.stages_that_fit(rows, outputs * tiles, inputs)

@@ -35,25 +35,32 @@ def passes_for(config: WrapConfig, device: torch.device, fused: Sequence[Pass], 
 
 def prefill_options(config: WrapConfig, device: torch.device) -> dict[str, Any]:
     """Return Inductor's options for prefill; cudagraph trees do not capture it."""
-    return {**_shared(device), "triton.cudagraphs": False}
+    return {**_shared(device), **_products(config, device), "triton.cudagraphs": False}
 
 
 def decode_options(config: WrapConfig, device: torch.device, *, one_row: bool) -> dict[str, Any]:
     """Return Inductor's options for decode, of one row or of more."""
-    options = {**_shared(device), "triton.cudagraphs": config.uses_trees_on(device.type)}
+    options = {**_shared(device), **_products(config, device)}
+    options["triton.cudagraphs"] = config.uses_trees_on(device.type)
     if device.type != "cuda":
         return options
     # Kernels take as long to start as to run: fewer of them, such as one for queries and keys where norm and rotary
     # embedding are not left to attention.
     options["combo_kernels"] = True
-    if config.mode != "compile":  # launching the op's kernels costs the host more than launching cuBLAS's
-        return {**options, "post_grad_custom_pre_pass": SkinnyProducts()}
-    # Triton's reduction is near the memory bandwidth for a matrix-vector product if this search tunes it.
-    return {**options, "coordinate_descent_tuning": True} if one_row else options
+    if one_row and config.mode == "compile":
+        # Triton's reduction is near the memory bandwidth for a matrix-vector product if this search tunes it.
+        options["coordinate_descent_tuning"] = True
+    return options
+
+
+def _products(config: WrapConfig, device: torch.device) -> dict[str, Any]:
+    if device.type == "cuda" and config.mode == "compile":
+        return {}  # launching the op's kernels costs the host more than launching cuBLAS's
+    return {"post_grad_custom_pre_pass": SkinnyProducts()}
 
 
 def _shared(device: torch.device) -> dict[str, Any]:
     if device.type == "cpu":
-        return {"post_grad_custom_pre_pass": SkinnyProducts()}
+        return {}
     # A kernel begins while the previous one ends (programmatic dependent launch), from Hopper on.
     return {"triton.enable_pdl": torch.cuda.get_device_capability(device) >= (9, 0)}

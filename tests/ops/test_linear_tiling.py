@@ -15,13 +15,13 @@ pytestmark = pytest.mark.core
 
 @pytest.mark.parametrize("processors", [78, 114, 132])
 def test_tilings_fit_the_product_and_the_device(processors):
-    for m in range(1, 66):
+    for m in (*range(1, 67), 96, 112, 128, 176, 192, 256, 500, 512, 513):
         for n in (16, 48, 128, 1000, 1024, 2560, 3072, 4096, 5120, 6144, 12288, 24576, 151936):
             for k in (64, 128, 896, 1024, 2048, 2560, 4000, 4096, 12288, 29568):
                 tiling = choose(m, n, k, processors)
                 if tiling is None:
                     continue
-                assert m <= min(tiling.rows, 64)
+                assert m <= tiling.rows or tiling.rows == 64
                 if tiling.rows <= 2:
                     assert m == tiling.rows
                     assert k % 16 == 0
@@ -50,6 +50,14 @@ def test_tilings_of_measured_products():
     assert choose(1, 1024, 3072) == LinearTiling(1, 2, 1, 1024, 1, 3)
     assert choose(1, 151936, 1024) == LinearTiling(1, 4, 1, 1024, 1, 1)
     assert choose(8, 512, 4096) is choose(65, 4096, 4096) is None
+
+
+def test_more_rows_than_a_tile_are_ours_while_each_multiprocessor_has_one_program():
+    assert choose(128, 4096, 12288) == choose(512, 1024, 2048) == LinearTiling(64, 64, 1, 128, 7, 0)
+    assert choose(256, 4096, 4096) == choose(192, 4096, 1024) == LinearTiling(64, 128, 1, 128, 4, 0)
+    assert choose(128, 24576, 4096) is choose(512, 4096, 4096) is None, "two programs each, which cuBLAS does better"
+    assert choose(96, 4096, 4096) is choose(130, 4096, 4096) is None, "tiles that are half empty"
+    assert choose(128, 1024, 2048) is None, "too few programs"
 
 
 def test_few_programs_norm_the_row_each_for_itself():

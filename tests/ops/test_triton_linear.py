@@ -32,6 +32,7 @@ TILINGS = [
     LinearTiling(rows=64, outputs=16, tiles=1, inputs=256, stages=5, prefetched=0),
     LinearTiling(rows=64, outputs=64, tiles=3, inputs=128, stages=3, prefetched=0),
     LinearTiling(rows=64, outputs=64, tiles=1, inputs=512, stages=1, prefetched=0),
+    LinearTiling(rows=64, outputs=128, tiles=1, inputs=128, stages=4, prefetched=0),
 ]
 
 
@@ -41,7 +42,8 @@ TILINGS = [
 def test_every_tiling_multiplies(tiling: LinearTiling, n: int, seed: int) -> None:
     from compiled_llm_ops.kernels.linear import multiply
 
-    for m in {1, 2, 5, tiling.rows - 1, tiling.rows} & set(range(1, tiling.rows + 1)):
+    most = tiling.rows if tiling.rows < 64 else 2 * tiling.rows + 3
+    for m in {1, 2, 5, tiling.rows - 1, tiling.rows, most} & set(range(1, most + 1)):
         rows, weight = torch.randn(m, 768).half(), torch.randn(n, 768).half()  # bfloat16 it multiplies as integers
         out = multiply(rows, weight, tiling, pdl=False)
         torch.testing.assert_close(out.double(), rows.double() @ weight.double().T, rtol=1e-3, atol=1e-3)
@@ -91,7 +93,7 @@ POINTERS = dict.fromkeys("xwy", "*bf16")
 @pytest.mark.parametrize("tiling", [tiling for tiling in TILINGS if tiling.rows > 2], ids=str)
 def test_with_tensor_cores_weights_alone_are_asked_for_before_waiting(tiling: LinearTiling) -> None:
     """Kernels in front may still write before `gdc_wait`; whoever is let go relies on that this one has waited."""
-    from compiled_llm_ops.kernels.linear import _skinny_linear_tensor_cores as kernel
+    from compiled_llm_ops.kernels.linear import _linear_tensor_cores as kernel
 
     types = {**POINTERS, **dict.fromkeys("MNK", "i32")}
     types |= {name: f"tensordesc<bf16[{n},{tiling.inputs}]>" for name, n in zip("xw", tiling[:2], strict=True)}

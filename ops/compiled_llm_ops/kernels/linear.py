@@ -1,4 +1,4 @@
-"""Triton kernels for matmuls of few rows with a weight, which read the weight near the bandwidth of memory.
+"""Triton kernels for matmuls of up to some hundred rows with a weight, which read it near the bandwidth of memory.
 
 Both may begin while the previous kernel ends (see ``pdl``): by then their first weights are being loaded.
 
@@ -40,7 +40,7 @@ def _after_waiting(value):
 
 
 @triton.jit(do_not_specialize=["M"])  # Triton would compile again for 1 and for multiples of 16
-def _skinny_linear_tensor_cores(
+def _linear_tensor_cores(
     x,
     w,
     y,
@@ -54,10 +54,13 @@ def _skinny_linear_tensor_cores(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute TILES times BN outputs of all rows over all of K; the descriptors ``x`` and ``w`` read zeros outside."""
+    """Compute TILES times BN outputs of ROWS rows over all of K; the descriptors ``x`` and ``w`` read zeros outside.
+
+    Axes of the grid: tiles of rows, which read the same weights at about the same time, and tiles of outputs.
+    """
     # Tensor cores take 64 rows of their first operand at a time, and as few as 8 columns of the second.
     SWAPPED: tl.constexpr = ROWS < 64
-    tile = tl.program_id(0) * TILES
+    first_row, tile = tl.program_id(0) * ROWS, tl.program_id(1) * TILES
     sums = ()
     for _ in tl.static_range(TILES):
         sums += (tl.zeros([BN, ROWS] if SWAPPED else [ROWS, BN], tl.float32),)
@@ -66,7 +69,7 @@ def _skinny_linear_tensor_cores(
         weights = ()
         for i in tl.static_range(TILES):
             weights += (w.load([(tile + i) * BN, k]),)
-        rows = x.load([0, _after_waiting(k) if PDL else k])
+        rows = x.load([first_row, _after_waiting(k) if PDL else k])
         added = ()
         for i in tl.static_range(TILES):
             if SWAPPED:
@@ -74,7 +77,7 @@ def _skinny_linear_tensor_cores(
             else:
                 added += (tl.dot(rows, weights[i].T, sums[i]),)
         sums = added
-    offs_m = tl.arange(0, ROWS)[:, None]
+    offs_m = first_row + tl.arange(0, ROWS)[:, None]
     for i in tl.static_range(TILES):
         offs_n = (tile + i) * BN + tl.arange(0, BN)[None, :]
         total = sums[i].T if SWAPPED else sums[i]
@@ -253,7 +256,7 @@ def multiply(rows: Tensor, weight: Tensor, tiling: LinearTiling, *, trigger_firs
         rows: ``[M, K]``, contiguous, float16 or bfloat16.
         weight: ``[N, K]``, likewise, beginning at a multiple of 16 bytes.
         tiling: from ``choose_linear_tiling``.
-        trigger_first: as in ``multiply_few``; of no effect with more than two rows.
+        trigger_first: as in ``multiply_few``; of no effect with tensor cores.
         pdl: begin before the previous kernel has ended; needs compute capability 9.0.
     """
     if tiling.rows <= 2:
@@ -262,7 +265,7 @@ def multiply(rows: Tensor, weight: Tensor, tiling: LinearTiling, *, trigger_firs
     y = rows.new_empty(m, n)
     blocks_of_rows = TensorDescriptor.from_tensor(rows, [tiling.rows, tiling.inputs])
     blocks_of_weight = TensorDescriptor.from_tensor(weight, [tiling.outputs, tiling.inputs])
-    _skinny_linear_tensor_cores[(-(-n // (tiling.outputs * tiling.tiles)),)](
+    _linear_tensor_cores[(-(-m // tiling.rows), -(-n // (tiling.outputs * tiling.tiles)))](
         blocks_of_rows, blocks_of_weight, y, m, n, k,
         ROWS=tiling.rows, BN=tiling.outputs, BK=tiling.inputs, TILES=tiling.tiles, STAGES=tiling.stages,
         **_options(pdl),

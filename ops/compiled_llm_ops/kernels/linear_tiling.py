@@ -1,7 +1,7 @@
 """How a matmul of few rows with a weight is cut up for the Triton kernels, or that cuBLAS is faster.
 
-The constants of ``choose_linear_tiling`` were fitted to times of all decode matmuls of Qwen3-0.6B and -8B in bfloat16
-at M 1 to 64 on an H200, with weights from memory, each after a small kernel or its norm; those of
+The constants of ``choose_linear_tiling`` were fitted to times of all matmuls of Qwen3-0.6B and -8B in bfloat16, at M 1
+to 64 on an H200 and at M 96 to 512 on an H100, with weights from memory, each after a small kernel or its norm; those of
 ``choose_normed_tiling`` to times of Qwen3-0.6B's decode step, with the kernels of its layers one after the other.
 ``tools/fit_tilings.py --only linear,normed`` measures matmuls again, on any GPU.
 
@@ -19,8 +19,12 @@ from torch import Tensor
 TILE, BLOCK = 64, 128
 """Outputs of a tile, which is what tensor cores take of their first operand, and inputs of a block."""
 
-MAX_ROWS = 64
-"""Rows up to which the kernels were measured."""
+TILE_ROWS, MAX_ROWS = 64, 512
+"""Rows of the largest tile, and rows up to which the kernels were measured."""
+
+FULL_TILES, BUSY = 0.85, 0.36
+"""The part of their tiles that more rows than TILE_ROWS have to fill, and the part of the multiprocessors that their
+programs have to occupy. With 96 rows, a quarter of the products is for nothing, and cuBLAS is up to 15% faster."""
 
 MAX_TILES = 3
 """Tiles of a program: their sums are 96 registers of a thread, with 64 rows."""
@@ -61,10 +65,10 @@ SHARED_MEMORY = 226 * 1024
 
 
 class LinearTiling(NamedTuple):
-    """One way to cut a matmul up; a program multiplies all rows with a part of the weight, over all inputs.
+    """One way to cut a matmul up; a program multiplies a tile of rows with a part of the weight, over all inputs.
 
     Attributes:
-        rows: rows there is room for; 1 and 2 stand for the kernel without tensor cores.
+        rows: of a tile; 1 and 2 stand for the kernel without tensor cores.
         outputs: outputs in a tile.
         tiles: tiles of a program.
         inputs: inputs that a program multiplies at a time.
@@ -101,17 +105,34 @@ def choose_linear_tiling(m: int, n: int, k: int, processors: int = 132) -> Linea
     """Return the tiling for ``[M, K] @ [N, K].T``, or None if cuBLAS is as fast or no tiling fits.
 
     In short: one program on a multiprocessor, which loads as many bytes at a time as it holds; no sum over programs.
+    With more rows than a tile, that is so as long as no multiprocessor gets a second program; from there on tensor cores
+    are the limit, and cuBLAS uses them better.
     """
     if m == 1 or (m == 2 and n <= MAX_OUTPUTS_OF_TWO * processors):
         return _without_tensor_cores(m, n, k, processors)
     if not 2 <= m <= MAX_ROWS or n % 16 or k % BLOCK or n < LEAST_OUTPUTS * processors:
         return None
+    if m > TILE_ROWS:
+        return _of_several_row_tiles(m, n, processors)
     rows, outputs = max(16, 1 << (m - 1).bit_length()), TILE
-    while rows == MAX_ROWS and outputs > 16 and n / (outputs * processors) < FEWEST_FULL_TILES:
+    while rows == TILE_ROWS and outputs > 16 and n / (outputs * processors) < FEWEST_FULL_TILES:
         outputs //= 2
     tiles = min(MAX_TILES, -(-n // (outputs * processors)))
     inputs = BLOCK if stages_that_fit(rows, outputs * tiles, 2 * BLOCK) < FEWEST_STAGES else 2 * BLOCK
     return LinearTiling(rows, outputs, tiles, inputs, stages_that_fit(rows, outputs * tiles, inputs), prefetched=0)
+
+
+def _of_several_row_tiles(m: int, n: int, processors: int) -> LinearTiling | None:
+    """Return the smallest tile of outputs of which each multiprocessor gets one at most, if there is such."""
+    row_tiles = -(-m // TILE_ROWS)
+    if m < FULL_TILES * row_tiles * TILE_ROWS:
+        return None
+    for outputs in (TILE, 2 * TILE):
+        programs = row_tiles * -(-n // outputs)
+        if BUSY * processors <= programs <= processors:
+            stages = stages_that_fit(TILE_ROWS, outputs, BLOCK)
+            return LinearTiling(TILE_ROWS, outputs, 1, BLOCK, stages, prefetched=0)
+    return None
 
 
 def stages_that_fit(rows: int, outputs: int, inputs: int) -> int:

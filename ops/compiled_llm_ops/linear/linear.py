@@ -38,7 +38,7 @@ def skinny_linear(rows: Tensor, weight: Tensor, overlap: bool = False, ahead: bo
         Measurement. On AMD's processors, the BLAS that torch brings (MKL) reads ``weight`` up to 4 times faster as the
         left factor of a matmul of few rows than as the right one or in a matrix-vector product, and oneDNN is faster
         with more; on Intel's, the left factor takes twice as long as the right one. On CUDA, with compute
-        capability 9.0, float16 or bfloat16 and up to 64 rows, our own Triton kernels if they were faster than cuBLAS
+        capability 9.0, float16 or bfloat16 and up to 512 rows, our own Triton kernels if they were faster than cuBLAS
         (``compiled_llm_ops.kernels.linear_tiling``), else cuBLAS. The same inputs give the same bits each time.
     """
     out: Tensor = _skinny_linear(rows, weight, overlap, ahead)
