@@ -21,7 +21,9 @@ from compiled_llm_ops import append_paged_kv, paged_attention, paged_attention_l
 from compiled_llm_ops.contracts import AppendPagedKv, PagedAttention, RopeAppendPagedKv
 from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu
 from support.compilation.traced import traced
-from support.engine.tiny_engines import greedy as greedily
+from support.engine.tiny_engines import PATIENCE, greedy as greedily
+from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
+from support.execution.stand_in_piecewise import let_a_cpu_capture_pieces
 from support.huggingface.families import FAMILIES, make
 from support.ops.op_cases import UNREAD
 from support.parity import FEW_PAGES, alone, assert_account_is_empty, greedy, mixed_prompts, wrap_and_compare
@@ -118,21 +120,42 @@ def test_what_the_op_does_in_a_prefill(family, prefills, seed):
         assert len({(args.cos, args.sin) for args in made}) == 1, "flat once for all layers"
 
 
+@pytest.mark.parametrize("mixed", [False, True], ids=["apart", "mixed"])
 @pytest.mark.parametrize("layers", [{}, WINDOWS], ids=["full", "sliding"])
-def test_texts_that_begin_alike_share_pages_that_the_op_wrote(layers, prefills, seed):
+def test_texts_that_begin_alike_share_pages_that_the_op_wrote(layers, mixed, prefills, seed):
     plain, model = (tiny_qwen3(eos_token_id=None, **layers) for _ in range(2))
     compiled_llm.wrap(model, **FEW_PAGES)
     stem = mixed_prompts([21], 128, seed)["input_ids"][0].tolist()
     prompts = [stem, [*stem, 7, 9], [*stem[:9], 11], stem[:5], [*stem, *stem]]
-    expected = [alone(plain, prompt, 15) for prompt in prompts]
-    with Engine(model) as engine:
+    counts = [9, 15, 21, 12, 17]
+    expected = [alone(plain, prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+    with Engine(model, max_num_seqs=2, mixed=mixed) as engine:
         spoil(model)
         for _ in range(2):
-            outputs = engine.generate(prompts, greedily(15))
-            assert [output.token_ids for output in outputs] == expected
-        assert engine.stats().cached_tokens > 40
+            handles = [engine.submit(prompt, greedily(count)) for prompt, count in zip(prompts, counts, strict=True)]
+            assert [handle.result(PATIENCE).token_ids for handle in handles] == expected
+        stats = engine.stats()
+        assert stats.cached_tokens > 40
+        assert (stats.mixed_steps > 0) == mixed
     assert prefills
     assert all(map(made_in, prefills))
+
+
+@pytest.mark.parametrize("mode", ["cuda-graphs", "piecewise"])
+def test_captured_prefills_pad_with_tokens_that_no_row_reads(mode, prefills, seed, monkeypatch):
+    {"cuda-graphs": let_a_cpu_capture, "piecewise": let_a_cpu_capture_pieces}[mode](monkeypatch)
+    plain, model = (tiny_qwen3(eos_token_id=None) for _ in range(2))
+    compiled_llm.wrap(model, mode=mode, **FEW_PAGES)
+    for lengths in [5], [9, 4, 17], [3, 3, 3, 20, 8], [6]:
+        inputs = mixed_prompts(lengths, 128, seed)
+        torch.testing.assert_close(greedy(model, inputs, 12), greedy(plain, inputs, 12))
+        spoil(model)
+    rows = [row for row in model.compiled.stats().cuda_graph_table if row["phase"] == "prefill"]
+    assert sum(int(str(row["replays"])) for row in rows) > 0
+    assert_account_is_empty(model)
+    assert (mode == "piecewise") or (prefills and all(map(made_in, prefills))), (
+        "pieces are taken of what is not compiled"
+    )
 
 
 def test_prefills_from_embeddings_have_the_op_too(prefills, seed):
@@ -264,7 +287,7 @@ def with_keys_read_twice(to: Inputs) -> Tensor:
 def two_over_one_memory(to: Inputs) -> Tensor:
     """The second attends over what the first has written, and writes nothing."""
     first = layer_of()(to)
-    query = turned(to.states[:, :, :4].transpose(1, 2) + 1, to.cos, to.sin).transpose(1, 2).squeeze(0)
+    query = turned((to.states[:, :, :4] + 1).transpose(1, 2), to.cos, to.sin).transpose(1, 2).squeeze(0)
     table = (to.indptr, to.indices, to.last_page_len)
     return first + paged_attention(query, to.pages, to.qo_indptr, *table, *UNREAD, 0.25)
 
@@ -329,28 +352,43 @@ def test_what_is_turned_or_normed_otherwise_stays_as_it_is(name, seed):
     assert len(found(graph, APPEND, AppendPagedKv)) == 1
 
 
-def attend_by(query_table: Callable[[Inputs], tuple[Tensor, ...]], value_size: int) -> Layer:
-    """One that attends by a table of its own, over values of this size."""
+Table = Callable[[Inputs], tuple[Tensor, ...]]
+
+
+def own_table(to: Inputs) -> tuple[Tensor, ...]:
+    return to.indptr, to.indices, to.last_page_len
+
+
+def another_table(to: Inputs) -> tuple[Tensor, ...]:
+    return to.indptr, to.indices + 0, to.last_page_len
+
+
+def attend_by(*tables: Table, value_size: int = 16) -> Layer:
+    """One that attends by these tables, one after the other, over values of this size."""
 
     def layer(to: Inputs) -> Tensor:
-        heads = to.states.transpose(1, 2)
-        query, key = (turned(part, to.cos, to.sin) for part in (heads[:, :4], heads[:, 4:6]))
-        query, key, value = (part.transpose(1, 2).squeeze(0) for part in (query, key, heads[:, 6:]))
-        table = (to.indptr, to.indices, to.last_page_len)
-        append_paged_kv(key, value[..., :value_size], to.pages, to.rows, to.positions, *table)
-        return paged_attention(query, to.pages, to.qo_indptr, *query_table(to), *UNREAD, 0.25)
+        query, key, value = (heads.transpose(1, 2) for heads in to.states.split([4, 2, 2], 2))
+        query, key = turned(query, to.cos, to.sin), turned(key, to.cos, to.sin)
+        query, key, value = (heads.transpose(1, 2).squeeze(0) for heads in (query, key, value))
+        append_paged_kv(key, value[..., :value_size], to.pages, to.rows, to.positions, *own_table(to))
+        outs = [paged_attention(query, to.pages, to.qo_indptr, *table(to), *UNREAD, 0.25) for table in tables]
+        return torch.stack(outs).sum(0)
 
     return layer
 
 
-def test_an_attention_by_another_table_is_not_the_layers(seed):
-    layer = attend_by(lambda to: (to.indptr, to.indices + 0, to.last_page_len), 16)
-    graph, searched = after(layer, inputs_of())
-    assert (searched.matches, made_in(graph)) == (0, [])
+@pytest.mark.parametrize(
+    ("tables", "matches"),
+    [([own_table], 1), ([own_table, another_table], 1), ([another_table], 0), ([another_table, own_table], 0)],
+)
+def test_the_attention_that_reads_first_reads_by_the_same_table(tables, matches, seed):
+    """Else it would read before it is written."""
+    graph, searched = after(attend_by(*tables), inputs_of())
+    assert (searched.matches, len(made_in(graph))) == (matches, matches)
 
 
 def test_values_of_another_size_stay_as_they_are(seed):
-    layer = attend_by(lambda to: (to.indptr, to.indices, to.last_page_len), 6)
+    layer = attend_by(own_table, value_size=6)
     graph, searched = after(layer, inputs_of()._replace(pages=torch.randn(6, 2, 4, 16 + 6)))
     assert (searched.matches, made_in(graph)) == (0, [])
 

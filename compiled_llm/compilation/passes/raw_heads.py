@@ -51,9 +51,7 @@ def raw_heads(packed: Any, packed_over: int) -> RawHeads | None:
     states, cos, sin = (found[name] for name in ("states", "cos", "sin"))
     example, angles = example_of(states), [example_of(cos), example_of(sin)]
     size = example.shape[3]
-    if found["packed_over"] != packed_over or example.shape[packed_over] != 1:
-        return None
-    if not isinstance(found["half"], int) or size != 2 * found["half"]:
+    if example.shape[packed_over] != 1 or not isinstance(found["half"], int) or size != 2 * found["half"]:
         return None
     # As text: to compare symbolic sizes would guard them.
     expected = str((*example.shape[:2], size))

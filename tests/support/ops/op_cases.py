@@ -209,7 +209,8 @@ def append_cases() -> list[tuple[Any, ...]]:
 def rope_append_cases() -> list[tuple[Any, ...]]:
     spans, sizes = [(0, 1), (2, 8), (0, 5)], Sizes(head_dim=8, stored=16)
     cases = [tuple(packed_tokens(spans, sizes, given, torch.float32)) for given in ("all", "nothing", "query norm")]
-    return [*cases, tuple(packed_tokens(spans, sizes, "all", torch.bfloat16)._replace(overlap=True))]
+    query, *others = packed_tokens(spans, sizes, "all", torch.bfloat16)._replace(overlap=True)
+    return [*cases, (query.transpose(0, 1).contiguous().transpose(0, 1), *others)]
 
 
 def sample_cases() -> list[SampleTokens]:
