@@ -23,7 +23,6 @@ from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu
 from support.compilation.traced import traced
 from support.engine.tiny_engines import PATIENCE, greedy as greedily
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
-from support.execution.stand_in_piecewise import let_a_cpu_capture_pieces
 from support.huggingface.families import FAMILIES, make
 from support.ops.op_cases import UNREAD
 from support.parity import FEW_PAGES, alone, assert_account_is_empty, greedy, mixed_prompts, wrap_and_compare
@@ -141,11 +140,10 @@ def test_texts_that_begin_alike_share_pages_that_the_op_wrote(layers, mixed, pre
     assert all(map(made_in, prefills))
 
 
-@pytest.mark.parametrize("mode", ["cuda-graphs", "piecewise"])
-def test_captured_prefills_pad_with_tokens_that_no_row_reads(mode, prefills, seed, monkeypatch):
-    {"cuda-graphs": let_a_cpu_capture, "piecewise": let_a_cpu_capture_pieces}[mode](monkeypatch)
+def test_captured_prefills_pad_with_tokens_that_no_row_reads(prefills, seed, monkeypatch):
+    let_a_cpu_capture(monkeypatch)
     plain, model = (tiny_qwen3(eos_token_id=None) for _ in range(2))
-    compiled_llm.wrap(model, mode=mode, **FEW_PAGES)
+    compiled_llm.wrap(model, mode="cuda-graphs", **FEW_PAGES)
     for lengths in [5], [9, 4, 17], [3, 3, 3, 20, 8], [6]:
         inputs = mixed_prompts(lengths, 128, seed)
         torch.testing.assert_close(greedy(model, inputs, 12), greedy(plain, inputs, 12))
@@ -153,9 +151,8 @@ def test_captured_prefills_pad_with_tokens_that_no_row_reads(mode, prefills, see
     rows = [row for row in model.compiled.stats().cuda_graph_table if row["phase"] == "prefill"]
     assert sum(int(str(row["replays"])) for row in rows) > 0
     assert_account_is_empty(model)
-    assert (mode == "piecewise") or (prefills and all(map(made_in, prefills))), (
-        "pieces are taken of what is not compiled"
-    )
+    assert prefills
+    assert all(map(made_in, prefills))
 
 
 def test_prefills_from_embeddings_have_the_op_too(prefills, seed):
