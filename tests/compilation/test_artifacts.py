@@ -85,15 +85,9 @@ def result_of(process: subprocess.Popen[str]) -> dict[str, Any]:
     return json.loads(out.splitlines()[-1])
 
 
-def test_two_processes_at_once_one_without_a_compiler_compile_nothing_and_say_what_huggingface_says(
-    model_folder: Path, artifacts: Path, tmp_path: Path
+def compile_nothing_and_say_what_huggingface_says(
+    model_folder: Path, processes: list[subprocess.Popen[str]], caches: list[Path]
 ) -> None:
-    caches, programs = [tmp_path / "one", tmp_path / "two"], tmp_path / "bin"
-    programs.mkdir()
-    processes = [
-        started(model_folder, artifacts, caches[0]),
-        started(model_folder, artifacts, caches[1], PATH=str(programs)),
-    ]
     expected = answers(loaded(model_folder))
     for result in map(result_of, processes):
         assert result["answers"] == expected
@@ -103,6 +97,23 @@ def test_two_processes_at_once_one_without_a_compiler_compile_nothing_and_say_wh
         assert result["tracing_seconds"] > 0
         assert set(result["changed variables"]) <= OF_TORCH
     assert [path for cache in caches for path in cache.rglob("*") if path.is_file()] == []
+
+
+def test_a_process_without_a_compiler_compiles_nothing_and_says_what_huggingface_says(
+    model_folder: Path, artifacts: Path, tmp_path: Path
+) -> None:
+    (programs := tmp_path / "bin").mkdir()
+    process = started(model_folder, artifacts, tmp_path / "one", PATH=str(programs))
+    compile_nothing_and_say_what_huggingface_says(model_folder, [process], [tmp_path / "one"])
+
+
+@pytest.mark.whole
+def test_two_processes_at_once_compile_nothing_and_say_what_huggingface_says(
+    model_folder: Path, artifacts: Path, tmp_path: Path
+) -> None:
+    caches = [tmp_path / "one", tmp_path / "two"]
+    processes = [started(model_folder, artifacts, cache) for cache in caches]
+    compile_nothing_and_say_what_huggingface_says(model_folder, processes, caches)
 
 
 def test_a_damaged_file_of_compiled_code_is_an_error_in_wrap_which_changes_nothing(
