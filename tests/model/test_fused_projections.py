@@ -112,7 +112,8 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], tuple[int, int]]] = {
 }  # fmt: skip
 
 
-OTHERS = [*("Cohere", "GptOss", "OPT"), *(pytest.param(name, marks=pytest.mark.whole) for name in ("Mixtral", "Phi"))]
+FURTHER = ("Mixtral", "OPT", "Phi")
+OTHERS = ["Cohere", "GptOss", *(pytest.param(name, marks=pytest.mark.whole) for name in FURTHER)]
 
 
 @pytest.mark.parametrize("family", [*list(FAMILIES)[:2], pytest.param(BIASED, marks=pytest.mark.whole), *OTHERS])
