@@ -1,8 +1,9 @@
 """How a matmul of few rows with a weight is cut up for the Triton kernels, or that cuBLAS is faster.
 
 The constants of ``choose_linear_tiling`` were fitted to times of all matmuls of Qwen3-0.6B and -8B in bfloat16, at M 1
-to 64 on an H200 and at M 96 to 512 on an H100, with weights from memory, each after a small kernel or its norm; those of
-``choose_normed_tiling`` to times of Qwen3-0.6B's decode step, with the kernels of its layers one after the other.
+to 64 on an H200 and at M 96 to 512 on an H100, with weights from memory, each after a small kernel or its norm. Those
+of ``choose_normed_tiling`` were fitted to times of Qwen3-0.6B's decode step, with the kernels of its layers one after
+the other.
 ``tools/fit_tilings.py --only linear,normed`` measures matmuls again, on any GPU.
 
 Shapes: M rows, N outputs, K inputs.
@@ -105,8 +106,8 @@ def choose_linear_tiling(m: int, n: int, k: int, processors: int = 132) -> Linea
     """Return the tiling for ``[M, K] @ [N, K].T``, or None if cuBLAS is as fast or no tiling fits.
 
     In short: one program on a multiprocessor, which loads as many bytes at a time as it holds; no sum over programs.
-    With more rows than a tile, that is so as long as no multiprocessor gets a second program; from there on tensor cores
-    are the limit, and cuBLAS uses them better.
+    With more rows than a tile, that is so as long as no multiprocessor gets a second program. From there on tensor
+    cores are the limit, and cuBLAS uses them better.
     """
     if m == 1 or (m == 2 and n <= MAX_OUTPUTS_OF_TWO * processors):
         return _without_tensor_cores(m, n, k, processors)
