@@ -56,6 +56,23 @@ class PageTable(NamedTuple):
     last_page_len: Tensor
 
 
+def check_token_places(op: str, args: AppendPagedKv | RopeAppendPagedKv) -> None:
+    """Raise ValueError if what says where tokens go in the pages does not fit the tokens, or is not int32."""
+    tokens = args.key.shape[0]
+    if args.token_rows.shape != (tokens,) or args.token_positions.shape != (tokens,):
+        raise ValueError(
+            f"{op}: token_rows and token_positions must be [{tokens}], one entry a token; got "
+            f"{tuple(args.token_rows.shape)} and {tuple(args.token_positions.shape)}"
+        )
+    check_int32(
+        op,
+        token_rows=args.token_rows,
+        token_positions=args.token_positions,
+        indptr=args.indptr,
+        indices=args.indices,
+    )
+
+
 def check_int32(op: str, **columns: Tensor) -> None:
     """Check the columns of a page table, which kernels read by their address; ValueError if one is not int32."""
     for name, column in columns.items():

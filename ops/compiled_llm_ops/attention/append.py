@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_llm_ops import plain_attention
 from compiled_llm_ops.backends import backend_named
-from compiled_llm_ops.contracts import AppendPagedKv, check_int32, has_uneven_heads
+from compiled_llm_ops.contracts import AppendPagedKv, check_token_places, has_uneven_heads
 from compiled_llm_ops.library import define
 
 
@@ -71,18 +71,7 @@ def _check(args: AppendPagedKv) -> None:
             f"append_paged_kv: pages must be [P, 2, {key.shape[1]}, S, D >= {key.shape[2]}] for a key of "
             f"{tuple(key.shape)}; got {tuple(pages.shape)}"
         )
-    if args.token_rows.shape != key.shape[:1] or args.token_positions.shape != key.shape[:1]:
-        raise ValueError(
-            f"append_paged_kv: token_rows and token_positions must be [{key.shape[0]}], one entry a token; got "
-            f"{tuple(args.token_rows.shape)} and {tuple(args.token_positions.shape)}"
-        )
-    check_int32(
-        "append_paged_kv",
-        token_rows=args.token_rows,
-        token_positions=args.token_positions,
-        indptr=args.indptr,
-        indices=args.indices,
-    )
+    check_token_places("append_paged_kv", args)
 
 
 def _cpu(args: AppendPagedKv) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention.preparation import check_preparation, prepared
-from compiled_llm_ops.contracts import RopeAppendPagedKv, check_even_heads, check_int32, check_pages
+from compiled_llm_ops.contracts import RopeAppendPagedKv, check_even_heads, check_pages, check_token_places
 from compiled_llm_ops.library import define
 from compiled_llm_ops.plain_attention import store
 
@@ -84,18 +84,7 @@ def _check(args: RopeAppendPagedKv) -> None:
             f"rope_append_paged_kv: key and value must be {expected} {query.dtype} for {tokens} tokens; got "
             f"{tuple(key.shape)} {key.dtype} and {tuple(value.shape)} {value.dtype}"
         )
-    if args.token_rows.shape != (tokens,) or args.token_positions.shape != (tokens,):
-        raise ValueError(
-            f"rope_append_paged_kv: token_rows and token_positions must be [{tokens}], one entry a token; got "
-            f"{tuple(args.token_rows.shape)} and {tuple(args.token_positions.shape)}"
-        )
-    check_int32(
-        "rope_append_paged_kv",
-        token_rows=args.token_rows,
-        token_positions=args.token_positions,
-        indptr=args.indptr,
-        indices=args.indices,
-    )
+    check_token_places("rope_append_paged_kv", args)
     check_preparation("rope_append_paged_kv", args)
 
 

@@ -1,4 +1,4 @@
-"""What kernels do to queries and keys before attention: their norm, and their rotation by their position.
+"""RMS norm and rotary embedding of queries and keys, for the Triton kernels that apply them.
 
 Shapes: M heads, D head dimension, D' the same as loaded, a power of two.
 """
