@@ -225,3 +225,27 @@ def test_turns(tmp_path: Path) -> None:
     wrong = subprocess.run([*command, "--what", "speed"], capture_output=True, text=True, timeout=60)
     assert wrong.returncode == 1
     assert "--what: no speed; there are first, generate" in wrong.stderr
+
+
+@pytest.mark.slow
+def test_turns_over_http(tmp_path: Path) -> None:
+    """This checkout's server beside itself, and what is said of one that does not start."""
+    figures = tmp_path / "turns.json"
+    small = ("--size", "tiny", "--mode", "eager", "--dtype", "float32", "--kv-memory", "20000 tokens")
+    short = ("--new", "8", "--requests", "2", "--seconds", "0.3", "--rounds", "2", "--what", "http")
+    files = ("--json", str(figures), "--logs", str(tmp_path))
+    command = (sys.executable, str(TOOLS / "turns.py"), "--before", str(CHECKOUT), *small, *short, *files)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(figures.read_text())["figures"]
+    first = [f"first, 128 tokens, p{one} ms" for one in (50, 90, 99)]
+    arriving = ["first token, p50 ms", "first token, p99 ms", "gap, p50 ms", "gap, p99 ms"]
+    names = [f"http: {name}" for name in (*first, *arriving, "2 requests, tok/s")]
+    for label in ("before", "after"):
+        assert list(measured[label]) == names
+        assert all(len(one["rounds"]) == 2 and min(one["rounds"]) >= 0 for one in measured[label].values())
+        assert (tmp_path / f"turns-http-{label}.log").exists()
+    refused = subprocess.run([*command, "--mode", "fast"], capture_output=True, text=True, timeout=300)
+    assert refused.returncode == 1
+    assert "before: the server has ended with exit code" in refused.stderr
+    assert "--mode fast: choose one of 'eager'" in refused.stderr, "what its log says"
