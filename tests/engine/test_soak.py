@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +65,20 @@ def memory(engine: Engine) -> Memory:
     return Memory(host, device, info.used + info.hblkhd, private, pinned)
 
 
+@pytest.fixture
+def without_cudnn_attention() -> Iterator[None]:
+    """While a model sleeps, HuggingFace's own attention runs. Of cuDNN's, torch keeps a plan for each shape for good.
+
+    Each takes some hundred KiB of host memory, for each thread anew; shapes are drawn here, so there is no end of them.
+    """
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_cudnn_attention")
 @pytest.mark.parametrize(
     ("calls", "mode"),
     [
