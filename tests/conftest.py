@@ -115,6 +115,14 @@ def _collections_pass_over_what_was_there_before() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _kernels_are_not_built_for_later_processes() -> Iterator[None]:
+    """FlashInfer's for Hopper keep all cores busy for a minute, for each of many head sizes that tests have."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("compiled_llm_ops.flashinfer.workspace.build_for_later", lambda *_: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _guards_are_not_timed() -> Iterator[None]:
     """Dynamo times the guards of each graph, for its own developers, and flushes the processor's caches to do so."""
     with pytest.MonkeyPatch.context() as patch:

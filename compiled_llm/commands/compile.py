@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from compiled_llm.commands.early_checks import check_driver
 from compiled_llm.commands.errors import readable_errors
@@ -110,6 +111,7 @@ def _compiled_into(
     from compiled_llm.compilation.artifacts.writing import PROFILE, seal
     from compiled_llm.execution.lifecycle.runner_lifecycle import prepare
     from compiled_llm.execution.state.decode_buffers import buckets_up_to
+    from compiled_llm_ops.backends import backend_for
 
     here = made_for(loaded, type(loaded), WrapConfig.from_options(options))
     model = compiled_llm.wrap(loaded, max_batch_size=max_num_seqs, **options)
@@ -122,6 +124,10 @@ def _compiled_into(
         prepare(model_runner, [], [], embedded=True)
         model_runner.thread.call(model_runner.prepare_deferred, sizes or default)
         _run_some_requests(engine)
+    with Console(stderr=True).status("waiting for kernels of attention that are built for later processes"):
+        backend_for(
+            options.get("backend", WrapConfig.backend), model.device.type
+        ).backend.installation.wait_for_builds()
     if (left_out := uncached_graphs()) > 0:
         raise RuntimeError(
             f"compile: Inductor has compiled {left_out} graphs that it cannot keep; TORCHINDUCTOR_FX_GRAPH_CACHE and "

@@ -93,12 +93,13 @@ class Planner:
     def fits(self, shape: StepKey) -> bool:
         """Return whether prefills of this shape can be captured.
 
-        The workspace must hold their plans, however long the rows are; and a variant from which only a mixture of long
-        and short rows gains is not captured.
+        The workspace must hold their plans, however long the rows are; and a variant from which only a mixture of
+        rows gains is not captured.
         """
         if shape.variant == self.variants[0] or not self._captures:
             return True
-        return shape == self._of_long_rows(shape) and self._needed(shape) <= self.workspace_bytes
+        alone = shape._replace(variant=self._best([shape.tokens], [shape.tokens]))
+        return shape in (alone, self._of_long_rows(shape)) and self._needed(shape) <= self.workspace_bytes
 
     def variant_for(self, queries: Sequence[int], lengths: Sequence[int]) -> int:
         """Return the variant that is fastest for a prefill of rows with so many new tokens, and so many in all."""

@@ -92,6 +92,9 @@ class Installation(Protocol):
     def kernels_built(self) -> int:
         """Return how many kernels this process has built since it was given a folder."""
 
+    def wait_for_builds(self) -> None:
+        """Wait for kernels that are built in the background for processes that start later."""
+
 
 class NothingToBuild:
     """The installation of a backend that needs only what is installed with it."""
@@ -106,6 +109,8 @@ class NothingToBuild:
 
     def kernels_built(self) -> int:
         return 0
+
+    def wait_for_builds(self) -> None: ...
 
 
 class DecodeOps(NamedTuple):

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from compiled_llm_ops import Geometry
-from compiled_llm_ops.flashinfer import splitting, versions, workspace
+from compiled_llm_ops.flashinfer import hopper, splitting, versions, workspace
 from compiled_llm_ops.flashinfer.append import append
 from compiled_llm_ops.flashinfer.planner import PLAN_FIELDS
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE
@@ -175,6 +175,7 @@ def test_every_function_and_class_takes_what_is_passed() -> None:
         "flashinfer.BatchPrefillWithPagedKVCacheWrapper",
         "flashinfer.append_paged_kv_cache",
         "flashinfer.utils._get_cache_alibi_slopes_buf",
+        "flashinfer.utils.is_sm90a_supported",
     }
     for name, call in calls.items():
         module, _, function = name.rpartition(".")
@@ -283,6 +284,50 @@ def test_a_captured_launch_that_does_not_split_has_a_block_for_each_tile(mocked:
 
 def test_plan_info_has_the_numbers_whose_names_are_known() -> None:
     assert cpp_vector("PrefillPlanInfo") == PLAN_FIELDS
+
+
+# ---- the kernels for Hopper
+
+
+def test_the_planner_for_hopper_gets_its_arguments(mocked: Mocked) -> None:
+    declared = cpp_parameters("csrc/batch_prefill_sm90_jit_binding.cu", "BatchPrefillWithKVCacheSM90Plan")
+    mocked.planner.return_value = list(range(len(hopper.FIELDS)))
+    plan = make_plan(mocked, captured_tokens=2, variant=hopper.FA3)
+    plan.plan(HOST)
+    passed = dict(zip(declared, mocked.planner.call_args.args, strict=True))
+    assert passed["kv_len_arr"].tolist() == [41, 2]
+    assert (passed["total_num_rows"], passed["batch_size"], passed["causal"]) == (2, 2, True)
+    assert (passed["enable_cuda_graph"], passed["page_size"], passed["head_dim_vo"]) == (True, 16, 128)
+    assert mocked.prefill.call_args.kwargs["backend"] == "fa3"
+    plan.run(*tensors(), 0.1)
+    assert mocked.wrapper._plan_info == list(range(len(hopper.FIELDS)))
+
+
+def test_its_plan_has_the_numbers_whose_names_are_known() -> None:
+    assert cpp_vector("PrefillPlanSM90Info") == hopper.FIELDS
+
+
+def test_its_plan_takes_what_is_reckoned() -> None:
+    assert "max_num_works_per_head = ceil_div(total_num_rows, cta_tile_q) + batch_size - 1;" in SCHEDULER
+    assert "max_num_works_per_head * num_qo_heads" in SCHEDULER
+    lists = set(re.findall(r'"batch_prefill_sm90_(\w+)"', SCHEDULER))
+    assert "work_indptr" in lists
+    assert len(lists - {"work_indptr"}) == hopper._LISTS
+    assert "sizeof(IdType) * (num_sm90_ctas + 1)" in SCHEDULER
+    assert "if (head_dim_vo == 64) {\n    cta_tile_q = 192;" in SCHEDULER
+
+
+def test_its_modules_are_named_and_built_as_the_wrapper_does() -> None:
+    modules = importlib.import_module("flashinfer.jit.attention.modules")
+    module = hopper._module_of(GEOMETRY)
+    for function in (modules.get_batch_prefill_uri, modules.gen_batch_prefill_module):
+        inspect.signature(function).bind(*module)
+    assert hopper._name(GEOMETRY) == modules.get_batch_prefill_uri(*module)
+    spec = importlib.import_module("flashinfer.jit.core").JitSpec
+    inspect.signature(spec.build).bind(None, verbose=False)
+    env = importlib.import_module("flashinfer.jit.env")
+    assert {"FLASHINFER_AOT_DIR", "FLASHINFER_JIT_DIR"} <= set(vars(env))
+    assert "FLASHINFER_JIT_DIR / self.name" in inspect.getsource(spec.jit_library_path.fget)
 
 
 def test_planner_copies_asynchronously_on_the_current_stream() -> None:

@@ -18,7 +18,9 @@ from compiled_llm_ops import (
     Geometry,
     decode_attention,
 )
+from compiled_llm_ops.flashinfer import splitting
 from compiled_llm_ops.flashinfer.append import append
+from compiled_llm_ops.flashinfer.hopper import FA3
 from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace
 from support.gpu import by_dtype, needs_cuda, seeded
 from support.ops import gpu_rows
@@ -28,15 +30,16 @@ from support.ops.gpu_rows import (
     UNWRITTEN,
     Rows,
     by_group,
+    by_variant,
     captured_or_not,
     decode,
     geometry_of,
     make_plan,
+    needs_hopper,
     on_device,
     options_of,
     outputs,
     scale_of,
-    split_or_not,
     unplanned,
 )
 
@@ -104,12 +107,12 @@ def prefill_once(
     *,
     static: bool,
     seed: int,
-    split: bool | None = True,
+    variant: int = splitting.SPLIT,
 ) -> None:
     rows = Rows([geometry], lengths, max(lengths), head_dim, seed)
     (layer,) = rows.layers
     columns = on_device(rows.table(queries))
-    plan = make_plan(layer, columns, workspace, static=static, split=split)
+    plan = make_plan(layer, columns, workspace, static=static, variant=variant)
     plan.plan(rows.table(queries))
     query = rows.queries(layer, sum(queries))
     out, lse = outputs(query)
@@ -171,11 +174,11 @@ def test_decode_reads_nothing_that_is_not_the_rows(seed: int) -> None:
 @by_group
 @by_dtype
 @captured_or_not
-@split_or_not
+@by_variant
 def test_prefill_and_extend(
-    group: int, dtype: torch.dtype, static: bool, split: bool, seed: int, workspace: FlashInferWorkspace
+    group: int, dtype: torch.dtype, static: bool, variant: int, seed: int, workspace: FlashInferWorkspace
 ) -> None:
-    prefill_once(geometry_of(group, dtype), 128, *EXTENDED, workspace, static=static, split=split, seed=seed)
+    prefill_once(geometry_of(group, dtype), 128, *EXTENDED, workspace, static=static, variant=variant, seed=seed)
 
 
 @seeded
@@ -187,6 +190,37 @@ def test_sliding_window_and_soft_cap(
     geometry = geometry_of(group, **options)
     decode_once(geometry, 128, MIXED, seed)
     prefill_once(geometry, 128, *EXTENDED, workspace, static=False, seed=seed)
+
+
+@seeded
+@needs_hopper
+@pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+@pytest.mark.parametrize("options", [{"window_left": 20}, {"window_left": 200}, {"soft_cap": 5.0}], ids=str)
+def test_fa3_sees_windows_and_soft_caps(
+    options: dict[str, Any], static: bool, seed: int, workspace: FlashInferWorkspace
+) -> None:
+    prefill_once(geometry_of(4, **options), 128, *EXTENDED, workspace, static=static, variant=FA3, seed=seed)
+
+
+@seeded
+@needs_hopper
+def test_fa3_leaves_what_lies_beyond_the_last_key_alone(seed: int, workspace: FlashInferWorkspace) -> None:
+    """Pages that came back from other rows may hold anything."""
+    rows = Rows([geometry_of(2)], EXTENDED[0], max(EXTENDED[0]), 128, seed)
+    (layer,) = rows.layers
+    pages = torch.full_like(layer.pages, torch.nan)
+    for row, length in enumerate(rows.lengths):
+        for position in range(length):
+            page, slot = int(rows.numbers[row, position // PAGE_SIZE]), position % PAGE_SIZE
+            pages[page, :, :, slot] = layer.pages[page, :, :, slot]
+    layer.pages.copy_(pages)
+    table = rows.table(EXTENDED[1])
+    plan = make_plan(layer, on_device(table), workspace, static=False, variant=FA3)
+    plan.plan(table)
+    query = rows.queries(layer, sum(EXTENDED[1]))
+    out, lse = outputs(query)
+    plan.run(query, layer.pages, out, lse, scale_of(plan.geometry))
+    rows.check(layer, query, out, lse, EXTENDED[1])
 
 
 @seeded

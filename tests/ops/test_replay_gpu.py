@@ -32,6 +32,7 @@ from support.ops.gpu_rows import (
     UNWRITTEN,
     Plan,
     Rows,
+    by_variant,
     decode,
     fixed_columns,
     geometry_of,
@@ -42,7 +43,6 @@ from support.ops.gpu_rows import (
     preparation_of,
     prepared,
     scale_of,
-    split_or_not,
     starts_of,
     unplanned,
     upload,
@@ -263,12 +263,12 @@ def test_decode_waits_for_what_is_in_front_of_it(lengths: list[int], seed: int) 
 
 
 @seeded
-@split_or_not
-def test_static_prefill_replays_smaller_batches(split: bool, seed: int, workspace: FlashInferWorkspace) -> None:
+@by_variant
+def test_static_prefill_replays_smaller_batches(variant: int, seed: int, workspace: FlashInferWorkspace) -> None:
     rows = Rows([geometry_of(4)], [200, 33, 64], 400, 128, seed)
     (layer,) = rows.layers
     columns = fixed_columns(rows)
-    plan = make_plan(layer, columns, workspace, split=split)
+    plan = make_plan(layer, columns, workspace, variant=variant)
     query = rows.queries(layer, 60)
     out, lse = outputs(query)
 
@@ -305,7 +305,7 @@ def test_static_plans_take_what_is_reckoned(tokens: int, rows: int, head_dim: in
 
     def plan(nbytes: int) -> None:
         workspace = FlashInferWorkspace("cuda", nbytes)
-        Plan(geometry, on_device(host), workspace, static=True, split=True).plan(host)
+        Plan(geometry, on_device(host), workspace, static=True, variant=splitting.SPLIT).plan(host)
 
     plan(needed)
     with pytest.raises(RuntimeError, match="raise workspace_bytes"):

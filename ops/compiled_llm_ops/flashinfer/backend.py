@@ -8,14 +8,15 @@ from pathlib import Path
 import torch
 
 from compiled_llm_ops.contracts import AppendPagedKv, Geometry, PageTable
-from compiled_llm_ops.flashinfer import install
+from compiled_llm_ops.flashinfer import hopper, install
 from compiled_llm_ops.flashinfer.append import append
+from compiled_llm_ops.flashinfer.hopper import FA3, is_there, worth_fa3
 from compiled_llm_ops.flashinfer.plan import FlashInferPlan
 from compiled_llm_ops.flashinfer.planner import plan_bytes
 from compiled_llm_ops.flashinfer.prebuilt import find_kernels_in, kernels_built
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, captured_split_bytes, split_bytes, worth_splitting
 from compiled_llm_ops.flashinfer.versions import QUERY_DTYPES, missing_kernel, padded_head_dim
-from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace, max_blocks_of, processors_of
+from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace, processors_of
 from compiled_llm_ops.protocol import CapturedLaunch, DecodeOps, Installation
 
 
@@ -35,15 +36,18 @@ class FlashInferInstallation:
     def kernels_built(self) -> int:
         return kernels_built()
 
+    def wait_for_builds(self) -> None:
+        hopper.wait_for_builds()
+
 
 class FlashInfer:
-    """FlashInfer's ``BatchPrefillWithPagedKVCacheWrapper``, backend ``fa2``, and its ``append_paged_kv_cache``."""
+    """FlashInfer's ``BatchPrefillWithPagedKVCacheWrapper``, with ``fa2`` or ``fa3``, and ``append_paged_kv_cache``."""
 
     devices: tuple[str, ...] = ("cuda",)
     dtypes = frozenset(QUERY_DTYPES)
     capturable = True
     uneven_heads = False
-    variants: tuple[int, ...] = (WHOLE, SPLIT)
+    variants: tuple[int, ...] = (WHOLE, SPLIT, FA3)
     installation: Installation = FlashInferInstallation()
 
     def missing_kernel(self, geometry: Geometry) -> str | None:
@@ -55,8 +59,10 @@ class FlashInfer:
     def best_variant(
         self, groups: Sequence[Geometry], queries: Sequence[int], lengths: Sequence[int], device: torch.device
     ) -> int:
-        """Split if that pays for any group."""
+        """Choose ``fa3`` if it pays for all groups; else split if that pays for any."""
         processors = processors_of(device)
+        if all(is_there(group, device) and worth_fa3(group, queries, lengths, processors) for group in groups):
+            return FA3
         return SPLIT if any(worth_splitting(group, queries, lengths, processors) for group in groups) else WHOLE
 
     def workspace_bytes(
@@ -71,7 +77,7 @@ class FlashInfer:
         return max(sizes)
 
     def plan_bytes(self, groups: Sequence[Geometry], device: torch.device, tokens: int, rows: int) -> int:
-        largest = max(plan_bytes(group, tokens, rows, max_blocks_of(device)) for group in groups)
+        largest = max(plan_bytes(group, tokens, rows, device) for group in groups)
         return -(-largest // 256) * 256
 
     def workspace(self, device: torch.device, nbytes: int) -> FlashInferWorkspace:

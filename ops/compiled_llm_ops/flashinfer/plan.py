@@ -9,7 +9,16 @@ from torch import Tensor
 
 from compiled_llm_ops.contracts import Geometry, PagedAttention, PlannedBatch
 from compiled_llm_ops.flashinfer.append import readable
-from compiled_llm_ops.flashinfer.planner import PLAN_FIELDS, HostColumns, decide
+from compiled_llm_ops.flashinfer.planner import (
+    PLAN_FIELDS,
+    HostColumns,
+    decide,
+    fields_of,
+    kernels_of,
+    tokens_of,
+    variant_of,
+)
+from compiled_llm_ops.flashinfer.splitting import WHOLE
 from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace, pinned
 from compiled_llm_ops.protocol import own
 
@@ -19,7 +28,8 @@ class FlashInferPlan:
 
     Plan and launch on one stream, or order the streams: the copy to ``tensor`` overwrites what earlier launches read.
 
-    ``numbers`` are the fields of FlashInfer's ``PrefillPlanInfo``. A launch reads every one of them on the host: the
+    ``numbers`` are the fields of FlashInfer's ``PrefillPlanInfo``, or for ``fa3`` of its ``PrefillPlanSM90Info``, and
+    zeros. A launch reads every one of them on the host: the
     sizes and switches choose kernels and grids, and the offsets are added to the addresses of plan and workspace. So a
     captured launch has them baked in, and from then on ``decide`` raises if one changes.
     """
@@ -31,7 +41,8 @@ class FlashInferPlan:
         self._numbers = self.numbers.numpy()  # read and written in each plan, at a tenth of what a tensor costs
         self._workspace = workspace
         self._geometry: Geometry | None = None
-        self._rows = 0
+        self._rows = self._tokens = 0
+        self._variant = WHOLE
         self._fixed: tuple[Geometry | None, int, int, int] | None = None
         self._captured: list[int] | None = None
         self._waiting: PlannedBatch | None = None
@@ -52,7 +63,8 @@ class FlashInferPlan:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("plan_paged_attention: a CUDA graph is being captured; plan before the capture")
         self._geometry, self._rows = batch.geometry, len(batch.last_page_len)
-        if self._workspace.is_loading(self._geometry):
+        batch = batch._replace(variant=variant_of(batch, self._workspace.device, self._workspace.processors))
+        if self._workspace.is_loading(self._geometry, kernels_of(batch.variant)):
             columns = {name: getattr(batch, name).copy() for name in ("qo_indptr", "indptr", "last_page_len")}
             self._waiting = batch._replace(**columns)
         else:
@@ -66,7 +78,7 @@ class FlashInferPlan:
         known = self._numbers.tolist() if fixed == self._fixed else None
         numbers = decide(batch, self.tensor, self._columns, known, self._workspace)
         self._check_captured(numbers)
-        self._fixed = fixed
+        self._fixed, self._variant, self._tokens = fixed, batch.variant, tokens_of(batch)
         self._numbers[:] = numbers
 
     def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
@@ -81,20 +93,19 @@ class FlashInferPlan:
         numbers = self._numbers.tolist()
         if not any(numbers):
             raise RuntimeError("paged_attention: nothing was planned; call plan_paged_attention() before the launch")
-        tokens, geometry = numbers[PLAN_FIELDS.index("total_num_rows")], args.geometry
-        self._check_launch(args, geometry, tokens)
+        self._check_launch(args)
         if torch.cuda.is_current_stream_capturing():
             self._captured = numbers
-        wrapper = self._workspace.wrapper(geometry)
+        wrapper = self._workspace.wrapper(args.geometry, kernels_of(self._variant))
         with self._workspace.launching:  # a thread may capture while another one launches
-            _launch(wrapper, numbers, tokens, args, out, lse)
+            _launch(wrapper, numbers[: len(fields_of(self._variant))], self._tokens, args, out, lse)
 
     def _check_captured(self, numbers: list[int]) -> None:
         if self._captured is None or numbers == self._captured:
             return
         changed = [
             f"{name} was {old} and is now {new}"
-            for name, old, new in zip(PLAN_FIELDS, self._captured, numbers, strict=True)
+            for name, old, new in zip(fields_of(self._variant), self._captured, numbers, strict=False)
             if old != new
         ]
         raise RuntimeError(
@@ -102,9 +113,9 @@ class FlashInferPlan:
             f"{', '.join(changed)}; capture the graph again before replaying it"
         )
 
-    def _check_launch(self, args: PagedAttention, geometry: Geometry, tokens: int) -> None:
-        launched = geometry, args.last_page_len.shape[0], args.query.shape[0]
-        planned = self._geometry, self._rows, tokens
+    def _check_launch(self, args: PagedAttention) -> None:
+        launched = args.geometry, args.last_page_len.shape[0], args.query.shape[0]
+        planned = self._geometry, self._rows, self._tokens
         if launched != planned:
             names = ("geometry", "rows", "tokens")
             different = [

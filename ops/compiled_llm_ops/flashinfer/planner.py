@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm_ops.contracts import Geometry, PlannedBatch
-from compiled_llm_ops.flashinfer.splitting import SPLIT, max_tiles, worth_splitting
+from compiled_llm_ops.flashinfer import hopper
+from compiled_llm_ops.flashinfer.hopper import FA3, is_there, worth_fa3
+from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, max_tiles, worth_splitting
 from compiled_llm_ops.flashinfer.versions import idle_blocks_read_the_plan, uniform_q_len_argument
-from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace
+from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace, max_blocks_of, processors_of
 
 # What FlashInfer's planner returns, in its order: PrefillPlanInfo in scheduler.cuh.
 PLAN_FIELDS: tuple[str, ...] = (
@@ -69,9 +71,23 @@ class HostColumns(NamedTuple):
     def fill(self, batch: PlannedBatch) -> None:
         starts, pages, lengths = self.arrays
         starts[:], pages[:] = batch.qo_indptr, batch.indptr
-        first, size = batch.indptr.tolist(), batch.geometry.page_size
-        last = zip(pairwise(first), batch.last_page_len.tolist(), strict=True)
-        lengths[:] = [(end - start - 1) * size + full for (start, end), full in last]
+        lengths[:] = lengths_of(batch)
+
+
+def variant_of(batch: PlannedBatch, device: torch.device, processors: int) -> int:
+    """Return the variant of a batch: the one that captured launches name, else the fastest."""
+    if batch.variant >= 0:
+        return batch.variant
+    queries, lengths = np.diff(batch.qo_indptr).tolist(), lengths_of(batch)
+    if is_there(batch.geometry, device) and worth_fa3(batch.geometry, queries, lengths, processors):
+        return FA3
+    return SPLIT if worth_splitting(batch.geometry, queries, lengths, processors) else WHOLE
+
+
+def lengths_of(batch: PlannedBatch) -> list[int]:
+    first, size = batch.indptr.tolist(), batch.geometry.page_size
+    last = zip(pairwise(first), batch.last_page_len.tolist(), strict=True)
+    return [(end - start - 1) * size + full for (start, end), full in last]
 
 
 def decide(
@@ -80,24 +96,24 @@ def decide(
     """Plan a batch: queue the copy of the plan to ``plan`` and return the numbers that launches take on the host.
 
     Args:
-        batch: its columns are of exact sizes.
+        batch: its columns are of exact sizes, and its variant is named.
         plan: ``[bytes]`` uint8 on the device, written.
         columns: of as many rows, written.
         known: the numbers of this plan's last batch; None before the first.
         workspace: of the plan.
 
     Returns:
-        The values of ``PLAN_FIELDS``; errors are those of ``FlashInferPlan.decide``.
+        The values of ``PLAN_FIELDS``, or for ``fa3`` of its ``FIELDS``, filled up with zeros; errors are those of
+        ``FlashInferPlan.decide``.
     """
     captured, geometry, rows = batch.captured_tokens >= 0, batch.geometry, columns.rows
-    tokens = _tokens(int(batch.qo_indptr[-1]), batch.captured_tokens)
+    tokens = tokens_of(batch)
     _check_size(plan, geometry, tokens, rows, workspace)
     columns.fill(batch)
-    split = _splits(batch, columns, workspace)
-    arguments, whole = planner_arguments(batch, columns, tokens, split), captured and not split
+    arguments, whole = planner_arguments(batch, columns, tokens), captured and batch.variant == WHOLE
     with workspace.staging(plan.numel()) as staged:
         all_arguments = batch.workspace, plan, staged.memory, *arguments
-        planner = workspace.wrapper(geometry)._cached_module
+        planner = workspace.wrapper(geometry, kernels_of(batch.variant))._cached_module
         try:
             if whole and idle_blocks_read_the_plan():
                 # Only the planner knows the offsets, so the first plan is made twice.
@@ -106,18 +122,20 @@ def decide(
         except RuntimeError as error:
             _explain_overflow(error, batch.workspace)
             raise
-    return with_blocks_for_tiles(numbers, geometry, tokens, rows) if whole else numbers
+    numbers = with_blocks_for_tiles(numbers, geometry, tokens, rows) if whole else numbers
+    return numbers + [0] * (len(PLAN_FIELDS) - len(numbers))
 
 
-def _splits(batch: PlannedBatch, columns: HostColumns, workspace: FlashInferWorkspace) -> bool:
-    if batch.variant >= 0:
-        return batch.variant == SPLIT
-    starts, _, lengths = columns.arrays
-    return worth_splitting(batch.geometry, np.diff(starts).tolist(), lengths.tolist(), workspace.processors)
+def plan_bytes(geometry: Geometry, tokens: int, rows: int, device: torch.device) -> int:
+    """Return an upper bound on the size of the plan of any batch with at most these tokens and rows, in bytes."""
+    needed = fa2_plan_bytes(geometry, tokens, rows, max_blocks_of(device))
+    if is_there(geometry, device):
+        needed = max(needed, hopper.plan_bytes(geometry, tokens, rows, processors_of(device)))
+    return needed
 
 
-def plan_bytes(geometry: Geometry, tokens: int, rows: int, max_blocks: int) -> int:
-    """Return an upper bound on the size of the plan of any batch with at most these tokens and rows, in bytes.
+def fa2_plan_bytes(geometry: Geometry, tokens: int, rows: int, max_blocks: int) -> int:
+    """Return an upper bound on the size of a plan for ``fa2``, in bytes.
 
     For each block of the launch up to three int32 and a bool, for each row and each token one int32 more, and
     some alignment. Split rows fill the device at most once (``max_grid_size`` in scheduler.cuh); rows that are not
@@ -130,10 +148,10 @@ def plan_bytes(geometry: Geometry, tokens: int, rows: int, max_blocks: int) -> i
     return 13 * blocks + 4 * (rows + tokens) + 512
 
 
-def planner_arguments(batch: PlannedBatch, columns: HostColumns, tokens: int, split: bool) -> tuple[Any, ...]:
-    causal, fixed_split_size, disable_split_kv, num_colocated_ctas = True, -1, not split, 0
+def planner_arguments(batch: PlannedBatch, columns: HostColumns, tokens: int) -> tuple[Any, ...]:
+    causal, fixed_split_size, disable_split_kv, num_colocated_ctas = True, -1, batch.variant != SPLIT, 0
     geometry = batch.geometry
-    return (
+    arguments = (
         *columns.tensors,
         tokens,
         columns.rows,
@@ -145,15 +163,24 @@ def planner_arguments(batch: PlannedBatch, columns: HostColumns, tokens: int, sp
         geometry.head_dim,
         causal,
         geometry.window_left,
-        fixed_split_size,
-        disable_split_kv,
-        num_colocated_ctas,
-        *uniform_q_len_argument(),
     )
+    if batch.variant == FA3:
+        return arguments
+    return (*arguments, fixed_split_size, disable_split_kv, num_colocated_ctas, *uniform_q_len_argument())
 
 
-def _tokens(tokens: int, captured: int) -> int:
+def kernels_of(variant: int) -> str:
+    """Return FlashInfer's name of the kernels that a variant is for."""
+    return "fa3" if variant == FA3 else "fa2"
+
+
+def fields_of(variant: int) -> tuple[str, ...]:
+    return hopper.FIELDS if variant == FA3 else PLAN_FIELDS
+
+
+def tokens_of(batch: PlannedBatch) -> int:
     """Return T; for captured launches the number that they were captured with."""
+    tokens, captured = int(batch.qo_indptr[-1]), batch.captured_tokens
     if tokens > captured >= 0:
         raise ValueError(
             f"plan_paged_attention: {tokens} tokens are more than captured_tokens={captured}; capture the largest batch"
@@ -162,7 +189,7 @@ def _tokens(tokens: int, captured: int) -> int:
 
 
 def _check_size(plan: Tensor, geometry: Geometry, tokens: int, rows: int, workspace: FlashInferWorkspace) -> None:
-    needed = plan_bytes(geometry, tokens, rows, workspace.max_blocks)
+    needed = plan_bytes(geometry, tokens, rows, workspace.device)
     if plan.numel() < needed:
         raise ValueError(
             f"plan_paged_attention: {tokens} tokens of {rows} rows need a plan of {needed} bytes; got "

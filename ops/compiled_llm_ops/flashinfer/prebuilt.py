@@ -25,6 +25,18 @@ def kernels_built() -> int:
     return _built[0]
 
 
+def kernels_are_given() -> bool:
+    """Whether this process was given kernels that another one has built."""
+    return bool(_folders)
+
+
+def is_built(name: str) -> bool:
+    """Whether a kernel, by FlashInfer's name, need not be built: it is given, installed, or in FlashInfer's cache."""
+    env: Any = importlib.import_module("flashinfer.jit.env")
+    places = (*_folders, env.FLASHINFER_AOT_DIR, env.FLASHINFER_JIT_DIR)
+    return any((Path(place) / name / f"{name}.so").exists() for place in places)
+
+
 @functools.cache
 def _look_in_folders() -> None:
     look_in_folders(importlib.import_module("flashinfer.jit.core").JitSpec)

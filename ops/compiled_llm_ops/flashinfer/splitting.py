@@ -33,6 +33,11 @@ def max_tiles(geometry: Geometry, tokens: int, rows: int, tile: int) -> int:
     return -(-tokens * (geometry.query_heads // geometry.kv_heads) // tile) + rows - 1
 
 
+def whole_tiles(geometry: Geometry, queries: Sequence[int]) -> int:
+    """Return the most tiles that rows of so many new tokens can have, if none is split."""
+    return max_tiles(geometry, sum(queries), len(queries), _largest_tile(geometry))
+
+
 def _max_blocks(geometry: Geometry, processors: int) -> int:
     return _BLOCKS_AT_ONCE * processors // geometry.kv_heads
 
@@ -85,7 +90,7 @@ def worth_splitting(geometry: Geometry, queries: Sequence[int], lengths: Sequenc
             seen = min(length, most)
             longest = max(longest, seen)
             pairs += -(-count * group // tile) * seen
-    alone = max_tiles(geometry, tokens, len(queries), tile) * geometry.kv_heads <= processors
+    alone = whole_tiles(geometry, queries) * geometry.kv_heads <= processors
     shared = pairs * geometry.kv_heads / (_BLOCKS_AT_ONCE * processors)
     merging = 64 + tokens * geometry.query_heads / 18
     return longest * (0.6 if alone else 1) - shared > merging

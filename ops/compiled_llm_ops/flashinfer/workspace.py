@@ -18,6 +18,7 @@ from torch import Tensor
 
 from compiled_llm_ops.contracts import Geometry, PageTable
 from compiled_llm_ops.flashinfer.append import append
+from compiled_llm_ops.flashinfer.hopper import build_for_later, is_there
 from compiled_llm_ops.flashinfer.versions import HEAD_DIMS, import_flashinfer, missing_kernel
 
 STAGING_BUFFERS = 16
@@ -70,25 +71,28 @@ class FlashInferWorkspace:
         self.launching = threading.Lock()
         self._staging = [Staged.of(64 * 2**10) for _ in range(STAGING_BUFFERS)]
         self._next = 0
-        self._wrappers: dict[Geometry, Any] = {}
-        self._loading: dict[Geometry, Future[Any]] = {}
+        self._wrappers: dict[tuple[Geometry, str], Any] = {}
+        self._loading: dict[tuple[Geometry, str], Future[Any]] = {}
 
     def load(self, geometry: Geometry) -> None:
-        self._loading[geometry] = _loaders.submit(_on_device, self.device, make_wrapper, geometry, self.buffer)
+        for kernels in ("fa2", "fa3") if is_there(geometry, self.device) else ("fa2",):
+            arguments = geometry, self.buffer, kernels
+            self._loading[geometry, kernels] = _loaders.submit(_on_device, self.device, make_wrapper, *arguments)
         # What goes wrong in that one goes wrong again at the first launch.
         _loaders.submit(_on_device, self.device, append_one_token, geometry, self.device)
+        build_for_later(geometry, self.device)
 
-    def is_loading(self, geometry: Geometry) -> bool:
+    def is_loading(self, geometry: Geometry, kernels: str) -> bool:
         """Whether ``wrapper`` would wait for kernels that ``load`` builds."""
-        return geometry in self._loading and not self._loading[geometry].done()
+        return (geometry, kernels) in self._loading and not self._loading[geometry, kernels].done()
 
-    def wrapper(self, geometry: Geometry) -> Any:
+    def wrapper(self, geometry: Geometry, kernels: str = "fa2") -> Any:
         """Return FlashInfer's wrapper for a geometry; waits for its kernels, or builds or loads them here."""
-        if geometry not in self._wrappers:
-            loading = self._loading.pop(geometry, None)
-            made = make_wrapper(geometry, self.buffer) if loading is None else loading.result()
-            self._wrappers[geometry] = made
-        return self._wrappers[geometry]
+        key = geometry, kernels
+        if key not in self._wrappers:
+            loading = self._loading.pop(key, None)
+            self._wrappers[key] = make_wrapper(geometry, self.buffer, kernels) if loading is None else loading.result()
+        return self._wrappers[key]
 
     @contextmanager
     def staging(self, nbytes: int) -> Iterator[Staged]:
@@ -117,8 +121,8 @@ def max_blocks_of(device: torch.device) -> int:
     return int(properties.multi_processor_count * properties.max_threads_per_multi_processor // 128)
 
 
-def make_wrapper(geometry: Geometry, buffer: Tensor) -> Any:
-    """Return a wrapper with loaded kernels, by a public plan of one row of one token."""
+def make_wrapper(geometry: Geometry, buffer: Tensor, kernels: str = "fa2") -> Any:
+    """Return a wrapper with loaded kernels, ``fa2`` or ``fa3``, by a public plan of one row of one token."""
     flashinfer = import_flashinfer()
     _check_geometry(geometry)
     indptr = torch.tensor([0, 1], dtype=torch.int32, device="cpu")
@@ -128,7 +132,7 @@ def make_wrapper(geometry: Geometry, buffer: Tensor) -> Any:
     )
     # Whether launches are captured is the planner's to know, not the wrapper's: run() is the same for both.
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-        float_workspace_buffer=buffer, kv_layout="HND", backend="fa2"
+        float_workspace_buffer=buffer, kv_layout="HND", backend=kernels
     )
     wrapper.plan(
         qo_indptr=indptr,

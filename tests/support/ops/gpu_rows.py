@@ -17,6 +17,7 @@ from compiled_llm_ops import Geometry, PageTable, decode_attention_lse, paged_at
 from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.flashinfer import splitting, versions
 from compiled_llm_ops.flashinfer.append import append
+from compiled_llm_ops.flashinfer.hopper import FA3
 from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace
 from support.gpu import close
 
@@ -26,7 +27,12 @@ UNWRITTEN = 100.0
 """What lies in slots that no token was written to: finite, and far off if it is read."""
 by_group = pytest.mark.parametrize("group", GROUPS, ids="group={}".format)
 captured_or_not = pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
-split_or_not = pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an H100, H200 or alike"
+)
+by_variant = pytest.mark.parametrize(
+    "variant", [splitting.WHOLE, splitting.SPLIT, pytest.param(FA3, marks=needs_hopper)], ids=["whole", "split", "fa3"]
+)
 
 
 def geometry_of(
@@ -187,13 +193,13 @@ class Plan:
     """One attention group's plan, made and launched through the ops."""
 
     def __init__(
-        self, geometry: Geometry, columns: PageTable, workspace: FlashInferWorkspace, static: bool, split: bool | None
+        self, geometry: Geometry, columns: PageTable, workspace: FlashInferWorkspace, static: bool, variant: int
     ) -> None:
         self.geometry, self.columns, self.workspace = geometry, columns, workspace
         self.owner = backend_named("flashinfer").new_plan(workspace, 2**20)
         self._static = static
         self._captured_tokens = -1
-        self._variant = -1 if split is None else splitting.SPLIT if split else splitting.WHOLE
+        self._variant = variant
 
     def plan(self, host: PageTable) -> None:
         """The first batch of a static plan sets the tokens of captured launches."""
@@ -213,9 +219,14 @@ class Plan:
 
 
 def make_plan(
-    layer: Layer, columns: PageTable, workspace: FlashInferWorkspace, *, static: bool = True, split: bool | None = True
+    layer: Layer,
+    columns: PageTable,
+    workspace: FlashInferWorkspace,
+    *,
+    static: bool = True,
+    variant: int = splitting.SPLIT,
 ) -> Plan:
-    return Plan(layer.geometry, columns, workspace, static, split)
+    return Plan(layer.geometry, columns, workspace, static, variant)
 
 
 def options_of(geometry: Geometry) -> tuple[float, int, float]:

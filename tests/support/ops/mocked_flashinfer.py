@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compiled_llm_ops import Geometry, PageTable
 from compiled_llm_ops.contracts import PagedAttention, PlannedBatch
-from compiled_llm_ops.flashinfer import plan as plans, versions, workspace
+from compiled_llm_ops.flashinfer import hopper, plan as plans, versions, workspace
 from compiled_llm_ops.flashinfer.plan import FlashInferPlan
 from compiled_llm_ops.flashinfer.splitting import SPLIT
 
@@ -56,6 +56,7 @@ def mocked(monkeypatch: pytest.MonkeyPatch) -> Mocked:
     monkeypatch.setattr(torch.cuda, "Event", UnusedEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(hopper, "_has_kernels", lambda device: False)
     for module in (workspace, plans):
         monkeypatch.setattr(module, "pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
     prefill = mock.create_autospec(PREFILL)
