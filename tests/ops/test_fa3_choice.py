@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from compiled_llm_ops import Geometry
 from compiled_llm_ops.flashinfer import backend, hopper, prebuilt
 from compiled_llm_ops.flashinfer.hopper import FA3, worth_fa3
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, worth_splitting
+from compiled_llm_ops.flashinfer.workspace import processors_of
 
 PROCESSORS = 132
 DEVICE = torch.device("cuda", 0)
@@ -119,12 +119,13 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Simpl
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(prebuilt, "_folders", [])
+    monkeypatch.setattr(hopper, "find_nvcc", lambda: "nvcc")
     monkeypatch.setattr(hopper, "_builds", {})
-    monkeypatch.setattr(hopper.os, "setpriority", lambda *_: None)  # of this process, it would be for good
+    monkeypatch.setattr("os.setpriority", lambda *_: None)  # of this process, it would be for good
     caches = (hopper._has_kernels, hopper._was_built)
     for cache in caches:
         cache.cache_clear()
-    yield SimpleNamespace(built=built, jit=tmp_path / "jit")
+    yield SimpleNamespace(built=built, jit=tmp_path / "jit", modules=modules["flashinfer.jit.attention.modules"])
     for cache in caches:
         cache.cache_clear()
 
@@ -136,7 +137,7 @@ def put(folder: Path, geometry: Geometry) -> None:
 
 
 def best(*groups: Geometry) -> int:
-    backend.processors_of.cache_clear()
+    processors_of.cache_clear()
     return backend.BACKEND.best_variant(groups, [1024], [1024], DEVICE)
 
 
@@ -180,15 +181,19 @@ def test_another_device_stays_with_fa2(installed: SimpleNamespace, monkeypatch: 
     assert best(heads(16)) == WHOLE
 
 
+def test_without_a_compiler_nothing_is_built(installed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "find_nvcc", lambda: None)
+    hopper.build_for_later(heads(16), DEVICE)
+    assert not hopper._builds
+
+
 def test_a_build_that_fails_is_said_and_ends_nothing(
     installed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("nvcc is missing")
 
-    modules: Any = hopper.importlib.import_module("flashinfer.jit.attention.modules")
-    monkeypatch.setattr(modules, "gen_batch_prefill_module", broken)
+    monkeypatch.setattr(installed.modules, "gen_batch_prefill_module", broken)
     hopper.build_for_later(heads(16), DEVICE)
     hopper.wait_for_builds()
     assert "nvcc is missing" in caplog.text
-    assert threading.active_count() < 50

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from compiled_llm_ops.contracts import Geometry
+from compiled_llm_ops.flashinfer.install import find_nvcc
 from compiled_llm_ops.flashinfer.prebuilt import is_built, kernels_are_given
 from compiled_llm_ops.flashinfer.splitting import whole_tiles, worth_splitting
 
@@ -134,8 +135,13 @@ _one_at_a_time = threading.Lock()
 
 
 def build_for_later(geometry: Geometry, device: torch.device) -> None:
-    """Begin to build the kernels for a geometry, for processes that start later, unless they are there or given."""
+    """Begin to build the kernels for a geometry, for processes that start later, unless they are there or given.
+
+    Without a compiler there is nothing to begin.
+    """
     if not (_has_kernels(device) and _fits(geometry)) or is_there(geometry, device) or kernels_are_given():
+        return
+    if find_nvcc() is None or os.environ.get("FLASHINFER_DISABLE_JIT"):
         return
     name = _name(geometry)
     if name not in _builds:
