@@ -18,9 +18,9 @@ from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.progress import ProgressDisplay
 from compiled_llm.explaining.profile.bandwidth import read_bandwidth
-from compiled_llm.explaining.profile.breakdown import Breakdown, kernels_of, kinds_of, moved_by_decode
+from compiled_llm.explaining.profile.breakdown import Breakdown, kernels_of, kinds_of, moved_by_decode, moved_by_prefill
 from compiled_llm.explaining.profile.kernels import KernelProfiler, busy_us
-from compiled_llm.explaining.profile.step_bytes import StepBytes, step_bytes
+from compiled_llm.explaining.profile.step_bytes import StepBytes, prepared_bytes, step_bytes
 
 Prompts = Sequence[NDArray[np.int64]]
 
@@ -126,8 +126,9 @@ class _Stopwatch:
             generate_loop.step()
             profiler.stop()
         tokens = sum(map(len, prompts))
-        nbytes = step_bytes(self._model, 1, self._model_runner.state)
-        moved = {"matrix products": nbytes.weights, "page append": tokens * nbytes.kv_written}
+        state = self._model_runner.state
+        nbytes, prepared = step_bytes(self._model, 1, state), prepared_bytes(state.facts.layers, self._model.dtype)
+        moved = moved_by_prefill(nbytes, prepared, tokens, profiler.launches)
         found = self._breakdown(profiler, 1, seconds, StepBytes(nbytes.weights, 0, 0), moved, len(prompts), None)
         return Timing("prefill", len(prompts), tokens, found)
 

@@ -363,6 +363,8 @@ def test_timings_of_a_wrapped_model_are_of_the_buckets_that_are_ready(bandwidth,
     nbytes = step_bytes(model, decode["tokens"])
     assert kinds["matrix products"]["nbytes"] == nbytes.weights
     assert kinds["attention"]["nbytes"] == decode["kv_bytes"] == 2 * nbytes.kv_per_row
+    appended = {kind["name"]: kind["nbytes"] for kind in prefill["kinds"]}["page append"]
+    assert appended == 2 * 128 * nbytes.kv_written
     assert decode["of_bandwidth"] == pytest.approx(nbytes.total(2) / bandwidth / (1e-6 * decode["step_us"]))
     page = report.to_html(tmp_path / "report.html").read_text()
     for said in (str(report), page):

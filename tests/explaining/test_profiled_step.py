@@ -9,9 +9,16 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import compiled_llm
-from compiled_llm.explaining.profile.breakdown import Kernel, Kind, kernels_of, kinds_of, moved_by_decode
-from compiled_llm.explaining.profile.kernels import KINDS, KernelProfiler, Launch, busy_us, kind_of
-from compiled_llm.explaining.profile.step_bytes import StepBytes, step_bytes
+from compiled_llm.explaining.profile.breakdown import (
+    Kernel,
+    Kind,
+    kernels_of,
+    kinds_of,
+    moved_by_decode,
+    moved_by_prefill,
+)
+from compiled_llm.explaining.profile.kernels import KernelProfiler, Launch, busy_us, kind_of
+from compiled_llm.explaining.profile.step_bytes import StepBytes, prepared_bytes, step_bytes
 from support.parity import FEW_PAGES
 from support.tiny_models import tiny_llama, tiny_qwen3
 from support.uneven_heads import VALUE_DIM, uneven_llama
@@ -25,7 +32,7 @@ from support.uneven_heads import VALUE_DIM, uneven_llama
         ("void flashinfer::BatchPrefillWithPagedKVCacheKernel<...>", "attention"),
         ("void flashinfer::PersistentVariableLengthMergeStatesKernel<...>", "attention, merge of splits"),
         ("void flashinfer::AppendPagedKVCacheKernel<128u, ...>", "page append"),
-        ("_rope_append_paged_kv", "page append"),
+        ("_rope_append_paged_kv", "rotary and page append"),
         ("nvjet_tst_64x8_64x16_2x1_v_bz_splitK_TNT", "matrix products"),
         ("triton_red_fused_mm_3", "matrix products"),
         ("void gemv2T_kernel_val<int, int, __nv_bfloat16, ...>", "matrix products"),
@@ -42,6 +49,7 @@ def test_kernels_are_told_apart(name: str, kind: str) -> None:
 def test_operators_inside_attention_are_attention() -> None:
     assert kind_of(["aten::bmm", "compiled_llm::paged_attention"]) == "attention"
     assert kind_of(["aten::index_put_", "compiled_llm::append_paged_kv"]) == "page append"
+    assert kind_of(["aten::mul", "compiled_llm::rope_append_paged_kv"]) == "rotary and page append"
     assert kind_of(["aten::mm", "aten::linear"]) == "matrix products"
 
 
@@ -54,13 +62,37 @@ def test_kinds_are_averages_over_the_steps_and_carry_their_bytes() -> None:
     launches = [
         Launch("a", "attention", 3.0, 0, 3),
         Launch("a", "attention", 5.0, 4, 9),
-        Launch("m", KINDS[5][0], 2, 9, 11),
+        Launch("m", "matrix products", 2, 9, 11),
     ]
     nbytes = StepBytes(weights=1000, kv_per_row=10, kv_written=1)
     attention, products = kinds_of(launches, 2, moved_by_decode(nbytes, batch=3))
     assert attention == Kind("attention", 4.0, 1.0, 30)
     assert products == Kind("matrix products", 1.0, 0.5, 1000)
     assert kernels_of(launches, 2) == [Kernel("a", 4.0, 1.0), Kernel("m", 1.0, 0.5)]
+
+
+def test_prefill_counts_the_bytes_of_the_way_into_pages_that_its_layers_take() -> None:
+    model = compiled_llm.wrap(tiny_qwen3(), mode="eager", **FEW_PAGES)
+    layers, nbytes = state_of(model).facts.layers, step_bytes(model, 1)
+    arguments = tensors_of_rope_append(model.config, tokens := 3)
+    prepared = prepared_bytes(layers, model.dtype)
+    assert tokens * prepared == len(layers) * sum(tensor.nbytes for tensor in arguments)
+    alone, fused = (Launch("k", kind, 1.0, 0, 1) for kind in ("page append", "rotary and page append"))
+    for launch, moved in ((alone, tokens * nbytes.kv_written), (fused, tokens * prepared)):
+        (kind,) = kinds_of([launch], 1, moved_by_prefill(nbytes, prepared, tokens, [launch]))
+        assert kind == Kind(launch.kind, 1.0, 1.0, moved)
+    both = kinds_of([alone, fused], 1, moved_by_prefill(nbytes, prepared, tokens, [alone, fused]))
+    assert [kind.nbytes for kind in both] == [None, None], "some layers went either way"
+
+
+def tensors_of_rope_append(config: Any, tokens: int) -> list[torch.Tensor]:
+    """What the op reads and writes of each token: query, key, value, cos and sin; query, key and value."""
+    query, key = (
+        torch.empty(tokens, heads, config.head_dim)
+        for heads in (config.num_attention_heads, config.num_key_value_heads)
+    )
+    angles = torch.empty(tokens, config.head_dim)
+    return [query, key, key, angles, angles, query, key, key]
 
 
 def profile_nothing() -> None:

@@ -123,6 +123,20 @@ def moved_by_decode(nbytes: StepBytes, batch: int) -> dict[str, int | None]:
     }
 
 
+def moved_by_prefill(
+    nbytes: StepBytes, prepared: int, tokens: int, launches: Sequence[Launch]
+) -> dict[str, int | None]:
+    """Return what prefill of ``tokens`` has to move, by kind of kernel, in bytes.
+
+    Args:
+        prepared: what norm, rotary embedding and append move for one token, where they are one kernel.
+        launches: where layers of both ways ran, it is not known which bytes were whose: neither kind has any.
+    """
+    appends = {"page append": tokens * nbytes.kv_written, "rotary and page append": tokens * prepared}
+    ran = appends.keys() & {launch.kind for launch in launches}
+    return {"matrix products": nbytes.weights, **(appends if len(ran) < 2 else {})}
+
+
 def kinds_of(launches: Sequence[Launch], steps: int, moved: Mapping[str, int | None]) -> list[Kind]:
     """Return time and bytes by kind, for one step; kinds that never ran are left out.
 

@@ -15,6 +15,7 @@ from compiled_llm.compat.torch.profiler import profiling_all_threads
 
 KINDS = (
     ("memory copies", r"^mem(cpy|set)"),
+    ("rotary and page append", r"rope_append_paged"),
     ("page append", r"append_?paged"),
     ("attention, merge of splits", r"merge_?states?|attentionsum|splitkv_combine"),
     ("attention", r"batch(decode|prefill)with|flash|fmha|attention"),
@@ -47,8 +48,9 @@ class Launch:
 
 def kind_of(names: Iterable[str]) -> str:
     """Return the kind of a kernel by its name and those of the operators around it: in attention, all is attention."""
+    whole = ("attention", "rotary and page append", "page append")
     kinds = [next(kind for kind, pattern in KINDS if re.search(pattern, name.lower())) for name in names]
-    return next((kind for kind in kinds[1:] if kind in ("attention", "page append")), kinds[0])
+    return next((kind for kind in kinds[1:] if kind in whole), kinds[0])
 
 
 def busy_us(launches: Iterable[Launch]) -> float:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.specs import token_bytes
+from compiled_llm.model.layer_probe import Layer
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -42,6 +45,16 @@ def step_bytes(model: PreTrainedModel, context: int, state: RunnerState | None =
     read = sum(token * (context if window is None else min(context, window)) for token, window in layers)
     experts = any(getattr(config, name, None) for name in _EXPERTS)
     return StepBytes(None if experts else _weight_bytes(model), read, sum(token for token, _ in layers))
+
+
+def prepared_bytes(layers: Sequence[Layer], dtype: torch.dtype) -> int:
+    """Return what norm, rotary embedding and page append of one token move over all layers, where they are one kernel.
+
+    Queries, keys and values are read and written, cos and sin are read; the columns that fill up pages are left alone.
+    Weights of norms are read once for all tokens, and ``StepBytes.weights`` has them.
+    """
+    heads = [(2 * layer.query_heads + 4 * layer.kv_heads + 2) * layer.head_dim for layer in layers]
+    return sum(heads) * dtype.itemsize
 
 
 def _layers_of_pages(state: RunnerState) -> list[tuple[int, int | None]]:
