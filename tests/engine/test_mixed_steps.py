@@ -75,12 +75,15 @@ def test_tokens_and_log_probabilities_are_those_of_two_launches(
         options["tokens"] = 200
     if case == "short steps":
         options["max_step_ms"] = 0.01
+    # A model this small never pays by itself.
+    pays = random.Random(seed)
+    monkeypatch.setattr(ModelRunner, "mixing_pays", lambda *_: pays.random() < 0.5)
     asked, outputs = requests(seed, 40), {}
     for mixed in (False, True, "auto"):
         with engine_of(mixed, **options) as engine:
             outputs[mixed] = answers(engine, asked, seed)
             stats = engine.stats()
-            assert (stats.mixed_steps > 0) == (mixed is True)
+            assert (stats.mixed_steps > 0) == (mixed is not False)
             assert stats.mixed_steps < stats.steps
             assert case != "few pages" or stats.preemptions > 0
             model = engine._model
