@@ -98,8 +98,7 @@ class Planner:
         """
         if shape.variant == self.variants[0] or not self._captures:
             return True
-        alone = shape._replace(variant=self._best([shape.tokens], [shape.tokens]))
-        return shape in (alone, self._of_long_rows(shape)) and self._needed(shape) <= self.workspace_bytes
+        return shape.variant in self._of_one_row(shape.tokens) and self._needed(shape) <= self.workspace_bytes
 
     def variant_for(self, queries: Sequence[int], lengths: Sequence[int]) -> int:
         """Return the variant that is fastest for a prefill of rows with so many new tokens, and so many in all."""
@@ -177,6 +176,11 @@ class Planner:
     def _of_long_rows(self, shape: StepKey) -> StepKey:
         """Return the shape of the variant that is fastest for one row as long as rows may be."""
         return shape._replace(variant=self._best([shape.tokens], [self._max_row_tokens]))
+
+    def _of_one_row(self, tokens: int) -> set[int]:
+        """Return the variants that are fastest for one row, by how many tokens it has before so many new ones."""
+        lengths = (tokens, tokens + 384, tokens + 768, tokens + 2048, self._max_row_tokens)
+        return {self._best([tokens], [min(length, self._max_row_tokens)]) for length in lengths}
 
     def _decode_variant(self, step: StepKey) -> int:
         """Return the variant of all decode steps of a bucket: a captured launch has one."""

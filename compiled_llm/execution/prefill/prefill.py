@@ -277,9 +277,12 @@ class Prefill:
         shape = self._shapes.smallest(sum(queries), len(queries))
         if shape is None:
             return None
-        shape = shape._replace(variant=self._planner.variant_for(queries, lengths))
-        fits = self._table.get(shape) is not None or self._planner.fits(shape)
-        return shape if fits else None  # larger ones fit even less
+        # A variant that only this mixture of rows gains by is not captured; that of one row of as many tokens may be.
+        for batch in ((queries, lengths), ([sum(queries)], [max(*lengths, sum(queries))])):
+            shape = shape._replace(variant=self._planner.variant_for(*batch))
+            if self._table.get(shape) is not None or self._planner.fits(shape):
+                return shape
+        return None  # larger ones fit even less
 
     def is_one_launch(self, queries: Sequence[int], lengths: Sequence[int]) -> bool:
         """Return whether rows run in one launch, and in a captured shape if there are some for so many tokens.

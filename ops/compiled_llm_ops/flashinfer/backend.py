@@ -10,7 +10,7 @@ import torch
 from compiled_llm_ops.contracts import AppendPagedKv, Geometry, PageTable
 from compiled_llm_ops.flashinfer import hopper, install
 from compiled_llm_ops.flashinfer.append import append
-from compiled_llm_ops.flashinfer.hopper import FA3, is_there, worth_fa3
+from compiled_llm_ops.flashinfer.hopper import FA3, takes_fa3
 from compiled_llm_ops.flashinfer.plan import FlashInferPlan
 from compiled_llm_ops.flashinfer.planner import plan_bytes
 from compiled_llm_ops.flashinfer.prebuilt import find_kernels_in, kernels_built
@@ -61,7 +61,7 @@ class FlashInfer:
     ) -> int:
         """Choose ``fa3`` if it pays for all groups; else split if that pays for any."""
         processors = processors_of(device)
-        if all(is_there(group, device) and worth_fa3(group, queries, lengths, processors) for group in groups):
+        if takes_fa3(groups, queries, lengths, device, processors):
             return FA3
         return SPLIT if any(worth_splitting(group, queries, lengths, processors) for group in groups) else WHOLE
 

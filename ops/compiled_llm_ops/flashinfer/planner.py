@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compiled_llm_ops.contracts import Geometry, PlannedBatch
 from compiled_llm_ops.flashinfer import hopper
-from compiled_llm_ops.flashinfer.hopper import FA3, is_there, worth_fa3
+from compiled_llm_ops.flashinfer.hopper import FA3, is_there, takes_fa3
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, max_tiles, worth_splitting
 from compiled_llm_ops.flashinfer.versions import idle_blocks_read_the_plan, uniform_q_len_argument
 from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace, max_blocks_of, processors_of
@@ -79,7 +79,7 @@ def variant_of(batch: PlannedBatch, device: torch.device, processors: int) -> in
     if batch.variant >= 0:
         return batch.variant
     queries, lengths = np.diff(batch.qo_indptr).tolist(), lengths_of(batch)
-    if is_there(batch.geometry, device) and worth_fa3(batch.geometry, queries, lengths, processors):
+    if takes_fa3([batch.geometry], queries, lengths, device, processors):
         return FA3
     return SPLIT if worth_splitting(batch.geometry, queries, lengths, processors) else WHOLE
 
