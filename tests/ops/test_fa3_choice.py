@@ -167,6 +167,24 @@ def test_a_process_that_was_given_kernels_builds_none(installed: SimpleNamespace
     assert not hopper._builds
 
 
+@pytest.mark.parametrize(
+    ("queries", "lengths", "taken"),
+    [
+        ([256], [256], False),
+        ([400], [400], True),
+        ([64], [576], True),
+        ([200] * 4, [200] * 4, True),
+        ([1], [400], False),
+    ],
+)
+def test_short_prompts_stay_with_the_shorter_plan(
+    installed: SimpleNamespace, queries: list[int], lengths: list[int], taken: bool
+) -> None:
+    put(installed.jit, heads(16))
+    processors_of.cache_clear()
+    assert (backend.BACKEND.best_variant([heads(16)], queries, lengths, DEVICE) == FA3) is taken
+
+
 @pytest.mark.parametrize("changed", [{"head_dim": 512}, {"kv_dtype": torch.float8_e4m3fn}], ids=str)
 def test_what_has_no_kernels_stays_with_fa2(installed: SimpleNamespace, changed: dict[str, Any]) -> None:
     put(installed.jit, heads(16, **changed))

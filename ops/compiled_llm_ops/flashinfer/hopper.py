@@ -45,8 +45,8 @@ LEAST_TOKENS = 32
 """Of the longest row: a block has 128 queries, and of fewer most is padding."""
 
 SHORT = 384
-"""Tokens of the longest row up to which what ``fa3`` gains is lost on the host, where its plans take longer: first
-tokens of 28 layers on an H100 came 34 us later after 128 tokens, and 58 us earlier after 384."""
+"""Tokens of all rows up to which what ``fa3`` gains is lost on the host, where its plans take longer: first tokens of
+28 layers on an H100 came 34 us later after 128 tokens, and 58 us earlier after 384."""
 
 _LISTS = 7  # of as many int32 as there are tiles, each aligned to 16 bytes
 
@@ -60,7 +60,7 @@ def takes_fa3(
     groups: Sequence[Geometry], queries: Sequence[int], lengths: Sequence[int], device: torch.device, processors: int
 ) -> bool:
     """Return whether a batch runs by these kernels; the arguments are those of ``Backend.best_variant``."""
-    if max(lengths, default=0) <= SHORT:
+    if sum(lengths) <= SHORT:
         return False
     return all(is_there(group, device) and worth_fa3(group, queries, lengths, processors) for group in groups)
 
