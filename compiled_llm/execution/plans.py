@@ -67,6 +67,7 @@ class Planner:
         self.max_tokens = max(room.tokens, config.max_batch_size)
         self._plan_bytes = self._backend.plan_bytes(self._groups, device, self.max_tokens, room.rows)
         self._plans: dict[StepKey | None, list[Plan]] = {}
+        self._variants_of_one_row: dict[int, set[int]] = {}
         needed, wanted = self._workspace_for(config, shapes)
         with torch.inference_mode(False):
             self._workspace = self._backend.workspace(device, config.workspace_bytes or max(needed, wanted))
@@ -179,8 +180,11 @@ class Planner:
 
     def _of_one_row(self, tokens: int) -> set[int]:
         """Return the variants that are fastest for one row, by how many tokens it has before so many new ones."""
-        lengths = (tokens, tokens + 384, tokens + 768, tokens + 2048, self._max_row_tokens)
-        return {self._best([tokens], [min(length, self._max_row_tokens)]) for length in lengths}
+        if tokens not in self._variants_of_one_row:  # a prefill whose shape is not captured asks each time
+            lengths = (tokens, tokens + 384, tokens + 768, tokens + 2048, self._max_row_tokens)
+            best = {self._best([tokens], [min(length, self._max_row_tokens)]) for length in lengths}
+            self._variants_of_one_row[tokens] = best
+        return self._variants_of_one_row[tokens]
 
     def _decode_variant(self, step: StepKey) -> int:
         """Return the variant of all decode steps of a bucket: a captured launch has one."""

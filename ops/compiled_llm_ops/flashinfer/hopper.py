@@ -1,8 +1,8 @@
 """FlashInfer's kernels for Hopper, ``fa3``: which geometries have them, whether they are built, and when they pay.
 
-They attend up to twice as fast as ``fa2``, but take minutes to build. So a process uses them only if they were there
-when it first asked, and otherwise builds them, at the lowest priority, for those that come after it: what it computes
-does not change while it runs.
+They attend up to twice as fast as ``fa2``, but take a minute or two to build. So a process uses them only if they were
+there when it first asked, and otherwise builds them, at the lowest priority, for those that come after it: what it
+computes does not change while it runs.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ FIELDS: tuple[str, ...] = (
     "batch_indices_offset",
     "same_schedule_for_all_heads",
 )
-"""What its planner returns, in its order: PrefillPlanSM90Info in scheduler.cuh."""
+"""The numbers of a plan, in FlashInfer's order: ``PrefillPlanSM90Info`` in ``scheduler.cuh``."""
 
 HEAD_DIMS = (128,)
-"""Those that were tested and measured, of the 64, 128 and 256 that there are kernels for."""
+"""FlashInfer also has kernels for 64 and 256, which have not been tested here."""
 LEAST_TOKENS = 32
 """Of the longest row: a block has 128 queries, and of fewer most is padding."""
 

@@ -29,9 +29,9 @@ class FlashInferPlan:
     Plan and launch on one stream, or order the streams: the copy to ``tensor`` overwrites what earlier launches read.
 
     ``numbers`` are the fields of FlashInfer's ``PrefillPlanInfo``, or for ``fa3`` of its ``PrefillPlanSM90Info``, and
-    zeros. A launch reads every one of them on the host: the
-    sizes and switches choose kernels and grids, and the offsets are added to the addresses of plan and workspace. So a
-    captured launch has them baked in, and from then on ``decide`` raises if one changes.
+    zeros. A launch reads every one of them on the host: the sizes and switches choose kernels and grids, and the
+    offsets are added to the addresses of plan and workspace. So a captured launch has them baked in, and from then on
+    ``decide`` raises if one changes.
     """
 
     def __init__(self, workspace: FlashInferWorkspace, nbytes: int) -> None:

@@ -58,7 +58,6 @@ class FlashInferWorkspace:
     Attributes:
         device: with index.
         processors: number of multiprocessors.
-        max_blocks: thread blocks that can be resident on it at once.
         launching: held while a wrapper, which all plans of a geometry share, has the tensors of one launch.
     """
 
@@ -67,7 +66,6 @@ class FlashInferWorkspace:
         self.buffer = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
         self.device = self.buffer.device
         self.processors = processors_of(self.device)
-        self.max_blocks = max_blocks_of(self.device)
         self.launching = threading.Lock()
         self._staging = [Staged.of(64 * 2**10) for _ in range(STAGING_BUFFERS)]
         self._next = 0
@@ -114,6 +112,7 @@ def processors_of(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+@functools.cache
 def max_blocks_of(device: torch.device) -> int:
     """Return how many thread blocks can be resident on a device at once."""
     properties = torch.cuda.get_device_properties(device)
