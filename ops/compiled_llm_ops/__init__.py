@@ -26,6 +26,7 @@ from compiled_llm_ops.contracts import (
     PageTable,
     Seldom,
 )
+from compiled_llm_ops.linear.chained_linear import chained_linear
 from compiled_llm_ops.linear.linear import skinny_linear
 from compiled_llm_ops.linear.norm import add_rms_norm
 from compiled_llm_ops.linear.normed_linear import normed_linear
@@ -52,6 +53,7 @@ __all__ = [
     "add_rms_norm",
     "append_paged_kv",
     "build_sampling",
+    "chained_linear",
     "decode_attention",
     "decode_attention_lse",
     "normed_linear",

@@ -276,6 +276,19 @@ class NormedLinear(NamedTuple):
     overlap: bool = False
 
 
+class ChainedLinear(NamedTuple):
+    """Arguments of ``chained_linear``."""
+
+    rows: Tensor
+    weight: Tensor
+    states: Tensor
+    norm: Tensor
+    epsilon: float
+    next_weight: Tensor
+    gated: bool = False
+    overlap: bool = False
+
+
 COUNTED = 1
 """Part of a row's logit adjustments, of ``sample_tokens``: penalties by what it has counted."""
 

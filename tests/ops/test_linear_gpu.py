@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from compiled_llm.compat.torch.inductor import make_kernels_wait_first
-from compiled_llm_ops import add_rms_norm, normed_linear, skinny_linear
+from compiled_llm_ops import add_rms_norm, chained_linear, normed_linear, skinny_linear
 from compiled_llm_ops.kernels import linear_tiling as tiling
+from compiled_llm_ops.kernels.chained_tiling import chained_tiling_for
 from support.gpu import by_dtype, close, needs_cuda, seeded
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
@@ -210,6 +211,83 @@ def test_normed_linear_waits_for_what_is_in_front_of_it(inputs: int, seed: int) 
         out.zero_()
         graph.replay()
         assert torch.equal(out, expected)
+
+
+# ---- chained_linear
+
+PAIRS = {
+    "0.6B, gate and up": ((1024, 2048), 6144, True),
+    "0.6B, next layer": ((1024, 3072), 4096, False),
+    "1.7B, gate and up": ((2048, 2048), 12288, True),
+    "left to others": ((576, 1536), 960, False),
+}
+by_pair = pytest.mark.parametrize(("first", "outputs", "gated"), PAIRS.values(), ids=PAIRS)
+
+
+def chain_of(m: int, first: tuple[int, int], outputs: int, dtype: torch.dtype, seed: int) -> tuple[Any, ...]:
+    """Rows, weight, states, norm, epsilon and the second weight, of a layer whose sums are of one size."""
+    rows, weight = product_of(m, *first, dtype, seed)
+    states, next_weight = product_of(m, outputs, first[0], dtype, seed + 1)
+    return rows, weight, states, norm_of(first[0], dtype, seed)[2], 1e-6, next_weight
+
+
+@seeded
+@by_dtype
+@by_pair
+def test_chained_linear_is_as_exact_as_its_parts(
+    first: tuple[int, int], outputs: int, gated: bool, dtype: torch.dtype, seed: int
+) -> None:
+    *given, next_weight = chain_of(40, first, outputs, dtype, seed)
+    for m in (1, 2, 3, 8, 15, 16, 17, 40):
+        rows, weight, states, norm, epsilon = (given[0][:m], given[1], given[2][:m], *given[3:])
+        total, ours = chained_linear(rows, weight, states, norm, epsilon, next_weight, gated)
+        _, parts = normed_linear(states, skinny_linear(rows, weight), norm, epsilon, next_weight, gated)
+        exact_total = states.double() + rows.double() @ weight.double().T
+        assert torch.allclose(total.double(), exact_total, rtol=0.02, atol=0.02), m
+        normed = torch.nn.functional.rms_norm(exact_total, (first[0],), norm.double(), epsilon)
+        exact = normed @ next_weight.double().T
+        if gated:
+            exact = torch.nn.functional.silu(exact[:, : outputs // 2]) * exact[:, outputs // 2 :]
+        assert rms(ours - exact) <= 1.1 * rms(parts - exact), m
+        for _ in range(5):
+            again = chained_linear(rows, weight, states, norm, epsilon, next_weight, gated)
+            assert all(map(torch.equal, again, (total, ours))), m
+
+
+@hopper
+@by_pair
+def test_few_rows_in_bfloat16_have_kernels(first: tuple[int, int], outputs: int, gated: bool, seed: int) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        _, weight, *_, next_weight = chain_of(1, first, outputs, dtype, seed)
+        ours = [rows for rows in range(1, 40) if chained_tiling_for(rows, weight, next_weight, gated) is not None]
+        fits = dtype is torch.bfloat16 and first[0] > 576
+        assert ours == (list(range(2, 17)) if fits else [])
+
+
+@seeded
+@hopper
+@pytest.mark.parametrize("m", [2, 8, 16], ids="M={}".format)
+def test_chained_linear_waits_for_what_is_in_front_of_it(m: int, seed: int) -> None:
+    """Layers of Qwen3-0.6B without attention, each of which reads what the one before wrote."""
+    rows, out, states, norm, _, up = chain_of(m, (1024, 2048), 6144, torch.bfloat16, seed)
+    _, down, _, _, _, qkv = chain_of(m, (1024, 3072), 4096, torch.bfloat16, seed + 1)
+
+    def chain(overlap: bool) -> Tensor:
+        total, attended = states, rows
+        for _ in range(12):
+            total, row = chained_linear(attended, out, total, norm, 1e-6, up, True, overlap)
+            total, row = chained_linear(row, down, total, norm, 1e-6, qkv, False, overlap)
+            attended = row[:, :2048].contiguous()
+        return torch.cat([total, attended], 1)
+
+    expected = chain(overlap=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = chain(overlap=True)
+    for _ in range(50):
+        result.zero_()
+        graph.replay()
+        assert torch.equal(result, expected)
 
 
 # ---- add_rms_norm

@@ -19,6 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 from compiled_llm_ops import (
     add_rms_norm,
     append_paged_kv,
+    chained_linear,
     decode_attention,
     decode_attention_lse,
     normed_linear,
@@ -35,6 +36,7 @@ from support.ops.op_cases import (
     Batch,
     append_cases,
     attention_cases,
+    chained_linear_cases,
     check_outputs,
     decode_cases,
     linear_cases,
@@ -280,6 +282,14 @@ NORMED: list[Row] = [
     ),
     ({"weight": lambda weight: weight[:5]}, r"5 outputs have no two halves"),
 ]
+CHAINED: list[Row] = [
+    ({"rows": lambda rows: rows[..., :11]}, r"rows must be \[..., J\].*got \(2, 1, 11\), \(16, 12\) and \(2, 1, 16\)"),
+    ({"states": lambda states: states[:1]}, r"states \[..., I\]; got \(2, 1, 12\), \(16, 12\) and \(1, 1, 16\)"),
+    ({"norm": lambda norm: norm[:15]}, r"norm must be \[16\] and next_weight \[O, 16\]; got \(15,\) and \(6, 16\)"),
+    ({"next_weight": lambda weight: weight[:, :15]}, r"got \(16,\) and \(6, 15\)"),
+    ({"next_weight": lambda weight: weight[:5]}, r"5 outputs have no two halves"),
+    ({"norm": lambda norm: norm.double()}, r"all must be of one dtype; got torch.float32,.*torch.float64"),
+]
 SKINNY: list[Row] = [
     ({"weight": lambda weight: weight[:, :4]}, r"skinny_linear: rows must be \[M, I\].*got \(1, 5\)"),
     ({"weight": lambda weight: weight.bfloat16()}, r"skinny_linear: rows must be \[M, I\].*got \(1, 5\)"),
@@ -309,6 +319,7 @@ REFUSED: list[tuple[list[Callable[..., Any]], Callable[[], Any], list[Row]]] = [
     ([rope_append_paged_kv], lambda: rope_append_cases()[0], ROPE_APPEND),
     ([add_rms_norm], lambda: norm_cases()[0], NORM),
     ([normed_linear], lambda: normed_linear_cases()[1], NORMED),
+    ([chained_linear], lambda: chained_linear_cases()[1], CHAINED),
     ([skinny_linear], lambda: linear_cases()[0], SKINNY),
     ([top_logprobs], lambda: logprob_cases()[1], LOGPROBS),
     ([sample_tokens], lambda: sample_cases()[0], SAMPLE),
@@ -394,6 +405,20 @@ def test_normed_rows_are_multiplied_as_huggingface_does_it(gated, seed):
     if gated:
         expected = torch.nn.functional.silu(expected[..., :6]) * expected[..., 6:]
     assert torch.equal(total, states + update)
+    torch.testing.assert_close(product, expected)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_matmul_is_added_normed_and_multiplied_as_huggingface_does_it(gated, seed):
+    rows, weight, states, _, _, next_weight, _ = chained_linear_cases()[0]
+    norm = Qwen3RMSNorm(16, 0.01)
+    norm.weight = torch.nn.Parameter(torch.randn(16), requires_grad=False)
+    total, product = chained_linear(rows, weight, states, norm.weight, 0.01, next_weight, gated)
+    expected_total = states + rows @ weight.T
+    expected = norm(expected_total) @ next_weight.T
+    if gated:
+        expected = torch.nn.functional.silu(expected[..., :3]) * expected[..., 3:]
+    torch.testing.assert_close(total, expected_total)
     torch.testing.assert_close(product, expected)
 
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import compiled_llm_ops
-from compiled_llm_ops import normed_linear, top_logprobs
+from compiled_llm_ops import chained_linear, normed_linear, top_logprobs
 from compiled_llm_ops.contracts import TopLogprobs
+from compiled_llm_ops.kernels.chained_tiling import ChainedTiling
 from compiled_llm_ops.kernels.linear_tiling import LinearTiling
 from support.ops.compiling import compiled, in_order
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
@@ -75,6 +76,34 @@ def test_one_row_is_normed_and_gated(tiling: LinearTiling, n: int, gated: bool, 
     out = multiply_few(row, weight, tiling, normed=given, gated=gated, pdl=False)
     torch.testing.assert_close(out.float(), expected.float(), rtol=4e-3, atol=4e-3)
     assert not normed or torch.equal(total, expected_total)
+
+
+@interpreted
+@pytest.mark.parametrize("gated", [False, True], ids=["outputs", "gated"])
+@pytest.mark.parametrize("m", [2, 5, 16], ids="M={}".format)
+def test_two_products_with_a_norm_between_them(m: int, gated: bool, seed: int) -> None:
+    from compiled_llm_ops.kernels.chained_linear import multiply_and_add, multiply_scaled
+
+    tiling = ChainedTiling(first_outputs=16, first_inputs=256, outputs=64, inputs=64, stages=3, warps=4)
+    rows, states = torch.randn(m, 512).half(), torch.randn(m, 192).half()
+    weight, next_weight = torch.randn(192, 512).half() / 20, torch.randn(400, 192).half() / 10
+    norm = torch.rand(192).half()
+    expected_total, expected = chained_linear(rows, weight, states, norm, 0.01, next_weight, gated)
+    given = multiply_and_add(rows, weight, states, norm, tiling, pdl=False)
+    out = multiply_scaled(given, next_weight, 0.01, tiling, gated=gated, pdl=False)
+    torch.testing.assert_close(given.total.float(), expected_total.float(), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(out.float(), expected.float(), rtol=1e-2, atol=1e-2)
+
+
+@interpreted
+@pytest.mark.parametrize("n", [48, 1100], ids="N={}".format)
+def test_halves_are_gated(n: int, seed: int) -> None:
+    from compiled_llm_ops.kernels.norm import silu_and_mul
+
+    product = torch.randn(3, 2 * n).half()
+    first, second = product.chunk(2, -1)
+    expected = torch.nn.functional.silu(first) * second
+    torch.testing.assert_close(silu_and_mul(product, pdl=False), expected, rtol=2e-3, atol=2e-3)
 
 
 # ---- compiled, without a GPU

@@ -1,19 +1,21 @@
-"""The pass that fuses a matmul with the norm before it and the gate after it, if there is one row."""
+"""The pass that fuses a matmul with the norm before it and the gate after it."""
 
 from __future__ import annotations
 
 import operator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx, nn
 
 from compiled_llm.compat.torch.tensors import example_of, stands_for_plain
 from compiled_llm.compilation.passes.arguments import arguments_of
-from compiled_llm_ops.contracts import AddRmsNorm, NormedLinear
+from compiled_llm_ops.contracts import AddRmsNorm, ChainedLinear, NormedLinear
 from compiled_llm_ops.linear import linear
+from compiled_llm_ops.linear.chained_linear import has_chained_kernel
 
 NORMED_LINEAR = torch.ops.compiled_llm.normed_linear.default
+_CHAINED_LINEAR = torch.ops.compiled_llm.chained_linear.default
 _ADD_RMS_NORM = torch.ops.compiled_llm.add_rms_norm.default
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _LINEAR = nn.functional.linear
@@ -21,16 +23,49 @@ _SILU = nn.functional.silu
 
 
 class NormedProducts:
-    """Makes one op of a normed sum, the only matmul that reads it, and the gate after that (SwiGLU), for one row.
+    """Makes one op of a normed sum, the only matmul that reads it, and the gate after that (SwiGLU).
 
-    It runs on the graph as Dynamo made it, after ``NormedSums`` and ``FusedProducts``.
+    With more rows than one, the matmul whose output is added belongs to it, too. The pass runs on the graph as Dynamo
+    made it, after ``NormedSums`` and ``FusedProducts``.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=_ADD_RMS_NORM):
             results = {user.args[1]: user for user in node.users}
-            if set(results) == {0, 1} and _is_one_row(node):
-                _multiply_normed(graph, node, results[0], results[1])
+            found = _reader(node, results[0], results[1]) if set(results) == {0, 1} else None
+            if found is None:
+                continue
+            if _is_one_row(node):
+                if linear.has_kernel(found.example, rows=1):
+                    _replace(graph, found, NORMED_LINEAR, _normed_linear(found))
+            else:
+                arguments = _chained_linear(found)
+                if arguments is not None:
+                    _replace(graph, found, _CHAINED_LINEAR, arguments)
+
+
+class _Reader(NamedTuple):
+    """The only matmul that reads a normed sum.
+
+    Attributes:
+        sums: the node of the sum and its norm.
+        total: its first result, the sum.
+        normed: its second one.
+        product: the matmul.
+        weight: its weight.
+        example: of the weight.
+        bias: none or one.
+        gate: ``silu(first) * second`` of its halves, if nothing else reads them.
+    """
+
+    sums: fx.Node
+    total: fx.Node
+    normed: fx.Node
+    product: fx.Node
+    weight: Any
+    example: Tensor
+    bias: list[Any]
+    gate: fx.Node | None
 
 
 def _is_one_row(sums: fx.Node) -> bool:
@@ -38,33 +73,68 @@ def _is_one_row(sums: fx.Node) -> bool:
     return bool(states.numel() == states.shape[-1])
 
 
-def _multiply_normed(graph: fx.Graph, sums: fx.Node, total: fx.Node, normed: fx.Node) -> None:
-    """Replace a normed sum and its matmul, if no other node reads the norm and there is a kernel for the weight."""
+def _reader(sums: fx.Node, total: fx.Node, normed: fx.Node) -> _Reader | None:
+    """Return the matmul of a normed sum with a plain weight, if no other node reads the norm."""
     product = _only_user(normed)
     if product is None or product.target is not _LINEAR or product.kwargs or product.args[0] is not normed:
-        return
+        return None
     parameters: list[Any] = [entry for entry in product.args[1:] if entry is not None]
     weight, *bias = parameters
     example = _example_of_weight(weight)
-    if example is None or not linear.has_kernel(example, rows=1) or any(user < product for user in total.users):
-        return
+    if example is None or any(user < product for user in total.users):
+        return None
     gate = None if bias else _gate(product, len(example))
-    args = arguments_of(sums, AddRmsNorm)
-    arguments = NormedLinear(
-        args.states, args.update, args.weight, args.epsilon, weight, gated=gate is not None, overlap=True
+    return _Reader(sums, total, normed, product, weight, example, bias, gate)
+
+
+def _normed_linear(found: _Reader) -> NormedLinear:
+    args = arguments_of(found.sums, AddRmsNorm)
+    return NormedLinear(
+        args.states,
+        args.update,
+        args.weight,
+        args.epsilon,
+        found.weight,
+        gated=found.gate is not None,
+        overlap=True,
     )
-    with graph.inserting_before(product):
-        both = graph.call_function(NORMED_LINEAR, tuple(arguments))
+
+
+def _chained_linear(found: _Reader) -> ChainedLinear | None:
+    """Return the arguments of the op if one summand is a matmul that nothing else reads, with kernels for both."""
+    args, gated = arguments_of(found.sums, AddRmsNorm), found.gate is not None
+    for first, states in ((args.update, args.states), (args.states, args.update)):
+        if first.target is not _LINEAR or first.kwargs or _only_user(first) is not found.sums:
+            continue
+        rows, weight, *bias = first.args
+        example = _example_of_weight(weight)
+        if example is None or any(entry is not None for entry in bias):
+            continue
+        if has_chained_kernel(example, found.example, gated):
+            return ChainedLinear(
+                rows, weight, states, args.weight, args.epsilon, found.weight, gated=gated, overlap=True
+            )
+    return None
+
+
+def _replace(graph: fx.Graph, found: _Reader, op: torch._ops.OpOverload, arguments: tuple[Any, ...]) -> None:
+    """Put an op, which returns the sum and the product, in the place of what it computes."""
+    with graph.inserting_before(found.product):
+        both = graph.call_function(op, tuple(arguments))
         new_total, result = (graph.call_function(operator.getitem, (both, number)) for number in range(2))
-        new_total.meta.update(total.meta)
-        if bias:
-            result = graph.call_function(operator.add, (result, *bias))
-    end = gate or product
+        new_total.meta.update(found.total.meta)
+        if found.bias:
+            result = graph.call_function(operator.add, (result, *found.bias))
+    end = found.gate or found.product
     result.meta.update(end.meta)
-    total.replace_all_uses_with(new_total)
+    found.total.replace_all_uses_with(new_total)
     end.replace_all_uses_with(result)
-    for node in (*reversed(_between(product, end)), normed, total, sums):
+    given = found.sums.all_input_nodes
+    for node in (*reversed(_between(found.product, end)), found.normed, found.total, found.sums):
         graph.erase_node(node)
+    for node in given:
+        if not node.users and node.target is _LINEAR:  # the first matmul, which the op does
+            graph.erase_node(node)
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:

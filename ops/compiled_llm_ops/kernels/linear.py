@@ -20,10 +20,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from compiled_llm_ops.kernels.linear_tiling import LinearTiling
+from compiled_llm_ops.kernels.norm import silu
 
 
 @triton.jit
-def _after_waiting(value):
+def after_waiting(value):
     """Return ``value`` once the previous kernel has ended, and trigger the next one.
 
     A load whose address depends on the result cannot be moved above the wait. Waiting and triggering again, with each
@@ -69,7 +70,7 @@ def _linear_tensor_cores(
         weights = ()
         for i in tl.static_range(TILES):
             weights += (w.load([(tile + i) * BN, k]),)
-        rows = x.load([first_row, _after_waiting(k) if PDL else k])
+        rows = x.load([first_row, after_waiting(k) if PDL else k])
         added = ()
         for i in tl.static_range(TILES):
             if SWAPPED:
@@ -111,11 +112,6 @@ def _normed_row(x, update, factors, total, offs_k, K, epsilon, BK: tl.constexpr,
         values = (blocks[block] * factor).to(x.dtype.element_ty).to(tl.float32)
         normed += ((values * factors[block].to(tl.float32)).to(x.dtype.element_ty).to(tl.float32),)
     return normed
-
-
-@triton.jit
-def _silu(values):
-    return values / (1.0 + tl.exp(-values))
 
 
 @triton.jit
@@ -190,7 +186,7 @@ def _skinny_linear_one_or_two_rows(
     for row in tl.static_range(ROWS):
         outputs = tl.sum(sums[row * PARTS], 1).to(y.dtype.element_ty)
         if GATED:
-            gate = _silu(outputs.to(tl.float32)).to(y.dtype.element_ty).to(tl.float32)
+            gate = silu(outputs.to(tl.float32)).to(y.dtype.element_ty).to(tl.float32)
             other = tl.sum(sums[row * PARTS + 1], 1).to(y.dtype.element_ty).to(tl.float32)
             outputs = (gate * other).to(y.dtype.element_ty)
         tl.store(y + row * N + offs_n, outputs, mask=offs_n < N)

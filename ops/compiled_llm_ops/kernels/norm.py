@@ -1,4 +1,7 @@
-"""A Triton kernel for the norms of a decode step, which may begin while the previous kernel ends (see ``pdl``)."""
+"""Triton kernels for what stands between the matmuls of a decode step: a sum and its norm, and the gate of an MLP.
+
+They may begin while the previous kernel ends (see ``pdl``).
+"""
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false
@@ -10,6 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+GATED_BLOCK = 1024
+"""Outputs of a program that gates."""
 
 
 @triton.jit
@@ -55,3 +61,40 @@ def add_rms_norm(states: Tensor, update: Tensor, weight: Tensor, epsilon: float,
         num_warps=min(max(block // 128, 1), 8), **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return total, normed
+
+
+@triton.jit
+def silu(values):
+    return values / (1.0 + tl.exp(-values))
+
+
+@triton.jit
+def _silu_and_mul(product, gated, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Gate BLOCK outputs of one row; rounded where HuggingFace's model rounds."""
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask, row = offs < N, tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    first = tl.load(product + row * 2 * N + offs, mask=mask, other=0.0)
+    second = tl.load(product + row * 2 * N + N + offs, mask=mask, other=0.0)
+    gate = silu(first.to(tl.float32)).to(first.dtype).to(tl.float32)
+    tl.store(gated + row * N + offs, (gate * second.to(tl.float32)).to(first.dtype), mask=mask)
+
+
+def silu_and_mul(product: Tensor, *, pdl: bool) -> Tensor:
+    """Return ``silu(first) * second`` of both halves of ``product``.
+
+    Args:
+        product: ``[M, 2 N]``, contiguous, on the current device.
+        pdl: begin before the previous kernel has ended; needs compute capability 9.0.
+
+    Returns:
+        ``[M, N]``, contiguous.
+    """
+    rows, outputs = product.shape[0], product.shape[1] // 2
+    gated = product.new_empty(rows, outputs)
+    _silu_and_mul[(rows, -(-outputs // GATED_BLOCK))](
+        product, gated, outputs, BLOCK=GATED_BLOCK, PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {})
+    )
+    return gated

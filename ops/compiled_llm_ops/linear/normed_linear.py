@@ -63,7 +63,13 @@ def _check(args: NormedLinear) -> None:
         raise ValueError(f"normed_linear: {weight.shape[0]} outputs have no two halves: gated takes an even number")
 
 
-def _gated(product: Tensor) -> Tensor:
+def _gated(product: Tensor, overlap: bool) -> Tensor:
+    if product.is_cuda:
+        from compiled_llm_ops.kernels.norm import silu_and_mul
+        from compiled_llm_ops.kernels.pdl import has_pdl
+
+        with torch.cuda.device(product.device):  # Triton launches on the current one
+            return silu_and_mul(product, pdl=overlap and has_pdl(product.device))
     first, second = product.chunk(2, -1)
     return torch.nn.functional.silu(first) * second
 
@@ -73,8 +79,8 @@ def _composed(args: NormedLinear) -> tuple[Tensor, Tensor]:
     _check(args)
     total, normed = add_rms_norm(args.states, args.update, args.norm, args.epsilon, args.overlap)
     product = linear.skinny_linear(normed.view(-1, normed.shape[-1]), args.weight, args.overlap)
-    product = product.view(*args.states.shape[:-1], -1)
-    return total, _gated(product) if args.gated else product
+    product = _gated(product, args.overlap) if args.gated else product
+    return total, product.view(*args.states.shape[:-1], -1)
 
 
 def _cuda(args: NormedLinear) -> tuple[Tensor, Tensor]:

@@ -236,6 +236,14 @@ def normed_linear_cases() -> list[tuple[Any, ...]]:
     return cases
 
 
+def chained_linear_cases() -> list[tuple[Any, ...]]:
+    cases = []
+    for shape, outputs, gated in (((2, 1), 6, False), ((2, 1), 6, True), ((3,), 5, False)):
+        rows, weight, states = torch.randn(*shape, 12), torch.randn(16, 12), torch.randn(*shape, 16)
+        cases.append((rows, weight, states, torch.randn(16), 1e-6, torch.randn(outputs, 16), gated))
+    return cases
+
+
 def logprob_cases() -> list[tuple[Any, ...]]:
     return [(torch.randn(rows, 40), torch.randint(40, (rows,)), most) for rows, most in ((1, 0), (3, 5))]
 
@@ -243,6 +251,7 @@ def logprob_cases() -> list[tuple[Any, ...]]:
 CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "add_rms_norm": norm_cases,
     "append_paged_kv": append_cases,
+    "chained_linear": chained_linear_cases,
     "decode_attention": decode_cases,
     "decode_attention_lse": decode_cases,
     "normed_linear": normed_linear_cases,

@@ -1,0 +1,196 @@
+"""Triton kernels for two matmuls of a few rows with the residual sum and its norm between them, in two launches.
+
+The norm needs no launch of its own, and no program norms a row: the first matmul multiplies its sums with the norm's
+weight and leaves their squares, and the second one multiplies its outputs with the root that these give. Numbers are
+rounded once less than in HuggingFace's models, where the normed row is rounded before its weight is multiplied.
+
+Both may begin while the previous kernel ends (see ``pdl``): by then their first weights are being loaded.
+
+Shapes: M rows, N outputs, K inputs, T tiles of the first matmul's outputs.
+"""
+
+# Kernels are Triton's objects, not the functions that a type checker sees.
+# mypy: disable-error-code="assignment, var-annotated"
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from compiled_llm_ops.kernels.chained_tiling import ROWS, ChainedTiling
+from compiled_llm_ops.kernels.linear import after_waiting
+from compiled_llm_ops.kernels.norm import silu
+
+
+@triton.jit(do_not_specialize=["M"])  # Triton would compile again for 1 and for multiples of 16
+def _linear_add(
+    x,
+    w,
+    states,
+    norm,
+    total,
+    scaled,
+    squares,
+    M,
+    N,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute BN outputs of all rows over all of K and add ``states``; each program asks for its weights at once.
+
+    SPLIT warps have a part of each block of BK inputs each: alone, one of them has too little to multiply.
+    """
+    BLOCKS: tl.constexpr = K // BK
+    tile = tl.program_id(0)
+    offs_n = tile * BN + tl.arange(0, BN)
+    inputs = (tl.arange(0, SPLIT) * (BK // SPLIT))[:, None, None] + tl.arange(0, BK // SPLIT)[None, None, :]
+    weights = ()
+    for block in tl.static_range(BLOCKS):
+        weights += (tl.load(w + offs_n.to(tl.int64)[None, :, None] * K + block * BK + inputs),)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    offs_m = tl.arange(0, ROWS)
+    rows = ()
+    for block in tl.static_range(BLOCKS):
+        at = x + offs_m[None, :, None] * K + block * BK + inputs
+        rows += (tl.load(at, mask=offs_m[None, :, None] < M, other=0.0),)
+    sums = tl.zeros([SPLIT, BN, ROWS], tl.float32)
+    for block in tl.static_range(BLOCKS):
+        sums = tl.dot(weights[block], tl.permute(rows[block], (0, 2, 1)), sums)
+    at, mask = offs_m[None, :] * N + offs_n[:, None], (offs_m < M)[None, :]
+    dtype = total.dtype.element_ty
+    residual = tl.load(states + at, mask=mask, other=0.0).to(tl.float32)
+    factors = tl.load(norm + offs_n).to(tl.float32)[:, None]
+    added = (residual + tl.sum(sums, 0).to(dtype).to(tl.float32)).to(dtype)
+    tl.store(total + at, added, mask=mask)
+    values = added.to(tl.float32)
+    tl.store(scaled + at, (values * factors).to(dtype), mask=mask)
+    tl.store(squares + tile * ROWS + offs_m, tl.sum(values * values, 0))
+
+
+@triton.jit(do_not_specialize=["M"])
+def _linear_of_scaled(
+    scaled,
+    w,
+    squares,
+    y,
+    M,
+    N,
+    K,
+    epsilon,
+    ROWS: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+    GATED: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute BN outputs of all rows over all of K, and divide them by the rows' root mean squares.
+
+    ``squares`` ``[TILES, ROWS]`` has parts of their sums; PARTS is a power of two from TILES on. If GATED, the weight
+    has 2 N rows: the first N outputs go through SiLU and are multiplied with the others.
+    """
+    tile = tl.program_id(0)
+    sums = tl.zeros([BN, ROWS], tl.float32)
+    others = sums
+    for k in tl.range(0, K, BK, num_stages=STAGES):
+        # Triton puts loads that follow each other directly behind one barrier.
+        weights = w.load([tile * BN, k])
+        if GATED:
+            more_weights = w.load([N + tile * BN, k])
+        rows = scaled.load([0, after_waiting(k) if PDL else k])
+        sums = tl.dot(weights, rows.T, sums)
+        if GATED:
+            others = tl.dot(more_weights, rows.T, others)
+    offs_m, offs_n, parts = tl.arange(0, ROWS), tile * BN + tl.arange(0, BN), tl.arange(0, PARTS)
+    at = squares + parts[:, None] * ROWS + offs_m[None, :]
+    total = tl.sum(tl.load(at, mask=(parts < TILES)[:, None], other=0.0), 0)
+    roots = tl.rsqrt(total / K + epsilon)[None, :]
+    dtype = y.dtype.element_ty
+    outputs = (sums * roots).to(dtype)
+    if GATED:
+        gate = silu(outputs.to(tl.float32)).to(dtype).to(tl.float32)
+        outputs = (gate * (others * roots).to(dtype).to(tl.float32)).to(dtype)
+    mask = (offs_m < M)[None, :] & (offs_n < N)[:, None]
+    tl.store(y + offs_m[None, :] * N + offs_n[:, None], outputs, mask=mask)
+
+
+class ScaledSum(NamedTuple):
+    """A residual sum, and what its norm needs.
+
+    Attributes:
+        total: ``[M, N]``, the sum.
+        scaled: ``[M, N]``, multiplied with the norm's weight.
+        squares: ``[T, ROWS]`` float32, for each row the sum of the squares of one tile's outputs.
+    """
+
+    total: Tensor
+    scaled: Tensor
+    squares: Tensor
+
+
+def multiply_and_add(
+    rows: Tensor, weight: Tensor, states: Tensor, norm: Tensor, tiling: ChainedTiling, *, pdl: bool
+) -> ScaledSum:
+    """Return ``states + rows @ weight.T`` and what its norm needs.
+
+    Args:
+        rows: ``[M, K]``, contiguous, bfloat16, M up to ROWS.
+        weight: ``[N, K]``, likewise.
+        states: ``[M, N]``, likewise.
+        norm: ``[N]``, likewise: the norm's weight.
+        tiling: from ``choose_chained_tiling``.
+        pdl: begin before the previous kernel has ended; needs compute capability 9.0.
+    """
+    (m, k), n = rows.shape, weight.shape[0]
+    tiles = n // tiling.first_outputs
+    total, scaled = rows.new_empty(m, n), rows.new_empty(m, n)
+    squares = torch.empty(tiles, ROWS, dtype=torch.float32, device=rows.device)
+    _linear_add[(tiles,)](
+        rows, weight, states, norm, total, scaled, squares, m, n,
+        K=k, ROWS=ROWS, BN=tiling.first_outputs, BK=tiling.first_inputs, SPLIT=tiling.warps, **_options(tiling, pdl),
+    )  # fmt: skip
+    return ScaledSum(total, scaled, squares)
+
+
+def multiply_scaled(
+    given: ScaledSum, weight: Tensor, epsilon: float, tiling: ChainedTiling, *, gated: bool, pdl: bool
+) -> Tensor:
+    """Return the normed sum times ``weight.T``.
+
+    Args:
+        given: from ``multiply_and_add``.
+        weight: ``[N, K]``, contiguous, beginning at a multiple of 16 bytes.
+        epsilon: added to the mean square.
+        tiling: from ``choose_chained_tiling``.
+        gated: return ``silu(first) * second`` of both halves of the outputs.
+        pdl: begin before the previous kernel has ended; needs compute capability 9.0.
+    """
+    (m, k), n, tiles = given.scaled.shape, weight.shape[0] // (2 if gated else 1), len(given.squares)
+    y = given.scaled.new_empty(m, n)
+    blocks_of_rows = TensorDescriptor.from_tensor(given.scaled, [ROWS, tiling.inputs])
+    blocks_of_weight = TensorDescriptor.from_tensor(weight, [tiling.outputs, tiling.inputs])
+    _linear_of_scaled[(-(-n // tiling.outputs),)](
+        blocks_of_rows, blocks_of_weight, given.squares, y, m, n, k, epsilon,
+        ROWS=ROWS, BN=tiling.outputs, BK=tiling.inputs, TILES=tiles, PARTS=triton.next_power_of_2(tiles), GATED=gated,
+        STAGES=tiling.stages, **_options(tiling, pdl),
+    )  # fmt: skip
+    return y
+
+
+def _options(tiling: ChainedTiling, pdl: bool) -> dict[str, Any]:
+    return {"PDL": pdl, "num_warps": tiling.warps, **({"launch_pdl": True} if pdl else {})}
