@@ -21,7 +21,7 @@ def tool() -> Iterator[ModuleType]:
         yield module_at(CHECKOUT / "tools" / "fit_tilings.py")
 
 
-RULES = ["linear", "normed", "attention", "splitting", "captured", "cpu-linear"]
+RULES = ["linear", "normed", "chained", "attention", "splitting", "captured", "cpu-linear"]
 
 
 def made_of(times: dict[str, float], chosen: str, tool: ModuleType) -> Any:

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import torch
@@ -30,12 +31,13 @@ from rich.table import Table
 from torch import Tensor
 
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
-from compiled_llm_ops import paged_attention, plan_paged_attention
+from compiled_llm_ops import normed_linear, paged_attention, plan_paged_attention, skinny_linear
 from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.contracts import DecodeAttention, Geometry, PageTable
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, worth_splitting
-from compiled_llm_ops.kernels import attention_tiling, linear_tiling
+from compiled_llm_ops.kernels import attention_tiling, chained_tiling, linear_tiling
 from compiled_llm_ops.kernels.attention_tiling import AttentionTiling, choose_attention_tiling
+from compiled_llm_ops.kernels.chained_tiling import FIRST_INPUTS, ChainedTiling, choose_chained_tiling
 from compiled_llm_ops.kernels.linear_tiling import LinearTiling, choose_linear_tiling, choose_normed_tiling
 from compiled_llm_ops.linear import linear, onednn
 from compiled_llm_ops.protocol import CapturedLaunch
@@ -45,6 +47,9 @@ CLOSE = 0.03
 
 MODELS = {"0.6B": (1024, 2048, 1024, 3072), "8B": (4096, 4096, 1024, 12288)}
 """Qwen3: hidden size, columns of all query heads, of all kv heads, intermediate size."""
+
+MOST_KEYS = 2**21
+"""Keys of all rows, up to which two layers of them fit on the device: 8 GB each."""
 
 VOCABULARY, PAGE_SIZE, HEAD_DIM, KV_HEADS = 151_936, 16, 128, 8
 
@@ -229,13 +234,60 @@ def normed_timer(n: int, k: int, plain: LinearTiling, gated: bool) -> Callable[[
     return lambda tiling: captured(lambda number: launch(tiling, number))
 
 
+# ---- chained: `kernels/chained_tiling.py`
+
+
+def chained_cases(machine: Machine, quick: bool) -> Iterator[Case]:
+    """What follows attention and what follows the gate, up to the next of them; None are separate kernels."""
+    for model, (hidden, query, kv, intermediate) in MODELS.items():
+        if query % FIRST_INPUTS or intermediate > 8192:  # programs hold the first weights in registers
+            continue
+        pairs = {"out, gate and up": (query, intermediate, True), "down, qkv": (intermediate, query + 2 * kv, False)}
+        for name, (k, next_n, gated) in pairs.items():
+            for m in (2, 16) if quick else (2, 3, 4, 8, 12, 16):
+                chosen = choose_chained_tiling(m, hidden, k, next_n, gated, machine.processors)
+                candidates = [None, *chained_tilings(gated, quick)]
+                prepare = lambda m=m, n=hidden, k=k, next_n=next_n, gated=gated: chained_timer(m, n, k, next_n, gated)  # noqa: E731
+                yield case_of("chained", f"{model} {name}, M={m}", candidates, chosen, prepare)
+
+
+def chained_tilings(gated: bool, quick: bool) -> list[ChainedTiling]:
+    return [
+        ChainedTiling(first_outputs, FIRST_INPUTS, 64, inputs, stages, chained_tiling.WARPS)
+        for first_outputs in ((16,) if quick else (16, 32))
+        for inputs in ((128,) if quick else (64, 128, 256))
+        for stages in sorted({min(most, stages_of_a_chain(gated, inputs)) for most in (5, 8)})
+    ]
+
+
+def stages_of_a_chain(gated: bool, inputs: int) -> int:
+    return linear_tiling.stages_that_fit(chained_tiling.ROWS, 64 * (2 if gated else 1), inputs)
+
+
+def chained_timer(m: int, n: int, k: int, next_n: int, gated: bool) -> Callable[[ChainedTiling | None], float]:
+    from compiled_llm_ops.kernels.chained_linear import multiply_and_add, multiply_scaled
+
+    rows, states, norm, firsts = random(m, k), random(m, n), random(n), copies_of(random(n, k))
+    seconds = copies_of(random(next_n * (2 if gated else 1), n))
+
+    def launch(tiling: ChainedTiling | None, number: int) -> Tensor:
+        given, first, second = rows + 0, firsts[number % len(firsts)], seconds[number % len(seconds)]
+        if tiling is None:
+            update = skinny_linear(given, first, overlap=True)
+            return normed_linear(states, update, norm, 1e-6, second, gated, overlap=True)[1]
+        scaled = multiply_and_add(given, first, states, norm, tiling, pdl=True)
+        return multiply_scaled(scaled, second, 1e-6, tiling, gated=gated, pdl=True)
+
+    return lambda tiling: captured(lambda number: launch(tiling, number))
+
+
 # ---- attention: `kernels/attention_tiling.py`
 
 
 def attention_cases(machine: Machine, quick: bool) -> Iterator[Case]:
     max_keys = 40_960  # of Qwen3's rows
     for gqa in (2,) if quick else (2, 4, 8):
-        for rows in (1, 8, 32) if quick else (1, 2, 4, 8, 16, 17, 32, 33, 64):
+        for rows in (1, 8, 32) if quick else (1, 2, 4, 8, 16, 17, 32, 33, 64, 96, 128, 192, 256):
             chosen = choose_attention_tiling(rows, KV_HEADS, gqa, HEAD_DIM, max_keys, *machine)
             candidates = [*attention_tilings(rows, quick), chosen._replace(share_equal=not chosen.share_equal)]
             for name, lengths in row_lengths(rows, quick).items():
@@ -244,11 +296,13 @@ def attention_cases(machine: Machine, quick: bool) -> Iterator[Case]:
 
 
 def row_lengths(rows: int, quick: bool) -> dict[str, list[int]]:
-    """Rows of equal lengths, and one long one among short ones."""
-    lengths = (160, 1024, 4096) if quick else (160, 600, 1024, 4096, 16_384, 32_768)
-    found = {f"{length} keys": [length] * rows for length in lengths}
+    """Rows of equal lengths, of random ones, and one long one among short ones."""
+    lengths = (160, 1024, 4096) if quick else (100, 160, 600, 1024, 2048, 4096, 16_384, 32_768)
+    found = {f"{length} keys": [length] * rows for length in lengths if rows * length <= MOST_KEYS}
     if rows > 1:
         found["8192 keys and 512"] = [8192] + [512] * (rows - 1)
+        chance = Random(rows)
+        found["100 to 2048 keys"] = [chance.randint(100, 2048) for _ in range(rows)]
     return found
 
 
@@ -399,6 +453,7 @@ def cpu_linear_timer(count: int, outputs: int, inputs: int) -> Callable[[Callabl
 SWEEPS: dict[str, Callable[[Machine, bool], Iterator[Case]]] = {
     "linear": linear_cases,
     "normed": normed_cases,
+    "chained": chained_cases,
     "attention": attention_cases,
     "splitting": splitting_cases,
     "captured": captured_cases,

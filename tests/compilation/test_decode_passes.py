@@ -14,13 +14,14 @@ from torch import Tensor, fx
 import compiled_llm
 from compiled_llm.compilation import backend as inductor, programs as programs
 from compiled_llm.compilation.backend import Pass
+from compiled_llm.compilation.passes import normed_products
 from compiled_llm.compilation.passes.attention import PreparedInAttention
 from compiled_llm.compilation.passes.normed_products import NormedProducts
 from compiled_llm.compilation.passes.norms import NormedSums
 from compiled_llm.compilation.passes.patterns import Pattern
 from compiled_llm.compilation.passes.products import OuterProducts
 from compiled_llm_ops import decode_attention, decode_attention_lse
-from compiled_llm_ops.contracts import DecodeAttention
+from compiled_llm_ops.contracts import ChainedLinear, DecodeAttention
 from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu
 from support.compilation.traced import traced
 from support.huggingface.families import FAMILIES, make
@@ -70,29 +71,45 @@ def products_in(graph: fx.Graph) -> list[Any]:
     return [node.args for node in found]
 
 
+def chains_in(graph: fx.Graph) -> list[ChainedLinear]:
+    found = graph.find_nodes(op="call_function", target=torch.ops.compiled_llm.chained_linear.default)
+    return [ChainedLinear(*node.args) for node in found]
+
+
+@pytest.fixture
+def all_chained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU no two matmuls have kernels together."""
+    monkeypatch.setattr(normed_products, "has_chained_kernel", lambda *weights: True)
+
+
 class Found(NamedTuple):
-    """The work of the ops in a step of a model of two layers; ``products`` and ``gated`` where there is one row."""
+    """The work of the ops in a step of a model of two layers; ``products`` and ``gated`` where there is one row.
+
+    With more rows, ``chained`` of the products have a matmul in front whose output is added.
+    """
 
     turned: int
     normed: int
     sums: int
     products: int
     gated: int
+    chained: int
 
 
 NORMS_OF_TWO_LAYERS = 4
 PRODUCTS_OF_TWO_LAYERS = 3  # the first norm sums nothing, and between the last one and its product a slice is taken
 FOUND = {
-    "Qwen3": Found(2, 2, NORMS_OF_TWO_LAYERS, PRODUCTS_OF_TWO_LAYERS, 2),
-    "Qwen3Moe": Found(2, 2, NORMS_OF_TWO_LAYERS, 1, 0),  # its router reads the norm as well
-    "Llama": Found(2, 0, NORMS_OF_TWO_LAYERS, PRODUCTS_OF_TWO_LAYERS, 2),
-    "Qwen2": Found(2, 0, NORMS_OF_TWO_LAYERS, PRODUCTS_OF_TWO_LAYERS, 2),
-    "Gemma2": Found(2, 0, 0, 0, 0),  # its norm multiplies with one plus the weight
-    "Starcoder2": Found(2, 0, 0, 0, 0),  # it subtracts the mean
-    "Glm4": Found(0, 0, NORMS_OF_TWO_LAYERS, PRODUCTS_OF_TWO_LAYERS, 2),  # it turns neighbours, a part of each head
-    "Phi3": Found(0, 0, NORMS_OF_TWO_LAYERS, PRODUCTS_OF_TWO_LAYERS, 2),
-    "Exaone4": Found(0, 0, 1, 0, 0),  # it norms what it adds
-    "GptOss": Found(0, 0, 0, 0, 0),
+    "Qwen3": Found(2, 2, NORMS_OF_TWO_LAYERS, PRODUCTS_OF_TWO_LAYERS, 2, PRODUCTS_OF_TWO_LAYERS),
+    "Qwen3Moe": Found(2, 2, NORMS_OF_TWO_LAYERS, 1, 0, 0),  # its router reads the norm as well
+    "Llama": Found(2, 0, NORMS_OF_TWO_LAYERS, PRODUCTS_OF_TWO_LAYERS, 2, PRODUCTS_OF_TWO_LAYERS),
+    "Qwen2": Found(2, 0, NORMS_OF_TWO_LAYERS, PRODUCTS_OF_TWO_LAYERS, 2, PRODUCTS_OF_TWO_LAYERS),
+    "Gemma2": Found(2, 0, 0, 0, 0, 0),  # its norm multiplies with one plus the weight
+    "Starcoder2": Found(2, 0, 0, 0, 0, 0),  # it subtracts the mean
+    # It turns neighbours, a part of each head, and norms what it adds.
+    "Glm4": Found(0, 0, NORMS_OF_TWO_LAYERS, PRODUCTS_OF_TWO_LAYERS, 2, 0),
+    "Phi3": Found(0, 0, NORMS_OF_TWO_LAYERS, PRODUCTS_OF_TWO_LAYERS, 2, PRODUCTS_OF_TWO_LAYERS),
+    "Exaone4": Found(0, 0, 1, 0, 0, 0),  # it norms what it adds
+    "GptOss": Found(0, 0, 0, 0, 0, 0),
 }
 
 
@@ -103,6 +120,7 @@ MORE = ("Qwen2", "Starcoder2", "Phi3", "GptOss")
 @pytest.mark.parametrize(
     "family", [pytest.param(family, marks=[pytest.mark.whole] * (family in MORE)) for family in FOUND]
 )
+@pytest.mark.usefixtures("all_chained")
 def test_what_the_ops_do_in_a_step(family, steps, seed):
     own = {"Qwen3": tiny_qwen3, "Llama": tiny_llama}
     model = own[family](eos_token_id=None) if family in own else make(family, FAMILIES[family], seed)
@@ -116,12 +134,16 @@ def test_what_the_ops_do_in_a_step(family, steps, seed):
     expected_matches = {"rotary in prefill": found.turned, "rotary": 2 * found.turned, "norm": 2 * found.sums}
     assert model.compiled.stats().patterns == expected_matches
     for graph in steps:
-        attentions, products = attentions_in(graph), products_in(graph)
+        attentions, products, chains = attentions_in(graph), products_in(graph), chains_in(graph)
         turned = sum(attention.cos is not None for attention in attentions)
         normed = sum(attention.query_norm is not None and attention.key_norm is not None for attention in attentions)
-        expected_here = FOUND[family] if graph is steps[1] else FOUND[family]._replace(products=0, gated=0)
-        gated = sum(product[5] for product in products)
-        assert Found(turned, normed, norms_in(graph) + len(products), len(products), gated) == expected_here
+        one_row = graph is steps[1]
+        gated = sum(product[5] for product in products) + sum(chain.gated for chain in chains)
+        sums = norms_in(graph) + len(products) + len(chains)
+        here = (
+            found._replace(chained=0) if one_row else found._replace(products=0, gated=min(found.gated, found.chained))
+        )
+        assert Found(turned, normed, sums, len(products), gated, len(chains)) == here
         assert all(attention.overlap for attention in attentions)
 
 
@@ -443,6 +465,65 @@ def test_other_products_do_not_norm_their_rows(seed):
     for layer in (read_twice, sum_read_in_front, with_a_computed_weight, sliced):
         assert products_of_normed(layer, *row_inputs()) == []
     assert products_of_normed(of_a_norm, *row_inputs(2)) == []
+
+
+# ---- two products with a normed sum between them
+
+
+def chained(function: Callable[..., Tensor], *inputs: Tensor) -> list[bool]:
+    """Of each second product of two that are one op, whether it is gated."""
+    return [chain.gated for chain in chains_in(after([NormedSums(), NormedProducts()], function, *inputs))]
+
+
+def two_row_inputs() -> tuple[Tensor, ...]:
+    """Rows of 8, the weight of a product with 16 outputs, states, norm, and a weight with 12 outputs."""
+    return torch.randn(2, 1, 8), torch.randn(16, 8), torch.randn(2, 1, 16), torch.rand(16), torch.randn(12, 16)
+
+
+def chain(x: Tensor, first: Tensor, states: Tensor, norm: Tensor, second: Tensor) -> Tensor:
+    return linear(normed(states + linear(x, first), norm), second)
+
+
+@pytest.mark.usefixtures("all_chained")
+def test_a_product_whose_output_is_added_and_normed_is_one_op_with_the_next(seed):
+    def the_other_way(x: Tensor, first: Tensor, states: Tensor, norm: Tensor, second: Tensor) -> Tensor:
+        return linear(normed(linear(x, first) + states, norm), second, second[:, 0])
+
+    def of_two_products(x: Tensor, first: Tensor, states: Tensor, norm: Tensor, second: Tensor) -> Tensor:
+        return linear(normed(linear(x, first) + linear(x * 2, first), norm), second)
+
+    def layers(x: Tensor, first: Tensor, states: Tensor, norm: Tensor, second: Tensor) -> Tensor:
+        for _ in range(3):
+            states = states + linear(x, first)
+            gate, other = linear(normed(states, norm), second).chunk(2, dim=-1)
+            x = torch.cat([silu(gate) * other, x[..., :2]], -1)
+        return states + linear(x, first)
+
+    for layer, found in ((chain, [False]), (the_other_way, [False]), (of_two_products, [False]), (layers, [True] * 3)):
+        assert chained(layer, *two_row_inputs()) == found
+
+
+@pytest.mark.usefixtures("all_chained")
+def test_other_products_stay_alone(seed):
+    def read_twice(x: Tensor, first: Tensor, states: Tensor, norm: Tensor, second: Tensor) -> Tensor:
+        update = linear(x, first)
+        return linear(normed(states + update, norm), second) + update.sum()
+
+    def with_a_bias(x: Tensor, first: Tensor, states: Tensor, norm: Tensor, second: Tensor) -> Tensor:
+        return linear(normed(states + linear(x, first, first[:, 0]), norm), second)
+
+    def with_a_computed_weight(x: Tensor, first: Tensor, states: Tensor, norm: Tensor, second: Tensor) -> Tensor:
+        return linear(normed(states + linear(x, first * 2), norm), second)
+
+    def scaled(x: Tensor, first: Tensor, states: Tensor, norm: Tensor, second: Tensor) -> Tensor:
+        return linear(normed(states + linear(x, first) * 2, norm), second)
+
+    for layer in (read_twice, with_a_bias, with_a_computed_weight, scaled):
+        assert chained(layer, *two_row_inputs()) == []
+
+
+def test_products_without_kernels_of_their_own_stay_alone(seed):
+    assert chained(chain, *two_row_inputs()) == []
 
 
 # ---- angles

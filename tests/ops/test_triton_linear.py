@@ -14,7 +14,7 @@ import torch
 import compiled_llm_ops
 from compiled_llm_ops import chained_linear, normed_linear, top_logprobs
 from compiled_llm_ops.contracts import TopLogprobs
-from compiled_llm_ops.kernels.chained_tiling import ChainedTiling
+from compiled_llm_ops.kernels.chained_tiling import ChainedTiling, choose_chained_tiling
 from compiled_llm_ops.kernels.linear_tiling import LinearTiling
 from support.ops.compiling import compiled, in_order
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
@@ -138,6 +138,41 @@ def test_with_tensor_cores_weights_alone_are_asked_for_before_waiting(tiling: Li
     assert described
     first_read = code.index(f", [{described[1]}, ")
     assert code.index("griddepcontrol.wait") < first_read
+
+
+CHAINED = {"gated": (6144, 2048, True), "plain": (4096, 3072, False)}
+
+
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize(("outputs", "inputs", "gated"), CHAINED.values(), ids=CHAINED)
+def test_of_two_products_weights_alone_are_read_before_waiting(outputs: int, inputs: int, gated: bool) -> None:
+    """As above; the squares, which the kernel in front writes, are read after that, too."""
+    from compiled_llm_ops.kernels.chained_linear import _linear_add, _linear_of_scaled
+
+    tiling = choose_chained_tiling(8, 1024, inputs, outputs // (2 if gated else 1), gated)
+    assert tiling is not None
+    pointers = ("x", "w", "states", "norm", "total", "scaled")
+    types = {**dict.fromkeys(pointers, "*bf16"), "squares": "*fp32", "M": "i32", "N": "i32"}
+    constants = {"K": inputs, "ROWS": 16, "BN": 16, "BK": 1024, "SPLIT": 4, "PDL": True}
+    aligned = [*pointers, "squares", "N"]
+    found = in_order(compiled(_linear_add, constants, types, aligned=aligned, launch_pdl=True).asm["ptx"])
+    before = found.index("griddepcontrol.wait")
+    assert set(found[:before]) == {"ld.global"}
+    assert found[before + 1] == "griddepcontrol.launch_dependents"
+    weights = 16 * inputs * 2 // (128 * 16)  # of a thread, 16 bytes each
+    assert found[:before].count("ld.global") == weights
+
+    types = {"squares": "*fp32", "y": "*bf16", **dict.fromkeys("MNK", "i32"), "epsilon": "fp32"}
+    types |= {"scaled": f"tensordesc<bf16[16,{tiling.inputs}]>", "w": f"tensordesc<bf16[64,{tiling.inputs}]>"}
+    constants = {"ROWS": 16, "BN": 64, "BK": tiling.inputs, "TILES": 64, "PARTS": 64, "GATED": gated}
+    constants |= {"STAGES": tiling.stages, "PDL": True}
+    found = in_order(compiled(_linear_of_scaled, constants, types, launch_pdl=True).asm["ptx"])
+    before = found.index("griddepcontrol.wait")
+    assert set(found[:before]) == {"cp.async.bulk"}
+    assert found.index("griddepcontrol.launch_dependents") > before
+    assert found.index("ld.global") > before
 
 
 @pytest.mark.slow

@@ -117,7 +117,7 @@ def _linear_of_scaled(
         if GATED:
             others = tl.dot(more_weights, rows.T, others)
     offs_m, offs_n, parts = tl.arange(0, ROWS), tile * BN + tl.arange(0, BN), tl.arange(0, PARTS)
-    at = squares + parts[:, None] * ROWS + offs_m[None, :]
+    at = squares + (after_waiting(0) if PDL else 0) + parts[:, None] * ROWS + offs_m[None, :]
     total = tl.sum(tl.load(at, mask=(parts < TILES)[:, None], other=0.0), 0)
     roots = tl.rsqrt(total / K + epsilon)[None, :]
     dtype = y.dtype.element_ty
