@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.device_loss import DeviceLostError as DeviceLostError
-from compiled_llm.engine.engine_options import check_options, is_count
+from compiled_llm.engine.engine_options import check_can_mix, check_options, is_count
 from compiled_llm.engine.grammars.compiling import Grammars, compilers_of
 from compiled_llm.engine.input_processing.input_processor import QueueFullError as QueueFullError, requests_for
 from compiled_llm.engine.input_processing.prompts import Prompt
@@ -92,12 +92,14 @@ class Engine:
 
         Raises:
             TypeError: the model is not wrapped.
-            ValueError: a number is impossible, or there is no such mode.
+            ValueError: a number is impossible, there is no such mode, or no step could be ``mixed``.
         """
         self._runtime = _wrapped(model)
         check_options(max_num_seqs, max_model_len, max_step_ms, max_queue, logprobs_mode, grammar_timeout, mixed)
         if max_model_len is not None and max_model_len > (positions := max_positions_of(model)):
             raise ValueError(f"max_model_len={max_model_len}: the model has {positions} positions; give no more")
+        if mixed is True:
+            check_can_mix(max_num_seqs, self._runtime.config.prefill_tokens)
         self._runtime.make_room(max_num_seqs)
         self._model = model
         self._max_num_seqs = max_num_seqs

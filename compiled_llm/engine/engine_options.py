@@ -38,6 +38,26 @@ def check_options(
         raise ValueError(f"grammar_timeout={grammar_timeout!r}: give seconds above 0")
 
 
+def check_can_mix(max_num_seqs: int, prefill_tokens: int) -> None:
+    """Check the options of an ``Engine`` with ``mixed=True``.
+
+    Modes, backends and layers are no matter: running rows are rows of a prefill, which all of them have.
+
+    Raises:
+        ValueError: no step could ever be mixed.
+    """
+    if max_num_seqs < 2:
+        raise ValueError(
+            f"mixed=True with max_num_seqs={max_num_seqs}: a mixed step has a prompt and a request that runs; give "
+            "max_num_seqs=2 or more, or leave mixed out"
+        )
+    if prefill_tokens < 2:
+        raise ValueError(
+            f"mixed=True with prefill_tokens={prefill_tokens}: a mixed step has at least 2 tokens, one of a request "
+            "that runs and one of a prompt; wrap with prefill_tokens=2 or more, or leave mixed out"
+        )
+
+
 def is_count(value: Any) -> bool:
     """Whether a value is a whole number above 0."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1

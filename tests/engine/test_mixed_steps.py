@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Callable
+from typing import Any, get_args
 
 import pytest
+from transformers import PreTrainedModel
 
 from compiled_llm.compilation.graphs.step_key import StepKey
+from compiled_llm.config import Mode
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop, Mixed
@@ -19,19 +22,29 @@ from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.sampling_settings import COMBINED, ENDS, GREEDY, VOCABULARY, together
 from support.engine.text_tokenizers import byte_level
-from support.engine.tiny_engines import PATIENCE, wrapped
+from support.engine.tiny_engines import PATIENCE, greedy, wrapped
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
+from support.execution.stand_in_piecewise import let_a_cpu_capture_pieces
+from support.huggingface.families import FAMILIES, make
 from support.parity import assert_account_is_empty
 from support.tiny_models import WINDOWS, tiny_qwen3
+from support.uneven_heads import uneven_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+WORDS: dict[str, Any] = {"eos_token_id": ENDS, "vocab_size": VOCABULARY}
 
 SOME = ("repetition_penalty", "logit_bias", "min_tokens", "stop_token_ids", "structured_outputs", "ignore_eos")
 
 
 def engine_of(mixed: Mixed, tokens: int = 4000, config: dict[str, Any] | None = None, **options: Any) -> Engine:
-    plain = tiny_qwen3(eos_token_id=ENDS, vocab_size=VOCABULARY, **config or {})
-    model = wrapped(tokens, plain, max_batch_size=8, page_size=16, prefill_tokens=32)
+    return engine_for(tiny_qwen3(**WORDS, **config or {}), mixed, tokens, **options)
+
+
+def engine_for(
+    plain: PreTrainedModel, mixed: Mixed, tokens: int = 4000, mode: Mode = "eager", **options: Any
+) -> Engine:
+    model = wrapped(tokens, plain, mode=mode, max_batch_size=8, page_size=16, prefill_tokens=32)
     return Engine(model, tokenizer=byte_level(), max_num_seqs=8, mixed=mixed, **options)
 
 
@@ -91,6 +104,46 @@ def test_tokens_and_log_probabilities_are_those_of_two_launches(
     for expected, *others in zip(*outputs.values(), strict=True):
         for output in others:
             assert_same(output, expected)
+
+
+KINDS: dict[str, Callable[[], PreTrainedModel]] = {
+    **{
+        family: lambda family=family: make(family, {**FAMILIES[family], **WORDS}, 0)  # type: ignore[misc]
+        for family in ("GPT2LMHead", "Gemma2", "Gemma3", "GptOss", "Qwen2Moe")
+    },
+    "values that are no keys": lambda: uneven_llama(**WORDS),
+}
+"""Learned positions, soft caps, windows in some layers, sinks, experts, and values of another size than the keys."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_of_each_kind_run_in_mixed_steps(kind: str, seed: int) -> None:
+    assert_mixed_steps_change_nothing(lambda mixed: engine_for(KINDS[kind](), mixed), seed)
+
+
+CAPTURES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "cuda-graphs": let_a_cpu_capture,
+    "piecewise": let_a_cpu_capture_pieces,
+}
+MODES = [pytest.param(mode, marks=pytest.mark.whole if mode == "reduce-overhead" else ()) for mode in get_args(Mode)]
+"""On a CPU, "reduce-overhead" is "compile"; "eager" has been compared above."""
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_mixed_steps_run_in_each_mode(mode: Mode, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    CAPTURES.get(mode, lambda _: None)(monkeypatch)
+    assert_mixed_steps_change_nothing(lambda mixed: engine_for(tiny_qwen3(**WORDS), mixed, mode=mode), seed)
+
+
+def assert_mixed_steps_change_nothing(engine: Callable[[bool], Engine], seed: int) -> None:
+    asked, outputs = requests(seed, 12), []
+    for mixed in (False, True):
+        with engine(mixed) as running:
+            outputs.append(answers(running, asked, seed))
+            assert (running.stats().mixed_steps > 0) == mixed
+    for output, expected in zip(*outputs, strict=True):
+        assert_same(output, expected)
 
 
 def test_captured_shapes_are_replayed_by_mixed_steps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,3 +251,24 @@ def test_by_itself_an_engine_mixes_where_it_pays(monkeypatch: pytest.MonkeyPatch
 def test_what_mixed_may_be(mixed: Any) -> None:
     with pytest.raises(ValueError, match=r"mixed=.*: give True, False or \"auto\""):
         engine_of(mixed)
+
+
+def test_mixed_steps_that_could_never_be_are_refused() -> None:
+    model = wrapped(prefill_tokens=1)
+    with pytest.raises(ValueError, match=r"mixed=True with prefill_tokens=1: .* wrap with prefill_tokens=2 or more"):
+        Engine(model, mixed=True)
+    with pytest.raises(ValueError, match=r"mixed=True with max_num_seqs=1: .* give max_num_seqs=2 or more"):
+        Engine(wrapped(), max_num_seqs=1, mixed=True)
+    for mixed in (False, "auto"):
+        Engine(model, max_num_seqs=1, mixed=mixed).close()
+
+
+def test_two_tokens_are_enough_for_mixed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a request that runs, and one of a prompt."""
+    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: False))
+    with Engine(wrapped(prefill_tokens=2), max_num_seqs=2, mixed=True) as engine:
+        first = engine.submit([5, 6, 7], greedy(20))
+        next(iter(first))
+        engine.submit([8, 9, 10, 11], greedy(2)).result(PATIENCE)
+        assert engine.stats().mixed_steps == 4
+        first.result(PATIENCE)

@@ -49,6 +49,15 @@ def test_prompts_go_on_however_short_the_limit():
     assert TokenBudget(50.0, max_tokens=8).tokens(0) == 8
 
 
+@pytest.mark.parametrize(
+    ("most", "decoding", "tokens"),
+    [(4096, 100, 3996), (4096, 4090, 16), (32, 20, 16), (16, 1, 15), (16, 12, 8), (2, 1, 1), (2, 2, 1)],
+)
+def test_chunks_of_mixed_steps_leave_room_for_running_rows(most: int, decoding: int, tokens: int) -> None:
+    """As long as prompts go on; also where little fits into a step."""
+    assert TokenBudget(None, most, mixed=True).tokens(decoding) == tokens
+
+
 def test_one_odd_step_does_not_forbid_a_size_for_ever(seed):
     token_budget = TokenBudget(20.0, max_tokens=4096)
     before = run(token_budget, 40, 8)[-1]

@@ -201,6 +201,22 @@ def test_only_a_backend_that_can_takes_several_new_tokens_of_each_row(seed: int)
 
 
 @pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("backend", ["planned", "unplanned"])
+def test_mixed_steps_run_with_any_backend(backend: str, seed: int) -> None:
+    """Rows that run are rows of a prefill there, and its kernels take any number of new tokens of each row."""
+    rng, found = np.random.default_rng(seed), []
+    prompts = [rng.integers(3, 128, length).tolist() for length in (20, 3, 18, 9)]
+    for mixed in (False, True):
+        model = tiny_qwen3(num_hidden_layers=1, eos_token_id=None)
+        compiled_llm.wrap(model, mode="eager", backend=backend, **{**OPTIONS, "prefill_tokens": 8})
+        with compiled_llm.Engine(model, mixed=mixed) as engine:
+            params = compiled_llm.SamplingParams(temperature=0.0, max_tokens=12)
+            found.append([output.token_ids for output in engine.generate(prompts, params)])
+            assert (engine.stats().mixed_steps > 0) == mixed
+    assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("installed")
 def test_graphs_are_cut_before_the_decode_ops_of_any_backend(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[int] = []
     ops = other_kernels.UNPLANNED.decode_ops("cpu")

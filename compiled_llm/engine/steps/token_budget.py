@@ -39,7 +39,8 @@ class TokenBudget:
         """Return how many tokens of prompts may run next to so many rows; at least a few, so that prompts go on."""
         most = self._max_tokens
         if self._mixed:
-            most = max(min(_SMALLEST, most), most - decoding)
+            few = max(1, min(_SMALLEST, most // 2))  # all of them would leave even one row no room
+            most = max(few, most - decoding)
         if not self.bounded:
             return most
         left = self._limit - (0.0 if self._mixed else self._decode.get(_rounded(decoding), 0.0))
