@@ -75,7 +75,8 @@ class Engine:
             max_model_len: how many tokens a request may have, prompt and answer together, as in vLLM; None for as many
                 as the model has positions.
             max_step_ms: how long a step may take, in milliseconds: prompts are computed in chunks that leave it so, as
-                far as steps so far tell. None for chunks of ``prefill_tokens``, however long they take.
+                far as steps so far tell; a warning says so if not even the smallest ones do. None for chunks of
+                ``prefill_tokens``, however long they take.
             mixed: run prompts and running requests in one launch, which reads the weights once, where both fit in
                 ``prefill_tokens``; ``"auto"`` for where that is known to be faster: on CUDA, with weights of 8 GB or
                 more, beside short chunks of prompts.

@@ -10,7 +10,7 @@ import compiled_llm
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.token_budget import TokenBudget
 from compiled_llm.execution.state.device_timer import DeviceTimer
-from support.engine.tiny_engines import wrapped
+from support.engine.tiny_engines import PATIENCE, greedy, wrapped
 from support.tiny_models import tiny_qwen3
 
 
@@ -70,6 +70,47 @@ def test_a_device_that_becomes_slower_is_followed(seed):
     token_budget = TokenBudget(20.0, max_tokens=4096)
     run(token_budget, 40, 8)
     assert run(token_budget, 40, 8, per_token=8e-5)[-1] <= 0.020
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "max_step_ms" in record.getMessage()]
+
+
+def test_a_limit_below_the_smallest_steps_is_told_once_with_the_least(caplog: pytest.LogCaptureFixture) -> None:
+    token_budget = TokenBudget(2.5, max_tokens=4096)
+    token_budget.ran(3, 16, 5.0)  # odd ones, with others between
+    token_budget.ran(3, 16, 0.002)
+    for _ in range(2):
+        token_budget.ran(3, 16, 5.0)
+    token_budget.ran(3, 32, 0.02)  # could have been a smaller one
+    token_budget.ran(64, 0, 0.02)
+    token_budget.ran(3, 16, 0.0025)
+    assert not warnings_of(caplog)
+    for seconds in (0.0041, 0.0123456, 0.0039, 0.004, 0.004, 0.004):
+        token_budget.ran(4, 15, seconds)
+    (said,) = warnings_of(caplog)
+    assert "max_step_ms=2.5: one step (running requests: 4, tokens of prompts: 15) takes 4.1 ms" in said
+    assert said.endswith("give at least max_step_ms=4.2")
+    least = TokenBudget(4.2, max_tokens=4096)
+    for _ in range(9):
+        least.ran(4, 15, 0.0041)
+    assert len(warnings_of(caplog)) == 1
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_an_engine_tells_which_steps_take_longer_than_they_may(
+    mixed: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DeviceTimer, "seconds", property(lambda _: 0.01))
+    with compiled_llm.Engine(wrapped(), mixed=mixed, max_step_ms=8) as engine:
+        first = engine.submit([5, 6, 7], greedy(60))
+        next(iter(first))
+        engine.submit(list(range(3, 103)), greedy(2)).result(PATIENCE)
+        first.result(PATIENCE)
+    (said,) = warnings_of(caplog)
+    what = "one mixed step" if mixed else "one step"
+    assert f"max_step_ms=8: {what} (running requests: 1, tokens of prompts: 16) takes 10 ms" in said
+    assert said.endswith("give at least max_step_ms=10.1")
 
 
 def test_the_engine_runs_prompts_in_chunks_that_it_has_timed(monkeypatch, seed):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from typing import NamedTuple
+
+logger = logging.getLogger("compiled_llm.engine")
 
 _SMALLEST = 16
 _LARGEST = 2**16
@@ -11,6 +15,17 @@ _OF_THE_LATEST = 0.25
 _FADING = 0.99
 """A size that seemed too long seems this much shorter after each step that could have been longer, so that one odd
 step does not forbid it for ever."""
+_STEPS_TOO_LONG = 3
+"""So many steps of the smallest chunks, one after the other, are no accident."""
+
+
+class _SmallStep(NamedTuple):
+    """A step with so few tokens of prompts that it cannot be made shorter."""
+
+    seconds: float
+    decoding: int
+    tokens: int
+    mixed: bool
 
 
 class TokenBudget:
@@ -34,6 +49,8 @@ class TokenBudget:
         self._mixed = mixed
         self._decode: dict[int, float] = {}
         self._chunk: dict[int, float] = {}
+        self._too_long: list[_SmallStep] = []  # the latest steps of the smallest chunks, if all were
+        self._told = False
 
     def tokens(self, decoding: int) -> int:
         """Return how many tokens of prompts may run next to so many rows; at least a few, so that prompts go on."""
@@ -60,6 +77,8 @@ class TokenBudget:
 
         A ``mixed`` step counts as its chunk: a chunk of the same size takes no longer in a launch of its own.
         """
+        if 0 < tokens <= _SMALLEST and not self._told:
+            self._compare_with_limit(_SmallStep(seconds, decoding, tokens, mixed))
         rows = _rounded(decoding)
         if not tokens:
             _learn(self._decode, rows, seconds)
@@ -67,6 +86,22 @@ class TokenBudget:
             size = max(_SMALLEST, _rounded(tokens))
             _learn(self._chunk, size, max(0.0, seconds - (0.0 if mixed else self._decode.get(rows, 0.0))))
             self._chunk |= {larger: _FADING * known for larger, known in self._chunk.items() if larger > size}
+
+    def _compare_with_limit(self, step: _SmallStep) -> None:
+        """Tell the user once if steps cannot be as short as they should be, and how long they have to be."""
+        if step.seconds <= self._limit:
+            self._too_long.clear()
+            return
+        self._too_long.append(step)
+        if len(self._too_long) < _STEPS_TOO_LONG:
+            return
+        self._told, usual = True, sorted(self._too_long)[_STEPS_TOO_LONG // 2]
+        taken, least = round(1000 * usual.seconds, 2), (1 + math.floor(10_000 * usual.seconds)) / 10
+        logger.warning(
+            "compiled_llm: max_step_ms=%g: one %s (running requests: %d, tokens of prompts: %d) takes %g ms, and no "
+            "chunk is smaller; give at least max_step_ms=%g",
+            *(1000 * self._limit, "mixed step" if usual.mixed else "step", usual.decoding, usual.tokens, taken, least),
+        )
 
 
 def _rounded(count: int) -> int:
