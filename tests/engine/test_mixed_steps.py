@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation.graphs.step_key import StepKey
@@ -88,20 +92,30 @@ def test_tokens_and_log_probabilities_are_those_of_two_launches(
         options["tokens"] = 200
     if case == "short steps":
         options["max_step_ms"] = 0.01
-    # A model this small never pays by itself.
+    assert_mixed_steps_change_nothing(
+        lambda mixed: engine_of(mixed, **options), seed, monkeypatch, count=40, preempts=case == "few pages"
+    )
+
+
+def assert_mixed_steps_change_nothing(
+    engine: Callable[[Mixed], Engine],
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int = 12,
+    preempts: bool = False,
+) -> None:
     pays = random.Random(seed)
-    monkeypatch.setattr(ModelRunner, "mixing_pays", lambda *_: pays.random() < 0.5)
-    asked, outputs = requests(seed, 40), {}
+    monkeypatch.setattr(ModelRunner, "mixing_pays", lambda *_: pays.random() < 0.5)  # never, with models this small
+    asked, outputs = requests(seed, count), list[list[RequestOutput]]()
     for mixed in (False, True, "auto"):
-        with engine_of(mixed, **options) as engine:
-            outputs[mixed] = answers(engine, asked, seed)
-            stats = engine.stats()
+        with engine(mixed) as running:
+            outputs.append(answers(running, asked, seed))
+            stats, model = running.stats(), running._model
             assert (stats.mixed_steps > 0) == (mixed is not False)
             assert stats.mixed_steps < stats.steps
-            assert case != "few pages" or stats.preemptions > 0
-            model = engine._model
+            assert not preempts or stats.preemptions > 0
         assert_account_is_empty(model)
-    for expected, *others in zip(*outputs.values(), strict=True):
+    for expected, *others in zip(*outputs, strict=True):
         for output in others:
             assert_same(output, expected)
 
@@ -117,8 +131,8 @@ KINDS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_of_each_kind_run_in_mixed_steps(kind: str, seed: int) -> None:
-    assert_mixed_steps_change_nothing(lambda mixed: engine_for(KINDS[kind](), mixed), seed)
+def test_layers_of_each_kind_run_in_mixed_steps(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_mixed_steps_change_nothing(lambda mixed: engine_for(KINDS[kind](), mixed), seed, monkeypatch)
 
 
 CAPTURES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -133,17 +147,54 @@ MODES = [pytest.param(mode, marks=pytest.mark.whole if mode == "reduce-overhead"
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_mixed_steps_run_in_each_mode(mode: Mode, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     CAPTURES.get(mode, lambda _: None)(monkeypatch)
-    assert_mixed_steps_change_nothing(lambda mixed: engine_for(tiny_qwen3(**WORDS), mixed, mode=mode), seed)
+    assert_mixed_steps_change_nothing(
+        lambda mixed: engine_for(tiny_qwen3(**WORDS, num_hidden_layers=1), mixed, mode=mode), seed, monkeypatch
+    )
 
 
-def assert_mixed_steps_change_nothing(engine: Callable[[bool], Engine], seed: int) -> None:
-    asked, outputs = requests(seed, 12), []
-    for mixed in (False, True):
-        with engine(mixed) as running:
-            outputs.append(answers(running, asked, seed))
-            assert (running.stats().mixed_steps > 0) == mixed
-    for output, expected in zip(*outputs, strict=True):
-        assert_same(output, expected)
+def adapted(merged: bool) -> PreTrainedModel:
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    adapter: Any = get_peft_model(tiny_qwen3(**WORDS), config).eval()
+    if merged:
+        adapter.merge_adapter()
+    model: PreTrainedModel = adapter.get_base_model()
+    return model
+
+
+def of_16_bits() -> PreTrainedModel:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.ao is deprecated in favour of torchao
+        model: PreTrainedModel = torch.ao.quantization.quantize_dynamic(
+            tiny_qwen3(**WORDS), {nn.Linear}, dtype=torch.float16
+        )
+    return model
+
+
+def of_8_bits() -> PreTrainedModel:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = tiny_qwen3(**WORDS)
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    return model
+
+
+WEIGHTS: dict[str, Callable[[], PreTrainedModel]] = {
+    "an adapter": lambda: adapted(merged=False),
+    "a merged adapter": lambda: adapted(merged=True),
+    "16 bits": of_16_bits,
+    "8 bits": of_8_bits,
+}
+"""No quantised activations: what they are rounded to depends on all that is computed in a launch."""
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_adapted_and_quantised_weights_multiply_in_mixed_steps(
+    weights: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
+    assert_mixed_steps_change_nothing(
+        lambda mixed: engine_for(WEIGHTS[weights](), mixed, tokens=200), seed, monkeypatch, count=40, preempts=True
+    )
 
 
 def test_captured_shapes_are_replayed_by_mixed_steps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
