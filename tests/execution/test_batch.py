@@ -13,7 +13,7 @@ from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.kvcache.row import Row
 from support.execution.batches import WIDTH, Batches, ids_of, let_a_cpu_capture_sampling
 from support.execution.model_changes import other_attribute
-from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
+from support.execution.stand_in_cuda_graphs import StandIn, let_a_cpu_capture
 from support.parity import assert_account_is_empty
 
 pytestmark = pytest.mark.core
@@ -148,16 +148,32 @@ def test_a_mixed_step_that_fails_leaves_no_row_a_token_that_may_be_wrong(seed, m
         batches.run([row], [Extension.of(new, ids_of(5, seed))], mixed=True)
 
 
-def test_guards_of_a_mixed_step_are_checked_before_its_replay(seed, monkeypatch):
-    """What a running row feeds in is overwritten by what is sampled for it: that step could not run again."""
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("penalised", [False, True])
+def test_a_mixed_step_of_a_model_that_has_changed_is_replayed_only_if_it_can_run_again(
+    penalised: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a running row feeds in is kept for that; what its penalties have counted is not, so guards come first."""
     let_a_cpu_capture(monkeypatch)
+    ran: list[str] = []
+    replay, launch = StandIn.launch, Prefill._launch
+    monkeypatch.setattr(StandIn, "launch", lambda self: ran.append("replayed") or replay(self))
+    monkeypatch.setattr(Prefill, "_launch", lambda self, inputs: ran.append("launched") or launch(self, inputs))
     batches = Batches(mode="compile", kv_memory="300 tokens")
-    row, *others = (batches.admit(ids_of(4 + at, seed), constrained=False) for at in range(3))
+    row, *others = (batches.admit(ids_of(4 + at, seed), False, penalised and not at) for at in range(3))
     batches.run(extend=[Extension.of(row, ids_of(4, seed))])
+    for _ in range(3):
+        batches.run([row])  # tokens to be counted
     for at, other in enumerate(others, 1):
+        ran.clear()
         batches.run([row], [Extension.of(other, ids_of(4 + at, seed))], mixed=True)
+        unchanged, changed = ["replayed"], ["launched"] if penalised else ["replayed", "launched"]
+        assert ran == (unchanged if at == 1 else changed)
         other.free()
         for model in (batches.model, batches.plain):
-            other_attribute(model)  # only guards see it, and the replay has begun by then
+            other_attribute(model)  # only guards see it
     assert batches.model.compiled.stats().recompiles
-    batches.run([row])
+    for _ in range(6):
+        batches.run([row])
+    row.free()
+    assert_account_is_empty(batches.model)
