@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -57,8 +58,11 @@ class OurEngine(EngineContender):
             with Engine(model, **self._options) as engine:
                 setup.log(f"{self.name}: compiling and capturing")
                 engine.warmup()
+                gc.collect()
+                gc.freeze()  # as `compiled-llm serve` and vLLM do
                 yield OurSession(setup, engine)
         finally:
+            gc.unfreeze()
             compiled_llm.unwrap(model)
             setup.free_memory()
 
