@@ -1,6 +1,7 @@
 """How the programs of the decode kernel share the keys of their rows.
 
-The rule's constants were fitted to times on an H200, with rows of 160 to 32,768 keys at batch 1 to 64.
+The rule's constants were fitted to times on an H200, with rows of 160 to 32,768 keys at batch 1 to 64, and of 100 to
+2,048 keys, as many each or at random, at batch 128 and 256.
 ``tools/fit_tilings.py --only attention`` measures that again, on any GPU.
 
 Shapes: B rows, K kv heads, G query heads of one kv head, D' head dimension as stored.
@@ -41,6 +42,13 @@ alone, launch after launch, attention of 8 long rows is faster with small ones.
 MAX_DEEP = 3
 """Rows and kv heads for each multiprocessor up to which small programs need a deep pipeline, and up to which rows of
 about equal lengths are shared: with more, they end together anyway, and sharing 64 of 1,100 keys took 9% longer."""
+
+MANY, FEW_OF_MANY = 4, 2
+"""Rows and kv heads for each multiprocessor from which on there are fewer programs for each, and pipelines are deep.
+
+Programs without keys take 10% of the time with 256 rows of 100 keys, and where some rows are long, those that read them
+are soon alone: with half of 256 rows at 1,500 keys and half at 150, it takes 8% less, with 128 rows 15%. Rows of equal
+lengths take up to 4% more with 128 rows, nothing with 256."""
 
 DEEP, SHALLOW = 5, 3
 """Stages of the pipeline: two blocks and the page numbers of two more are being loaded at a time, or one block."""
@@ -99,10 +107,12 @@ def choose_attention_tiling(
     elif items <= MAX_LARGE * processors and shared_memory >= LARGE_PROGRAM:
         values, stages, warps = LARGE_BLOCK, DEEP, 4
     else:
-        values, stages, warps = SMALL_BLOCK, DEEP if items <= MAX_DEEP * processors else SHALLOW, 2
+        between = MAX_DEEP * processors < items <= MANY * processors
+        values, stages, warps = SMALL_BLOCK, SHALLOW if between else DEEP, 2
     splits, unsplit, min_share = processors // items, ALONE, 1
     if splits < FEW:
-        splits, unsplit, min_share = FEW, BUSY_VALUES // values, BUSY_VALUES // values
+        splits = FEW_OF_MANY if items > MANY * processors else FEW
+        unsplit = min_share = BUSY_VALUES // values
     block = values // head_dim
     blocks = -(-max_keys // block)
     if blocks <= unsplit:
