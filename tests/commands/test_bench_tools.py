@@ -228,6 +228,7 @@ def test_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 def test_turns_over_http(tmp_path: Path) -> None:
     """This checkout's server beside itself, and what is said of one that does not start."""
     figures = tmp_path / "turns.json"

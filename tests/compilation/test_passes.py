@@ -19,7 +19,7 @@ from compiled_llm.compilation.passes import products
 from compiled_llm.compilation.passes.products import SkinnyProducts
 from compiled_llm_ops import normed_linear
 from compiled_llm_ops.kernels import linear_tiling
-from compiled_llm_ops.linear import linear
+from compiled_llm_ops.linear import chained_linear, linear
 
 pytestmark = pytest.mark.core
 
@@ -76,7 +76,8 @@ def test_the_compile_cache_forgets_a_graph_when_a_rule_changes(tmp_path: Path, m
     private = set(Path(str(compat.__file__)).resolve().parent.rglob("*.py"))
     assert min(len(passes), len(private)) > 4
     assert len(tilings) > 1
-    assert passes | tilings | private | {Path(str(linear.__file__)).resolve()} == rules
+    kernels = {Path(str(module.__file__)).resolve() for module in (linear, chained_linear)}
+    assert passes | tilings | private | kernels == rules
     uuids = []
     for name, text in (("one", "a rule"), ("another", "a rule"), ("changed", "a rule, changed")):
         file = tmp_path / name

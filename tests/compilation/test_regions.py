@@ -69,7 +69,8 @@ def test_regions_of_other_families_fit_together(family, compiles, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["OPT", pytest.param("Phi", marks=pytest.mark.whole)])
+@pytest.mark.whole
+@pytest.mark.parametrize("family", ["OPT", "Phi"])
 def test_compiled_regions_of_other_families_fit_together(family, seed):
     """OPT hands a part of a fused product straight to attention: it crosses the cut with that product's strides.
 

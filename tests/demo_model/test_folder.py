@@ -136,6 +136,7 @@ def test_a_missing_package_is_named_with_the_command(reads: Reads, monkeypatch: 
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 def test_the_real_demo_model_is_that_of_the_gguf_file(demo_model_dir: Path) -> None:
     gguf = {"pretrained_model_name_or_path": str(wheel.home()), "gguf_file": wheel.GGUF_NAME}
     assert (wheel.home() / wheel.GGUF_NAME).stat().st_size == 98_362_432

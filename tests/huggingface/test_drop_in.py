@@ -89,7 +89,7 @@ def test_unwrap_gives_the_pages_back():
 @pytest.mark.parametrize(
     ("end", "fuses"),
     [
-        pytest.param(compiled_llm.unwrap, False, id="unwrapped"),
+        pytest.param(compiled_llm.unwrap, False, id="unwrapped", marks=pytest.mark.whole),
         pytest.param(lambda model: None, True, id="dropped, with fused weights"),
     ],
 )

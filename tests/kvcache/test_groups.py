@@ -209,7 +209,7 @@ def test_layers_that_leave_other_parts_of_a_page_zero_share_no_memory() -> None:
         ("Gemma3", "Dynamo"),
         pytest.param("Gemma3", "Inductor", marks=[pytest.mark.slow, pytest.mark.whole]),
         ("GptOss", "eager"),
-        pytest.param("GptOss", "Inductor", marks=pytest.mark.slow),
+        pytest.param("GptOss", "Inductor", marks=[pytest.mark.slow, pytest.mark.whole]),
     ],
 )
 def test_tokens_are_huggingfaces_and_those_of_one_group(
@@ -218,7 +218,7 @@ def test_tokens_are_huggingfaces_and_those_of_one_group(
     """Alone and in batches, on and beside page boundaries; rows end early."""
     plain, model = pair(family, seed, "eager" if how == "eager" else "compile")
     monkeypatch.undo()
-    if how == "Dynamo":  # and what Inductor makes of two groups, the other family shows
+    if how == "Dynamo":  # what Inductor makes of two groups is with --whole
         request.getfixturevalue("without_inductor")
     one_group = pair(family, seed)[1]
     greedy(one_group, mixed_prompts([3], 128, seed), 2)

@@ -95,7 +95,7 @@ def test_layers_of_one_model_may_have_different_specs() -> None:
 # ---- values of another size than keys
 
 
-@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=[pytest.mark.slow, pytest.mark.whole])])
 def test_such_a_model_gives_huggingfaces_tokens(mode: Any, seed: int) -> None:
     """Alone and in batches, on and beside page boundaries of 4 tokens; some rows end early."""
     plain, model = pair(seed, mode)

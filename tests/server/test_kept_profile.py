@@ -97,6 +97,7 @@ def ended(folder: Path, path: Path, profile: Path) -> Iterator[Client]:
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 def test_the_next_engine_process_prepares_what_the_last_one_used(
     model_folder: Path, path: Path, tmp_path: Path
 ) -> None:

@@ -110,8 +110,7 @@ def _linear_of_scaled(
     for k in tl.range(0, K, BK, num_stages=STAGES):
         # Triton puts loads that follow each other directly behind one barrier.
         weights = w.load([tile * BN, k])
-        if GATED:
-            more_weights = w.load([N + tile * BN, k])
+        more_weights = w.load([N + tile * BN, k]) if GATED else weights
         rows = scaled.load([0, after_waiting(k) if PDL else k])
         sums = tl.dot(weights, rows.T, sums)
         if GATED:
