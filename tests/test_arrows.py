@@ -73,7 +73,7 @@ def room_of(module: str) -> str:
 
 
 def folder_of(module: str) -> str:
-    """`compiled_llm_ops.kernels` for `compiled_llm_ops.kernels.norm`."""
+    """`compiled_llm_ops.kernels` for `compiled_llm_ops.kernels.linear.norm`."""
     return ".".join(module.split(".")[:2])
 
 

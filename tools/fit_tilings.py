@@ -35,10 +35,11 @@ from compiled_llm_ops import normed_linear, paged_attention, plan_paged_attentio
 from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.contracts import DecodeAttention, Geometry, PageTable
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, worth_splitting
-from compiled_llm_ops.kernels import attention_tiling, chained_tiling, linear_tiling
-from compiled_llm_ops.kernels.attention_tiling import AttentionTiling, choose_attention_tiling
-from compiled_llm_ops.kernels.chained_tiling import FIRST_INPUTS, ChainedTiling, choose_chained_tiling
-from compiled_llm_ops.kernels.linear_tiling import LinearTiling, choose_linear_tiling, choose_normed_tiling
+from compiled_llm_ops.kernels.attention import decode_tiling as attention_tiling
+from compiled_llm_ops.kernels.attention.decode_tiling import AttentionTiling, choose_attention_tiling
+from compiled_llm_ops.kernels.linear import chained_tiling, skinny_tiling as linear_tiling
+from compiled_llm_ops.kernels.linear.chained_tiling import FIRST_INPUTS, ChainedTiling, choose_chained_tiling
+from compiled_llm_ops.kernels.linear.skinny_tiling import LinearTiling, choose_linear_tiling, choose_normed_tiling
 from compiled_llm_ops.linear import linear, onednn
 from compiled_llm_ops.protocol import CapturedLaunch
 
@@ -132,7 +133,7 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16) / math.sqrt(shape[-1])
 
 
-# ---- linear and normed: `kernels/linear_tiling.py`
+# ---- linear and normed: `kernels/linear/skinny_tiling.py`
 
 
 def products(quick: bool) -> dict[str, tuple[int, int]]:
@@ -188,7 +189,7 @@ def tensor_core_tilings(m: int, k: int) -> list[LinearTiling]:
 
 def linear_timer(m: int, n: int, k: int) -> Callable[[LinearTiling | None], float]:
     """Each matmul comes after a small kernel, whose time is part of every candidate's."""
-    from compiled_llm_ops.kernels.linear import multiply
+    from compiled_llm_ops.kernels.linear.skinny import multiply
 
     rows, weights = random(m, k), copies_of(random(n, k))
 
@@ -218,8 +219,8 @@ def normed_cases(machine: Machine, quick: bool) -> Iterator[Case]:
 
 def normed_timer(n: int, k: int, plain: LinearTiling, gated: bool) -> Callable[[LinearTiling | None], float]:
     """None stands for two launches, the norm and then the matmul."""
-    from compiled_llm_ops.kernels.linear import Normed, multiply_few
-    from compiled_llm_ops.kernels.norm import add_rms_norm
+    from compiled_llm_ops.kernels.linear.norm import add_rms_norm
+    from compiled_llm_ops.kernels.linear.skinny import Normed, multiply_few
 
     states, update, norm, weights = random(1, k), random(1, k), random(k), copies_of(random(n, k))
 
@@ -234,7 +235,7 @@ def normed_timer(n: int, k: int, plain: LinearTiling, gated: bool) -> Callable[[
     return lambda tiling: captured(lambda number: launch(tiling, number))
 
 
-# ---- chained: `kernels/chained_tiling.py`
+# ---- chained: `kernels/linear/chained_tiling.py`
 
 
 def chained_cases(machine: Machine, quick: bool) -> Iterator[Case]:
@@ -265,7 +266,7 @@ def stages_of_a_chain(gated: bool, inputs: int) -> int:
 
 
 def chained_timer(m: int, n: int, k: int, next_n: int, gated: bool) -> Callable[[ChainedTiling | None], float]:
-    from compiled_llm_ops.kernels.chained_linear import multiply_and_add, multiply_scaled
+    from compiled_llm_ops.kernels.linear.chained import multiply_and_add, multiply_scaled
 
     rows, states, norm, firsts = random(m, k), random(m, n), random(n), copies_of(random(n, k))
     seconds = copies_of(random(next_n * (2 if gated else 1), n))
@@ -281,7 +282,7 @@ def chained_timer(m: int, n: int, k: int, next_n: int, gated: bool) -> Callable[
     return lambda tiling: captured(lambda number: launch(tiling, number))
 
 
-# ---- attention: `kernels/attention_tiling.py`
+# ---- attention: `kernels/attention/decode_tiling.py`
 
 
 def attention_cases(machine: Machine, quick: bool) -> Iterator[Case]:
@@ -322,7 +323,7 @@ def attention_tilings(rows: int, quick: bool) -> list[AttentionTiling]:
 
 def attention_timer(lengths: Sequence[int], gqa: int, max_keys: int) -> Callable[[AttentionTiling], float]:
     """One layer after the other, so many that no cache holds the keys of all."""
-    from compiled_llm_ops.kernels.attention import decode
+    from compiled_llm_ops.kernels.attention.decode import decode
 
     counts = [-(-length // PAGE_SIZE) for length in lengths]
     pages = copies_of(torch.zeros(sum(counts), 2, KV_HEADS, PAGE_SIZE, HEAD_DIM, device="cuda", dtype=torch.bfloat16))

@@ -18,7 +18,7 @@ from compiled_llm import compat
 from compiled_llm.compilation.passes import products
 from compiled_llm.compilation.passes.products import SkinnyProducts
 from compiled_llm_ops import normed_linear
-from compiled_llm_ops.kernels import linear_tiling
+from compiled_llm_ops.kernels.linear import skinny_tiling
 from compiled_llm_ops.linear import chained_linear, linear
 
 pytestmark = pytest.mark.core
@@ -132,7 +132,7 @@ def is_rewritten(graph: fx.Graph) -> bool:
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(linear_tiling, "processors_of", lambda device: 132 if device.type == "cuda" else 0)
+    monkeypatch.setattr(skinny_tiling, "processors_of", lambda device: 132 if device.type == "cuda" else 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -168,7 +168,7 @@ def test_on_cuda_products_with_a_kernel_for_one_row_alone_become_skinny_linear(s
 
 
 def test_without_a_device_that_the_kernels_are_for_products_stay_as_they_are(monkeypatch):
-    monkeypatch.setattr(linear_tiling, "processors_of", lambda device: 0)
+    monkeypatch.setattr(skinny_tiling, "processors_of", lambda device: 0)
     assert not is_rewritten(products_of(product, (4096, 4096), torch.bfloat16))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compiled_llm_ops.kernels.attention_tiling import AttentionTiling, choose_attention_tiling as choose
+from compiled_llm_ops.kernels.attention.decode_tiling import AttentionTiling, choose_attention_tiling as choose
 
 H200 = {"processors": 132, "shared_memory": 228 * 1024}
 

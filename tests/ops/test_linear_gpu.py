@@ -14,8 +14,8 @@ from torch import Tensor
 
 from compiled_llm.compat.torch.inductor import make_kernels_wait_first
 from compiled_llm_ops import add_rms_norm, chained_linear, normed_linear, skinny_linear
-from compiled_llm_ops.kernels import linear_tiling as tiling
-from compiled_llm_ops.kernels.chained_tiling import chained_tiling_for
+from compiled_llm_ops.kernels.linear import skinny_tiling as tiling
+from compiled_llm_ops.kernels.linear.chained_tiling import chained_tiling_for
 from support.gpu import by_dtype, close, needs_cuda, seeded
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
@@ -61,7 +61,7 @@ def test_skinny_linear_is_as_exact_as_cublas(n: int, k: int, dtype: torch.dtype,
 @seeded
 @hopper
 def test_skinny_linear_leaves_what_does_not_fit_to_cublas(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from compiled_llm_ops.kernels import linear as triton_linear
+    from compiled_llm_ops.kernels.linear import skinny as triton_linear
 
     tilings: list[tiling.LinearTiling] = []
     multiply = triton_linear.multiply

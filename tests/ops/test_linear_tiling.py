@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from compiled_llm_ops.kernels.chained_tiling import ChainedTiling, choose_chained_tiling as choose_chained
-from compiled_llm_ops.kernels.linear_tiling import (
+from compiled_llm_ops.kernels.linear.chained_tiling import ChainedTiling, choose_chained_tiling as choose_chained
+from compiled_llm_ops.kernels.linear.skinny_tiling import (
     LinearTiling,
     choose_linear_tiling as choose,
     choose_normed_tiling as choose_normed,

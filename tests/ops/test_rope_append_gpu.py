@@ -9,7 +9,7 @@ from torch import Tensor
 from compiled_llm.compat.torch.inductor import make_kernels_wait_first
 from compiled_llm_ops import append_paged_kv, rope_append_paged_kv
 from compiled_llm_ops.contracts import RopeAppendPagedKv
-from compiled_llm_ops.kernels.rope_append import RopeAppendTiling, rope_append
+from compiled_llm_ops.kernels.attention.rope_append import RopeAppendTiling, rope_append
 from support.gpu import by_dtype, close, needs_cuda, seeded
 from support.ops.packed_tokens import GIVEN, Sizes, check, packed_tokens
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from compiled_llm_ops import paged_attention_lse
 from compiled_llm_ops.attention.preparation import prepared
 from compiled_llm_ops.contracts import DecodeAttention
-from compiled_llm_ops.kernels import attention_tiling
-from compiled_llm_ops.kernels.attention_tiling import (
+from compiled_llm_ops.kernels.attention import decode_tiling as attention_tiling
+from compiled_llm_ops.kernels.attention.decode_tiling import (
     MAX_ROWS,
     MAX_SHARES,
     AttentionTiling,
@@ -120,7 +120,7 @@ def launch(
     batch: Batch, tiling: int | AttentionTiling, window_left: int = -1, soft_cap: float = 0.0, **preparation: Any
 ) -> tuple[Tensor, Tensor]:
     """Attend with this tiling, or with so many programs besides one for each row."""
-    from compiled_llm_ops.kernels.attention import decode
+    from compiled_llm_ops.kernels.attention.decode import decode
 
     tiling = tiling_of(batch, tiling) if isinstance(tiling, int) else tiling
     lse = torch.empty(batch.query.shape[:2])
@@ -281,7 +281,7 @@ def test_capped_logits(window_left, spare, seed):
 
 @interpreted
 def test_log_sum_exp_may_be_left_out(seed):
-    from compiled_llm_ops.kernels.attention import decode
+    from compiled_llm_ops.kernels.attention.decode import decode
 
     batch = batch_of([40, 700], 17, 16, 64)
     out, _ = launch(batch, 3)
@@ -391,7 +391,7 @@ def test_several_new_tokens_are_normed_and_turned_by_their_own_positions(seed):
 @interpreted
 def test_counters_are_zero_again(seed, monkeypatch):
     """The same ones serve launch after launch, over rows that grow and shrink."""
-    from compiled_llm_ops.kernels import attention as triton_attention
+    from compiled_llm_ops.kernels.attention import decode as triton_attention
 
     counters = torch.zeros(4 * KV_HEADS, dtype=torch.int32)
     monkeypatch.setattr(triton_attention.zeroed_counters, "take", lambda count, device: counters[:count])
@@ -403,7 +403,7 @@ def test_counters_are_zero_again(seed, monkeypatch):
 @interpreted
 def test_batches_of_any_size_are_two_kernels(seed, monkeypatch):
     """Or more would be compiled when batches grow, and for types that no test has compiled."""
-    from compiled_llm_ops.kernels import attention as triton_attention
+    from compiled_llm_ops.kernels.attention import decode as triton_attention
 
     variants: list[tuple[list[Any], dict[str, Any]]] = []
 
@@ -593,7 +593,7 @@ COMPILED = [
 )
 def test_nothing_but_the_page_table_is_touched_before_waiting(kernel_of, with_lse, prepares, tmp_path):
     """Kernels in front may still write before `gdc_wait`; whoever is let go relies on that this one has waited."""
-    from compiled_llm_ops.kernels import attention as module
+    from compiled_llm_ops.kernels.attention import decode as module
 
     dtype, group, head_dim, rows, changes = kernel_of
     padded, kernel = 1 << (group - 1).bit_length(), module._decode_paged_attention

@@ -14,8 +14,8 @@ import torch
 import compiled_llm_ops
 from compiled_llm_ops import chained_linear, normed_linear, top_logprobs
 from compiled_llm_ops.contracts import TopLogprobs
-from compiled_llm_ops.kernels.chained_tiling import ChainedTiling, choose_chained_tiling
-from compiled_llm_ops.kernels.linear_tiling import LinearTiling
+from compiled_llm_ops.kernels.linear.chained_tiling import ChainedTiling, choose_chained_tiling
+from compiled_llm_ops.kernels.linear.skinny_tiling import LinearTiling
 from support.ops.compiling import compiled, in_order
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
 from support.ops.logprob_cases import check_packed, logits_of
@@ -41,7 +41,7 @@ TILINGS = [
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 @pytest.mark.parametrize("n", [48, 208], ids="N={}".format)
 def test_every_tiling_multiplies(tiling: LinearTiling, n: int, seed: int) -> None:
-    from compiled_llm_ops.kernels.linear import multiply
+    from compiled_llm_ops.kernels.linear.skinny import multiply
 
     most = tiling.rows if tiling.rows < 64 else 2 * tiling.rows + 3
     for m in {1, 2, 5, tiling.rows - 1, tiling.rows, most} & set(range(1, most + 1)):
@@ -62,7 +62,7 @@ ONE_ROW = [
 @pytest.mark.parametrize("tiling", [*ONE_ROW, ONE_ROW[0]._replace(prefetched=1)], ids=str)
 @pytest.mark.parametrize("n", [46, pytest.param(208, marks=pytest.mark.whole)], ids="N={}".format)
 def test_one_row_is_normed_and_gated(tiling: LinearTiling, n: int, gated: bool, normed: bool, seed: int) -> None:
-    from compiled_llm_ops.kernels.linear import Normed, multiply_few
+    from compiled_llm_ops.kernels.linear.skinny import Normed, multiply_few
 
     k = 700
     if normed and tiling.prefetched * tiling.inputs < k:
@@ -82,7 +82,7 @@ def test_one_row_is_normed_and_gated(tiling: LinearTiling, n: int, gated: bool, 
 @pytest.mark.parametrize("gated", [False, True], ids=["outputs", "gated"])
 @pytest.mark.parametrize("m", [2, 5, 16], ids="M={}".format)
 def test_two_products_with_a_norm_between_them(m: int, gated: bool, seed: int) -> None:
-    from compiled_llm_ops.kernels.chained_linear import multiply_and_add, multiply_scaled
+    from compiled_llm_ops.kernels.linear.chained import multiply_and_add, multiply_scaled
 
     tiling = ChainedTiling(first_outputs=16, first_inputs=256, outputs=64, inputs=64, stages=3, warps=4)
     rows, states = torch.randn(m, 512).half(), torch.randn(m, 192).half()
@@ -98,7 +98,7 @@ def test_two_products_with_a_norm_between_them(m: int, gated: bool, seed: int) -
 @interpreted
 @pytest.mark.parametrize("n", [48, 1100], ids="N={}".format)
 def test_halves_are_gated(n: int, seed: int) -> None:
-    from compiled_llm_ops.kernels.norm import silu_and_mul
+    from compiled_llm_ops.kernels.linear.norm import silu_and_mul
 
     product = torch.randn(3, 2 * n).half()
     first, second = product.chunk(2, -1)
@@ -122,7 +122,7 @@ POINTERS = dict.fromkeys("xwy", "*bf16")
 @pytest.mark.parametrize("tiling", [tiling for tiling in TILINGS if tiling.rows > 2], ids=str)
 def test_with_tensor_cores_weights_alone_are_asked_for_before_waiting(tiling: LinearTiling) -> None:
     """Kernels in front may still write before `gdc_wait`; whoever is let go relies on that this one has waited."""
-    from compiled_llm_ops.kernels.linear import _linear_tensor_cores as kernel
+    from compiled_llm_ops.kernels.linear.skinny import _linear_tensor_cores as kernel
 
     types = {**POINTERS, **dict.fromkeys("MNK", "i32")}
     types |= {name: f"tensordesc<bf16[{n},{tiling.inputs}]>" for name, n in zip("xw", tiling[:2], strict=True)}
@@ -149,7 +149,7 @@ CHAINED = {"gated": (6144, 2048, True), "plain": (4096, 3072, False)}
 @pytest.mark.parametrize(("outputs", "inputs", "gated"), CHAINED.values(), ids=CHAINED)
 def test_of_two_products_weights_alone_are_read_before_waiting(outputs: int, inputs: int, gated: bool) -> None:
     """As above; the squares, which the kernel in front writes, are read after that, too."""
-    from compiled_llm_ops.kernels.chained_linear import _linear_add, _linear_of_scaled
+    from compiled_llm_ops.kernels.linear.chained import _linear_add, _linear_of_scaled
 
     tiling = choose_chained_tiling(8, 1024, inputs, outputs // (2 if gated else 1), gated)
     assert tiling is not None
@@ -191,7 +191,7 @@ def test_of_two_products_weights_alone_are_read_before_waiting(outputs: int, inp
 )
 def test_of_few_rows_weights_alone_are_read_before_waiting(tiling: LinearTiling, changes: dict[str, bool]) -> None:
     """As above; a kernel that triggers the next one first has written nothing by then, and waits all the same."""
-    from compiled_llm_ops.kernels.linear import _skinny_linear_one_or_two_rows as kernel
+    from compiled_llm_ops.kernels.linear.skinny import _skinny_linear_one_or_two_rows as kernel
 
     changes = {"GATED": False, "TRIGGER_FIRST": False, "normed": False, **changes}
     normed = changes.pop("normed")
@@ -214,7 +214,7 @@ def test_of_few_rows_weights_alone_are_read_before_waiting(tiling: LinearTiling,
 @interpreted
 @pytest.mark.parametrize("shape", [(1, 64), (3, 1, 96), (5, 1024), (2, 5000)], ids=str)
 def test_sums_are_normed(shape: tuple[int, ...], seed: int) -> None:
-    from compiled_llm_ops.kernels.norm import add_rms_norm
+    from compiled_llm_ops.kernels.linear.norm import add_rms_norm
 
     states, update = torch.randn(2, *shape).half()
     weight = torch.randn(shape[-1]).half()
@@ -228,7 +228,7 @@ def test_sums_are_normed(shape: tuple[int, ...], seed: int) -> None:
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
 def test_nothing_but_the_weight_is_touched_before_waiting() -> None:
-    from compiled_llm_ops.kernels.norm import _add_rms_norm as kernel
+    from compiled_llm_ops.kernels.linear.norm import _add_rms_norm as kernel
 
     types = {**dict.fromkeys(("states", "update", "weight", "total", "normed"), "*bf16"), "epsilon": "fp32"}
     made = compiled(kernel, {"INPUTS": 1000, "BLOCK": 1024, "PDL": True}, types, launch_pdl=True)

@@ -23,7 +23,7 @@ WHOLE = pytest.mark.whole
 
 def run(args: RopeAppendPagedKv, numbers: int = 2048) -> None:
     """In float16, which the interpreter computes with as it should."""
-    from compiled_llm_ops.kernels.rope_append import RopeAppendTiling, rope_append
+    from compiled_llm_ops.kernels.attention.rope_append import RopeAppendTiling, rope_append
 
     pages = args.pages.clone()
     out = rope_append(args._replace(pages=pages), pdl=False, tiling=RopeAppendTiling(numbers))
@@ -59,7 +59,7 @@ def test_inputs_may_have_any_strides(seed):
 @interpreted
 def test_padding_touches_no_page_of_a_row(seed):
     """As in captured prefills: its tokens share one slot of the null page."""
-    from compiled_llm_ops.kernels.rope_append import rope_append
+    from compiled_llm_ops.kernels.attention.rope_append import rope_append
 
     args = packed_tokens(SPANS, Sizes(), "all", torch.float16, rows_of_padding=3)
     pages = args.pages.clone()
@@ -74,7 +74,7 @@ def test_padding_touches_no_page_of_a_row(seed):
 @interpreted
 def test_pages_may_lie_past_what_32_bits_count(seed):
     """The memory is written in one page alone, and takes no more than that."""
-    from compiled_llm_ops.kernels.rope_append import rope_append
+    from compiled_llm_ops.kernels.attention.rope_append import rope_append
 
     args = packed_tokens([(0, 3)], Sizes(2, 1, 16, 16, 4), "nothing", torch.float16)
     far = 2**31 // (2 * 4 * 16) + 1
@@ -86,7 +86,7 @@ def test_pages_may_lie_past_what_32_bits_count(seed):
 
 @interpreted
 def test_of_no_tokens_nothing_is_launched(monkeypatch):
-    from compiled_llm_ops.kernels import rope_append as module
+    from compiled_llm_ops.kernels.attention import rope_append as module
 
     monkeypatch.setattr(module, "_rope_append_paged_kv", None)
     run(packed_tokens([(4, 4)], Sizes(), "all", torch.float16))
@@ -95,7 +95,7 @@ def test_of_no_tokens_nothing_is_launched(monkeypatch):
 @interpreted
 def test_prefills_of_any_length_are_one_kernel(seed, monkeypatch):
     """Or one would be compiled in the midst of a capture."""
-    from compiled_llm_ops.kernels import rope_append as module
+    from compiled_llm_ops.kernels.attention import rope_append as module
 
     launched: list[Any] = []
 
@@ -140,7 +140,7 @@ def resources_of(cubin: bytes, path: Path) -> str:
 @pytest.mark.parametrize("heads", [(16, 8, 128), pytest.param((32, 8, 128), marks=WHOLE), (32, 8, 96)], ids=str)
 @pytest.mark.parametrize("left_out", [(), ("query_norm", "key_norm")], ids=["normed", "turned only"])
 def test_it_moves_16_bytes_a_thread_and_touches_only_the_table_before_waiting(heads, left_out, tmp_path):
-    from compiled_llm_ops.kernels.rope_append import TILING, _rope_append_paged_kv
+    from compiled_llm_ops.kernels.attention.rope_append import TILING, _rope_append_paged_kv
 
     queries, keys, size = heads
     names = _rope_append_paged_kv.arg_names

@@ -216,8 +216,8 @@ def _device(device: torch.device) -> _Device:
 
 
 def _cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
-    from compiled_llm_ops.kernels import attention_tiling
-    from compiled_llm_ops.kernels.attention import decode
+    from compiled_llm_ops.kernels.attention import decode_tiling as attention_tiling
+    from compiled_llm_ops.kernels.attention.decode import decode
     from compiled_llm_ops.kernels.pdl import has_pdl
 
     _check(args)

@@ -98,8 +98,8 @@ def _cpu(args: RopeAppendPagedKv) -> Tensor:
 
 
 def _cuda(args: RopeAppendPagedKv) -> Tensor:
+    from compiled_llm_ops.kernels.attention.rope_append import rope_append
     from compiled_llm_ops.kernels.pdl import has_pdl
-    from compiled_llm_ops.kernels.rope_append import rope_append
 
     _check(args)
     with torch.cuda.device(args.query.device):  # Triton launches on the current one

@@ -46,8 +46,9 @@ def chained_linear(
 
     Source:
         https://arxiv.org/abs/1910.07467 and https://arxiv.org/abs/2002.05202. On CUDA, 2 to 16 rows in bfloat16 are two
-        Triton kernels of our own where they were faster (``compiled_llm_ops.kernels.chained_tiling``), which round the
-        normed sum once where HuggingFace's Llama does so twice; all else is ``skinny_linear`` and ``normed_linear``.
+        Triton kernels of our own where they were faster (``compiled_llm_ops.kernels.linear.chained_tiling``), which
+        round the normed sum once where HuggingFace's Llama does so twice; all else is ``skinny_linear`` and
+        ``normed_linear``.
     """
     total, product = _chained_linear(rows, weight, states, norm, epsilon, next_weight, gated, overlap)
     return total, product
@@ -57,7 +58,7 @@ def has_chained_kernel(weight: Tensor, next_weight: Tensor, gated: bool) -> bool
     """Whether ``chained_linear`` has kernels of its own for these weights, with some number of rows."""
     if weight.device.type == "cpu":
         return False
-    from compiled_llm_ops.kernels.chained_tiling import ROWS, chained_tiling_for
+    from compiled_llm_ops.kernels.linear.chained_tiling import ROWS, chained_tiling_for
 
     return chained_tiling_for(ROWS, weight, next_weight, gated) is not None
 
@@ -94,7 +95,7 @@ def _composed(args: ChainedLinear) -> tuple[Tensor, Tensor]:
 
 
 def _cuda(args: ChainedLinear) -> tuple[Tensor, Tensor]:
-    from compiled_llm_ops.kernels.chained_tiling import chained_tiling_for
+    from compiled_llm_ops.kernels.linear.chained_tiling import chained_tiling_for
 
     _check(args)
     count = args.rows.numel() // args.rows.shape[-1]
@@ -102,7 +103,7 @@ def _cuda(args: ChainedLinear) -> tuple[Tensor, Tensor]:
     tensors = (args.rows, args.weight, args.states, args.norm, args.next_weight)
     if tiling is None or not all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in tensors):
         return _composed(args)
-    from compiled_llm_ops.kernels.chained_linear import multiply_and_add, multiply_scaled
+    from compiled_llm_ops.kernels.linear.chained import multiply_and_add, multiply_scaled
     from compiled_llm_ops.kernels.pdl import has_pdl
 
     pdl = args.overlap and has_pdl(args.rows.device)

@@ -39,7 +39,7 @@ def skinny_linear(rows: Tensor, weight: Tensor, overlap: bool = False, ahead: bo
         left factor of a matmul of few rows than as the right one or in a matrix-vector product, and oneDNN is faster
         with more; on Intel's, the left factor takes twice as long as the right one. On CUDA, with compute
         capability 9.0, float16 or bfloat16 and up to 512 rows, our own Triton kernels if they were faster than cuBLAS
-        (``compiled_llm_ops.kernels.linear_tiling``), else cuBLAS. The same inputs give the same bits each time.
+        (``compiled_llm_ops.kernels.linear.skinny_tiling``), else cuBLAS. The same inputs give the same bits each time.
     """
     out: Tensor = _skinny_linear(rows, weight, overlap, ahead)
     return out
@@ -54,7 +54,7 @@ def has_kernel(weight: Tensor, rows: int | None = None) -> bool:
     """
     if weight.device.type == "cpu":
         return weight.dtype is torch.float32
-    from compiled_llm_ops.kernels.linear_tiling import MAX_ROWS, tiling_for
+    from compiled_llm_ops.kernels.linear.skinny_tiling import MAX_ROWS, tiling_for
 
     counts = range(1, MAX_ROWS + 1) if rows is None else [rows]
     return any(tiling_for(count, weight) is not None for count in counts)
@@ -113,7 +113,7 @@ def _cpu(args: SkinnyLinear) -> Tensor:
 
 
 def _cuda(args: SkinnyLinear) -> Tensor:
-    from compiled_llm_ops.kernels.linear_tiling import tiling_for
+    from compiled_llm_ops.kernels.linear.skinny_tiling import tiling_for
     from compiled_llm_ops.kernels.pdl import has_pdl
 
     _check(args)
@@ -121,7 +121,7 @@ def _cuda(args: SkinnyLinear) -> Tensor:
     tiling = tiling_for(rows.shape[0], weight)
     if tiling is None or not weight.is_contiguous() or rows.data_ptr() % 16 or weight.data_ptr() % 16:
         return torch.mm(rows, weight.t())
-    from compiled_llm_ops.kernels.linear import multiply
+    from compiled_llm_ops.kernels.linear.skinny import multiply
 
     with torch.cuda.device(rows.device):  # Triton launches on the current one
         return multiply(rows, weight, tiling, trigger_first=args.ahead, pdl=args.overlap and has_pdl(rows.device))

@@ -59,7 +59,7 @@ def _cpu(args: AddRmsNorm) -> tuple[Tensor, Tensor]:
 
 
 def _cuda(args: AddRmsNorm) -> tuple[Tensor, Tensor]:
-    from compiled_llm_ops.kernels import norm as triton_norm
+    from compiled_llm_ops.kernels.linear import norm as triton_norm
     from compiled_llm_ops.kernels.pdl import has_pdl
 
     check_norm(args.states, args.update, args.weight)

@@ -65,7 +65,7 @@ def _check(args: NormedLinear) -> None:
 
 def _gated(product: Tensor, overlap: bool) -> Tensor:
     if product.is_cuda:
-        from compiled_llm_ops.kernels.norm import silu_and_mul
+        from compiled_llm_ops.kernels.linear.norm import silu_and_mul
         from compiled_llm_ops.kernels.pdl import has_pdl
 
         with torch.cuda.device(product.device):  # Triton launches on the current one
@@ -94,9 +94,9 @@ def _cuda(args: NormedLinear) -> tuple[Tensor, Tensor]:
 
 
 def _launch(args: NormedLinear) -> tuple[Tensor, Tensor]:
-    from compiled_llm_ops.kernels import norm as triton_norm
-    from compiled_llm_ops.kernels.linear import Normed, multiply_few
-    from compiled_llm_ops.kernels.linear_tiling import choose_normed_tiling, processors_of, tiling_for
+    from compiled_llm_ops.kernels.linear import norm as triton_norm
+    from compiled_llm_ops.kernels.linear.skinny import Normed, multiply_few
+    from compiled_llm_ops.kernels.linear.skinny_tiling import choose_normed_tiling, processors_of, tiling_for
     from compiled_llm_ops.kernels.pdl import has_pdl
 
     states, weight = args.states, args.weight

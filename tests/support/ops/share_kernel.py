@@ -7,7 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from compiled_llm_ops.kernels.attention import _pick, _share, _unsplit
+from compiled_llm_ops.kernels.attention.decode import _pick, _share, _unsplit
 
 
 @triton.jit

@@ -19,8 +19,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from compiled_llm_ops.kernels.linear_tiling import LinearTiling
-from compiled_llm_ops.kernels.norm import silu
+from compiled_llm_ops.kernels.linear.norm import silu
+from compiled_llm_ops.kernels.linear.skinny_tiling import LinearTiling
 
 
 @triton.jit

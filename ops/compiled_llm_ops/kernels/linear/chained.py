@@ -24,9 +24,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from compiled_llm_ops.kernels.chained_tiling import ROWS, ChainedTiling
-from compiled_llm_ops.kernels.linear import after_waiting
-from compiled_llm_ops.kernels.norm import silu
+from compiled_llm_ops.kernels.linear.chained_tiling import ROWS, ChainedTiling
+from compiled_llm_ops.kernels.linear.norm import silu
+from compiled_llm_ops.kernels.linear.skinny import after_waiting
 
 
 @triton.jit(do_not_specialize=["M"])  # Triton would compile again for 1 and for multiples of 16

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_llm_ops.contracts import RopeAppendPagedKv
-from compiled_llm_ops.kernels.rotary import prepared
+from compiled_llm_ops.kernels.attention.rotary import prepared
 
 
 class RopeAppendTiling(NamedTuple):

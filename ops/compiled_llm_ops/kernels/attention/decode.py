@@ -28,9 +28,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_llm_ops.contracts import DecodeAttention
-from compiled_llm_ops.kernels.attention_tiling import MAX_ROWS, MAX_SHARES, AttentionTiling
+from compiled_llm_ops.kernels.attention.decode_tiling import MAX_ROWS, MAX_SHARES, AttentionTiling
+from compiled_llm_ops.kernels.attention.rotary import prepared
 from compiled_llm_ops.kernels.counters import zeroed_counters
-from compiled_llm_ops.kernels.rotary import prepared
 
 MERGED_VALUES = 2**12
 """Values of partial results that are summed at a time."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.kernels.linear_tiling import TILE, processors_of, stages_that_fit
+from compiled_llm_ops.kernels.linear.skinny_tiling import TILE, processors_of, stages_that_fit
 
 ROWS = 16
 """Rows of the only tile, the most that are multiplied."""

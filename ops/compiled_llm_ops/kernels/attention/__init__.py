@@ -1,0 +1,1 @@
+"""Triton kernels of attention in decode, and of what comes before attention."""
