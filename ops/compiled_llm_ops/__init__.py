@@ -6,6 +6,7 @@ fake for tracing, a launcher of FlashInfer's or our kernels for CUDA and a kerne
 
 from compiled_llm_ops.attention.append import append_paged_kv
 from compiled_llm_ops.attention.decode import decode_attention, decode_attention_lse
+from compiled_llm_ops.attention.merge import merge_state, merge_state_in_place, merge_states
 from compiled_llm_ops.attention.plan import plan_paged_attention
 from compiled_llm_ops.attention.prefill import paged_attention, paged_attention_lse
 from compiled_llm_ops.attention.rope_append import rope_append_paged_kv
@@ -56,6 +57,9 @@ __all__ = [
     "chained_linear",
     "decode_attention",
     "decode_attention_lse",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
     "normed_linear",
     "paged_attention",
     "paged_attention_lse",

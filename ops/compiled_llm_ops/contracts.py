@@ -245,6 +245,32 @@ class DecodeAttention(NamedTuple):
         return self.query.shape[0] // self.starts.shape[0]
 
 
+class MergeState(NamedTuple):
+    """Arguments of ``merge_state``."""
+
+    v_a: Tensor
+    s_a: Tensor
+    v_b: Tensor
+    s_b: Tensor
+
+
+class MergeStates(NamedTuple):
+    """Arguments of ``merge_states``."""
+
+    v: Tensor
+    s: Tensor
+
+
+class MergeStateInPlace(NamedTuple):
+    """Arguments of ``merge_state_in_place``."""
+
+    v: Tensor
+    s: Tensor
+    v_other: Tensor
+    s_other: Tensor
+    mask: Tensor | None = None
+
+
 class AddRmsNorm(NamedTuple):
     """Arguments of ``add_rms_norm``."""
 

@@ -219,6 +219,25 @@ def sample_cases() -> list[SampleTokens]:
     return [arguments(own, torch.randint(2**62, (2,)), settings) for own in logits]
 
 
+def states_of(*shape: int) -> tuple[Tensor, Tensor]:
+    """Outputs and log-sum-exps; the first has seen no key, and holds NaN."""
+    outputs, lses = torch.randn(*shape, 8), 3 * torch.randn(shape)
+    lses[0], outputs[0] = -torch.inf, torch.nan
+    return outputs, lses
+
+
+def merge_state_cases() -> list[tuple[Any, ...]]:
+    return [(*states_of(4, 2), *(part.flip(0) for part in states_of(4, 2)))]
+
+
+def merge_states_cases() -> list[tuple[Any, ...]]:
+    return [states_of(3, count, 2) for count in (1, 5)]
+
+
+def merge_in_place_cases() -> list[tuple[Any, ...]]:
+    return [(*case, mask) for mask in (None, torch.tensor([True, False, True, False])) for case in merge_state_cases()]
+
+
 def linear_cases() -> list[tuple[Any, ...]]:
     weight = torch.randn(7, 5)
     return [(torch.randn(count, 5), weight) for count in (1, 4, 5)] + [(torch.randn(5, 3).T, weight)]
@@ -254,6 +273,9 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "chained_linear": chained_linear_cases,
     "decode_attention": decode_cases,
     "decode_attention_lse": decode_cases,
+    "merge_state": merge_state_cases,
+    "merge_state_in_place": merge_in_place_cases,
+    "merge_states": merge_states_cases,
     "normed_linear": normed_linear_cases,
     "paged_attention": attention_cases,
     "paged_attention_lse": attention_cases,
