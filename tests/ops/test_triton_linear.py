@@ -149,7 +149,7 @@ CHAINED = {"gated": (6144, 2048, True), "plain": (4096, 3072, False)}
 @pytest.mark.parametrize(("outputs", "inputs", "gated"), CHAINED.values(), ids=CHAINED)
 def test_of_two_products_weights_alone_are_read_before_waiting(outputs: int, inputs: int, gated: bool) -> None:
     """As above; the squares, which the kernel in front writes, are read after that, too."""
-    from compiled_llm_ops.kernels.linear.chained import _linear_add, _linear_of_scaled
+    from compiled_llm_ops.kernels.linear.chained import _linear_add
 
     tiling = choose_chained_tiling(8, 1024, inputs, outputs // (2 if gated else 1), gated)
     assert tiling is not None
@@ -164,15 +164,31 @@ def test_of_two_products_weights_alone_are_read_before_waiting(outputs: int, inp
     weights = 16 * inputs * 2 // (128 * 16)  # of a thread, 16 bytes each
     assert found[:before].count("ld.global") == weights
 
-    types = {"squares": "*fp32", "y": "*bf16", **dict.fromkeys("MNK", "i32"), "epsilon": "fp32"}
-    types |= {"scaled": f"tensordesc<bf16[16,{tiling.inputs}]>", "w": f"tensordesc<bf16[64,{tiling.inputs}]>"}
-    constants = {"ROWS": 16, "BN": 64, "BK": tiling.inputs, "TILES": 64, "PARTS": 64, "GATED": gated}
-    constants |= {"STAGES": tiling.stages, "PDL": True}
-    found = in_order(compiled(_linear_of_scaled, constants, types, launch_pdl=True).asm["ptx"])
+    code = second_of_two(gated, tiling, pdl=True)
+    found = in_order(code["ptx"])
     before = found.index("griddepcontrol.wait")
     assert set(found[:before]) == {"cp.async.bulk"}
     assert found.index("griddepcontrol.launch_dependents") > before
     assert found.index("ld.global") > before
+    layouts = [sums_of(each["ttgir"]) for each in (code, second_of_two(gated, tiling, pdl=False))]
+    assert layouts[0] == layouts[1], "sums in another order, and so other bits"
+
+
+def second_of_two(gated: bool, tiling: ChainedTiling, pdl: bool) -> Any:
+    from compiled_llm_ops.kernels.linear.chained import _linear_of_scaled
+
+    types = {"squares": "*fp32", "y": "*bf16", **dict.fromkeys("MNK", "i32"), "epsilon": "fp32"}
+    types |= {"scaled": f"tensordesc<bf16[16,{tiling.inputs}]>", "w": f"tensordesc<bf16[64,{tiling.inputs}]>"}
+    constants = {"ROWS": 16, "BN": 64, "BK": tiling.inputs, "TILES": 64, "PARTS": 64, "GATED": gated}
+    constants |= {"STAGES": tiling.stages, "PDL": pdl}
+    options = {"launch_pdl": True} if pdl else {}
+    return compiled(_linear_of_scaled, constants, types, aligned=["squares", "y", "N", "K"], **options).asm
+
+
+def sums_of(code: str) -> list[str]:
+    """The layouts of what is summed, one for each line of a reduction's type."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE))
+    return [layouts[name] for name in re.findall(r"\}\) : \(tensor<[\dx]+f32, (#\w+)>\) ->", code)]
 
 
 @pytest.mark.slow

@@ -116,7 +116,8 @@ def _linear_of_scaled(
         if GATED:
             others = tl.dot(more_weights, rows.T, others)
     offs_m, offs_n, parts = tl.arange(0, ROWS), tile * BN + tl.arange(0, BN), tl.arange(0, PARTS)
-    at = squares + (after_waiting(0) if PDL else 0) + parts[:, None] * ROWS + offs_m[None, :]
+    # A multiple of 4, though it is zero: loads keep their layout, and so sums their order, with PDL and without.
+    at = squares + (4 * after_waiting(0) if PDL else 0) + parts[:, None] * ROWS + offs_m[None, :]
     total = tl.sum(tl.load(at, mask=(parts < TILES)[:, None], other=0.0), 0)
     roots = tl.rsqrt(total / K + epsilon)[None, :]
     dtype = y.dtype.element_ty
