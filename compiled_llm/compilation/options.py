@@ -21,12 +21,10 @@ def passes_for(config: WrapConfig, device: torch.device, fused: Sequence[Pass], 
     """Return the passes over a program's graph, before Inductor; ``fused`` make one matmul of several."""
     if device.type == "cpu":  # what Inductor makes of a norm is faster than the op
         return list(fused)
-    backend = backend_for(config.backend, device.type)
+    _, backend, ops = backend_for(config.backend, device.type)
     if not decodes:
-        # Another backend writes into the pages by a kernel of its own; the reference is to share none with others.
-        appended: list[Pass] = [PreparedInAppend()] if backend.name == "flashinfer" else []
+        appended: list[Pass] = [PreparedInAppend()] if backend.rope_append else []
         return [OuterProducts(), *appended, *fused]
-    ops = backend.decode_ops
     prepared: list[Pass] = [PreparedInAttention(ops.both)] if ops is not None and ops.prepare else []
     if config.mode == "compile":  # launching an op's kernel costs the host more than launching one of Inductor's
         return [OuterProducts(), *prepared, *fused]

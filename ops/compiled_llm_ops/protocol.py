@@ -151,6 +151,7 @@ class Backend(Protocol):
         dtypes: types of queries that there are kernels for.
         capturable: whether a CUDA graph may capture its launches; if not, they run between the pieces of one.
         uneven_heads: whether values may have another head size than keys; pages are ``[P, K, S, D + E]`` then.
+        rope_append: whether on CUDA ``rope_append_paged_kv`` may take the place of ``append`` before its attention.
         variants: ways to divide a batch among thread blocks, the simplest first.
         installation: what must be there before it can run.
     """
@@ -159,6 +160,7 @@ class Backend(Protocol):
     dtypes: frozenset[torch.dtype]
     capturable: bool
     uneven_heads: bool
+    rope_append: bool
     variants: tuple[int, ...]
     installation: Installation
 

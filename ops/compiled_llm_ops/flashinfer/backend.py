@@ -47,6 +47,7 @@ class FlashInfer:
     dtypes = frozenset(QUERY_DTYPES)
     capturable = True
     uneven_heads = False
+    rope_append = True
     variants: tuple[int, ...] = (WHOLE, SPLIT, FA3)
     installation: Installation = FlashInferInstallation()
 

@@ -48,6 +48,7 @@ class Reference:
     dtypes = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
     capturable = False  # it reads lengths from the device
     uneven_heads = True
+    rope_append = False  # it is to share no kernel with the others
     variants: tuple[int, ...] = (0,)
     installation: Installation = NothingToBuild()
 
