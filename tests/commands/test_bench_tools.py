@@ -146,6 +146,17 @@ def test_the_requests_are_those_of_nano_vllms_benchmark(monkeypatch: pytest.Monk
     assert sum(one.new for one in asked) == 133966
 
 
+def test_prompts_of_a_pass_begin_alike_if_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    offline = importlib.import_module("offline")
+    lengths = offline.Lengths(4, 9)
+    shared, others = (offline.drawn(3, lengths, lengths, 500, number, system_prompt=40) for number in (0, 1))
+    plain = offline.drawn(3, lengths, lengths, 500, 0)
+    assert [one.prompt[40:] for one in shared] == [one.prompt for one in plain]
+    assert len({tuple(one.prompt[:40]) for one in shared}) == 1
+    assert shared[0].prompt[:40] != others[0].prompt[:40], "a prefix cache would know it from the pass before"
+
+
 def test_online(tool: Any) -> None:
     quick = ("--rates", "4", "--seconds", "1", "--prompts", "4-8", "--answers", "3-5", "--system-prompt", "20")
     report, _ = tool("online", *quick, "--contenders", "compiled-llm:engine:eager")

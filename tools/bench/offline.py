@@ -33,13 +33,17 @@ Pass = Callable[[], Served]
 
 
 def drawn(
-    requests: int, prompts: Lengths, answers: Lengths, vocabulary: int, number: int, seed: int = 0
+    requests: int, prompts: Lengths, answers: Lengths, vocabulary: int, number: int, system_prompt: int = 0
 ) -> list[Asked]:
-    """The requests of pass `number`: equal lengths in each, and other tokens; in pass 0 those of nano-vllm."""
-    generator = random.Random(seed)
+    """The requests of pass `number`: equal lengths in each, and other tokens; in pass 0 those of nano-vllm.
+
+    All prompts begin with ``system_prompt`` tokens.
+    """
+    generator = random.Random(0)
     tokens = [[generator.randint(0, VOCABULARY) for _ in range(generator.randint(*prompts))] for _ in range(requests)]
     lengths = [generator.randint(*answers) for _ in range(requests)]
-    shifted = [[(token + number * STRIDE) % vocabulary for token in prompt] for prompt in tokens]
+    shared = [generator.randint(0, VOCABULARY) for _ in range(system_prompt)]
+    shifted = [[(token + number * STRIDE) % vocabulary for token in shared + prompt] for prompt in tokens]
     return [Asked(prompt, new) for prompt, new in zip(shifted, lengths, strict=True)]
 
 
@@ -86,6 +90,7 @@ def main(
     requests: Annotated[int, typer.Option(min=1, help="How many, all at once.")] = 256,
     prompts: Annotated[str, typer.Option(help="Lengths of prompts, drawn uniformly, in tokens.")] = "100-1024",
     answers: Annotated[str, typer.Option(help="Lengths of answers, likewise.")] = "100-1024",
+    system_prompt: Annotated[int, typer.Option(min=0, help="Tokens that all prompts begin with, before these.")] = 0,
     decoding: Annotated[DecodingOption, typer.Option(help="sampled: temperature 0.6.")] = DecodingOption.both,
     contenders: Contenders = "compiled-llm:engine,vllm",
     runs: Annotated[int, typer.Option(min=1, help="Timed passes, after one that is not.")] = 3,
@@ -99,7 +104,8 @@ def main(
     ways = {"greedy": [0.0], "sampled": [TEMPERATURE], "both": [0.0, TEMPERATURE]}[decoding.value]
     ours = [OurEngine(), *map(OurEngine, get_args(Mode)), OurEngine(mixed=True)]
     known = [*ours, VllmEngine(vllm, streams=False)]
-    bounds = Workload(requests, lengths[0].most, max(2, lengths[1].most))
+    bounds = Workload(requests, system_prompt + lengths[0].most, max(2, lengths[1].most))
+    begun = f"{system_prompt:,} shared and {lengths[0]}" if system_prompt else str(lengths[0])
     with bench(model, device, [bounds], json, commit) as run:
         vocabulary = vocabulary_of(model)
 
@@ -109,15 +115,17 @@ def main(
                 prepared, results, passes = time.perf_counter() - begin, [], []
                 for temperature in ways:
                     decoded = f"temperature {temperature:g}" if temperature else "greedy"
-                    said = f"{requests} requests, prompts of {lengths[0]} tokens, answers of {lengths[1]}, {decoded}"
-                    asked = [drawn(requests, *lengths, vocabulary, next(numbers)) for _ in range(runs + 1)]
+                    said = f"{requests} requests, prompts of {begun} tokens, answers of {lengths[1]}, {decoded}"
+                    asked = [
+                        drawn(requests, *lengths, vocabulary, next(numbers), system_prompt) for _ in range(runs + 1)
+                    ]
                     run.setup.log(f"{contender.name}, {said}")
                     start = time.perf_counter()
                     session.all(asked[-1], temperature)
                     ready = prepared + time.perf_counter() - start
                     served = [session.all(one, temperature) for one in asked[:-1]]
                     results.append(result_of(contender.name, said, asked[0], served, ready))
-                    passes.append((drawn(requests, *lengths, vocabulary, next(numbers)), temperature))
+                    passes.append((drawn(requests, *lengths, vocabulary, next(numbers), system_prompt), temperature))
                     run.add("offline", results[-1])
                 if session.profiled and run.is_cuda:  # after all that is timed: a profiler leaves traces
                     for result, (asked_more, temperature) in zip(results, passes, strict=True):
