@@ -169,7 +169,7 @@ def _fake_states(args: MergeStates) -> tuple[Tensor, Tensor]:
 def _in_place_cpu(args: MergeStateInPlace) -> None:
     _check_in_place(args)
     v, s = _merged(torch.stack((args.v, args.v_other), 1), torch.stack((args.s, args.s_other), 1))
-    merges = torch.ones(len(v), dtype=torch.bool) if args.mask is None else args.mask
+    merges = torch.ones(len(v), dtype=torch.bool, device=v.device) if args.mask is None else args.mask
     args.v.copy_(torch.where(merges[:, None, None], v, args.v))
     args.s.copy_(torch.where(merges[:, None], s, args.s))
 
