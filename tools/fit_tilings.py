@@ -35,9 +35,9 @@ from compiled_llm_ops import normed_linear, paged_attention, plan_paged_attentio
 from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.contracts import DecodeAttention, Geometry, PageTable
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, worth_splitting
-from compiled_llm_ops.kernels.attention import decode_tiling as attention_tiling
+from compiled_llm_ops.kernels.attention import decode_tiling
 from compiled_llm_ops.kernels.attention.decode_tiling import AttentionTiling, choose_attention_tiling
-from compiled_llm_ops.kernels.linear import chained_tiling, skinny_tiling as linear_tiling
+from compiled_llm_ops.kernels.linear import chained_tiling, skinny_tiling
 from compiled_llm_ops.kernels.linear.chained_tiling import FIRST_INPUTS, ChainedTiling, choose_chained_tiling
 from compiled_llm_ops.kernels.linear.skinny_tiling import LinearTiling, choose_linear_tiling, choose_normed_tiling
 from compiled_llm_ops.linear import linear, onednn
@@ -165,23 +165,23 @@ def few_row_tilings(m: int, k: int) -> list[LinearTiling]:
         return []
     return [
         LinearTiling(m, outputs, 1, inputs, stages=1, prefetched=prefetched)
-        for inputs in (linear_tiling.WIDE_BLOCK, 2 * linear_tiling.WIDE_BLOCK)
+        for inputs in (skinny_tiling.WIDE_BLOCK, 2 * skinny_tiling.WIDE_BLOCK)
         for outputs in (2, 4, 8)
         for prefetched in sorted({1, -(-k // inputs)})
-        if prefetched * outputs * inputs <= 2 * linear_tiling.PREFETCHED_WEIGHTS
+        if prefetched * outputs * inputs <= 2 * skinny_tiling.PREFETCHED_WEIGHTS
     ]
 
 
 def tensor_core_tilings(m: int, k: int) -> list[LinearTiling]:
-    if m < 2 or m > linear_tiling.MAX_ROWS or k % linear_tiling.BLOCK:
+    if m < 2 or m > skinny_tiling.MAX_ROWS or k % skinny_tiling.BLOCK:
         return []
-    rows = min(max(16, 1 << (m - 1).bit_length()), linear_tiling.TILE_ROWS)
+    rows = min(max(16, 1 << (m - 1).bit_length()), skinny_tiling.TILE_ROWS)
     found = []
-    few = (64,) if rows < linear_tiling.TILE_ROWS else (16, 32, 64)  # tensor cores take 64 rows of a tile
-    for outputs in few if m <= linear_tiling.TILE_ROWS else (64, 128):
-        for tiles in range(1, linear_tiling.MAX_TILES + 1):
-            for inputs in (linear_tiling.BLOCK, 2 * linear_tiling.BLOCK):
-                stages = linear_tiling.stages_that_fit(rows, outputs * tiles, inputs)
+    few = (64,) if rows < skinny_tiling.TILE_ROWS else (16, 32, 64)  # tensor cores take 64 rows of a tile
+    for outputs in few if m <= skinny_tiling.TILE_ROWS else (64, 128):
+        for tiles in range(1, skinny_tiling.MAX_TILES + 1):
+            for inputs in (skinny_tiling.BLOCK, 2 * skinny_tiling.BLOCK):
+                stages = skinny_tiling.stages_that_fit(rows, outputs * tiles, inputs)
                 if stages >= 3:
                     found.append(LinearTiling(rows, outputs, tiles, inputs, stages, prefetched=0))
     return found
@@ -241,7 +241,7 @@ def normed_timer(n: int, k: int, plain: LinearTiling, gated: bool) -> Callable[[
 def chained_cases(machine: Machine, quick: bool) -> Iterator[Case]:
     """What follows attention and what follows the gate, up to the next of them; None are separate kernels."""
     for model, (hidden, query, kv, intermediate) in MODELS.items():
-        if query % FIRST_INPUTS or intermediate > 8192:  # programs hold the first weights in registers
+        if query % FIRST_INPUTS or intermediate > chained_tiling.HELD_INPUTS:
             continue
         pairs = {"out, gate and up": (query, intermediate, True), "down, qkv": (intermediate, query + 2 * kv, False)}
         for name, (k, next_n, gated) in pairs.items():
@@ -262,7 +262,7 @@ def chained_tilings(gated: bool, quick: bool) -> list[ChainedTiling]:
 
 
 def stages_of_a_chain(gated: bool, inputs: int) -> int:
-    return linear_tiling.stages_that_fit(chained_tiling.ROWS, 64 * (2 if gated else 1), inputs)
+    return skinny_tiling.stages_that_fit(chained_tiling.ROWS, 64 * (2 if gated else 1), inputs)
 
 
 def chained_timer(m: int, n: int, k: int, next_n: int, gated: bool) -> Callable[[ChainedTiling | None], float]:
@@ -309,13 +309,13 @@ def row_lengths(rows: int, quick: bool) -> dict[str, list[int]]:
 
 def attention_tilings(rows: int, quick: bool) -> list[AttentionTiling]:
     """Blocks, pipelines, programs for a row and sizes of shares."""
-    row_tile = -(-rows // -(-rows // attention_tiling.MAX_ROWS))
+    row_tile = -(-rows // -(-rows // decode_tiling.MAX_ROWS))
     shapes = [(2**13, 3, 2), (2**13, 5, 2), (2**14, 3, 4), (2**14, 5, 4)]
     found = []
     for values, stages, warps in shapes if quick else [*shapes, (2**13, 3, 4), (2**13, 5, 4)]:
-        busy = attention_tiling.BUSY_VALUES // values
+        busy = decode_tiling.BUSY_VALUES // values
         for splits in (1, 4, 16) if quick else (1, 2, 4, 8, 16, 32):
-            for unsplit, min_share in ((attention_tiling.ALONE, 1), (busy, busy)):
+            for unsplit, min_share in ((decode_tiling.ALONE, 1), (busy, busy)):
                 sharing = (row_tile, row_tile * splits, unsplit, min_share)
                 found.append(AttentionTiling(*sharing, values // HEAD_DIM, stages, warps))
     return found

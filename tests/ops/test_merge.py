@@ -61,7 +61,7 @@ WRONG: list[tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], str]] = [
     (merge_state, lambda: (state()[0].int(), state()[1], *state()), r"v_a must be \[T, H, D\], floats; got .*int32"),
     (merge_state_in_place, lambda: (*state(), *state(), torch.ones(3)), r"mask must be \[3\] bool; got \(3,\)"),
     (merge_state_in_place, lambda: (*state(), *state(), torch.ones(2).bool()), r"mask must be \[3\] bool; got \(2,\)"),
-    (merge_state_in_place, lambda: (state()[0].transpose(0, 1)[:3], *state()[1:], *state()), "v_other|contiguous|of v"),
+    (merge_state_in_place, lambda: (torch.ones(2, 3, 8).transpose(0, 1), state()[1], *state()), "must be contiguous"),
 ]
 
 

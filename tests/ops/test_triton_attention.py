@@ -22,7 +22,7 @@ from torch import Tensor
 from compiled_llm_ops import paged_attention_lse
 from compiled_llm_ops.attention.preparation import prepared
 from compiled_llm_ops.contracts import DecodeAttention
-from compiled_llm_ops.kernels.attention import decode_tiling as attention_tiling
+from compiled_llm_ops.kernels.attention import decode_tiling
 from compiled_llm_ops.kernels.attention.decode_tiling import (
     MAX_ROWS,
     MAX_SHARES,
@@ -621,7 +621,7 @@ def test_nothing_but_the_page_table_is_touched_before_waiting(kernel_of, with_ls
         (stack,) = re.findall(r"STACK:(\d+)", resources_of(made.asm["cubin"], tmp_path / "cubin"))
         assert int(stack) <= (16 if prepares else 0), "registers spill"
     large = tiling.block * head_dim == 2**14
-    assert made.metadata.shared <= (attention_tiling.LARGE_PROGRAM if large else 99 * 1024), "8.9 has no more"
+    assert made.metadata.shared <= (decode_tiling.LARGE_PROGRAM if large else 99 * 1024), "8.9 has no more"
     before, after = made.asm["ptx"].split("griddepcontrol.wait")
     touched = re.findall(r"cp\.async\.\w+\.shared|(?:ld|st|atom)\.global", before)
     assert touched == ["ld.global"] * len(touched)

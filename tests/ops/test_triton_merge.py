@@ -19,13 +19,13 @@ def test_kernels_merge_as_the_oracle(sizes: list[int], seed: int) -> None:
 
     parts = Parts(sizes, seed)
     v, s = torch.full_like(parts.v[:, 0], 7.0), torch.full_like(parts.s[:, 0], 7.0)
-    merge_many(parts.v, parts.s, v, s, pdl=False)
+    merge_many(parts.v, parts.s, v, s)
     parts.check(v, s)
     if len(sizes) != 2:
         return
     for mask in (None, torch.tensor([True, False, True])):
         v, s = torch.full_like(v, 7.0), torch.full_like(s, 7.0)
-        merge_two(*(part[:, at].contiguous() for at in (0, 1) for part in (parts.v, parts.s)), mask, v, s, pdl=False)
+        merge_two(*(part[:, at].contiguous() for at in (0, 1) for part in (parts.v, parts.s)), mask, v, s)
         expected = merge_states(parts.v, parts.s)
         for written, merged in zip((v, s), expected, strict=True):
             merged = merged.clone()

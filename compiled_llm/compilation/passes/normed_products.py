@@ -89,15 +89,8 @@ def _reader(sums: fx.Node, total: fx.Node, normed: fx.Node) -> _Reader | None:
 
 def _normed_linear(found: _Reader) -> NormedLinear:
     args = arguments_of(found.sums, AddRmsNorm)
-    return NormedLinear(
-        args.states,
-        args.update,
-        args.weight,
-        args.epsilon,
-        found.weight,
-        gated=found.gate is not None,
-        overlap=True,
-    )
+    gated = found.gate is not None
+    return NormedLinear(args.states, args.update, args.weight, args.epsilon, found.weight, gated, overlap=True)
 
 
 def _chained_linear(found: _Reader) -> ChainedLinear | None:
@@ -111,9 +104,7 @@ def _chained_linear(found: _Reader) -> ChainedLinear | None:
         if example is None or any(entry is not None for entry in bias):
             continue
         if has_chained_kernel(example, found.example, gated):
-            return ChainedLinear(
-                rows, weight, states, args.weight, args.epsilon, found.weight, gated=gated, overlap=True
-            )
+            return ChainedLinear(rows, weight, states, args.weight, args.epsilon, found.weight, gated, overlap=True)
     return None
 
 

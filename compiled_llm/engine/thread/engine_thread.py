@@ -23,7 +23,7 @@ from compiled_llm.engine.model_check import ModelCheck
 from compiled_llm.engine.steps.loop import Loop, LoopSettings
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.thread.arrivals import Arrivals
-from compiled_llm.engine.thread.garbage import collected_seldom
+from compiled_llm.engine.thread.gc_thresholds import gc_thresholds
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.engine.thread.joined_calls import JoinedCalls
 from compiled_llm.engine.thread.placed_loop import PlacedLoop
@@ -215,7 +215,7 @@ class EngineThread:
             with self._changed:
                 self.step_lock.wait_until(lambda: self._arrivals or done())
             return
-        with self._runtime.loop_lock.taken(), collected_seldom():
+        with self._runtime.loop_lock.taken(), gc_thresholds.raised():
             self._work(loop, done)
         self._rest(loop)
         self.check.forget()  # the model may change now that requests have ended

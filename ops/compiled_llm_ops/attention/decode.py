@@ -216,7 +216,7 @@ def _device(device: torch.device) -> _Device:
 
 
 def _cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
-    from compiled_llm_ops.kernels.attention import decode_tiling as attention_tiling
+    from compiled_llm_ops.kernels.attention import decode_tiling
     from compiled_llm_ops.kernels.attention.decode import decode
     from compiled_llm_ops.kernels.pdl import has_pdl
 
@@ -227,7 +227,7 @@ def _cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None
     # Nothing that changes from step to step: a captured launch is replayed with rows of other lengths.
     max_keys = args.indices.shape[0] * page_size
     max_keys = max_keys if args.window_left < 0 else min(max_keys, args.window_left + args.new_tokens)
-    tiling = attention_tiling.choose_attention_tiling(
+    tiling = decode_tiling.choose_attention_tiling(
         len(args.starts), kv_heads, queries, padded, max_keys, device.processors, device.shared_memory
     )
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=args.query.device) if wants_lse else None

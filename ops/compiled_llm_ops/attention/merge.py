@@ -111,19 +111,13 @@ def _merged(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     return merged.to(v.dtype), base[:, 0] + torch.log2(total)
 
 
-def _check_mask(args: MergeStateInPlace) -> None:
-    mask = args.mask
-    if mask is not None and (mask.shape != args.v.shape[:1] or mask.dtype != torch.bool):
-        raise ValueError(
-            f"merge_state_in_place: mask must be [{args.v.shape[0]}] bool; got {tuple(mask.shape)} {mask.dtype}"
-        )
-    if not (args.v.is_contiguous() and args.s.is_contiguous()):
-        raise ValueError("merge_state_in_place: v and s, which are written, must be contiguous")
-
-
 def _check_in_place(args: MergeStateInPlace) -> None:
-    _check_two("merge_state_in_place", (args.v, args.s), (args.v_other, args.s_other), ("v", "v_other"))
-    _check_mask(args)
+    op, mask = "merge_state_in_place", args.mask
+    _check_two(op, (args.v, args.s), (args.v_other, args.s_other), ("v", "v_other"))
+    if mask is not None and (mask.shape != args.v.shape[:1] or mask.dtype != torch.bool):
+        raise ValueError(f"{op}: mask must be [{args.v.shape[0]}] bool; got {tuple(mask.shape)} {mask.dtype}")
+    if not (args.v.is_contiguous() and args.s.is_contiguous()):
+        raise ValueError(f"{op}: v and s, which are written, must be contiguous")
 
 
 def _state_cpu(args: MergeState) -> tuple[Tensor, Tensor]:
@@ -138,7 +132,7 @@ def _state_cuda(args: MergeState) -> tuple[Tensor, Tensor]:
     v, s = _fake_state(args)
     with torch.cuda.device(v.device):  # Triton launches on the current one
         v_a, s_a, v_b, s_b = (tensor.contiguous() for tensor in args)
-        merge_two(v_a, s_a, v_b, s_b, None, v, s, pdl=False)
+        merge_two(v_a, s_a, v_b, s_b, None, v, s)
     return v, s
 
 
@@ -157,7 +151,7 @@ def _states_cuda(args: MergeStates) -> tuple[Tensor, Tensor]:
     _check("merge_states", args.v, args.s, "v", 4)
     v, s = _fake_states(args)
     with torch.cuda.device(v.device):  # Triton launches on the current one
-        merge_many(args.v.contiguous(), args.s.contiguous(), v, s, pdl=False)
+        merge_many(args.v.contiguous(), args.s.contiguous(), v, s)
     return v, s
 
 
@@ -180,7 +174,7 @@ def _in_place_cuda(args: MergeStateInPlace) -> None:
     _check_in_place(args)
     with torch.cuda.device(args.v.device):  # Triton launches on the current one
         others = args.v_other.contiguous(), args.s_other.contiguous()
-        merge_two(args.v, args.s, *others, args.mask, args.v, args.s, pdl=False)
+        merge_two(args.v, args.s, *others, args.mask, args.v, args.s)
 
 
 _merge_state = define(

@@ -27,7 +27,7 @@ def chained_linear(
     """Multiply rows with a weight, add states, divide each sum by its root mean square, and multiply with a second one.
 
     Args:
-        rows: ``[..., J]``, contiguous.
+        rows: ``[..., J]``, any strides.
         weight: ``[I, J]`` of the same dtype, contiguous.
         states: ``[..., I]``, contiguous, of the same dtype: the residual stream.
         norm: ``[I]`` of the same dtype, multiplied with the normed sums.
@@ -88,7 +88,7 @@ def _check(args: ChainedLinear) -> None:
 def _composed(args: ChainedLinear) -> tuple[Tensor, Tensor]:
     """Run one op after the other, for any number of rows on any device."""
     _check(args)
-    update = skinny_linear(args.rows.view(-1, args.rows.shape[-1]), args.weight, args.overlap)
+    update = skinny_linear(args.rows.reshape(-1, args.rows.shape[-1]), args.weight, args.overlap)
     return normed_linear(
         args.states, update.view_as(args.states), args.norm, args.epsilon, args.next_weight, args.gated, args.overlap
     )

@@ -260,7 +260,8 @@ def chained_linear_cases() -> list[tuple[Any, ...]]:
     for shape, outputs, gated in (((2, 1), 6, False), ((2, 1), 6, True), ((3,), 5, False)):
         rows, weight, states = torch.randn(*shape, 12), torch.randn(16, 12), torch.randn(*shape, 16)
         cases.append((rows, weight, states, torch.randn(16), 1e-6, torch.randn(outputs, 16), gated))
-    return cases
+    rows, *others = cases[0]
+    return [*cases, (rows.transpose(0, 2).contiguous().transpose(0, 2), *others)]
 
 
 def logprob_cases() -> list[tuple[Any, ...]]:

@@ -1,6 +1,4 @@
-"""A Triton kernel that merges results of attention over parts of the keys, by their log-sum-exps.
-
-It may begin while the previous kernel ends (see ``pdl``).
+"""Triton kernels that merge results of attention over parts of the keys, by their log-sum-exps.
 
 Shapes: T tokens, N states, H heads, D head dimension.
 """
@@ -13,21 +11,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
 def _merge_two(
-    v_a, s_a, v_b, s_b, mask, v, s, heads, DIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    v_a, s_a, v_b, s_b, mask, v, s, heads, DIM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Merge the two states of one token and head; with a mask, tokens that are not in it keep the first."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     item = token * heads + head
     offs = tl.arange(0, BLOCK)
     inside = offs < DIM
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     merges = True
     if mask is not None:
         merges = tl.load(mask + token) != 0
@@ -48,15 +42,12 @@ def _merge_two(
 
 @triton.jit
 def _merge_many(
-    v, s, merged_v, merged_s, states, heads, DIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    v, s, merged_v, merged_s, states, heads, DIM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Merge the states of one token and head, one after the other."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     offs = tl.arange(0, BLOCK)
     inside = offs < DIM
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     largest = -float("inf")
     total = 0.0
     merged = tl.zeros([BLOCK], tl.float32)
@@ -76,9 +67,7 @@ def _merge_many(
     tl.store(merged_s + item, tl.where(total == 0.0, -float("inf"), largest + tl.log2(scale)))
 
 
-def merge_two(
-    v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, mask: Tensor | None, v: Tensor, s: Tensor, *, pdl: bool
-) -> None:
+def merge_two(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, mask: Tensor | None, v: Tensor, s: Tensor) -> None:
     """Launch the merge of two states ``[T, H, D]`` and ``[T, H]`` into ``v`` and ``s``, which may be the first.
 
     All is contiguous and on one device, the current one; ``mask`` ``[T]`` says which tokens are merged.
@@ -87,15 +76,15 @@ def merge_two(
     if v.numel():
         _merge_two[(tokens, heads)](
             v_a, s_a, v_b, s_b, mask, v, s, heads,
-            DIM=dim, BLOCK=triton.next_power_of_2(dim), PDL=pdl, num_warps=1, **({"launch_pdl": True} if pdl else {}),
+            DIM=dim, BLOCK=triton.next_power_of_2(dim), num_warps=1,
         )  # fmt: skip
 
 
-def merge_many(v: Tensor, s: Tensor, merged_v: Tensor, merged_s: Tensor, *, pdl: bool) -> None:
+def merge_many(v: Tensor, s: Tensor, merged_v: Tensor, merged_s: Tensor) -> None:
     """Launch the merge of states ``[T, N, H, D]`` and ``[T, N, H]`` into ``[T, H, D]`` and ``[T, H]``."""
     tokens, states, heads, dim = v.shape
     if merged_v.numel():
         _merge_many[(tokens, heads)](
             v, s, merged_v, merged_s, states, heads,
-            DIM=dim, BLOCK=triton.next_power_of_2(dim), PDL=pdl, num_warps=1, **({"launch_pdl": True} if pdl else {}),
+            DIM=dim, BLOCK=triton.next_power_of_2(dim), num_warps=1,
         )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 
 import compiled_llm
 from compiled_llm import Engine, SamplingParams
-from compiled_llm.engine.thread.garbage import MOST, TIMES_SELDOMER, SeldomCollections
+from compiled_llm.engine.thread.gc_thresholds import MOST, RAISED_BY, GcThresholds
 from support.parity import FEW_PAGES
 from support.tiny_models import tiny_qwen3
 
@@ -23,9 +23,9 @@ def thresholds() -> Iterator[tuple[int, int, int]]:
     gc.set_threshold(*before)
 
 
-def test_full_collections_come_seldom_while_requests_run(thresholds: tuple[int, int, int]) -> None:
+def test_full_collections_come_less_often_while_requests_run(thresholds: tuple[int, int, int]) -> None:
     model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", **FEW_PAGES)
-    raised = (*thresholds[:2], thresholds[2] * TIMES_SELDOMER)
+    raised = (*thresholds[:2], thresholds[2] * RAISED_BY)
     params = SamplingParams(max_tokens=12, temperature=0.0)
     with Engine(model) as engine, Engine(model) as another:
         handles = [each.submit([1, 2, 3], params) for each in (engine, another)]
@@ -37,10 +37,10 @@ def test_full_collections_come_seldom_while_requests_run(thresholds: tuple[int, 
 
 
 def test_blocks_in_several_threads_raise_them_once(thresholds: tuple[int, int, int]) -> None:
-    collected_seldom, barrier, seen = SeldomCollections(), threading.Barrier(4), []
+    own, barrier, seen = GcThresholds(), threading.Barrier(4), []
 
     def block() -> None:
-        with collected_seldom():
+        with own.raised():
             barrier.wait()
             seen.append(gc.get_threshold()[2])
             barrier.wait()
@@ -50,19 +50,19 @@ def test_blocks_in_several_threads_raise_them_once(thresholds: tuple[int, int, i
         thread.start()
     for thread in threads:
         thread.join()
-    assert seen == [thresholds[2] * TIMES_SELDOMER] * 4
+    assert seen == [thresholds[2] * RAISED_BY] * 4
     assert gc.get_threshold() == thresholds
 
 
 @pytest.mark.parametrize("given", [(0, 0, 0), (700, 10, MOST)], ids=["never", "as seldom as can be"])
 def test_what_the_process_has_chosen_stays(given: tuple[int, int, int]) -> None:
     gc.set_threshold(*given)
-    with SeldomCollections()():
+    with GcThresholds().raised():
         assert gc.get_threshold() == given
     assert gc.get_threshold() == given
 
 
 def test_thresholds_that_change_meanwhile_are_kept() -> None:
-    with SeldomCollections()():
+    with GcThresholds().raised():
         gc.set_threshold(5, 6, 7)
     assert gc.get_threshold() == (5, 6, 7)
