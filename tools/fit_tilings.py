@@ -38,7 +38,7 @@ from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, worth_splitting
 from compiled_llm_ops.kernels.attention import decode_tiling
 from compiled_llm_ops.kernels.attention.decode_tiling import AttentionTiling, choose_attention_tiling
 from compiled_llm_ops.kernels.linear import chained_tiling, skinny_tiling
-from compiled_llm_ops.kernels.linear.chained_tiling import FIRST_INPUTS, ChainedTiling, choose_chained_tiling
+from compiled_llm_ops.kernels.linear.chained_tiling import HELD_BLOCK, ChainedTiling, MatmulTile, choose_chained_tiling
 from compiled_llm_ops.kernels.linear.skinny_tiling import LinearTiling, choose_linear_tiling, choose_normed_tiling
 from compiled_llm_ops.linear import linear, onednn
 from compiled_llm_ops.protocol import CapturedLaunch
@@ -241,28 +241,30 @@ def normed_timer(n: int, k: int, plain: LinearTiling, gated: bool) -> Callable[[
 def chained_cases(machine: Machine, quick: bool) -> Iterator[Case]:
     """What follows attention and what follows the gate, up to the next of them; None are separate kernels."""
     for model, (hidden, query, kv, intermediate) in MODELS.items():
-        if query % FIRST_INPUTS or intermediate > chained_tiling.HELD_INPUTS:
+        if query % HELD_BLOCK or intermediate > chained_tiling.HELD_INPUTS:
             continue
         pairs = {"out, gate and up": (query, intermediate, True), "down, qkv": (intermediate, query + 2 * kv, False)}
         for name, (k, next_n, gated) in pairs.items():
-            for m in (2, 16) if quick else (2, 3, 4, 8, 12, 16):
+            for m in (2, 16, 64, 256) if quick else (2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256):
                 chosen = choose_chained_tiling(m, hidden, k, next_n, gated, machine.processors)
-                candidates = [None, *chained_tilings(gated, quick)]
+                candidates = [None, *chained_tilings(chosen, m, gated)]
                 prepare = lambda m=m, n=hidden, k=k, next_n=next_n, gated=gated: chained_timer(m, n, k, next_n, gated)  # noqa: E731
                 yield case_of("chained", f"{model} {name}, M={m}", candidates, chosen, prepare)
 
 
-def chained_tilings(gated: bool, quick: bool) -> list[ChainedTiling]:
-    return [
-        ChainedTiling(first_outputs, FIRST_INPUTS, 64, inputs, stages, chained_tiling.WARPS)
-        for first_outputs in ((16,) if quick else (16, 32))
-        for inputs in ((128,) if quick else (64, 128, 256))
-        for stages in sorted({min(most, stages_of_a_chain(gated, inputs)) for most in (5, 8)})
-    ]
-
-
-def stages_of_a_chain(gated: bool, inputs: int) -> int:
-    return skinny_tiling.stages_that_fit(chained_tiling.ROWS, 64 * (2 if gated else 1), inputs)
+def chained_tilings(chosen: ChainedTiling | None, m: int, gated: bool) -> Iterator[ChainedTiling]:
+    """Return the chosen tiling with other tiles for the first or for the second matmul."""
+    if chosen is None:
+        return
+    sizes = list(itertools.product((16, 32, 64, 128), (16, 32, 64, 128), (64, 128, 256)))
+    tiles = [MatmulTile(*size, 0) for size in sizes if size[0] < 2 * max(m, 16) and max(size[:2]) >= 64]
+    for tile in tiles:
+        stages = min(6, skinny_tiling.stages_that_fit(tile.rows, tile.outputs, tile.inputs))
+        if stages >= 3:
+            yield chosen._replace(first=tile._replace(stages=stages))
+        stages = min(6, skinny_tiling.stages_that_fit(tile.rows, tile.outputs * (2 if gated else 1), tile.inputs))
+        if stages >= 3:
+            yield chosen._replace(second=tile._replace(stages=stages))
 
 
 def chained_timer(m: int, n: int, k: int, next_n: int, gated: bool) -> Callable[[ChainedTiling | None], float]:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from compiled_llm_ops.kernels.linear.chained_tiling import ChainedTiling, choose_chained_tiling as choose_chained
+from compiled_llm_ops.kernels.linear.chained_tiling import MAX_ROWS, choose_chained_tiling as choose_chained
 from compiled_llm_ops.kernels.linear.skinny_tiling import (
     LinearTiling,
     choose_linear_tiling as choose,
@@ -82,11 +82,14 @@ def test_programs_that_norm_hold_the_whole_row(processors):
                 assert n <= 16 * processors * tiling.outputs
 
 
-def test_two_products_of_few_rows_of_a_small_model_are_one_op():
-    for m in (2, 8, 16):
-        assert choose_chained(m, 1024, 2048, 3072, True) == ChainedTiling(16, 1024, 64, 128, 5, 4)
-        assert choose_chained(m, 1024, 3072, 4096, False) == ChainedTiling(16, 1024, 64, 256, 5, 4)
-    assert choose_chained(1, 1024, 2048, 3072, True) is choose_chained(17, 1024, 2048, 3072, True) is None
+def test_two_products_of_a_small_model_are_one_op():
+    for m, rows in ((2, (16, 16)), (16, (16, 16)), (17, (16, 32)), (64, (16, 32)), (65, (32, 64)), (256, (64, 64))):
+        for k, next_n, gated in ((2048, 3072, True), (3072, 4096, False)):
+            tiling = choose_chained(m, 1024, k, next_n, gated)
+            assert tiling is not None
+            assert (tiling.first.rows, tiling.second.rows) == rows
+            assert (tiling.first.stages == 0) == (m <= 16), "weights are asked for at once"
+    assert choose_chained(1, 1024, 2048, 3072, True) is choose_chained(257, 1024, 2048, 3072, True) is None
     assert choose_chained(8, 4096, 4096, 12288, True) is None, "weights that take longest anyway"
     assert choose_chained(8, 2048, 6144, 4096, False) is None, "more weights than a program holds"
 
@@ -94,13 +97,13 @@ def test_two_products_of_few_rows_of_a_small_model_are_one_op():
 @pytest.mark.parametrize("processors", [78, 114, 132])
 def test_two_products_fit_their_tilings_and_the_device(processors):
     sizes = (64, 576, 896, 1000, 1024, 1536, 2048, 3072, 4096, 6144, 12288, 151936)
-    for n, k, next_n, gated in itertools.product(sizes, sizes, sizes, (False, True)):
-        tiling = choose_chained(16, n, k, next_n, gated, processors)
+    for m, n, k, next_n, gated in itertools.product((16, 64, 128, MAX_ROWS), sizes, sizes, sizes, (False, True)):
+        tiling = choose_chained(m, n, k, next_n, gated, processors)
         if tiling is not None:
-            assert n % tiling.first_outputs == n % tiling.inputs == k % tiling.first_inputs == 0
-            assert next_n % tiling.outputs == 0, "a tile of both halves"
-            assert n <= processors * tiling.first_outputs
-            assert next_n <= processors * tiling.outputs
-            shared = tiling.stages * ((2 if gated else 1) * tiling.outputs + 16) * tiling.inputs * 2
-            assert tiling.stages >= 3
-            assert shared < 227 * 1024
+            first, second = tiling
+            assert n % first.outputs == n % second.inputs == k % first.inputs == 0
+            assert next_n % second.outputs == 0, "a tile of both halves"
+            assert first.stages > 0 or (m <= first.rows and n <= processors * first.outputs)
+            for tile, halves in ((first, 1), (second, 2 if gated else 1)):
+                assert tile.stages == 0 or tile.stages >= 3
+                assert tile.stages * (halves * tile.outputs + tile.rows) * tile.inputs * 2 < 227 * 1024

@@ -14,7 +14,7 @@ import torch
 import compiled_llm_ops
 from compiled_llm_ops import chained_linear, normed_linear, top_logprobs
 from compiled_llm_ops.contracts import TopLogprobs
-from compiled_llm_ops.kernels.linear.chained_tiling import ChainedTiling, choose_chained_tiling
+from compiled_llm_ops.kernels.linear.chained_tiling import ChainedTiling, MatmulTile, choose_chained_tiling
 from compiled_llm_ops.kernels.linear.skinny_tiling import LinearTiling
 from support.ops.compiling import compiled, in_order
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
@@ -80,11 +80,18 @@ def test_one_row_is_normed_and_gated(tiling: LinearTiling, n: int, gated: bool, 
 
 @interpreted
 @pytest.mark.parametrize("gated", [False, True], ids=["outputs", "gated"])
-@pytest.mark.parametrize("m", [2, 5, 16], ids="M={}".format)
-def test_two_products_with_a_norm_between_them(m: int, gated: bool, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("m", "tiling"),
+    [
+        *[(m, ChainedTiling(MatmulTile(16, 16, 256, 0), MatmulTile(16, 64, 64, 3))) for m in (2, 5, 16)],
+        *[(m, ChainedTiling(MatmulTile(16, 64, 128, 3), MatmulTile(32, 64, 64, 3))) for m in (17, 70)],
+        (131, ChainedTiling(MatmulTile(64, 32, 64, 3), MatmulTile(64, 16, 64, 3))),
+    ],
+    ids=str,
+)
+def test_two_products_with_a_norm_between_them(m: int, tiling: ChainedTiling, gated: bool, seed: int) -> None:
     from compiled_llm_ops.kernels.linear.chained import multiply_and_add, multiply_scaled
 
-    tiling = ChainedTiling(first_outputs=16, first_inputs=256, outputs=64, inputs=64, stages=3, warps=4)
     rows, states = torch.randn(m, 512).half(), torch.randn(m, 192).half()
     weight, next_weight = torch.randn(192, 512).half() / 20, torch.randn(400, 192).half() / 10
     norm = torch.rand(192).half()
@@ -143,20 +150,24 @@ def test_with_tensor_cores_weights_alone_are_asked_for_before_waiting(tiling: Li
 CHAINED = {"gated": (6144, 2048, True), "plain": (4096, 3072, False)}
 
 
+def pair_of(m: int, outputs: int, inputs: int, gated: bool) -> ChainedTiling:
+    tiling = choose_chained_tiling(m, 1024, inputs, outputs // (2 if gated else 1), gated)
+    assert tiling is not None
+    return tiling
+
+
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(("outputs", "inputs", "gated"), CHAINED.values(), ids=CHAINED)
-def test_of_two_products_weights_alone_are_read_before_waiting(outputs: int, inputs: int, gated: bool) -> None:
-    """As above; the squares, which the kernel in front writes, are read after that, too."""
+def test_of_two_products_the_first_reads_weights_alone_before_waiting(outputs: int, inputs: int, gated: bool) -> None:
+    """As above, where programs ask for all their weights at once."""
     from compiled_llm_ops.kernels.linear.chained import _linear_add
 
-    tiling = choose_chained_tiling(8, 1024, inputs, outputs // (2 if gated else 1), gated)
-    assert tiling is not None
-    pointers = ("x", "w", "states", "norm", "total", "scaled")
-    types = {**dict.fromkeys(pointers, "*bf16"), "squares": "*fp32", "M": "i32", "N": "i32"}
+    assert pair_of(8, outputs, inputs, gated).first == MatmulTile(16, 16, 1024, 0)
+    types = {**dict.fromkeys(("x", "w", *SUMS), "*bf16"), "squares": "*fp32", "M": "i32", "N": "i32"}
     constants = {"K": inputs, "ROWS": 16, "BN": 16, "BK": 1024, "SPLIT": 4, "PDL": True}
-    aligned = [*pointers, "squares", "N"]
+    aligned = ["x", "w", *SUMS, "squares", "N"]
     found = in_order(compiled(_linear_add, constants, types, aligned=aligned, launch_pdl=True).asm["ptx"])
     before = found.index("griddepcontrol.wait")
     assert set(found[:before]) == {"ld.global"}
@@ -164,25 +175,60 @@ def test_of_two_products_weights_alone_are_read_before_waiting(outputs: int, inp
     weights = 16 * inputs * 2 // (128 * 16)  # of a thread, 16 bytes each
     assert found[:before].count("ld.global") == weights
 
-    code = second_of_two(gated, tiling, pdl=True)
-    found = in_order(code["ptx"])
-    before = found.index("griddepcontrol.wait")
-    assert set(found[:before]) == {"cp.async.bulk"}
-    assert found.index("griddepcontrol.launch_dependents") > before
-    assert found.index("ld.global") > before
-    layouts = [sums_of(each["ttgir"]) for each in (code, second_of_two(gated, tiling, pdl=False))]
-    assert layouts[0] == layouts[1], "sums in another order, and so other bits"
+
+SUMS = ("states", "norm", "total", "scaled")
 
 
-def second_of_two(gated: bool, tiling: ChainedTiling, pdl: bool) -> Any:
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("m", [8, 64, 128, 256], ids="M={}".format)
+@pytest.mark.parametrize(("outputs", "inputs", "gated"), CHAINED.values(), ids=CHAINED)
+def test_of_two_products_weights_alone_are_asked_for_before_waiting(
+    outputs: int, inputs: int, gated: bool, m: int
+) -> None:
+    """As above, in tiles; states and squares, which kernels in front write, are read after that, too."""
+    tiling = pair_of(m, outputs, inputs, gated)
+    kernels = [lambda pdl: second_of_two(gated, tiling.second, pdl)]
+    if tiling.first.stages:
+        kernels.append(lambda pdl: first_of_two(tiling.first, pdl))
+    for kernel in kernels:
+        code = kernel(pdl=True)
+        found = in_order(code["ptx"])
+        before = found.index("griddepcontrol.wait")
+        assert set(found[:before]) == {"cp.async.bulk"}
+        assert found.index("griddepcontrol.launch_dependents") > before
+        assert found.index("ld.global") > before
+        layouts = [sums_of(each["ttgir"]) for each in (code, kernel(pdl=False))]
+        assert layouts[0] == layouts[1], "sums in another order, and so other bits"
+
+
+def first_of_two(tile: MatmulTile, pdl: bool) -> Any:
+    from compiled_llm_ops.kernels.linear.chained import _linear_add_tiles
+
+    types = {**dict.fromkeys(SUMS, "*bf16"), "squares": "*fp32", **dict.fromkeys(["squares_stride", *"MNK"], "i32")}
+    types |= {"x": block_of(tile.rows, tile), "w": block_of(tile.outputs, tile)}
+    constants = {"STAGES": tile.stages, **constants_of_tile(tile, pdl)}
+    aligned = [*SUMS, "squares", "squares_stride", "N", "K"]
+    return compiled(_linear_add_tiles, constants, types, aligned=aligned, **({"launch_pdl": True} if pdl else {})).asm
+
+
+def second_of_two(gated: bool, tile: MatmulTile, pdl: bool) -> Any:
     from compiled_llm_ops.kernels.linear.chained import _linear_of_scaled
 
-    types = {"squares": "*fp32", "y": "*bf16", **dict.fromkeys("MNK", "i32"), "epsilon": "fp32"}
-    types |= {"scaled": f"tensordesc<bf16[16,{tiling.inputs}]>", "w": f"tensordesc<bf16[64,{tiling.inputs}]>"}
-    constants = {"ROWS": 16, "BN": 64, "BK": tiling.inputs, "TILES": 64, "PARTS": 64, "GATED": gated}
-    constants |= {"STAGES": tiling.stages, "PDL": pdl}
-    options = {"launch_pdl": True} if pdl else {}
-    return compiled(_linear_of_scaled, constants, types, aligned=["squares", "y", "N", "K"], **options).asm
+    types = {"squares": "*fp32", "y": "*bf16", **dict.fromkeys(["squares_stride", *"MNK"], "i32"), "epsilon": "fp32"}
+    types |= {"scaled": block_of(tile.rows, tile), "w": block_of(tile.outputs, tile)}
+    constants = {"TILES": 64, "PARTS": 64, "GATED": gated, "STAGES": tile.stages, **constants_of_tile(tile, pdl)}
+    aligned = ["squares", "squares_stride", "y", "N", "K"]
+    return compiled(_linear_of_scaled, constants, types, aligned=aligned, **({"launch_pdl": True} if pdl else {})).asm
+
+
+def block_of(size: int, tile: MatmulTile) -> str:
+    return f"tensordesc<bf16[{size},{tile.inputs}]>"
+
+
+def constants_of_tile(tile: MatmulTile, pdl: bool) -> dict[str, Any]:
+    return {"ROWS": tile.rows, "BN": tile.outputs, "BK": tile.inputs, "PDL": pdl}
 
 
 def sums_of(code: str) -> list[str]:

@@ -45,9 +45,9 @@ def chained_linear(
         ValueError: shapes or dtypes do not fit together.
 
     Source:
-        https://arxiv.org/abs/1910.07467 and https://arxiv.org/abs/2002.05202. On CUDA, 2 to 16 rows in bfloat16 are two
-        Triton kernels of our own where they were faster (``compiled_llm_ops.kernels.linear.chained_tiling``), which
-        round the normed sum once where HuggingFace's Llama does so twice; all else is ``skinny_linear`` and
+        https://arxiv.org/abs/1910.07467 and https://arxiv.org/abs/2002.05202. On CUDA, 2 to 256 rows in bfloat16 are
+        two Triton kernels of our own where they were faster (``compiled_llm_ops.kernels.linear.chained_tiling``),
+        which round the normed sum once where HuggingFace's Llama does so twice; all else is ``skinny_linear`` and
         ``normed_linear``.
     """
     total, product = _chained_linear(rows, weight, states, norm, epsilon, next_weight, gated, overlap)
@@ -58,9 +58,10 @@ def has_chained_kernel(weight: Tensor, next_weight: Tensor, gated: bool) -> bool
     """Whether ``chained_linear`` has kernels of its own for these weights, with some number of rows."""
     if weight.device.type == "cpu":
         return False
-    from compiled_llm_ops.kernels.linear.chained_tiling import ROWS, chained_tiling_for
+    from compiled_llm_ops.kernels.linear.chained_tiling import MAX_ROWS, chained_tiling_for
 
-    return chained_tiling_for(ROWS, weight, next_weight, gated) is not None
+    counts = range(2, MAX_ROWS + 1)
+    return any(chained_tiling_for(rows, weight, next_weight, gated) is not None for rows in counts)
 
 
 def _check(args: ChainedLinear) -> None:

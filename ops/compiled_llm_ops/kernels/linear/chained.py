@@ -1,4 +1,4 @@
-"""Triton kernels for two matmuls of a few rows with the residual sum and its norm between them, in two launches.
+"""Triton kernels for two matmuls of up to 256 rows with the residual sum and its norm between them, in two launches.
 
 The norm needs no launch of its own, and no program norms a row: the first matmul multiplies its sums with the norm's
 weight and leaves their squares, and the second one multiplies its outputs with the root that these give. Numbers are
@@ -24,9 +24,31 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from compiled_llm_ops.kernels.linear.chained_tiling import ROWS, ChainedTiling
+from compiled_llm_ops.kernels.linear.chained_tiling import WARPS, ChainedTiling
 from compiled_llm_ops.kernels.linear.norm import silu
 from compiled_llm_ops.kernels.linear.skinny import after_waiting
+
+
+@triton.jit
+def _store_sums(
+    sums, states, norm, total, scaled, squares, first_row, first_output, M, N,
+    ROWS: tl.constexpr, BN: tl.constexpr, SWAPPED: tl.constexpr,
+):  # fmt: skip
+    """Add ``states`` to a tile of the first product, ``[BN, ROWS]`` if SWAPPED, and store what its norm needs.
+
+    ``squares`` points to those of the tile's outputs.
+    """
+    rows, outputs = first_row + tl.arange(0, ROWS), first_output + tl.arange(0, BN)
+    offs_m, offs_n = (rows[None, :], outputs[:, None]) if SWAPPED else (rows[:, None], outputs[None, :])
+    at, mask = offs_m * N + offs_n, offs_m < M
+    dtype = total.dtype.element_ty
+    residual = tl.load(states + at, mask=mask, other=0.0).to(tl.float32)
+    factors = tl.load(norm + offs_n).to(tl.float32)
+    added = (residual + sums.to(dtype).to(tl.float32)).to(dtype)
+    tl.store(total + at, added, mask=mask)
+    values = added.to(tl.float32)
+    tl.store(scaled + at, (values * factors).to(dtype), mask=mask)
+    tl.store(squares + rows, tl.sum(values * values, 0 if SWAPPED else 1))
 
 
 @triton.jit(do_not_specialize=["M"])  # Triton would compile again for 1 and for multiples of 16
@@ -69,15 +91,44 @@ def _linear_add(
     sums = tl.zeros([SPLIT, BN, ROWS], tl.float32)
     for block in tl.static_range(BLOCKS):
         sums = tl.dot(weights[block], tl.permute(rows[block], (0, 2, 1)), sums)
-    at, mask = offs_m[None, :] * N + offs_n[:, None], (offs_m < M)[None, :]
-    dtype = total.dtype.element_ty
-    residual = tl.load(states + at, mask=mask, other=0.0).to(tl.float32)
-    factors = tl.load(norm + offs_n).to(tl.float32)[:, None]
-    added = (residual + tl.sum(sums, 0).to(dtype).to(tl.float32)).to(dtype)
-    tl.store(total + at, added, mask=mask)
-    values = added.to(tl.float32)
-    tl.store(scaled + at, (values * factors).to(dtype), mask=mask)
-    tl.store(squares + tile * ROWS + offs_m, tl.sum(values * values, 0))
+    squares += tile * ROWS
+    _store_sums(tl.sum(sums, 0), states, norm, total, scaled, squares, 0, tile * BN, M, N, ROWS, BN, SWAPPED=True)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _linear_add_tiles(
+    x,
+    w,
+    states,
+    norm,
+    total,
+    scaled,
+    squares,
+    squares_stride,
+    M,
+    N,
+    K,
+    ROWS: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """As ``_linear_add``, for tiles of more rows; the descriptors ``x`` and ``w`` read zeros outside.
+
+    Axes of the grid: tiles of rows, which read the same weights at about the same time, and tiles of outputs.
+    """
+    SWAPPED: tl.constexpr = ROWS < 64  # as in `_linear_tensor_cores`
+    first_row, tile = tl.program_id(0) * ROWS, tl.program_id(1)
+    sums = tl.zeros([BN, ROWS] if SWAPPED else [ROWS, BN], tl.float32)
+    for k in tl.range(0, K, BK, num_stages=STAGES):
+        weights = w.load([tile * BN, k])
+        rows = x.load([first_row, after_waiting(k) if PDL else k])
+        sums = tl.dot(weights, rows.T, sums) if SWAPPED else tl.dot(rows, weights.T, sums)
+    if PDL:
+        gdc_wait()  # the loop has waited; this one keeps the compiler from reading `states` before that
+    squares += tile * squares_stride
+    _store_sums(sums, states, norm, total, scaled, squares, first_row, tile * BN, M, N, ROWS, BN, SWAPPED)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -85,6 +136,7 @@ def _linear_of_scaled(
     scaled,
     w,
     squares,
+    squares_stride,
     y,
     M,
     N,
@@ -99,34 +151,39 @@ def _linear_of_scaled(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute BN outputs of all rows over all of K, and divide them by the rows' root mean squares.
+    """Compute BN outputs of ROWS rows over all of K, and divide them by the rows' root mean squares.
 
-    ``squares`` ``[TILES, ROWS]`` has parts of their sums; PARTS is a power of two from TILES on. If GATED, the weight
-    has 2 N rows: the first N outputs go through SiLU and are multiplied with the others.
+    ``squares`` ``[TILES, M']`` has parts of their sums; PARTS is a power of two from TILES on. If GATED, the weight
+    has 2 N rows: the first N outputs go through SiLU and are multiplied with the others. Axes of the grid as above.
     """
-    tile = tl.program_id(0)
-    sums = tl.zeros([BN, ROWS], tl.float32)
+    SWAPPED: tl.constexpr = ROWS < 64
+    first_row, tile = tl.program_id(0) * ROWS, tl.program_id(1)
+    sums = tl.zeros([BN, ROWS] if SWAPPED else [ROWS, BN], tl.float32)
     others = sums
     for k in tl.range(0, K, BK, num_stages=STAGES):
         # Triton puts loads that follow each other directly behind one barrier.
         weights = w.load([tile * BN, k])
         more_weights = w.load([N + tile * BN, k]) if GATED else weights
-        rows = scaled.load([0, after_waiting(k) if PDL else k])
-        sums = tl.dot(weights, rows.T, sums)
+        rows = scaled.load([first_row, after_waiting(k) if PDL else k])
+        sums = tl.dot(weights, rows.T, sums) if SWAPPED else tl.dot(rows, weights.T, sums)
         if GATED:
-            others = tl.dot(more_weights, rows.T, others)
-    offs_m, offs_n, parts = tl.arange(0, ROWS), tile * BN + tl.arange(0, BN), tl.arange(0, PARTS)
+            others = tl.dot(more_weights, rows.T, others) if SWAPPED else tl.dot(rows, more_weights.T, others)
+    own_rows, own_outputs, parts = first_row + tl.arange(0, ROWS), tile * BN + tl.arange(0, BN), tl.arange(0, PARTS)
     # A multiple of 4, though it is zero: loads keep their layout, and so sums their order, with PDL and without.
-    at = squares + (4 * after_waiting(0) if PDL else 0) + parts[:, None] * ROWS + offs_m[None, :]
+    at = squares + (4 * after_waiting(0) if PDL else 0) + parts[:, None] * squares_stride + own_rows[None, :]
     total = tl.sum(tl.load(at, mask=(parts < TILES)[:, None], other=0.0), 0)
-    roots = tl.rsqrt(total / K + epsilon)[None, :]
+    roots = tl.rsqrt(total / K + epsilon)
+    roots = roots[None, :] if SWAPPED else roots[:, None]
     dtype = y.dtype.element_ty
     outputs = (sums * roots).to(dtype)
     if GATED:
         gate = silu(outputs.to(tl.float32)).to(dtype).to(tl.float32)
         outputs = (gate * (others * roots).to(dtype).to(tl.float32)).to(dtype)
-    mask = (offs_m < M)[None, :] & (offs_n < N)[:, None]
-    tl.store(y + offs_m[None, :] * N + offs_n[:, None], outputs, mask=mask)
+    if SWAPPED:
+        offs_m, offs_n = own_rows[None, :], own_outputs[:, None]
+    else:
+        offs_m, offs_n = own_rows[:, None], own_outputs[None, :]
+    tl.store(y + offs_m * N + offs_n, outputs, mask=(offs_m < M) & (offs_n < N))
 
 
 class ScaledSum(NamedTuple):
@@ -135,7 +192,7 @@ class ScaledSum(NamedTuple):
     Attributes:
         total: ``[M, N]``, the sum.
         scaled: ``[M, N]``, multiplied with the norm's weight.
-        squares: ``[T, ROWS]`` float32, for each row the sum of the squares of one tile's outputs.
+        squares: ``[T, M']`` float32, for each row the sum of the squares of one tile's outputs; M' are whole tiles.
     """
 
     total: Tensor
@@ -149,21 +206,28 @@ def multiply_and_add(
     """Return ``states + rows @ weight.T`` and what its norm needs.
 
     Args:
-        rows: ``[M, K]``, contiguous, bfloat16, M up to ROWS.
+        rows: ``[M, K]``, contiguous, bfloat16.
         weight: ``[N, K]``, likewise.
         states: ``[M, N]``, likewise.
         norm: ``[N]``, likewise: the norm's weight.
         tiling: from ``choose_chained_tiling``.
         pdl: begin before the previous kernel has ended; needs compute capability 9.0.
     """
-    (m, k), n = rows.shape, weight.shape[0]
-    tiles = n // tiling.first_outputs
+    (m, k), n, tile = rows.shape, weight.shape[0], tiling.first
+    grid = (-(-m // tile.rows), n // tile.outputs)
     total, scaled = rows.new_empty(m, n), rows.new_empty(m, n)
-    squares = torch.empty(tiles, ROWS, dtype=torch.float32, device=rows.device)
-    _linear_add[(tiles,)](
-        rows, weight, states, norm, total, scaled, squares, m, n,
-        K=k, ROWS=ROWS, BN=tiling.first_outputs, BK=tiling.first_inputs, SPLIT=tiling.warps, **_options(tiling, pdl),
-    )  # fmt: skip
+    whole_tiles = max(tile.rows, tiling.second.rows)
+    squares = rows.new_empty(grid[1], -(-m // whole_tiles) * whole_tiles, dtype=torch.float32)
+    results = (states, norm, total, scaled, squares)
+    constants = {"ROWS": tile.rows, "BN": tile.outputs, "BK": tile.inputs, **_options(pdl)}
+    if tile.stages == 0:
+        _linear_add[grid[1:]](rows, weight, *results, m, n, K=k, SPLIT=WARPS, **constants)
+    else:
+        blocks = (
+            TensorDescriptor.from_tensor(rows, [tile.rows, tile.inputs]),
+            TensorDescriptor.from_tensor(weight, [tile.outputs, tile.inputs]),
+        )
+        _linear_add_tiles[grid](*blocks, *results, squares.stride(0), m, n, k, STAGES=tile.stages, **constants)
     return ScaledSum(total, scaled, squares)
 
 
@@ -181,16 +245,17 @@ def multiply_scaled(
         pdl: begin before the previous kernel has ended; needs compute capability 9.0.
     """
     (m, k), n, tiles = given.scaled.shape, weight.shape[0] // (2 if gated else 1), len(given.squares)
+    tile = tiling.second
     y = given.scaled.new_empty(m, n)
-    blocks_of_rows = TensorDescriptor.from_tensor(given.scaled, [ROWS, tiling.inputs])
-    blocks_of_weight = TensorDescriptor.from_tensor(weight, [tiling.outputs, tiling.inputs])
-    _linear_of_scaled[(-(-n // tiling.outputs),)](
-        blocks_of_rows, blocks_of_weight, given.squares, y, m, n, k, epsilon,
-        ROWS=ROWS, BN=tiling.outputs, BK=tiling.inputs, TILES=tiles, PARTS=triton.next_power_of_2(tiles), GATED=gated,
-        STAGES=tiling.stages, **_options(tiling, pdl),
+    blocks_of_rows = TensorDescriptor.from_tensor(given.scaled, [tile.rows, tile.inputs])
+    blocks_of_weight = TensorDescriptor.from_tensor(weight, [tile.outputs, tile.inputs])
+    _linear_of_scaled[(-(-m // tile.rows), -(-n // tile.outputs))](
+        blocks_of_rows, blocks_of_weight, given.squares, given.squares.stride(0), y, m, n, k, epsilon,
+        ROWS=tile.rows, BN=tile.outputs, BK=tile.inputs, TILES=tiles, PARTS=triton.next_power_of_2(tiles), GATED=gated,
+        STAGES=tile.stages, **_options(pdl),
     )  # fmt: skip
     return y
 
 
-def _options(tiling: ChainedTiling, pdl: bool) -> dict[str, Any]:
-    return {"PDL": pdl, "num_warps": tiling.warps, **({"launch_pdl": True} if pdl else {})}
+def _options(pdl: bool) -> dict[str, Any]:
+    return {"PDL": pdl, "num_warps": WARPS, **({"launch_pdl": True} if pdl else {})}

@@ -1,8 +1,10 @@
 """How two matmuls with a norm between them are cut up, or that they are faster one by one.
 
-Fitted to a layer of Qwen3-0.6B's decode step on an H100, its kernels one after the other, before they were ops: of 2,
-4, 8 and 16 rows, a layer takes 0.96, 0.81, 0.87 and 0.90 of the time that it takes with separate kernels. From 32 rows
-on nothing is gained, and with the matmuls of an 8B model nothing either: there weights take longest.
+Up to 16 rows, fitted to a layer of Qwen3-0.6B's decode step on an H100, its kernels one after the other, before they
+were ops: of 2, 4, 8 and 16 rows, a layer takes 0.96, 0.81, 0.87 and 0.90 of the time that it takes with separate
+kernels. With more rows, fitted there to both pairs of matmuls of a layer without attention: of 32, 48, 64, 96, 128, 192
+and 256 rows, they take 0.90, 0.90, 0.92, 0.79, 0.85, 0.93 and 0.93 of the time. With the matmuls of an 8B model nothing
+is gained: there weights take longest.
 ``tools/fit_tilings.py --only chained`` measures both matmuls without their layer, on any GPU. There less is gained: on
 an H200, 16 rows take 0.97 to 1.00 of the time of separate kernels, and 2 rows 1.07 to 1.16 of it.
 
@@ -16,41 +18,57 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.kernels.linear.skinny_tiling import TILE, processors_of, stages_that_fit
+from compiled_llm_ops.kernels.linear.skinny_tiling import processors_of
 
-ROWS = 16
-"""Rows of the only tile, the most that are multiplied."""
+HELD_INPUTS, HELD_BLOCK = 3072, 1024
+"""Inputs of the first matmul whose weights a program asks for at once, 96 KB in registers, in blocks of so many."""
 
-FIRST_OUTPUTS, FIRST_INPUTS = 16, 1024
-"""Outputs of a program of the first matmul, and inputs that it multiplies at a time."""
-
-HELD_INPUTS = 3072
-"""Inputs of the first matmul whose weights a program asks for at once: 96 KB, in registers."""
+FIRST_OUTPUTS, OUTPUTS = 16, 64
+"""Outputs for each multiprocessor of either matmul, up to which all of its programs run at a time with few rows."""
 
 WARPS = 4
 
-MOST_STAGES = 5
-"""Stages from which on more gained nothing."""
 
-
-class ChainedTiling(NamedTuple):
-    """One way to cut up two matmuls, each over all inputs.
+class MatmulTile(NamedTuple):
+    """What a program multiplies.
 
     Attributes:
-        first_outputs: outputs of a program of the first one.
-        first_inputs: its inputs at a time.
-        outputs: outputs of a program of the second one; if it is gated, as many of both halves.
-        inputs: its inputs at a time.
-        stages: its blocks of inputs on their way at a time.
-        warps: of a program of either.
+        rows: of the input.
+        outputs: as many of both halves if the product is gated.
+        inputs: at a time.
+        stages: blocks of inputs on their way at a time; 0 if a program asks for all its weights at once.
     """
 
-    first_outputs: int
-    first_inputs: int
+    rows: int
     outputs: int
     inputs: int
     stages: int
-    warps: int
+
+
+class ChainedTiling(NamedTuple):
+    """One way to cut up two matmuls, each over all inputs."""
+
+    first: MatmulTile
+    second: MatmulTile
+
+
+class _Fitted(NamedTuple):
+    """Tiles for up to so many rows."""
+
+    most_rows: int
+    first: MatmulTile
+    gated: MatmulTile
+    plain: MatmulTile
+
+
+_FITTED = (
+    _Fitted(16, MatmulTile(16, 16, HELD_BLOCK, 0), MatmulTile(16, 64, 128, 5), MatmulTile(16, 64, 256, 5)),
+    _Fitted(64, MatmulTile(16, 64, 256, 5), MatmulTile(32, 64, 128, 4), MatmulTile(32, 64, 256, 4)),
+    _Fitted(128, MatmulTile(32, 64, 256, 4), MatmulTile(64, 64, 128, 4), MatmulTile(64, 64, 128, 6)),
+    _Fitted(256, MatmulTile(64, 32, 256, 4), MatmulTile(64, 32, 64, 4), MatmulTile(64, 128, 128, 4)),
+)
+
+MAX_ROWS = _FITTED[-1].most_rows
 
 
 def chained_tiling_for(rows: int, weight: Tensor, next_weight: Tensor, gated: bool) -> ChainedTiling | None:
@@ -66,12 +84,10 @@ def choose_chained_tiling(
     m: int, n: int, k: int, next_n: int, gated: bool, processors: int = 132
 ) -> ChainedTiling | None:
     """Return the tiling for ``[M, K] @ [N, K].T`` and for the product with ``[next_n, N]``; None if it does not pay."""
-    if not 2 <= m <= ROWS or k % FIRST_INPUTS or k > HELD_INPUTS or n % (2 * TILE):
+    if not 2 <= m <= MAX_ROWS or k % HELD_BLOCK or k > HELD_INPUTS or n > FIRST_OUTPUTS * processors:
         return None
-    if n > FIRST_OUTPUTS * processors or next_n % TILE or next_n > TILE * processors:
+    fitted = next(tiles for tiles in _FITTED if m <= tiles.most_rows)
+    first, second = fitted.first, fitted.gated if gated else fitted.plain
+    if n % 128 or n % second.inputs or next_n % second.outputs or next_n > OUTPUTS * processors:
         return None
-    inputs = 2 * TILE if gated else 4 * TILE
-    if n % inputs:
-        return None
-    stages = min(MOST_STAGES, stages_that_fit(ROWS, TILE * (2 if gated else 1), inputs))
-    return ChainedTiling(FIRST_OUTPUTS, FIRST_INPUTS, TILE, inputs, stages, WARPS)
+    return ChainedTiling(first, second)
