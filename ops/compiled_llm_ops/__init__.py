@@ -5,6 +5,8 @@ fake for tracing, a launcher of FlashInfer's or our kernels for CUDA and a kerne
 """
 
 from compiled_llm_ops.attention.append import append_paged_kv
+from compiled_llm_ops.attention.cascade import cascade_attention, cascade_attention_lse
+from compiled_llm_ops.attention.cascade_tables import CascadeTables, SharedRun, cascade_tables
 from compiled_llm_ops.attention.decode import decode_attention, decode_attention_lse
 from compiled_llm_ops.attention.merge import merge_state, merge_state_in_place, merge_states
 from compiled_llm_ops.attention.plan import plan_paged_attention
@@ -48,12 +50,17 @@ __all__ = [
     "MAX_GROWING",
     "NOT_A_TOKEN",
     "PROMPTED",
+    "CascadeTables",
     "Geometry",
     "PageTable",
     "Seldom",
+    "SharedRun",
     "add_rms_norm",
     "append_paged_kv",
     "build_sampling",
+    "cascade_attention",
+    "cascade_attention_lse",
+    "cascade_tables",
     "chained_linear",
     "decode_attention",
     "decode_attention_lse",

@@ -73,10 +73,14 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, window_le
     return out.flatten(0, 1).transpose(0, 1)
 
 
-def _attend_lse(
+def attend_lse(
     query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor | None, logits_soft_cap: float
 ) -> tuple[Tensor, Tensor]:
-    """``[Q, H, D]`` and ``[Q, H]``, the log-sum-exp in base 2; arithmetic in float32."""
+    """``[Q, H, D]`` and ``[Q, H]``, the log-sum-exp in base 2; arithmetic in float32.
+
+    ``key`` and ``value`` are ``[K, L, D]``, ``visible`` ``[Q, L]``. A query that sees no key has zeros, and minus
+    infinity.
+    """
     queries, heads, head_dim = query.shape
     kv_heads = key.shape[0]
     grouped = query.float().view(queries, kv_heads, heads // kv_heads, head_dim)
@@ -86,7 +90,7 @@ def _attend_lse(
     if visible is not None:
         logits = logits.masked_fill(~visible[:, None, None, :], -math.inf)
     lse = torch.logsumexp(logits, dim=-1)
-    weights = torch.exp(logits - lse[..., None])
+    weights = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
     out = torch.einsum("qkgl,kld->qkgd", weights, value.float())
     return out.reshape(queries, heads, -1), lse.reshape(queries, heads) / math.log(2)
 
@@ -107,7 +111,7 @@ def attend_row_by_row(
     for tokens, keys, values in _rows(query, pages, table):
         if wants_lse or logits_soft_cap > 0:
             visible = _visible(tokens.stop - tokens.start, keys.shape[1], window_left, query.device)
-            out[tokens], lse[tokens] = _attend_lse(query[tokens], keys, values, scale, visible, logits_soft_cap)
+            out[tokens], lse[tokens] = attend_lse(query[tokens], keys, values, scale, visible, logits_soft_cap)
         else:
             out[tokens] = _attend(query[tokens], keys, values, scale, window_left)
     return out, lse if wants_lse else None

@@ -28,6 +28,8 @@ from support.uneven_heads import VALUE_DIM, uneven_llama
     ("name", "kind"),
     [
         ("_decode_paged_attention", "attention"),
+        ("_shared_prefix_attention", "attention"),
+        ("_merge_state_parts", "attention, merge of splits"),
         ("void flashinfer::BatchDecodeWithPagedKVCacheKernel<...>", "attention"),
         ("void flashinfer::BatchPrefillWithPagedKVCacheKernel<...>", "attention"),
         ("void flashinfer::PersistentVariableLengthMergeStatesKernel<...>", "attention, merge of splits"),

@@ -9,9 +9,7 @@ import importlib
 import itertools
 import random
 import re
-import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,7 +27,7 @@ from compiled_llm_ops.kernels.attention.decode_tiling import (
     AttentionTiling,
     choose_attention_tiling as choose,
 )
-from support.ops.compiling import compiled
+from support.ops.compiling import compiled, resources_of
 from support.ops.interpreting import INTERPRETED, interpreted, needs_triton, not_interpreted
 from support.ops.op_cases import UNREAD, planned_table
 
@@ -420,7 +418,7 @@ def test_batches_of_any_size_are_two_kernels(seed, monkeypatch):
     assert alone == unshared
     assert shared == many
     assert (alone[0], {**alone[1], "ROWS": 32}) == shared
-    assert shared[0][13:16] == [torch.float32, torch.float32, torch.int32]
+    assert shared[0][14:17] == [torch.float32, torch.float32, torch.int32]
 
 
 @interpreted
@@ -556,14 +554,6 @@ def test_no_program_is_waited_for(seed):
 
 
 # ---- compiled, without a GPU
-
-
-def resources_of(cubin: bytes, path: Path) -> str:
-    from triton import knobs
-
-    path.write_bytes(cubin)
-    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 COMPILED = [

@@ -117,23 +117,24 @@ def decode_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _check(args: DecodeAttention) -> None:
+def check(op: str, args: DecodeAttention) -> None:
+    """Raise ValueError, in the name of ``op``, if shapes or dtypes do not fit together."""
     query, key, value, pages = args.query, args.key, args.value, args.pages
-    check_pages("decode_attention", query, pages)
+    check_pages(op, query, pages)
     tokens, kv_heads, head_dim = query.shape[0], pages.shape[-3], query.shape[2]
     expected, of_values = (tokens, kv_heads, head_dim), (tokens, kv_heads, value_size(query, pages))
     if key.shape != expected or value.shape != of_values or key.dtype != value.dtype:
         raise ValueError(
-            f"decode_attention: key and value must be {expected} of one dtype for {tokens} tokens; got "
+            f"{op}: key and value must be {expected} of one dtype for {tokens} tokens; got "
             f"{tuple(key.shape)} {key.dtype} and {tuple(value.shape)} {value.dtype}"
         )
     if args.starts.dim() != 1 or args.starts.shape != args.lengths.shape or tokens % max(1, len(args.starts)):
         raise ValueError(
-            f"decode_attention: starts and lengths must be [B], and {tokens} tokens as many for each row; got "
+            f"{op}: starts and lengths must be [B], and {tokens} tokens as many for each row; got "
             f"{tuple(args.starts.shape)} and {tuple(args.lengths.shape)}"
         )
-    check_int32("decode_attention", starts=args.starts, lengths=args.lengths, indices=args.indices)
-    check_preparation("decode_attention", args)
+    check_int32(op, starts=args.starts, lengths=args.lengths, indices=args.indices)
+    check_preparation(op, args)
 
 
 # ---- CPU: in plain PyTorch
@@ -146,8 +147,8 @@ def _append(args: DecodeAttention) -> None:
     store(args.pages, page, positions % page_size, key, args.value)
 
 
-def _cpu(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
-    _check(args)
+def attend_on_cpu(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Write the new keys and values, then attend; arguments are not checked."""
     _append(args)
     query = prepared(args.query, args.query_norm, args)
     lengths, page_size = args.lengths.tolist(), args.pages.shape[-2]
@@ -201,29 +202,36 @@ def _attend(
 # ---- CUDA
 
 
-class _Device(NamedTuple):
+class DecodeDevice(NamedTuple):
+    """What the choice of a tiling needs to know of a device."""
+
     processors: int
     shared_memory: int
 
 
 @functools.cache
-def _device(device: torch.device) -> _Device:
+def device_of(device: torch.device) -> DecodeDevice:
+    """Return the numbers of the device, read once."""
     properties = torch.cuda.get_device_properties(device)
-    return _Device(
+    return DecodeDevice(
         properties.multi_processor_count,
         properties.shared_memory_per_multiprocessor,
     )
 
 
-def _cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+def attend_on_cuda(
+    args: DecodeAttention, wants_lse: bool, shared_lengths: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Launch the kernel, which leaves out as many of each row's first keys as ``shared_lengths`` says.
+
+    Arguments are not checked.
+    """
     from compiled_llm_ops.kernels.attention import decode_tiling
     from compiled_llm_ops.kernels.attention.decode import decode
     from compiled_llm_ops.kernels.pdl import has_pdl
 
-    _check(args)
-    check_even_heads("decode_attention", args.pages)
     (tokens, heads, _), (_, _, kv_heads, page_size, padded) = args.query.shape, args.pages.shape
-    device, queries = _device(args.query.device), args.new_tokens * (heads // kv_heads)
+    device, queries = device_of(args.query.device), args.new_tokens * (heads // kv_heads)
     # Nothing that changes from step to step: a captured launch is replayed with rows of other lengths.
     max_keys = args.indices.shape[0] * page_size
     max_keys = max_keys if args.window_left < 0 else min(max_keys, args.window_left + args.new_tokens)
@@ -233,7 +241,18 @@ def _cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=args.query.device) if wants_lse else None
     with torch.cuda.device(args.query.device):  # Triton launches on the current one
         pdl = args.overlap and has_pdl(args.query.device)
-        return decode(args, lse, tiling=tiling, pdl=pdl), lse
+        return decode(args, lse, tiling=tiling, pdl=pdl, shared_lengths=shared_lengths), lse
+
+
+def _cpu(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    check("decode_attention", args)
+    return attend_on_cpu(args, wants_lse)
+
+
+def _cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    check("decode_attention", args)
+    check_even_heads("decode_attention", args.pages)
+    return attend_on_cuda(args, wants_lse)
 
 
 _decode_attention, _decode_attention_lse = define_with_lse(

@@ -8,11 +8,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import DecodeAttention, PagedAttention, value_size
+from compiled_llm_ops.contracts import CascadeAttention, DecodeAttention, PagedAttention, value_size
 from compiled_llm_ops.left_out import may_be_left_out
 from compiled_llm_ops.library import define
 
-_Arguments = TypeVar("_Arguments", PagedAttention, DecodeAttention)
+_Arguments = TypeVar("_Arguments", PagedAttention, DecodeAttention, CascadeAttention)
 Kernel = Callable[[_Arguments, bool], tuple[Tensor, Tensor | None]]
 """Returns ``[T, H, D]``, D that of the values, and, if the second argument says so, the log-sum-exp ``[T, H]``."""
 
@@ -49,9 +49,9 @@ def define_with_lse(
     return without, with_lse
 
 
-def _out(args: PagedAttention | DecodeAttention) -> Tensor:
+def _out(args: PagedAttention | DecodeAttention | CascadeAttention) -> Tensor:
     return args.query.new_empty((*args.query.shape[:2], value_size(args.query, args.pages)))
 
 
-def _out_and_lse(args: PagedAttention | DecodeAttention) -> tuple[Tensor, Tensor]:
+def _out_and_lse(args: PagedAttention | DecodeAttention | CascadeAttention) -> tuple[Tensor, Tensor]:
     return _out(args), args.query.new_empty(args.query.shape[:2], dtype=torch.float32)

@@ -100,15 +100,15 @@ def _check_two(op: str, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tens
         )
 
 
-def _merged(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+def merged(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """Merge states ``[T, N, H, D]`` in plain PyTorch."""
     largest = s.amax(1, keepdim=True) if s.shape[1] else s.new_full((s.shape[0], 1, s.shape[2]), -torch.inf)
     base = torch.where(largest.isinf(), torch.zeros_like(largest), largest)
     weights = torch.exp2(s - base)
     total = weights.sum(1)
     seen = torch.where((weights > 0)[..., None], v.float(), torch.zeros((), device=v.device))
-    merged = (seen * weights[..., None]).sum(1) / torch.where(total == 0, 1.0, total)[..., None]
-    return merged.to(v.dtype), base[:, 0] + torch.log2(total)
+    values = (seen * weights[..., None]).sum(1) / torch.where(total == 0, 1.0, total)[..., None]
+    return values.to(v.dtype), base[:, 0] + torch.log2(total)
 
 
 def _check_in_place(args: MergeStateInPlace) -> None:
@@ -122,7 +122,7 @@ def _check_in_place(args: MergeStateInPlace) -> None:
 
 def _state_cpu(args: MergeState) -> tuple[Tensor, Tensor]:
     _check_two("merge_state", (args.v_a, args.s_a), (args.v_b, args.s_b), ("v_a", "v_b"))
-    return _merged(torch.stack((args.v_a, args.v_b), 1), torch.stack((args.s_a, args.s_b), 1))
+    return merged(torch.stack((args.v_a, args.v_b), 1), torch.stack((args.s_a, args.s_b), 1))
 
 
 def _state_cuda(args: MergeState) -> tuple[Tensor, Tensor]:
@@ -142,7 +142,7 @@ def _fake_state(args: MergeState) -> tuple[Tensor, Tensor]:
 
 def _states_cpu(args: MergeStates) -> tuple[Tensor, Tensor]:
     _check("merge_states", args.v, args.s, "v", 4)
-    return _merged(args.v, args.s)
+    return merged(args.v, args.s)
 
 
 def _states_cuda(args: MergeStates) -> tuple[Tensor, Tensor]:
@@ -162,7 +162,7 @@ def _fake_states(args: MergeStates) -> tuple[Tensor, Tensor]:
 
 def _in_place_cpu(args: MergeStateInPlace) -> None:
     _check_in_place(args)
-    v, s = _merged(torch.stack((args.v, args.v_other), 1), torch.stack((args.s, args.s_other), 1))
+    v, s = merged(torch.stack((args.v, args.v_other), 1), torch.stack((args.s, args.s_other), 1))
     merges = torch.ones(len(v), dtype=torch.bool, device=v.device) if args.mask is None else args.mask
     args.v.copy_(torch.where(merges[:, None, None], v, args.v))
     args.s.copy_(torch.where(merges[:, None], s, args.s))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -30,3 +32,12 @@ def compiled(
 def in_order(code: str) -> list[str]:
     """Where the kernel waits, lets go, and touches memory, in PTX."""
     return re.findall(r"griddepcontrol\.\w+|cp\.async\.\w+|(?:ld|st|atom)\.global", code)
+
+
+def resources_of(cubin: bytes, path: Path) -> str:
+    """What `cuobjdump` says of it: registers, stack and shared memory."""
+    from triton import knobs
+
+    path.write_bytes(cubin)
+    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

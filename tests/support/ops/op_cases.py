@@ -18,6 +18,7 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm_ops import Geometry, append_paged_kv
 from compiled_llm_ops.contracts import SampleTokens
+from support.ops.cascade_rows import CascadeRows
 from support.ops.packed_tokens import Sizes, packed_tokens
 from support.ops.sampling_cases import EVERYTHING, arguments
 
@@ -190,6 +191,16 @@ def decode_cases() -> list[tuple[Any, ...]]:
     return [*cases, (*strided, *others), (*batch.decode_arguments(), -1, 0.0, *preparation(batch.query), True)]
 
 
+def cascade_cases() -> list[tuple[Any, ...]]:
+    runs = [([0, 1, 2, 4], 2), ([1, 4], 1)]
+    batches = [CascadeRows(runs, [3, 5, 1, 17, 2], padded=16, max_items=9) for _ in range(3)]
+    cases = [(*each.arguments(), *own) for each, own in zip(batches, ((), (9,), (-1, 1.5)), strict=True)]
+    query, *others = CascadeRows([], [3, 5], dtype=torch.bfloat16).arguments()
+    cases.append((query.transpose(0, 1).contiguous().transpose(0, 1), *others))
+    rows = CascadeRows(runs, [3, 5, 1, 17, 2])
+    return [*cases, (*rows.arguments(), -1, 0.0, *preparation(rows.query), True)]
+
+
 def preparation(query: Tensor) -> tuple[Any, ...]:
     """What queries and keys are normed and turned with."""
     rows, _, size = query.shape
@@ -271,6 +282,8 @@ def logprob_cases() -> list[tuple[Any, ...]]:
 CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "add_rms_norm": norm_cases,
     "append_paged_kv": append_cases,
+    "cascade_attention": cascade_cases,
+    "cascade_attention_lse": cascade_cases,
     "chained_linear": chained_linear_cases,
     "decode_attention": decode_cases,
     "decode_attention_lse": decode_cases,

@@ -39,7 +39,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 
 @triton.jit
-def _capped(logits, cap):
+def capped(logits, cap):
     """``cap * tanh(logits)``."""
     return cap - 2.0 * cap / (tl.exp2(logits * 2.8853900817779268) + 1.0)  # 2 / ln 2
 
@@ -86,7 +86,7 @@ def _attend(
         k = tl.load(keys_ptr + slot[None, :] + offs_d[:, None], mask=mask[None, :], other=0.0)
         logits = tl.dot(q, k.to(q.dtype)) * scale
         if CAPPED:
-            logits = _capped(logits, cap)
+            logits = capped(logits, cap)
         if NEW == 1:
             logits = tl.where(mask[None, :], logits, -float("inf"))
         else:
@@ -203,7 +203,7 @@ def _share(blocks, program, programs, row_tile, unsplit, min_share, MOST: tl.con
 
 @triton.jit(do_not_specialize=["rows", "row_tile", "window_left", "unsplit", "min_share"])
 def _decode_paged_attention(
-    query, key, value, pages, starts, lengths, indices, query_norm, key_norm, cos, sin,
+    query, key, value, pages, starts, lengths, indices, shared_lengths, query_norm, key_norm, cos, sin,
     out, lse, partials, partial_lses, arrivals,
     row_stride, head_stride, key_row_stride, key_head_stride, value_row_stride, value_head_stride,
     rows, row_tile, window_left, unsplit, min_share, scale, cap, epsilon,
@@ -214,6 +214,8 @@ def _decode_paged_attention(
     """Attend over some keys of one row and kv head; if several programs share them, the last to end merges all.
 
     The program with the last keys writes the newest of them first; of several new ones, each program its own.
+
+    With ``shared_lengths`` the first keys of each row are left to another kernel.
 
     Axes of the grid: kv heads, tiles of rows, programs, so that programs without keys start last. A tile is
     ``row_tile`` rows, at most ROWS. ``partials`` holds a [PADDED, D'] for each program and ``partial_lses`` a
@@ -227,6 +229,11 @@ def _decode_paged_attention(
     mask = (offs_r < row_tile) & (row_ids < rows)
     first_pages = tl.load(starts + row_ids, mask=mask, other=0)
     ends = tl.load(lengths + row_ids, mask=mask, other=0)  # no row: no keys
+    if shared_lengths is not None:
+        # All that follows counts keys from where the row's own ones begin: distances in a window are the same.
+        shared = tl.load(shared_lengths + row_ids, mask=mask, other=0)
+        first_pages += shared // PAGE
+        ends -= shared
     firsts = tl.maximum(ends - NEW - window_left, 0)
     blocks = tl.cdiv(ends - firsts, BLOCK)
     unsplit = _unsplit(blocks, row_tile, unsplit, SHARE_EQUAL)
@@ -300,7 +307,14 @@ def _decode_paged_attention(
                 tl.store(arrivals + item, 0)
 
 
-def decode(args: DecodeAttention, lse: Tensor | None, *, tiling: AttentionTiling, pdl: bool) -> Tensor:
+def decode(
+    args: DecodeAttention,
+    lse: Tensor | None,
+    *,
+    tiling: AttentionTiling,
+    pdl: bool,
+    shared_lengths: Tensor | None = None,
+) -> Tensor:
     """Launch attention of q queries a row. All is on one device, the current one.
 
     Args:
@@ -309,6 +323,8 @@ def decode(args: DecodeAttention, lse: Tensor | None, *, tiling: AttentionTiling
         lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None to skip it.
         tiling: block times D' is a power of two.
         pdl: begin before the previous kernel has ended; needs compute capability 9.0.
+        shared_lengths: ``[B]`` int32, contiguous: so many of each row's first keys are not attended to; multiples of
+            S, and fewer than the row has before its new ones. None if all are.
 
     Returns:
         ``[T, H, D]``, contiguous.
@@ -355,7 +371,7 @@ def decode(args: DecodeAttention, lse: Tensor | None, *, tiling: AttentionTiling
         **({"launch_pdl": True} if pdl else {}),
     }  # fmt: skip
     _decode_paged_attention[(kv_heads, row_tiles, tiling.programs)](
-        query, key, value, args.pages, args.starts, args.lengths, args.indices,
+        query, key, value, args.pages, args.starts, args.lengths, args.indices, shared_lengths,
         query_norm, key_norm, cos, sin, out, lse, partials, partial_lses, arrivals,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], rows, tiling.row_tile, window_left,
         tiling.unsplit, tiling.min_share, factor, cap, args.epsilon, **constants,

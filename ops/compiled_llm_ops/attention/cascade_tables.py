@@ -1,0 +1,261 @@
+"""The tables of ``cascade_attention``, made on the host when rows come or go.
+
+They say how runs of pages that rows share are divided: into tiles of members, whose queries read the keys together, and
+into pieces of keys, so that all programs of the kernel have about as much to read.
+
+Shapes: B rows, M = 3 * B members at most, W work items.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiled_llm_ops.contracts import CASCADE_LEVELS, CASCADE_QUERIES
+
+PIECE_KEYS = 128
+"""Keys that a run is cut into multiples of: fewer are read no faster, and each piece has results to be merged."""
+
+
+class SharedRun(NamedTuple):
+    """Pages next to each other that several rows share.
+
+    Attributes:
+        rows: numbers of the rows, two at least.
+        first_page: where the run begins in each row's list of pages: at 0, or where another run of the row ends.
+        pages: how many they are.
+    """
+
+    rows: tuple[int, ...]
+    first_page: int
+    pages: int
+
+
+class CascadeTables(NamedTuple):
+    """Arguments of ``cascade_attention`` of the same names, on the host; all int32.
+
+    Attributes:
+        shared_lengths: ``[B]``.
+        members: ``[3 * B]``, unused entries at the end.
+        work_items: ``[W, 6]``, those with most keys first, unused ones at the end.
+        merge_parts: ``[B, 3, 3]``.
+    """
+
+    shared_lengths: NDArray[np.int32]
+    members: NDArray[np.int32]
+    work_items: NDArray[np.int32]
+    merge_parts: NDArray[np.int32]
+
+
+def cascade_tables(
+    runs: Sequence[SharedRun],
+    starts: Sequence[int],
+    page_size: int,
+    heads: int,
+    kv_heads: int,
+    processors: int,
+    max_items: int,
+    max_parts: int,
+) -> CascadeTables:
+    """Return the tables of ``cascade_attention`` for rows that share these runs.
+
+    The runs of a row follow one another from its first page on, at most three. Each run must end before the row's
+    newest token, since that is written by the row alone; lengths are unknown here, so the caller sees to it.
+
+    If there are too many items or parts, runs are cut into fewer pieces. If that is not enough, those runs are left to
+    decode that save the fewest keys, of a row's runs the last one first.
+
+    Args:
+        runs: in any order.
+        starts: of each of the B rows, where its pages begin in ``indices``.
+        page_size: tokens of a page.
+        heads: query heads.
+        kv_heads: kv heads.
+        processors: multiprocessors of the device.
+        max_items: W.
+        max_parts: the op's argument.
+
+    Raises:
+        ValueError: runs do not follow one another from page 0, a row is in more than three runs or twice in one, a run
+            has fewer than two rows or no page, or a kv head has more query heads than a tile.
+    """
+    rows = len(starts)
+    tables = CascadeTables(
+        np.zeros(rows, np.int32),
+        np.zeros(CASCADE_LEVELS * rows, np.int32),
+        np.zeros((max_items, 6), np.int32),
+        np.zeros((rows, CASCADE_LEVELS, 3), np.int32),
+    )
+    tile = CASCADE_QUERIES >> (heads // kv_heads - 1).bit_length()
+    if not tile:
+        raise ValueError(f"a kv head may have at most {CASCADE_QUERIES} query heads; got {heads // kv_heads}")
+    if not runs:
+        return tables
+    found = _checked(runs, rows)
+    tiles = -(-found.sizes // tile)
+    if len(found.members) > max_parts or int(tiles.sum()) > max_items:
+        runs = _that_fit(runs, tile, max_items, max_parts)
+        if not runs:
+            return tables
+        found = _checked(runs, rows)
+        tiles = -(-found.sizes // tile)
+    members, sizes, firsts, pages, levels, by_row, ends = found
+    tables.members[: len(members)] = members
+    tables.shared_lengths[by_row] = ends * page_size  # of a row's runs the last one stays
+
+    # Tiles: so many members of a run at a time.
+    first_pages = np.array([starts[run[0][0]] for run in runs]) + firsts
+    first_members, counts = sizes.cumsum() - sizes, sizes
+    if int(tiles.sum()) > len(runs):
+        run = np.arange(len(runs)).repeat(tiles)
+        before = (np.arange(len(run)) - (tiles.cumsum() - tiles).repeat(tiles)) * tile
+        firsts, pages, first_pages = firsts[run], pages[run], first_pages[run]
+        first_members, counts = first_members[run] + before, np.minimum(sizes[run] - before, tile)
+
+    # Pieces of each tile's keys, and the parts that they give: those of a piece next to each other.
+    piece = max(1, PIECE_KEYS // page_size)
+    units = -(-pages // piece)
+    splits = _splits(units, counts, max(1, processors // kv_heads), max_items, max_parts)
+    given = splits * counts
+    first_parts = given.cumsum() - given
+    merges, at = tables.merge_parts.reshape(-1), (members * CASCADE_LEVELS + levels) * 3
+    merges[at] = (first_parts - first_members).repeat(counts) + np.arange(len(members))
+    merges[at + 1] = splits.repeat(counts)
+    merges[at + 2] = counts.repeat(counts)
+
+    begin, end = 0, pages
+    if len(splits) < (count := int(splits.sum())):
+        tile_of = np.arange(len(splits)).repeat(splits)
+        split = np.arange(count) - (splits.cumsum() - splits).repeat(splits)
+        units, splits = units[tile_of], splits[tile_of]
+        begin = split * units // splits * piece
+        end = np.minimum((split + 1) * units // splits * piece, pages[tile_of])
+        firsts, first_pages = firsts[tile_of] + begin, first_pages[tile_of] + begin
+        first_members, counts = first_members[tile_of], counts[tile_of]
+        first_parts = first_parts[tile_of] + split * counts
+    keys = (end - begin) * page_size
+    # Programs take items in turn: long ones first, so that none begins when the others end.
+    order = (-keys).argsort(kind="stable")
+    for field, column in enumerate((first_pages, firsts * page_size, keys, first_members, counts, first_parts)):
+        tables.work_items[:count, field] = column[order]
+    return tables
+
+
+class _Members(NamedTuple):
+    """Runs as columns: the members of all, and of each run how many it has, its first page and its pages.
+
+    Attributes:
+        levels: of each member, how many runs its row is in before.
+        by_row: rows of all runs, with the runs of a row in order.
+        ends: of these, the page at which the run ends.
+    """
+
+    members: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    firsts: NDArray[np.int64]
+    pages: NDArray[np.int64]
+    levels: NDArray[np.int64] | int
+    by_row: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+
+def _checked(runs: Sequence[SharedRun], rows: int) -> _Members:
+    """Return the columns of runs, of which there are some; ValueError if they are not what ``cascade_tables`` takes."""
+    of_rows, all_firsts, all_pages = zip(*runs, strict=True)
+    members, lengths = np.array([*chain.from_iterable(of_rows)], np.int64), [*map(len, of_rows)]
+    # A negative number is a very large one without its sign.
+    if min(lengths) < 2 or min(all_pages) < 1 or members.view(np.uint64).max() >= rows:
+        bad = next(run for run in runs if len(run[0]) < 2 or run[2] < 1 or min(run[0]) < 0 or max(run[0]) >= rows)
+        raise ValueError(f"a shared run must have a page, and at least two of the {rows} rows; got {bad}")
+    sizes, firsts, pages = np.array(lengths), np.array(all_firsts), np.array(all_pages)
+    ends = pages.repeat(sizes)
+    if not any(all_firsts) and np.bincount(members).max() == 1:  # each row has one run
+        return _Members(members, sizes, firsts, pages, 0, members, ends)
+    begins = firsts.repeat(sizes)
+    ends += begins
+    order = ((members << 32) + begins).argsort(kind="stable")  # the runs of a row one after the other
+    own, ends = members[order], ends[order]
+    follows, before = np.zeros(len(own), np.int64), np.zeros(len(own), np.int64)
+    follows[1:] = own[1:] == own[:-1]
+    before[1:] = ends[:-1]
+    wrong = begins[order] != before * follows
+    if wrong.any():
+        raise ValueError(
+            f"the shared runs of row {own[wrong.argmax()]} must follow one another from page 0, each with the row once"
+        )
+    depths, deeper = follows.copy(), follows
+    for _ in range(CASCADE_LEVELS - 1):
+        deeper[1:] = deeper[1:] * deeper[:-1]
+        depths += deeper
+    if depths.max() >= CASCADE_LEVELS:
+        raise ValueError(f"a row may be in at most {CASCADE_LEVELS} shared runs; row {own[depths.argmax()]} is in more")
+    levels = np.empty(len(own), np.int64)
+    levels[order] = depths
+    return _Members(members, sizes, firsts, pages, levels, own, ends)
+
+
+def _splits(units: NDArray[Any], counts: NDArray[Any], programs: int, max_items: int, max_parts: int) -> NDArray[Any]:
+    """Return into how many pieces each tile's keys are cut, which are ``units`` long.
+
+    Each piece is as long as all keys are for each program. Tiles end in shorter ones, so there may be more pieces than
+    programs, and some of these get a second one. Longer pieces leave one program for the end of each tile but one: that
+    may take less time.
+    """
+    total, tiles = int(units.sum()), len(units)
+    size = -(-total // programs)
+    splits = -(-units // size)
+    pieces = int(splits.sum())
+    if tiles <= programs < pieces:
+        fewer = -(-units // -(-total // (programs - tiles + 1)))
+        if _time(units, fewer, programs) <= _time(units, splits, programs):
+            splits, pieces = fewer, int(fewer.sum())
+    while pieces > tiles and (pieces > max_items or int(splits @ counts) > max_parts):
+        size += -(-size // 4)
+        splits = -(-units // size)
+        pieces = int(splits.sum())
+    return splits
+
+
+def _time(units: NDArray[Any], splits: NDArray[Any], programs: int) -> int:
+    """Return the keys that the busiest program reads, and one more for each item: its queries and results."""
+    pieces = np.sort((-(-units // splits)).repeat(splits))[::-1][::programs]
+    return int(pieces.sum()) + len(pieces)
+
+
+def _that_fit(runs: Sequence[SharedRun], tile: int, max_items: int, max_parts: int) -> list[SharedRun]:
+    """Return the runs without those that save the fewest keys, so that one piece of each tile has room.
+
+    A run is left out only after all that follow it, or these would not follow one another from page 0.
+    """
+    of_row: dict[int, list[int]] = {}
+    for number in sorted(range(len(runs)), key=lambda number: runs[number].first_page):
+        for row in runs[number].rows:
+            of_row.setdefault(row, []).append(number)
+    before: list[set[int]] = [set() for _ in runs]
+    followers = [0] * len(runs)
+    for own in of_row.values():
+        for first, second in pairwise(own):
+            if first not in before[second]:
+                before[second].add(first)
+                followers[first] += 1
+    tiles = [-(-len(run.rows) // tile) for run in runs]
+    saved = [(len(run.rows) - count) * run.pages for run, count in zip(runs, tiles, strict=True)]
+    items, parts = sum(tiles), sum(len(run.rows) for run in runs)
+    last = [(saved[number], number) for number in range(len(runs)) if not followers[number]]
+    heapq.heapify(last)
+    kept = set(range(len(runs)))
+    while items > max_items or parts > max_parts:
+        _, number = heapq.heappop(last)
+        kept.remove(number)
+        items -= tiles[number]
+        parts -= len(runs[number].rows)
+        for earlier in before[number]:
+            followers[earlier] -= 1
+            if not followers[earlier]:
+                heapq.heappush(last, (saved[earlier], earlier))
+    return [runs[number] for number in sorted(kept)]

@@ -1,0 +1,174 @@
+"""A Triton kernel that attends over runs of pages which several rows share, once for all of them.
+
+Queries of up to 64 heads, those of one kv head in several rows, are a tile that tensor cores multiply with each block
+of keys, where the decode kernel would read the block again for each row.
+
+The grid does not depend on how many runs there are. Its programs take work items in turn, until they find an unused
+one, so a captured launch stays valid when rows come and go.
+
+Shapes: B rows, H query heads, K kv heads, G query heads of one kv head, D head dimension, D' the same as stored, P
+pages, S page size, Q queries of a tile, W work items.
+"""
+
+# Kernels are Triton's objects, not the functions that a type checker sees.
+# pyright: reportIndexIssue=false
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_llm_ops.contracts import CASCADE_QUERIES, CascadeAttention
+from compiled_llm_ops.kernels.attention.cascade_tiling import CascadeTiling
+from compiled_llm_ops.kernels.attention.decode import DTYPES, capped
+from compiled_llm_ops.kernels.attention.rotary import prepared
+
+
+@triton.jit
+def _attend(
+    q, keys_ptr, indices_ptr, values_offset, begin, count, nearest, scale, cap,
+    PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return ``[Q, D']`` and its log-sum-exp ``[Q]`` in base 2, over ``count`` keys from block ``begin`` on.
+
+    Queries do not see keys before ``nearest`` ``[Q]``; one that sees none has zeros, and minus infinity.
+    """
+    offs_n, offs_d = tl.arange(0, BLOCK), tl.arange(0, DIM)
+    largest = tl.full([q.shape[0]], -float("inf"), tl.float32)
+    total = tl.zeros([q.shape[0]], tl.float32)
+    acc = tl.zeros([q.shape[0], DIM], tl.float32)
+    for block in tl.range(begin, tl.cdiv(count, BLOCK), num_stages=STAGES):
+        position = block * BLOCK + offs_n
+        mask = position < count
+        page = tl.load(indices_ptr + position // PAGE, mask=mask, other=0)
+        slot = page.to(tl.int64) * (2 * values_offset) + (position % PAGE) * DIM
+        k = tl.load(keys_ptr + slot[None, :] + offs_d[:, None], mask=mask[None, :], other=0.0)
+        logits = tl.dot(q, k.to(q.dtype)) * scale
+        if CAPPED:
+            logits = capped(logits, cap)
+        seen = mask[None, :]
+        if WINDOWED:
+            seen = seen & (position[None, :] >= nearest[:, None])
+        logits = tl.where(seen, logits, -float("inf"))
+        larger = tl.maximum(largest, tl.max(logits, 1))
+        base = larger
+        if WINDOWED:  # else each query sees a key in each block
+            base = tl.where(larger == -float("inf"), 0.0, larger)
+        weights = tl.exp2(logits - base[:, None])
+        fade = tl.exp2(largest - base)
+        v = tl.load(keys_ptr + values_offset + slot[:, None] + offs_d[None, :], mask=mask[:, None], other=0.0)
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None])
+        total = total * fade + tl.sum(weights, 1)
+        largest = larger
+    total_or_one = tl.where(total == 0.0, 1.0, total)
+    return acc / total_or_one[:, None], largest + tl.log2(total_or_one)
+
+
+@triton.jit(do_not_specialize=["items", "window_left"])
+def _shared_prefix_attention(
+    query, pages, lengths, indices, members, work_items, query_norm, cos, sin, parts, lses,
+    row_stride, head_stride, items, window_left, scale, cap, epsilon,
+    QUERIES: tl.constexpr, GQA: tl.constexpr, PADDED: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Attend over the keys of one item after the other with the queries of its members, for one kv head.
+
+    Axes of the grid: kv heads, programs. Query ``PADDED * i + g`` of the tile is query head g of member i.
+    """
+    head, item = tl.program_id(0), tl.program_id(1)
+    heads, programs = tl.num_programs(0), tl.num_programs(1)
+    values_offset = heads * (PAGE * DIM)
+    head_pages = pages + head * (PAGE * DIM)
+    offs_m, offs_d = tl.arange(0, QUERIES), tl.arange(0, DIM)[None, :]
+    member, in_group = offs_m // PADDED, offs_m % PADDED
+    in_head = offs_d < HEAD
+    count = tl.load(work_items + item * 6 + 4, mask=item < items, other=0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    while count > 0:
+        own = work_items + item * 6
+        first_page, position, keys = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+        first_member, first_part = tl.load(own + 3), tl.load(own + 5)
+        used = (member < count) & (in_group < GQA)
+        row = tl.load(members + first_member + member, mask=used, other=0)
+        nearest = tl.zeros([QUERIES], tl.int32)
+        begin = 0
+        if WINDOWED:
+            # In keys from the item's first on, like the positions in the loop.
+            ends = tl.load(lengths + row, mask=used, other=2**30)
+            nearest = tl.maximum(ends - 1 - position - window_left, 0)
+            begin = tl.min(nearest) // BLOCK
+        head_ids = head * GQA + in_group
+        q_ptrs = query + (row * row_stride + head_ids * head_stride)[:, None]
+        cos_ptrs, sin_ptrs = cos, sin
+        if cos is not None:
+            cos_ptrs, sin_ptrs = cos + (row * HEAD)[:, None], sin + (row * HEAD)[:, None]
+        q = prepared(q_ptrs, offs_d, used[:, None] & in_head, query_norm, cos_ptrs, sin_ptrs, epsilon, HEAD)
+        values, sums = _attend(
+            q, head_pages, indices + first_page, values_offset, begin, keys, nearest, scale, cap,
+            PAGE, DIM, BLOCK, CAPPED, WINDOWED, STAGES,
+        )  # fmt: skip
+        # There may be more values of parts than an int32 counts.
+        offs_p = (first_part + member).to(tl.int64) * (heads * GQA) + head_ids
+        tl.store(parts + offs_p[:, None] * HEAD + offs_d, values, mask=used[:, None] & in_head)
+        tl.store(lses + offs_p, sums, mask=used)
+        item += programs
+        count = tl.load(work_items + item * 6 + 4, mask=item < items, other=0)
+
+
+def attend_over_runs(args: CascadeAttention, *, tiling: CascadeTiling, pdl: bool) -> tuple[Tensor, Tensor]:
+    """Launch attention over all work items. All is on one device, the current one.
+
+    Args:
+        args: of ``cascade_attention``, checked; query in float16 or bfloat16, ``pages`` ``[P, 2, K, S, D']``
+            contiguous, with D' a power of two from 16 on; the tables contiguous.
+        tiling: of the launch.
+        pdl: begin before the previous kernel has ended; needs compute capability 9.0.
+
+    Returns:
+        The parts ``[max_parts, H, D]`` and their log-sum-exps in base 2 ``[max_parts, H]``, both float32; uninitialised
+        where no item writes.
+
+    Raises:
+        ValueError: the query's dtype has no kernel, or the pages are not contiguous.
+
+    Source:
+        Hydragen (https://arxiv.org/abs/2402.05099), with the loop of FlashAttention-2
+        (https://arxiv.org/abs/2307.08691).
+    """
+    if args.query.dtype not in DTYPES:
+        raise ValueError(
+            f"cascade_attention: no kernel for {args.query.dtype} queries; use torch.bfloat16 or torch.float16"
+        )
+    if not args.pages.is_contiguous():
+        raise ValueError("cascade_attention: pages must be contiguous")
+    query = args.query if args.query.stride(2) == 1 else args.query.contiguous()
+    query_norm, cos, sin = (
+        tensor if tensor is None else tensor.contiguous() for tensor in (args.query_norm, args.cos, args.sin)
+    )
+    (_, heads, head_dim), (_, _, kv_heads, page_size, stored) = query.shape, args.pages.shape
+    parts = torch.empty((args.max_parts, heads, head_dim), dtype=torch.float32, device=query.device)
+    lses = torch.empty((args.max_parts, heads), dtype=torch.float32, device=query.device)
+    factor, cap = args.scale * math.log2(math.e), 0.0
+    if args.logits_soft_cap > 0:
+        factor, cap = args.scale / args.logits_soft_cap, args.logits_soft_cap * math.log2(math.e)
+    constants: dict[str, Any] = {
+        "QUERIES": CASCADE_QUERIES, "GQA": heads // kv_heads, "PADDED": args.row_queries, "HEAD": head_dim,
+        "DIM": stored, "PAGE": page_size, "BLOCK": tiling.block, "STAGES": tiling.stages, "CAPPED": cap > 0,
+        "WINDOWED": args.window_left >= 0, "PDL": pdl, "num_warps": tiling.warps,
+        **({"launch_pdl": True} if pdl else {}),
+    }  # fmt: skip
+    _shared_prefix_attention[(kv_heads, tiling.programs)](
+        query, args.pages, args.lengths, args.indices, args.members, args.work_items, query_norm, cos, sin, parts,
+        lses, *query.stride()[:2], len(args.work_items), args.window_left, factor, cap, args.epsilon, **constants,
+    )  # fmt: skip
+    return parts, lses

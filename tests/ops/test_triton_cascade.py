@@ -1,0 +1,245 @@
+"""The kernels of cascade attention: under Triton's interpreter on the CPU, and compiled; on a GPU see
+`test_cascade_gpu.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm_ops import CascadeTables
+from compiled_llm_ops.contracts import CascadeAttention
+from compiled_llm_ops.kernels.attention.cascade_tiling import CascadeTiling, choose_cascade_tiling
+from compiled_llm_ops.kernels.attention.decode_tiling import AttentionTiling
+from support.ops.cascade_rows import CascadeRows, turned
+from support.ops.compiling import compiled, in_order, resources_of
+from support.ops.interpreting import interpreted, needs_triton, not_interpreted
+from support.ops.op_cases import preparation
+
+pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
+
+LARGE = 2.5e-3
+"""How far float16 is off for values of about 1."""
+
+
+def launch(
+    rows: CascadeRows, programs: int = 3, block: int = 64, tables: CascadeTables | None = None, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The three launches, and the pages that they have written."""
+    from compiled_llm_ops.kernels.attention.decode import decode
+    from compiled_llm_ops.kernels.attention.merge import merge_parts
+    from compiled_llm_ops.kernels.attention.shared_prefix import attend_over_runs
+
+    args = CascadeAttention(*rows.arguments(tables), **options)
+    lse = torch.full(args.query.shape[:2], torch.nan)
+    stored = args.pages.shape[-1]
+    tiling = AttentionTiling(len(args.starts), len(args.starts) + 2, 1, 1, block=8192 // stored, stages=3, warps=4)
+    out = decode(args.whole_rows, lse, tiling=tiling, pdl=False, shared_lengths=args.shared_lengths)
+    parts, lses = attend_over_runs(args, tiling=CascadeTiling(programs, block, 3, 4), pdl=False)
+    merge_parts(out, lse, parts, lses, args.merge_parts, pdl=False)
+    return out, lse, args.pages
+
+
+def check(rows: CascadeRows, window_left: int = -1, soft_cap: float = 0.0, **how: Any) -> None:
+    expected, expected_lse = rows.expected(window_left, soft_cap)
+    out, lse, pages = launch(rows, window_left=window_left, logits_soft_cap=soft_cap, **how)
+    torch.testing.assert_close(out.float(), expected, rtol=LARGE, atol=LARGE)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=2e-3)
+    torch.testing.assert_close(pages, rows.written(), rtol=0, atol=0, equal_nan=True)
+
+
+def rows_of(runs: Sequence[tuple[Sequence[int], int]], tails: Sequence[int], seed: int, **sizes: Any) -> CascadeRows:
+    return CascadeRows(runs, tails, **{"head_dim": 64, "page_size": 16, "dtype": torch.half, "seed": seed, **sizes})
+
+
+TREE = [([0, 1, 2, 3, 5], 9), ([1, 2, 5], 4), ([2, 5], 1)]
+TAILS = [1, 16, 70, 17, 33, 2]
+
+
+@interpreted
+@pytest.mark.parametrize("group", [1, 2, 4, 7], ids="group={}".format)
+def test_groups_of_heads_in_trees_of_runs(group, seed):
+    check(rows_of(TREE, TAILS, seed, group=group))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("head_dim", "sizes"),
+    [(64, {"page_size": 1}), (64, {"page_size": 5}), (128, {}), (96, {"padded": 128}), (256, {"kv_heads": 1})],
+    ids=str,
+)
+def test_heads_and_pages_of_any_size(head_dim, sizes, seed):
+    check(rows_of(TREE, TAILS, seed, head_dim=head_dim, **sizes))
+
+
+@interpreted
+@pytest.mark.parametrize(("programs", "block"), [(1, 64), (2, 128), (40, 64)])
+def test_any_number_of_programs_reads_every_item(programs, block, seed):
+    """One takes all items in turn, and of more than there are items some take none."""
+    rows = rows_of([([0, 1], 30), ([2, 3, 4], 25)], [5, 20, 1, 9, 40], seed)
+    assert 3 < sum(rows.tables().work_items[:, 4] > 0) < 40
+    check(rows, programs=programs, block=block)
+
+
+@interpreted
+def test_more_members_than_a_tile_has_room_for(seed):
+    check(rows_of([(range(20), 5), (range(1, 20), 2)], [1 + row % 7 for row in range(21)], seed, group=7))
+
+
+@interpreted
+@pytest.mark.parametrize("window_left", [0, 20, 75, 130, 10_000], ids="window={}".format)
+def test_windows_end_in_a_run_or_before_it(window_left, seed):
+    """Of rows of different lengths, whose windows begin in different blocks of a run, or after it."""
+    rows = rows_of([([0, 1, 2], 9), ([1, 2], 5)], [90, 3, 200], seed)
+    check(rows, window_left)
+    check(rows, window_left, 1.5)
+
+
+@interpreted
+def test_nothing_outside_of_the_windows_is_read(seed):
+    rows = rows_of([([0, 1, 2], 12), ([1, 2], 5)], [7, 3, 20], seed)
+    expected = launch(rows, window_left=40)
+    for number in {number for own in rows.own for number in own[:6]}:  # more than a block before
+        rows.pages[number] = torch.nan
+    for actual, other in zip(launch(rows, window_left=40)[:2], expected[:2], strict=True):
+        assert torch.equal(actual, other)
+
+
+@interpreted
+def test_logits_are_capped(seed):
+    rows = rows_of(TREE, TAILS, seed)
+    check(rows, soft_cap=0.7)
+
+
+@interpreted
+def test_rows_without_runs_are_left_as_they_are(seed):
+    check(rows_of([], [3, 40, 16], seed))
+    check(rows_of([([2, 3], 2)], [3, 40, 16, 1], seed))
+
+
+@interpreted
+def test_parts_whose_keys_nobody_sees_are_not_used(seed):
+    from compiled_llm_ops.kernels.attention.merge import merge_parts
+
+    v, s = torch.randn(2, 3, 8), torch.randn(2, 3)
+    parts, lses = torch.randn(5, 3, 8), torch.randn(5, 3)
+    lses[1], parts[1] = -torch.inf, torch.nan
+    table = torch.zeros(2, 3, 3, dtype=torch.int32)
+    table[0, 0], table[0, 1] = torch.tensor([[1, 2, 2], [0, 1, 9]])
+    expected = v.clone(), s.clone()
+    lse = torch.stack([s[0], lses[3], lses[0]])
+    weights = torch.softmax(lse * 0.6931471805599453, 0)[..., None]
+    expected[0][0] = (torch.stack([v[0], parts[3], parts[0]]) * weights).sum(0)
+    expected[1][0] = torch.logsumexp(lse * 0.6931471805599453, 0) / 0.6931471805599453
+    merge_parts(v, s, parts, lses, table, pdl=False)
+    torch.testing.assert_close((v, s), expected)
+
+
+@interpreted
+@pytest.mark.parametrize("given", ["norms", "positions", "both"])
+def test_queries_and_keys_are_normed_and_turned_first(given, seed):
+    rows = rows_of(TREE, TAILS, seed, group=3, head_dim=96, padded=128)
+    names = ("query_norm", "key_norm", "epsilon", "cos", "sin")
+    options = dict(zip(names, preparation(rows.query), strict=True))
+    for name in {"norms": ("cos", "sin"), "positions": ("query_norm", "key_norm"), "both": ()}[given]:
+        options[name] = None
+    query, key = (
+        turned(states, options[norm], 0.01, options["cos"], options["sin"])
+        for states, norm in ((rows.query, "query_norm"), (rows.key, "key_norm"))
+    )
+    expected, expected_lse = rows.expected(query=query, key=key.half())
+    out, lse, pages = launch(rows, **options)
+    torch.testing.assert_close(out.float(), expected, rtol=2 * LARGE, atol=2 * LARGE)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-2)
+    torch.testing.assert_close(pages, rows.written(key.half()), rtol=2e-3, atol=2e-3, equal_nan=True)
+
+
+@interpreted
+def test_queries_may_have_any_strides(seed):
+    rows = rows_of(TREE, TAILS, seed)
+    fused = torch.randn(6, 9, 65).half()
+    rows.query = fused[:, :4, 1:]
+    check(rows)
+    rows.query = torch.randn(64, 4, 6).half().permute(2, 1, 0)
+    check(rows)
+
+
+@interpreted
+@pytest.mark.parametrize("change", ["dtype", "pages"])
+def test_what_the_kernel_cannot_read_raises(change, seed):
+    from compiled_llm_ops.kernels.attention.shared_prefix import attend_over_runs
+
+    args = CascadeAttention(*rows_of(TREE, TAILS, seed).arguments())
+    changed = {"query": args.query.float()} if change == "dtype" else {"pages": args.pages.transpose(1, 2)}
+    with pytest.raises(ValueError, match=r"torch\.bfloat16 or torch\.float16|must be contiguous"):
+        attend_over_runs(args._replace(**changed), tiling=CascadeTiling(1, 64, 3, 4), pdl=False)
+
+
+# ---- the tiling
+
+
+def test_programs_are_no_more_than_the_device_or_the_items_need():
+    assert choose_cascade_tiling(8, 128, 512, 132).programs == 16
+    assert choose_cascade_tiling(8, 128, 5, 132).programs == 5
+    assert choose_cascade_tiling(200, 128, 512, 132).programs == 1
+    assert choose_cascade_tiling(8, 256, 512, 132).warps > choose_cascade_tiling(8, 128, 512, 132).warps
+
+
+# ---- compiled, without a GPU
+
+TABLES = ("lengths", "indices", "members", "work_items")
+
+
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("head_dim", [64, 128, 256], ids="D={}".format)
+@pytest.mark.parametrize("options", [{}, {"WINDOWED": True, "CAPPED": True}], ids=str)
+def test_registers_and_shared_memory_suffice(head_dim, options, tmp_path):
+    from compiled_llm_ops.kernels.attention import shared_prefix
+
+    kernel = shared_prefix._shared_prefix_attention
+    tiling = choose_cascade_tiling(8, head_dim, 512, 132)
+    constants = {
+        "QUERIES": 64, "GQA": 3, "PADDED": 4, "HEAD": head_dim, "DIM": head_dim, "PAGE": 16, "BLOCK": tiling.block,
+        "STAGES": tiling.stages, "CAPPED": False, "WINDOWED": False, "PDL": True, **options,
+    }  # fmt: skip
+    types = {
+        **dict.fromkeys(("query", "pages", "query_norm", "cos", "sin"), "*bf16"),
+        **dict.fromkeys(("parts", "lses"), "*fp32"),
+        **dict.fromkeys(TABLES, "*i32"),
+        **dict.fromkeys(("row_stride", "head_stride", "items", "window_left"), "i32"),
+        **dict.fromkeys(("scale", "cap", "epsilon"), "fp32"),
+    }
+    aligned = ("query", "pages", "row_stride", "head_stride", "parts", "cos", "sin", "query_norm")
+    made = compiled(kernel, constants, types, tiling.warps, aligned, launch_pdl=True)
+    resources = resources_of(made.asm["cubin"], tmp_path / "cubin")
+    (stack,) = re.findall(r"STACK:(\d+)", resources)
+    assert int(stack) <= 16, f"registers spill: {resources}"
+    assert made.metadata.shared <= 227 * 1024
+    assert "wgmma" in made.asm["ptx"]
+    steps = in_order(made.asm["ptx"])
+    before = steps[: steps.index("griddepcontrol.wait")]
+    assert before == ["ld.global"], "the first item's members"
+    assert steps[len(before) + 1] == "griddepcontrol.launch_dependents"
+
+
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+def test_a_merge_reads_nothing_but_its_table_before_it_waits(tmp_path):
+    from compiled_llm_ops.kernels.attention import merge
+
+    constants = {"LEVELS": 3, "DIM": 128, "BLOCK": 128, "CHUNK": merge.PARTS_AT_ONCE, "PDL": True}
+    types = {"v": "*bf16", **dict.fromkeys(("s", "parts", "lses"), "*fp32"), "merge_parts": "*i32", "heads": "i32"}
+    made = compiled(merge._merge_state_parts, constants, types, 1, ("v", "parts"), launch_pdl=True)
+    (stack,) = re.findall(r"STACK:(\d+)", resources_of(made.asm["cubin"], tmp_path / "cubin"))
+    assert int(stack) == 0, "registers spill"
+    steps = in_order(made.asm["ptx"])
+    before = steps[: steps.index("griddepcontrol.wait")]
+    assert before == ["ld.global"] * 3, "how many parts each level has"
