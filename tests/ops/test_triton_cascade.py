@@ -232,6 +232,35 @@ def test_registers_and_shared_memory_suffice(head_dim, options, tmp_path):
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
+def test_tails_read_one_more_table_before_they_wait(tmp_path):
+    from compiled_llm_ops.kernels.attention import decode
+
+    kernel = decode._decode_paged_attention
+    constants = {
+        "ROWS": 32, "MOST": 64, "NEW": 1, "GQA": 2, "PADDED": 2, "HEAD": 128, "DIM": 128, "PAGE": 16, "BLOCK": 64,
+        "CHUNK": 16, "STAGES": 5, "CAPPED": False, "SHARE_EQUAL": True, "PDL": True,
+    }  # fmt: skip
+    types = {
+        **dict.fromkeys(("query", "key", "value", "pages", "out"), "*bf16"),
+        **dict.fromkeys(("query_norm", "key_norm", "cos", "sin"), "*bf16"),
+        **dict.fromkeys(("lse", "partials", "partial_lses"), "*fp32"),
+        **dict.fromkeys(("starts", "lengths", "indices", "shared_lengths", "arrivals"), "*i32"),
+        **dict.fromkeys((name for name in kernel.arg_names if name.endswith("_stride")), "i32"),
+        **dict.fromkeys(("rows", "row_tile", "window_left", "unsplit", "min_share"), "i32"),
+        **dict.fromkeys(("scale", "cap", "epsilon"), "fp32"),
+    }
+    made = compiled(kernel, constants, types, 2, ("query", "pages", "row_stride"), launch_pdl=True)
+    (stack,) = re.findall(r"STACK:(\d+)", resources_of(made.asm["cubin"], tmp_path / "cubin"))
+    assert int(stack) <= 16, "registers spill"
+    steps = in_order(made.asm["ptx"])
+    before = steps[: steps.index("griddepcontrol.wait")]
+    assert before == ["ld.global"] * len(before)
+    assert len(before) <= 4, "where pages begin, lengths, shared lengths, the page of the newest token"
+
+
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
 def test_a_merge_reads_nothing_but_its_table_before_it_waits(tmp_path):
     from compiled_llm_ops.kernels.attention import merge
 

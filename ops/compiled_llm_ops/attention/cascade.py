@@ -143,8 +143,9 @@ def _check(args: CascadeAttention) -> None:
         if getattr(args, name).shape != shape:
             raise ValueError(f"{op}: {name} must be {shape} for {rows} rows; got {tuple(getattr(args, name).shape)}")
     check_int32(op, **{name: getattr(args, name) for name in shapes})
-    if args.row_queries > CASCADE_QUERIES:
-        raise ValueError(f"{op}: a kv head may have at most {CASCADE_QUERIES} query heads; got {args.row_queries}")
+    gqa = args.query.shape[1] // args.pages.shape[-3]
+    if gqa > CASCADE_QUERIES:
+        raise ValueError(f"{op}: a kv head may have at most {CASCADE_QUERIES} query heads; got {gqa}")
     if args.max_parts < 0:
         raise ValueError(f"{op}: max_parts={args.max_parts} must not be negative")
 

@@ -21,6 +21,13 @@ from compiled_llm_ops.contracts import CASCADE_LEVELS, CASCADE_QUERIES
 PIECE_KEYS = 128
 """Keys that a run is cut into multiples of: fewer are read no faster, and each piece has results to be merged."""
 
+LENGTHS = np.array([0.5, 0.625, 0.75, 0.875, 1, 1.125, 1.25, 1.375, 1.5, 1.75, 2, 2.5, 3, 4, 6, np.inf])
+"""How long pieces may be, relative to an even share of all keys for each program."""
+
+ITEM_UNITS = 2
+"""An item takes as long as so many times PIECE_KEYS, besides its keys: to load queries, and for results that are merged
+later; not yet fitted."""
+
 
 class SharedRun(NamedTuple):
     """Pages next to each other that several rows share.
@@ -42,7 +49,7 @@ class CascadeTables(NamedTuple):
     Attributes:
         shared_lengths: ``[B]``.
         members: ``[3 * B]``, unused entries at the end.
-        work_items: ``[W, 6]``, those with most keys first, unused ones at the end.
+        work_items: ``[W, 6]``, long ones first, in an order that gives all programs about as much; unused ones at the end.
         merge_parts: ``[B, 3, 3]``.
     """
 
@@ -120,7 +127,8 @@ def cascade_tables(
     # Pieces of each tile's keys, and the parts that they give: those of a piece next to each other.
     piece = max(1, PIECE_KEYS // page_size)
     units = -(-pages // piece)
-    splits = _splits(units, counts, max(1, processors // kv_heads), max_items, max_parts)
+    programs = max(1, processors // kv_heads)
+    splits = _splits(units, counts, programs, max_items, max_parts)
     given = splits * counts
     first_parts = given.cumsum() - given
     merges, at = tables.merge_parts.reshape(-1), (members * CASCADE_LEVELS + levels) * 3
@@ -139,8 +147,7 @@ def cascade_tables(
         first_members, counts = first_members[tile_of], counts[tile_of]
         first_parts = first_parts[tile_of] + split * counts
     keys = (end - begin) * page_size
-    # Programs take items in turn: long ones first, so that none begins when the others end.
-    order = (-keys).argsort(kind="stable")
+    order = _in_turn(keys, programs)
     for field, column in enumerate((first_pages, firsts * page_size, keys, first_members, counts, first_parts)):
         tables.work_items[:count, field] = column[order]
     return tables
@@ -202,29 +209,31 @@ def _checked(runs: Sequence[SharedRun], rows: int) -> _Members:
 def _splits(units: NDArray[Any], counts: NDArray[Any], programs: int, max_items: int, max_parts: int) -> NDArray[Any]:
     """Return into how many pieces each tile's keys are cut, which are ``units`` long.
 
-    Each piece is as long as all keys are for each program. Tiles end in shorter ones, so there may be more pieces than
-    programs, and some of these get a second one. Longer pieces leave one program for the end of each tile but one: that
-    may take less time.
+    Pieces are at most so long, of several lengths, that it probably takes the least time. If each program has one, that
+    is the time of the longest. If they take more in turn, they end about half a piece apart.
     """
-    total, tiles = int(units.sum()), len(units)
-    size = -(-total // programs)
-    splits = -(-units // size)
-    pieces = int(splits.sum())
-    if tiles <= programs < pieces:
-        fewer = -(-units // -(-total // (programs - tiles + 1)))
-        if _time(units, fewer, programs) <= _time(units, splits, programs):
-            splits, pieces = fewer, int(fewer.sum())
-    while pieces > tiles and (pieces > max_items or int(splits @ counts) > max_parts):
-        size += -(-size // 4)
-        splits = -(-units // size)
-        pieces = int(splits.sum())
-    return splits
+    even = units.sum() / programs
+    sizes = np.ceil(np.minimum(even * LENGTHS, units.max()))  # the last one leaves all tiles whole
+    splits = np.ceil(units / sizes[:, None])  # of floats, which divide several times as fast
+    pieces = splits.sum(1)
+    turns = np.ceil(pieces / programs)
+    times = np.where(turns == 1, sizes, even + sizes / 2) + turns * ITEM_UNITS
+    times[(pieces > max_items) | (splits @ counts.astype(np.float64) > max_parts)] = np.inf
+    times[-1] = min(times[-1], 2.0**60)  # has room in any case
+    best: NDArray[Any] = splits[times.argmin()].astype(np.int64)
+    return best
 
 
-def _time(units: NDArray[Any], splits: NDArray[Any], programs: int) -> int:
-    """Return the keys that the busiest program reads, and one more for each item: its queries and results."""
-    pieces = np.sort((-(-units // splits)).repeat(splits))[::-1][::programs]
-    return int(pieces.sum()) + len(pieces)
+def _in_turn(keys: NDArray[Any], programs: int) -> NDArray[Any]:
+    """Return an order of items in which programs that take them in turn get about as many keys each.
+
+    Long ones come first, and who has a long one of a round takes a short one of the next.
+    """
+    order = (-keys).argsort(kind="stable")
+    # The last round may have no item for the last programs, so these have the long ones of the round before.
+    for end in range((len(order) - 1) // programs * programs, 0, -2 * programs):
+        order[end - programs : end] = order[end - programs : end][::-1].copy()
+    return order
 
 
 def _that_fit(runs: Sequence[SharedRun], tile: int, max_items: int, max_parts: int) -> list[SharedRun]:

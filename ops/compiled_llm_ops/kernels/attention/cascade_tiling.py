@@ -12,13 +12,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 LARGE_HEAD = 256
-"""Head sizes from which on registers of four warps do not hold the results of a tile."""
+"""Head sizes from which on four warps have too few registers for the results of a tile and a block of many keys."""
 
-BLOCK_KEYS = 64
+BLOCK_KEYS, BLOCK_KEYS_OF_LARGE_HEADS = 64, 32
 """Keys read at a time."""
 
-STAGES, STAGES_OF_LARGE_HEADS = 3, 2
-"""Stages of the pipeline: at most 32 KB of keys and values of size 128 are loaded for each, besides the queries."""
+STAGES = 3
+"""Stages of the pipeline: one block of 32 KB is used while the next one is being loaded."""
 
 WARPS, WARPS_OF_LARGE_HEADS = 4, 8
 
@@ -53,5 +53,5 @@ def choose_cascade_tiling(kv_heads: int, head_dim: int, items: int, processors: 
     """
     programs = max(1, min(items, PROGRAMS * processors // kv_heads))
     if head_dim >= LARGE_HEAD:
-        return CascadeTiling(programs, BLOCK_KEYS, STAGES_OF_LARGE_HEADS, WARPS_OF_LARGE_HEADS)
+        return CascadeTiling(programs, BLOCK_KEYS_OF_LARGE_HEADS, STAGES, WARPS_OF_LARGE_HEADS)
     return CascadeTiling(programs, BLOCK_KEYS, STAGES, WARPS)
