@@ -49,7 +49,7 @@ class CascadeTables(NamedTuple):
     Attributes:
         shared_lengths: ``[B]``.
         members: ``[3 * B]``, unused entries at the end.
-        work_items: ``[W, 6]``, long ones first, in an order that gives all programs about as much; unused ones at the end.
+        work_items: ``[W, 6]``, in an order that gives all programs about as many keys; unused ones at the end.
         merge_parts: ``[B, 3, 3]``.
     """
 
