@@ -71,6 +71,13 @@ def test_windows_begin_before_inside_and_after_a_run(window_left, soft_cap, seed
     check(rows, window_left, soft_cap)
 
 
+def test_nothing_outside_of_the_windows_is_read(seed):
+    """Pages before them may be free, and belong to others."""
+    rows = CascadeRows([([0, 1, 2], 12), ([1, 2], 5)], [7, 3, 20], seed=seed)
+    rows.forget_before(rows.lengths[0] - 1 - 30)
+    check(rows, 30)
+
+
 def test_queries_and_keys_are_normed_and_turned_first(seed):
     rows = CascadeRows(TREE, TAILS, seed=seed)
     query_norm, key_norm, epsilon, cos, sin = own = preparation(rows.query)

@@ -165,12 +165,14 @@ def _parts(args: CascadeAttention) -> tuple[Tensor, Tensor]:
         rows = args.members[first_member : first_member + member_count]
         numbers = args.indices[first_page : first_page + count // page_size]
         keys, values = gather(args.pages, numbers, query.shape[2], query.dtype)
-        visible = None
+        visible, first = None, 0
         if args.window_left >= 0:
-            at = position + torch.arange(count, dtype=torch.int32, device=query.device)
-            visible = at >= args.lengths[rows][:, None] - 1 - args.window_left
+            nearest = args.lengths[rows] - 1 - args.window_left - position
+            first = max(0, int(nearest.min()))  # pages before all windows may be free, and hold anything
+            visible = torch.arange(first, max(first, count), device=query.device) >= nearest[:, None]
+        seen = keys[:, first:], values[:, first:]
         written = slice(first_part, first_part + member_count)
-        parts[written], lses[written] = attend_lse(query[rows], keys, values, args.scale, visible, args.logits_soft_cap)
+        parts[written], lses[written] = attend_lse(query[rows], *seen, args.scale, visible, args.logits_soft_cap)
     return parts, lses
 
 

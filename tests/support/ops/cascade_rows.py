@@ -95,6 +95,12 @@ class CascadeRows:
             self.max_parts, self.scale,
         )  # fmt: skip
 
+    def forget_before(self, position: int) -> None:
+        """Let the keys and values of all rows before this position be NaN."""
+        for own in self.own:
+            for at in range(position):
+                self.pages[own[at // self.page_size], :, :, at % self.page_size] = torch.nan
+
     def written(self, key: Tensor | None = None) -> Tensor:
         """The pages with the newest keys and values, row by row."""
         pages, key = self.pages.clone(), self.key if key is None else key

@@ -32,21 +32,25 @@ from compiled_llm_ops.kernels.attention.rotary import prepared
 
 @triton.jit
 def _attend(
-    q, keys_ptr, indices_ptr, values_offset, begin, count, nearest, scale, cap,
+    q, keys_ptr, indices_ptr, values_offset, first, count, nearest, scale, cap,
     PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return ``[Q, D']`` and its log-sum-exp ``[Q]`` in base 2, over ``count`` keys from block ``begin`` on.
+    """Return ``[Q, D']`` and its log-sum-exp ``[Q]`` in base 2, over ``count`` keys, the ones from ``first`` on.
 
-    Queries do not see keys before ``nearest`` ``[Q]``; one that sees none has zeros, and minus infinity.
+    Queries do not see keys before ``nearest`` ``[Q]``; one that sees none has zeros, and minus infinity. Keys before
+    ``first``, which no query sees, are not read: their pages may be free, and hold values (NaN) whose product with zero
+    is not zero.
     """
     offs_n, offs_d = tl.arange(0, BLOCK), tl.arange(0, DIM)
     largest = tl.full([q.shape[0]], -float("inf"), tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)
     acc = tl.zeros([q.shape[0], DIM], tl.float32)
-    for block in tl.range(begin, tl.cdiv(count, BLOCK), num_stages=STAGES):
+    for block in tl.range(first // BLOCK, tl.cdiv(count, BLOCK), num_stages=STAGES):
         position = block * BLOCK + offs_n
         mask = position < count
+        if WINDOWED:
+            mask = mask & (position >= first)
         page = tl.load(indices_ptr + position // PAGE, mask=mask, other=0)
         slot = page.to(tl.int64) * (2 * values_offset) + (position % PAGE) * DIM
         k = tl.load(keys_ptr + slot[None, :] + offs_d[:, None], mask=mask[None, :], other=0.0)
@@ -101,12 +105,12 @@ def _shared_prefix_attention(
         used = (member < count) & (in_group < GQA)
         row = tl.load(members + first_member + member, mask=used, other=0)
         nearest = tl.zeros([QUERIES], tl.int32)
-        begin = 0
+        first = 0
         if WINDOWED:
             # In keys from the item's first on, like the positions in the loop.
             ends = tl.load(lengths + row, mask=used, other=2**30)
             nearest = tl.maximum(ends - 1 - position - window_left, 0)
-            begin = tl.min(nearest) // BLOCK
+            first = tl.min(nearest)
         head_ids = head * GQA + in_group
         q_ptrs = query + (row * row_stride + head_ids * head_stride)[:, None]
         cos_ptrs, sin_ptrs = cos, sin
@@ -114,7 +118,7 @@ def _shared_prefix_attention(
             cos_ptrs, sin_ptrs = cos + (row * HEAD)[:, None], sin + (row * HEAD)[:, None]
         q = prepared(q_ptrs, offs_d, used[:, None] & in_head, query_norm, cos_ptrs, sin_ptrs, epsilon, HEAD)
         values, sums = _attend(
-            q, head_pages, indices + first_page, values_offset, begin, keys, nearest, scale, cap,
+            q, head_pages, indices + first_page, values_offset, first, keys, nearest, scale, cap,
             PAGE, DIM, BLOCK, CAPPED, WINDOWED, STAGES,
         )  # fmt: skip
         # There may be more values of parts than an int32 counts.
