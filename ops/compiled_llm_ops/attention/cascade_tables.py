@@ -118,9 +118,9 @@ def cascade_tables(
     # Tiles: so many members of a run at a time.
     first_pages = np.array([starts[run[0][0]] for run in runs]) + firsts
     first_members, counts = sizes.cumsum() - sizes, sizes
-    if int(tiles.sum()) > len(runs):
+    if len(tiles) < (count := int(tiles.sum())):
         run = np.arange(len(runs)).repeat(tiles)
-        before = (np.arange(len(run)) - (tiles.cumsum() - tiles).repeat(tiles)) * tile
+        before = (np.arange(count) - (tiles.cumsum() - tiles).repeat(tiles)) * tile
         firsts, pages, first_pages = firsts[run], pages[run], first_pages[run]
         first_members, counts = first_members[run] + before, np.minimum(sizes[run] - before, tile)
 
@@ -131,7 +131,7 @@ def cascade_tables(
     splits = _splits(units, counts, programs, max_items, max_parts)
     given = splits * counts
     first_parts = given.cumsum() - given
-    merges, at = tables.merge_parts.reshape(-1), (members * CASCADE_LEVELS + levels) * 3
+    merges, at = tables.merge_parts.reshape(-1), members * (3 * CASCADE_LEVELS) + levels * 3
     merges[at] = (first_parts - first_members).repeat(counts) + np.arange(len(members))
     merges[at + 1] = splits.repeat(counts)
     merges[at + 2] = counts.repeat(counts)
@@ -174,7 +174,8 @@ class _Members(NamedTuple):
 def _checked(runs: Sequence[SharedRun], rows: int) -> _Members:
     """Return the columns of runs, of which there are some; ValueError if they are not what ``cascade_tables`` takes."""
     of_rows, all_firsts, all_pages = zip(*runs, strict=True)
-    members, lengths = np.array([*chain.from_iterable(of_rows)], np.int64), [*map(len, of_rows)]
+    lengths = [*map(len, of_rows)]
+    members = np.fromiter(chain.from_iterable(of_rows), np.int64, sum(lengths))
     # A negative number is a very large one without its sign.
     if min(lengths) < 2 or min(all_pages) < 1 or members.view(np.uint64).max() >= rows:
         bad = next(run for run in runs if len(run[0]) < 2 or run[2] < 1 or min(run[0]) < 0 or max(run[0]) >= rows)
@@ -212,14 +213,19 @@ def _splits(units: NDArray[Any], counts: NDArray[Any], programs: int, max_items:
     Pieces are at most so long, of several lengths, that it probably takes the least time. If each program has one, that
     is the time of the longest. If they take more in turn, they end about half a piece apart.
     """
-    even = units.sum() / programs
+    total = int(units.sum())
+    each = -(-units // -(-total // programs))
+    if int(each.sum()) <= min(programs, max_items) and int(each @ counts) <= max_parts:
+        return each  # one piece of the same length for each program: nothing takes less time
+    even = total / programs
     sizes = np.ceil(np.minimum(even * LENGTHS, units.max()))  # the last one leaves all tiles whole
     splits = np.ceil(units / sizes[:, None])  # of floats, which divide several times as fast
     pieces = splits.sum(1)
     turns = np.ceil(pieces / programs)
     times = np.where(turns == 1, sizes, even + sizes / 2) + turns * ITEM_UNITS
-    times[(pieces > max_items) | (splits @ counts.astype(np.float64) > max_parts)] = np.inf
-    times[-1] = min(times[-1], 2.0**60)  # has room in any case
+    if pieces[0] > max_items or splits[0] @ counts > max_parts:  # the shortest pieces are the most
+        times[(pieces > max_items) | (splits @ counts > max_parts)] = np.inf
+        times[-1] = min(times[-1], 2.0**60)  # has room in any case
     best: NDArray[Any] = splits[times.argmin()].astype(np.int64)
     return best
 
