@@ -33,7 +33,6 @@ def rows_of(seed: int, dtype: torch.dtype, runs: Any = MANY, tails: Any = TAILS,
 
 
 def on_gpu(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same, query and all; a wider memory of the pages than the host's is left to the op."""
     return tuple(value.cuda() if isinstance(value, Tensor) else value for value in given)
 
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -114,6 +115,27 @@ def test_nothing_outside_of_the_windows_is_read(seed):
 def test_logits_are_capped(seed):
     rows = rows_of(TREE, TAILS, seed)
     check(rows, soft_cap=0.7)
+
+
+@interpreted
+@pytest.mark.parametrize("options", [{}, {"window_left": 40, "logits_soft_cap": 2.0}], ids=str)
+def test_the_op_launches_all_three_with_tilings_for_the_device(options, seed, monkeypatch):
+    """With a real device's numbers, and what it would be given on one."""
+    from compiled_llm_ops.attention import cascade, decode
+
+    for module in (cascade, decode):
+        monkeypatch.setattr(module, "device_of", lambda _: decode.DecodeDevice(132, 228 * 1024))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    rows = rows_of(TREE, TAILS, seed, max_items=20)
+    expected, expected_lse = rows.expected(*options.values())
+    for wants_lse in (False, True):
+        args = CascadeAttention(*rows.arguments(), **options)
+        out, lse = cascade._cuda(args, wants_lse)
+        torch.testing.assert_close(out.float(), expected, rtol=LARGE, atol=LARGE)
+        assert out.is_contiguous()
+        torch.testing.assert_close(args.pages, rows.written(), rtol=0, atol=0, equal_nan=True)
+        assert (lse is not None) == wants_lse
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=2e-3)
 
 
 @interpreted

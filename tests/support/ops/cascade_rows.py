@@ -63,11 +63,13 @@ class CascadeRows:
         stored = padded or head_dim
         self.pages = torch.full((total + 2, 2, kv_heads, page_size, stored), torch.nan, dtype=dtype)
         self.pages[..., head_dim:] = 0
+        filled: set[int] = set()
         for numbers, length in zip(own, self.lengths, strict=True):
-            for at in range(length - 1):
-                slot = self.pages[numbers[at // page_size], :, :, at % page_size, :head_dim]
-                if bool(slot.isnan().any()):
-                    slot.copy_(self.random(2, kv_heads, head_dim))
+            for first, number in zip(range(0, length - 1, page_size), numbers, strict=False):
+                if number not in filled:
+                    count = min(page_size, length - 1 - first)
+                    self.pages[number, :, :, :count, :head_dim] = self.random(2, kv_heads, count, head_dim)
+                    filled.add(number)
         self.query = self.random(rows, kv_heads * group, head_dim)
         self.key, self.value = self.random(rows, kv_heads, head_dim), self.random(rows, kv_heads, head_dim)
         # Not from 0 on, and with numbers between that no row has.
