@@ -6,6 +6,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import gc
+import logging
 import random
 import signal
 from collections.abc import Callable, Generator, Iterator
@@ -48,6 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("whole" if config.getoption("whole") else "few")
     # Tracing and compiling make hundreds of thousands of objects that stay: looking through them took an eighth of it.
     gc.set_threshold(20_000, 20, 50)
+    # pytest listens to all loggers that do not propagate: torch wrote each graph into its structured trace for that.
+    logging.getLogger("torch.__trace").propagate = True
     # A shell starts what it puts into the background with Ctrl-C ignored; tests press it, and would wait for ever.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
