@@ -87,13 +87,19 @@ def test_unwrap_gives_the_pages_back():
 
 
 @pytest.mark.parametrize(
-    ("end", "fuses"),
+    ("end", "fuses", "lowers"),
     [
-        pytest.param(compiled_llm.unwrap, False, id="unwrapped", marks=pytest.mark.whole),
-        pytest.param(lambda model: None, True, id="dropped, with fused weights"),
+        pytest.param(compiled_llm.unwrap, False, True, id="unwrapped", marks=pytest.mark.whole),
+        pytest.param(lambda model: None, True, True, id="dropped, with fused weights", marks=pytest.mark.whole),
+        # What holds on to a model is what Dynamo and our passes make of it: its guards, its graphs, our programs.
+        pytest.param(lambda model: None, True, False, id="dropped, with fused weights, without Inductor"),
     ],
 )
-def test_a_model_that_was_compiled_gives_all_back(end: Callable[[Any], Any], fuses: bool, inputs) -> None:
+def test_a_model_that_was_compiled_gives_all_back(
+    end: Callable[[Any], Any], fuses: bool, lowers: bool, inputs, request: pytest.FixtureRequest
+) -> None:
+    if not lowers:
+        request.getfixturevalue("without_inductor")
     model: Any = compiled_llm.wrap(tiny_qwen3(), **{**OPTIONS, "mode": "compile", "fuse_projections": fuses})
     greedy(model, inputs, 4)
     assert model.compiled.graphs
