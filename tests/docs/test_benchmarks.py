@@ -19,8 +19,8 @@ from support.imports import module_at
 PAGE = CHECKOUT / "BENCHMARKS.md"
 RESULTS = sorted((CHECKOUT / "results").glob("*.json"))
 ROWS = (
-    *("latency", "startup", "roofline", "beams_and_drafts", "offline", "online", "one_stream", "many_streams"),
-    *("graph_times", "graph_use", "logits", "prefill_attention", "choices"),
+    *("latency", "startup", "roofline", "beams_and_drafts", "offline", "online", "serve", "one_stream"),
+    *("many_streams", "graph_times", "graph_use", "logits", "prefill_attention", "choices"),
 )
 UNITS = (1.0, 1e2, 1e3, 1e-6)
 """What a table multiplies a figure by: as it is, percent, ms, MB."""
@@ -64,8 +64,9 @@ def of_row(cells: list[str], run: dict[str, Any]) -> list[Any]:
     """What of a run a row is about: its contender's part at its batch, as far as it names them, or else all."""
     entries = [entry for kind in ROWS for entry in run.get(kind, []) if entry.get("contender") == cells[0]]
     at_batch = [entry for entry in entries if str(entry.get("batch")) == cells[1]]
+    rates = [numbers_in(entry.get("load", "")) for entry in entries]  # "16 requests/s"
     memory = run.get("memory_mib", {}).get(cells[0])
-    return [*(at_batch or entries), memory] if entries else [run]
+    return [*(at_batch or entries), rates, memory] if entries else [run]
 
 
 def is_known(number: float, known: list[float]) -> bool:
