@@ -39,6 +39,8 @@ class Row:
     Attributes:
         pages: page numbers: for each ``page_size`` tokens one of each group of layers.
         position: rotary position of the next token; equals ``length`` unless the caller numbers tokens differently.
+        page_period: an object of its own for as long as the pages only grow, or go ahead and come back: of any two
+            states in it, the pages of one are the first pages of the other.
         ahead: page numbers that it enters next; they are promised to it and hold nothing yet.
         slot: index of its state on the device, in the loop that runs it; None while no loop does.
         listed: how many of its page numbers, then of those ahead, are in its slot.
@@ -55,6 +57,7 @@ class Row:
         self._reserved = pool.pages_for(tokens)
         pool.reserve(self._reserved)
         self.pages: list[int] = []
+        self.page_period = object()  # tells rows apart as well, and keeps none alive
         self.length = 0
         self.position = 0
         self.ahead: list[int] = []
@@ -153,6 +156,7 @@ class Row:
         kept = len(self.pages) - self._pool.groups
         sources, targets = self.pages[kept:], self._take(self._pool.groups)
         self.pages[kept:] = targets
+        self.page_period = object()
         self.listed = min(self.listed, kept)
         self._pool.give_back(sources)
         return [*map(PageCopy, sources, targets)]
@@ -227,6 +231,7 @@ class Row:
         keep = self._pool.pages_for(self.length)
         if keep < len(self.pages):
             self.listed = min(self.listed, keep)
+            self.page_period = object()
         self._reserved += self._pool.untake(self.pages[keep:])
         del self.pages[keep:]
 
@@ -243,6 +248,8 @@ class Row:
         self.leave_slot()
         ahead, reserved = self.ahead, self._reserved
         self.ahead, self._reserved = [], 0
+        if ahead:  # a step may have entered them and gone back, and others come there next
+            self.page_period = object()
         self._pool.give_back(ahead, reserved)
 
     def take_slot(self, free: list[int]) -> None:
@@ -261,5 +268,6 @@ class Row:
         self.leave_slot()
         self.unread = []
         pages, reserved = self.pages + self.ahead, self._reserved
+        self.page_period = object()
         self.pages, self.ahead, self._reserved, self.length, self.position = [], [], 0, 0, 0
         self._pool.give_back(pages, reserved)

@@ -1,0 +1,340 @@
+"""Finds the rows of a decode batch that begin with the same pages, on the host: attention reads those once for all.
+
+Equal page numbers alone count. That two rows have the same page at one position says nothing about the pages before
+it: where a prefix tree has pages of equal tokens, a row keeps its own and hangs its later pages below those of the
+tree. So a row's numbers are compared from the first one on, but as bytes, and only when the row is new.
+
+Shapes: B rows, G groups of layers, S page size. A page of a row is one position of its list, G page numbers.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from operator import le
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from compiled_llm.kvcache.pool import NULL_PAGE
+from compiled_llm.kvcache.table import Stored
+
+_LEVELS = 3
+"""Runs that a row is in at most; each is one more partial result to merge."""
+
+_EXACT = 32
+"""Up to so many different beginnings the best runs are found, which takes time with the square of nested ones."""
+
+
+class SharedRun(NamedTuple):
+    """Pages that several rows have in the same places.
+
+    Attributes:
+        rows: the rows' indices in the batch, ascending; two at least.
+        first_page: where the run begins in each row, in pages.
+        pages: how many it has.
+    """
+
+    rows: tuple[int, ...]
+    first_page: int
+    pages: int
+
+
+class Paged(Stored, Protocol):
+    """The fields of a row that grouping needs; ``page_period`` as that of a ``Row``."""
+
+    page_period: object
+
+
+class _Plan(NamedTuple):
+    """Runs below one beginning, each the node at whose end it ends and the page where it begins."""
+
+    saved: int
+    runs: tuple[tuple[_Node, int], ...]
+
+
+class _Node:
+    """A beginning of rows, in a radix tree over whole pages.
+
+    A node that one row alone has goes on as that row does: how far it reaches is brought up to date when another row
+    gets there, so that a row that only grows changes nothing here.
+
+    Attributes:
+        above: the longest shorter beginning; None for the empty one.
+        label: the page numbers that it adds to that, int32, interleaved by groups as in a row.
+        end: how many pages it has from a row's first one on.
+        solid: how many of those are not null pages in all groups.
+        below: longer beginnings, by the numbers of their next page.
+        members: periods of the rows that begin so; in the order of their coming, which is mostly that of the batch.
+        ends: those that have no further page.
+        plans: the best runs for its members, by the search, the levels left, and the page from which they lack a run.
+    """
+
+    __slots__ = ("above", "below", "end", "ends", "label", "members", "plans", "solid")
+
+    def __init__(self, above: _Node | None, label: bytes, end: int, solid: int) -> None:
+        self.above = above
+        self.label = label
+        self.end = end
+        self.solid = solid
+        self.below: dict[bytes, _Node] = {}
+        self.members: dict[object, None] = {}
+        self.ends: set[object] = set()
+        self.plans: dict[tuple[bool, int, int], _Plan] = {}
+
+
+class SharedRuns:
+    """The runs of pages that rows of one batch share, kept from step to step: only rows that are new are compared.
+
+    A row is in up to three runs, which follow each other from its page 0 on: all its rows share the first, fewer the
+    second. The page of its newest token is in none, nor are those behind it, since the row writes there. Of all such
+    runs these save the most reads of pages, (rows - 1) * pages summed up, where a batch has up to 32 different
+    beginnings. With more of them those are left out whose rows are at most halved (less one) by a longer one; that
+    costs half of the savings at the very most if ``least_pages`` and ``least_saved`` are 1, and nothing where runs
+    are not nested.
+
+    The answer follows from the rows' present page numbers and lengths alone. No row is kept alive.
+
+    Attributes:
+        steady: whether the last answer also holds after any growth of the same rows, as long as their
+            ``page_period`` stay the same and their lengths do not fall.
+    """
+
+    def __init__(self, page_size: int, groups: int = 1, least_pages: int = 1, least_saved: int = 1) -> None:
+        """Leave out runs of fewer pages than ``least_pages``, and those that save fewer reads than ``least_saved``.
+
+        Null pages, which are outside of a layer's window in all groups, are no reads.
+        """
+        self.steady = True
+        self._page_size, self._groups, self._width = page_size, groups, array("i").itemsize * groups
+        self._least_pages, self._least_saved = least_pages, max(1, least_saved)
+        self._empty = _Node(None, b"", 0, 0)
+        self._beginnings = 0  # nodes below the empty one
+        self._nodes: dict[object, _Node] = {}  # where each row ends
+        self._periods: list[object] = []
+        self._index: dict[object, int] = {}
+        self._shortest: list[int] = []  # lengths from which on the nodes hold
+        self._longest: list[tuple[int, int]] = []  # and up to which, of rows whose growth might lengthen a run
+        self._runs: tuple[SharedRun, ...] = ()
+
+    def runs(self, rows: Sequence[Paged]) -> tuple[SharedRun, ...]:
+        """Return the runs of B different rows, ordered by their first page and row.
+
+        The rows are already grown by the token that they are about to feed in. While nothing changes, each call
+        returns the same object.
+        """
+        periods = [row.page_period for row in rows]
+        lengths = [row.length for row in rows]
+        if periods == self._periods:
+            if self._hold(lengths):
+                return self._runs
+        else:
+            self._exchange(rows, periods)
+        self._move(rows, lengths)
+        self._runs = self._list_runs()
+        return self._runs
+
+    # ---- rows come, go, and grow
+
+    def _exchange(self, rows: Sequence[Paged], periods: list[object]) -> None:
+        self._periods = periods
+        self._index = {period: at for at, period in enumerate(periods)}
+        for gone in self._nodes.keys() - self._index.keys():
+            self._remove(gone)
+        for period in [period for period in periods if period not in self._nodes]:
+            self._add(rows, period, self._empty)
+
+    def _move(self, rows: Sequence[Paged], lengths: list[int]) -> None:
+        """Let each row end where its pages do now, as far as that matters."""
+        self._note_bounds()
+        if self._hold(lengths):
+            return
+        moved = [at for at, shortest in enumerate(self._shortest) if lengths[at] < shortest]
+        grown = [at for at, longest in self._longest if lengths[at] > longest]
+        for at in moved:
+            self._remove(self._periods[at])
+            self._add(rows, self._periods[at], self._empty)
+        for at in grown:
+            self._lengthen(rows, self._periods[at])
+        self._note_bounds()
+
+    def _hold(self, lengths: list[int]) -> bool:
+        """Whether the nodes are right for rows of the same periods, of these lengths."""
+        return all(map(le, self._shortest, lengths)) and all(lengths[at] <= longest for at, longest in self._longest)
+
+    def _note_bounds(self) -> None:
+        size, nodes = self._page_size, [self._nodes[period] for period in self._periods]
+        self._shortest = [node.end and node.end * size + 1 for node in nodes]
+        # A row with a node of its own has a page there that no other row has: its growth cannot lengthen a run.
+        self._longest = [
+            (at, (node.end + 1) * size) for at, node in enumerate(nodes) if len(node.members) > 1 or node is self._empty
+        ]
+        self.steady = not self._longest
+
+    def _numbers(self, row: Paged, start: int) -> bytes:
+        """Return the numbers of the pages from ``start`` on that the row does not write into."""
+        end = max(0, row.length - 1) // self._page_size
+        return array("i", row.pages[start * self._groups : end * self._groups]).tobytes()
+
+    def _add(self, rows: Sequence[Paged], period: object, node: _Node) -> None:
+        """Let a row, which begins with ``node``, end where its pages do."""
+        width = self._width
+        text = self._numbers(rows[self._index[period]], node.end)
+        while text:
+            child = node.below.get(text[:width])
+            if child is None:
+                child, same = self._hang(node, text), len(text)
+            else:
+                same = self._common(rows, child, text)
+                if same < len(child.label):
+                    child = self._split(child, same)
+            node, text = child, text[same:]
+        node.ends.add(period)
+        self._nodes[period] = node
+        above: _Node | None = node
+        while above is not None:
+            above.members[period] = None
+            above.plans.clear()
+            above = above.above
+
+    def _remove(self, period: object) -> None:
+        node = self._nodes.pop(period)
+        node.ends.remove(period)
+        above: _Node | None = node
+        while above is not None:
+            del above.members[period]
+            above.plans.clear()
+            above = above.above
+        self._tidy(node)
+
+    def _lengthen(self, rows: Sequence[Paged], period: object) -> None:
+        """Let a row end at a later page, after the same ones."""
+        node = self._nodes[period]
+        node.ends.remove(period)
+        self._add(rows, period, node)
+        self._tidy(node)
+
+    # ---- the radix tree
+
+    def _hang(self, above: _Node, label: bytes) -> _Node:
+        node = _Node(above, label, above.end + len(label) // self._width, above.solid + self._solid(label))
+        above.below[label[: self._width]] = node
+        self._beginnings += 1
+        return node
+
+    def _split(self, node: _Node, at: int) -> _Node:
+        """Return a new node that has the first ``at`` bytes of another's label, above that one."""
+        above, label = node.above, node.label
+        assert above is not None, "the empty beginning has nothing to split"
+        upper = self._hang(above, label[:at])
+        upper.members = dict(node.members)
+        upper.below[label[at : at + self._width]] = node
+        node.above, node.label = upper, label[at:]
+        return upper
+
+    def _tidy(self, node: _Node) -> None:
+        """Remove a node in which no row ends and no two part."""
+        above = node.above
+        if above is None or node.ends or len(node.below) > 1:
+            return
+        key = node.label[: self._width]
+        self._beginnings -= 1
+        if not node.below:
+            del above.below[key]
+            self._tidy(above)
+            return
+        (child,) = node.below.values()
+        child.above, child.label = above, node.label + child.label
+        above.below[key] = child
+
+    def _common(self, rows: Sequence[Paged], node: _Node, text: bytes) -> int:
+        """Return how many bytes ``text`` has in common with the node's label, in whole pages."""
+        same = _common(node.label, text, self._width)
+        if same == len(node.label) and len(node.members) == 1:
+            (period,) = node.ends
+            more = self._numbers(rows[self._index[period]], node.end)
+            node.label += more
+            node.end += len(more) // self._width
+            node.solid += self._solid(more)
+            same = _common(node.label, text, self._width)
+        return same
+
+    def _solid(self, label: bytes) -> int:
+        if bytes(self._width) not in label:  # null pages are rare, and a search in bytes is short
+            return len(label) // self._width
+        numbers = np.frombuffer(label, dtype=np.int32).reshape(-1, self._groups)
+        return int((numbers != NULL_PAGE).any(axis=1).sum())
+
+    # ---- the best runs
+
+    def _list_runs(self) -> tuple[SharedRun, ...]:
+        shared = self._beginnings - (len(self._periods) - len(self._longest))  # the others have a node of their own
+        at = self._index.__getitem__
+        runs = [
+            SharedRun(tuple(sorted(map(at, node.members))), start, node.end - start)
+            for node, start in self._plan(self._empty, shared <= _EXACT, _LEVELS, 0, 0).runs
+        ]
+        runs.sort(key=lambda run: (run.first_page, run.rows[0]))
+        return tuple(runs)
+
+    def _plan(self, node: _Node, exact: bool, levels: int, start: int, solid: int) -> _Plan:
+        """Return the best runs of the members' pages from ``start`` on, before which there are ``solid`` ones."""
+        key = (exact, levels, start)
+        known = node.plans.get(key)
+        if known is None:
+            known = node.plans[key] = self._find_plan(node, exact, levels, start, solid)
+        return known
+
+    def _find_plan(self, node: _Node, exact: bool, levels: int, start: int, solid: int) -> _Plan:
+        below = _shared(node) if exact else _far_apart(node)
+        best = _joined([self._plan(child, exact, levels, start, solid) for child in below])
+        saved = (len(node.members) - 1) * (node.solid - solid)
+        if node.end - start < self._least_pages or saved < self._least_saved:
+            return best
+        own = _Plan(saved, ((node, start),))
+        if levels > 1:
+            own = _joined([own, *[self._plan(child, exact, levels - 1, node.end, node.solid) for child in below]])
+        return own if own.saved > best.saved else best
+
+
+def _shared(node: _Node) -> list[_Node]:
+    return [child for child in node.below.values() if len(child.members) > 1]
+
+
+def _far_apart(node: _Node) -> list[_Node]:
+    """Return the longer shared beginnings, without those of which at most half of the rows go no further together.
+
+    Two longer ones cannot both keep half of the rows, so what is left out are the upper parts of single chains.
+    """
+    found, left = [], _shared(node)
+    while left:
+        child = left.pop()
+        longer = _shared(child)
+        if any(_magnitude(other) == _magnitude(child) for other in longer):
+            left += longer
+        else:
+            found.append(child)
+    return found
+
+
+def _magnitude(node: _Node) -> int:
+    return (len(node.members) - 1).bit_length()
+
+
+def _joined(plans: list[_Plan]) -> _Plan:
+    if len(plans) == 1:
+        return plans[0]
+    return _Plan(sum(plan.saved for plan in plans), tuple(run for plan in plans for run in plan.runs))
+
+
+def _common(one: bytes, other: bytes, width: int) -> int:
+    """Return how many bytes two texts have in common, in steps of ``width``; slices are compared, not bytes."""
+    same, differs = 0, min(len(one), len(other)) // width + 1
+    middle = differs - 1
+    while same < differs - 1:
+        if one[same * width : middle * width] == other[same * width : middle * width]:
+            same = middle
+        else:
+            differs = middle
+        middle = (same + differs) // 2
+    return same * width
