@@ -10,8 +10,9 @@ Shapes: B rows, G groups of layers, S page size. A page of a row is one position
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from operator import le
+from collections.abc import Collection, Sequence
+from itertools import compress
+from operator import is_not, itemgetter, le
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -21,6 +22,8 @@ from compiled_llm.kvcache.table import Stored
 
 _LEVELS = 3
 """Runs that a row is in at most; each is one more partial result to merge."""
+
+_BY_PAGE = itemgetter(1, 0)  # the first page of a run, then its rows
 
 _EXACT = 32
 """Up to so many different beginnings the best runs are found, which takes time with the square of nested ones."""
@@ -46,11 +49,25 @@ class Paged(Stored, Protocol):
     page_period: object
 
 
+class _Search(NamedTuple):
+    """What the best runs below a node depend on, besides the node.
+
+    Attributes:
+        exact: whether all beginnings may end a run.
+        levels: how many runs a row may still be in.
+        start: the page from which the rows lack a run.
+    """
+
+    exact: bool
+    levels: int
+    start: int
+
+
 class _Plan(NamedTuple):
-    """Runs below one beginning, each the node at whose end it ends and the page where it begins."""
+    """The best runs below a node: how much they save, where each ends, and the page where it begins."""
 
     saved: int
-    runs: tuple[tuple[_Node, int], ...]
+    runs: Sequence[tuple[_Node, int]]
 
 
 class _Node:
@@ -64,23 +81,29 @@ class _Node:
         label: the page numbers that it adds to that, int32, interleaved by groups as in a row.
         end: how many pages it has from a row's first one on.
         solid: how many of those are not null pages in all groups.
+        shortest: the least length of a row that ends here.
         below: longer beginnings, by the numbers of their next page.
+        shared: those that have several rows.
         members: periods of the rows that begin so; in the order of their coming, which is mostly that of the batch.
         ends: those that have no further page.
-        plans: the best runs for its members, by the search, the levels left, and the page from which they lack a run.
+        plans: the best runs for its members, as far as they were asked for.
+        candidates: longer beginnings at which runs may end, when not all may; None until they are asked for.
     """
 
-    __slots__ = ("above", "below", "end", "ends", "label", "members", "plans", "solid")
+    __slots__ = (
+        *("above", "below", "candidates", "end", "ends", "label", "members", "plans", "shared", "shortest", "solid"),
+    )
 
-    def __init__(self, above: _Node | None, label: bytes, end: int, solid: int) -> None:
+    def __init__(self, above: _Node | None) -> None:
         self.above = above
-        self.label = label
-        self.end = end
-        self.solid = solid
+        self.label = b""
+        self.end = self.solid = self.shortest = 0
         self.below: dict[bytes, _Node] = {}
+        self.shared: dict[bytes, _Node] = {}
         self.members: dict[object, None] = {}
         self.ends: set[object] = set()
-        self.plans: dict[tuple[bool, int, int], _Plan] = {}
+        self.plans: dict[_Search, _Plan] = {}
+        self.candidates: list[_Node] | None = None
 
 
 class SharedRuns:
@@ -108,13 +131,14 @@ class SharedRuns:
         self.steady = True
         self._page_size, self._groups, self._width = page_size, groups, array("i").itemsize * groups
         self._least_pages, self._least_saved = least_pages, max(1, least_saved)
-        self._empty = _Node(None, b"", 0, 0)
+        self._empty = _Node(None)
         self._beginnings = 0  # nodes below the empty one
         self._nodes: dict[object, _Node] = {}  # where each row ends
+        self._stops: dict[_Node, None] = {}  # in which a row ends whose growth might lengthen a run
         self._periods: list[object] = []
         self._index: dict[object, int] = {}
         self._shortest: list[int] = []  # lengths from which on the nodes hold
-        self._longest: list[tuple[int, int]] = []  # and up to which, of rows whose growth might lengthen a run
+        self._longest: list[tuple[int, int]] = []  # and up to which, of those rows
         self._runs: tuple[SharedRun, ...] = ()
 
     def runs(self, rows: Sequence[Paged]) -> tuple[SharedRun, ...]:
@@ -137,12 +161,15 @@ class SharedRuns:
     # ---- rows come, go, and grow
 
     def _exchange(self, rows: Sequence[Paged], periods: list[object]) -> None:
-        self._periods = periods
-        self._index = {period: at for at, period in enumerate(periods)}
-        for gone in self._nodes.keys() - self._index.keys():
-            self._remove(gone)
-        for period in [period for period in periods if period not in self._nodes]:
-            self._add(rows, period, self._empty)
+        before, self._periods = self._periods, periods
+        self._index = dict(zip(periods, range(len(periods)), strict=True))
+        kept, end = _same_ends(before, periods)
+        for period in before[kept : len(before) - end]:
+            if period not in self._index:
+                self._remove(period)
+        for period in periods[kept : len(periods) - end]:
+            if period not in self._nodes:
+                self._add(rows, period, self._empty)
 
     def _move(self, rows: Sequence[Paged], lengths: list[int]) -> None:
         """Let each row end where its pages do now, as far as that matters."""
@@ -163,12 +190,9 @@ class SharedRuns:
         return all(map(le, self._shortest, lengths)) and all(lengths[at] <= longest for at, longest in self._longest)
 
     def _note_bounds(self) -> None:
-        size, nodes = self._page_size, [self._nodes[period] for period in self._periods]
-        self._shortest = [node.end and node.end * size + 1 for node in nodes]
-        # A row with a node of its own has a page there that no other row has: its growth cannot lengthen a run.
-        self._longest = [
-            (at, (node.end + 1) * size) for at, node in enumerate(nodes) if len(node.members) > 1 or node is self._empty
-        ]
+        nodes, size, at = self._nodes, self._page_size, self._index
+        self._shortest = [nodes[period].shortest for period in self._periods]
+        self._longest = [(at[period], (node.end + 1) * size) for node in self._stops for period in node.ends]
         self.steady = not self._longest
 
     def _numbers(self, row: Paged, start: int) -> bytes:
@@ -194,8 +218,7 @@ class SharedRuns:
         above: _Node | None = node
         while above is not None:
             above.members[period] = None
-            above.plans.clear()
-            above = above.above
+            above = self._has_changed(above)
 
     def _remove(self, period: object) -> None:
         node = self._nodes.pop(period)
@@ -203,9 +226,30 @@ class SharedRuns:
         above: _Node | None = node
         while above is not None:
             del above.members[period]
-            above.plans.clear()
-            above = above.above
+            above = self._has_changed(above)
         self._tidy(node)
+
+    def _has_changed(self, node: _Node) -> _Node | None:
+        """Note that a node has other members; return the node above."""
+        node.plans.clear()
+        node.candidates = None
+        above, several = node.above, len(node.members) > 1
+        if above is not None:
+            self._enlist(above, node)
+        # A row with a node of its own has a page there that no other row has: its growth cannot lengthen a run.
+        if node.ends and (several or above is None):
+            self._stops[node] = None
+        else:
+            self._stops.pop(node, None)
+        return above
+
+    def _enlist(self, above: _Node, node: _Node) -> None:
+        key = node.label[: self._width]
+        above.below[key] = node
+        if len(node.members) > 1:
+            above.shared[key] = node
+        else:
+            above.shared.pop(key, None)
 
     def _lengthen(self, rows: Sequence[Paged], period: object) -> None:
         """Let a row end at a later page, after the same ones."""
@@ -217,10 +261,18 @@ class SharedRuns:
     # ---- the radix tree
 
     def _hang(self, above: _Node, label: bytes) -> _Node:
-        node = _Node(above, label, above.end + len(label) // self._width, above.solid + self._solid(label))
+        node = _Node(above)
+        node.end, node.solid = above.end, above.solid
+        self._append(node, label)
         above.below[label[: self._width]] = node
         self._beginnings += 1
         return node
+
+    def _append(self, node: _Node, label: bytes) -> None:
+        node.label += label
+        node.end += len(label) // self._width
+        node.solid += self._solid(label)
+        node.shortest = node.end * self._page_size + 1
 
     def _split(self, node: _Node, at: int) -> _Node:
         """Return a new node that has the first ``at`` bytes of another's label, above that one."""
@@ -228,8 +280,8 @@ class SharedRuns:
         assert above is not None, "the empty beginning has nothing to split"
         upper = self._hang(above, label[:at])
         upper.members = dict(node.members)
-        upper.below[label[at : at + self._width]] = node
         node.above, node.label = upper, label[at:]
+        self._enlist(upper, node)
         return upper
 
     def _tidy(self, node: _Node) -> None:
@@ -237,15 +289,17 @@ class SharedRuns:
         above = node.above
         if above is None or node.ends or len(node.below) > 1:
             return
-        key = node.label[: self._width]
         self._beginnings -= 1
+        self._stops.pop(node, None)
         if not node.below:
+            key = node.label[: self._width]
             del above.below[key]
+            above.shared.pop(key, None)
             self._tidy(above)
             return
         (child,) = node.below.values()
         child.above, child.label = above, node.label + child.label
-        above.below[key] = child
+        self._enlist(above, child)
 
     def _common(self, rows: Sequence[Paged], node: _Node, text: bytes) -> int:
         """Return how many bytes ``text`` has in common with the node's label, in whole pages."""
@@ -253,9 +307,7 @@ class SharedRuns:
         if same == len(node.label) and len(node.members) == 1:
             (period,) = node.ends
             more = self._numbers(rows[self._index[period]], node.end)
-            node.label += more
-            node.end += len(more) // self._width
-            node.solid += self._solid(more)
+            self._append(node, more)
             same = _common(node.label, text, self._width)
         return same
 
@@ -269,49 +321,54 @@ class SharedRuns:
 
     def _list_runs(self) -> tuple[SharedRun, ...]:
         shared = self._beginnings - (len(self._periods) - len(self._longest))  # the others have a node of their own
+        plan = self._plan(self._empty, _Search(shared <= _EXACT, _LEVELS, 0), 0)
         at = self._index.__getitem__
-        runs = [
-            SharedRun(tuple(sorted(map(at, node.members))), start, node.end - start)
-            for node, start in self._plan(self._empty, shared <= _EXACT, _LEVELS, 0, 0).runs
-        ]
-        runs.sort(key=lambda run: (run.first_page, run.rows[0]))
+        runs = [SharedRun(tuple(sorted(map(at, node.members))), start, node.end - start) for node, start in plan.runs]
+        runs.sort(key=_BY_PAGE)
         return tuple(runs)
 
-    def _plan(self, node: _Node, exact: bool, levels: int, start: int, solid: int) -> _Plan:
-        """Return the best runs of the members' pages from ``start`` on, before which there are ``solid`` ones."""
-        key = (exact, levels, start)
-        known = node.plans.get(key)
-        if known is None:
-            known = node.plans[key] = self._find_plan(node, exact, levels, start, solid)
-        return known
+    def _plan(self, node: _Node, search: _Search, solid: int) -> _Plan:
+        """Find the best runs of the members' pages from a page on, before which there are ``solid``."""
+        candidates = _candidates(node, search.exact)
+        below = self._plan_all(candidates, search, solid)
+        saved = sum([plan.saved for plan in below])
+        own, runs = (len(node.members) - 1) * (node.solid - solid), []
+        if own >= self._least_saved and node.end - search.start >= self._least_pages:
+            further: list[_Plan] = []
+            if search.levels > 1:
+                next_level = _Search(search.exact, search.levels - 1, node.end)
+                further = self._plan_all(candidates, next_level, node.solid)
+                own += sum([plan.saved for plan in further])
+            if own > saved:
+                saved, below, runs = own, further, [(node, search.start)]
+        for plan in below:
+            runs += plan.runs
+        plan = node.plans[search] = _Plan(saved, runs)
+        return plan
 
-    def _find_plan(self, node: _Node, exact: bool, levels: int, start: int, solid: int) -> _Plan:
-        below = _shared(node) if exact else _far_apart(node)
-        best = _joined([self._plan(child, exact, levels, start, solid) for child in below])
-        saved = (len(node.members) - 1) * (node.solid - solid)
-        if node.end - start < self._least_pages or saved < self._least_saved:
-            return best
-        own = _Plan(saved, ((node, start),))
-        if levels > 1:
-            own = _joined([own, *[self._plan(child, exact, levels - 1, node.end, node.solid) for child in below]])
-        return own if own.saved > best.saved else best
+    def _plan_all(self, nodes: Collection[_Node], search: _Search, solid: int) -> list[_Plan]:
+        return [node.plans.get(search) or self._plan(node, search, solid) for node in nodes]
 
 
-def _shared(node: _Node) -> list[_Node]:
-    return [child for child in node.below.values() if len(child.members) > 1]
+def _candidates(node: _Node, exact: bool) -> Collection[_Node]:
+    """Return the longer beginnings, next to this one, at which runs may end."""
+    if exact:
+        return node.shared.values()
+    if node.candidates is None:
+        node.candidates = _far_apart(node)
+    return node.candidates
 
 
 def _far_apart(node: _Node) -> list[_Node]:
-    """Return the longer shared beginnings, without those of which at most half of the rows go no further together.
+    """Return the longer shared beginnings, without those of which at least half of the rows go on together.
 
     Two longer ones cannot both keep half of the rows, so what is left out are the upper parts of single chains.
     """
-    found, left = [], _shared(node)
+    found, left = [], [*node.shared.values()]
     while left:
         child = left.pop()
-        longer = _shared(child)
-        if any(_magnitude(other) == _magnitude(child) for other in longer):
-            left += longer
+        if any(_magnitude(other) == _magnitude(child) for other in child.shared.values()):
+            left += child.shared.values()
         else:
             found.append(child)
     return found
@@ -319,12 +376,6 @@ def _far_apart(node: _Node) -> list[_Node]:
 
 def _magnitude(node: _Node) -> int:
     return (len(node.members) - 1).bit_length()
-
-
-def _joined(plans: list[_Plan]) -> _Plan:
-    if len(plans) == 1:
-        return plans[0]
-    return _Plan(sum(plan.saved for plan in plans), tuple(run for plan in plans for run in plan.runs))
 
 
 def _common(one: bytes, other: bytes, width: int) -> int:
@@ -338,3 +389,11 @@ def _common(one: bytes, other: bytes, width: int) -> int:
             differs = middle
         middle = (same + differs) // 2
     return same * width
+
+
+def _same_ends(one: list[object], other: list[object]) -> tuple[int, int]:
+    """Return how many objects two lists have in common at their beginnings, and then at their ends."""
+    short = min(len(one), len(other))
+    first = next(compress(range(short), map(is_not, one, other)), short)
+    differ = map(is_not, reversed(one), reversed(other))
+    return first, next(compress(range(short - first), differ), short - first)
