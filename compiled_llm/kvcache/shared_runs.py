@@ -131,6 +131,9 @@ class SharedRuns:
         self.steady = True
         self._page_size, self._groups, self._width = page_size, groups, array("i").itemsize * groups
         self._least_pages, self._least_saved = least_pages, max(1, least_saved)
+        self._forget()
+
+    def _forget(self) -> None:
         self._empty = _Node(None)
         self._beginnings = 0  # nodes below the empty one
         self._nodes: dict[object, _Node] = {}  # where each row ends
@@ -149,13 +152,15 @@ class SharedRuns:
         """
         periods = [row.page_period for row in rows]
         lengths = [row.length for row in rows]
-        if periods == self._periods:
-            if self._hold(lengths):
-                return self._runs
-        else:
+        if periods == self._periods and self._hold(lengths):
+            return self._runs
+        try:
             self._exchange(rows, periods)
-        self._move(rows, lengths)
-        self._runs = self._list_runs()
+            self._move(rows, lengths)
+            self._runs = self._list_runs()
+        except BaseException:  # an interrupt, say: what was changed by half is no answer
+            self._forget()
+            raise
         return self._runs
 
     # ---- rows come, go, and grow
