@@ -437,7 +437,7 @@ def best_of_nested(depth: int) -> int:
     )
 
 
-@pytest.mark.parametrize(("depth", "share"), [(4, 1.0), (33, 1.0), (100, 0.5), (300, 0.5)])
+@pytest.mark.parametrize(("depth", "share"), [(4, 1.0), (33, 1.0), (60, 0.5), (120, 0.5)])
 def test_many_nested_beginnings_save_half_of_the_most_or_more(depth: int, share: float) -> None:
     rows, rules = nested(depth), Rules()
     shared = SharedRuns(*rules)
@@ -520,6 +520,24 @@ def test_rows_that_only_grow_change_nothing() -> None:
         for each in rows:
             each.grow(1)
         assert shared.runs(rows) is runs
+
+
+def test_pages_that_went_ahead_and_were_given_back_come_to_others() -> None:
+    pool = PagePool(50, SIZE)
+    row = Row(pool, 0)
+    row.grow(2 * SIZE)
+    rows, shared = [row, row.fork()], SharedRuns(SIZE)
+    row.grow(SIZE + 1)
+    row.unread.append(UnreadCount(SIZE + 1))
+    shared.runs(rows)
+    given_back = row.pages[2]
+    row.exact()
+    row.settle()
+    while rows[1].pages[-1] != given_back:
+        rows[1].grow(1)
+    row.grow(2 * SIZE)
+    rows[1].grow(2 * SIZE)
+    assert shared.runs(rows) == (SharedRun((0, 1), 0, 2),)
 
 
 def test_no_row_is_kept_alive() -> None:
