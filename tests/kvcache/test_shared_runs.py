@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from hypothesis import settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from compiled_llm.kvcache import shared_runs
 from compiled_llm.kvcache.pool import NULL_PAGE, OutOfPagesError, PagePool
@@ -183,6 +183,7 @@ class Batches(RuleBasedStateMachine):
         self.shared = SharedRuns(*self.rules)
         self.texts: dict[Row, tuple[int, ...]] = {}
         self.views: dict[Row, Windowed] = {}
+        self.seen: dict[object, list[int]] = {}  # the most pages of each period of a row
 
     def come(self, row: Row, tokens: tuple[int, ...]) -> None:
         self.texts[row] = tokens
@@ -334,6 +335,13 @@ class Batches(RuleBasedStateMachine):
     def end(self, row: Row) -> None:
         row.free()
         del self.texts[row], self.views[row]
+
+    @invariant()
+    def pages_of_one_period_begin_alike(self) -> None:
+        for row in getattr(self, "texts", ()):
+            fewer, more = sorted([row.pages, self.seen.get(row.page_period, [])], key=len)
+            assert more[: len(fewer)] == fewer
+            self.seen[row.page_period] = list(more)
 
     @precondition(lambda self: len(self.tree) > 20)
     @rule()
@@ -533,8 +541,9 @@ def test_pages_that_went_ahead_and_were_given_back_come_to_others() -> None:
     given_back = row.pages[2]
     row.exact()
     row.settle()
-    while rows[1].pages[-1] != given_back:
-        rows[1].grow(1)
+    Row(pool, 0).grow(1)  # it takes the page that was given back last
+    rows[1].grow(1)
+    assert rows[1].pages[2] == given_back
     row.grow(2 * SIZE)
     rows[1].grow(2 * SIZE)
     assert shared.runs(rows) == (SharedRun((0, 1), 0, 2),)
