@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from compiled_llm.model.attention import AttentionPlans
+from compiled_llm.model.attention import AttentionPlans, CascadeBatch
 from compiled_llm_ops.protocol import DecodeOps
 
 
@@ -75,6 +75,7 @@ class DecodeInputs(NamedTuple):
         ops: those of the backend by which layers attend; None if it plans decode.
         planned: in place of ``starts`` and ``indices`` for a backend that plans decode, else None.
         fed: ``[B, q]`` int64, known tokens that the rows feed in; None if each feeds in the one in its slot, q = 1.
+        cascade: pages that rows share are read once, by this; None if each row reads all of its own.
     """
 
     slots: Tensor
@@ -85,3 +86,4 @@ class DecodeInputs(NamedTuple):
     ops: DecodeOps | None = None
     planned: PlannedRows | None = None
     fed: Tensor | None = None
+    cascade: CascadeBatch | None = None

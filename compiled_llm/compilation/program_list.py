@@ -1,7 +1,8 @@
 """The programs of a model, one entry each: which steps it runs, and how it is compiled.
 
 A symbolic prefill, a second one that reads embeddings in place of token ids, for calls with ``inputs_embeds``, a decode
-step for batch 1 and one for all larger batches, and the same two for rows that feed in several tokens each.
+step for batch 1 and one for all larger batches, the same two for rows that feed in several tokens each, and one for
+rows that begin with the same pages.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from compiled_llm.config import WrapConfig
 
 PREFILL, DECODE_ONE, DECODE_MANY = "prefill", "decode, batch 1", "decode, larger batches"
 PREFILL_EMBEDDED = "prefill from embeddings"
+DECODE_CASCADE = "decode, shared pages read once"
 DECODE_ONE_SEVERAL, DECODE_MANY_SEVERAL = f"{DECODE_ONE}, several tokens", f"{DECODE_MANY}, several tokens"
 
 StepInputs: TypeAlias = PrefillInputs | DecodeInputs
@@ -54,9 +56,13 @@ def _reads_ids(inputs: StepInputs) -> bool:
 
 def _decodes(inputs: StepInputs, one_row: bool, several: bool) -> bool:
     """Whether the step decodes one row or more, of one new token or of several."""
-    if not isinstance(inputs, DecodeInputs):
+    if not isinstance(inputs, DecodeInputs) or inputs.cascade is not None:
         return False
     return (inputs.slots.shape[0] == 1) is one_row and (inputs.fed is not None) is several
+
+
+def _reads_shared_pages_once(inputs: StepInputs) -> bool:
+    return isinstance(inputs, DecodeInputs) and inputs.cascade is not None
 
 
 def _decode(name: str, one_row: bool, several: bool) -> Program:
@@ -73,6 +79,14 @@ PROGRAMS: tuple[Program, ...] = (
     _decode(DECODE_MANY, one_row=False, several=False),
     _decode(DECODE_ONE_SEVERAL, one_row=True, several=True),
     _decode(DECODE_MANY_SEVERAL, one_row=False, several=True),
+    Program(
+        DECODE_CASCADE,
+        _reads_shared_pages_once,
+        decode_step,
+        partial(decode_options, one_row=False),
+        decodes=True,
+        on_demand=True,
+    ),
 )
 
 

@@ -153,7 +153,7 @@ class Programs:
             options,
             [TracedCodeWatch(self._version), *passes],
             layers_in_region=self._layers_in_region(),
-            decode_ops=() if self._decode_ops is None else self._decode_ops.both,
+            decode_ops=() if self._decode_ops is None else self._decode_ops.overloads,
             compile_graph=None if self._artifacts is None else self._artifacts.compile,
         )
         if self.outlines_layers and self._config.traces_layers_once_on(self._device.type):

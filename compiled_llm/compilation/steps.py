@@ -96,7 +96,8 @@ def _rows(inputs: DecodeInputs, new: int) -> tuple[PackedTokens | NewestTokens, 
     if planned is None:
         ops = inputs.ops
         assert ops is not None, "decode steps are planned, or have ops"
-        return tuple(NewestTokens(inputs.starts, inputs.lengths, indices, ops, new) for indices in inputs.indices)
+        of_rows = (inputs.starts, inputs.lengths)
+        return tuple(NewestTokens(*of_rows, indices, ops, new, inputs.cascade) for indices in inputs.indices)
     each = planned.qo_indptr
     rows, at = each[:-1], inputs.lengths - 1
     if new > 1:

@@ -65,7 +65,7 @@ class GenerateLoop:
     @property
     def prepared(self) -> bool:
         """Whether the next decode step can be launched at once: nothing has to be compiled or captured for it."""
-        return self.model_runner.decode.is_ready(self._persistent.step_for(len(self.rows)))
+        return self.model_runner.decode.is_ready(self._persistent.step_for(self.rows))
 
     # ---- the three verbs
 

@@ -187,7 +187,7 @@ class ModelRunner:
             _check_next(rows)
         counts = [new] * len(rows)
         self._check_positions(rows, counts)  # first: to prepare a step, padding feeds in as many tokens
-        wanted = persistent.step_for(len(rows), new)
+        wanted = persistent.step_for(rows, new)
         step = decode.make_ready(wanted, waiting=len(rows), unchanged=unchanged, exact=persistent.exact)
         period = self.state.validity.period
         with grown(rows, counts, batch.promise, self.state.copy_pages) as copied:

@@ -19,28 +19,13 @@ import numpy as np
 
 from compiled_llm.kvcache.pool import NULL_PAGE
 from compiled_llm.kvcache.table import Stored
-
-_LEVELS = 3
-"""Runs that a row is in at most; each is one more partial result to merge."""
+from compiled_llm_ops.attention.cascade_tables import SharedRun
+from compiled_llm_ops.contracts import CASCADE_LEVELS
 
 _BY_PAGE = itemgetter(1, 0)  # the first page of a run, then its rows
 
 _EXACT = 32
 """Up to so many different beginnings the best runs are found, which takes time with the square of nested ones."""
-
-
-class SharedRun(NamedTuple):
-    """Pages that several rows have in the same places.
-
-    Attributes:
-        rows: the rows' indices in the batch, ascending; two at least.
-        first_page: where the run begins in each row, in pages.
-        pages: how many it has.
-    """
-
-    rows: tuple[int, ...]
-    first_page: int
-    pages: int
 
 
 class Paged(Stored, Protocol):
@@ -326,7 +311,7 @@ class SharedRuns:
 
     def _list_runs(self) -> tuple[SharedRun, ...]:
         shared = self._beginnings - (len(self._periods) - len(self._longest))  # the others have a node of their own
-        plan = self._plan(self._empty, _Search(shared <= _EXACT, _LEVELS, 0), 0)
+        plan = self._plan(self._empty, _Search(shared <= _EXACT, CASCADE_LEVELS, 0), 0)
         at = self._index.__getitem__
         runs = [SharedRun(tuple(sorted(map(at, node.members))), start, node.end - start) for node, start in plan.runs]
         runs.sort(key=_BY_PAGE)

@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 from compiled_llm.model.layer_probe import LayerProbe, UnpagedCallError
 from compiled_llm_ops import append_paged_kv, paged_attention, paged_attention_lse
-from compiled_llm_ops.contracts import DecodeAttention
+from compiled_llm_ops.contracts import CascadeAttention, DecodeAttention
 from compiled_llm_ops.protocol import DecodeOps
 
 NAME = "compiled_llm"
@@ -91,6 +91,24 @@ class PackedTokens(NamedTuple):
         return query, pages, self.qo_indptr, *table, plans.tensors[plans.groups[layer]], plans.workspace
 
 
+class CascadeBatch(NamedTuple):
+    """Which pages rows begin with together, and how reading them is divided; the arguments of ``cascade_attention``.
+
+    Attributes:
+        shared_lengths: ``[B]`` int32, tokens of each row in pages that are shared.
+        members: ``[M]`` int32, rows.
+        work_items: ``[W, 6]`` int32.
+        merge_parts: ``[B, 3, 3]`` int32.
+        max_parts: partial results that there is memory for.
+    """
+
+    shared_lengths: Tensor
+    members: Tensor
+    work_items: Tensor
+    merge_parts: Tensor
+    max_parts: int
+
+
 class NewestTokens(NamedTuple):
     """Page table of rows with as many new tokens each, and the ops by which they attend without a plan.
 
@@ -100,6 +118,7 @@ class NewestTokens(NamedTuple):
         indices: ``[N]`` int32, page numbers.
         ops: the backend's.
         new_tokens: q.
+        cascade: pages that rows share are read once; None if each row reads all of its own. Only with q = 1.
     """
 
     starts: Tensor
@@ -107,16 +126,25 @@ class NewestTokens(NamedTuple):
     indices: Tensor
     ops: DecodeOps
     new_tokens: int = 1
+    cascade: CascadeBatch | None = None
 
     def attend(
         self, layer: int, states: States, pages: Tensor, options: Options, wants_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Write the new keys and values into a layer's pages, and attend over them; as ``AttentionSpec.attend``."""
-        arguments = DecodeAttention(*states, pages, self.starts, self.lengths, self.indices, *options)
+        table = (pages, self.starts, self.lengths, self.indices)
+        arguments: DecodeAttention | CascadeAttention = DecodeAttention(*states, *table, *options)
+        attend, attend_lse = self.ops.attend, self.ops.attend_lse
+        if self.cascade is not None:
+            assert self.ops.cascade is not None, "wrap has refused other backends"
+            assert self.ops.cascade_lse is not None, "it belongs to the other"
+            shared_lengths, members, items, parts, max_parts = self.cascade
+            arguments = CascadeAttention(*states, *table, shared_lengths, members, items, parts, max_parts, *options)
+            attend, attend_lse = self.ops.cascade, self.ops.cascade_lse
         if wants_lse:
-            out, lse = self.ops.attend_lse(*arguments)
+            out, lse = attend_lse(*arguments)
             return out, lse
-        return self.ops.attend(*arguments), None
+        return attend(*arguments), None
 
 
 class AttentionSpec(Protocol):

@@ -20,6 +20,7 @@ from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm.model.sizes import attention_geometries
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.backends import BACKENDS, backend_for, backend_named
+from compiled_llm_ops.contracts import CASCADE_QUERIES
 from compiled_llm_ops.protocol import Backend
 
 ROOT = 0
@@ -132,11 +133,16 @@ def check_device(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
 
 
 def _check_backend(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
-    name, backend, _ = backend_for(config.backend, kind)
+    name, backend, ops = backend_for(config.backend, kind)
     if kind not in backend.devices:
         raise ValueError(
             f"wrap: backend={name!r} has kernels for {' and '.join(backend.devices)} only, and the model is on {kind}; "
             "wrap with backend='auto', or move the model"
+        )
+    if config.cascade and (ops is None or ops.cascade is None):
+        raise ValueError(
+            f"wrap: cascade=True: backend={name!r} has no decode kernel on {kind} that reads pages which rows share "
+            "once; wrap with backend='auto', or without cascade"
         )
     if kind == "cpu":
         return
@@ -160,6 +166,11 @@ def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapCo
     name, backend, _ = backend_for(config.backend, model.device.type)
     geometries = attention_geometries(layers, config.page_size, model.dtype)
     for number, (layer, geometry) in enumerate(zip(layers, geometries, strict=True)):
+        if config.cascade and (group := geometry.query_heads // geometry.kv_heads) > CASCADE_QUERIES:
+            raise UnsupportedModelError(
+                f"wrap: cascade=True: attention layer {number} has {group} query heads for each kv head, and at most "
+                f"{CASCADE_QUERIES} can read shared pages together; wrap without cascade"
+            )
         if (reason := _missing(backend, layer, geometry)) is not None:
             raise UnsupportedModelError(
                 f"wrap: backend={name!r} cannot run attention layer {number}: {reason}; "

@@ -116,8 +116,8 @@ class NothingToBuild:
 class DecodeOps(NamedTuple):
     """The ops of decode steps without a plan: each launch reads the page table as it is then.
 
-    Both have the schema of ``contracts.DecodeAttention`` with ``pages`` written, as ``library.schema`` gives it, and
-    answer as our own do.
+    They have the schemas of ``contracts.DecodeAttention``, and ``contracts.CascadeAttention`` for the last two, with
+    ``pages`` written, as ``library.schema`` gives it, and answer as our own do.
 
     Attributes:
         attend: as ``decode_attention``.
@@ -125,22 +125,35 @@ class DecodeOps(NamedTuple):
         prepare: whether they norm and rotate queries and keys on CUDA, and keep the rules of ``overlap``; if not, the
             arguments from ``query_norm`` on have their defaults.
         several: whether they take several new tokens of each row.
+        cascade: as ``cascade_attention``; None if pages that rows share are read for each row.
+        cascade_lse: as ``cascade_attention_lse``, which belongs to it.
     """
 
     attend: torch._ops.OpOverload
     attend_lse: torch._ops.OpOverload
     prepare: bool = False
     several: bool = False
+    cascade: torch._ops.OpOverload | None = None
+    cascade_lse: torch._ops.OpOverload | None = None
 
     @property
-    def both(self) -> tuple[torch._ops.OpOverload, torch._ops.OpOverload]:
-        return self.attend, self.attend_lse
+    def overloads(self) -> tuple[torch._ops.OpOverload, ...]:
+        """All of the ops."""
+        ops = (self.attend, self.attend_lse, self.cascade, self.cascade_lse)
+        return tuple(op for op in ops if op is not None)
 
 
 def own_decode_ops() -> DecodeOps:
     """Return our own: a Triton kernel on CUDA, plain PyTorch on a CPU."""
     ops = torch.ops.compiled_llm
-    return DecodeOps(ops.decode_attention.default, ops.decode_attention_lse.default, prepare=True, several=True)
+    return DecodeOps(
+        ops.decode_attention.default,
+        ops.decode_attention_lse.default,
+        prepare=True,
+        several=True,
+        cascade=ops.cascade_attention.default,
+        cascade_lse=ops.cascade_attention_lse.default,
+    )
 
 
 class Backend(Protocol):

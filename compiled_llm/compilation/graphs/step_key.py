@@ -17,7 +17,7 @@ class StepKey(NamedTuple):
         rows: how many of them sample a token, padding included. A prefill has one row more, whose tokens, if any are
             missing, fill up ``tokens``.
         variant: of a prefill how the backend divides it among thread blocks, which only the backend understands; of a
-            sampling 1 if it writes masks first; else 0.
+            sampling 1 if it writes masks first; of a decode step 1 if pages that rows share are read once; else 0.
     """
 
     phase: Phase
@@ -26,8 +26,8 @@ class StepKey(NamedTuple):
     variant: int = 0
 
     @classmethod
-    def decode(cls, rows: int, new_tokens: int = 1) -> StepKey:
-        return cls("decode", rows * new_tokens, rows)
+    def decode(cls, rows: int, new_tokens: int = 1, cascade: bool = False) -> StepKey:
+        return cls("decode", rows * new_tokens, rows, int(cascade))
 
     @classmethod
     def prefill(cls, tokens: int, rows: int, variant: int = 0) -> StepKey:
@@ -41,6 +41,11 @@ class StepKey(NamedTuple):
     def new_tokens_per_row(self) -> int:
         """Of a decode step, whose rows have equally many."""
         return self.tokens // self.rows
+
+    @property
+    def cascade(self) -> bool:
+        """Whether it is a decode step that reads pages which rows share once."""
+        return self.phase == "decode" and self.variant > 0
 
     def __str__(self) -> str:
         return f"{self.phase} with tokens={self.tokens}, rows={self.rows}, variant={self.variant}"

@@ -200,9 +200,13 @@ class StepTable:
         return [entry.key for entry in self._ready if entry.key.phase in phases]
 
     def at_once(self, phase: Phase) -> list[StepKey]:
-        """Return the steps that run at once, smallest first, of decode those of one new token; any thread may ask."""
+        """Return the steps that run at once, smallest first; any thread may ask.
+
+        Of decode those of one new token, which any rows can run in: without the ones that read shared pages once.
+        """
         keys = [entry.key for entry in list(self.entries.values()) if entry.state == self.at_best]
-        return sorted(key for key in keys if key.phase == phase and (phase != "decode" or key.new_tokens_per_row == 1))
+        plain = [key for key in keys if key.phase == phase and not key.cascade]
+        return sorted(key for key in plain if phase != "decode" or key.new_tokens_per_row == 1)
 
     @property
     def _ready(self) -> list[StepEntry[Any]]:

@@ -17,7 +17,7 @@ from compiled_llm.compilation.passes.raw_heads import (
     raw_heads,
     table_is_settled,
 )
-from compiled_llm_ops.contracts import DecodeAttention
+from compiled_llm_ops.contracts import CascadeAttention, DecodeAttention
 
 
 class PreparedInAttention:
@@ -41,14 +41,22 @@ class PreparedInAttention:
         angles = FlatAngles(graph, EACH_ROW)
         self.matches = self.matches or 0
         for node in attentions:
-            args = arguments_of(node, DecodeAttention)
+            args = _arguments_of(node)
             query, key = raw_heads(args.query, EACH_ROW), raw_heads(args.key, EACH_ROW)
             if query is not None and key is not None and query.goes_with(key):
                 _prepare_inside(graph, node, query, key, angles)
                 self.matches += 1
         if attentions and table_is_settled(_tables(attentions), attentions, attentions[-1]):
             for node in attentions:
-                set_arguments(node, arguments_of(node, DecodeAttention)._replace(overlap=True))
+                set_arguments(node, _arguments_of(node)._replace(overlap=True))
+
+
+def _arguments_of(attention: fx.Node) -> Any:
+    """Return the arguments of a decode op, nodes in place of tensors, by its own contract."""
+    op = attention.target
+    assert isinstance(op, torch._ops.OpOverload), "the nodes were found by their ops"
+    cascades = any(argument.name == "merge_parts" for argument in op._schema.arguments)
+    return arguments_of(attention, CascadeAttention if cascades else DecodeAttention)
 
 
 def _prepare_inside(graph: fx.Graph, attention: fx.Node, query: RawHeads, key: RawHeads, angles: FlatAngles) -> None:
@@ -56,7 +64,7 @@ def _prepare_inside(graph: fx.Graph, attention: fx.Node, query: RawHeads, key: R
     cos, sin = angles.of(query.cos), angles.of(query.sin)
     with graph.inserting_before(attention):
         packed = [graph.call_method("squeeze", (raw.states, EACH_ROW)) for raw in (query, key)]
-    arguments = arguments_of(attention, DecodeAttention)._replace(
+    arguments = _arguments_of(attention)._replace(
         query=packed[0],
         key=packed[1],
         query_norm=query.norm,
@@ -72,6 +80,8 @@ def _prepare_inside(graph: fx.Graph, attention: fx.Node, query: RawHeads, key: R
 def _tables(attentions: Sequence[fx.Node]) -> set[Any]:
     tables: set[Any] = set()
     for node in attentions:
-        args = arguments_of(node, DecodeAttention)
+        args = _arguments_of(node)
         tables |= {args.starts, args.lengths, args.indices}
+        if isinstance(args, CascadeAttention):
+            tables |= {args.shared_lengths, args.members, args.work_items, args.merge_parts}
     return tables

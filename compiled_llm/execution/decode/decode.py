@@ -18,6 +18,7 @@ from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.inputs import DecodeInputs
 from compiled_llm.compilation.program_list import DECODE_MANY, program_for
+from compiled_llm.execution.decode.cascade_table import CascadeTable
 from compiled_llm.execution.decode.decode_step import DecodeLaunch
 from compiled_llm.execution.decode.planned_table import PlannedTable
 from compiled_llm.execution.graphs.dispatcher import Dispatch, Dispatcher
@@ -27,6 +28,7 @@ from compiled_llm.execution.reporting.events import UploadCause
 from compiled_llm.execution.reporting.progress import TaskNumber
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.row import Row
+from compiled_llm_ops.attention.cascade_tables import SharedRun
 
 logger = logging.getLogger("compiled_llm.uploads")
 
@@ -60,6 +62,7 @@ class Decode:
         self.dispatcher = dispatcher
         self._table = state.step_table
         self._planned = PlannedTable(state, planner) if planner.decodes else None
+        self._cascade = CascadeTable(state) if state.config.cascade else None
         self._cuda_graphs = graph_manager.cuda_graphs
         self._owner: weakref.ref[BatchOwner] | None = None
         self._largest = dispatcher.decode_of(state.config.max_batch_size)
@@ -174,7 +177,7 @@ class Decode:
     def _prepare(self, step: StepKey, waiting: int, number: TaskNumber | None, first: bool) -> None:
         """Compile a step, the ``first`` with the rows that suit all, and capture it."""
         graph_manager, new = self._graph_manager, step.new_tokens_per_row
-        several = f", {new} tokens each" if new > 1 else ""
+        several = f", {new} tokens each" if new > 1 else ", shared pages read once" if step.cascade else ""
         what = f"decode bucket {step.rows}{several}"
         waiting = 0 if self._table.entry(step).losses else waiting
         program = program_for(self._inputs(step)).name
@@ -218,30 +221,34 @@ class Decode:
 
     @property
     def table_bytes(self) -> int:
-        """Size of the page table of planned steps, in bytes."""
-        return 0 if self._planned is None else self._planned.nbytes
+        """Size of the page table of planned steps, and of the tables of shared pages, in bytes."""
+        return sum(table.nbytes for table in (self._planned, self._cascade) if table is not None)
 
     @property
     def follows_pages(self) -> bool:
         """Whether steps are planned, again whenever a row enters a page."""
         return self._planned is not None
 
-    def place(self, rows: Sequence[Row], step: StepKey, cause: UploadCause) -> None:
+    def place(self, rows: Sequence[Row], step: StepKey, cause: UploadCause, runs: Sequence[SharedRun] = ()) -> None:
         """Put rows, already grown by the tokens that they are about to feed in, in the decode buffers.
 
-        Their slots have their page numbers; the rest of the bucket becomes padding.
+        Their slots have their page numbers; the rest of the bucket becomes padding. ``runs`` are the pages that they
+        share, of a step that reads these once.
         """
         self._state.decode_buffers.place(rows, step)
-        self._written(rows, step, cause)
+        self._written(rows, step, cause, runs)
 
-    def stay(self, rows: Sequence[Row], step: StepKey, cause: UploadCause) -> None:
+    def stay(self, rows: Sequence[Row], step: StepKey, cause: UploadCause, runs: Sequence[SharedRun] = ()) -> None:
         """Keep rows at their batch indices although their pages have changed; otherwise as ``place``."""
         self._state.decode_buffers.place_padding(len(rows), step)
-        self._written(rows, step, cause)
+        self._written(rows, step, cause, runs)
 
-    def _written(self, rows: Sequence[Row], step: StepKey, cause: UploadCause) -> None:
+    def _written(self, rows: Sequence[Row], step: StepKey, cause: UploadCause, runs: Sequence[SharedRun]) -> None:
         if self._planned is not None:
             self._planned.lay_out(rows, step)
+        if step.cascade:
+            assert self._cascade is not None, "only with its tables are there such steps"
+            self._cascade.lay_out(runs, rows, step)
         self._graph_manager.events.uploads[cause] += 1
         logger.debug("decode bucket %d: %d rows written: %s", step.rows, len(rows), cause)
 
@@ -317,4 +324,7 @@ class Decode:
 
     def _inputs(self, step: StepKey) -> DecodeInputs:
         inputs = self._state.decode_buffers.of(step)
+        if step.cascade:
+            assert self._cascade is not None, "only with its tables are there such steps"
+            return inputs._replace(cascade=self._cascade.of(step))
         return inputs if self._planned is None else inputs._replace(planned=self._planned.of(step))

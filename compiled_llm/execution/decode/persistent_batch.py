@@ -12,6 +12,7 @@ from torch import Tensor
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.batch import StepOutput
+from compiled_llm.execution.decode.cascade_table import LEAST_KEYS
 from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.decode.decode_step import DecodeStep, PlacedRows
 from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
@@ -21,6 +22,8 @@ from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.state.staging import Readbacks
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.row import Row
+from compiled_llm.kvcache.shared_runs import SharedRuns
+from compiled_llm_ops.attention.cascade_tables import SharedRun
 
 
 class PersistentBatch:
@@ -43,6 +46,10 @@ class PersistentBatch:
         self.step: DecodeStep | None = None
         self._logits: Tensor | None = None  # of the last launch, if that was no decode step in the buffers
         self.deferred = DeferredSampling(state)
+        paging = (self._page_size, self._groups, -(-LEAST_KEYS // self._page_size))
+        self._shared = SharedRuns(*paging) if state.config.cascade else None
+        self._runs: Sequence[SharedRun] = ()  # of the rows that a step was last wanted for
+        self._placed_runs: Sequence[SharedRun] = ()
 
     @property
     def logits(self) -> Tensor | None:
@@ -68,13 +75,15 @@ class PersistentBatch:
         placed = None if self.step is None else self.step.placed
         if placed is not None and placed.are(rows, step):
             entered = self._decode.follows_pages and self._enters_page(rows, step)
-            if copied or listed or entered:
-                self._decode.stay(rows, step, "page_copied" if copied else "new_page")
+            if copied or listed or entered or (step.cascade and self._runs is not self._placed_runs):
+                self._decode.stay(rows, step, "page_copied" if copied else "new_page", self._runs)
+                self._placed_runs = self._runs
             return placed
         cause: UploadCause = "rows_changed" if self._decode.owned_by(self) else "call_moved_in"
         self._decode.claim(self)
         make_exact(rows)
-        self._decode.place(rows, step, cause)
+        self._decode.place(rows, step, cause, self._runs)
+        self._placed_runs = self._runs
         return None
 
     def _enters_page(self, rows: Sequence[Row], step: StepKey) -> bool:
@@ -136,14 +145,26 @@ class PersistentBatch:
 
     # ---- rows come and go
 
-    def step_for(self, rows: int, new_tokens: int = 1) -> StepKey:
-        """Return the decode step of so many rows, after the last one of the same rows and others.
+    def step_for(self, rows: Sequence[Row], new_tokens: int = 1) -> StepKey:
+        """Return the decode step of rows, not yet grown, after the last one of the same rows and others.
 
         With several new tokens a row, it is the smallest.
         """
         if new_tokens > 1:
-            return self._decode.step_of_several(rows, new_tokens)
-        return self._decode.dispatcher.decode_of(rows, self._wanted, self.exact)
+            return self._decode.step_of_several(len(rows), new_tokens)
+        step = self._decode.dispatcher.decode_of(len(rows), self._wanted, self.exact)
+        self._runs = self._runs_of(rows)
+        return StepKey.decode(step.rows, cascade=True) if self._runs else step
+
+    def _runs_of(self, rows: Sequence[Row]) -> Sequence[SharedRun]:
+        """Return the pages that rows share, if those are read once.
+
+        The page of a row's last token is in none: the next one may go there. A row whose tokens may still be found not
+        to count may have fewer than it says.
+        """
+        if self._shared is None or len(rows) < 2 or any(row.unread for row in rows):
+            return ()
+        return self._shared.runs(rows)
 
     def chose(self, step: StepOutput) -> None:
         """Note tokens that were sampled outside of the decode buffers."""

@@ -1,0 +1,70 @@
+"""The tables of decode steps that read the pages which rows share once for all of these rows.
+
+Shapes: B rows of a bucket, W work items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from compiled_llm.compilation.graphs.step_key import StepKey
+from compiled_llm.execution.state.decode_buffers import mark_columns
+from compiled_llm.execution.state.runner_state import RunnerState
+from compiled_llm.kvcache.memory import mark_static
+from compiled_llm.kvcache.row import Row
+from compiled_llm.model.attention import CascadeBatch
+from compiled_llm.model.sizes import attention_geometries
+from compiled_llm_ops.attention.cascade_tables import SharedRun, cascade_tables
+from compiled_llm_ops.contracts import CASCADE_LEVELS
+
+LEAST_KEYS = 64
+"""Keys of a run below which it is not worth a work item: about those that a program reads at a time."""
+
+_ITEMS_OF_A_ROW, _LEAST_ITEMS = 2, 128
+"""Work items that there is room for: each pair of rows may share something, and few rows something long."""
+
+_PARTS_OF_A_ROW, _LEAST_PARTS = 8, 512
+"""Partial results that there is memory for."""
+
+
+class CascadeTable:
+    """The tables for the largest batch, and their views for each bucket; without runs, rows read all for themselves."""
+
+    def __init__(self, state: RunnerState) -> None:
+        self._staging, self._slots = state.staging, state.slots
+        self._page_size, max_rows = state.config.page_size, state.config.max_batch_size
+        geometries = attention_geometries(state.facts.layers, self._page_size, state.dtype)
+        self._kv_heads = min(geometry.kv_heads for geometry in geometries)
+        self._heads = self._kv_heads * max(geometry.query_heads // geometry.kv_heads for geometry in geometries)
+        on_cuda = state.device.type == "cuda"
+        self._processors = torch.cuda.get_device_properties(state.device).multi_processor_count if on_cuda else 1
+        self._max_items = max(_LEAST_ITEMS, _ITEMS_OF_A_ROW * max_rows)
+        self._max_parts = max(_LEAST_PARTS, _PARTS_OF_A_ROW * max_rows)
+        sizes = (max_rows, CASCADE_LEVELS * max_rows, 6 * self._max_items, 3 * CASCADE_LEVELS * max_rows)
+        with torch.inference_mode(False):
+            self._whole = tuple(torch.zeros(size, dtype=torch.int32, device=state.device) for size in sizes)
+            _, members, items, _ = self._whole
+            self._any_rows = mark_static(members), mark_static(items.view(-1, 6))
+        self._views: dict[StepKey, CascadeBatch] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(column.nbytes for column in self._whole)
+
+    def of(self, step: StepKey) -> CascadeBatch:
+        """Return the tables of a bucket, always the same tensors."""
+        if step not in self._views:
+            shared_lengths, _, _, parts = self._whole
+            of_rows = shared_lengths[: step.rows], parts.view(-1, CASCADE_LEVELS, 3)[: step.rows]
+            mark_columns(of_rows, step.rows)
+            self._views[step] = CascadeBatch(of_rows[0], *self._any_rows, of_rows[1], self._max_parts)
+        return self._views[step]
+
+    def lay_out(self, runs: Sequence[SharedRun], rows: Sequence[Row], step: StepKey) -> None:
+        """Write which pages of ``rows``, which have slots, are read together."""
+        starts = self._slots.of(rows, step.rows) * self._slots.pages_each
+        paging = (self._page_size, self._heads, self._kv_heads, self._processors)
+        tables = cascade_tables(runs, starts.tolist(), *paging, self._max_items, self._max_parts)
+        self._staging.upload([(table.reshape(-1), whole) for table, whole in zip(tables, self._whole, strict=True)])
