@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import pytest
-import torch
-from peft import LoraConfig, get_peft_model
-from torch import nn
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation.graphs.step_key import StepKey
@@ -24,21 +20,14 @@ from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.prefill.mixed_steps import MixedStep
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.engine.sampling_settings import COMBINED, ENDS, GREEDY, VOCABULARY, together
+from support.engine.random_requests import CAPTURES, KINDS, MODES, WEIGHTS, WORDS, answers, assert_same, requests
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import PATIENCE, greedy, wrapped
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
-from support.execution.stand_in_piecewise import let_a_cpu_capture_pieces
-from support.huggingface.families import FAMILIES, make
 from support.parity import assert_account_is_empty
 from support.tiny_models import WINDOWS, tiny_qwen3
-from support.uneven_heads import uneven_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-WORDS: dict[str, Any] = {"eos_token_id": ENDS, "vocab_size": VOCABULARY}
-
-SOME = ("repetition_penalty", "logit_bias", "min_tokens", "stop_token_ids", "structured_outputs", "ignore_eos")
 
 
 def engine_of(mixed: Mixed, tokens: int = 4000, config: dict[str, Any] | None = None, **options: Any) -> Engine:
@@ -50,34 +39,6 @@ def engine_for(
 ) -> Engine:
     model = wrapped(tokens, plain, mode=mode, max_batch_size=8, page_size=16, prefill_tokens=32)
     return Engine(model, tokenizer=byte_level(), max_num_seqs=8, mixed=mixed, **options)
-
-
-def requests(seed: int, count: int) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts of one to three chunks, some of which begin alike, with settings of every kind."""
-    chance = random.Random(seed)
-    shared = [chance.randrange(3, VOCABULARY) for _ in range(40)]
-    found = []
-    for number in range(count):
-        ids = shared[: chance.choice([0, 0, 32, 40])]
-        ids = ids + [chance.randrange(3, VOCABULARY) for _ in range(chance.randint(1, 50))]
-        params = together(COMBINED).params if chance.random() < 0.1 else GREEDY[chance.choice(SOME)].params
-        drawn = {"temperature": 0.0} if chance.random() < 0.6 else {"temperature": 0.9, "top_p": 0.9, "seed": number}
-        scored = chance.choice([{}, {}, {"logprobs": 3}, {"logprobs": 0, "prompt_logprobs": 2}])
-        found.append((ids, SamplingParams(**{"max_tokens": chance.randint(10, 24), **params, **drawn, **scored})))
-    return found
-
-
-def answers(engine: Engine, asked: list[tuple[list[int], SamplingParams]], seed: int) -> list[RequestOutput]:
-    """Requests come while others run, and some are cancelled; those are left out."""
-    chance = random.Random(seed)
-    handles = []
-    for ids, params in asked:
-        handles.append(engine.submit(ids, params, priority=chance.choice([0, 0, 1])))
-        if chance.random() < 0.4:
-            next(iter(handles[-1]))
-        if chance.random() < 0.1:
-            engine.submit(ids[::-1], params).cancel()
-    return [handle.result(PATIENCE) for handle in handles]
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["read at once", "read a step late"])
@@ -120,27 +81,9 @@ def assert_mixed_steps_change_nothing(
             assert_same(output, expected)
 
 
-KINDS: dict[str, Callable[[], PreTrainedModel]] = {
-    **{
-        family: lambda family=family: make(family, {**FAMILIES[family], **WORDS}, 0)  # type: ignore[misc]
-        for family in ("GPT2LMHead", "Gemma2", "Gemma3", "GptOss", "Qwen2Moe")
-    },
-    "values that are no keys": lambda: uneven_llama(**WORDS),
-}
-"""Learned positions, soft caps, windows in some layers, sinks, experts, and values of another size than the keys."""
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_of_each_kind_run_in_mixed_steps(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_mixed_steps_change_nothing(lambda mixed: engine_for(KINDS[kind](), mixed), seed, monkeypatch)
-
-
-CAPTURES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "cuda-graphs": let_a_cpu_capture,
-    "piecewise": let_a_cpu_capture_pieces,
-}
-MODES = [pytest.param(mode, marks=pytest.mark.whole if mode == "reduce-overhead" else ()) for mode in get_args(Mode)]
-"""On a CPU, "reduce-overhead" is "compile"; "eager" has been compared above."""
 
 
 @pytest.mark.usefixtures("without_inductor")
@@ -150,41 +93,6 @@ def test_mixed_steps_run_in_each_mode(mode: Mode, seed: int, monkeypatch: pytest
     assert_mixed_steps_change_nothing(
         lambda mixed: engine_for(tiny_qwen3(**WORDS, num_hidden_layers=1), mixed, mode=mode), seed, monkeypatch
     )
-
-
-def adapted(merged: bool) -> PreTrainedModel:
-    torch.manual_seed(1)
-    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    adapter: Any = get_peft_model(tiny_qwen3(**WORDS), config).eval()
-    if merged:
-        adapter.merge_adapter()
-    model: PreTrainedModel = adapter.get_base_model()
-    return model
-
-
-def of_16_bits() -> PreTrainedModel:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.ao is deprecated in favour of torchao
-        model: PreTrainedModel = torch.ao.quantization.quantize_dynamic(
-            tiny_qwen3(**WORDS), {nn.Linear}, dtype=torch.float16
-        )
-    return model
-
-
-def of_8_bits() -> PreTrainedModel:
-    quantization = pytest.importorskip("torchao.quantization")
-    model = tiny_qwen3(**WORDS)
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-    return model
-
-
-WEIGHTS: dict[str, Callable[[], PreTrainedModel]] = {
-    "an adapter": lambda: adapted(merged=False),
-    "a merged adapter": lambda: adapted(merged=True),
-    "16 bits": of_16_bits,
-    "8 bits": of_8_bits,
-}
-"""No quantised activations: what they are rounded to depends on all that is computed in a launch."""
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -209,19 +117,6 @@ def test_captured_shapes_are_replayed_by_mixed_steps(seed: int, monkeypatch: pyt
     assert replays[1] < replays[0], "rows that run went along with prompts"
     for output, expected in zip(*outputs, strict=True):
         assert_same(output, expected)
-
-
-def assert_same(output: RequestOutput, expected: RequestOutput) -> None:
-    answer, wanted = output.outputs[0], expected.outputs[0]
-    assert (answer.token_ids, answer.finish_reason) == (wanted.token_ids, wanted.finish_reason)
-    for scores, others in ((answer.logprobs, wanted.logprobs), (output.prompt_logprobs, expected.prompt_logprobs)):
-        assert (scores is None) == (others is None)
-        for place, other in zip(scores or (), others or (), strict=True):
-            assert (place is None) == (other is None)
-            values = [
-                {} if of is None else {token: entry.logprob for token, entry in of.items()} for of in (place, other)
-            ]
-            assert values[0] == pytest.approx(values[1], abs=1e-3)
 
 
 def test_a_prompt_and_what_runs_are_one_launch_if_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,13 @@ def test_a_backend_that_nobody_brings_is_refused_with_all_that_there_are() -> No
         WrapConfig(backend="cudnn")
 
 
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("backend", ["unplanned", "planned"])
+def test_a_backend_that_reads_no_shared_pages_once_is_refused_with_cascade(backend: str) -> None:
+    with pytest.raises(ValueError, match=f"cascade=True: backend='{backend}' has no decode kernel on cpu"):
+        compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1), mode="eager", backend=backend, cascade=True)
+
+
 def assert_huggingfaces_tokens(model: Any, reference: PreTrainedModel, seed: int) -> None:
     """Of batches of one to three rows, in one graph that is compiled once."""
     for lengths in ([5], [5, 9, 17], [3, 4]):

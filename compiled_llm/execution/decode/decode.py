@@ -293,6 +293,8 @@ class Decode:
             ``[T, V]`` logits, and ``[T]`` int64, the next tokens; both overwritten by the next step.
         """
         self._graph_manager.events.used[wanted] += 1
+        if step.cascade:
+            self._graph_manager.events.cascaded()
         self._state.arena.flush()
         if (cuda_graph := self._table.get(step)) is not None:
             outputs: StepOutputs = cuda_graph.replay()
@@ -313,6 +315,7 @@ class Decode:
             used=self._graph_manager.events.used,
             wanted=wanted,
             missed=None if wanted == step else functools.partial(self._table.missed, wanted, padded=True),
+            cascaded=self._graph_manager.events.cascaded if step.cascade else None,
             repeats=step.new_tokens_per_row == 1 and (graph is not None or not self._cuda_graphs.ours),
             alone=not self._cuda_graphs.background_captures,
         )

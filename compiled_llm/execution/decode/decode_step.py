@@ -89,6 +89,7 @@ class DecodeLaunch(NamedTuple):
         arena: what is due in it is uploaded first.
         used: counts the wanted steps, ``wanted`` here.
         missed: called if that one has no CUDA graph, so that the step runs in another.
+        cascaded: called if it reads pages which rows share once.
         repeats: whether it can be launched again as it is; a missing graph would not be captured then.
         alone: whether nothing is to be done between two launches, as captures that go on in time slices are.
     """
@@ -100,6 +101,7 @@ class DecodeLaunch(NamedTuple):
     used: Counter[StepKey | str]
     wanted: StepKey
     missed: Callable[[], None] | None
+    cascaded: Callable[[], None] | None
     repeats: bool
     alone: bool
 
@@ -212,6 +214,8 @@ class DecodeStep:
         launch.used[launch.wanted] += 1
         if launch.missed is not None:
             launch.missed()
+        if launch.cascaded is not None:
+            launch.cascaded()
         try:
             if tokens is not None:
                 launch.feed(tokens)

@@ -131,6 +131,7 @@ class Runtime:
         return dataclasses.replace(
             calls,
             steps=counters.steps,
+            cascade_steps=self.events.cascade_steps,
             new_tokens=counters.tokens,
             generate_seconds=round(self.events.generating.seconds, 6),
             uploads=self.events.uploads.total(),

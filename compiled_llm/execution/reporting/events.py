@@ -46,6 +46,7 @@ class Events:
     Attributes:
         used: how often calls have used each step, and under its name the prefill from embeddings.
         uploads: page tables written into the decode buffers, by cause.
+        cascade_steps: decode steps that read pages which rows share once.
         generating: runs while our loops do, and nothing is compiled.
         preparing: runs while something is compiled or captured.
     """
@@ -53,11 +54,16 @@ class Events:
     used: Counter[StepKey | str] = field(default_factory=Counter)
     uploads: Counter[UploadCause] = field(default_factory=Counter)
     cold_starts: list[ColdStart] = field(default_factory=list)
+    cascade_steps: int = 0
     generating: Stopwatch = field(default_factory=Stopwatch)
     preparing: Stopwatch = field(default_factory=Stopwatch)
     _warmed: bool = False
 
     _lost: bool = False
+
+    def cascaded(self) -> None:
+        """Note a decode step that reads pages which rows share once."""
+        self.cascade_steps += 1
 
     def warmed_up(self) -> None:
         self._warmed, self._lost = True, False

@@ -42,12 +42,13 @@ class Stats:
             the model itself the key begins with ``"forward: "``. ``execution/reporting/slow_paths.py`` says what to
             change.
         steps: prefills and decode steps launched by our loops, the fast one and the processed one.
+        cascade_steps: decode steps that read pages which rows share once, with ``cascade=True``.
         new_tokens: tokens that our loops have generated, over all rows; pads after the end of a row are not counted.
         generate_seconds: how long they took, prompts, streamers and criteria included, and compiling left out; of
             loops that ran at the same time, each second is counted once.
         uploads: page tables written into the decode buffers; between them steps only replay.
         graphs: graphs compiled: at most 3 (prefill, decode at batch 1, decode at larger batches), and 1 more once
-            ``inputs_embeds`` were given.
+            ``inputs_embeds`` were given, or pages were shared with ``cascade=True``.
         compile_seconds: how long tracing, compiling, building kernels and capturing took, in ``warmup`` or in calls
             that waited for it.
         tracing_seconds: how much of that Dynamo took to trace graphs, which no artifacts spare.
@@ -83,6 +84,7 @@ class Stats:
     forward_calls: dict[str, int] = field(default_factory=dict)
     slow_paths: dict[str, int] = field(default_factory=dict)
     steps: int = 0
+    cascade_steps: int = 0
     new_tokens: int = 0
     generate_seconds: float = 0.0
     uploads: int = 0
@@ -135,7 +137,9 @@ class Stats:
     def _step_rows(self) -> Iterator[tuple[str, str]]:
         if (speed := self.tokens_per_second) is not None:
             yield "speed", f"{speed:,.1f} tokens/s: {self.new_tokens} new tokens in {self.generate_seconds:.2f} s"
-        yield "steps", f"{self.steps}, page tables uploaded {self.uploads} times" if self._on_cuda else str(self.steps)
+        shared = f", {self.cascade_steps} of them read shared pages once" if self.cascade_steps else ""
+        uploaded = f", page tables uploaded {self.uploads} times" if self._on_cuda else ""
+        yield "steps", f"{self.steps}{shared}{uploaded}"
 
     def _graph_rows(self) -> Iterator[tuple[str, str]]:
         compiled = f"{self.graphs} graphs in {self.compile_seconds:.1f} s"

@@ -1,0 +1,122 @@
+"""Steps that read shared pages once give an engine's requests what steps give that read them for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from compiled_llm.config import Mode
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.steps import scheduler
+from compiled_llm.engine.steps.loop import Loop, Mixed
+from compiled_llm.execution.decode import persistent_batch
+from compiled_llm.requests.outputs import RequestOutput
+from support.engine.random_requests import CAPTURES, KINDS, MODES, WEIGHTS, WORDS, answers, assert_same, requests
+from support.engine.text_tokenizers import byte_level
+from support.engine.tiny_engines import PATIENCE, greedy, wrapped
+from support.parity import assert_account_is_empty
+from support.tiny_models import WINDOWS, tiny_qwen3
+
+pytestmark = pytest.mark.usefixtures("one_thread", "short_runs")
+
+
+@pytest.fixture
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests here share 32 tokens at most."""
+    monkeypatch.setattr(persistent_batch, "LEAST_KEYS", 8)
+
+
+def engine_for(
+    plain: PreTrainedModel,
+    cascade: bool,
+    tokens: int = 4000,
+    mode: Mode = "eager",
+    page_size: int = 4,
+    mixed: Mixed = False,
+) -> Engine:
+    options: dict[str, Any] = {"mode": mode, "page_size": page_size, "max_batch_size": 8, "prefill_tokens": 32}
+    model = wrapped(tokens, plain, cascade=cascade, **options)
+    return Engine(model, tokenizer=byte_level(), max_num_seqs=8, mixed=mixed)
+
+
+def assert_cascade_changes_nothing(
+    engine: Callable[[bool], Engine], seed: int, count: int = 12, preempts: bool = False
+) -> None:
+    asked, outputs = requests(seed, count), list[list[RequestOutput]]()
+    for cascade in (False, True):
+        with engine(cascade) as running:
+            outputs.append(answers(running, asked, seed))
+            stats, model = running.stats(), running._model
+            assert (model.compiled.stats().cascade_steps > 0) == cascade
+            assert model.compiled.stats().cascade_steps < stats.steps
+            assert not preempts or stats.preemptions > 0
+        assert_account_is_empty(model)
+    for expected, output in zip(*outputs, strict=True):
+        assert_same(output, expected)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["read at once", "read a step late"])
+@pytest.mark.parametrize("case", ["many pages", "few pages", "mixed steps", "windows"])
+def test_tokens_and_log_probabilities_are_those_of_rows_that_read_for_themselves(
+    case: str, late: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
+    config = WINDOWS if case == "windows" else {}
+    options: dict[str, Any] = {"mixed": case == "mixed steps"}
+    if case == "few pages":
+        monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
+        options["tokens"] = 200
+    assert_cascade_changes_nothing(
+        lambda cascade: engine_for(tiny_qwen3(**WORDS, **config), cascade, **options),
+        seed,
+        count=40,
+        preempts=case == "few pages",
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_of_each_kind_read_shared_pages_once(kind: str, seed: int) -> None:
+    assert_cascade_changes_nothing(lambda cascade: engine_for(KINDS[kind](), cascade), seed)
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_shared_pages_are_read_once_in_each_mode(mode: Mode, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    CAPTURES.get(mode, lambda _: None)(monkeypatch)
+    plain = {**WORDS, "num_hidden_layers": 1}
+    assert_cascade_changes_nothing(lambda cascade: engine_for(tiny_qwen3(**plain), cascade, mode=mode), seed)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_adapted_and_quantised_weights_multiply_beside_shared_pages(weights: str, seed: int) -> None:
+    assert_cascade_changes_nothing(lambda cascade: engine_for(WEIGHTS[weights](), cascade), seed)
+
+
+@pytest.mark.slow
+def test_compiled_programs_read_shared_pages_once(seed: int) -> None:
+    plain = {**WORDS, "num_hidden_layers": 1}
+    assert_cascade_changes_nothing(lambda cascade: engine_for(tiny_qwen3(**plain), cascade, mode="compile"), seed)
+
+
+def test_rows_that_share_nothing_run_as_without_it() -> None:
+    with engine_for(tiny_qwen3(**WORDS), cascade=True) as engine:
+        handles = [engine.submit([first, *range(5, 60)], greedy(8)) for first in (3, 4, 5)]
+        for handle in handles:
+            handle.result(PATIENCE)
+        assert engine._model.compiled.stats().cascade_steps == 0
+        assert "read shared pages once" not in str(engine._model.compiled.stats())
+
+
+def test_steps_that_read_shared_pages_once_are_counted() -> None:
+    prompt = [*range(3, 60)]
+    with engine_for(tiny_qwen3(**WORDS), cascade=True) as engine:
+        engine.generate([prompt], greedy(1))
+        handles = [engine.submit([*prompt, last], greedy(9)) for last in (3, 4)]
+        for handle in handles:
+            handle.result(PATIENCE)
+        stats = engine._model.compiled.stats()
+        assert 0 < stats.cascade_steps <= 8
+        assert f"{stats.cascade_steps} of them read shared pages once" in str(stats)
