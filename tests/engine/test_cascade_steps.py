@@ -96,6 +96,7 @@ def test_adapted_and_quantised_weights_multiply_beside_shared_pages(weights: str
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 def test_compiled_programs_read_shared_pages_once(seed: int) -> None:
     plain = {**WORDS, "num_hidden_layers": 1}
     assert_cascade_changes_nothing(lambda cascade: engine_for(tiny_qwen3(**plain), cascade, mode="compile"), seed)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.execution.decode import persistent_batch
+from compiled_llm.execution.decode.cascade_table import CascadeTable
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.refusals import UnsupportedModelError
 from support.execution.alone import Alone
@@ -68,8 +69,14 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("call", "mode"),
+    [
+        *[(call, "eager") for call in CALLS],
+        pytest.param("beams", "compile", marks=pytest.mark.slow),
+        *[pytest.param(call, "compile", marks=[pytest.mark.slow, pytest.mark.whole]) for call in CALLS],
+    ],
+)
 def test_generate_gives_the_same_tokens(call: str, mode: str, seed: int) -> None:
     prompts = torch.randint(3, 128, (2, 20))
     if call == "equal prompts":
@@ -89,13 +96,13 @@ def test_generate_gives_the_same_tokens(call: str, mode: str, seed: int) -> None
 def test_runs_follow_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three rows that begin alike, one leaves, and one is rewound to where it writes into what they shared."""
     found: list[list[tuple[tuple[int, ...], int, int]]] = []
-    lay_out = persistent_batch.Decode.place
+    lay_out = CascadeTable.lay_out
 
-    def note(self: Any, rows: Any, step: Any, cause: Any, runs: Any = ()) -> None:
+    def note(self: CascadeTable, runs: Any, rows: Any, step: Any) -> None:
         found.append([tuple(run) for run in runs])
-        lay_out(self, rows, step, cause, runs)
+        lay_out(self, runs, rows, step)
 
-    monkeypatch.setattr(persistent_batch.Decode, "place", note)
+    monkeypatch.setattr(CascadeTable, "lay_out", note)
     plain = tiny_qwen3(**OVERRIDES)
     model = compiled_llm.wrap(tiny_qwen3(**OVERRIDES), **OPTIONS, kv_memory="900 tokens", cascade=True)
     loop = model.compiled.generate_loop()
@@ -115,6 +122,26 @@ def test_runs_follow_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         twin.feed([twin.next])
     assert found[-1] == [((0, 1), 0, 2)], "it writes into a copy of the third page"
     decode(loop, twins)
+    loop.close()
+
+
+def test_a_run_grows_with_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last page of a row is not read together with others before the row has begun another one."""
+    found: list[int] = []
+    lay_out = CascadeTable.lay_out
+
+    def note(self: CascadeTable, runs: Any, rows: Any, step: Any) -> None:
+        found.extend(run.pages for run in runs)
+        lay_out(self, runs, rows, step)
+
+    monkeypatch.setattr(CascadeTable, "lay_out", note)
+    model = compiled_llm.wrap(tiny_qwen3(**OVERRIDES), **OPTIONS, kv_memory="900 tokens", cascade=True)
+    loop, prompts = model.compiled.generate_loop(), [[*range(3, 15)], [*range(3, 16)]]
+    twins = dict(zip(rows_alike(loop, prompts), [Alone(tiny_qwen3(**OVERRIDES), ids) for ids in prompts], strict=True))
+    for _ in range(3):
+        decode(loop, twins)
+    assert found[0] == 3
+    assert found[-1] == 4
     loop.close()
 
 

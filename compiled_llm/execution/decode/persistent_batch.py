@@ -159,10 +159,9 @@ class PersistentBatch:
     def _runs_of(self, rows: Sequence[Row]) -> Sequence[SharedRun]:
         """Return the pages that rows share, if those are read once.
 
-        The page of a row's last token is in none: the next one may go there. A row whose tokens may still be found not
-        to count may have fewer than it says.
+        The page of a row's last token is in none: the next one may go there.
         """
-        if self._shared is None or len(rows) < 2 or any(row.unread for row in rows):
+        if self._shared is None or len(rows) < 2:
             return ()
         return self._shared.runs(rows)
 

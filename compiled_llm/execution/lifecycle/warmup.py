@@ -120,7 +120,10 @@ class Warmup:
     def _decodes(model_runner: ModelRunner, wanted: Wanted) -> list[StepKey]:
         if wanted.profile is not None:
             return sorted(step for step in wanted.profile.uses if step.phase == "decode")
-        return sorted({model_runner.decode.dispatcher.decode_of(size) for size in wanted.sizes})
+        steps = {model_runner.decode.dispatcher.decode_of(size) for size in wanted.sizes}
+        if model_runner.config.cascade:
+            steps |= {StepKey.decode(step.rows, cascade=True) for step in steps if step.rows > 1}
+        return sorted(steps)
 
     # ---- profiles
 
