@@ -229,7 +229,7 @@ def test_graphs_are_cut_before_the_decode_ops_of_any_backend(seed: int, monkeypa
     ops = other_kernels.UNPLANNED.decode_ops("cpu")
 
     def noted(module: fx.GraphModule, inputs: Any, options: Any) -> Any:
-        found.append(attentions_in(module.graph, ops.both))
+        found.append(attentions_in(module.graph, ops.overloads))
         return module.forward
 
     monkeypatch.setattr(inductor, "compile_with_inductor", noted)
