@@ -121,3 +121,21 @@ def test_steps_that_read_shared_pages_once_are_counted() -> None:
         stats = engine._model.compiled.stats()
         assert 0 < stats.cascade_steps <= 8
         assert f"{stats.cascade_steps} of them read shared pages once" in str(stats)
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_warmup_prepares_steps_that_read_shared_pages_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    CAPTURES["cuda-graphs"](monkeypatch)
+    prompt = [*range(3, 60)]
+    with engine_for(tiny_qwen3(**{**WORDS, "num_hidden_layers": 1}), cascade=True, mode="cuda-graphs") as engine:
+        engine.warmup([2])
+        engine.generate([prompt], greedy(1))
+        handles = [engine.submit([*prompt, last], greedy(9)) for last in (3, 4)]
+        for handle in handles:
+            handle.result(PATIENCE)
+        stats = engine._model.compiled.stats()
+        captured = [row for row in stats.cuda_graph_table if row["phase"] == "decode" and row["variant"] == 1]
+        assert [row["rows"] for row in captured] == [2]
+        assert stats.cascade_steps > 0
+        assert captured[0]["replays"] == stats.cascade_steps
+        assert engine.stats().cold_starts == 0
