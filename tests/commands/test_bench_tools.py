@@ -137,6 +137,17 @@ def test_offline(tool: Any, tmp_path: Path) -> None:
     assert ours["counts"]["cached tokens"] == 0
 
 
+def test_offline_also_with_shared_pages_read_once(tool: Any, tmp_path: Path) -> None:
+    python, _ = fake_vllm(tmp_path)
+    quick = ("--requests", "3", "--prompts", "4-8", "--answers", "5-9", "--decoding", "greedy", "--runs", "1")
+    both = ("--contenders", "compiled-llm:engine:eager,vllm", "--vllm", python)
+    report, _ = tool("offline", *quick, *both, "--cascade", "--system-prompt", "70")
+    ours, theirs = "compiled-llm:engine:eager", "vllm"
+    names = [result["contender"] for result in report.results["offline"]]
+    assert names == [ours, f"{ours}:cascade", theirs, f"{theirs}:cascade"]
+    assert len({result["new_tokens"] for result in report.results["offline"]}) == 1
+
+
 def test_the_requests_are_those_of_nano_vllms_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(TOOLS))
     offline = importlib.import_module("offline")

@@ -20,7 +20,7 @@ from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 
-OURS = "compiled-llm:engine"
+OURS, CASCADE = "compiled-llm:engine", "cascade"
 COUNTS = {"steps": "steps", "preemptions": "preemptions", "cached tokens": "cached_tokens"}
 """What is counted of a pass, and the fields of the engine's `stats`."""
 
@@ -43,17 +43,18 @@ class EngineContender(Contender):
 
 
 class OurEngine(EngineContender):
-    """`compiled_llm.Engine`; a mode that is not named is `wrap`'s own choice. Its name says `mixed`."""
+    """`compiled_llm.Engine`; a mode that is not named is `wrap`'s own choice. Its name says `mixed` and `cascade`."""
 
-    def __init__(self, mode: Mode | None = None, **options: Any) -> None:
-        self.name = ":".join(filter(None, [OURS, mode, "mixed" if options.get("mixed") is True else None]))
+    def __init__(self, mode: Mode | None = None, *, cascade: bool = False, **options: Any) -> None:
+        said = ["mixed" if options.get("mixed") is True else None, CASCADE if cascade else None]
+        self.name = ":".join(filter(None, [OURS, mode, *said]))
         self._mode: Mode = WrapConfig.mode if mode is None else mode
-        self._options = options
+        self._cascade, self._options = cascade, options
 
     @contextmanager
     def engine(self, setup: Setup) -> Iterator[OurSession]:
         model = setup.model()
-        compiled_llm.wrap(model, mode=self._mode, progress=False)
+        compiled_llm.wrap(model, mode=self._mode, cascade=self._cascade, progress=False)
         try:
             with Engine(model, **self._options) as engine:
                 setup.log(f"{self.name}: compiling and capturing")
@@ -98,10 +99,9 @@ class OurSession:
 class VllmEngine(EngineContender):
     """vLLM's `LLM`, or with `streams` its `AsyncLLM`, in a worker."""
 
-    name = "vllm"
-
-    def __init__(self, python: str, streams: bool) -> None:
-        self._peer = Peer(python, streams)
+    def __init__(self, python: str, streams: bool, cascade: bool = False) -> None:
+        self.name = f"vllm:{CASCADE}" if cascade else "vllm"
+        self._peer = Peer(python, streams, cascade)
 
     def obstacle(self, setup: Setup) -> str | None:
         return self._peer.obstacle(setup)
@@ -131,6 +131,11 @@ class VllmSession:
     def _ask(self, asked: Sequence[Asked], temperature: float) -> dict[str, Any]:
         more = {"arrivals": [request.arrival for request in asked], "sampling": {"temperature": temperature}}
         return self.worker.ask([request.prompt for request in asked], [request.new for request in asked], **more)
+
+
+def with_cascade(contenders: str) -> str:
+    """Add to each engine the one that reads pages which requests share once."""
+    return ",".join(f"{name},{name}:{CASCADE}" for name in contenders.split(","))
 
 
 def params_of(request: Asked, temperature: float) -> SamplingParams:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 from common import Bench, Commit, Contenders, DeviceName, Json, Model, Vllm, bench, named
-from engines import EngineContender, OurEngine, Served, VllmEngine
+from engines import EngineContender, OurEngine, Served, VllmEngine, with_cascade
 from shapes import vocabulary_of
 
 from compiled_llm.commands.bench.commands import DecodingOption
@@ -91,6 +91,7 @@ def main(
     prompts: Annotated[str, typer.Option(help="Lengths of prompts, drawn uniformly, in tokens.")] = "100-1024",
     answers: Annotated[str, typer.Option(help="Lengths of answers, likewise.")] = "100-1024",
     system_prompt: Annotated[int, typer.Option(min=0, help="Tokens that all prompts begin with, before these.")] = 0,
+    cascade: Annotated[bool, typer.Option("--cascade", help="Also with pages that requests share read once.")] = False,
     decoding: Annotated[DecodingOption, typer.Option(help="sampled: temperature 0.6.")] = DecodingOption.both,
     contenders: Contenders = "compiled-llm:engine,vllm",
     runs: Annotated[int, typer.Option(min=1, help="Timed passes, after one that is not.")] = 3,
@@ -102,8 +103,9 @@ def main(
     """Measure how fast engines answer many requests that come at once."""
     lengths = Lengths.parse("--prompts", prompts), Lengths.parse("--answers", answers)
     ways = {"greedy": [0.0], "sampled": [TEMPERATURE], "both": [0.0, TEMPERATURE]}[decoding.value]
-    ours = [OurEngine(), *map(OurEngine, get_args(Mode)), OurEngine(mixed=True)]
-    known = [*ours, VllmEngine(vllm, streams=False)]
+    ours = [OurEngine(mode, cascade=option) for mode in (None, *get_args(Mode)) for option in (False, True)]
+    ours.append(OurEngine(mixed=True))
+    known = [*ours, *(VllmEngine(vllm, streams=False, cascade=option) for option in (False, True))]
     bounds = Workload(requests, system_prompt + lengths[0].most, max(2, lengths[1].most))
     begun = f"{system_prompt:,} shared and {lengths[0]}" if system_prompt else str(lengths[0])
     with bench(model, device, [bounds], json, commit) as run:
@@ -133,7 +135,7 @@ def main(
                         one_pass = lambda asked=asked_more, at=temperature: session.all(asked, at)  # noqa: E731
                         result["busy"] = busy_share(one_pass, seconds, run)
 
-        run.each(named(contenders, known), measure)
+        run.each(named(with_cascade(contenders) if cascade else contenders, known), measure)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,12 @@ python tools/bench/online.py --model qwen3-0.6b --rates 4,16,64 --seconds 20
 
 from __future__ import annotations
 
+import itertools
 from typing import Annotated, get_args
 
 import typer
 from common import Commit, Contenders, DeviceName, Json, Model, Vllm, bench, integers, named
-from engines import EngineContender, OurEngine, VllmEngine
+from engines import EngineContender, OurEngine, VllmEngine, with_cascade
 from shapes import vocabulary_of
 
 from compiled_llm.commands.bench.load import Lengths, Load, measure_all
@@ -24,6 +25,7 @@ def main(
     prompts: Annotated[str, typer.Option(help="Lengths of prompts, drawn uniformly, in tokens.")] = "64-512",
     answers: Annotated[str, typer.Option(help="Lengths of answers, likewise.")] = "32-256",
     system_prompt: Annotated[int, typer.Option(min=0, help="Tokens that all prompts begin with, before these.")] = 0,
+    cascade: Annotated[bool, typer.Option("--cascade", help="Also with pages that requests share read once.")] = False,
     max_step_ms: Annotated[float | None, typer.Option(help="Of our engine: how long a step may take.")] = None,
     contenders: Contenders = "compiled-llm:engine,vllm",
     runs: Annotated[int, typer.Option(min=1, help="Passes, whose times are put together.")] = 1,
@@ -36,8 +38,10 @@ def main(
     lengths = Lengths.parse("--prompts", prompts), Lengths.parse("--answers", answers)
     load = Load(*lengths, seconds=seconds, system_prompt=system_prompt, vocabulary=vocabulary_of(model))
     loads = [Load(**{**vars(load), "rate": rate}) for rate in integers(rates)]
-    known = [OurEngine(mode, max_step_ms=max_step_ms) for mode in (None, *get_args(Mode))]
+    ways = itertools.product((None, *get_args(Mode)), (False, True))
+    known = [OurEngine(mode, cascade=option, max_step_ms=max_step_ms) for mode, option in ways]
     known.append(OurEngine(max_step_ms=max_step_ms, mixed=True))
+    peers = [VllmEngine(vllm, streams=True, cascade=option) for option in (False, True)]
     bounds = [
         Workload(max(1, round(rate * seconds)), system_prompt + lengths[0].most, max(2, lengths[1].most))
         for rate in integers(rates)
@@ -48,7 +52,7 @@ def main(
             with contender.engine(run.setup) as session:
                 measure_all({contender.name: session.stream}, loads, runs, run.report, run.save, run.setup.log)
 
-        run.each(named(contenders, [*known, VllmEngine(vllm, streams=True)]), measure)
+        run.each(named(with_cascade(contenders) if cascade else contenders, [*known, *peers]), measure)
 
 
 if __name__ == "__main__":

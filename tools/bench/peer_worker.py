@@ -102,6 +102,7 @@ def vllm_settings(job: dict[str, Any]) -> dict[str, Any]:
         "max_model_len": job["length"],
         "gpu_memory_utilization": job["gpu_share"],
         "seed": 0,
+        **({"disable_cascade_attn": False} if job["cascade"] else {}),
     }
 
 

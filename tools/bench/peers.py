@@ -103,8 +103,8 @@ class Peer(Contender):
 
     name = "vllm"
 
-    def __init__(self, python: str, streams: bool = False) -> None:
-        self.python, self.streams = python, streams
+    def __init__(self, python: str, streams: bool = False, cascade: bool = False) -> None:
+        self.python, self.streams, self.cascade = python, streams, cascade
 
     def obstacle(self, setup: Setup) -> str | None:
         if setup.name == "demo" or setup.name.lower().endswith(".gguf"):
@@ -122,6 +122,7 @@ class Peer(Contender):
                 write_config(setup.name, setup.dtype, Path(folder))
             job = {
                 "streams": self.streams,
+                "cascade": self.cascade,
                 "model": folder if setup.name in SHAPES else setup.name,
                 "random": setup.name in SHAPES,
                 "dtype": str(setup.dtype).removeprefix("torch."),
