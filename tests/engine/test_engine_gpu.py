@@ -29,6 +29,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "auto": {"backend": "auto"},
     "flashinfer": {"backend": "flashinfer"},
     "3 graphs": {"max_graphs": 3},
+    "cascade": {"cascade": True},
 }
 
 
@@ -43,7 +44,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
 
 def some_requests(seed: int, count: int) -> list[Asked]:
     draw, vocabulary = random.Random(seed), SMALL["vocab_size"]
-    stems = [[draw.randrange(vocabulary) for _ in range(length)] for length in (0, 0, 16, 40)]
+    stems = [[draw.randrange(vocabulary) for _ in range(length)] for length in (0, 0, 16, 96)]
     asked: list[Asked] = []
     for number in range(count):
         prompt = draw.choice(stems) + [draw.randrange(vocabulary) for _ in range(draw.randint(1, 150))]
@@ -73,6 +74,7 @@ def test_tokens_are_the_most_likely_ones_also_after_rows_lost_their_pages(
         assert engine.stats().cached_tokens > 0
     stats = model.compiled.stats()
     assert (stats.graph_breaks, stats.recompiles, stats.cudagraph_skips) == (0, 0, 0)
+    assert (stats.cascade_steps > 0) == model.compiled.config.cascade
     check_greedy(seed, [answered for tokens in given for answered in zip(asked, tokens, strict=True)])
     assert_account_is_empty(model)
 
