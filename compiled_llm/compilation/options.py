@@ -25,7 +25,7 @@ def passes_for(config: WrapConfig, device: torch.device, fused: Sequence[Pass], 
     if not decodes:
         appended: list[Pass] = [PreparedInAppend()] if backend.rope_append else []
         return [OuterProducts(), *appended, *fused]
-    prepared: list[Pass] = [PreparedInAttention(ops.overloads)] if ops is not None and ops.prepare else []
+    prepared: list[Pass] = [PreparedInAttention(ops)] if ops is not None and ops.prepare else []
     if config.mode == "compile":  # launching an op's kernel costs the host more than launching one of Inductor's
         return [OuterProducts(), *prepared, *fused]
     return [OuterProducts(), *prepared, NormedSums(), *fused, NormedProducts()]

@@ -20,8 +20,9 @@ from compiled_llm.compilation.passes.normed_products import NormedProducts
 from compiled_llm.compilation.passes.norms import NormedSums
 from compiled_llm.compilation.passes.patterns import Pattern
 from compiled_llm.compilation.passes.products import OuterProducts
-from compiled_llm_ops import decode_attention, decode_attention_lse
-from compiled_llm_ops.contracts import ChainedLinear, DecodeAttention
+from compiled_llm_ops import cascade_attention, cascade_attention_lse, decode_attention, decode_attention_lse
+from compiled_llm_ops.contracts import CascadeAttention, ChainedLinear, DecodeAttention
+from compiled_llm_ops.protocol import own_decode_ops
 from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu
 from support.compilation.traced import traced
 from support.huggingface.families import FAMILIES, make
@@ -30,7 +31,8 @@ from support.tiny_models import tiny_llama, tiny_qwen3
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 
-ATTENTIONS = (torch.ops.compiled_llm.decode_attention.default, torch.ops.compiled_llm.decode_attention_lse.default)
+ATTENTIONS = own_decode_ops().overloads
+CASCADES = (own_decode_ops().cascade, own_decode_ops().cascade_lse)
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +60,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
 
 
 def attentions_in(graph: fx.Graph) -> list[Any]:
-    found: list[Any] = [node.args for node in graph.nodes if node.target in ATTENTIONS]
-    return [DecodeAttention(*arguments) for arguments in found]
+    found: list[Any] = [node for node in graph.nodes if node.target in ATTENTIONS]
+    return [(CascadeAttention if node.target in CASCADES else DecodeAttention)(*node.args) for node in found]
 
 
 def norms_in(graph: fx.Graph) -> int:
@@ -172,7 +174,7 @@ def test_compiled_steps_choose_the_same_tokens(tiny, seed, monkeypatch):
 
 
 class Inputs(NamedTuple):
-    """Two rows of a layer with 4 query heads, 2 kv heads of size 16."""
+    """Two rows of a layer with 4 query heads, 2 kv heads of size 16; the second begins with ``shared`` pages."""
 
     states: Tensor
     pages: Tensor
@@ -182,13 +184,20 @@ class Inputs(NamedTuple):
     cos: Tensor
     sin: Tensor
     norm: Tensor
+    shared: Tensor
 
 
 def inputs_of() -> Inputs:
     columns = [torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, 1], [1, 3], [1, 2])]
     angles = torch.rand(2, 1, 8).repeat(1, 1, 2)
     return Inputs(
-        torch.randn(2, 1, 8, 16), torch.randn(4, 2, 2, 4, 16), *columns, angles.cos(), angles.sin(), torch.rand(16)
+        torch.randn(2, 1, 8, 16),
+        torch.randn(4, 2, 2, 4, 16),
+        *columns,
+        angles.cos(),
+        angles.sin(),
+        torch.rand(16),
+        torch.zeros(2, dtype=torch.int32),
     )
 
 
@@ -212,10 +221,14 @@ def normed(states: Tensor, weight: Tensor, epsilon: float = 0.01) -> Tensor:
     return weight * (numbers * torch.rsqrt(variance + epsilon)).to(states.dtype)
 
 
-def attend(to: Inputs, query: Tensor, key: Tensor, *, lse: bool = False) -> Tensor:
+def attend(to: Inputs, query: Tensor, key: Tensor, *, lse: bool = False, cascade: bool = False) -> Tensor:
     """``[2, 4, 16]`` from ``[2, heads, 1, 16]``."""
     value = to.states[:, :, 6:].transpose(1, 2)
     packed = [heads.transpose(1, 2).squeeze(1) for heads in (query, key, value)]
+    if cascade:
+        tables = (to.shared, to.shared, to.shared.new_zeros(1, 6), to.shared.new_zeros(2, 3, 3), 4)
+        given = (*packed, to.pages, to.starts, to.lengths, to.indices, *tables, 0.25)
+        return cascade_attention_lse(*given)[0] if lse else cascade_attention(*given)
     given = (*packed, to.pages, to.starts, to.lengths, to.indices, 0.25)
     return decode_attention_lse(*given)[0] if lse else decode_attention(*given)
 
@@ -233,6 +246,7 @@ def layer_of(
     key_norm: float | None = None,
     key_angles: Callable[[Tensor], Tensor] = lambda cos: cos,
     weights: Callable[[Tensor], Tensor] = lambda norm: norm,
+    cascade: bool = False,
 ) -> Layer:
     """One that turns queries and keys, once they are normed with these epsilons."""
 
@@ -241,7 +255,8 @@ def layer_of(
         query = query if query_norm is None else normed(query, weights(to.norm), query_norm)
         key = key if key_norm is None else normed(key, to.norm, key_norm)
         query, key = query.transpose(1, 2), key.transpose(1, 2)
-        return attend(to, turn(query, to.cos, to.sin), turn(key, key_angles(to.cos), to.sin), lse=key_norm is not None)
+        turned = turn(query, to.cos, to.sin), turn(key, key_angles(to.cos), to.sin)
+        return attend(to, *turned, lse=key_norm is not None, cascade=cascade)
 
     return layer
 
@@ -260,6 +275,8 @@ as_llama = layer_of()
 PREPARED: dict[str, tuple[Layer, tuple[bool, bool]]] = {
     "Llama": (as_llama, (False, False)),
     "Qwen3": (layer_of(query_norm=0.01, key_norm=0.01), (True, True)),
+    "Llama, shared pages read once": (layer_of(cascade=True), (False, False)),
+    "Qwen3, shared pages read once": (layer_of(query_norm=0.01, key_norm=0.01, cascade=True), (True, True)),
     "normed queries": (layer_of(query_norm=0.01), (True, False)),
     "keys that are read twice": (with_keys_read_twice, (True, True)),
     "a norm with a weight for each head": (layer_of(query_norm=0.01, weights=of_each_head), (False, False)),
@@ -286,7 +303,7 @@ def after(searched: list[Pass], function: Callable[..., Tensor], *inputs: Any, *
 
 def rewritten(layer: Layer) -> tuple[Any, Any]:
     """Return the arguments of a layer's attention after the pass, and the graph."""
-    graph = after([PreparedInAttention(ATTENTIONS)], layer, inputs_of())
+    graph = after([PreparedInAttention(own_decode_ops())], layer, inputs_of())
     (attention,) = attentions_in(graph)
     return attention, graph
 
@@ -308,19 +325,21 @@ def test_what_is_turned_or_normed_otherwise_stays_as_it_is(name, seed):
     assert attention.cos is None
 
 
-@pytest.mark.parametrize("writes_first", [True, False])
+@pytest.mark.parametrize("writes_first", [None, "lengths", "shared"])
 def test_a_table_is_read_early_unless_it_was_written_before(writes_first, seed):
+    attends = layer_of(cascade=writes_first == "shared")
+
     def layer(to: Inputs) -> Tensor:
         if writes_first:
-            to.lengths.add_(1)
-        out = as_llama(to)
+            getattr(to, writes_first).add_(0)
+        out = attends(to)
         to.lengths.add_(1)
         return out
 
     module, _ = traced(layer, inputs_of())
-    PreparedInAttention(ATTENTIONS)(module.graph)
+    PreparedInAttention(own_decode_ops())(module.graph)
     (attention,) = attentions_in(module.graph)
-    assert attention.overlap != writes_first
+    assert attention.overlap == (writes_first is None)
 
 
 # ---- sums and norms

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from compiled_llm.compilation.passes.arguments import arguments_of, set_arguments
@@ -18,6 +16,7 @@ from compiled_llm.compilation.passes.raw_heads import (
     table_is_settled,
 )
 from compiled_llm_ops.contracts import CascadeAttention, DecodeAttention
+from compiled_llm_ops.protocol import DecodeOps
 
 
 class PreparedInAttention:
@@ -31,40 +30,42 @@ class PreparedInAttention:
 
     pattern = "rotary"
 
-    def __init__(self, attentions: Sequence[torch._ops.OpOverload]) -> None:
-        """``attentions`` are the decode ops of a backend that can."""
+    def __init__(self, ops: DecodeOps) -> None:
+        """``ops`` are those of a backend that can."""
         self.matches: int | None = None
-        self._attentions = attentions
+        cascades = (ops.cascade, ops.cascade_lse)
+        self._contracts: dict[Any, type[DecodeAttention | CascadeAttention]] = {
+            op: CascadeAttention if op in cascades else DecodeAttention for op in ops.overloads
+        }
 
     def __call__(self, graph: fx.Graph) -> None:
-        attentions = [node for node in graph.nodes if node.target in self._attentions]
+        attentions = [node for node in graph.nodes if node.target in self._contracts]
         angles = FlatAngles(graph, EACH_ROW)
         self.matches = self.matches or 0
         for node in attentions:
-            args = _arguments_of(node)
+            args = self._arguments_of(node)
             query, key = raw_heads(args.query, EACH_ROW), raw_heads(args.key, EACH_ROW)
             if query is not None and key is not None and query.goes_with(key):
-                _prepare_inside(graph, node, query, key, angles)
+                _prepare_inside(graph, args, node, query, key, angles)
                 self.matches += 1
-        if attentions and table_is_settled(_tables(attentions), attentions, attentions[-1]):
+        tables = set().union(*map(_table_of, map(self._arguments_of, attentions)))
+        if attentions and table_is_settled(tables, attentions, attentions[-1]):
             for node in attentions:
-                set_arguments(node, _arguments_of(node)._replace(overlap=True))
+                set_arguments(node, self._arguments_of(node)._replace(overlap=True))
+
+    def _arguments_of(self, attention: fx.Node) -> Any:
+        """Return the arguments of a decode op, nodes in place of tensors, by its own contract."""
+        return arguments_of(attention, self._contracts[attention.target])
 
 
-def _arguments_of(attention: fx.Node) -> Any:
-    """Return the arguments of a decode op, nodes in place of tensors, by its own contract."""
-    op = attention.target
-    assert isinstance(op, torch._ops.OpOverload), "the nodes were found by their ops"
-    cascades = any(argument.name == "merge_parts" for argument in op._schema.arguments)
-    return arguments_of(attention, CascadeAttention if cascades else DecodeAttention)
-
-
-def _prepare_inside(graph: fx.Graph, attention: fx.Node, query: RawHeads, key: RawHeads, angles: FlatAngles) -> None:
-    """Let an attention norm and rotate its queries and keys."""
+def _prepare_inside(
+    graph: fx.Graph, args: Any, attention: fx.Node, query: RawHeads, key: RawHeads, angles: FlatAngles
+) -> None:
+    """Let an attention, which has ``args``, norm and rotate its queries and keys."""
     cos, sin = angles.of(query.cos), angles.of(query.sin)
     with graph.inserting_before(attention):
         packed = [graph.call_method("squeeze", (raw.states, EACH_ROW)) for raw in (query, key)]
-    arguments = _arguments_of(attention)._replace(
+    arguments = args._replace(
         query=packed[0],
         key=packed[1],
         query_norm=query.norm,
@@ -77,11 +78,9 @@ def _prepare_inside(graph: fx.Graph, attention: fx.Node, query: RawHeads, key: R
     erase_unread(graph, (key, query))
 
 
-def _tables(attentions: Sequence[fx.Node]) -> set[Any]:
-    tables: set[Any] = set()
-    for node in attentions:
-        args = _arguments_of(node)
-        tables |= {args.starts, args.lengths, args.indices}
-        if isinstance(args, CascadeAttention):
-            tables |= {args.shared_lengths, args.members, args.work_items, args.merge_parts}
-    return tables
+def _table_of(args: Any) -> set[Any]:
+    """Return the arguments that say where a batch's rows lie."""
+    table = {args.starts, args.lengths, args.indices}
+    if isinstance(args, CascadeAttention):
+        table |= {args.shared_lengths, args.members, args.work_items, args.merge_parts}
+    return table

@@ -85,7 +85,7 @@ class NaiveDevice:
         self.mixed: set[Row] = set()
         self.thread = SimpleNamespace(call=lambda function, *args: function(*args))
         self.readbacks = SimpleNamespace(start=self._start_reading)
-        config = SimpleNamespace(page_size=pool.page_size)
+        config = SimpleNamespace(page_size=pool.page_size, cascade=False)
         self.taken = 0
         self.deferring: set[int] = set()
         graphs = SimpleNamespace(leave=lambda user: None)
