@@ -115,8 +115,8 @@ FOUND = {
 }
 
 
-MORE = ("Qwen2", "Starcoder2", "Phi3", "GptOss")
-"""As far as our ops go, three are like others of these, and of GptOss the next test says that nothing matches."""
+MORE = ("Gemma2", "Qwen2", "Starcoder2", "Phi3", "Exaone4", "GptOss")
+"""As far as our ops go, five are like others of these, and of GptOss the next test says that nothing matches."""
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,8 @@ def test_what_the_ops_do_in_a_step(family, steps, seed):
 
 @pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize(
-    ("family", "warned"), [("GptOss", 1), pytest.param("Starcoder2", 0, marks=pytest.mark.whole), ("Phi3", 0)]
+    ("family", "warned"),
+    [("GptOss", 1), *[pytest.param(family, 0, marks=pytest.mark.whole) for family in ("Starcoder2", "Phi3")]],
 )
 def test_a_model_like_llama_that_matches_nothing_is_told_of_once(family, warned, caplog, seed):
     """Starcoder2 has layer norms, and Phi3 matches in part."""

@@ -90,7 +90,7 @@ FAMILIES_FOUND = {
     "Phi3": Found(0, 0),
     "Cohere2": Found(0, 0),
 }
-MORE = ("Qwen3Moe", "Qwen2", "Phi3", "Cohere2")
+MORE = ("Gemma2", "Glm4", "Qwen3Moe", "Qwen2", "Phi3", "Cohere2")
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,15 @@ def test_what_the_op_does_in_a_prefill(family, prefills, seed):
         assert len({(args.cos, args.sin) for args in made}) == 1, "flat once for all layers"
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["apart", "mixed"])
-@pytest.mark.parametrize("layers", [{}, WINDOWS], ids=["full", "sliding"])
+@pytest.mark.parametrize(
+    ("layers", "mixed"),
+    [
+        pytest.param({}, False, id="full-apart"),
+        pytest.param(WINDOWS, True, id="sliding-mixed"),
+        pytest.param({}, True, id="full-mixed", marks=pytest.mark.whole),
+        pytest.param(WINDOWS, False, id="sliding-apart", marks=pytest.mark.whole),
+    ],
+)
 def test_texts_that_begin_alike_share_pages_that_the_op_wrote(layers, mixed, prefills, seed):
     plain, model = (tiny_qwen3(eos_token_id=None, **layers) for _ in range(2))
     compiled_llm.wrap(model, **FEW_PAGES)

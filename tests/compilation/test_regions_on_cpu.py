@@ -24,7 +24,7 @@ PREFILL_AND_DECODE = 2
     ("windows", "regions"),
     [
         pytest.param([False] * 15, 1, id="few layers"),
-        pytest.param([False] * 18, 3, id="one kind"),
+        pytest.param([False] * 18, 3, id="one kind", marks=pytest.mark.whole),
         pytest.param(([True] * 4 + [False]) * 4, 3, id="two kinds in turns"),
     ],
 )

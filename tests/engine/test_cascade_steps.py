@@ -14,7 +14,18 @@ from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop, Mixed
 from compiled_llm.execution.decode import persistent_batch
 from compiled_llm.requests.outputs import RequestOutput
-from support.engine.random_requests import CAPTURES, KINDS, MODES, WEIGHTS, WORDS, answers, assert_same, requests
+from support.engine.random_requests import (
+    BY_WEIGHTS,
+    CAPTURES,
+    KINDS,
+    MODES,
+    WEIGHTS,
+    WORDS,
+    answers,
+    assert_same,
+    cases_read_early_and_late,
+    requests,
+)
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import PATIENCE, greedy, wrapped
 from support.parity import assert_account_is_empty
@@ -58,8 +69,9 @@ def assert_cascade_changes_nothing(
         assert_same(output, expected)
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["read at once", "read a step late"])
-@pytest.mark.parametrize("case", ["many pages", "few pages", "mixed steps", "windows"])
+@pytest.mark.parametrize(
+    ("case", "late"), cases_read_early_and_late("many pages", "few pages", "mixed steps", "windows")
+)
 def test_tokens_and_log_probabilities_are_those_of_rows_that_read_for_themselves(
     case: str, late: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,14 +95,14 @@ def test_layers_of_each_kind_read_shared_pages_once(kind: str, seed: int) -> Non
 
 
 @pytest.mark.usefixtures("without_inductor")
-@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("mode", MODES)
 def test_shared_pages_are_read_once_in_each_mode(mode: Mode, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     CAPTURES.get(mode, lambda _: None)(monkeypatch)
     plain = {**WORDS, "num_hidden_layers": 1}
     assert_cascade_changes_nothing(lambda cascade: engine_for(tiny_qwen3(**plain), cascade, mode=mode), seed)
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("weights", BY_WEIGHTS)
 def test_adapted_and_quantised_weights_multiply_beside_shared_pages(weights: str, seed: int) -> None:
     assert_cascade_changes_nothing(lambda cascade: engine_for(WEIGHTS[weights](), cascade), seed)
 

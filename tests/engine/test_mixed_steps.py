@@ -20,7 +20,18 @@ from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.prefill.mixed_steps import MixedStep
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.engine.random_requests import CAPTURES, KINDS, MODES, WEIGHTS, WORDS, answers, assert_same, requests
+from support.engine.random_requests import (
+    BY_WEIGHTS,
+    CAPTURES,
+    KINDS,
+    MODES,
+    WEIGHTS,
+    WORDS,
+    answers,
+    assert_same,
+    cases_read_early_and_late,
+    requests,
+)
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import PATIENCE, greedy, wrapped
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
@@ -41,8 +52,9 @@ def engine_for(
     return Engine(model, tokenizer=byte_level(), max_num_seqs=8, mixed=mixed, **options)
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["read at once", "read a step late"])
-@pytest.mark.parametrize("case", ["many pages", "few pages", "short steps", "windows"])
+@pytest.mark.parametrize(
+    ("case", "late"), cases_read_early_and_late("many pages", "few pages", "short steps", "windows")
+)
 def test_tokens_and_log_probabilities_are_those_of_two_launches(
     case: str, late: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +99,7 @@ def test_layers_of_each_kind_run_in_mixed_steps(kind: str, seed: int, monkeypatc
 
 
 @pytest.mark.usefixtures("without_inductor")
-@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("mode", MODES)
 def test_mixed_steps_run_in_each_mode(mode: Mode, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     CAPTURES.get(mode, lambda _: None)(monkeypatch)
     assert_mixed_steps_change_nothing(
@@ -95,7 +107,7 @@ def test_mixed_steps_run_in_each_mode(mode: Mode, seed: int, monkeypatch: pytest
     )
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("weights", BY_WEIGHTS)
 def test_adapted_and_quantised_weights_multiply_in_mixed_steps(
     weights: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

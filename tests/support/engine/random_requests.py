@@ -85,8 +85,8 @@ CAPTURES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "cuda-graphs": let_a_cpu_capture,
     "piecewise": let_a_cpu_capture_pieces,
 }
-MODES = [pytest.param(mode, marks=pytest.mark.whole if mode == "reduce-overhead" else ()) for mode in get_args(Mode)]
-"""On a CPU, "reduce-overhead" is "compile"; "eager" has been compared above."""
+MODES = [pytest.param(mode, marks=[pytest.mark.whole] * (mode not in CAPTURES)) for mode in get_args(Mode)[1:]]
+"""All but "eager", in which the other tests run; on a CPU, "reduce-overhead" is "compile"."""
 
 
 def adapted(merged: bool) -> PreTrainedModel:
@@ -122,3 +122,16 @@ WEIGHTS: dict[str, Callable[[], PreTrainedModel]] = {
     "8 bits": of_8_bits,
 }
 """No quantised activations: what they are rounded to depends on all that is computed in a launch."""
+
+
+BY_WEIGHTS = [pytest.param(name, marks=[pytest.mark.whole] * (name != "an adapter")) for name in WEIGHTS]
+
+
+def cases_read_early_and_late(*cases: str) -> list[Any]:
+    """Each case with tokens that are read at once, and a step late; in turn, one of both with ``--whole`` alone."""
+    found = []
+    for number, case in enumerate(cases):
+        for late, said in enumerate(("read at once", "read a step late")):
+            marks = [pytest.mark.whole] * (number % 2 == late)
+            found.append(pytest.param(case, bool(late), id=f"{case}, {said}", marks=marks))
+    return found
