@@ -25,6 +25,7 @@ from support.ops.interpreting import (
     INTERPRETED,
     leave_out_what_nothing_reads,
     patch_the_language_once,
+    round_to_fp8_as_gpus_do,
     take_scalars_as_numbers,
 )
 from support.tiny_models import tiny_llama, tiny_qwen3
@@ -174,5 +175,6 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton 3.6's interpreter, mended."""
     if INTERPRETED:
         take_scalars_as_numbers(monkeypatch)
+        round_to_fp8_as_gpus_do(monkeypatch)
         patch_the_language_once(monkeypatch)
         leave_out_what_nothing_reads(monkeypatch)

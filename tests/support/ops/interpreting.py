@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 TESTS = Path(__file__).parents[2]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -49,6 +50,20 @@ def take_scalars_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def round_to_fp8_as_gpus_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It rounds half away from zero, and loses the carry: 124.6 becomes 64. Only float32 is converted to fp8 by us."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    convert, language = interpreter._convert_float, interpreter.tl
+
+    def converted(numbers: Any, own: Any, other: Any, rounding: Any) -> Any:
+        if (own, other) != (language.float32, language.float8e4nv):
+            return convert(numbers, own, other, rounding)
+        floats = torch.from_numpy(numbers.view("float32").copy())
+        return floats.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", converted)
 
 
 def patch_the_language_once(monkeypatch: pytest.MonkeyPatch) -> None:
