@@ -114,6 +114,47 @@ def check_even_heads(op: str, pages: Tensor) -> None:
         )
 
 
+FP8 = torch.float8_e4m3fn
+"""The only dtype of fp8 that pages may have.
+
+A stored number is ``clamp(x / scale, -448, 448)`` in e4m3; what is read is the stored number times the scale. Keys and
+values have scales by kv head. Before torch 2.12 casting a number beyond 448 gives NaN, so writers clamp first.
+"""
+
+FP8_LARGEST = 448.0
+"""The largest number in e4m3, which has no infinities."""
+
+FP8_CAPABILITY = (8, 9)
+"""The compute capability from which on Triton converts from and to e4m3."""
+
+
+def check_fp8(op: str, args: AppendPagedKv | RopeAppendPagedKv | DecodeAttention | PagedAttention) -> None:
+    """Raise ValueError if pages of fp8 have another shape, or scales or the count of clamped numbers do not fit."""
+    pages, kv_heads = args.pages, args.pages.shape[-3]
+    saturated = None if isinstance(args, PagedAttention) else args.saturated
+    optional = {"key_scale": args.key_scale, "value_scale": args.value_scale, "saturated": saturated}
+    given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+    if pages.dtype != FP8:
+        if given:
+            raise ValueError(f"{op}: {', '.join(given)} must be None for pages of {pages.dtype}, which are not {FP8}")
+        return
+    if has_uneven_heads(pages):
+        raise ValueError(f"{op}: pages of {FP8} must be [P, 2, K, S, D]; got {tuple(pages.shape)}")
+    for name, tensor in given.items():
+        shape, dtype = ((1,), torch.int64) if name == "saturated" else ((kv_heads,), torch.float32)
+        if tensor.shape != shape or tensor.dtype != dtype or tensor.device != pages.device:
+            raise ValueError(
+                f"{op}: {name} must be {shape} {dtype} on {pages.device} for {kv_heads} kv heads; got "
+                f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            )
+
+
+def check_capability(op: str, pages: Tensor) -> None:
+    """Raise ValueError if pages are of fp8, and their device has no instructions for it."""
+    if pages.dtype == FP8 and pages.is_cuda and torch.cuda.get_device_capability(pages.device) < FP8_CAPABILITY:
+        raise ValueError(f"{op}: pages of {FP8} need compute capability {'.'.join(map(str, FP8_CAPABILITY))} or newer")
+
+
 class AppendPagedKv(NamedTuple):
     """Arguments of ``append_paged_kv``."""
 
@@ -126,6 +167,9 @@ class AppendPagedKv(NamedTuple):
     indices: Tensor
     last_page_len: Tensor
     backend: str = "flashinfer"
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+    saturated: Tensor | None = None
 
 
 class RopeAppendPagedKv(NamedTuple):
@@ -145,6 +189,9 @@ class RopeAppendPagedKv(NamedTuple):
     cos: Tensor | None = None
     sin: Tensor | None = None
     overlap: bool = False
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+    saturated: Tensor | None = None
 
 
 class PlanPagedAttention(NamedTuple):
@@ -206,6 +253,8 @@ class PagedAttention(NamedTuple):
     scale: float
     window_left: int = -1
     logits_soft_cap: float = 0.0
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
 
     @property
     def geometry(self) -> Geometry:
@@ -238,6 +287,9 @@ class DecodeAttention(NamedTuple):
     cos: Tensor | None = None
     sin: Tensor | None = None
     overlap: bool = False
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+    saturated: Tensor | None = None
 
     @property
     def new_tokens(self) -> int:
@@ -276,6 +328,9 @@ class CascadeAttention(NamedTuple):
     cos: Tensor | None = None
     sin: Tensor | None = None
     overlap: bool = False
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+    saturated: Tensor | None = None
 
     @property
     def whole_rows(self) -> DecodeAttention:

@@ -12,11 +12,26 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import AppendPagedKv, PageTable, has_uneven_heads, value_size
+from compiled_llm_ops.contracts import (
+    FP8,
+    FP8_LARGEST,
+    AppendPagedKv,
+    DecodeAttention,
+    PageTable,
+    RopeAppendPagedKv,
+    has_uneven_heads,
+    value_size,
+)
+
+Writes = AppendPagedKv | RopeAppendPagedKv | DecodeAttention
+"""Arguments of ops that write keys and values into pages."""
 
 
 def gather(pages: Tensor, numbers: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the keys and the values ``[..., K, n * S, D]`` in the pages ``numbers`` ``[..., n]``."""
+    """Return the keys and the values ``[..., K, n * S, D]`` in the pages ``numbers`` ``[..., n]``.
+
+    Those of fp8 are as they are stored: their scales are left to logits and outputs.
+    """
     if has_uneven_heads(pages):
         both = pages[numbers].transpose(-4, -3).flatten(-3, -2).to(dtype)
         return both[..., :head_dim], both[..., head_dim:]
@@ -26,7 +41,9 @@ def gather(pages: Tensor, numbers: Tensor, head_dim: int, dtype: torch.dtype) ->
         2, *[1] * (numbers.dim() - 1), kv_heads, 1
     )
     pieces = (numbers * (2 * kv_heads)).unsqueeze(-2) + heads
-    gathered = pages.view(-1, page_size * padded).index_select(0, pieces.view(-1))
+    gathered = as_bytes(pages).view(-1, page_size * padded).index_select(0, pieces.view(-1))
+    if gathered.dtype != pages.dtype:
+        gathered = gathered.view(pages.dtype)
     gathered = gathered.view(*pieces.shape[:-1], -1, padded)
     if head_dim != padded or dtype != pages.dtype:
         gathered = gathered[..., :head_dim].to(dtype)
@@ -74,17 +91,26 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, window_le
 
 
 def attend_lse(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor | None, logits_soft_cap: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    visible: Tensor | None,
+    logits_soft_cap: float,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``[Q, H, D]`` and ``[Q, H]``, the log-sum-exp in base 2; arithmetic in float32.
 
-    ``key`` and ``value`` are ``[K, L, D]``, ``visible`` ``[Q, L]``. A query that sees no key has zeros, and minus
-    infinity.
+    ``key`` and ``value`` are ``[K, L, D]``, ``visible`` ``[Q, L]``, the scales of keys and values ``[K]``. A query that
+    sees no key has zeros, and minus infinity.
     """
     queries, heads, head_dim = query.shape
     kv_heads = key.shape[0]
     grouped = query.float().view(queries, kv_heads, heads // kv_heads, head_dim)
     logits = torch.einsum("qkgd,kld->qkgl", grouped, key.float()) * scale
+    if key_scale is not None:
+        logits = logits * key_scale[:, None, None]
     if logits_soft_cap > 0:
         logits = logits_soft_cap * torch.tanh(logits / logits_soft_cap)
     if visible is not None:
@@ -92,6 +118,8 @@ def attend_lse(
     lse = torch.logsumexp(logits, dim=-1)
     weights = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
     out = torch.einsum("qkgl,kld->qkgd", weights, value.float())
+    if value_scale is not None:
+        out = out * value_scale[:, None, None]
     return out.reshape(queries, heads, -1), lse.reshape(queries, heads) / math.log(2)
 
 
@@ -103,15 +131,19 @@ def attend_row_by_row(
     window_left: int,
     logits_soft_cap: float,
     wants_lse: bool,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return ``[T, H, D]`` and, if ``wants_lse``, the log-sum-exp ``[T, H]`` in base 2."""
+    scales = key_scale, value_scale
     sizes = (*query.shape[:2], value_size(query, pages))
     out = torch.empty(sizes, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     for tokens, keys, values in _rows(query, pages, table):
-        if wants_lse or logits_soft_cap > 0:
+        if wants_lse or logits_soft_cap > 0 or scales != (None, None):
             visible = _visible(tokens.stop - tokens.start, keys.shape[1], window_left, query.device)
-            out[tokens], lse[tokens] = attend_lse(query[tokens], keys, values, scale, visible, logits_soft_cap)
+            how = (scale, visible, logits_soft_cap, *scales)
+            out[tokens], lse[tokens] = attend_lse(query[tokens], keys, values, *how)
         else:
             out[tokens] = _attend(query[tokens], keys, values, scale, window_left)
     return out, lse if wants_lse else None
@@ -121,12 +153,32 @@ def append(args: AppendPagedKv) -> None:
     """Write the keys and values of new tokens; see ``append_paged_kv``."""
     page_size = args.pages.shape[-2]
     page = args.indices[args.indptr[args.token_rows] + args.token_positions // page_size]
-    store(args.pages, page, args.token_positions % page_size, args.key, args.value)
+    store(args, page, args.token_positions % page_size, args.key)
 
 
-def store(pages: Tensor, numbers: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
-    """Write keys and values ``[T, K, D]`` at ``slots`` ``[T]`` of the pages ``numbers`` ``[T]``."""
+def store(args: Writes, numbers: Tensor, slots: Tensor, key: Tensor) -> None:
+    """Write keys ``[T, K, D]`` and the values of ``args`` at ``slots`` ``[T]`` of its pages ``numbers`` ``[T]``."""
+    pages, value = args.pages, args.value
     if has_uneven_heads(pages):
         pages[numbers, :, slots] = torch.cat([key, value], dim=2).to(pages.dtype)
     else:
-        pages[numbers, :, :, slots, : key.shape[2]] = torch.stack([key, value], dim=1).to(pages.dtype)
+        states = as_stored(torch.stack([key, value], dim=1), args)
+        as_bytes(pages)[numbers, :, :, slots, : key.shape[2]] = as_bytes(states)
+
+
+def as_stored(states: Tensor, args: Writes) -> Tensor:
+    """Return keys and values ``[T, 2, K, D]`` as the pages of ``args`` hold them; add to its count of clamped ones."""
+    if args.pages.dtype != FP8:
+        return states.to(args.pages.dtype)
+    numbers = states.float()
+    for which, scale in enumerate((args.key_scale, args.value_scale)):
+        if scale is not None:
+            numbers[:, which] = numbers[:, which] / scale[:, None]
+    if args.saturated is not None:
+        args.saturated.add_((numbers.abs() > FP8_LARGEST).sum())
+    return numbers.clamp(-FP8_LARGEST, FP8_LARGEST).to(FP8)
+
+
+def as_bytes(pages: Tensor) -> Tensor:
+    """Return pages of fp8 as uint8, which CPUs can index and move in any version of torch; others as they are."""
+    return pages.view(torch.uint8) if pages.dtype == FP8 else pages

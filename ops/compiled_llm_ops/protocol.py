@@ -117,7 +117,7 @@ class DecodeOps(NamedTuple):
     """The ops of decode steps without a plan: each launch reads the page table as it is then.
 
     They have the schemas of ``contracts.DecodeAttention``, and ``contracts.CascadeAttention`` for the last two, with
-    ``pages`` written, as ``library.schema`` gives it, and answer as our own do.
+    ``pages`` and ``saturated`` written, as ``library.schema`` gives it, and answer as our own do.
 
     Attributes:
         attend: as ``decode_attention``.
@@ -164,7 +164,8 @@ class Backend(Protocol):
         dtypes: types of queries that there are kernels for.
         capturable: whether a CUDA graph may capture its launches; if not, they run between the pieces of one.
         uneven_heads: whether values may have another head size than keys; pages are ``[P, K, S, D + E]`` then.
-        rope_append: whether on CUDA ``rope_append_paged_kv`` may take the place of ``append`` before its attention.
+        rope_append: whether on CUDA ``rope_append_paged_kv`` may take the place of ``append`` before its attention; its
+            kernel then writes all pages of fp8.
         variants: ways to divide a batch among thread blocks, the simplest first.
         installation: what must be there before it can run.
     """

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from compiled_llm_ops import CascadeTables, SharedRun, cascade_attention, cascade_attention_lse, cascade_tables
 from support.ops.cascade_rows import CascadeRows, turned
+from support.ops.fp8_pages import KINDS, fp8_cascade, fp8_written, scales_of, stored
 from support.ops.op_cases import preparation
 
 pytestmark = pytest.mark.core
@@ -96,6 +97,34 @@ def test_values_may_have_another_size_than_keys(seed):
     out, lse = cascade_attention_lse(query, key, value[..., :5], uneven, *others)
     expected, expected_lse = rows.expected()
     torch.testing.assert_close((out, lse), (expected[..., :5], expected_lse), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("window_left", "soft_cap"), [(-1, 0.0), (40, 1.5)])
+def test_shared_pages_may_be_of_fp8(window_left, soft_cap, kind, seed):
+    rows = CascadeRows(TREE, TAILS, group=3, seed=seed)
+    scales = scales_of(kind, 2)
+    rows, read = fp8_cascade(rows, scales)
+    given, fp8 = rows.arguments(), scales.given
+    out, lse = cascade_attention_lse(*given, window_left, soft_cap, **fp8)
+    torch.testing.assert_close((out, lse), read.expected(window_left, soft_cap), rtol=1e-4, atol=1e-4)
+    assert torch.equal(given[3].view(torch.uint8), fp8_written(rows, scales))
+    newest = zip((rows.key, rows.value), scales, strict=True)
+    clamped = sum(stored(states, scale).clamped for states, scale in newest)
+    assert fp8["saturated"].tolist() == [clamped]
+    assert (clamped > 0) == (kind == "small")
+    assert torch.equal(cascade_attention(*given, window_left, soft_cap, **fp8), out)
+
+
+@pytest.mark.parametrize("kind", ["none", "both"])
+def test_queries_and_keys_are_normed_and_turned_before_they_are_rounded_to_fp8(kind, seed):
+    rows, scales = CascadeRows(TREE, TAILS, seed=seed), scales_of(kind, 2)
+    query_norm, key_norm, epsilon, cos, sin = own = preparation(rows.query)
+    query, key = turned(rows.query, query_norm, epsilon, cos, sin), turned(rows.key, key_norm, epsilon, cos, sin)
+    rows, read = fp8_cascade(rows, scales)
+    expected = read.expected(query=query, key=stored(key, scales.key).read)
+    out, lse = cascade_attention_lse(*rows.arguments(), -1, 0.0, *own, **scales.given)
+    torch.testing.assert_close((out, lse), expected, rtol=1e-4, atol=1e-4)
 
 
 def random_runs(rng: random.Random, rows: int, most_pages: int) -> list[tuple[list[int], int]]:
@@ -189,6 +218,7 @@ WRONG: list[tuple[dict[str, Callable[[Any], Any]], str]] = [
     ({"max_parts": lambda parts: -1}, r"max_parts=-1 must not be negative"),
     ({"query": lambda query: query.repeat(1, 40, 1)}, r"at most 64 query heads; got 80"),
     ({"cos": lambda _: torch.ones(6, 8)}, r"cascade_attention: cos and sin must be given together"),
+    ({"key_scale": lambda _: torch.ones(2)}, r"cascade_attention: key_scale must be None for pages of torch.float32"),
 ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.state.prefill_room import PrefillRoom
 from compiled_llm_ops import Geometry, PageTable
 from compiled_llm_ops.attention import plan as plan_op
-from compiled_llm_ops.contracts import PlanPagedAttention
+from compiled_llm_ops.contracts import PagedAttention, PlanPagedAttention
 from compiled_llm_ops.flashinfer import backend, splitting, versions, workspace
 from compiled_llm_ops.flashinfer.append import readable
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE
@@ -209,6 +209,21 @@ def test_a_launch_of_another_batch_is_refused(mocked):
         plan.run(query[:1], pages, out[:1], lse[:1], 0.1)
     with pytest.raises(ValueError, match=r"plan is of another batch: geometry .*head_dim=64"):
         plan.run(query, pages[..., :64], out, lse, 0.1)
+
+
+@pytest.mark.parametrize("name", ["key_scale", "value_scale"])
+def test_scales_by_head_are_refused(name, mocked):
+    """FlashInfer has one number for all heads."""
+    plan = make_plan(mocked)
+    plan.plan(HOST)
+    query, pages, out, lse = tensors()
+    table = (HOST.qo_indptr, HOST.indptr, HOST.indices, HOST.last_page_len)
+    args = PagedAttention(query, pages, *table, plan.owner.tensor, mocked.workspace.buffer, 0.1)
+    with pytest.raises(ValueError, match=r"no key_scale and value_scale by kv head.*backend='reference'"):
+        plan.owner.launch(args._replace(**{name: torch.ones(2)}), out, lse)
+    mocked.wrapper.run.assert_not_called()
+    plan.owner.launch(args, out, lse)
+    mocked.wrapper.run.assert_called_once()
 
 
 def test_captured_launches_keep_their_number_of_tokens(mocked):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from compiled_llm_ops import (
     paged_attention_lse,
 )
 from compiled_llm_ops.library import schema
+from support.ops.fp8_pages import Fp8Batch, Fp8Scales, scales_of
 from support.ops.op_cases import CASES, UNREAD, Batch
 
 pytestmark = pytest.mark.core
@@ -92,8 +94,19 @@ def arguments_section(function: Callable[..., Any]) -> str:
     return documented[documented.index("\nArgs:\n") : documented.index("\nReturns:\n")]
 
 
+def allclose_of_any_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let opcheck compare tensors of fp8, which PyTorch does not on a CPU."""
+    allclose = torch.allclose
+
+    def compared(*tensors: Tensor, **options: Any) -> bool:
+        return allclose(*(own.float() if own.dtype == torch.float8_e4m3fn else own for own in tensors), **options)
+
+    monkeypatch.setattr(torch, "allclose", compared)
+
+
 @pytest.mark.parametrize("name", ops_of_the_namespace())
-def test_opcheck(name):
+def test_opcheck(name, monkeypatch):
+    allclose_of_any_dtype(monkeypatch)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     for case in CASES[name]():
         results = torch.library.opcheck(getattr(torch.ops.compiled_llm, name).default, case, test_utils=tests)
@@ -129,6 +142,41 @@ def test_a_function_of_the_ops_compiles_whole_and_once_for_all_shapes(seed):
                 results.append(function(arguments, batch.pages, batch.scale))
         torch.testing.assert_close(results[0], results[1])
         torch.testing.assert_close(batches[0].pages, batches[1].pages)
+
+
+def test_a_function_with_pages_of_fp8_compiles_whole_and_once_for_all_shapes(seed):
+    """With and without a count of clamped numbers, which is optional and written; on Inductor's kernels, too."""
+
+    def layer(batch: tuple[Tensor, ...], pages: Tensor, fp8: Fp8Scales, count: Tensor | None) -> tuple[Tensor, ...]:
+        (query, key, value, rows, positions, qo_indptr, indptr, indices, last, lengths), own = batch, fp8._asdict()
+        scales = {"key_scale": own["key"], "value_scale": own["value"]}
+        append_paged_kv(key * 2, value, pages, rows, positions, indptr, indices, last, **scales, saturated=count)
+        out = paged_attention(query + 1, pages, qo_indptr, indptr, indices, last, *UNREAD, 0.3, **scales)
+        newest = qo_indptr[1:] - 1
+        states, table = (query[newest], key[newest], value[newest]), (indptr[:-1], lengths, indices)
+        other, lse = decode_attention_lse(*states, pages, *table, 0.3, **scales, saturated=count)
+        return out * 2, other, lse
+
+    for backend, sizes in (("aot_eager", [[9, 6, 4, 3, 2], [5, 11], [30, 2, 2, 7]]), ("inductor", [[9, 6, 4]])):
+        compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+        for (number, lengths), counts in itertools.product(enumerate(sizes), (True, False)):
+            batches = [Fp8Batch(lengths, lengths, head_dim=16, seed=seed + number) for _ in range(2)]
+            scales, results = scales_of("small", 2), []
+            for function, batch in zip((compiled, layer), batches, strict=True):
+                count = torch.zeros(1, dtype=torch.int64) if counts else None
+                columns = (
+                    batch.query, torch.cat(batch.keys), torch.cat(batch.values),
+                    *batch.slots([0] * len(lengths), lengths), batch.qo_indptr, *batch.table,
+                    torch.tensor(lengths).int(),
+                )  # fmt: skip
+                stance = "fail_on_recompile" if number and function is compiled else "default"
+                with torch.compiler.set_stance(stance):
+                    results.append(
+                        (*function(columns, batch.pages, scales, count), batch.pages.view(torch.uint8), count)
+                    )
+            torch.testing.assert_close(results[0][:-1], results[1][:-1])
+            assert results[0][-1] == results[1][-1]
+            assert not counts or int(results[0][-1]) > 0
 
 
 # ---- an op's tuple is its schema, and its kernels are given it whole

@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +32,9 @@ from compiled_llm_ops import (
     skinny_linear,
     top_logprobs,
 )
+from compiled_llm_ops.contracts import AppendPagedKv, check_capability, check_fp8 as check_fp8_arguments
+from support.ops.cascade_rows import turned
+from support.ops.fp8_pages import KINDS, LARGEST, Fp8Batch
 from support.ops.op_cases import (
     MIXES,
     UNREAD,
@@ -189,6 +194,105 @@ def test_inputs_may_have_any_strides(seed):
     torch.testing.assert_close(other.pages, batch.pages, rtol=0, atol=0)
 
 
+# ---- pages of fp8
+
+
+def check_fp8(batch: Fp8Batch, window_left: int = -1, soft_cap: float = 0.0) -> None:
+    """What is written, counted and read, against the table of fp8's numbers and dense attention over these."""
+    pages = batch.filled().pages
+    assert torch.equal(pages.view(torch.uint8), batch.expected_pages())
+    assert batch.given["saturated"].tolist() == [batch.clamped()]
+    how, scales = (
+        (batch.scale, window_left, soft_cap),
+        {"key_scale": batch.scales.key, "value_scale": batch.scales.value},
+    )
+    expected, expected_lse = batch.read().expected(*how), batch.expected_lse(*how)
+    arguments = (*batch.arguments()[:-1], *how)
+    with_lse, lse = paged_attention_lse(*arguments, **scales)
+    check_outputs(batch, expected, paged_attention(*arguments, **scales), with_lse, lse)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+    if len(set(batch.queries)) == 1:
+        outs = []
+        for op in (decode_attention, decode_attention_lse):
+            arguments, given = (*batch.decode_arguments()[:-1], *how), batch.scales.given
+            outs.append(op(*arguments, **given))
+            assert given["saturated"].tolist() == [batch.clamped(batch.queries[0])]
+            assert torch.equal(arguments[3].view(torch.uint8), pages.view(torch.uint8))
+        out, (with_lse, lse) = outs
+        check_outputs(batch, expected, out, with_lse, lse)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mix", MIXES)
+def test_attention_over_fp8_equals_dense_attention_over_what_is_read(mix, kind, dtype, seed):
+    check_fp8(Fp8Batch(*MIXES[mix], kind=kind, dtype=dtype, seed=seed))
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"group": 1}, {"group": 7}, {"padded": 16}, {"page_size": 1}, {"kv_heads": 3}], ids=str
+)
+@pytest.mark.parametrize(("window_left", "soft_cap"), [(0, 0.0), (4, 0.0), (-1, 1.5), (3, 0.4)])
+@pytest.mark.parametrize("mix", ["decode", "mixed"])
+def test_windows_caps_and_sizes_of_any_kind_with_pages_of_fp8(mix, window_left, soft_cap, sizes, seed):
+    check_fp8(Fp8Batch(*MIXES[mix], seed=seed, **sizes), window_left, soft_cap)
+
+
+@pytest.mark.parametrize("window_left", [-1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_about_equal_lengths_decode_together_over_fp8(kind, window_left, seed):
+    """Slots past the ends of shorter rows are masked, so they must hold numbers, as with pages of other dtypes."""
+    check_fp8(Fp8Batch([9, 10, 12], [1, 1, 1], kind=kind, unwritten=LARGEST, seed=seed), window_left)
+
+
+def test_numbers_beyond_the_largest_are_clamped_and_counted(seed):
+    """In every dtype, whatever casting makes of them; a NaN stays one, and is not counted."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        batch = Fp8Batch([6], [1], kind="none", dtype=dtype, seed=seed)
+        batch.keys[0][0, 0, :6] = torch.tensor([448.0, 449.0, -1e4, 65504.0, math.inf, math.nan]).to(dtype)
+        batch.filled()
+        page = batch.pages[int(batch.indices[0]), 0, 0, 0]
+        assert page[:5].float().tolist() == [448.0, 448.0, -448.0, 448.0, 448.0]
+        assert bool(page[5].isnan())
+        large = 3 if dtype == torch.bfloat16 else 4  # 449 is 448 there
+        assert batch.given["saturated"].tolist() == [large]
+        batch.filled()
+        assert batch.given["saturated"].tolist() == [2 * large], "it is added to"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decode_norms_and_turns_before_it_rounds_to_fp8(kind, seed):
+    """So scales go into logits and outputs: a norm would undo them."""
+    batch = Fp8Batch(*MIXES["decode"], kind=kind, seed=seed).filled()
+    query_norm, key_norm, epsilon, cos, sin = own = preparation(batch.query)
+    arguments, given = batch.decode_arguments(), batch.scales.given
+    out, lse = decode_attention_lse(*arguments, -1, 0.0, *own, **given)
+    newest = turned(arguments[1], key_norm, epsilon, cos, sin)
+    for row, key in enumerate(newest):
+        batch.keys[row][-1] = key
+    batch.query = turned(batch.query, query_norm, epsilon, cos, sin)
+    torch.testing.assert_close(out, batch.read().expected(batch.scale), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(lse, batch.expected_lse(batch.scale, -1, 0.0), rtol=1e-4, atol=1e-4)
+    assert torch.equal(arguments[3].view(torch.uint8), batch.expected_pages())
+    assert given["saturated"].tolist() == [batch.clamped(1)]
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=5),
+    page_size=st.integers(1, 9),
+    group=st.sampled_from([1, 2, 3]),
+    window_left=st.integers(-1, 12),
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 1000),
+)
+def test_any_batch_in_pages_of_fp8_equals_dense_attention(rows, page_size, group, window_left, kind, seed):
+    torch.manual_seed(seed)
+    lengths, queries = [length for length, _ in rows], [min(pair) for pair in rows]
+    check_fp8(Fp8Batch(lengths, queries, kind=kind, page_size=page_size, group=group, seed=seed), window_left)
+
+
 # ---- errors come before anything is written
 
 Row = tuple[dict[str, Callable[[Any], Any]], str]
@@ -311,12 +415,29 @@ SAMPLE: list[Row] = [
     ({"recent": lambda table: table[:, 1:]}, r"recent must be \[3, 8\] torch.int32"),
     ({"biases": lambda table: table[:, :4, :9]}, r"biases must be \[3, 11, 512\] torch.int32"),
 ]
+FP8: list[Row] = [
+    ({"key_scale": lambda scale: scale[:1]}, r"key_scale must be \(2,\) torch.float32 on cpu.*got \(1,\)"),
+    ({"key_scale": lambda scale: scale.double()}, r"key_scale must be \(2,\) torch.float32.*torch.float64"),
+    ({"value_scale": lambda scale: scale[:, None]}, r"value_scale must be \(2,\).*got \(2, 1\)"),
+    ({"pages": lambda pages: pages.bfloat16()}, r"key_scale, value_scale.*must be None for pages of torch.bfloat16"),
+]
+COUNTED: list[Row] = [
+    *FP8,
+    ({"saturated": lambda count: count.int()}, r"saturated must be \(1,\) torch.int64.*torch.int32"),
+    ({"saturated": lambda count: count[0]}, r"saturated must be \(1,\) torch.int64.*got \(\)"),
+    ({"pages": lambda pages: pages.half(), "key_scale": lambda _: None, "value_scale": lambda _: None},
+     r": saturated must be None for pages of torch.float16"),
+]  # fmt: skip
 REFUSED: list[tuple[list[Callable[..., Any]], Callable[[], Any], list[Row]]] = [
     ([append_paged_kv], lambda: append_cases()[0], APPEND),
     ([paged_attention, paged_attention_lse], lambda: attention_cases()[0], PLANNED),
     ([decode_attention, decode_attention_lse], lambda: decode_cases()[0], DECODE),
     ([decode_attention, decode_attention_lse], lambda: decode_cases()[-1], PREPARED),
     ([rope_append_paged_kv], lambda: rope_append_cases()[0], ROPE_APPEND),
+    ([append_paged_kv], lambda: append_cases()[-1], COUNTED),
+    ([rope_append_paged_kv], lambda: rope_append_cases()[-1], COUNTED),
+    ([decode_attention, decode_attention_lse], lambda: decode_cases()[5], COUNTED),
+    ([paged_attention, paged_attention_lse], lambda: attention_cases()[-1], FP8),
     ([add_rms_norm], lambda: norm_cases()[0], NORM),
     ([normed_linear], lambda: normed_linear_cases()[1], NORMED),
     ([chained_linear], lambda: chained_linear_cases()[1], CHAINED),
@@ -345,6 +466,27 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(op, case_of, change
         if torch.is_tensor(now):
             torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
     op(*case)
+
+
+def test_scales_lie_where_the_pages_do():
+    args = AppendPagedKv(*append_cases()[-1])
+    with pytest.raises(ValueError, match=r"value_scale must be \(2,\) torch.float32 on cpu.*on meta"):
+        check_fp8_arguments("append_paged_kv", args._replace(value_scale=torch.zeros(2, device="meta")))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])
+def test_older_gpus_have_no_instructions_for_fp8(capability, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    pages: Any = SimpleNamespace(dtype=torch.float8_e4m3fn, is_cuda=True, device="cuda")
+    with pytest.raises(ValueError, match=r"need compute capability 8\.9") if capability < (8, 9) else nullcontext():
+        check_capability("decode_attention", pages)
+    check_capability("decode_attention", torch.zeros(1))
+
+
+def test_heads_of_two_sizes_are_not_stored_in_fp8():
+    key, value, pages, *others = append_cases()[2]
+    with pytest.raises(ValueError, match=r"pages of torch.float8_e4m3fn must be \[P, 2, K, S, D\]"):
+        append_paged_kv(key, value, pages.to(torch.float8_e4m3fn), *others)
 
 
 # ---- queries and keys, sums and their norms

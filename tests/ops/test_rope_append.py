@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from compiled_llm_ops import append_paged_kv, rope_append_paged_kv
-from support.ops.packed_tokens import GIVEN, Sizes, check, packed_tokens
+from support.ops.fp8_pages import KINDS, check_codes, scales_of, stored_pages
+from support.ops.packed_tokens import GIVEN, Sizes, check, expected, packed_tokens
 
 pytestmark = pytest.mark.core
 
@@ -103,6 +104,23 @@ def test_of_no_tokens_nothing_is_written(prepared):
     pages = args.pages.clone()
     assert rope_append_paged_kv(*args._replace(pages=pages)).shape == (0, 4, 16)
     torch.testing.assert_close(pages, args.pages, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("prepared", ["nothing", "all"])
+def test_it_rounds_to_fp8_last(prepared, kind, seed):
+    """Up to what the order of float32 arithmetic changes, which is seldom another number of fp8."""
+    args, scales = packed_tokens(SPANS, Sizes(stored=32), prepared, torch.float32), scales_of(kind, 2)
+    dense = expected(args)
+    codes = stored_pages(dense.pages, scales).pages
+    codes.view(torch.uint8)[..., 16:] = 0
+    pages, fp8 = args.pages.to(torch.float8_e4m3fn), scales.given
+    out = rope_append_paged_kv(*args._replace(pages=pages, **fp8))
+    torch.testing.assert_close(out, dense.query, rtol=1e-5, atol=1e-5)
+    check_codes(pages, codes, exact=prepared == "nothing")
+    parts = zip(dense.pages.unbind(1), scales, strict=True)
+    clamped = [part.abs() > 448 * (1 if scale is None else scale[:, None, None]) for part, scale in parts]
+    assert fp8["saturated"].tolist() == [sum(int(part.sum()) for part in clamped)]
 
 
 def test_it_stores_in_the_type_of_the_pages(seed):

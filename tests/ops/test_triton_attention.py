@@ -28,6 +28,7 @@ from compiled_llm_ops.kernels.attention.decode_tiling import (
     choose_attention_tiling as choose,
 )
 from support.ops.compiling import compiled, resources_of
+from support.ops.fp8_pages import KINDS, check_codes, scales_of, stored, stored_pages
 from support.ops.interpreting import INTERPRETED, interpreted, needs_triton, not_interpreted
 from support.ops.op_cases import UNREAD, planned_table
 
@@ -433,6 +434,80 @@ def test_what_the_kernel_cannot_read_raises(change, seed):
         launch(batch, 0)
 
 
+# ---- pages of fp8
+
+
+def launch_fp8(batch: Batch, kind: str, tiling: int, *how: Any, key: Tensor | None = None, **options: Any) -> None:
+    """Launch with pages of fp8; compare what is written, and what attention with prepared `key` finds, with a table of
+    fp8's numbers and attention in float32 over these.
+    """
+    scales = scales_of(kind, KV_HEADS)
+    pages, read = stored_pages(batch.pages, scales)
+    new_key, new_value = (
+        stored(states, scale)
+        for states, scale in zip((batch.key if key is None else key, batch.value), scales, strict=True)
+    )
+    expected_codes = batch._replace(key=new_key.codes, value=new_value.codes, pages=pages.view(torch.uint8)).appended()
+    seen = batch._replace(key=new_key.read, value=new_value.read, pages=read).appended()
+    fp8, query = scales.given, options.pop("query", batch.query.float())
+    out, lse = launch(batch._replace(pages=pages), tiling, *how, **options, **fp8)
+    if key is None:
+        assert torch.equal(pages.view(torch.uint8), expected_codes)
+        assert fp8["saturated"].tolist() == [new_key.clamped + new_value.clamped]
+    else:
+        check_codes(pages, expected_codes)
+    qo_indptr = torch.arange(len(batch.starts) + 1).int() * batch.new_tokens
+    expected, expected_lse = paged_attention_lse(query, seen, qo_indptr, *planned_table(batch), *UNREAD, SCALE, *how)
+    tolerance = 3e-3 if key is None else 1e-2
+    torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3 if key is None else 2e-2)
+
+
+@interpreted
+@SPARE
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_and_values_of_fp8_are_rounded_and_read_as_stored(kind, spare, seed):
+    launch_fp8(batch_of(LENGTHS, 2, 16, 64), kind, spare)
+
+
+@interpreted
+@pytest.mark.parametrize(("window_left", "soft_cap"), [(20, 0.0), (-1, 2.0), (300, 5.0)])
+@pytest.mark.parametrize("sizes", [{"page_size": 5}, {"head_dim": 96, "stored": 128}, {"new_tokens": 3}], ids=str)
+def test_windows_caps_and_sizes_of_any_kind_with_pages_of_fp8(sizes, window_left, soft_cap, seed):
+    sizes = {"group": 3, "page_size": 16, "head_dim": 64, **sizes}
+    lengths = [length for length in LENGTHS if length >= sizes.get("new_tokens", 1)]
+    for kind in ("both", "small"):
+        launch_fp8(batch_of(lengths, **sizes), kind, 8, window_left, soft_cap)
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["none", "both", "small"])
+@pytest.mark.parametrize("new_tokens", [1, 2])
+def test_queries_and_keys_are_normed_and_turned_before_they_are_rounded_to_fp8(new_tokens, kind, seed):
+    batch = batch_of([2, 40, 129, 300], 2, 16, 64, new_tokens=new_tokens)
+    angles = (torch.rand(len(batch.query), 32) * 6).repeat(1, 2)
+    options: dict[str, Any] = {"query_norm": torch.randn(64).half(), "key_norm": torch.randn(64).half(), "epsilon": 0.1}
+    options |= {"cos": angles.cos().half(), "sin": angles.sin().half()}
+    arguments = DecodeAttention(*batch, SCALE, **options)
+    query, key = (
+        prepared(states.float(), norm.float(), arguments)
+        for states, norm in ((batch.query, arguments.query_norm), (batch.key, arguments.key_norm))
+    )
+    launch_fp8(batch, kind, 3, key=key.half(), query=query, **options)
+
+
+@interpreted
+def test_a_nan_is_stored_in_fp8_as_one_and_infinities_as_the_largest(seed):
+    batch = batch_of([40], 2, 16, 64)
+    batch.key[0, 0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 449])
+    launched, count = batch._replace(pages=batch.pages.to(torch.float8_e4m3fn)), torch.zeros(1, dtype=torch.int64)
+    launch(launched, 0, saturated=count)
+    page = launched.pages[launched.indices[2], 0, 0, 39 % 16, :4].float()
+    assert page.isnan().tolist() == [True, False, False, False]
+    assert page[1:].tolist() == [448, -448, 448]
+    assert count.tolist() == [3]
+
+
 # ---- who reads what
 
 
@@ -567,6 +642,56 @@ COMPILED = [
     ("bf16", 8, 512, 1, {}),
     ("bf16", 2, 128, 8, {"NEW": 2, "PADDED": 4}),
 ]
+
+
+FP8_CASES = {
+    "pages alone": ("key_scale", "value_scale", "saturated"),
+    "scales": ("saturated",),
+    "scales and a count": (),
+}
+"""Which of the arguments that belong to fp8 are None."""
+
+
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("left_out", FP8_CASES)
+def test_fp8_is_read_as_it_is_and_converted(left_out, dtype, tmp_path):
+    """What is being loaded takes half of the shared memory, and is converted in registers."""
+    from compiled_llm_ops.kernels.attention import decode as module
+
+    kernel, tiling, absent = module._decode_paged_attention, choose(8, 8, 2, 128, 40_960, **H200), FP8_CASES[left_out]
+    constants = {
+        "ROWS": MAX_ROWS, "MOST": MAX_SHARES, "NEW": 1, "GQA": 2, "PADDED": 2, "HEAD": 128, "DIM": 128, "PAGE": 16,
+        "BLOCK": tiling.block, "CHUNK": 16, "STAGES": tiling.stages, "CAPPED": False, "SHARE_EQUAL": tiling.share_equal,
+        "PDL": True, "lse": None, **dict.fromkeys(absent),
+    }  # fmt: skip
+    types = {
+        **dict.fromkeys(("query", "key", "value", "out", "query_norm", "key_norm", "cos", "sin"), f"*{dtype}"),
+        "pages": "*fp8e4nv",
+        "saturated": "*i64",
+        **dict.fromkeys(("partials", "partial_lses", "key_scale", "value_scale"), "*fp32"),
+        **dict.fromkeys(("starts", "lengths", "indices", "arrivals"), "*i32"),
+        **dict.fromkeys((name for name in kernel.arg_names if name.endswith("_stride")), "i32"),
+        **dict.fromkeys(("rows", "row_tile", "window_left", "unsplit", "min_share"), "i32"),
+        **dict.fromkeys(("scale", "cap", "epsilon"), "fp32"),
+    }
+    types = {name: type for name, type in types.items() if name not in absent}
+    made = compiled(kernel, constants, types, tiling.warps, ("query", "pages", "row_stride"), launch_pdl=True)
+    (stack,) = re.findall(r"STACK:(\d+)", resources_of(made.asm["cubin"], tmp_path / "cubin"))
+    assert int(stack) <= 16, "registers spill"
+    assert made.metadata.shared <= 80 * 1024, "blocks of bfloat16 take 137 KB"
+    ptx = made.asm["ptx"]
+    assert "cvt.rn.f16x2.e4m3x2" in ptx, "from fp8"
+    assert "cvt.rn.satfinite.e4m3x2.f32" in ptx, "to fp8"
+    assert "min.NaN.xorsign.abs.f32" in ptx, "clamped before"
+    assert ("div.rn.f32" in ptx) == ("key_scale" not in absent)
+    assert len(re.findall(r"(?:atom|red)\.\S*add\.u64", ptx)) == (0 if "saturated" in absent else 2)
+    before, _ = ptx.split("griddepcontrol.wait")
+    touched = re.findall(r"cp\.async\.\w+\.shared|(?:ld|st|atom)\.global", before)
+    assert touched == ["ld.global"] * len(touched)
+    assert len(touched) <= 4, "no more than with other pages"
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from compiled_llm_ops.kernels.attention.cascade_tiling import CascadeTiling, cho
 from compiled_llm_ops.kernels.attention.decode_tiling import AttentionTiling
 from support.ops.cascade_rows import CascadeRows, turned
 from support.ops.compiling import compiled, in_order, resources_of
+from support.ops.fp8_pages import KINDS, fp8_cascade, fp8_written, scales_of, stored
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
 from support.ops.op_cases import preparation
 
@@ -115,6 +116,22 @@ def test_nothing_outside_of_the_windows_is_read(seed):
 def test_logits_are_capped(seed):
     rows = rows_of(TREE, TAILS, seed)
     check(rows, soft_cap=0.7)
+
+
+@interpreted
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("window_left", "soft_cap"), [(-1, 0.0), (75, 1.5)])
+def test_shared_pages_may_be_of_fp8(window_left, soft_cap, kind, seed):
+    scales = scales_of(kind, 2)
+    rows, read = fp8_cascade(rows_of(TREE, TAILS, seed, group=3), scales)
+    expected, expected_lse = read.expected(window_left, soft_cap)
+    fp8 = scales.given
+    out, lse, pages = launch(rows, window_left=window_left, logits_soft_cap=soft_cap, **fp8)
+    torch.testing.assert_close(out.float(), expected, rtol=2 * LARGE, atol=2 * LARGE)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=2e-3)
+    assert torch.equal(pages.view(torch.uint8), fp8_written(rows, scales))
+    newest = zip((rows.key, rows.value), scales, strict=True)
+    assert fp8["saturated"].tolist() == [sum(stored(states, scale).clamped for states, scale in newest)]
 
 
 @interpreted
@@ -249,6 +266,39 @@ def test_registers_and_shared_memory_suffice(head_dim, options, tmp_path):
     before = steps[: steps.index("griddepcontrol.wait")]
     assert before == ["ld.global"], "the first item's members"
     assert steps[len(before) + 1] == "griddepcontrol.launch_dependents"
+
+
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_runs_of_fp8_are_read_as_they_are_and_converted_once(dtype, tmp_path):
+    from compiled_llm_ops.kernels.attention import shared_prefix
+
+    kernel = shared_prefix._shared_prefix_attention
+    constants = {
+        "QUERIES": 64, "GQA": 3, "PADDED": 4, "HEAD": 128, "DIM": 128, "PAGE": 16, "BLOCK": 64, "STAGES": 3,
+        "CAPPED": False, "WINDOWED": False, "PDL": True,
+    }  # fmt: skip
+    types = {
+        **dict.fromkeys(("query", "query_norm", "cos", "sin"), f"*{dtype}"),
+        "pages": "*fp8e4nv",
+        **dict.fromkeys(("parts", "lses", "key_scale", "value_scale"), "*fp32"),
+        **dict.fromkeys(TABLES, "*i32"),
+        **dict.fromkeys(("row_stride", "head_stride", "items", "window_left"), "i32"),
+        **dict.fromkeys(("scale", "cap", "epsilon"), "fp32"),
+    }
+    aligned = ("query", "pages", "row_stride", "head_stride", "parts", "cos", "sin", "query_norm")
+    made = compiled(kernel, constants, types, 4, aligned, launch_pdl=True)
+    (stack,) = re.findall(r"STACK:(\d+)", resources_of(made.asm["cubin"], tmp_path / "cubin"))
+    assert int(stack) <= 16, "registers spill"
+    assert made.metadata.shared <= 56 * 1024, "blocks of bfloat16 take 80 KB"
+    ptx = made.asm["ptx"]
+    assert "cvt.rn.f16x2.e4m3x2" in ptx
+    assert "e4m3x2.f32" not in ptx, "only what is stored is rounded"
+    assert f"wgmma.mma_async.sync.aligned.m64n64k16.f32.{dtype.replace('fp', 'f')}" in ptx
+    steps = in_order(ptx)
+    assert steps[: steps.index("griddepcontrol.wait")] == ["ld.global"], "the first item's members"
 
 
 @pytest.mark.slow

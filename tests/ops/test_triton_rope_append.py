@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_llm_ops.contracts import RopeAppendPagedKv
+from compiled_llm_ops.contracts import AppendPagedKv, RopeAppendPagedKv
 from support.ops.compiling import compiled, in_order
+from support.ops.fp8_pages import KINDS, check_codes, scales_of, stored, stored_pages
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
-from support.ops.packed_tokens import GIVEN, Sizes, check, packed_tokens
+from support.ops.packed_tokens import GIVEN, Sizes, check, expected, packed_tokens
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
 
@@ -82,6 +84,45 @@ def test_pages_may_lie_past_what_32_bits_count(seed):
     rope_append(args._replace(pages=memory, indices=torch.full_like(args.indices, far)), pdl=False)
     assert torch.equal(memory[far, 0, 0, :3], args.key[:, 0])
     assert torch.equal(memory[far, 1, 0, :3], args.value[:, 0])
+
+
+@interpreted
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("given", ["nothing", "all"])
+def test_keys_and_values_are_rounded_to_fp8_last(given, kind, seed):
+    from compiled_llm_ops.kernels.attention.rope_append import RopeAppendTiling, rope_append
+
+    args, scales = packed_tokens(SPANS, Sizes(6, 3, 24, 32, 16), given, torch.float16), scales_of(kind, 3)
+    dense = expected(args)
+    codes, fp8 = stored_pages(dense.pages, scales).pages, scales.given
+    codes.view(torch.uint8)[..., 24:] = 0
+    pages = args.pages.to(torch.float8_e4m3fn)
+    out = rope_append(args._replace(pages=pages, **fp8), pdl=False, tiling=RopeAppendTiling(64))
+    torch.testing.assert_close(out.float(), dense.query, rtol=3e-3, atol=3e-3)
+    check_codes(pages, codes, exact=given == "nothing")
+    parts = zip(dense.pages.unbind(1), scales, strict=True)
+    clamped = sum(int((part.abs() > 448 * (1 if own is None else own[:, None, None])).sum()) for part, own in parts)
+    assert fp8["saturated"].item() == pytest.approx(clamped, abs=0 if given == "nothing" else 0.01 * clamped)
+
+
+@interpreted
+@pytest.mark.parametrize("kind", KINDS)
+def test_append_in_front_of_flashinfer_writes_fp8_with_this_kernel(kind, seed, monkeypatch):
+    """Given no queries."""
+    from compiled_llm_ops.attention import append
+
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    args, scales = packed_tokens(SPANS, Sizes(6, 3, 24, 32, 16), "nothing", torch.float16), scales_of(kind, 3)
+    codes, fp8 = stored_pages(expected(args).pages, scales).pages, scales.given
+    codes.view(torch.uint8)[..., 24:] = 0
+    pages, table = (
+        args.pages.to(torch.float8_e4m3fn),
+        (args.token_rows, args.token_positions, args.indptr, args.indices),
+    )
+    append._cuda(AppendPagedKv(args.key, args.value, pages, *table, args.indptr, "flashinfer", **fp8))
+    check_codes(pages, codes, exact=True)
+    new = zip((args.key, args.value), scales, strict=True)
+    assert fp8["saturated"].tolist() == [sum(stored(states, scale).clamped for states, scale in new)]
 
 
 @interpreted
@@ -169,3 +210,35 @@ def test_it_moves_16_bytes_a_thread_and_touches_only_the_table_before_waiting(he
     letters = {"griddepcontrol.wait": "w", "griddepcontrol.launch_dependents": "d", "ld.global": "l", "st.global": "s"}
     order = "".join(letters[name] for name in in_order(made.asm["ptx"]))
     assert re.fullmatch(r"wdl+s+llllwdl+s+", order), "programs of queries, and of keys, which read the table first"
+
+
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("queries", [16, 0], ids="H={}".format)
+def test_fp8_is_rounded_on_its_way_and_stored_in_pieces_of_8_bytes(queries):
+    from compiled_llm_ops.kernels.attention.rope_append import TILING, _rope_append_paged_kv
+
+    names = _rope_append_paged_kv.arg_names
+    constants = {
+        "HEADS": queries, "KV_HEADS": 8, "HEAD": 128, "DIM": 128, "STORED": 128, "PAGE": 16,
+        "GROUP": max(1, queries), "KV_GROUP": 8, "PDL": True,
+    }  # fmt: skip
+    strides = [name for name in names if name.endswith("_stride")]
+    aligned = ["query", "key", "value", "query_norm", "key_norm", "cos", "sin", "out", *strides]
+    types = {
+        **dict.fromkeys(aligned, "*bf16"),
+        **dict.fromkeys(("token_rows", "token_positions", "indptr", "indices"), "*i32"),
+        **dict.fromkeys(strides, "i32"),
+        **dict.fromkeys(("key_scale", "value_scale"), "*fp32"),
+        "pages": "*fp8e4nv",
+        "saturated": "*i64",
+        "epsilon": "fp32",
+    }
+    made = compiled(_rope_append_paged_kv, constants, types, TILING.warps, [*aligned, "pages"], launch_pdl=True)
+    ptx = made.asm["ptx"]
+    assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
+    assert "div.rn.f32" in ptx
+    assert "e4m3x2;" not in ptx.replace("satfinite.e4m3x2.f32", ""), "nothing is converted back"
+    assert {*re.findall(r"st\.global\.(\S+)", ptx)} == ({"v2.b32"} if not queries else {"v2.b32", "v4.b32"})
+    assert len(re.findall(r"(?:atom|red)\.\S*add\.u64", ptx)) == 2

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from compiled_llm_ops import plain_attention
 from compiled_llm_ops.backends import backend_named
-from compiled_llm_ops.contracts import AppendPagedKv, check_token_places, has_uneven_heads
+from compiled_llm_ops.contracts import (
+    FP8,
+    AppendPagedKv,
+    RopeAppendPagedKv,
+    check_capability,
+    check_fp8,
+    check_token_places,
+    has_uneven_heads,
+)
 from compiled_llm_ops.library import define
 
 
@@ -24,6 +32,9 @@ def append_paged_kv(
     indices: Tensor,
     last_page_len: Tensor,
     backend: str = "flashinfer",
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    saturated: Tensor | None = None,
 ) -> None:
     """Write the keys and values of new tokens into the pages of their rows, in place.
 
@@ -41,15 +52,21 @@ def append_paged_kv(
         indices: ``[N]`` int32, page numbers.
         last_page_len: ``[B]`` int32, tokens in each row's last page, 1 to S, the new ones included.
         backend: whose kernel writes on CUDA, one of ``backends.BACKENDS``; on a CPU plain PyTorch does.
+        key_scale: ``[K]`` float32, by kv head, for pages of ``torch.float8_e4m3fn`` only: they hold each key divided by
+            it, clamped to -448 to 448 and rounded. None for 1.
+        value_scale: ``[K]`` float32, the same for values.
+        saturated: ``[1]`` int64, written: to it is added how many numbers had to be clamped. None to count nothing.
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
 
     Source:
-        FlashInfer ``flashinfer.append_paged_kv_cache`` on CUDA; paged KV caches after vLLM's PagedAttention
+        FlashInfer ``flashinfer.append_paged_kv_cache`` on CUDA, for pages of fp8 the Triton kernel of
+        ``rope_append_paged_kv``; paged KV caches after vLLM's PagedAttention
         (https://arxiv.org/abs/2309.06180).
     """
-    _append_paged_kv(key, value, pages, token_rows, token_positions, indptr, indices, last_page_len, backend)
+    places, fp8 = (token_rows, token_positions, indptr, indices, last_page_len), (key_scale, value_scale, saturated)
+    _append_paged_kv(key, value, pages, *places, backend, *fp8)
 
 
 def _check(args: AppendPagedKv) -> None:
@@ -72,6 +89,7 @@ def _check(args: AppendPagedKv) -> None:
             f"{tuple(key.shape)}; got {tuple(pages.shape)}"
         )
     check_token_places("append_paged_kv", args)
+    check_fp8("append_paged_kv", args)
 
 
 def _cpu(args: AppendPagedKv) -> None:
@@ -81,17 +99,36 @@ def _cpu(args: AppendPagedKv) -> None:
 
 def _cuda(args: AppendPagedKv) -> None:
     _check(args)
+    backend = backend_named(args.backend)
+    if args.pages.dtype == FP8 and backend.rope_append:
+        _append_fp8(args)
+        return
     padding = 0 if has_uneven_heads(args.pages) else args.pages.shape[4] - args.key.shape[2]
     if padding:
         key, value = (torch.nn.functional.pad(states, (0, padding)) for states in (args.key, args.value))
         args = args._replace(key=key, value=value)
-    backend_named(args.backend).append(args)
+    backend.append(args)
+
+
+def _append_fp8(args: AppendPagedKv) -> None:
+    """Round keys and values and write them, which a kernel that copies does not, by that of ``rope_append_paged_kv``.
+
+    It is given no queries.
+    """
+    from compiled_llm_ops.kernels.attention.rope_append import rope_append
+
+    check_capability("append_paged_kv", args.pages)
+    no_query, places = args.key[:, :0], (args.token_rows, args.token_positions, args.indptr, args.indices)
+    written = RopeAppendPagedKv(no_query, args.key, args.value, args.pages, *places)
+    written = written._replace(key_scale=args.key_scale, value_scale=args.value_scale, saturated=args.saturated)
+    with torch.cuda.device(args.key.device):  # Triton launches on the current one
+        rope_append(written, pdl=False)
 
 
 _append_paged_kv = define(
     "append_paged_kv",
     AppendPagedKv,
-    writes=("pages",),
+    writes=("pages", "saturated"),
     returns="()",
     fake=lambda args: None,
     cpu=_cpu,

@@ -22,6 +22,7 @@ from compiled_llm_ops.contracts import (
     CASCADE_LEVELS,
     CASCADE_QUERIES,
     CascadeAttention,
+    check_capability,
     check_even_heads,
     check_int32,
     value_size,
@@ -52,6 +53,9 @@ def cascade_attention(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     overlap: bool = False,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    saturated: Tensor | None = None,
 ) -> Tensor:
     """``decode_attention`` of one new token a row, which reads pages that rows share once for all of them.
 
@@ -89,6 +93,9 @@ def cascade_attention(
         cos: ``[B, D]`` of the query's dtype, as of ``decode_attention``.
         sin: ``[B, D]``, belongs to ``cos``.
         overlap: as of ``decode_attention``; the previous kernel must not write the tables either.
+        key_scale: ``[K]`` float32, for pages of ``torch.float8_e4m3fn`` only, as of ``decode_attention``.
+        value_scale: ``[K]`` float32, the same for values.
+        saturated: ``[1]`` int64, written, as of ``decode_attention``.
 
     Returns:
         ``[B, H, D]``, contiguous, of the query's dtype; ``[B, H, E]`` for values of another size.
@@ -103,8 +110,9 @@ def cascade_attention(
     """
     table = (starts, lengths, indices, shared_lengths, members, work_items, merge_parts, max_parts)
     prepared = (query_norm, key_norm, epsilon, cos, sin)
+    fp8 = (key_scale, value_scale, saturated)
     out: Tensor = _cascade_attention(
-        query, key, value, pages, *table, scale, window_left, logits_soft_cap, *prepared, overlap
+        query, key, value, pages, *table, scale, window_left, logits_soft_cap, *prepared, overlap, *fp8
     )
     return out
 
@@ -172,7 +180,10 @@ def _parts(args: CascadeAttention) -> tuple[Tensor, Tensor]:
             visible = torch.arange(first, max(first, count), device=query.device) >= nearest[:, None]
         seen = keys[:, first:], values[:, first:]
         written = slice(first_part, first_part + member_count)
-        parts[written], lses[written] = attend_lse(query[rows], *seen, args.scale, visible, args.logits_soft_cap)
+        scales = args.key_scale, args.value_scale
+        parts[written], lses[written] = attend_lse(
+            query[rows], *seen, args.scale, visible, args.logits_soft_cap, *scales
+        )
     return parts, lses
 
 
@@ -203,6 +214,7 @@ def _cuda(args: CascadeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | Non
 
     _check(args)
     check_even_heads("cascade_attention", args.pages)
+    check_capability("cascade_attention", args.pages)
     device, (_, _, kv_heads, _, stored) = args.query.device, args.pages.shape
     tables = {name: getattr(args, name).contiguous() for name in ("shared_lengths", "members", "work_items")}
     args = args._replace(**tables, merge_parts=args.merge_parts.contiguous())
@@ -217,5 +229,5 @@ def _cuda(args: CascadeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | Non
 
 
 _cascade_attention, _cascade_attention_lse = define_with_lse(
-    "cascade_attention", CascadeAttention, writes=("pages",), cpu=_cpu, cuda=_cuda
+    "cascade_attention", CascadeAttention, writes=("pages", "saturated"), cpu=_cpu, cuda=_cuda
 )

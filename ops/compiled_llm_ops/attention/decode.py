@@ -21,7 +21,9 @@ from compiled_llm_ops.attention.preparation import check_preparation, prepared
 from compiled_llm_ops.contracts import (
     DecodeAttention,
     PageTable,
+    check_capability,
     check_even_heads,
+    check_fp8,
     check_int32,
     check_pages,
     value_size,
@@ -47,6 +49,9 @@ def decode_attention(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     overlap: bool = False,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    saturated: Tensor | None = None,
 ) -> Tensor:
     """Write the keys and values of each row's q newest tokens into its pages, then attend with their queries.
 
@@ -77,6 +82,10 @@ def decode_attention(
         overlap: whether it may run at the same time as the previous and the next kernel on CUDA, by the rules of
             ``compiled_llm_ops.kernels.pdl``; the previous kernel must not write ``starts``, ``lengths`` or ``indices``
             then.
+        key_scale: ``[K]`` float32, by kv head, for pages of ``torch.float8_e4m3fn`` only: they hold each key divided by
+            it, clamped to -448 to 448 and rounded, and are read times it. None for 1.
+        value_scale: ``[K]`` float32, the same for values.
+        saturated: ``[1]`` int64, written: to it is added how many numbers had to be clamped. None to count nothing.
 
     Returns:
         ``[T, H, D]``, contiguous, of the query's dtype; ``[T, H, E]`` for values of another size.
@@ -90,8 +99,9 @@ def decode_attention(
     """
     table = (starts, lengths, indices)
     prepared = (query_norm, key_norm, epsilon, cos, sin)
+    fp8 = (key_scale, value_scale, saturated)
     out: Tensor = _decode_attention(
-        query, key, value, pages, *table, scale, window_left, logits_soft_cap, *prepared, overlap
+        query, key, value, pages, *table, scale, window_left, logits_soft_cap, *prepared, overlap, *fp8
     )
     return out
 
@@ -135,6 +145,7 @@ def check(op: str, args: DecodeAttention) -> None:
         )
     check_int32(op, starts=args.starts, lengths=args.lengths, indices=args.indices)
     check_preparation(op, args)
+    check_fp8(op, args)
 
 
 # ---- CPU: in plain PyTorch
@@ -144,7 +155,7 @@ def _append(args: DecodeAttention) -> None:
     key, page_size, new = prepared(args.key, args.key_norm, args), args.pages.shape[-2], args.new_tokens
     positions = (args.lengths[:, None] - new + torch.arange(new, dtype=torch.int32, device="cpu")).flatten()
     page = args.indices[args.starts.repeat_interleave(new) + positions // page_size]
-    store(args.pages, page, positions % page_size, key, args.value)
+    store(args, page, positions % page_size, key)
 
 
 def attend_on_cpu(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -157,10 +168,11 @@ def attend_on_cpu(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tenso
         for start, length in zip(args.starts.tolist(), lengths, strict=True)
     ]
     uneven = len(lengths) * max(lengths) > 2 * sum(lengths)
-    if wants_lse or args.logits_soft_cap > 0 or args.new_tokens > 1 or uneven:
+    scales = args.key_scale, args.value_scale
+    if wants_lse or args.logits_soft_cap > 0 or args.new_tokens > 1 or uneven or scales != (None, None):
         how = (args.scale, args.window_left, args.logits_soft_cap)
         table = _as_table(own, args.lengths, args.new_tokens, page_size)
-        return attend_row_by_row(query, args.pages, table, *how, wants_lse)
+        return attend_row_by_row(query, args.pages, table, *how, wants_lse, *scales)
     return _attend(query, args.pages, own, lengths, args.scale, args.window_left), None
 
 
@@ -252,9 +264,10 @@ def _cpu(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]
 def _cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     check("decode_attention", args)
     check_even_heads("decode_attention", args.pages)
+    check_capability("decode_attention", args.pages)
     return attend_on_cuda(args, wants_lse)
 
 
 _decode_attention, _decode_attention_lse = define_with_lse(
-    "decode_attention", DecodeAttention, writes=("pages",), cpu=_cpu, cuda=_cuda
+    "decode_attention", DecodeAttention, writes=("pages", "saturated"), cpu=_cpu, cuda=_cuda
 )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention.lse import define_with_lse
-from compiled_llm_ops.contracts import PagedAttention, check_int32, check_pages, has_uneven_heads, value_size
+from compiled_llm_ops.contracts import PagedAttention, check_fp8, check_int32, check_pages, has_uneven_heads, value_size
 from compiled_llm_ops.library import same_arguments_as
 from compiled_llm_ops.plain_attention import attend_row_by_row
 from compiled_llm_ops.protocol import owner_of
@@ -30,6 +30,8 @@ def paged_attention(
     scale: float,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of packed queries over the pages of their rows.
 
@@ -50,19 +52,23 @@ def paged_attention(
         scale: factor on the logits before the softmax.
         window_left: tokens visible to the left of each query; -1 for all.
         logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
+        key_scale: ``[K]`` float32, by kv head, for pages of ``torch.float8_e4m3fn`` only: what keys in the pages are to
+            be multiplied with. None for 1, as plans of FlashInfer need it.
+        value_scale: ``[K]`` float32, the same for values.
 
     Returns:
         ``[T, H, D]``, contiguous, of the query's dtype; ``[T, H, E]`` for values of another size.
 
     Raises:
-        ValueError: shapes do not fit together.
+        ValueError: shapes do not fit together, or the plan's kernels take no scales.
         RuntimeError: on CUDA, ``plan`` holds no plan.
 
     Source:
         On CUDA FlashInfer ``BatchPrefillWithPagedKVCacheWrapper`` (https://arxiv.org/abs/2501.01005).
     """
     table = (qo_indptr, indptr, indices, last_page_len)
-    out: Tensor = _paged_attention(query, pages, *table, plan, workspace, scale, window_left, logits_soft_cap)
+    how = (scale, window_left, logits_soft_cap, key_scale, value_scale)
+    out: Tensor = _paged_attention(query, pages, *table, plan, workspace, *how)
     return out
 
 
@@ -77,7 +83,7 @@ def paged_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         the natural one). Both contiguous.
 
     Raises:
-        ValueError: shapes do not fit together.
+        ValueError: shapes do not fit together, or the plan's kernels take no scales.
         RuntimeError: on CUDA, nothing was planned with ``plan``.
 
     Source:
@@ -98,6 +104,7 @@ def _check(args: PagedAttention) -> None:
             f"[{table.qo_indptr.shape[0]}] and [{table.indptr.shape[0]}]"
         )
     check_int32("paged_attention", **table._asdict())
+    check_fp8("paged_attention", args)
 
 
 # ---- CPU: in plain PyTorch, one row after the other
@@ -106,7 +113,7 @@ def _check(args: PagedAttention) -> None:
 def _cpu(args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     _check(args)
     how = (args.scale, args.window_left, args.logits_soft_cap)
-    return attend_row_by_row(args.query, args.pages, args.table, *how, wants_lse)
+    return attend_row_by_row(args.query, args.pages, args.table, *how, wants_lse, args.key_scale, args.value_scale)
 
 
 # ---- CUDA: the kernels of the backend that the plan is of

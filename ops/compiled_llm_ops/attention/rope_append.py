@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention.preparation import check_preparation, prepared
-from compiled_llm_ops.contracts import RopeAppendPagedKv, check_even_heads, check_pages, check_token_places
+from compiled_llm_ops.contracts import (
+    RopeAppendPagedKv,
+    check_capability,
+    check_even_heads,
+    check_fp8,
+    check_pages,
+    check_token_places,
+)
 from compiled_llm_ops.library import define
 from compiled_llm_ops.plain_attention import store
 
@@ -30,6 +37,9 @@ def rope_append_paged_kv(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     overlap: bool = False,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    saturated: Tensor | None = None,
 ) -> Tensor:
     """Norm queries and keys and rotate them by their position, and write keys and values into the pages of their rows.
 
@@ -55,6 +65,10 @@ def rope_append_paged_kv(
         overlap: whether it may run at the same time as the previous and the next kernel on CUDA, by the rules of
             ``compiled_llm_ops.kernels.pdl``; the previous kernel must not write ``token_rows``, ``token_positions``,
             ``indptr`` or ``indices`` then.
+        key_scale: ``[K]`` float32, by kv head, for pages of ``torch.float8_e4m3fn`` only: they hold each key divided by
+            it, clamped to -448 to 448 and rounded. None for 1.
+        value_scale: ``[K]`` float32, the same for values.
+        saturated: ``[1]`` int64, written: to it is added how many numbers had to be clamped. None to count nothing.
 
     Returns:
         ``[T, H, D]``, the queries that attend, contiguous, of the query's dtype.
@@ -69,7 +83,8 @@ def rope_append_paged_kv(
     """
     places = (token_rows, token_positions, indptr, indices)
     prepared_by = (query_norm, key_norm, epsilon, cos, sin)
-    out: Tensor = _rope_append_paged_kv(query, key, value, pages, *places, *prepared_by, overlap)
+    fp8 = (key_scale, value_scale, saturated)
+    out: Tensor = _rope_append_paged_kv(query, key, value, pages, *places, *prepared_by, overlap, *fp8)
     return out
 
 
@@ -86,13 +101,14 @@ def _check(args: RopeAppendPagedKv) -> None:
         )
     check_token_places("rope_append_paged_kv", args)
     check_preparation("rope_append_paged_kv", args)
+    check_fp8("rope_append_paged_kv", args)
 
 
 def _cpu(args: RopeAppendPagedKv) -> Tensor:
     _check(args)
     page_size = args.pages.shape[3]
     page = args.indices[args.indptr[args.token_rows] + args.token_positions // page_size]
-    store(args.pages, page, args.token_positions % page_size, prepared(args.key, args.key_norm, args), args.value)
+    store(args, page, args.token_positions % page_size, prepared(args.key, args.key_norm, args))
     out = prepared(args.query, args.query_norm, args)
     return out.clone(memory_format=torch.contiguous_format) if out is args.query else out.contiguous()
 
@@ -102,6 +118,7 @@ def _cuda(args: RopeAppendPagedKv) -> Tensor:
     from compiled_llm_ops.kernels.pdl import has_pdl
 
     _check(args)
+    check_capability("rope_append_paged_kv", args.pages)
     with torch.cuda.device(args.query.device):  # Triton launches on the current one
         return rope_append(args, pdl=args.overlap and has_pdl(args.query.device))
 
@@ -109,7 +126,7 @@ def _cuda(args: RopeAppendPagedKv) -> Tensor:
 _rope_append_paged_kv = define(
     "rope_append_paged_kv",
     RopeAppendPagedKv,
-    writes=("pages",),
+    writes=("pages", "saturated"),
     fake=lambda args: args.query.new_empty(args.query.shape),
     cpu=_cpu,
     cuda=_cuda,

@@ -114,6 +114,11 @@ class FlashInferPlan:
         )
 
     def _check_launch(self, args: PagedAttention) -> None:
+        if args.key_scale is not None or args.value_scale is not None:
+            raise ValueError(
+                "paged_attention: FlashInfer's kernels take no key_scale and value_scale by kv head; leave them None, "
+                "or use backend='reference'"
+            )
         launched = args.geometry, args.last_page_len.shape[0], args.query.shape[0]
         planned = self._geometry, self._rows, self._tokens
         if launched != planned:

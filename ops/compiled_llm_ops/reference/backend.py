@@ -25,7 +25,7 @@ class ReferencePlan:
     def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         how = (args.scale, args.window_left, args.logits_soft_cap)
         result, result_lse = plain_attention.attend_row_by_row(
-            args.query, args.pages, args.table, *how, lse is not None
+            args.query, args.pages, args.table, *how, lse is not None, args.key_scale, args.value_scale
         )
         out.copy_(result)
         if lse is not None and result_lse is not None:

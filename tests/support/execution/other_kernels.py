@@ -49,8 +49,8 @@ def _like_results(args: DecodeAttention) -> tuple[Tensor, Tensor]:
 
 
 _library = torch.library.Library("other_kernels", "DEF")
-_library.define(schema("decode", DecodeAttention, ["pages"]))
-_library.define(schema("decode_lse", DecodeAttention, ["pages"], "(Tensor, Tensor)"))
+_library.define(schema("decode", DecodeAttention, ["pages", "saturated"]))
+_library.define(schema("decode_lse", DecodeAttention, ["pages", "saturated"], "(Tensor, Tensor)"))
 _library.impl("decode", lambda *args: _attend(DecodeAttention(*args))[0], "CPU")
 _library.impl("decode_lse", lambda *args: _attend(DecodeAttention(*args)), "CPU")
 torch.library.register_fake("other_kernels::decode", lambda *args: _like_results(DecodeAttention(*args))[0])

@@ -85,6 +85,10 @@ class Batch:
         )
         append_paged_kv(key, value, self.pages, *self.slots(starts, ends), *self.table)
 
+    def in_fp8(self) -> Batch:
+        self.pages = self.pages.clamp(-448, 448).to(FP8)
+        return self
+
     def filled(self) -> Batch:
         self.append([0] * len(self.lengths), self.lengths)
         return self
@@ -146,6 +150,16 @@ def check_outputs(batch: Batch, expected: Tensor, out: Tensor, with_lse: Tensor,
     assert (lse.dtype, lse.shape, lse.is_contiguous()) == (torch.float32, batch.query.shape[:2], True)
 
 
+FP8 = torch.float8_e4m3fn
+SCALES = torch.tensor([0.5, 0.02]), torch.tensor([0.3, 0.001])
+"""Of the keys and the values of two heads."""
+
+
+def fp8_arguments() -> tuple[Tensor, Tensor, Tensor]:
+    """What pages of fp8 may be given."""
+    return *(scale.clone() for scale in SCALES), torch.zeros(1, dtype=torch.int64)
+
+
 MIXES = {
     "decode": ([1, 4, 5, 17], [1, 1, 1, 1]),
     "several new tokens": ([3, 4, 5, 17], [3, 3, 3, 3]),
@@ -166,7 +180,8 @@ def attention_cases() -> list[tuple[Any, ...]]:
     cases.append(Batch(*MIXES["mixed"], value_dim=6).filled().arguments())
     batch = Batch(*MIXES["mixed"], dtype=torch.bfloat16).filled()
     cases.append((batch.query.transpose(0, 1).contiguous().transpose(0, 1), *batch.arguments()[1:]))
-    return cases
+    fp8 = Batch(*MIXES["mixed"], padded=16).in_fp8()
+    return [*cases, (*fp8.filled().arguments(), -1, 0.0, *SCALES)]
 
 
 def plan_cases() -> list[tuple[Any, ...]]:
@@ -188,6 +203,8 @@ def decode_cases() -> list[tuple[Any, ...]]:
     several = Batch(*MIXES["several new tokens"], padded=16).filled().decode_arguments()
     batch = Batch(*MIXES["decode"], padded=16).filled()
     cases += [several, Batch(*MIXES["decode"], value_dim=6).filled().decode_arguments()]
+    fp8 = Batch(*MIXES["decode"], padded=16).in_fp8().filled()
+    cases.append((*fp8.decode_arguments(), -1, 0.0, *preparation(fp8.query), False, *fp8_arguments()))
     return [*cases, (*strided, *others), (*batch.decode_arguments(), -1, 0.0, *preparation(batch.query), True)]
 
 
@@ -198,7 +215,9 @@ def cascade_cases() -> list[tuple[Any, ...]]:
     query, *others = CascadeRows([], [3, 5], dtype=torch.bfloat16).arguments()
     cases.append((query.transpose(0, 1).contiguous().transpose(0, 1), *others))
     rows = CascadeRows(runs, [3, 5, 1, 17, 2])
-    return [*cases, (*rows.arguments(), -1, 0.0, *preparation(rows.query), True)]
+    cases.append((*rows.arguments(), -1, 0.0, *preparation(rows.query), True))
+    rows.pages = rows.pages.to(FP8)
+    return [*cases, (*rows.arguments(), -1, 0.0, *preparation(rows.query), False, *fp8_arguments())]
 
 
 def preparation(query: Tensor) -> tuple[Any, ...]:
@@ -214,14 +233,18 @@ def append_cases() -> list[tuple[Any, ...]]:
         batch = Batch([6, 9], [1, 1], padded=padded, value_dim=value_dim)
         key, value = torch.cat(batch.keys), torch.cat(batch.values)
         cases.append((key, value, batch.pages, *batch.slots([0, 0], [6, 9]), *batch.table))
-    return cases
+    key, value, pages, *others = cases[0]
+    return [*cases, (key * 200, value, pages.to(FP8), *others, "flashinfer", *fp8_arguments())]
 
 
 def rope_append_cases() -> list[tuple[Any, ...]]:
     spans, sizes = [(0, 1), (2, 8), (0, 5)], Sizes(head_dim=8, stored=16)
     cases = [tuple(packed_tokens(spans, sizes, given, torch.float32)) for given in ("all", "nothing", "query norm")]
     query, *others = packed_tokens(spans, sizes, "all", torch.bfloat16)._replace(overlap=True)
-    return [*cases, (query.transpose(0, 1).contiguous().transpose(0, 1), *others)]
+    cases.append((query.transpose(0, 1).contiguous().transpose(0, 1), *others))
+    args = packed_tokens(spans, sizes, "all", torch.float32)
+    fp8 = dict(zip(("key_scale", "value_scale", "saturated"), fp8_arguments(), strict=True))
+    return [*cases, tuple(args._replace(pages=args.pages.to(FP8), **fp8))]
 
 
 def sample_cases() -> list[SampleTokens]:

@@ -29,6 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_llm_ops.contracts import DecodeAttention
 from compiled_llm_ops.kernels.attention.decode_tiling import MAX_ROWS, MAX_SHARES, AttentionTiling
+from compiled_llm_ops.kernels.attention.fp8 import as_stored
 from compiled_llm_ops.kernels.attention.rotary import prepared
 from compiled_llm_ops.kernels.counters import zeroed_counters
 
@@ -204,7 +205,7 @@ def _share(blocks, program, programs, row_tile, unsplit, min_share, MOST: tl.con
 @triton.jit(do_not_specialize=["rows", "row_tile", "window_left", "unsplit", "min_share"])
 def _decode_paged_attention(
     query, key, value, pages, starts, lengths, indices, shared_lengths, query_norm, key_norm, cos, sin,
-    out, lse, partials, partial_lses, arrivals,
+    out, lse, partials, partial_lses, arrivals, key_scale, value_scale, saturated,
     row_stride, head_stride, key_row_stride, key_head_stride, value_row_stride, value_head_stride,
     rows, row_tile, window_left, unsplit, min_share, scale, cap, epsilon,
     ROWS: tl.constexpr, MOST: tl.constexpr, NEW: tl.constexpr, GQA: tl.constexpr, PADDED: tl.constexpr,
@@ -216,6 +217,9 @@ def _decode_paged_attention(
     The program with the last keys writes the newest of them first; of several new ones, each program its own.
 
     With ``shared_lengths`` the first keys of each row are left to another kernel.
+
+    Keys and values of fp8 are multiplied as they are stored. The scale of keys is a factor on logits, that of values
+    one on results.
 
     Axes of the grid: kv heads, tiles of rows, programs, so that programs without keys start last. A tile is
     ``row_tile`` rows, at most ROWS. ``partials`` holds a [PADDED, D'] for each program and ``partial_lses`` a
@@ -266,8 +270,10 @@ def _decode_paged_attention(
                 key_ptrs = key + row * key_row_stride + head * key_head_stride + tl.zeros([1, 1], tl.int32)
                 k = prepared(key_ptrs, offs_d, in_head, key_norm, cos_ptr, sin_ptr, epsilon, HEAD)
                 v = tl.load(value + row * value_row_stride + head * value_head_stride + offs_d, mask=in_head)
-                tl.store(slot_ptr + offs_d, k.to(pages.dtype.element_ty), mask=in_head)
-                tl.store(slot_ptr + values_offset + offs_d, v.to(pages.dtype.element_ty), mask=in_head)
+                k = as_stored(k, pages, key_scale, head, saturated, in_head)
+                v = as_stored(v, pages, value_scale, head, saturated, in_head)
+                tl.store(slot_ptr + offs_d, k, mask=in_head)
+                tl.store(slot_ptr + values_offset + offs_d, v, mask=in_head)
                 tl.debug_barrier()  # written before any thread of the program reads it
         else:
             for new in tl.static_range(NEW):
@@ -282,13 +288,19 @@ def _decode_paged_attention(
                     v = tl.load(value + token * value_row_stride + head * value_head_stride + offs_d, mask=in_head)
                     new_page = tl.load(own_indices + position // PAGE).to(tl.int64)
                     new_ptr = head_pages + new_page * (2 * values_offset) + (position % PAGE) * DIM
-                    tl.store(new_ptr + offs_d, k.to(pages.dtype.element_ty), mask=in_head)
-                    tl.store(new_ptr + values_offset + offs_d, v.to(pages.dtype.element_ty), mask=in_head)
+                    k = as_stored(k, pages, key_scale, head, saturated, in_head)
+                    v = as_stored(v, pages, value_scale, head, saturated, in_head)
+                    tl.store(new_ptr + offs_d, k, mask=in_head)
+                    tl.store(new_ptr + values_offset + offs_d, v, mask=in_head)
             tl.debug_barrier()
+        if key_scale is not None:
+            scale *= tl.load(key_scale + head)
         values, lses = _attend(
             q, head_pages, own_indices, values_offset, first, length, begin, end, window_left, scale, cap,
             NEW, GQA, PAGE, DIM, BLOCK, CAPPED, STAGES,
         )  # fmt: skip
+        if value_scale is not None:
+            values *= tl.load(value_scale + head)
         item = row * heads + head
         if count == 1:
             _store(out, lse, values, lses, item, heads, HEADS, NEW, GQA, HEAD, DIM)
@@ -349,6 +361,9 @@ def decode(
         tensor if tensor is None else tensor.contiguous()
         for tensor in (args.query_norm, args.key_norm, args.cos, args.sin)
     )
+    key_scale, value_scale = (
+        scale if scale is None else scale.contiguous() for scale in (args.key_scale, args.value_scale)
+    )
     (_, heads, head_dim), (_, _, kv_heads, page_size, stored) = query.shape, args.pages.shape
     rows, new_tokens, gqa = len(args.starts), args.new_tokens, heads // kv_heads
     padded = triton.next_power_of_2(new_tokens * gqa)
@@ -373,6 +388,7 @@ def decode(
     _decode_paged_attention[(kv_heads, row_tiles, tiling.programs)](
         query, key, value, args.pages, args.starts, args.lengths, args.indices, shared_lengths,
         query_norm, key_norm, cos, sin, out, lse, partials, partial_lses, arrivals,
+        key_scale, value_scale, args.saturated,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], rows, tiling.row_tile, window_left,
         tiling.unsplit, tiling.min_share, factor, cap, args.epsilon, **constants,
     )  # fmt: skip

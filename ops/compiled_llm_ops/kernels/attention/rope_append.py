@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_llm_ops.contracts import RopeAppendPagedKv
+from compiled_llm_ops.kernels.attention.fp8 import as_stored
 from compiled_llm_ops.kernels.attention.rotary import prepared
 
 
@@ -60,6 +61,7 @@ def _prepared(
 @triton.jit(do_not_specialize_on_alignment=["token_rows", "token_positions", "indptr", "indices"])
 def _rope_append_paged_kv(
     query, key, value, pages, token_rows, token_positions, indptr, indices, query_norm, key_norm, cos, sin, out,
+    key_scale, value_scale, saturated,
     row_stride, head_stride, key_row_stride, key_head_stride, value_row_stride, value_head_stride, epsilon,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, STORED: tl.constexpr,
     PAGE: tl.constexpr, GROUP: tl.constexpr, KV_GROUP: tl.constexpr, PDL: tl.constexpr,
@@ -94,16 +96,19 @@ def _rope_append_paged_kv(
         k = _prepared(k_ptrs, offs_d, k_mask, key_norm, cos, sin, token * HEAD, epsilon, HEAD, KV_GROUP)
         slot = page * (2 * KV_HEADS * PAGE * STORED) + position % PAGE * STORED
         slot_ptrs = pages + slot + offs_k * (PAGE * STORED) + offs_d
-        tl.store(slot_ptrs, k.to(pages.dtype.element_ty), mask=k_mask)
-        tl.store(slot_ptrs + KV_HEADS * PAGE * STORED, v.to(pages.dtype.element_ty), mask=k_mask)
+        scale_of = tl.minimum(offs_k, KV_HEADS - 1)
+        k = as_stored(k, pages, key_scale, scale_of, saturated, k_mask)
+        v = as_stored(v, pages, value_scale, scale_of, saturated, k_mask)
+        tl.store(slot_ptrs, k, mask=k_mask)
+        tl.store(slot_ptrs + KV_HEADS * PAGE * STORED, v, mask=k_mask)
 
 
 def rope_append(args: RopeAppendPagedKv, *, pdl: bool, tiling: RopeAppendTiling = TILING) -> Tensor:
     """Launch the kernel. All is on one device, the current one.
 
     Args:
-        args: of ``rope_append_paged_kv``, checked; query in float16 or bfloat16, ``pages`` ``[P, 2, K, S, D']``
-            contiguous.
+        args: of ``rope_append_paged_kv``, checked; query in float16 or bfloat16, of no heads if only keys and values
+            are to be written; ``pages`` ``[P, 2, K, S, D']`` contiguous.
         pdl: begin before the previous kernel has ended; needs compute capability 9.0.
         tiling: its numbers are powers of two.
 
@@ -126,13 +131,16 @@ def rope_append(args: RopeAppendPagedKv, *, pdl: bool, tiling: RopeAppendTiling 
         tensor if tensor is None else tensor.contiguous()
         for tensor in (args.query_norm, args.key_norm, args.cos, args.sin)
     )
+    key_scale, value_scale = (
+        scale if scale is None else scale.contiguous() for scale in (args.key_scale, args.value_scale)
+    )
     (tokens, heads, head_dim), (_, _, kv_heads, page_size, stored) = query.shape, args.pages.shape
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if not tokens:
         return out
     dim = triton.next_power_of_2(head_dim)
     most = max(1, tiling.numbers // dim)
-    group = min(most, triton.next_power_of_2(heads))
+    group = min(most, triton.next_power_of_2(max(1, heads)))
     kv_group = min(max(1, most // 2), triton.next_power_of_2(kv_heads))
     constants: dict[str, Any] = {
         "HEADS": heads, "KV_HEADS": kv_heads, "HEAD": head_dim, "DIM": dim, "STORED": stored, "PAGE": page_size,
@@ -142,7 +150,7 @@ def rope_append(args: RopeAppendPagedKv, *, pdl: bool, tiling: RopeAppendTiling 
     programs = -(-heads // group) + -(-kv_heads // kv_group)
     _rope_append_paged_kv[(tokens * programs,)](
         query, key, value, args.pages, args.token_rows, args.token_positions, args.indptr, args.indices,
-        query_norm, key_norm, cos, sin, out, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
-        args.epsilon, **constants,
+        query_norm, key_norm, cos, sin, out, key_scale, value_scale, args.saturated,
+        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], args.epsilon, **constants,
     )  # fmt: skip
     return out

@@ -77,7 +77,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=["items", "window_left"])
 def _shared_prefix_attention(
-    query, pages, lengths, indices, members, work_items, query_norm, cos, sin, parts, lses,
+    query, pages, lengths, indices, members, work_items, query_norm, cos, sin, parts, lses, key_scale, value_scale,
     row_stride, head_stride, items, window_left, scale, cap, epsilon,
     QUERIES: tl.constexpr, GQA: tl.constexpr, PADDED: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
@@ -98,6 +98,8 @@ def _shared_prefix_attention(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    if key_scale is not None:
+        scale *= tl.load(key_scale + head)
     while count > 0:
         own = work_items + item * 6
         first_page, position, keys = tl.load(own), tl.load(own + 1), tl.load(own + 2)
@@ -121,6 +123,8 @@ def _shared_prefix_attention(
             q, head_pages, indices + first_page, values_offset, first, keys, nearest, scale, cap,
             PAGE, DIM, BLOCK, CAPPED, WINDOWED, STAGES,
         )  # fmt: skip
+        if value_scale is not None:
+            values *= tl.load(value_scale + head)
         # There may be more values of parts than an int32 counts.
         offs_p = (first_part + member).to(tl.int64) * (heads * GQA) + head_ids
         tl.store(parts + offs_p[:, None] * HEAD + offs_d, values, mask=used[:, None] & in_head)
@@ -159,6 +163,9 @@ def attend_over_runs(args: CascadeAttention, *, tiling: CascadeTiling, pdl: bool
     query_norm, cos, sin = (
         tensor if tensor is None else tensor.contiguous() for tensor in (args.query_norm, args.cos, args.sin)
     )
+    key_scale, value_scale = (
+        scale if scale is None else scale.contiguous() for scale in (args.key_scale, args.value_scale)
+    )
     (_, heads, head_dim), (_, _, kv_heads, page_size, stored) = query.shape, args.pages.shape
     parts = torch.empty((args.max_parts, heads, head_dim), dtype=torch.float32, device=query.device)
     lses = torch.empty((args.max_parts, heads), dtype=torch.float32, device=query.device)
@@ -173,6 +180,7 @@ def attend_over_runs(args: CascadeAttention, *, tiling: CascadeTiling, pdl: bool
     }  # fmt: skip
     _shared_prefix_attention[(kv_heads, tiling.programs)](
         query, args.pages, args.lengths, args.indices, args.members, args.work_items, query_norm, cos, sin, parts,
-        lses, *query.stride()[:2], len(args.work_items), args.window_left, factor, cap, args.epsilon, **constants,
+        lses, key_scale, value_scale, *query.stride()[:2], len(args.work_items), args.window_left, factor, cap,
+        args.epsilon, **constants,
     )  # fmt: skip
     return parts, lses

@@ -1,0 +1,30 @@
+"""Rounding of keys and values to the dtype of their pages, for the Triton kernels that write them.
+
+Shapes: M heads, D' head dimension as loaded, K kv heads.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def as_stored(states, pages, scale, head, saturated, mask):
+    """Return heads ``[M, D']`` as ``pages`` hold them: in fp8 divided by their scale, clamped and rounded.
+
+    ``scale`` ``[K]`` is read at ``head``, a number or ``[M, 1]``. To ``saturated`` is added how many numbers under the
+    mask are clamped. Both may be None, and are if pages are of another dtype.
+    """
+    if pages.dtype.element_ty == tl.float8e4nv:
+        numbers = states.to(tl.float32)
+        if scale is not None:
+            # Rounded as PyTorch's division is, so that pages are the same to the bit, whoever has written them.
+            numbers = tl.div_rn(numbers, tl.load(scale + head))
+        if saturated is not None:
+            count = tl.sum((mask & (tl.abs(numbers) > 448.0)).to(tl.int32))
+            tl.atomic_add(saturated, count.to(tl.int64), mask=count > 0, sem="relaxed")
+        numbers = tl.clamp(numbers, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        numbers = states
+    return numbers.to(pages.dtype.element_ty)
