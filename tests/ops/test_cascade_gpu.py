@@ -11,6 +11,7 @@ from torch import Tensor
 from compiled_llm_ops import cascade_attention, cascade_attention_lse, decode_attention_lse
 from support.gpu import by_dtype, close, needs_cuda, seeded
 from support.ops.cascade_rows import CascadeRows
+from support.ops.fp8_pages import fp8_cascade, fp8_written, scales_of, stored
 from support.ops.op_cases import preparation
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
@@ -57,6 +58,24 @@ def test_kernels_give_what_the_cpu_gives_in_float32(
         close(lse.cpu(), expected_lse, 5e-3, "lse")
         assert torch.equal(cascade_attention(*on_device, **named, overlap=overlap), out)
         torch.testing.assert_close(on_device[3].cpu(), rows.written(), rtol=0, atol=0, equal_nan=True)
+
+
+@seeded
+@by_dtype
+@pytest.mark.parametrize("kind", ["none", "both", "small"])
+@pytest.mark.parametrize("options", [(), (700, 3.0)], ids="options={}".format)
+def test_shared_pages_may_be_of_fp8(options: tuple[Any, ...], kind: str, dtype: torch.dtype, seed: int) -> None:
+    scales = scales_of(kind, 2)
+    rows, read = fp8_cascade(rows_of(seed, dtype, head_dim=128), scales)
+    expected, expected_lse = read.expected(*options)
+    fp8 = {name: value if value is None else value.cuda() for name, value in scales.given.items()}
+    given, named = on_gpu(rows.arguments()), dict(zip(("window_left", "logits_soft_cap"), options, strict=False))
+    out, lse = cascade_attention_lse(*given, **named, **fp8)
+    close(out.float().cpu(), expected, 4e-3 if dtype is torch.float16 else 1.6e-2, "out")
+    close(lse.cpu(), expected_lse, 5e-3, "lse")
+    assert torch.equal(given[3].cpu().view(torch.uint8), fp8_written(rows, scales))
+    newest = zip((rows.key, rows.value), scales, strict=True)
+    assert fp8["saturated"].tolist() == [sum(stored(states, scale).clamped for states, scale in newest)]
 
 
 @seeded

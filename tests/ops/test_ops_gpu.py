@@ -16,14 +16,17 @@ import torch
 
 from compiled_llm_ops import (
     Geometry,
+    append_paged_kv,
     decode_attention,
+    decode_attention_lse,
 )
 from compiled_llm_ops.flashinfer import splitting
 from compiled_llm_ops.flashinfer.append import append
 from compiled_llm_ops.flashinfer.hopper import FA3
 from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace
-from support.gpu import by_dtype, needs_cuda, seeded
+from support.gpu import by_dtype, close, needs_cuda, seeded
 from support.ops import gpu_rows
+from support.ops.fp8_pages import KINDS, Fp8Batch
 from support.ops.gpu_rows import (
     MIXED,
     PAGE_SIZE,
@@ -118,6 +121,33 @@ def prefill_once(
     out, lse = outputs(query)
     plan.run(query, layer.pages, out, lse, scale_of(plan.geometry))
     rows.check(layer, query, out, lse, queries)
+
+
+@seeded
+@by_dtype
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [(-1, 0.0), (20, 3.0)], ids="options={}".format)
+def test_pages_of_fp8(options: tuple[int, float], kind: str, dtype: torch.dtype, seed: int) -> None:
+    """Written by `append_paged_kv`, which launches our kernel in front of FlashInfer, and by decode, alike."""
+    sizes = {"head_dim": 128, "page_size": 16, "group": 3}
+    batch = Fp8Batch(MIXED, [1] * len(MIXED), kind=kind, dtype=dtype, seed=seed, **sizes)
+    key, value = (torch.cat(states).cuda() for states in (batch.keys, batch.values))
+    pages, scales = batch.pages.cuda(), [own if own is None else own.cuda() for own in batch.scales]
+    counts = [torch.zeros(1, dtype=torch.int64, device="cuda") for _ in range(2)]
+    slots = [column.cuda() for column in batch.slots([0] * len(MIXED), MIXED)]
+    table = [column.cuda() for column in batch.table]
+    append_paged_kv(key, value, pages, *slots, *table, "flashinfer", *scales, counts[0])
+    codes = batch.expected_pages()
+    assert torch.equal(pages.cpu().view(torch.uint8), codes)
+    batch.pages = pages.cpu()
+    given = [own.cuda() if torch.is_tensor(own) else own for own in batch.decode_arguments()]
+    named = {"key_scale": scales[0], "value_scale": scales[1], "saturated": counts[1]}
+    out, lse = decode_attention_lse(*given, *options, **named)
+    assert torch.equal(given[3].cpu().view(torch.uint8), codes)
+    assert [int(count) for count in counts] == [batch.clamped(), batch.clamped(1)]
+    how = (batch.scale, *options)
+    close(out.float().cpu(), batch.read().expected(*how), 4e-3 if dtype is torch.float16 else 1.6e-2, "out")
+    close(lse.cpu(), batch.expected_lse(*how), 5e-3, "lse")
 
 
 EXTENDED = ([5, 16, 17, 40, 333, 1025], [5, 1, 17, 20, 333, 3])

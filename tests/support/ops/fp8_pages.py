@@ -149,10 +149,11 @@ class Fp8Batch(Batch):
         """The codes `[P, 2, K, S, D']` once all is written, token by token."""
         codes = self.empty.clone()
         for row, length in enumerate(self.lengths):
+            parts = zip((self.keys[row], self.values[row]), self.scales, strict=True)
+            written = torch.stack([stored(states, scale).codes for states, scale in parts])
             for at in range(length):
                 page = codes[int(self.indices[self.indptr[row] + at // self.page_size])]
-                for part, states, scale in zip((0, 1), (self.keys, self.values), self.scales, strict=True):
-                    page[part, :, at % self.page_size, : self.query.shape[2]] = stored(states[row][at], scale).codes
+                page[:, :, at % self.page_size, : self.query.shape[2]] = written[:, at]
         return codes
 
     def clamped(self, newest: int | None = None) -> int:
