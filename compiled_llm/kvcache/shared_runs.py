@@ -35,7 +35,7 @@ class Paged(Stored, Protocol):
 
 
 class _Search(NamedTuple):
-    """What the best runs below a node depend on, besides the node.
+    """The arguments of a search for the best runs below a node, which keeps its results by them.
 
     Attributes:
         exact: whether all beginnings may end a run.

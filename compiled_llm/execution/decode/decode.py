@@ -238,15 +238,20 @@ class Decode:
         self._state.decode_buffers.place(rows, step)
         self._written(rows, step, cause, runs)
 
-    def stay(self, rows: Sequence[Row], step: StepKey, cause: UploadCause, runs: Sequence[SharedRun] = ()) -> None:
-        """Keep rows at their batch indices although their pages have changed; otherwise as ``place``."""
+    def stay(self, rows: Sequence[Row], step: StepKey, cause: UploadCause, runs: Sequence[SharedRun] | None) -> None:
+        """Keep rows at their batch indices although their pages have changed; otherwise as ``place``.
+
+        ``runs`` are None if they are those of the step before: nothing is written of them.
+        """
         self._state.decode_buffers.place_padding(len(rows), step)
         self._written(rows, step, cause, runs)
 
-    def _written(self, rows: Sequence[Row], step: StepKey, cause: UploadCause, runs: Sequence[SharedRun]) -> None:
+    def _written(
+        self, rows: Sequence[Row], step: StepKey, cause: UploadCause, runs: Sequence[SharedRun] | None
+    ) -> None:
         if self._planned is not None:
             self._planned.lay_out(rows, step)
-        if step.cascade:
+        if step.cascade and runs is not None:
             assert self._cascade is not None, "only with its tables are there such steps"
             self._cascade.lay_out(runs, rows, step)
         self._graph_manager.events.uploads[cause] += 1

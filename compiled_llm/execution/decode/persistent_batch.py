@@ -75,11 +75,13 @@ class PersistentBatch:
         placed = None if self.step is None else self.step.placed
         if placed is not None and placed.are(rows, step):
             entered = self._decode.follows_pages and self._enters_page(rows, step)
-            if copied or listed or entered or (step.cascade and self._runs is not self._placed_runs):
-                self._decode.stay(rows, step, "page_copied" if copied else "new_page", self._runs)
+            regrouped = step.cascade and self._runs != self._placed_runs
+            if copied or listed or entered or regrouped:
+                cause: UploadCause = "page_copied" if copied else "new_page"
+                self._decode.stay(rows, step, cause, self._runs if regrouped else None)
                 self._placed_runs = self._runs
             return placed
-        cause: UploadCause = "rows_changed" if self._decode.owned_by(self) else "call_moved_in"
+        cause = "rows_changed" if self._decode.owned_by(self) else "call_moved_in"
         self._decode.claim(self)
         make_exact(rows)
         self._decode.place(rows, step, cause, self._runs)

@@ -101,56 +101,94 @@ def cascade_tables(
     tile = CASCADE_QUERIES >> (heads // kv_heads - 1).bit_length()
     if not tile:
         raise ValueError(f"a kv head may have at most {CASCADE_QUERIES} query heads; got {heads // kv_heads}")
-    if not runs:
+    found, tiles = _members_that_fit(runs, rows, tile, max_items, max_parts)
+    if found is None:
         return tables
-    found = _checked(runs, rows)
-    tiles = -(-found.sizes // tile)
-    if len(found.members) > max_parts or int(tiles.sum()) > max_items:
-        runs = _that_fit(runs, tile, max_items, max_parts)
-        if not runs:
-            return tables
+    tables.members[: len(found.members)] = found.members
+    tables.shared_lengths[found.by_row] = found.ends * page_size  # of a row's runs the last one stays
+
+    items = _tiles_of(found, tiles, tile, np.array(starts))
+    piece = max(1, PIECE_KEYS // page_size)
+    programs = max(1, processors // kv_heads)
+    splits = _splits(-(-items.pages // piece), items.counts, programs, max_items, max_parts)
+    given = splits * items.counts
+    items = items._replace(parts=given.cumsum() - given)
+    _write_merges(tables.merge_parts.reshape(-1), found, items, splits)
+    items = _pieces_of(items, splits, piece)
+    keys = items.pages * page_size
+    order = _in_turn(keys, programs)
+    columns = (items.entries, items.firsts * page_size, keys, items.members, items.counts, items.parts)
+    for field, column in enumerate(columns):
+        tables.work_items[: len(order), field] = column[order]
+    return tables
+
+
+class _Items(NamedTuple):
+    """Tiles of members, or pieces of these tiles' keys, as columns.
+
+    Attributes:
+        entries: where the first page stands in ``indices``.
+        firsts: the first page within the rows.
+        pages: how many.
+        members: the first member.
+        counts: how many members.
+        parts: the first part.
+    """
+
+    entries: NDArray[np.int64]
+    firsts: NDArray[np.int64]
+    pages: NDArray[np.int64]
+    members: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    parts: NDArray[np.int64]
+
+
+def _members_that_fit(
+    runs: Sequence[SharedRun], rows: int, tile: int, max_items: int, max_parts: int
+) -> tuple[_Members | None, NDArray[np.int64]]:
+    """Return the columns of the runs that there is room for, and each one's number of tiles; None if there is none."""
+    while runs:
         found = _checked(runs, rows)
         tiles = -(-found.sizes // tile)
-    members, sizes, firsts, pages, levels, by_row, ends = found
-    tables.members[: len(members)] = members
-    tables.shared_lengths[by_row] = ends * page_size  # of a row's runs the last one stays
+        if len(found.members) <= max_parts and int(tiles.sum()) <= max_items:
+            return found, tiles
+        runs = _that_fit(runs, tile, max_items, max_parts)
+    return None, np.zeros(0, np.int64)
 
-    # Tiles: so many members of a run at a time.
-    first_pages = np.array([starts[run[0][0]] for run in runs]) + firsts
-    first_members, counts = sizes.cumsum() - sizes, sizes
+
+def _tiles_of(found: _Members, tiles: NDArray[np.int64], tile: int, starts: NDArray[Any]) -> _Items:
+    """Cut each run's members into tiles, so many at a time; parts are numbered later."""
+    first_members, counts = found.sizes.cumsum() - found.sizes, found.sizes
+    firsts, pages = found.firsts, found.pages
+    entries = starts[found.members[first_members]] + firsts
     if len(tiles) < (count := int(tiles.sum())):
-        run = np.arange(len(runs)).repeat(tiles)
+        run = np.arange(len(tiles)).repeat(tiles)
         before = (np.arange(count) - (tiles.cumsum() - tiles).repeat(tiles)) * tile
-        firsts, pages, first_pages = firsts[run], pages[run], first_pages[run]
-        first_members, counts = first_members[run] + before, np.minimum(sizes[run] - before, tile)
+        entries, firsts, pages = entries[run], firsts[run], pages[run]
+        first_members, counts = first_members[run] + before, np.minimum(found.sizes[run] - before, tile)
+    return _Items(entries, firsts, pages, first_members, counts, first_members)
 
-    # Pieces of each tile's keys, and the parts that they give: those of a piece next to each other.
-    piece = max(1, PIECE_KEYS // page_size)
-    units = -(-pages // piece)
-    programs = max(1, processors // kv_heads)
-    splits = _splits(units, counts, programs, max_items, max_parts)
-    given = splits * counts
-    first_parts = given.cumsum() - given
-    merges, at = tables.merge_parts.reshape(-1), members * (3 * CASCADE_LEVELS) + levels * 3
-    merges[at] = (first_parts - first_members).repeat(counts) + np.arange(len(members))
+
+def _write_merges(merges: NDArray[np.int32], found: _Members, tiles: _Items, splits: NDArray[np.int64]) -> None:
+    """Write each member's parts, those of a piece next to each other, into the flat ``merge_parts``."""
+    counts, at = tiles.counts, found.members * (3 * CASCADE_LEVELS) + found.levels * 3
+    merges[at] = (tiles.parts - tiles.members).repeat(counts) + np.arange(len(found.members))
     merges[at + 1] = splits.repeat(counts)
     merges[at + 2] = counts.repeat(counts)
 
-    begin, end = 0, pages
-    if len(splits) < (count := int(splits.sum())):
-        tile_of = np.arange(len(splits)).repeat(splits)
-        split = np.arange(count) - (splits.cumsum() - splits).repeat(splits)
-        units, splits = units[tile_of], splits[tile_of]
-        begin = split * units // splits * piece
-        end = np.minimum((split + 1) * units // splits * piece, pages[tile_of])
-        firsts, first_pages = firsts[tile_of] + begin, first_pages[tile_of] + begin
-        first_members, counts = first_members[tile_of], counts[tile_of]
-        first_parts = first_parts[tile_of] + split * counts
-    keys = (end - begin) * page_size
-    order = _in_turn(keys, programs)
-    for field, column in enumerate((first_pages, firsts * page_size, keys, first_members, counts, first_parts)):
-        tables.work_items[:count, field] = column[order]
-    return tables
+
+def _pieces_of(tiles: _Items, splits: NDArray[np.int64], piece: int) -> _Items:
+    """Cut each tile's keys into so many pieces, of multiples of ``piece`` pages but for the last."""
+    if len(splits) == (count := int(splits.sum())):
+        return tiles
+    tile_of = np.arange(len(splits)).repeat(splits)
+    split = np.arange(count) - (splits.cumsum() - splits).repeat(splits)
+    pages, counts = tiles.pages[tile_of], tiles.counts[tile_of]
+    units, of_tile = -(-pages // piece), splits[tile_of]
+    begin = split * units // of_tile * piece
+    end = np.minimum((split + 1) * units // of_tile * piece, pages)
+    entries, firsts = tiles.entries[tile_of] + begin, tiles.firsts[tile_of] + begin
+    return _Items(entries, firsts, end - begin, tiles.members[tile_of], counts, tiles.parts[tile_of] + split * counts)
 
 
 class _Members(NamedTuple):

@@ -215,7 +215,7 @@ def _attend(
 
 
 class DecodeDevice(NamedTuple):
-    """What the choice of a tiling needs to know of a device."""
+    """Properties of a device that decide how its kernel is tiled."""
 
     processors: int
     shared_memory: int

@@ -19,7 +19,7 @@ def as_stored(states, pages, scale, head, saturated, mask):
     if pages.dtype.element_ty == tl.float8e4nv:
         numbers = states.to(tl.float32)
         if scale is not None:
-            # Rounded as PyTorch's division is, so that pages are the same to the bit, whoever has written them.
+            # PyTorch rounds its divisions in the same way, so the CPU kernel writes the same bytes.
             numbers = tl.div_rn(numbers, tl.load(scale + head))
         if saturated is not None:
             count = tl.sum((mask & (tl.abs(numbers) > 448.0)).to(tl.int32))

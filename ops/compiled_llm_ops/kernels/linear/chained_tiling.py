@@ -30,7 +30,7 @@ WARPS = 4
 
 
 class MatmulTile(NamedTuple):
-    """What a program multiplies.
+    """The part of a matmul that one program computes.
 
     Attributes:
         rows: of the input.
@@ -86,6 +86,7 @@ def choose_chained_tiling(
     """Return the tiling for ``[M, K] @ [N, K].T`` and for the product with ``[next_n, N]``; None if it does not pay."""
     if not 2 <= m <= MAX_ROWS or k % HELD_BLOCK or k > HELD_INPUTS or n > FIRST_OUTPUTS * processors:
         return None
+    # The first conditions are those of weights in registers; more rows were measured with no other weights.
     fitted = next(tiles for tiles in _FITTED if m <= tiles.most_rows)
     first, second = fitted.first, fitted.gated if gated else fitted.plain
     if n % 128 or n % second.inputs or next_n % second.outputs or next_n > OUTPUTS * processors:
