@@ -7,6 +7,7 @@ fake for tracing, a launcher of FlashInfer's or our kernels for CUDA and a kerne
 from compiled_llm_ops.attention.append import append_paged_kv
 from compiled_llm_ops.attention.cascade import cascade_attention, cascade_attention_lse
 from compiled_llm_ops.attention.cascade_tables import CascadeTables, SharedRun, cascade_tables
+from compiled_llm_ops.attention.check_pages import check_pages
 from compiled_llm_ops.attention.decode import decode_attention, decode_attention_lse
 from compiled_llm_ops.attention.merge import merge_state, merge_state_in_place, merge_states
 from compiled_llm_ops.attention.plan import plan_paged_attention
@@ -62,6 +63,7 @@ __all__ = [
     "cascade_attention_lse",
     "cascade_tables",
     "chained_linear",
+    "check_pages",
     "decode_attention",
     "decode_attention_lse",
     "merge_state",

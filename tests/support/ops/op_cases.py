@@ -21,6 +21,7 @@ from compiled_llm_ops.contracts import SampleTokens
 from support.ops.cascade_rows import CascadeRows
 from support.ops.packed_tokens import Sizes, packed_tokens
 from support.ops.sampling_cases import EVERYTHING, arguments
+from support.ops.tagged_rows import some_rows
 
 UNWRITTEN = 1e4
 """What lies in slots that no token was written to: it shows if it is read."""
@@ -302,12 +303,17 @@ def logprob_cases() -> list[tuple[Any, ...]]:
     return [(torch.randn(rows, 40), torch.randint(40, (rows,)), most) for rows, most in ((1, 0), (3, 5))]
 
 
+def check_pages_cases() -> list[tuple[Any, ...]]:
+    return [tuple(some_rows(number, packed).arguments(packed)) for number in range(3) for packed in (False, True)]
+
+
 CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "add_rms_norm": norm_cases,
     "append_paged_kv": append_cases,
     "cascade_attention": cascade_cases,
     "cascade_attention_lse": cascade_cases,
     "chained_linear": chained_linear_cases,
+    "check_pages": check_pages_cases,
     "decode_attention": decode_cases,
     "decode_attention_lse": decode_cases,
     "merge_state": merge_state_cases,

@@ -1,0 +1,42 @@
+"""The kernel that checks tags of pages, under Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from support.ops.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
+from support.ops.tagged_rows import some_rows
+
+
+@not_interpreted
+@needs_triton
+def test_the_kernel_under_tritons_interpreter(request: pytest.FixtureRequest) -> None:
+    check_interpreted("ops/pages/test_triton_*.py", request.config)
+
+
+@interpreted
+@needs_triton
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("packed", [False, True], ids=["decode", "prefill"])
+@pytest.mark.parametrize("block", [8, 512])
+def test_the_kernel_does_as_the_op_on_a_cpu(
+    packed: bool, block: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from compiled_llm_ops import check_pages
+    from compiled_llm_ops.kernels.attention import check_pages as kernels
+
+    monkeypatch.setattr(kernels, "_SLOTS_AT_ONCE", block)
+    for number in range(12):
+        rows = some_rows(seed + number, packed)
+        rng = np.random.default_rng(seed + number)
+        if number % 3:
+            rows.tags[rng.choice(rows.pages[0]), rng.integers(rows.size), rng.integers(2)] += 1
+        if number % 4 == 3:
+            rows.pages[-1][rng.integers(len(rows.pages[-1]))] = int(rng.choice([-3, 10_000]))
+        expected, args = rows.arguments(packed), rows.arguments(packed)
+        check_pages(*expected)
+        kernels.check(args)
+        for name in ("tags", "chains", "faults"):
+            assert torch.equal(getattr(args, name), getattr(expected, name)), (name, seed + number)
