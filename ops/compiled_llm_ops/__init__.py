@@ -9,6 +9,7 @@ from compiled_llm_ops.attention.cascade import cascade_attention, cascade_attent
 from compiled_llm_ops.attention.cascade_tables import CascadeTables, SharedRun, cascade_tables
 from compiled_llm_ops.attention.check_pages import check_pages
 from compiled_llm_ops.attention.decode import decode_attention, decode_attention_lse
+from compiled_llm_ops.attention.invariant import invariant_attention, invariant_attention_lse
 from compiled_llm_ops.attention.merge import merge_state, merge_state_in_place, merge_states
 from compiled_llm_ops.attention.plan import plan_paged_attention
 from compiled_llm_ops.attention.prefill import paged_attention, paged_attention_lse
@@ -31,6 +32,7 @@ from compiled_llm_ops.contracts import (
     Seldom,
 )
 from compiled_llm_ops.linear.chained_linear import chained_linear
+from compiled_llm_ops.linear.invariant import invariant_linear, invariant_sum
 from compiled_llm_ops.linear.linear import skinny_linear
 from compiled_llm_ops.linear.norm import add_rms_norm
 from compiled_llm_ops.linear.normed_linear import normed_linear
@@ -66,6 +68,10 @@ __all__ = [
     "check_pages",
     "decode_attention",
     "decode_attention_lse",
+    "invariant_attention",
+    "invariant_attention_lse",
+    "invariant_linear",
+    "invariant_sum",
     "merge_state",
     "merge_state_in_place",
     "merge_states",

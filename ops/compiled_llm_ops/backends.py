@@ -15,6 +15,9 @@ from compiled_llm_ops.protocol import Backend, DecodeOps, own_decode_ops
 BACKENDS = ("flashinfer", "reference")
 """The names of our own."""
 
+INVARIANT = "invariant"
+"""The one that ``wrap(batch_invariant=True)`` takes; it is not chosen by its name, since matmuls belong to it."""
+
 GROUP = "compiled_llm_ops.backends"
 
 
@@ -69,6 +72,10 @@ def backend_named(name: str) -> Backend:
         from compiled_llm_ops.reference import backend as reference
 
         return reference.BACKEND
+    if name == INVARIANT:
+        from compiled_llm_ops.invariant import backend as invariant
+
+        return invariant.BACKEND
     match list(dict.fromkeys(entry_points(group=GROUP, name=name))):
         case []:
             raise ValueError(f"backend {name!r} does not exist; choose one of {', '.join(map(repr, backend_names()))}")

@@ -414,6 +414,20 @@ class ChainedLinear(NamedTuple):
     overlap: bool = False
 
 
+class InvariantLinear(NamedTuple):
+    """Arguments of ``invariant_linear``."""
+
+    rows: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+class InvariantSum(NamedTuple):
+    """Arguments of ``invariant_sum``."""
+
+    values: Tensor
+
+
 COUNTED = 1
 """Part of a row's logit adjustments, of ``sample_tokens``: penalties by what it has counted."""
 

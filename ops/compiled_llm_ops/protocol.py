@@ -238,13 +238,18 @@ def own(plan: Plan) -> None:
     _owners[plan.tensor.data_ptr()] = plan
 
 
+def plan_of(tensor: Tensor) -> Plan | None:
+    """Return the plan whose ``tensor`` this is; None if it has no owner."""
+    return _owners.get(tensor.data_ptr())
+
+
 def owner_of(tensor: Tensor) -> Plan:
     """Return the plan whose ``tensor`` this is.
 
     Raises:
         RuntimeError: it has no owner, or the owner is gone; a launch would follow a stale or foreign plan.
     """
-    plan = _owners.get(tensor.data_ptr())
+    plan = plan_of(tensor)
     if plan is None:
         raise RuntimeError(
             f"paged_attention: no plan lies at {tensor.data_ptr():#x}; on CUDA, make one with new_plan() of a "

@@ -11,4 +11,4 @@ from support.ops.interpreting import check_interpreted, needs_triton, not_interp
 @needs_triton
 @not_interpreted
 def test_kernels_under_the_interpreter(request: pytest.FixtureRequest) -> None:
-    check_interpreted("ops/test_triton_*.py", request.config)
+    check_interpreted("ops/**/test_triton_*.py", request.config)

@@ -26,8 +26,8 @@ from compiled_llm.compilation.graphs.piecewise import GraphInPieces
 from compiled_llm.compilation.graphs.slices import SlicedThread
 from compiled_llm.compilation.graphs.step_table import Cost
 from compiled_llm.kvcache.memory import wait_for
+from compiled_llm_ops.attention.left_out import capture_of_this_thread
 from compiled_llm_ops.kernels.counters import CapturedCounters, zeroed_counters
-from compiled_llm_ops.left_out import capture_of_this_thread
 
 Outputs = TypeVar("Outputs")
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.left_out import capture_of_this_thread
+from compiled_llm_ops.attention.left_out import capture_of_this_thread
 
 _TYPE_OF_SIZE = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}
 

@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from compiled_llm_ops.attention.left_out import may_be_left_out
 from compiled_llm_ops.contracts import CascadeAttention, DecodeAttention, PagedAttention, value_size
-from compiled_llm_ops.left_out import may_be_left_out
 from compiled_llm_ops.library import define
 
 _Arguments = TypeVar("_Arguments", PagedAttention, DecodeAttention, CascadeAttention)

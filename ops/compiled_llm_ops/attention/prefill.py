@@ -15,7 +15,7 @@ from compiled_llm_ops.attention.lse import define_with_lse
 from compiled_llm_ops.contracts import PagedAttention, check_fp8, check_int32, check_pages, has_uneven_heads, value_size
 from compiled_llm_ops.library import same_arguments_as
 from compiled_llm_ops.plain_attention import attend_row_by_row
-from compiled_llm_ops.protocol import owner_of
+from compiled_llm_ops.protocol import Plan, owner_of, plan_of
 
 
 def paged_attention(
@@ -47,7 +47,7 @@ def paged_attention(
         indices: ``[N]`` int32, page numbers.
         last_page_len: ``[B]`` int32, tokens in each row's last page, 1 to S.
         plan: ``[bytes]`` uint8, written by ``plan_paged_attention`` for this batch, and no copy of it. On a CPU any
-            tensor: it is not read.
+            tensor, too: without a plan, plain PyTorch attends.
         workspace: ``[bytes]`` uint8, written: partial results, not read afterwards. On a CPU any tensor.
         scale: factor on the logits before the softmax.
         window_left: tokens visible to the left of each query; -1 for all.
@@ -107,11 +107,14 @@ def _check(args: PagedAttention) -> None:
     check_fp8("paged_attention", args)
 
 
-# ---- CPU: in plain PyTorch, one row after the other
+# ---- CPU: as the backend does it that the plan is of, or in plain PyTorch, one row after the other
 
 
 def _cpu(args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     _check(args)
+    plan = plan_of(args.plan)
+    if plan is not None:
+        return _launch(plan, args, wants_lse)
     how = (args.scale, args.window_left, args.logits_soft_cap)
     return attend_row_by_row(args.query, args.pages, args.table, *how, wants_lse, args.key_scale, args.value_scale)
 
@@ -121,12 +124,16 @@ def _cpu(args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
 
 def _cuda(args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     _check(args)
+    return _launch(owner_of(args.plan), args, wants_lse)
+
+
+def _launch(plan: Plan, args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     query, (tokens, heads, head_dim) = args.query, args.query.shape
     stored = head_dim if has_uneven_heads(args.pages) else args.pages.shape[4]
     query = torch.nn.functional.pad(query, (0, stored - head_dim)) if stored != head_dim else query.contiguous()
     out = torch.empty((tokens, heads, value_size(query, args.pages)), dtype=query.dtype, device=query.device)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=query.device) if wants_lse else None
-    owner_of(args.plan).launch(args._replace(query=query), out, lse)
+    plan.launch(args._replace(query=query), out, lse)
     return out if stored == head_dim else out[..., :head_dim].contiguous(), lse
 
 

@@ -278,6 +278,16 @@ def linear_cases() -> list[tuple[Any, ...]]:
     return [(torch.randn(count, 5), weight) for count in (1, 4, 5)] + [(torch.randn(5, 3).T, weight)]
 
 
+def invariant_linear_cases() -> list[tuple[Any, ...]]:
+    weight, bias = torch.randn(7, 5), torch.randn(7)
+    cases = [(torch.randn(*shape, 5), weight, bias) for shape in ((1,), (2, 17))]
+    return [*cases, (torch.randn(5, 3).T, torch.randn(5, 7).T), (torch.randn(3, 5).bfloat16(), weight.bfloat16())]
+
+
+def invariant_sum_cases() -> list[tuple[Any, ...]]:
+    return [(torch.randn(7),), (torch.randn(2, 17, 5),), (torch.randn(9, 4).T.bfloat16(),)]
+
+
 def norm_cases() -> list[tuple[Any, ...]]:
     return [(*torch.randn(2, *shape), torch.randn(shape[-1]), 1e-6) for shape in ((3, 16), (2, 1, 8))]
 
@@ -316,6 +326,10 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "check_pages": check_pages_cases,
     "decode_attention": decode_cases,
     "decode_attention_lse": decode_cases,
+    "invariant_attention": decode_cases,
+    "invariant_attention_lse": decode_cases,
+    "invariant_linear": invariant_linear_cases,
+    "invariant_sum": invariant_sum_cases,
     "merge_state": merge_state_cases,
     "merge_state_in_place": merge_in_place_cases,
     "merge_states": merge_states_cases,

@@ -1,0 +1,128 @@
+"""Attention in which a query's bits depend on the tokens of its own row alone, whatever else is in the batch.
+
+Prefill and decode share one order of sums: keys in blocks that begin at fixed positions, one after the other. The
+backend ``invariant`` computes prefills so, and the op here decode steps.
+
+Shapes: B rows, T packed tokens, q new tokens of each row, H query heads, K kv heads, G query heads of one kv head, D
+head dimension, P pages, S page size, N page numbers of all rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_llm_ops.attention.decode import check, decode_attention
+from compiled_llm_ops.attention.lse import define_with_lse
+from compiled_llm_ops.attention.preparation import prepared
+from compiled_llm_ops.contracts import (
+    DecodeAttention,
+    RopeAppendPagedKv,
+    check_capability,
+    check_even_heads,
+    value_size,
+)
+from compiled_llm_ops.invariant.plain import attend_row
+from compiled_llm_ops.library import same_arguments_as
+from compiled_llm_ops.plain_attention import store
+
+
+@same_arguments_as(decode_attention)
+def invariant_attention(*args: Any, **kwargs: Any) -> Tensor:
+    """``decode_attention`` in which the bits of a row do not depend on the rest of the batch, or on how it came to be.
+
+    A row's result is that of the row alone, in a batch of any size, with any number of new tokens at a time; and that
+    of ``paged_attention`` with a plan of the backend ``invariant``, over the same pages. Other dtypes, head sizes or
+    options may give other bits, and so may another device or, on a CPU, another number of threads. ``overlap`` has no
+    effect.
+
+    Args: those of ``decode_attention``.
+
+    Returns:
+        ``[T, H, D]``, contiguous, of the query's dtype; ``[T, H, E]`` for values of another size.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together.
+
+    Source:
+        On CUDA a Triton kernel of our own, with the loop of FlashAttention-2 (https://arxiv.org/abs/2307.08691); why
+        and how: https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/.
+    """
+    out: Tensor = _invariant_attention(*args, **kwargs)
+    return out
+
+
+@same_arguments_as(decode_attention)
+def invariant_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """``invariant_attention`` that also returns the log-sum-exp of each query's logits.
+
+    Args: those of ``decode_attention``.
+
+    Returns:
+        ``[T, H, D]`` of the query's dtype, and ``[T, H]`` float32: the log-sum-exp in base 2, as of
+        ``decode_attention_lse``. Both contiguous.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together.
+
+    Source:
+        The kernel of ``invariant_attention``, after FlashAttention-2 (https://arxiv.org/abs/2307.08691).
+    """
+    out, lse = _invariant_attention_lse(*args, **kwargs)
+    return out, lse
+
+
+# ---- CPU
+
+
+def _cpu(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    check("invariant_attention", args)
+    new, page_size = args.new_tokens, args.pages.shape[-2]
+    positions = (args.lengths[:, None] - new + torch.arange(new, dtype=torch.int32, device="cpu")).flatten()
+    page = args.indices[args.starts.repeat_interleave(new) + positions // page_size]
+    store(args, page, positions % page_size, prepared(args.key, args.key_norm, args))
+    query = prepared(args.query, args.query_norm, args)
+    shape = (*query.shape[:2], value_size(query, args.pages))
+    out = torch.empty(shape, dtype=query.dtype, device="cpu")
+    lse = torch.empty(shape[:2], dtype=torch.float32, device="cpu") if wants_lse else None
+    for row, (start, length) in enumerate(zip(args.starts.tolist(), args.lengths.tolist(), strict=True)):
+        numbers = args.indices[start : start - (-length // page_size)]
+        tokens = slice(row * new, (row + 1) * new)
+        attend_row(args, query[tokens], numbers, length, out[tokens], None if lse is None else lse[tokens])
+    return out, lse
+
+
+# ---- CUDA: the tokens are written by one kernel, and read by another
+
+
+def _cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    from compiled_llm_ops.kernels.attention.invariant import PackedQueries, attend
+    from compiled_llm_ops.kernels.attention.invariant_tiling import invariant_tiling
+    from compiled_llm_ops.kernels.attention.rope_append import rope_append
+
+    check("invariant_attention", args)
+    check_even_heads("invariant_attention", args.pages)
+    check_capability("invariant_attention", args.pages)
+    device, rows, new = args.query.device, len(args.starts), args.new_tokens
+    numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    token_rows = torch.arange(rows, **numbers).repeat_interleave(new, output_size=rows * new)
+    positions = (args.lengths[:, None] - new + torch.arange(new, **numbers)).flatten()
+    places: dict[str, Any] = {"token_rows": token_rows, "token_positions": positions, "indptr": args.starts}
+    shared = {name: getattr(args, name) for name in RopeAppendPagedKv._fields if name in DecodeAttention._fields}
+    out = torch.empty(args.query.shape, dtype=args.query.dtype, device=device)
+    lse = torch.empty(out.shape[:2], dtype=torch.float32, device=device) if wants_lse else None
+    with torch.cuda.device(device):  # Triton launches on the current one
+        query = rope_append(RopeAppendPagedKv(**shared, **places), pdl=False)
+        queries = PackedQueries(
+            query, args.pages, torch.arange(0, rows * new + 1, new, **numbers), args.starts, args.lengths,
+            args.indices, args.scale, args.window_left, args.logits_soft_cap, args.key_scale, args.value_scale,
+        )  # fmt: skip
+        attend(queries, out, lse, invariant_tiling(args.pages.shape[-1]))
+    return out, lse
+
+
+_invariant_attention, _invariant_attention_lse = define_with_lse(
+    "invariant_attention", DecodeAttention, writes=("pages", "saturated"), cpu=_cpu, cuda=_cuda
+)

@@ -1,0 +1,1 @@
+"""Batch-invariant attention: the backend, and what it runs on a CPU."""

@@ -1,0 +1,113 @@
+"""Batch-invariant attention over pages, which is not planned: the kernel reads the page table as it is then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compiled_llm_ops.contracts import AppendPagedKv, Geometry, PagedAttention, PlannedBatch, RopeAppendPagedKv
+from compiled_llm_ops.invariant import plain
+from compiled_llm_ops.protocol import (
+    CapturedLaunch,
+    DecodeOps,
+    Installation,
+    NothingToBuild,
+    own,
+)
+
+
+class InvariantPlan:
+    """An empty plan; see ``protocol.Plan``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.tensor = torch.zeros(16, dtype=torch.uint8, device=device)
+        self.numbers = torch.zeros(0, dtype=torch.int64, device="cpu")
+        own(self)
+
+    def decide(self, batch: PlannedBatch) -> None: ...
+
+    def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
+        if not out.is_cuda:
+            plain.attend_row_by_row(args, out, lse)
+            return
+        from compiled_llm_ops.kernels.attention.invariant import PackedQueries, attend
+        from compiled_llm_ops.kernels.attention.invariant_tiling import invariant_tiling
+
+        page_size = args.pages.shape[3]
+        lengths = (args.indptr.diff() - 1) * page_size + args.last_page_len
+        queries = PackedQueries(
+            args.query, args.pages, args.qo_indptr, args.indptr, lengths, args.indices, args.scale, args.window_left,
+            args.logits_soft_cap, args.key_scale, args.value_scale,
+        )  # fmt: skip
+        with torch.cuda.device(out.device):  # Triton launches on the current one
+            attend(queries, out, lse, invariant_tiling(args.pages.shape[-1]))
+
+
+class InvariantWorkspace:
+    """An empty workspace; see ``protocol.Workspace``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.buffer = torch.zeros(0, dtype=torch.uint8, device=device)
+
+    def load(self, geometry: Geometry) -> None: ...
+
+
+class Invariant:
+    """See ``protocol.Backend``."""
+
+    devices: tuple[str, ...] = ("cuda", "cpu")
+    dtypes = frozenset({torch.float16, torch.bfloat16})
+    capturable = True
+    uneven_heads = False
+    rope_append = False  # queries and keys are normed and turned as in decode
+    variants: tuple[int, ...] = (0,)
+    installation: Installation = NothingToBuild()
+
+    def missing_kernel(self, geometry: Geometry) -> str | None:
+        from compiled_llm_ops.kernels.attention.invariant_tiling import LARGE_HEAD, QUERIES
+
+        if self.stored_head_dim(geometry.head_dim) > LARGE_HEAD:
+            return f"there is no kernel for heads of size {geometry.head_dim}: the largest is {LARGE_HEAD}"
+        if (group := geometry.query_heads // geometry.kv_heads) > QUERIES:
+            return f"there is no kernel for {group} query heads of one kv head: at most {QUERIES}"
+        return None
+
+    def stored_head_dim(self, head_dim: int) -> int:
+        from compiled_llm_ops.kernels.attention.invariant_tiling import SMALLEST_HEAD
+
+        return max(SMALLEST_HEAD, 1 << (head_dim - 1).bit_length())
+
+    def best_variant(
+        self, groups: Sequence[Geometry], queries: Sequence[int], lengths: Sequence[int], device: torch.device
+    ) -> int:
+        return 0
+
+    def workspace_bytes(
+        self, groups: Sequence[Geometry], device: torch.device, captured: CapturedLaunch | None = None
+    ) -> int:
+        return 0
+
+    def plan_bytes(self, groups: Sequence[Geometry], device: torch.device, tokens: int, rows: int) -> int:
+        return 0
+
+    def workspace(self, device: torch.device, nbytes: int) -> InvariantWorkspace:
+        return InvariantWorkspace(device)
+
+    def new_plan(self, workspace: InvariantWorkspace, nbytes: int) -> InvariantPlan:
+        return InvariantPlan(workspace.buffer.device)
+
+    def append(self, args: AppendPagedKv) -> None:
+        from compiled_llm_ops.kernels.attention.rope_append import rope_append
+
+        no_query, places = args.key[:, :0], (args.token_rows, args.token_positions, args.indptr, args.indices)
+        with torch.cuda.device(args.key.device):  # Triton launches on the current one
+            rope_append(RopeAppendPagedKv(no_query, args.key, args.value, args.pages, *places), pdl=False)
+
+    def decode_ops(self, device: str) -> DecodeOps | None:
+        ops = torch.ops.compiled_llm
+        return DecodeOps(ops.invariant_attention.default, ops.invariant_attention_lse.default, several=True)
+
+
+BACKEND = Invariant()

@@ -1,0 +1,52 @@
+"""How the kernel of ``invariant_attention`` is tiled: by the shape of the heads alone, never by the batch.
+
+The order of the sums follows from these constants, so all rows of all batches share them. They are not yet fitted:
+nothing has been measured on a GPU. 64 queries are what one warpgroup multiplies, in decode as well, where most of them
+are padding: reading keys takes longer than multiplying them.
+
+Shapes: G query heads of one kv head, D' head dimension as stored.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+QUERIES = 64
+"""Queries of a tile, those of G heads for each token: what one instruction of a tensor core takes."""
+
+KEYS, KEYS_OF_LARGE_HEADS = 64, 32
+"""Keys of a tile; tiles begin at multiples of it, counted from the row's first token."""
+
+STAGES = 3
+"""Stages of the pipeline: two tiles are being loaded while one is used."""
+
+WARPS, WARPS_OF_LARGE_HEADS = 4, 8
+
+LARGE_HEAD = 256
+"""Head sizes from which on four warps have too few registers."""
+
+SMALLEST_HEAD = 64
+"""Heads are stored with this size at least."""
+
+
+class InvariantTiling(NamedTuple):
+    """Tiles of the kernel.
+
+    Attributes:
+        queries: of a tile.
+        keys: of a tile.
+        stages: of the pipeline.
+        warps: in a program.
+    """
+
+    queries: int
+    keys: int
+    stages: int
+    warps: int
+
+
+def invariant_tiling(head_dim: int) -> InvariantTiling:
+    """Return the tiling for heads that are stored with this size, D'."""
+    if head_dim >= LARGE_HEAD:
+        return InvariantTiling(QUERIES, KEYS_OF_LARGE_HEADS, STAGES, WARPS_OF_LARGE_HEADS)
+    return InvariantTiling(QUERIES, KEYS, STAGES, WARPS)

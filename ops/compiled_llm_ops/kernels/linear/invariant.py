@@ -1,0 +1,100 @@
+"""Triton kernels for matmuls and sums in which a row's bits do not depend on the number of rows, or on its place.
+
+Shapes: M rows, N outputs, K inputs, I numbers of a row.
+"""
+
+# Kernels are Triton's objects, not the functions that a type checker sees.
+# pyright: reportIndexIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compiled_llm_ops.kernels.linear.invariant_tiling import GROUPED, SUMMED, InvariantLinearTiling
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+# One kernel for all batches: neither their size nor the rows' addresses make another one of it.
+@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["x"])
+def _invariant_linear(
+    x, w, bias, y, M, N, K, output_stride, input_stride,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """Multiply ROWS rows with OUTPUTS rows of the weight, over all inputs in ascending order."""
+    row_tiles, output_tiles = tl.cdiv(M, ROWS), tl.cdiv(N, OUTPUTS)
+    in_group = GROUPED * output_tiles
+    first = tl.program_id(0) // in_group * GROUPED
+    size = tl.minimum(row_tiles - first, GROUPED)
+    row_tile, output_tile = first + tl.program_id(0) % in_group % size, tl.program_id(0) % in_group // size
+    offs_m, offs_n = row_tile * ROWS + tl.arange(0, ROWS), output_tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    offs_k = tl.arange(0, INPUTS)
+    x_ptrs = x + offs_m.to(tl.int64)[:, None] * K + offs_k[None, :]
+    w_ptrs = w + offs_n.to(tl.int64)[None, :] * output_stride + offs_k[:, None] * input_stride
+    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for k in tl.range(0, K, INPUTS, num_stages=STAGES):
+        inside = k + offs_k < K
+        rows = tl.load(x_ptrs + k, mask=(offs_m < M)[:, None] & inside[None, :], other=0.0)
+        weight = tl.load(
+            w_ptrs + k * input_stride, mask=inside[:, None] & (offs_n < N)[None, :], other=0.0
+        )  # fmt: skip
+        total = tl.dot(rows, weight, total, input_precision="ieee")
+    if bias is not None:
+        total += tl.load(bias + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+    at = offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=(offs_m < M)[:, None] & (offs_n < N)[None, :])
+
+
+def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, tiling: InvariantLinearTiling) -> Tensor:
+    """Return ``rows @ weight.T + bias``, ``[M, N]``, contiguous. All is on one device, the current one.
+
+    Args:
+        rows: ``[M, K]``, contiguous.
+        weight: ``[N, K]``, any strides.
+        bias: ``[N]``, contiguous, or None.
+        tiling: that of the weight; another one may give other bits.
+
+    Raises:
+        ValueError: there is no kernel for the dtype.
+
+    Source:
+        Triton's tutorial on matmuls, with one tiling; why:
+        https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/.
+    """
+    if rows.dtype not in DTYPES:
+        raise ValueError(
+            f"invariant_linear: no kernel for {rows.dtype} on CUDA; use torch.bfloat16, torch.float16 or torch.float32"
+        )
+    (m, k), n = rows.shape, weight.shape[0]
+    y = rows.new_empty(m, n)
+    if not m or not n:
+        return y
+    _invariant_linear[(-(-m // tiling.rows) * -(-n // tiling.outputs),)](
+        rows, weight, bias, y, m, n, k, *weight.stride(), ROWS=tiling.rows, OUTPUTS=tiling.outputs,
+        INPUTS=tiling.inputs, STAGES=tiling.stages, GROUPED=GROUPED, num_warps=tiling.warps,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit(do_not_specialize_on_alignment=["values"])
+def _invariant_sum(values, sums, INPUTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add the numbers of one row in float32: in each place of a block first, then over the block."""
+    offs = tl.arange(0, BLOCK)
+    row = values + tl.program_id(0).to(tl.int64) * INPUTS
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, INPUTS, BLOCK):
+        total += tl.load(row + start + offs, mask=start + offs < INPUTS, other=0.0).to(tl.float32)
+    tl.store(sums + tl.program_id(0), tl.sum(total, 0).to(sums.dtype.element_ty))
+
+
+def sum_rows(values: Tensor) -> Tensor:
+    """Return the sums ``[M]`` of ``values`` ``[M, I]``, contiguous and on the current device, in their dtype."""
+    rows, inputs = values.shape
+    sums = values.new_empty(rows)
+    if rows:
+        block = min(SUMMED, triton.next_power_of_2(max(1, inputs)))
+        _invariant_sum[(rows,)](values, sums, INPUTS=inputs, BLOCK=block, num_warps=4 if block > 256 else 1)
+    return sums

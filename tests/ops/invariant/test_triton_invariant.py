@@ -1,0 +1,165 @@
+"""The batch-invariant kernels under Triton's interpreter on the CPU, and compiled; on a GPU see
+`test_invariant_gpu.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm_ops.contracts import DecodeAttention, PagedAttention
+from compiled_llm_ops.kernels.attention.invariant_tiling import InvariantTiling, invariant_tiling
+from compiled_llm_ops.kernels.linear.invariant_tiling import invariant_linear_tiling
+from support.ops.compiling import compiled, resources_of
+from support.ops.fp8_pages import KINDS, Fp8Batch
+from support.ops.interpreting import interpreted, needs_triton, not_interpreted
+from support.ops.invariant_rows import InvariantRows, Span
+from support.ops.op_cases import MIXES
+
+pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
+
+LENGTHS = [1, 3, 17, 63, 64, 65, 130, 200]
+HALF = {"dtype": torch.half, "head_dim": 64, "page_size": 16}
+
+
+def by_kernel(args: PagedAttention) -> tuple[Tensor, Tensor]:
+    """Prefill by a launch of the kernel with a table, as the backend's plan launches it."""
+    from compiled_llm_ops.kernels.attention.invariant import PackedQueries, attend
+
+    out, lse = torch.full_like(args.query, torch.nan), torch.full(args.query.shape[:2], torch.nan)
+    lengths = (args.indptr.diff() - 1) * args.pages.shape[3] + args.last_page_len
+    packed = PackedQueries(
+        args.query, args.pages, args.qo_indptr, args.indptr, lengths, args.indices, args.scale, args.window_left,
+        args.logits_soft_cap, args.key_scale, args.value_scale,
+    )  # fmt: skip
+    attend(packed, out, lse, InvariantTiling(16, 64, 3, 4))  # small tiles, so that rows have several of them
+    return out, lse
+
+
+def by_op(*arguments: object, **options: object) -> tuple[Tensor, Tensor]:
+    """Decode as the op launches it on CUDA."""
+    from compiled_llm_ops.attention import invariant
+
+    out, lse = invariant._cuda(DecodeAttention(*arguments, **options), True)
+    assert lse is not None
+    return out, lse
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is for CUDA launches on tensors of the CPU, with the tiling of `by_kernel`."""
+    from compiled_llm_ops.kernels.attention import invariant_tiling as tilings
+
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(tilings, "invariant_tiling", lambda _: InvariantTiling(16, 64, 3, 4))
+
+
+@interpreted
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({}, {}),
+        ({"window_left": 5}, {"group": 1}),
+        ({"window_left": 70}, {"group": 3}),
+        ({"logits_soft_cap": 1.5, "window_left": 128}, {"group": 7}),
+        ({}, {"head_dim": 24, "stored": 64, "page_size": 5}),
+    ],
+    ids=str,
+)
+def test_a_row_has_the_same_bits_in_any_batch(options, sizes, seed):
+    rows = InvariantRows(LENGTHS, **{**HALF, **sizes}, **options)
+    rows.check_all_ways(seed, by_kernel, by_op, batches=3)
+
+
+@interpreted
+def test_pages_before_all_windows_may_be_free(seed):
+    rows = InvariantRows([200], **HALF, window_left=70)
+    alone = rows.alone(by_kernel)
+    for number in rows.own[0][: (150 - 70) // rows.page_size]:
+        rows.pages[number] = torch.nan
+    span = Span(0, 150, 200)
+    rows.check([span], rows.prefill([span], by_kernel), alone)
+
+
+@interpreted
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("kind", KINDS)
+def test_pages_may_be_of_fp8(kind, seed):
+    batch = Fp8Batch(*MIXES["several new tokens"], kind=kind, head_dim=64, dtype=torch.half, seed=seed).filled()
+    given = batch.scales.given
+    out, lse = by_op(*batch.decode_arguments(), 3, 1.5, **given)
+    torch.testing.assert_close(out.float(), batch.read().expected(batch.scale, 3, 1.5), rtol=5e-3, atol=5e-3)
+    torch.testing.assert_close(lse, batch.expected_lse(batch.scale, 3, 1.5), rtol=2e-3, atol=2e-3)
+    assert given["saturated"].tolist() == [batch.clamped(3)]
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.half, torch.float32], ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 64), (48, 100), (200, 96)])
+def test_rows_are_multiplied_with_the_same_bits_in_any_batch(outputs, inputs, dtype, seed):
+    from compiled_llm_ops.kernels.linear.invariant import multiply
+
+    rows, weight, bias = (torch.randn(*size).to(dtype) for size in ((150, inputs), (outputs, inputs), (outputs,)))
+    tiling = invariant_linear_tiling(outputs, dtype.itemsize)
+    for own in (None, bias):
+        whole = multiply(rows, weight, own, tiling)
+        expected = rows.double() @ weight.double().T + (0 if own is None else own.double())
+        torch.testing.assert_close(whole.double(), expected, rtol=2e-3, atol=5e-2 if dtype == torch.half else 1e-4)
+        assert torch.equal(multiply(rows, weight.T.contiguous().T, own, tiling), whole)
+        for places in ([3], [149, 0], random.Random(seed).sample(range(150), 70)):
+            assert torch.equal(multiply(rows[places], weight, own, tiling), whole[places])
+
+
+@interpreted
+@pytest.mark.parametrize("inputs", [1, 100, 1024, 2500])
+def test_rows_are_added(inputs, seed):
+    from compiled_llm_ops.kernels.linear.invariant import sum_rows
+
+    values = torch.randn(9, inputs)
+    sums = sum_rows(values)
+    torch.testing.assert_close(sums, values.double().sum(-1).float(), rtol=1e-5, atol=1e-4)
+    assert torch.equal(sum_rows(values[4:5].clone()), sums[4:5])
+
+
+@not_interpreted
+@pytest.mark.parametrize(("head_dim", "gqa"), [(64, 3), (128, 2), (256, 8)])
+def test_the_attention_compiles_for_hopper_without_spilling(head_dim, gqa, tmp_path):
+    from compiled_llm_ops.kernels.attention import invariant as module
+
+    tiling = invariant_tiling(head_dim)
+    tables = ("qo_indptr", "starts", "lengths", "indices")
+    types = dict.fromkeys(("query", "pages", "out"), "*bf16") | dict.fromkeys(tables, "*i32")
+    types |= dict.fromkeys(("row_stride", "head_stride", "rows", "window_left"), "i32") | {
+        "scale": "fp32",
+        "cap": "fp32",
+    }
+    constants = {
+        "QUERIES": tiling.queries, "GQA": gqa, "HEAD": head_dim, "DIM": head_dim, "PAGE": 16, "KEYS": tiling.keys,
+        "STAGES": tiling.stages, "CAPPED": False,
+    }  # fmt: skip
+    kernel = compiled(module._invariant_attention, constants, types, tiling.warps, aligned=("pages", "out"))
+    assert "wgmma" in kernel.asm["ptx"]
+    assert "STACK:0" in resources_of(kernel.asm["cubin"], tmp_path / "kernel.cubin")
+
+
+@not_interpreted
+@pytest.mark.parametrize("outputs", [1024, 6144, 151_936])
+def test_the_matmul_compiles_for_hopper_without_spilling(outputs, tmp_path):
+    from compiled_llm_ops.kernels.linear import invariant as module
+
+    tiling = invariant_linear_tiling(outputs, 2)
+    types = dict.fromkeys(("x", "w", "y"), "*bf16")
+    types |= dict.fromkeys(("M", "N", "K", "output_stride"), "i32")
+    constants = {
+        "ROWS": tiling.rows, "OUTPUTS": tiling.outputs, "INPUTS": tiling.inputs, "STAGES": tiling.stages, "GROUPED": 8,
+        "input_stride": 1,
+    }  # fmt: skip
+    aligned = ("w", "y", "N", "K", "output_stride")
+    kernel = compiled(module._invariant_linear, constants, types, tiling.warps, aligned=aligned)
+    assert "wgmma" in kernel.asm["ptx"]
+    assert "STACK:0" in resources_of(kernel.asm["cubin"], tmp_path / "kernel.cubin")
