@@ -65,8 +65,10 @@ class WrapConfig:
         prefill_tokens: most tokens computed at once in prefill; longer prompts are computed in chunks, so that they
             need no more memory for activations.
         cascade: in decode, read pages that several rows begin with, such as those of a system prompt, once for all of
-            them. Results differ in their last bits from those of rows that read them alone. Steps of rows that share
-            nothing run as without it. With our own decode kernel only, that of ``backend="auto"``.
+            them. ``"auto"`` does so on CUDA where a rule that was fitted to measurements says that attention is faster,
+            True wherever rows share 64 tokens or more. Results differ in their last bits from those of rows that read
+            them alone. Steps of rows that share nothing run as without it. With our own decode kernel only, that of
+            ``backend="auto"``.
         fuse_projections: compute linear layers that read one input (queries, keys and values; gate and up) as one
             matmul. Their weights become views of one storage each, and stay the same parameters. By default on CUDA
             only. Nothing is fused with ``mode="eager"``.
@@ -94,7 +96,7 @@ class WrapConfig:
     max_batch_size: int = 64
     kv_memory: float | int | str | None = None
     prefill_tokens: int = 8192
-    cascade: bool = False
+    cascade: bool | Literal["auto"] = "auto"
     fuse_projections: bool | None = None
     workspace_bytes: int | None = None
     graph_memory: int | str | None = None
@@ -115,9 +117,11 @@ class WrapConfig:
             unset = value is None and name == "workspace_bytes"
             if not unset and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name}={value!r}: must be a positive integer")
-        for name in ("progress", "eager_first", "cascade"):
+        for name in ("progress", "eager_first"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
+        if self.cascade != "auto" and not isinstance(self.cascade, bool):
+            raise ValueError(f'cascade={self.cascade!r}: must be True, False or "auto"')
         if not isinstance(self.fuse_projections, (bool, NoneType)):
             raise ValueError(f"fuse_projections={self.fuse_projections!r}: must be True, False or None")
         if not isinstance(self.artifacts, (str, os.PathLike, NoneType)) or self.artifacts == "":
@@ -127,7 +131,7 @@ class WrapConfig:
                 f"artifacts={os.fspath(self.artifacts)!r} hold compiled code, and mode='eager' runs none; wrap without "
                 "artifacts, or with the mode that they were written for"
             )
-        if self.cascade and self.max_batch_size == 1:
+        if self.cascade is True and self.max_batch_size == 1:
             raise ValueError(
                 "cascade=True with max_batch_size=1: one row shares its pages with no other; leave cascade out, or "
                 "give a larger max_batch_size"

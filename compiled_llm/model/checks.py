@@ -139,7 +139,7 @@ def _check_backend(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
             f"wrap: backend={name!r} has kernels for {' and '.join(backend.devices)} only, and the model is on {kind}; "
             "wrap with backend='auto', or move the model"
         )
-    if config.cascade and (ops is None or ops.cascade is None):
+    if config.cascade is True and (ops is None or ops.cascade is None):
         raise ValueError(
             f"wrap: cascade=True: backend={name!r} has no decode kernel on {kind} that reads pages which rows share "
             "once; wrap with backend='auto', or without cascade"
@@ -166,7 +166,7 @@ def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapCo
     name, backend, _ = backend_for(config.backend, model.device.type)
     geometries = attention_geometries(layers, config.page_size, model.dtype)
     for number, (layer, geometry) in enumerate(zip(layers, geometries, strict=True)):
-        if config.cascade and (group := geometry.query_heads // geometry.kv_heads) > CASCADE_QUERIES:
+        if config.cascade is True and (group := geometry.query_heads // geometry.kv_heads) > CASCADE_QUERIES:
             raise UnsupportedModelError(
                 f"wrap: cascade=True: attention layer {number} has {group} query heads for each kv head, and at most "
                 f"{CASCADE_QUERIES} can read shared pages together; wrap without cascade"

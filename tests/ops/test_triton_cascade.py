@@ -33,7 +33,7 @@ def launch(
     rows: CascadeRows, programs: int = 3, block: int = 64, tables: CascadeTables | None = None, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The three launches, and the pages that they have written."""
-    from compiled_llm_ops.kernels.attention.decode import decode
+    from compiled_llm_ops.kernels.attention.decode import prepare_decode
     from compiled_llm_ops.kernels.attention.merge import merge_parts
     from compiled_llm_ops.kernels.attention.shared_prefix import attend_over_runs
 
@@ -41,8 +41,11 @@ def launch(
     lse = torch.full(args.query.shape[:2], torch.nan)
     stored = args.pages.shape[-1]
     tiling = AttentionTiling(len(args.starts), len(args.starts) + 2, 1, 1, block=8192 // stored, stages=3, warps=4)
-    out = decode(args.whole_rows, lse, tiling=tiling, pdl=False, shared_lengths=args.shared_lengths)
+    out, attend_over_tails = prepare_decode(
+        args.whole_rows, lse, tiling=tiling, pdl=False, shared_lengths=args.shared_lengths
+    )
     parts, lses = attend_over_runs(args, tiling=CascadeTiling(programs, block, 3, 4), pdl=False)
+    attend_over_tails()
     merge_parts(out, lse, parts, lses, args.merge_parts, pdl=False)
     return out, lse, args.pages
 
@@ -222,11 +225,20 @@ def test_what_the_kernel_cannot_read_raises(change, seed):
 # ---- the tiling
 
 
+H100, A100, L4 = (132, 228 * 1024), (108, 164 * 1024), (58, 100 * 1024)
+"""Multiprocessors, and the shared memory of each."""
+
+
 def test_programs_are_no_more_than_the_device_or_the_items_need():
-    assert choose_cascade_tiling(8, 128, 512, 132).programs == 16
-    assert choose_cascade_tiling(8, 128, 5, 132).programs == 5
-    assert choose_cascade_tiling(200, 128, 512, 132).programs == 1
-    assert choose_cascade_tiling(8, 256, 512, 132).warps > choose_cascade_tiling(8, 128, 512, 132).warps
+    assert choose_cascade_tiling(8, 128, 512, *H100).programs == 16
+    assert choose_cascade_tiling(8, 128, 5, *H100).programs == 5
+    assert choose_cascade_tiling(200, 128, 512, *H100).programs == 1
+    assert choose_cascade_tiling(8, 256, 512, *H100).warps > choose_cascade_tiling(8, 128, 512, *H100).warps
+
+
+def test_blocks_are_as_large_as_shared_memory_allows():
+    blocks = [choose_cascade_tiling(8, 128, 512, *device).block for device in (H100, A100, L4)]
+    assert blocks == [128, 64, 32]
 
 
 # ---- compiled, without a GPU
@@ -243,7 +255,7 @@ def test_registers_and_shared_memory_suffice(head_dim, options, tmp_path):
     from compiled_llm_ops.kernels.attention import shared_prefix
 
     kernel = shared_prefix._shared_prefix_attention
-    tiling = choose_cascade_tiling(8, head_dim, 512, 132)
+    tiling = choose_cascade_tiling(8, head_dim, 512, *H100)
     constants = {
         "QUERIES": 64, "GQA": 3, "PADDED": 4, "HEAD": head_dim, "DIM": head_dim, "PAGE": 16, "BLOCK": tiling.block,
         "STAGES": tiling.stages, "CAPPED": False, "WINDOWED": False, "PDL": True, **options,
@@ -304,7 +316,7 @@ def test_runs_of_fp8_are_read_as_they_are_and_converted_once(dtype, tmp_path):
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
-def test_tails_read_one_more_table_before_they_wait(tmp_path):
+def test_tails_wait_for_nothing_but_at_their_end(tmp_path):
     from compiled_llm_ops.kernels.attention import decode
 
     kernel = decode._decode_paged_attention
@@ -325,9 +337,10 @@ def test_tails_read_one_more_table_before_they_wait(tmp_path):
     (stack,) = re.findall(r"STACK:(\d+)", resources_of(made.asm["cubin"], tmp_path / "cubin"))
     assert int(stack) <= 16, "registers spill"
     steps = in_order(made.asm["ptx"])
-    before = steps[: steps.index("griddepcontrol.wait")]
-    assert before == ["ld.global"] * len(before)
-    assert len(before) <= 4, "where pages begin, lengths, shared lengths, the page of the newest token"
+    begun, waits = steps.index("griddepcontrol.launch_dependents"), steps.index("griddepcontrol.wait")
+    assert steps[:begun] == ["ld.global"] * begun
+    assert begun <= 4, "where pages begin, lengths, shared lengths, the page of the newest token"
+    assert begun < waits == len(steps) - 1, "runs are read meanwhile"
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from compiled_llm.compat.torch.dynamo import graph_count
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.inputs import DecodeInputs
-from compiled_llm.compilation.program_list import DECODE_MANY, program_for
+from compiled_llm.compilation.program_list import program_for
 from compiled_llm.execution.decode.cascade_table import CascadeTable
 from compiled_llm.execution.decode.decode_step import DecodeLaunch
 from compiled_llm.execution.decode.planned_table import PlannedTable
@@ -62,7 +62,7 @@ class Decode:
         self.dispatcher = dispatcher
         self._table = state.step_table
         self._planned = PlannedTable(state, planner) if planner.decodes else None
-        self._cascade = CascadeTable(state) if state.config.cascade else None
+        self._cascade = None if state.cascade is None else CascadeTable(state)
         self._cuda_graphs = graph_manager.cuda_graphs
         self._owner: weakref.ref[BatchOwner] | None = None
         self._largest = dispatcher.decode_of(state.config.max_batch_size)
@@ -135,7 +135,7 @@ class Decode:
         self.claim(None)
         first = self._is_first(step)
         self._prepare(step, waiting, number, first)
-        if first and anchors:
+        if first and anchors and not step.cascade:
             self.capture_anchors(only_with_room=exact)
             if table.state(step) == "evicted":  # the largest has taken the only room
                 return self._largest
@@ -157,6 +157,14 @@ class Decode:
             elif dispatch.how == "launch" or manager.is_valid(dispatch.step, unchanged):
                 return dispatch
 
+    def compile(self, step: StepKey) -> None:
+        """Compile a decode step, if its program is not yet compiled; its CUDA graph is captured once it is wanted."""
+        manager = self._graph_manager
+        manager.check_model()
+        if not manager.eager and not manager.can_launch(step, self._inputs(step)):
+            self.claim(None)
+            self._prepare(step, 0, None, self._is_first(step), captures=False)
+
     def capture_anchors(self, only_with_room: bool = True) -> None:
         """Capture the largest step, so that none waits for a smaller one; ``only_with_room`` evicts no other."""
         ready = self._table.at_once("decode")
@@ -174,7 +182,9 @@ class Decode:
     def _capture(self, step: StepKey, like: StepOutputs | int, background: bool = True) -> None:
         self._graph_manager.capture(step, self._inputs(step), like, background=background)
 
-    def _prepare(self, step: StepKey, waiting: int, number: TaskNumber | None, first: bool) -> None:
+    def _prepare(
+        self, step: StepKey, waiting: int, number: TaskNumber | None, first: bool, captures: bool = True
+    ) -> None:
         """Compile a step, the ``first`` with the rows that suit all, and capture it."""
         graph_manager, new = self._graph_manager, step.new_tokens_per_row
         several = f", {new} tokens each" if new > 1 else ", shared pages read once" if step.cascade else ""
@@ -183,25 +193,26 @@ class Decode:
         program = program_for(self._inputs(step)).name
         shown = f"decode, {'1 row' if step.rows == 1 else f'{step.rows} rows'}{several}"
         with graph_manager.preparing(what, waiting, program, shown, number), self._cuda_graphs.accounted(what):
-            if first and step < (suiting := self.dispatcher.decode_of(min(_ROWS_TO_COMPILE, self._largest.rows))):
-                self._launch_padding(suiting)
+            suiting = self.dispatcher.decode_of(min(_ROWS_TO_COMPILE, self._largest.rows))
+            if first and step.rows < suiting.rows:
+                self._launch_padding(StepKey.decode(suiting.rows, cascade=step.cascade))
             for _ in range(_CALLS_TO_CAPTURE - 1 if graph_manager.programs.in_trees else 0):
                 self._launch_padding(step)
             outputs = self._launch_padding(step)
             graph_manager.programs.warn_if_nothing_matched(self._state.facts.model)
             self._table.compiled(step)
-            if self._cuda_graphs.ours:
+            if captures and self._cuda_graphs.ours:
                 self._capture(step, outputs, background=False)
 
     def _is_first(self, step: StepKey) -> bool:
-        """Whether this one compiles the program of several rows, on CUDA, where its size does not stay built in."""
+        """Whether this one compiles a program of several rows, on CUDA, where its size does not stay built in."""
         programs = self._graph_manager.programs
         on_cuda = self._cuda_graphs.ours or (self._state.device.type == "cuda" and not programs.in_trees)
         return (
             on_cuda
             and step.rows > 1
             and step.new_tokens_per_row == 1
-            and not graph_count(programs.functions[DECODE_MANY])
+            and not graph_count(programs.functions[program_for(self._inputs(step)).name])
         )
 
     def _launch_padding(self, step: StepKey) -> StepOutputs:

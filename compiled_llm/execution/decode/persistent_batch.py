@@ -47,7 +47,9 @@ class PersistentBatch:
         self._logits: Tensor | None = None  # of the last launch, if that was no decode step in the buffers
         self.deferred = DeferredSampling(state)
         paging = (self._page_size, self._groups, -(-LEAST_KEYS // self._page_size))
-        self._shared = SharedRuns(*paging) if state.config.cascade else None
+        self._cascade, self._shared = state.cascade, SharedRuns(*paging)
+        self._found: Sequence[SharedRun] = ()  # which rows share, and whether they are read once
+        self._pays = False
         self._runs: Sequence[SharedRun] = ()  # of the rows that a step was last wanted for
         self._placed_runs: Sequence[SharedRun] = ()
 
@@ -163,9 +165,12 @@ class PersistentBatch:
 
         The page of a row's last token is in none: the next one may go there.
         """
-        if self._shared is None or len(rows) < 2:
+        if self._cascade is None or len(rows) < 2:
             return ()
-        return self._shared.runs(rows)
+        found = self._shared.runs(rows)
+        if found is not self._found:
+            self._found, self._pays = found, self._cascade.pays(found, len(rows))
+        return found if self._pays else ()
 
     def chose(self, step: StepOutput) -> None:
         """Note tokens that were sampled outside of the decode buffers."""

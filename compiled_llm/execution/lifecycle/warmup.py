@@ -114,14 +114,23 @@ class Warmup:
             decodes = self._decodes(model_runner, wanted)
             prefills = {tuple(prefill.captured_shapes(size)) for size in wanted.sizes}
             prepare(model_runner, decodes, prefills, report=report)
+        self._compile_cascade(model_runner, report)
         self._events.warmed_up()
+
+    @staticmethod
+    def _compile_cascade(model_runner: ModelRunner, report: Report) -> None:
+        """Compile what reads shared pages once, so that requests which begin to share some do not wait for it."""
+        if model_runner.state.cascade is not None:
+            report("preparing steps of requests that share pages")
+            step = StepKey.decode(model_runner.config.max_batch_size, cascade=True)
+            model_runner.thread.call(model_runner.decode.compile, step)
 
     @staticmethod
     def _decodes(model_runner: ModelRunner, wanted: Wanted) -> list[StepKey]:
         if wanted.profile is not None:
             return sorted(step for step in wanted.profile.uses if step.phase == "decode")
         steps = {model_runner.decode.dispatcher.decode_of(size) for size in wanted.sizes}
-        if model_runner.config.cascade:
+        if (cascade := model_runner.state.cascade) is not None and cascade.always:
             steps |= {StepKey.decode(step.rows, cascade=True) for step in steps if step.rows > 1}
         return sorted(steps)
 

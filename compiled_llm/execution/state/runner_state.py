@@ -16,6 +16,7 @@ from torch import Tensor
 from compiled_llm.compilation.graphs.step_table import Budget, StepTable
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.state.arena import Arena
+from compiled_llm.execution.state.cascade import Cascade
 from compiled_llm.execution.state.decode_buffers import DecodeBuffers
 from compiled_llm.execution.state.sampling_graphs import SamplingGraphs
 from compiled_llm.execution.state.slots import Slots
@@ -36,6 +37,7 @@ class RunnerState:
     Attributes:
         dtype: of the model.
         specs: of each layer, what it keeps of a token.
+        cascade: when decode steps read shared pages once; None for never.
         pages: the memory of each layer.
         validity: of decode steps; whatever changes something that they are made from ends it.
         pool: which row has which page.
@@ -65,6 +67,7 @@ class RunnerState:
         )
         chosen = backend_for(config.backend, self.device.type)
         self.specs = kv_cache_specs(facts.layers, config.page_size, model.dtype, chosen.backend)
+        self.cascade = Cascade.of(config, self.device.type, facts.layers, self.specs, chosen.decode_ops)
         groups = 1 + max(spec.group for spec in self.specs)
         count = pages_to_allocate(config, page_bytes(self.specs), self.device, self.max_positions, groups)
         with torch.inference_mode(False):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.attention.decode import attend_on_cpu, attend_on_cuda, check as check_decode, device_of
+from compiled_llm_ops.attention.decode import attend_on_cpu, check as check_decode, device_of, prepare_on_cuda
 from compiled_llm_ops.attention.lse import define_with_lse
 from compiled_llm_ops.attention.merge import merged
 from compiled_llm_ops.attention.preparation import prepared
@@ -216,16 +216,30 @@ def _cuda(args: CascadeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | Non
     check_even_heads("cascade_attention", args.pages)
     check_capability("cascade_attention", args.pages)
     device, (_, _, kv_heads, _, stored) = args.query.device, args.pages.shape
-    tables = {name: getattr(args, name).contiguous() for name in ("shared_lengths", "members", "work_items")}
-    args = args._replace(**tables, merge_parts=args.merge_parts.contiguous())
-    out, lse = attend_on_cuda(args.whole_rows, True, args.shared_lengths)
-    assert lse is not None
-    tiling = choose_cascade_tiling(kv_heads, stored, len(args.work_items), device_of(device).processors)
+    args = _contiguous(args)
+    properties = device_of(device)
+    tiling = choose_cascade_tiling(
+        kv_heads, stored, len(args.work_items), properties.processors, properties.shared_memory
+    )
     with torch.cuda.device(device):  # Triton launches on the current one
         pdl = args.overlap and has_pdl(device)
+        out, lse, attend_over_tails = prepare_on_cuda(args.whole_rows, True, args.shared_lengths)
+        assert lse is not None
+        # Nothing may be launched between the two, which run side by side. Runs come first: their programs are few and
+        # long, and those of the rows' own keys fill the room that they leave.
         parts, lses = attend_over_runs(args, tiling=tiling, pdl=pdl)
+        attend_over_tails()
         merge_parts(out, lse, parts, lses, args.merge_parts, pdl=pdl)
     return out, lse if wants_lse else None
+
+
+def _contiguous(args: CascadeAttention) -> CascadeAttention:
+    """Return the arguments with all that kernels read in order, so that preparing a launch copies nothing."""
+    states = {name: getattr(args, name) for name in ("query", "key", "value")}
+    states = {name: each if each.stride(2) == 1 else each.contiguous() for name, each in states.items()}
+    others = ("shared_lengths", "members", "work_items", "merge_parts", "query_norm", "key_norm", "cos", "sin")
+    given = {name: getattr(args, name) for name in (*others, "key_scale", "value_scale")}
+    return args._replace(**states, **{name: each if each is None else each.contiguous() for name, each in given.items()})
 
 
 _cascade_attention, _cascade_attention_lse = define_with_lse(

@@ -98,9 +98,7 @@ def cascade_tables(
         np.zeros((max_items, 6), np.int32),
         np.zeros((rows, CASCADE_LEVELS, 3), np.int32),
     )
-    tile = CASCADE_QUERIES >> (heads // kv_heads - 1).bit_length()
-    if not tile:
-        raise ValueError(f"a kv head may have at most {CASCADE_QUERIES} query heads; got {heads // kv_heads}")
+    tile = rows_of_a_tile(heads, kv_heads)
     found, tiles = _members_that_fit(runs, rows, tile, max_items, max_parts)
     if found is None:
         return tables
@@ -121,6 +119,14 @@ def cascade_tables(
     for field, column in enumerate(columns):
         tables.work_items[: len(order), field] = column[order]
     return tables
+
+
+def rows_of_a_tile(heads: int, kv_heads: int) -> int:
+    """Return how many rows read keys together; ValueError if a kv head has more query heads than a tile."""
+    tile = CASCADE_QUERIES >> (heads // kv_heads - 1).bit_length()
+    if not tile:
+        raise ValueError(f"a kv head may have at most {CASCADE_QUERIES} query heads; got {heads // kv_heads}")
+    return tile
 
 
 class _Items(NamedTuple):

@@ -10,6 +10,7 @@ N page numbers of all rows.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -231,15 +232,23 @@ def device_of(device: torch.device) -> DecodeDevice:
     )
 
 
-def attend_on_cuda(
-    args: DecodeAttention, wants_lse: bool, shared_lengths: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Launch the kernel, which leaves out as many of each row's first keys as ``shared_lengths`` says.
+def attend_on_cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Launch the kernel. Arguments are not checked."""
+    out, lse, launch = prepare_on_cuda(args, wants_lse)
+    with torch.cuda.device(args.query.device):  # Triton launches on the current one
+        launch()
+    return out, lse
 
-    Arguments are not checked.
+
+def prepare_on_cuda(
+    args: DecodeAttention, wants_lse: bool, shared_lengths: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Callable[[], None]]:
+    """Return the results, and what launches the kernel that writes them, on the current device.
+
+    The kernel leaves out as many of each row's first keys as ``shared_lengths`` says. Arguments are not checked.
     """
     from compiled_llm_ops.kernels.attention import decode_tiling
-    from compiled_llm_ops.kernels.attention.decode import decode
+    from compiled_llm_ops.kernels.attention.decode import prepare_decode
     from compiled_llm_ops.kernels.pdl import has_pdl
 
     (tokens, heads, _), (_, _, kv_heads, page_size, padded) = args.query.shape, args.pages.shape
@@ -251,9 +260,9 @@ def attend_on_cuda(
         len(args.starts), kv_heads, queries, padded, max_keys, device.processors, device.shared_memory
     )
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=args.query.device) if wants_lse else None
-    with torch.cuda.device(args.query.device):  # Triton launches on the current one
-        pdl = args.overlap and has_pdl(args.query.device)
-        return decode(args, lse, tiling=tiling, pdl=pdl, shared_lengths=shared_lengths), lse
+    pdl = args.overlap and has_pdl(args.query.device)
+    out, launch = prepare_decode(args, lse, tiling=tiling, pdl=pdl, shared_lengths=shared_lengths)
+    return out, lse, launch
 
 
 def _cpu(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:

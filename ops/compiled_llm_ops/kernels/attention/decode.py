@@ -18,7 +18,9 @@ one row, D head dimension, D' the same as stored, P pages, S page size.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -216,7 +218,9 @@ def _decode_paged_attention(
 
     The program with the last keys writes the newest of them first; of several new ones, each program its own.
 
-    With ``shared_lengths`` the first keys of each row are left to another kernel.
+    With ``shared_lengths`` the first keys of each row are left to the kernel that was launched just before, which reads
+    and writes nothing that this one does. So the two run side by side, and one program waits for that kernel at the
+    end, for the sake of those that come later; those before have ended, since that kernel has waited for them.
 
     Keys and values of fp8 are multiplied as they are stored. The scale of keys is a factor on logits, that of values
     one on results.
@@ -250,7 +254,8 @@ def _decode_paged_attention(
         page = tl.load(own_indices + newest // PAGE).to(tl.int64)
         slot_ptr = head_pages + page * (2 * values_offset) + (newest % PAGE) * DIM
         if PDL:
-            gdc_wait()
+            if shared_lengths is None:
+                gdc_wait()
             gdc_launch_dependents()
         in_head = offs_d < HEAD
         cos_ptr, sin_ptr = cos, sin
@@ -317,17 +322,30 @@ def _decode_paged_attention(
                 )
                 _store(out, lse, merged, merged_lses, item, heads, PADDED, NEW, GQA, HEAD, DIM)
                 tl.store(arrivals + item, 0)
+        if PDL:
+            if shared_lengths is not None:
+                if (item == 0) & (program == first_program):
+                    gdc_wait()
 
 
-def decode(
+def decode(args: DecodeAttention, lse: Tensor | None, *, tiling: AttentionTiling, pdl: bool) -> Tensor:
+    """Launch attention of q queries a row, and return ``[T, H, D]``, contiguous; arguments as of ``prepare_decode``."""
+    out, launch = prepare_decode(args, lse, tiling=tiling, pdl=pdl)
+    launch()
+    return out
+
+
+def prepare_decode(
     args: DecodeAttention,
     lse: Tensor | None,
     *,
     tiling: AttentionTiling,
     pdl: bool,
     shared_lengths: Tensor | None = None,
-) -> Tensor:
-    """Launch attention of q queries a row. All is on one device, the current one.
+) -> tuple[Tensor, Callable[[], None]]:
+    """Prepare attention of q queries a row. All is on one device, the current one.
+
+    Preparing may launch kernels that copy or clear; the launch itself is one kernel.
 
     Args:
         args: of ``decode_attention``, checked; query in float16 or bfloat16, ``pages`` ``[P, 2, K, S, D']``
@@ -336,10 +354,11 @@ def decode(
         tiling: block times D' is a power of two.
         pdl: begin before the previous kernel has ended; needs compute capability 9.0.
         shared_lengths: ``[B]`` int32, contiguous: so many of each row's first keys are not attended to; multiples of
-            S, and fewer than the row has before its new ones. None if all are.
+            S, and fewer than the row has before its new ones. None if all are. With ``pdl`` the kernel that is
+            launched just before must have waited before it let this one begin.
 
     Returns:
-        ``[T, H, D]``, contiguous.
+        ``[T, H, D]``, contiguous, and what launches the kernel that writes it.
 
     Raises:
         ValueError: the query's dtype has no kernel, or the pages are not contiguous.
@@ -385,11 +404,12 @@ def decode(
         "CAPPED": cap > 0, "SHARE_EQUAL": tiling.share_equal, "PDL": pdl, "num_warps": tiling.warps,
         **({"launch_pdl": True} if pdl else {}),
     }  # fmt: skip
-    _decode_paged_attention[(kv_heads, row_tiles, tiling.programs)](
+    launch = functools.partial(
+        _decode_paged_attention[(kv_heads, row_tiles, tiling.programs)],
         query, key, value, args.pages, args.starts, args.lengths, args.indices, shared_lengths,
         query_norm, key_norm, cos, sin, out, lse, partials, partial_lses, arrivals,
         key_scale, value_scale, args.saturated,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], rows, tiling.row_tile, window_left,
         tiling.unsplit, tiling.min_share, factor, cap, args.epsilon, **constants,
     )  # fmt: skip
-    return out
+    return out, launch

@@ -1,0 +1,59 @@
+"""When decode steps read the pages that rows share once for all of these rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from compiled_llm.config import WrapConfig
+from compiled_llm.kvcache.specs import KVCacheSpec
+from compiled_llm.model.layer_probe import Layer
+from compiled_llm_ops.attention.cascade_rule import CascadeLayer, cascade_saves
+from compiled_llm_ops.attention.cascade_tables import SharedRun
+from compiled_llm_ops.contracts import CASCADE_QUERIES
+from compiled_llm_ops.protocol import DecodeOps
+
+
+class Cascade:
+    """Decides for one model: ``cascade=True`` always, ``"auto"`` where attention is known to be faster.
+
+    Attributes:
+        always: for all rows that share enough to fill a block of keys.
+    """
+
+    def __init__(self, layers: Sequence[CascadeLayer], page_size: int, always: bool) -> None:
+        self.always = always
+        self._layers = Counter(layers)
+        self._page_size = page_size
+
+    @classmethod
+    def of(
+        cls,
+        config: WrapConfig,
+        device: str,
+        layers: Sequence[Layer],
+        specs: Sequence[KVCacheSpec],
+        ops: DecodeOps | None,
+    ) -> Cascade | None:
+        """Return None if no step reads shared pages once: it is not wanted, or ``"auto"`` has no kernel for it.
+
+        The rule of ``"auto"`` was fitted on GPUs, so on a CPU it is off.
+        """
+        known = [
+            CascadeLayer(layer.query_heads, layer.kv_heads, layer.head_dim, spec.dtype.itemsize, layer.window_left >= 0)
+            for layer, spec in zip(layers, specs, strict=True)
+        ]
+        if config.cascade == "auto":
+            has_kernel = ops is not None and ops.cascade is not None
+            fits = all(layer.query_heads // layer.kv_heads <= CASCADE_QUERIES for layer in layers)
+            wanted = device == "cuda" and has_kernel and fits and config.max_batch_size > 1
+        else:
+            wanted = config.cascade
+        return cls(known, config.page_size, config.cascade is True) if wanted else None
+
+    def pays(self, runs: Sequence[SharedRun], rows: int) -> bool:
+        """Return whether a step of so many rows reads these runs once."""
+        if self.always or not runs:
+            return bool(runs)
+        saved = (count * cascade_saves(runs, rows, self._page_size, layer) for layer, count in self._layers.items())
+        return sum(saved) > 0
