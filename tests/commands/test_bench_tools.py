@@ -144,7 +144,7 @@ def test_offline_also_with_shared_pages_read_once(tool: Any, tmp_path: Path) -> 
     report, _ = tool("offline", *quick, *both, "--cascade", "--system-prompt", "70")
     ours, theirs = "compiled-llm:engine:eager", "vllm"
     names = [result["contender"] for result in report.results["offline"]]
-    assert names == [ours, f"{ours}:cascade", theirs, f"{theirs}:cascade"]
+    assert names == [ours, f"{ours}:no-cascade", theirs, f"{theirs}:cascade"]
     assert len({result["new_tokens"] for result in report.results["offline"]}) == 1
 
 

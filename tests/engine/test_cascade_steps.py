@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from transformers import PreTrainedModel
 
-from compiled_llm.config import Mode
+from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop, Mixed
 from compiled_llm.execution.decode import persistent_batch
+from compiled_llm.execution.state.cascade import Cascade
 from compiled_llm.requests.outputs import RequestOutput
+from compiled_llm_ops.attention import cascade_rule
 from support.engine.random_requests import (
     BY_WEIGHTS,
     CAPTURES,
@@ -40,9 +42,23 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(persistent_batch, "LEAST_KEYS", 8)
 
 
+@pytest.fixture
+def automatic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``"auto"`` choose on a CPU, where some of the runs pay and others do not."""
+    monkeypatch.setattr(cascade_rule, "LAUNCHES", 0.0)
+    monkeypatch.setattr(cascade_rule, "MERGED_HEAD", 0.0)
+    monkeypatch.setattr(cascade_rule, "TILE_READ", 2.5 * cascade_rule.ROW_READ)
+    chosen = Cascade.of
+
+    def as_on_a_gpu(config: WrapConfig, device: str, *rest: Any) -> Cascade | None:
+        return chosen(config, "cuda", *rest)
+
+    monkeypatch.setattr(Cascade, "of", as_on_a_gpu)
+
+
 def engine_for(
     plain: PreTrainedModel,
-    cascade: bool,
+    cascade: bool | Literal["auto"],
     tokens: int = 4000,
     mode: Mode = "eager",
     page_size: int = 4,
@@ -54,14 +70,18 @@ def engine_for(
 
 
 def assert_cascade_changes_nothing(
-    engine: Callable[[bool], Engine], seed: int, count: int = 12, preempts: bool = False
+    engine: Callable[[Any], Engine],
+    seed: int,
+    count: int = 12,
+    preempts: bool = False,
+    on: bool | Literal["auto"] = True,
 ) -> None:
     asked, outputs = requests(seed, count), list[list[RequestOutput]]()
-    for cascade in (False, True):
+    for cascade in (False, on):
         with engine(cascade) as running:
             outputs.append(answers(running, asked, seed))
             stats, model = running.stats(), running._model
-            assert (model.compiled.stats().cascade_steps > 0) == cascade
+            assert (model.compiled.stats().cascade_steps > 0) == (cascade is not False)
             assert model.compiled.stats().cascade_steps < stats.steps
             assert not preempts or stats.preemptions > 0
         assert_account_is_empty(model)
@@ -87,6 +107,11 @@ def test_tokens_and_log_probabilities_are_those_of_rows_that_read_for_themselves
         count=40,
         preempts=case == "few pages",
     )
+
+
+@pytest.mark.usefixtures("automatic")
+def test_shared_pages_are_read_once_where_it_pays(seed: int) -> None:
+    assert_cascade_changes_nothing(lambda cascade: engine_for(tiny_qwen3(**WORDS), cascade), seed, count=40, on="auto")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,4 +175,27 @@ def test_warmup_prepares_steps_that_read_shared_pages_once(monkeypatch: pytest.M
         assert [row["rows"] for row in captured] == [2]
         assert stats.cascade_steps > 0
         assert captured[0]["replays"] == stats.cascade_steps
+        assert engine.stats().cold_starts == 0
+
+
+@pytest.mark.usefixtures("without_inductor", "automatic")
+def test_requests_run_as_before_until_the_graph_that_reads_shared_pages_once_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    CAPTURES["cuda-graphs"](monkeypatch)
+    monkeypatch.setattr(cascade_rule, "TILE_READ", 0.0)
+    prompt = [*range(3, 60)]
+    with engine_for(tiny_qwen3(**{**WORDS, "num_hidden_layers": 1}), cascade="auto", mode="cuda-graphs") as engine:
+        engine.warmup([2])
+        before = engine._model.compiled.stats()
+        assert not [row for row in before.cuda_graph_table if row["phase"] == "decode" and row["variant"] == 1]
+        engine.generate([prompt], greedy(1))
+        for _ in range(2):
+            for handle in [engine.submit([*prompt, last], greedy(40)) for last in (3, 4)]:
+                handle.result(PATIENCE)
+        stats = engine._model.compiled.stats()
+        (captured,) = [row for row in stats.cuda_graph_table if row["phase"] == "decode" and row["variant"] == 1]
+        assert captured["rows"] == 2
+        assert 0 < captured["replays"] == stats.cascade_steps < 80
+        assert stats.recompiles == 0
         assert engine.stats().cold_starts == 0

@@ -20,7 +20,7 @@ from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 
-OURS, CASCADE = "compiled-llm:engine", "cascade"
+OURS, CASCADE, NO_CASCADE = "compiled-llm:engine", "cascade", "no-cascade"
 COUNTS = {"steps": "steps", "preemptions": "preemptions", "cached tokens": "cached_tokens"}
 """What is counted of a pass, and the fields of the engine's `stats`."""
 
@@ -43,10 +43,10 @@ class EngineContender(Contender):
 
 
 class OurEngine(EngineContender):
-    """`compiled_llm.Engine`; a mode that is not named is `wrap`'s own choice. Its name says `mixed` and `cascade`."""
+    """`compiled_llm.Engine`; a mode that is not named is `wrap`'s choice. Its name says `mixed` or `cascade=False`."""
 
-    def __init__(self, mode: Mode | None = None, *, cascade: bool = False, **options: Any) -> None:
-        said = ["mixed" if options.get("mixed") is True else None, CASCADE if cascade else None]
+    def __init__(self, mode: Mode | None = None, *, cascade: bool = True, **options: Any) -> None:
+        said = ["mixed" if options.get("mixed") is True else None, None if cascade else NO_CASCADE]
         self.name = ":".join(filter(None, [OURS, mode, *said]))
         self._mode: Mode = WrapConfig.mode if mode is None else mode
         self._cascade, self._options = cascade, options
@@ -54,7 +54,7 @@ class OurEngine(EngineContender):
     @contextmanager
     def engine(self, setup: Setup) -> Iterator[OurSession]:
         model = setup.model()
-        compiled_llm.wrap(model, mode=self._mode, cascade=self._cascade, progress=False)
+        compiled_llm.wrap(model, mode=self._mode, cascade="auto" if self._cascade else False, progress=False)
         try:
             with Engine(model, **self._options) as engine:
                 setup.log(f"{self.name}: compiling and capturing")
@@ -134,8 +134,8 @@ class VllmSession:
 
 
 def with_cascade(contenders: str) -> str:
-    """Add to each engine the one that reads pages which requests share once."""
-    return ",".join(f"{name},{name}:{CASCADE}" for name in contenders.split(","))
+    """Add to each engine the one that does otherwise with pages which requests share: ours reads them for each."""
+    return ",".join(f"{name},{name}:{CASCADE if name == 'vllm' else NO_CASCADE}" for name in contenders.split(","))
 
 
 def params_of(request: Asked, temperature: float) -> SamplingParams:

@@ -91,7 +91,7 @@ def main(
     prompts: Annotated[str, typer.Option(help="Lengths of prompts, drawn uniformly, in tokens.")] = "100-1024",
     answers: Annotated[str, typer.Option(help="Lengths of answers, likewise.")] = "100-1024",
     system_prompt: Annotated[int, typer.Option(min=0, help="Tokens that all prompts begin with, before these.")] = 0,
-    cascade: Annotated[bool, typer.Option("--cascade", help="Also with pages that requests share read once.")] = False,
+    cascade: Annotated[bool, typer.Option("--cascade", help="Also ours with cascade off, vLLM with it on.")] = False,
     decoding: Annotated[DecodingOption, typer.Option(help="sampled: temperature 0.6.")] = DecodingOption.both,
     contenders: Contenders = "compiled-llm:engine,vllm",
     runs: Annotated[int, typer.Option(min=1, help="Timed passes, after one that is not.")] = 3,
@@ -103,7 +103,7 @@ def main(
     """Measure how fast engines answer many requests that come at once."""
     lengths = Lengths.parse("--prompts", prompts), Lengths.parse("--answers", answers)
     ways = {"greedy": [0.0], "sampled": [TEMPERATURE], "both": [0.0, TEMPERATURE]}[decoding.value]
-    ours = [OurEngine(mode, cascade=option) for mode in (None, *get_args(Mode)) for option in (False, True)]
+    ours = [OurEngine(mode, cascade=option) for mode in (None, *get_args(Mode)) for option in (True, False)]
     ours.append(OurEngine(mixed=True))
     known = [*ours, *(VllmEngine(vllm, streams=False, cascade=option) for option in (False, True))]
     bounds = Workload(requests, system_prompt + lengths[0].most, max(2, lengths[1].most))

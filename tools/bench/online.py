@@ -25,7 +25,7 @@ def main(
     prompts: Annotated[str, typer.Option(help="Lengths of prompts, drawn uniformly, in tokens.")] = "64-512",
     answers: Annotated[str, typer.Option(help="Lengths of answers, likewise.")] = "32-256",
     system_prompt: Annotated[int, typer.Option(min=0, help="Tokens that all prompts begin with, before these.")] = 0,
-    cascade: Annotated[bool, typer.Option("--cascade", help="Also with pages that requests share read once.")] = False,
+    cascade: Annotated[bool, typer.Option("--cascade", help="Also ours with cascade off, vLLM with it on.")] = False,
     max_step_ms: Annotated[float | None, typer.Option(help="Of our engine: how long a step may take.")] = None,
     contenders: Contenders = "compiled-llm:engine,vllm",
     runs: Annotated[int, typer.Option(min=1, help="Passes, whose times are put together.")] = 1,
@@ -38,7 +38,7 @@ def main(
     lengths = Lengths.parse("--prompts", prompts), Lengths.parse("--answers", answers)
     load = Load(*lengths, seconds=seconds, system_prompt=system_prompt, vocabulary=vocabulary_of(model))
     loads = [Load(**{**vars(load), "rate": rate}) for rate in integers(rates)]
-    ways = itertools.product((None, *get_args(Mode)), (False, True))
+    ways = itertools.product((None, *get_args(Mode)), (True, False))
     known = [OurEngine(mode, cascade=option, max_step_ms=max_step_ms) for mode, option in ways]
     known.append(OurEngine(max_step_ms=max_step_ms, mixed=True))
     peers = [VllmEngine(vllm, streams=True, cascade=option) for option in (False, True)]

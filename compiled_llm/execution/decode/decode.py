@@ -208,12 +208,10 @@ class Decode:
         """Whether this one compiles a program of several rows, on CUDA, where its size does not stay built in."""
         programs = self._graph_manager.programs
         on_cuda = self._cuda_graphs.ours or (self._state.device.type == "cuda" and not programs.in_trees)
-        return (
-            on_cuda
-            and step.rows > 1
-            and step.new_tokens_per_row == 1
-            and not graph_count(programs.functions[program_for(self._inputs(step)).name])
-        )
+        if not on_cuda or step.rows == 1 or step.new_tokens_per_row > 1:
+            return False
+        compiled = programs.functions.get(program_for(self._inputs(step)).name)
+        return compiled is None or not graph_count(compiled)
 
     def _launch_padding(self, step: StepKey) -> StepOutputs:
         self.place([], step, "bucket_prepared")

@@ -42,13 +42,13 @@ class Stats:
             the model itself the key begins with ``"forward: "``. ``execution/reporting/slow_paths.py`` says what to
             change.
         steps: prefills and decode steps launched by our loops, the fast one and the processed one.
-        cascade_steps: decode steps that read pages which rows share once, with ``cascade=True``.
+        cascade_steps: decode steps that read pages which rows share once.
         new_tokens: tokens that our loops have generated, over all rows; pads after the end of a row are not counted.
         generate_seconds: how long they took, prompts, streamers and criteria included, and compiling left out; of
             loops that ran at the same time, each second is counted once.
         uploads: page tables written into the decode buffers; between them steps only replay.
         graphs: graphs compiled: at most 3 (prefill, decode at batch 1, decode at larger batches), and 1 more once
-            ``inputs_embeds`` were given, or pages were shared with ``cascade=True``.
+            ``inputs_embeds`` were given, or shared pages are read once.
         compile_seconds: how long tracing, compiling, building kernels and capturing took, in ``warmup`` or in calls
             that waited for it.
         tracing_seconds: how much of that Dynamo took to trace graphs, which no artifacts spare.

@@ -235,11 +235,13 @@ def _cuda(args: CascadeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | Non
 
 def _contiguous(args: CascadeAttention) -> CascadeAttention:
     """Return the arguments with all that kernels read in order, so that preparing a launch copies nothing."""
-    states = {name: getattr(args, name) for name in ("query", "key", "value")}
+    states: dict[str, Any] = {name: getattr(args, name) for name in ("query", "key", "value")}
+    tables = ("shared_lengths", "members", "work_items", "merge_parts")
+    others = (*tables, "query_norm", "key_norm", "cos", "sin", "key_scale", "value_scale")
+    whole: dict[str, Any] = {name: getattr(args, name) for name in others}
     states = {name: each if each.stride(2) == 1 else each.contiguous() for name, each in states.items()}
-    others = ("shared_lengths", "members", "work_items", "merge_parts", "query_norm", "key_norm", "cos", "sin")
-    given = {name: getattr(args, name) for name in (*others, "key_scale", "value_scale")}
-    return args._replace(**states, **{name: each if each is None else each.contiguous() for name, each in given.items()})
+    whole = {name: each if each is None else each.contiguous() for name, each in whole.items()}
+    return args._replace(**states, **whole)
 
 
 _cascade_attention, _cascade_attention_lse = define_with_lse(

@@ -10,6 +10,9 @@ read the page table. These rules make that safe:
 - A kernel triggers the next one (``gdc_launch_dependents``) after it has waited, so that two run at a time. A matmul
   that is called with ``ahead`` does so before, and three do: weights are being loaded while two earlier matmuls still
   run. After attention that costs more than it gains, since weights delay the keys that attention reads.
+- A kernel that neither reads nor writes what the previous one writes, nor writes what that one reads, may begin without
+  waiting: the previous one has waited before it triggered, so all that came before has finished. It waits at its end,
+  so that who comes next finds both finished.
 
 The second rule is the caller's to keep: ``compiled_llm.compat`` makes Inductor's kernels wait. Without ``overlap`` each
 kernel begins after the previous one, as kernels do.

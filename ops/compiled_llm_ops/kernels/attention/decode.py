@@ -322,10 +322,9 @@ def _decode_paged_attention(
                 )
                 _store(out, lse, merged, merged_lses, item, heads, PADDED, NEW, GQA, HEAD, DIM)
                 tl.store(arrivals + item, 0)
-        if PDL:
-            if shared_lengths is not None:
-                if (item == 0) & (program == first_program):
-                    gdc_wait()
+        if PDL and shared_lengths is not None:  # noqa: SIM102  known when the kernel is compiled
+            if (item == 0) & (program == first_program):
+                gdc_wait()
 
 
 def decode(args: DecodeAttention, lse: Tensor | None, *, tiling: AttentionTiling, pdl: bool) -> Tensor:
