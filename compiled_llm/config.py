@@ -19,6 +19,9 @@ WAITING_MODES = ("eager", "piecewise")
 OWN_BACKENDS = ("auto", "flashinfer", "reference")
 """Values of ``backend`` that need no other package; named here, too, so that checking them does not import torch."""
 
+INVARIANT_BACKEND = "invariant"
+"""The backend of ``batch_invariant``, which is not chosen by its name."""
+
 LEAST_GRAPHS = 2
 """A step may have rows that decode and others whose prompts are computed."""
 
@@ -69,6 +72,12 @@ class WrapConfig:
             True wherever rows share 64 tokens or more. Results differ in their last bits from those of rows that read
             them alone. Steps of rows that share nothing run as without it. With our own decode kernel only, that of
             ``backend="auto"``.
+        batch_invariant: the bits of a row's logits depend on the row alone: not on the rest of the batch, on how many
+            tokens of it are computed at a time, nor on whether they come from a prefill, a decode step or cached pages.
+            So log-probabilities of an answer are, bit for bit, those that ``model(...)`` computes of it under
+            ``torch.no_grad``. Matmuls, attention and sums have kernels of their own then, and one order of sums; steps
+            take longer. Only compiled, with ``backend="auto"``, and without ``cascade``; the bits are those of one
+            device, of these options and, on a CPU, of one number of threads.
         fuse_projections: compute linear layers that read one input (queries, keys and values; gate and up) as one
             matmul. Their weights become views of one storage each, and stay the same parameters. By default on CUDA
             only. Nothing is fused with ``mode="eager"``.
@@ -97,6 +106,7 @@ class WrapConfig:
     kv_memory: float | int | str | None = None
     prefill_tokens: int = 8192
     cascade: bool | Literal["auto"] = "auto"
+    batch_invariant: bool = False
     fuse_projections: bool | None = None
     workspace_bytes: int | None = None
     graph_memory: int | str | None = None
@@ -117,7 +127,7 @@ class WrapConfig:
             unset = value is None and name == "workspace_bytes"
             if not unset and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name}={value!r}: must be a positive integer")
-        for name in ("progress", "eager_first"):
+        for name in ("progress", "eager_first", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
         if self.cascade != "auto" and not isinstance(self.cascade, bool):
@@ -136,8 +146,30 @@ class WrapConfig:
                 "cascade=True with max_batch_size=1: one row shares its pages with no other; leave cascade out, or "
                 "give a larger max_batch_size"
             )
+        self._check_invariance()
         parse_kv_memory(self.kv_memory)
         self._check_graphs()
+
+    def _check_invariance(self) -> None:
+        if not self.batch_invariant:
+            return
+        for name, value, reason in (
+            ("mode", "eager", "PyTorch's own kernels add in an order that depends on the batch; compile"),
+            ("eager_first", True, "answers would begin uncompiled; leave eager_first out"),
+            ("cascade", True, "rows that share pages would add in another order; leave cascade out"),
+        ):
+            if getattr(self, name) == value:
+                raise ValueError(f"batch_invariant=True with {name}={value!r}: {reason}")
+        if self.backend != "auto":
+            raise ValueError(
+                f"batch_invariant=True with backend={self.backend!r}: attention has kernels of its own then; leave "
+                "backend out"
+            )
+
+    @property
+    def attention_backend(self) -> str:
+        """Whose kernels attend."""
+        return INVARIANT_BACKEND if self.batch_invariant else self.backend
 
     def _check_graphs(self) -> None:
         for name in ("graph_memory", "max_graphs"):

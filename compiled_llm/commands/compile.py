@@ -125,9 +125,8 @@ def _compiled_into(
         model_runner.thread.call(model_runner.prepare_deferred, sizes or default)
         _run_some_requests(engine)
     with Console(stderr=True).status("waiting for kernels of attention that are built for later processes"):
-        backend_for(
-            options.get("backend", WrapConfig.backend), model.device.type
-        ).backend.installation.wait_for_builds()
+        attention = backend_for(model.compiled.config.attention_backend, model.device.type)
+        attention.backend.installation.wait_for_builds()
     if (left_out := uncached_graphs()) > 0:
         raise RuntimeError(
             f"compile: Inductor has compiled {left_out} graphs that it cannot keep; TORCHINDUCTOR_FX_GRAPH_CACHE and "

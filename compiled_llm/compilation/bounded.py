@@ -35,9 +35,13 @@ class Bounded:
         uncompiled: how many calls have run uncompiled since.
     """
 
-    def __init__(self, function: Callable[..., Any], backend: Inductor) -> None:
-        """Compile at the first call; ``own_copy`` made the function, and it is called with positional arguments."""
+    def __init__(self, function: Callable[..., Any], backend: Inductor, falls_back: bool = True) -> None:
+        """Compile at the first call; ``own_copy`` made the function, and it is called with positional arguments.
+
+        ``falls_back`` says whether it may run uncompiled.
+        """
         self._function = function
+        self._falls_back = falls_back
         self._compiled = compile_whole(function, backend)
         self.full = False
         self.uncompiled = 0
@@ -45,7 +49,8 @@ class Bounded:
     def __call__(self, *arguments: Any) -> Any:
         """Run a graph that fits, a new one if torch makes it, else the function itself.
 
-        CompileError if the function has a part that cannot be in a graph.
+        CompileError if the function has a part that cannot be in a graph; RuntimeError if it would run uncompiled, and
+        may not.
         """
         if not self.full or is_compiled_for(self._function, self._by_name(arguments)):
             try:
@@ -58,6 +63,13 @@ class Bounded:
                 raise
             except DynamoError as error:
                 raise CompileError.of(self._function.__name__, error) from None
+        if not self._falls_back:
+            raise RuntimeError(
+                f"batch_invariant=True: {self._function.__name__} was compiled as often as torch does it "
+                "(torch._dynamo.config.recompile_limit), because what it relies on keeps changing, and uncompiled it "
+                "has other bits; keep what changes in a tensor, or call model.compiled.warmup() to compile for what "
+                "holds now"
+            )
         self.uncompiled += 1
         return self._function(*arguments)
 

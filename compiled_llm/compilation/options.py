@@ -10,6 +10,7 @@ import torch
 from compiled_llm.compilation.backend import Pass
 from compiled_llm.compilation.passes.append import PreparedInAppend
 from compiled_llm.compilation.passes.attention import PreparedInAttention
+from compiled_llm.compilation.passes.invariant import InvariantProducts, InvariantSums
 from compiled_llm.compilation.passes.normed_products import NormedProducts
 from compiled_llm.compilation.passes.norms import NormedSums
 from compiled_llm.compilation.passes.products import OuterProducts, SkinnyProducts
@@ -19,9 +20,11 @@ from compiled_llm_ops.backends import backend_for
 
 def passes_for(config: WrapConfig, device: torch.device, fused: Sequence[Pass], decodes: bool) -> list[Pass]:
     """Return the passes over a program's graph, before Inductor; ``fused`` make one matmul of several."""
+    if config.batch_invariant:
+        return [OuterProducts(), *fused, InvariantProducts()]
     if device.type == "cpu":  # what Inductor makes of a norm is faster than the op
         return list(fused)
-    _, backend, ops = backend_for(config.backend, device.type)
+    _, backend, ops = backend_for(config.attention_backend, device.type)
     if not decodes:
         appended: list[Pass] = [PreparedInAppend()] if backend.rope_append else []
         return [OuterProducts(), *appended, *fused]
@@ -40,7 +43,7 @@ def decode_options(config: WrapConfig, device: torch.device, *, one_row: bool) -
     """Return Inductor's options for decode, of one row or of more."""
     options = {**_shared(device), **_products(config, device)}
     options["triton.cudagraphs"] = config.uses_trees_on(device.type)
-    if device.type != "cuda":
+    if device.type != "cuda" or config.batch_invariant:
         return options
     # Kernels take as long to start as to run: fewer of them, such as one for queries and keys where norm and rotary
     # embedding are not left to attention.
@@ -52,6 +55,9 @@ def decode_options(config: WrapConfig, device: torch.device, *, one_row: bool) -
 
 
 def _products(config: WrapConfig, device: torch.device) -> dict[str, Any]:
+    if config.batch_invariant:
+        # Numbers are rounded as PyTorch does it, and none is multiplied and added at once, however graphs are fused.
+        return {"post_grad_custom_pre_pass": InvariantSums(), "emulate_precision_casts": True}
     if device.type == "cuda" and config.mode == "compile":
         return {}  # launching the op's kernels costs the host more than launching cuBLAS's
     return {"post_grad_custom_pre_pass": SkinnyProducts()}

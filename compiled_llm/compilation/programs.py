@@ -125,7 +125,7 @@ class Programs:
         self._code, self._forward = self._version.code, facts.forward
         self._config = config
         self._device = device
-        self._decode_ops = backend_for(config.backend, device.type).decode_ops
+        self._decode_ops = backend_for(config.attention_backend, device.type).decode_ops
         self._layers = facts.layers
         self._outlines: dict[str, Outline] = {}
         self._passes: list[Pass] = []
@@ -307,4 +307,4 @@ def compiled(function: Callable[..., Any], config: WrapConfig, backend: Inductor
     """Return the function compiled as ``config.mode`` says."""
     if config.mode == "eager":
         return function
-    return Bounded(function, backend)
+    return Bounded(function, backend, falls_back=not config.batch_invariant)

@@ -79,7 +79,7 @@ class Engine:
                 ``prefill_tokens``, however long they take.
             mixed: run prompts and running requests in one launch, which reads the weights once, where both fit in
                 ``prefill_tokens``; ``"auto"`` for where that is known to be faster: on CUDA, with weights of 8 GB or
-                more, beside short chunks of prompts.
+                more, beside short chunks of prompts. With ``batch_invariant=True`` of ``wrap`` nowhere.
             prefix_cache: keep pages of texts, for later ones that begin like them.
             max_queue: how many requests may wait; None for any number.
             logprobs_mode: what log-probabilities are of, as in vLLM: ``"raw_logprobs"``, what the model says, or
@@ -99,8 +99,11 @@ class Engine:
         check_options(max_num_seqs, max_model_len, max_step_ms, max_queue, logprobs_mode, grammar_timeout, mixed)
         if max_model_len is not None and max_model_len > (positions := max_positions_of(model)):
             raise ValueError(f"max_model_len={max_model_len}: the model has {positions} positions; give no more")
+        config = self._runtime.config
         if mixed is True:
-            check_can_mix(max_num_seqs, self._runtime.config.prefill_tokens)
+            check_can_mix(max_num_seqs, config.prefill_tokens, config.batch_invariant)
+        if config.batch_invariant:
+            mixed = False
         self._runtime.make_room(max_num_seqs)
         self._model = model
         self._max_num_seqs = max_num_seqs

@@ -38,7 +38,7 @@ def check_options(
         raise ValueError(f"grammar_timeout={grammar_timeout!r}: give seconds above 0")
 
 
-def check_can_mix(max_num_seqs: int, prefill_tokens: int) -> None:
+def check_can_mix(max_num_seqs: int, prefill_tokens: int, batch_invariant: bool) -> None:
     """Check the options of an ``Engine`` with ``mixed=True``.
 
     Modes, backends and layers are no matter: running rows are rows of a prefill, which all of them have.
@@ -46,6 +46,11 @@ def check_can_mix(max_num_seqs: int, prefill_tokens: int) -> None:
     Raises:
         ValueError: no step could ever be mixed.
     """
+    if batch_invariant:
+        raise ValueError(
+            "mixed=True with a model that is wrapped with batch_invariant=True: running requests and prompts have "
+            "steps of their own there; leave mixed out"
+        )
     if max_num_seqs < 2:
         raise ValueError(
             f"mixed=True with max_num_seqs={max_num_seqs}: a mixed step has a prompt and a request that runs; give "

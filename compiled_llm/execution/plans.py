@@ -56,7 +56,7 @@ class Planner:
             room: the most that a prefill takes.
             shapes: of captured prefills, of any variant.
         """
-        self._name, self._backend, decode_ops = backend_for(config.backend, device.type)
+        self._name, self._backend, decode_ops = backend_for(config.attention_backend, device.type)
         self.decodes = decode_ops is None
         self._device = device
         self._max_row_tokens = max_row_tokens

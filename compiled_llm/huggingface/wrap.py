@@ -24,6 +24,7 @@ from compiled_llm.model.probes.position_probe import default_positions
 from compiled_llm.model.refusals import leading_to_explain
 from compiled_llm.model.weights.foreign_weights import changes_in_first_call, check_weights
 from compiled_llm.model.weights.fused_weights import LinearRecorder
+from compiled_llm.model.weights.invariance import check_invariance
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
@@ -73,6 +74,8 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
             layers = probe_layers(checked, BATCH_ARGUMENT, fake=not changes_in_first_call(checked))
         layers = check_patterns(checked, layers)
     check_layers(checked, layers, config)
+    if config.batch_invariant:
+        check_invariance(checked, recorder)
     base = type(checked)
     groups, positions = recorder.groups(checked), default_positions(checked)
     runtime = CompiledModel(ModelFacts.of(checked, base, layers, groups, positions), config)

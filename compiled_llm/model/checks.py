@@ -133,7 +133,7 @@ def check_device(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
 
 
 def _check_backend(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
-    name, backend, ops = backend_for(config.backend, kind)
+    name, backend, ops = backend_for(config.attention_backend, kind)
     if kind not in backend.devices:
         raise ValueError(
             f"wrap: backend={name!r} has kernels for {' and '.join(backend.devices)} only, and the model is on {kind}; "
@@ -163,7 +163,7 @@ def _check_backend(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
 
 def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapConfig) -> None:
     """Raise UnsupportedModelError if the backend has no kernels for a layer; it says why, and which backend has."""
-    name, backend, _ = backend_for(config.backend, model.device.type)
+    name, backend, _ = backend_for(config.attention_backend, model.device.type)
     geometries = attention_geometries(layers, config.page_size, model.dtype)
     for number, (layer, geometry) in enumerate(zip(layers, geometries, strict=True)):
         if config.cascade is True and (group := geometry.query_heads // geometry.kv_heads) > CASCADE_QUERIES:
@@ -171,7 +171,13 @@ def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapCo
                 f"wrap: cascade=True: attention layer {number} has {group} query heads for each kv head, and at most "
                 f"{CASCADE_QUERIES} can read shared pages together; wrap without cascade"
             )
-        if (reason := _missing(backend, layer, geometry)) is not None:
+        reason = _missing(backend, layer, geometry)
+        if reason is not None and config.batch_invariant:
+            raise UnsupportedModelError(
+                f"wrap: batch_invariant=True: there is no such kernel for attention layer {number}: {reason}; wrap "
+                "without batch_invariant"
+            )
+        if reason is not None:
             raise UnsupportedModelError(
                 f"wrap: backend={name!r} cannot run attention layer {number}: {reason}; "
                 f"{_others(name, layer, geometry)}"

@@ -243,7 +243,7 @@ def _artifacts_for(facts: ModelFacts, config: WrapConfig) -> Artifacts | None:
     if config.artifacts is None:
         return None
     here = made_for(facts.model, facts.model_class, config)
-    installation = backend_for(config.backend, facts.model.device.type).backend.installation
+    installation = backend_for(config.attention_backend, facts.model.device.type).backend.installation
     artifacts = Artifacts.read(config.artifacts, here, installation)
     artifacts.check_rows(config.max_batch_size)
     return artifacts

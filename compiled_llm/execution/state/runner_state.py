@@ -65,7 +65,7 @@ class RunnerState:
             changed=self.validity.invalidate,
             captures=config.captures_on(self.device.type),
         )
-        chosen = backend_for(config.backend, self.device.type)
+        chosen = backend_for(config.attention_backend, self.device.type)
         self.specs = kv_cache_specs(facts.layers, config.page_size, model.dtype, chosen.backend)
         self.cascade = Cascade.of(config, self.device.type, facts.layers, self.specs, chosen.decode_ops)
         groups = 1 + max(spec.group for spec in self.specs)

@@ -63,6 +63,11 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
             else:
                 count_forward(runtime, "compiled")
                 return output
+    if runtime.config.batch_invariant and current_call.get() is None and not torch.is_grad_enabled():
+        raise ValueError(
+            f"forward with batch_invariant=True: {reason}; that takes HuggingFace's own forward, whose bits depend on "
+            "the batch; change the call, or wrap the model without batch_invariant"
+        )
     count_forward(runtime, "original", reason)
     with runtime.facts.attention.original():
         return original(self, *args, **kwargs)

@@ -39,17 +39,34 @@ class FusedGroup(NamedTuple):
     biases: tuple[str, ...]
 
 
+_MATMULS = frozenset({"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "baddbmm", "einsum", "mv", "bilinear"})
+_MATMULS |= {"conv1d", "conv2d", "conv3d", "scaled_dot_product_attention", "_grouped_mm", "grouped_mm", "_scaled_mm"}
+
+
+def _is_outer(arguments: Sequence[Any]) -> bool:
+    """Whether a product adds nothing up: its inner size is 1, as that of rotary embeddings' angles."""
+    first = arguments[0] if arguments else None
+    return isinstance(first, Tensor) and first.dim() > 1 and first.shape[-1] == 1
+
+
 class LinearRecorder(TorchFunctionMode):
-    """Records the linear layers of a forward, and tells which of them read one input."""
+    """Records the linear layers of a forward, and tells which of them read one input.
+
+    Attributes:
+        other_matmuls: names of functions that multiply matrices, which are no linear layers with plain weights.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         # The inputs are kept, so that no id is used twice; a new version is another input.
         self._calls: list[tuple[Tensor, int, Tensor, Tensor | None]] = []
+        self.other_matmuls: dict[str, None] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.linear:
             self._note(*args, **(kwargs or {}))
+        elif (name := getattr(func, "__name__", "")) in _MATMULS and not _is_outer(args):
+            self.other_matmuls[name] = None
         return func(*args, **(kwargs or {}))
 
     def _note(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:

@@ -101,9 +101,9 @@ class Invariant:
     def append(self, args: AppendPagedKv) -> None:
         from compiled_llm_ops.kernels.attention.rope_append import rope_append
 
-        no_query, places = args.key[:, :0], (args.token_rows, args.token_positions, args.indptr, args.indices)
+        shared = {name: getattr(args, name) for name in RopeAppendPagedKv._fields if name in AppendPagedKv._fields}
         with torch.cuda.device(args.key.device):  # Triton launches on the current one
-            rope_append(RopeAppendPagedKv(no_query, args.key, args.value, args.pages, *places), pdl=False)
+            rope_append(RopeAppendPagedKv(query=args.key[:, :0], **shared), pdl=False)
 
     def decode_ops(self, device: str) -> DecodeOps | None:
         ops = torch.ops.compiled_llm

@@ -1,0 +1,92 @@
+"""The passes of batch-invariant programs: which operations become ops, and which are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from compiled_llm.compilation.passes.invariant import InvariantProducts, InvariantSums
+
+SUM = torch.ops.compiled_llm.invariant_sum.default
+LINEAR = torch.ops.compiled_llm.invariant_linear.default
+
+
+def rewritten(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
+    module = make_fx(function, tracing_mode="fake")(*inputs)
+    InvariantSums()(module.graph)
+    module.recompile()
+    return module
+
+
+def targets(module: fx.GraphModule) -> list[Any]:
+    return [node.target for node in module.graph.nodes if node.op == "call_function"]
+
+
+SUMS: dict[str, tuple[Callable[[Tensor], Any], int]] = {
+    "sum": (lambda x: x.sum(-1), 1),
+    "sum, kept": (lambda x: x.sum(1, keepdim=True), 1),
+    "mean": (lambda x: x.mean(-1), 1),
+    "root mean square": (lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6), 1),
+    "variance": (lambda x: torch.var_mean(x, -1, correction=0, keepdim=True), 2),
+    "variance alone": (lambda x: x.var(-1), 2),
+    "integers": (lambda x: x.long().sum(-1), 0),
+    "largest": (lambda x: x.amax(-1), 0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_the_last_dimension_become_the_op(name: str, dtype: torch.dtype, seed: int) -> None:
+    function, count = SUMS[name]
+    values = torch.randn(5, 48).to(dtype)
+    module = rewritten(function, values)
+    assert targets(module).count(SUM) == count
+    other = torch.randn(5, 48).to(dtype)
+    torch.testing.assert_close(module(other), function(other))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.sum(0),
+        lambda x: x.sum(),
+        lambda x: x.cumsum(-1),
+        lambda x: x @ x.t(),
+        lambda x: torch.bmm(x[None], x.t()[None]),
+    ],
+)
+def test_what_has_no_op_is_refused(function: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(RuntimeError, match=r"^batch_invariant=True: the model's graph has aten\.\w+"):
+        rewritten(function, torch.randn(5, 48))
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 6), nn.Linear(6, 4, bias=False)
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(3))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.addmm(self.bias, self.second(self.first(rows)), self.weight)
+
+
+def test_linear_layers_become_the_op(seed: int) -> None:
+    """Also those of GPT-2, whose weights are transposed."""
+    layers, seen, rows = Layers(), list[fx.Graph](), torch.randn(5, 8)
+
+    def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        InvariantProducts()(module.graph)
+        module.recompile()
+        seen.append(module.graph)
+        return module.forward
+
+    with torch.no_grad():
+        out = torch.compile(layers, backend=backend)(rows)
+        torch.testing.assert_close(out, layers(rows))
+    (graph,) = seen
+    assert [node.target for node in graph.nodes if node.op == "call_function"] == [LINEAR] * 3
