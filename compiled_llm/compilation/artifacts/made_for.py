@@ -18,8 +18,10 @@ from compiled_llm.compat.torch.inductor import cpp_compilers
 from compiled_llm.config import WrapConfig
 from compiled_llm.model.sizes import max_positions_of
 
-OPTIONS = ("mode", "backend", "page_size", "prefill_tokens", "cascade", "batch_invariant", "fuse_projections")
-OPTIONS += ("workspace_bytes",)
+OPTIONS = (
+    *("mode", "backend", "page_size", "prefill_tokens", "cascade", "batch_invariant"),
+    *("fuse_projections", "workspace_bytes"),
+)
 """The options of ``wrap`` that code depends on; of ``max_batch_size`` it is the room for rows that counts."""
 
 SIZE_OPTIONS = ("mode", "backend", "prefill_tokens", "cascade")

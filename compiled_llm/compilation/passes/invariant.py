@@ -74,7 +74,7 @@ class InvariantSums(CustomGraphPass):
                     )
                 if isinstance(result, tuple):
                     for user in list(node.users):
-                        user.replace_all_uses_with(result[user.args[1]])  # type: ignore[index]
+                        user.replace_all_uses_with(result[user.args[1]])
                         graph.erase_node(user)
                 else:
                     node.replace_all_uses_with(result)
