@@ -21,7 +21,7 @@ from compiled_llm_ops.backends import backend_for
 def passes_for(config: WrapConfig, device: torch.device, fused: Sequence[Pass], decodes: bool) -> list[Pass]:
     """Return the passes over a program's graph, before Inductor; ``fused`` make one matmul of several."""
     if config.batch_invariant:
-        return [OuterProducts(), *fused, InvariantProducts()]
+        return [OuterProducts(), *_invariant_passes(config, device, decodes), *fused, InvariantProducts()]
     if device.type == "cpu":  # what Inductor makes of a norm is faster than the op
         return list(fused)
     _, backend, ops = backend_for(config.attention_backend, device.type)
@@ -32,6 +32,15 @@ def passes_for(config: WrapConfig, device: torch.device, fused: Sequence[Pass], 
     if config.mode == "compile":  # launching an op's kernel costs the host more than launching one of Inductor's
         return [OuterProducts(), *prepared, *fused]
     return [OuterProducts(), *prepared, NormedSums(), *fused, NormedProducts()]
+
+
+def _invariant_passes(config: WrapConfig, device: torch.device, decodes: bool) -> list[Pass]:
+    """Return the passes for a GPU: those of decode and prefill find the same, and make kernels of it that add alike."""
+    if device.type == "cpu":
+        return []
+    _, _, ops = backend_for(config.attention_backend, device.type)
+    assert ops is not None, "its decode steps are not planned"
+    return [PreparedInAttention(ops) if decodes else PreparedInAppend(), NormedSums()]
 
 
 def prefill_options(config: WrapConfig, device: torch.device) -> dict[str, Any]:

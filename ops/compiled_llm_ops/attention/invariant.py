@@ -35,8 +35,7 @@ def invariant_attention(*args: Any, **kwargs: Any) -> Tensor:
 
     A row's result is that of the row alone, in a batch of any size, with any number of new tokens at a time; and that
     of ``paged_attention`` with a plan of the backend ``invariant``, over the same pages. Other dtypes, head sizes or
-    options may give other bits, and so may another device or, on a CPU, another number of threads. ``overlap`` has no
-    effect.
+    options may give other bits, and so may another device or, on a CPU, another number of threads.
 
     Args: those of ``decode_attention``.
 
@@ -101,23 +100,24 @@ def _cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None
     from compiled_llm_ops.kernels.attention.invariant import PackedQueries, attend
     from compiled_llm_ops.kernels.attention.invariant_tiling import invariant_tiling
     from compiled_llm_ops.kernels.attention.rope_append import rope_append
+    from compiled_llm_ops.kernels.pdl import has_pdl
 
     check("invariant_attention", args)
     check_even_heads("invariant_attention", args.pages)
     check_capability("invariant_attention", args.pages)
-    device, rows, new = args.query.device, len(args.starts), args.new_tokens
-    numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
-    token_rows = torch.arange(rows, **numbers).repeat_interleave(new, output_size=rows * new)
-    positions = (args.lengths[:, None] - new + torch.arange(new, **numbers)).flatten()
-    places: dict[str, Any] = {"token_rows": token_rows, "token_positions": positions, "indptr": args.starts}
+    device = args.query.device
     shared = {name: getattr(args, name) for name in RopeAppendPagedKv._fields if name in DecodeAttention._fields}
+    # The kernel finds a token's place by the rows' lengths.
+    unread: dict[str, Any] = {"token_rows": args.lengths, "token_positions": args.lengths}
     out = torch.empty(args.query.shape, dtype=args.query.dtype, device=device)
     lse = torch.empty(out.shape[:2], dtype=torch.float32, device=device) if wants_lse else None
     with torch.cuda.device(device):  # Triton launches on the current one
-        query = rope_append(RopeAppendPagedKv(**shared, **places), pdl=False)
+        pdl = args.overlap and has_pdl(device)
+        written = RopeAppendPagedKv(**shared, **unread, indptr=args.starts)
+        query = rope_append(written, pdl=pdl, lengths=args.lengths)
         queries = PackedQueries(
-            query, args.pages, torch.arange(0, rows * new + 1, new, **numbers), args.starts, args.lengths,
-            args.indices, args.scale, args.window_left, args.logits_soft_cap, args.key_scale, args.value_scale,
+            query, args.pages, None, args.starts, args.lengths, args.indices, args.scale, args.window_left,
+            args.logits_soft_cap, args.key_scale, args.value_scale,
         )  # fmt: skip
         attend(queries, out, lse, invariant_tiling(args.pages.shape[-1]))
     return out, lse

@@ -61,7 +61,7 @@ class Invariant:
     dtypes = frozenset({torch.float16, torch.bfloat16})
     capturable = True
     uneven_heads = False
-    rope_append = False  # queries and keys are normed and turned as in decode
+    rope_append = True  # by the kernel that decode has, too
     variants: tuple[int, ...] = (0,)
     installation: Installation = NothingToBuild()
 
@@ -107,7 +107,9 @@ class Invariant:
 
     def decode_ops(self, device: str) -> DecodeOps | None:
         ops = torch.ops.compiled_llm
-        return DecodeOps(ops.invariant_attention.default, ops.invariant_attention_lse.default, several=True)
+        return DecodeOps(
+            ops.invariant_attention.default, ops.invariant_attention_lse.default, prepare=True, several=True
+        )
 
 
 BACKEND = Invariant()

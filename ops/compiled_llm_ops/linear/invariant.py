@@ -102,6 +102,7 @@ def _cuda(args: InvariantLinear) -> Tensor:
     _check(args)
     rows, weight, bias = args
     flat = rows.reshape(-1, rows.shape[-1]).contiguous()
+    flat = flat.clone() if flat.data_ptr() % 16 else flat  # or it would be read in another way
     tiling = invariant_linear_tiling(len(weight), weight.element_size())
     with torch.cuda.device(rows.device):  # Triton launches on the current one
         out = multiply(flat, weight, None if bias is None else bias.contiguous(), tiling)

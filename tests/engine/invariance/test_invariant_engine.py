@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from compiled_llm.compilation import programs
 from compiled_llm.config import Mode
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps import scheduler
@@ -36,9 +37,13 @@ def small_qwen3(**config: Any) -> PreTrainedModel:
     return tiny_qwen3(**{"num_hidden_layers": 1, "eos_token_id": None, **WHOLE_VECTORS, **config})
 
 
-def check_engine(model: PreTrainedModel, seed: int, count: int = 16, preempts: bool = False) -> None:
+def check_engine(
+    model: PreTrainedModel, seed: int, count: int = 16, preempts: bool = False, warm: bool = False
+) -> None:
     asked = some_requests(seed, count)
     with Engine(model, max_num_seqs=6) as engine:
+        if warm:  # compiling takes longer than a request is waited for
+            engine.warmup([1, 6])
         outputs = answers_of(engine, asked, seed)
         stats = engine.stats()
         assert stats.mixed_steps == 0
@@ -107,7 +112,7 @@ def test_generate_has_them(seed: int) -> None:
 @pytest.mark.slow
 def test_compiled_programs_have_them(seed: int) -> None:
     model = invariant(tiny_llama(num_hidden_layers=1, eos_token_id=None))
-    check_engine(model, seed)
+    check_engine(model, seed, warm=True)
     check_forwards(model, seed, 10)
     assert model.compiled.stats().recompiles == 0
 
@@ -122,7 +127,7 @@ def test_compiled_programs_of_each_family_have_them(family: str, dtype: torch.dt
     torch.set_num_threads(threads)  # `one_thread` sets it back
     try:
         model = invariant(plain.to(dtype))
-        check_engine(model, seed)
+        check_engine(model, seed, warm=True)
         check_forwards(model, seed, 10)
     finally:
         torch.set_num_threads(1)
@@ -134,7 +139,7 @@ def test_the_demo_model_has_them(demo_model_dir: Any, seed: int) -> None:
     from transformers import AutoModelForCausalLM
 
     model = invariant(AutoModelForCausalLM.from_pretrained(demo_model_dir), page_size=16, prefill_tokens=64)
-    check_engine(model, seed, count=8)
+    check_engine(model, seed, count=8, warm=True)
     check_forwards(model, seed, 2)
 
 
@@ -153,3 +158,22 @@ def test_running_requests_and_prompts_are_not_mixed() -> None:
     model = invariant(small_qwen3())
     with pytest.raises(ValueError, match=r"^mixed=True with a model that is wrapped with batch_invariant=True"):
         Engine(model, mixed=True)
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize(
+    "kind", ["qk norms", "soft caps", pytest.param("windows in some layers", marks=pytest.mark.whole)]
+)
+def test_the_passes_for_a_gpu_find_the_same_in_decode_and_prefill(
+    kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms and rotary embeddings, which become parts of ops, have the same bits in both."""
+    own = programs.passes_for
+    monkeypatch.setattr(
+        programs, "passes_for", lambda config, _, fused, decodes: own(config, torch.device("cuda"), fused, decodes)
+    )
+    model = invariant(small_qwen3() if kind == "qk norms" else KINDS[kind]())
+    check_engine(model, seed)
+    matches = model.compiled.model_runner().graph_manager.programs.pattern_matches()
+    if kind == "qk norms":
+        assert matches == {"norm": 6, "rotary": 2, "rotary in prefill": 1}, "a prefill and two decode steps"

@@ -31,7 +31,8 @@ class PackedQueries(NamedTuple):
     Attributes:
         query: ``[T, H, D]`` float16 or bfloat16, any strides.
         pages: ``[P, 2, K, S, D']``, contiguous, with D' a power of two from 16 on.
-        qo_indptr: ``[B + 1]`` int32, row b's queries are tokens ``qo_indptr[b]:qo_indptr[b + 1]``, its last ones.
+        qo_indptr: ``[B + 1]`` int32, row b's queries are tokens ``qo_indptr[b]:qo_indptr[b + 1]``, its last ones. None
+            if rows have equally many.
         starts: ``[B]`` or longer, int32, where each row's pages begin in ``indices``.
         lengths: ``[B]`` int32, tokens of each row, those of the queries included.
         indices: ``[N]`` int32, page numbers.
@@ -44,7 +45,7 @@ class PackedQueries(NamedTuple):
 
     query: Tensor
     pages: Tensor
-    qo_indptr: Tensor
+    qo_indptr: Tensor | None
     starts: Tensor
     lengths: Tensor
     indices: Tensor
@@ -77,18 +78,24 @@ def _invariant_attention(
     query, pages, qo_indptr, starts, lengths, indices, out, lse, key_scale, value_scale,
     row_stride, head_stride, rows, window_left, scale, cap,
     QUERIES: tl.constexpr, GQA: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    KEYS: tl.constexpr, STAGES: tl.constexpr, CAPPED: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, CAPPED: tl.constexpr, NEW: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile of queries of one row and kv head; axes of the grid: tiles, kv heads.
 
-    Query ``GQA * i + g`` of the tile is query head g of its token i.
+    Query ``GQA * i + g`` of the tile is query head g of its token i. Without ``qo_indptr`` each row has NEW tokens.
     """
     TOKENS: tl.constexpr = QUERIES // GQA
     tile, head = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(1)
-    row = _row_of(tile, qo_indptr, rows, TOKENS)
-    row_begin, row_end = tl.load(qo_indptr + row), tl.load(qo_indptr + row + 1)
-    first_token = row_begin + (tile - row_begin // TOKENS - row) * TOKENS
+    if qo_indptr is None:
+        TILES: tl.constexpr = (NEW + TOKENS - 1) // TOKENS
+        row = tile // TILES
+        row_begin, row_end = row * NEW, row * NEW + NEW
+        first_token = row_begin + tile % TILES * TOKENS
+    else:
+        row = _row_of(tile, qo_indptr, rows, TOKENS)
+        row_begin, row_end = tl.load(qo_indptr + row), tl.load(qo_indptr + row + 1)
+        first_token = row_begin + (tile - row_begin // TOKENS - row) * TOKENS
     if first_token < row_end:
         length, own_indices = tl.load(lengths + row), indices + tl.load(starts + row)
         values_offset = heads * (PAGE * DIM)
@@ -171,15 +178,20 @@ def attend(args: PackedQueries, out: Tensor, lse: Tensor | None, tiling: Invaria
     rows, gqa = len(args.lengths), heads // kv_heads
     if not tokens:
         return
+    each, new = tiling.queries // gqa, 0  # tokens of a tile, and of a row if all have as many
+    tiles = tokens // each + rows  # at least as many as all rows have
+    if args.qo_indptr is None:
+        new = tokens // rows
+        tiles = rows * -(-new // each)
     window_left = args.window_left if args.window_left >= 0 else 2**30
     factor, cap = args.scale * math.log2(math.e), 0.0
     if args.logits_soft_cap > 0:
         factor, cap = args.scale / args.logits_soft_cap, args.logits_soft_cap * math.log2(math.e)
     constants: dict[str, Any] = {
         "QUERIES": tiling.queries, "GQA": gqa, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,
-        "KEYS": tiling.keys, "STAGES": tiling.stages, "CAPPED": cap > 0, "num_warps": tiling.warps,
+        "KEYS": tiling.keys, "STAGES": tiling.stages, "CAPPED": cap > 0, "NEW": new, "num_warps": tiling.warps,
+        "enable_fp_fusion": False,
     }  # fmt: skip
-    tiles = tokens // (tiling.queries // gqa) + rows  # at least as many as all rows have
     _invariant_attention[(tiles, kv_heads)](
         query, args.pages, args.qo_indptr, args.starts, args.lengths, args.indices, out, lse, key_scale, value_scale,
         *query.stride()[:2], rows, window_left, factor, cap, **constants,

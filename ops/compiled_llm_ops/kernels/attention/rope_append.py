@@ -58,17 +58,18 @@ def _prepared(
     return prepared(head_ptrs, offs_d, mask, norm_ptrs, cos_ptrs, sin_ptrs, epsilon, HEAD)
 
 
-@triton.jit(do_not_specialize_on_alignment=["token_rows", "token_positions", "indptr", "indices"])
+@triton.jit(do_not_specialize_on_alignment=["token_rows", "token_positions", "indptr", "indices", "lengths"])
 def _rope_append_paged_kv(
     query, key, value, pages, token_rows, token_positions, indptr, indices, query_norm, key_norm, cos, sin, out,
-    key_scale, value_scale, saturated,
+    key_scale, value_scale, saturated, lengths,
     row_stride, head_stride, key_row_stride, key_head_stride, value_row_stride, value_head_stride, epsilon,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, STORED: tl.constexpr,
-    PAGE: tl.constexpr, GROUP: tl.constexpr, KV_GROUP: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, GROUP: tl.constexpr, KV_GROUP: tl.constexpr, NEW: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Norm and turn up to GROUP query heads of a token, or up to KV_GROUP key heads, whose values are copied.
 
-    Programs of one token follow each other.
+    Programs of one token follow each other. With ``lengths``, each row has NEW tokens, its newest ones.
     """
     QUERIES: tl.constexpr = (HEADS + GROUP - 1) // GROUP
     PROGRAMS: tl.constexpr = QUERIES + (KV_HEADS + KV_GROUP - 1) // KV_GROUP
@@ -84,8 +85,12 @@ def _rope_append_paged_kv(
         q = _prepared(q_ptrs, offs_d, q_mask, query_norm, cos, sin, token * HEAD, epsilon, HEAD, GROUP)
         tl.store(out + token * (HEADS * HEAD) + offs_h * HEAD + offs_d, q, mask=q_mask)
     else:
-        position = tl.load(token_positions + token)
-        page = tl.load(indices + tl.load(indptr + tl.load(token_rows + token)) + position // PAGE).to(tl.int64)
+        if lengths is None:
+            row, position = tl.load(token_rows + token), tl.load(token_positions + token)
+        else:
+            row = token // NEW
+            position = tl.load(lengths + row) - NEW + token % NEW
+        page = tl.load(indices + tl.load(indptr + row) + position // PAGE).to(tl.int64)
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
@@ -103,7 +108,9 @@ def _rope_append_paged_kv(
         tl.store(slot_ptrs + KV_HEADS * PAGE * STORED, v, mask=k_mask)
 
 
-def rope_append(args: RopeAppendPagedKv, *, pdl: bool, tiling: RopeAppendTiling = TILING) -> Tensor:
+def rope_append(
+    args: RopeAppendPagedKv, *, pdl: bool, tiling: RopeAppendTiling = TILING, lengths: Tensor | None = None
+) -> Tensor:
     """Launch the kernel. All is on one device, the current one.
 
     Args:
@@ -111,6 +118,8 @@ def rope_append(args: RopeAppendPagedKv, *, pdl: bool, tiling: RopeAppendTiling 
             are to be written; ``pages`` ``[P, 2, K, S, D']`` contiguous.
         pdl: begin before the previous kernel has ended; needs compute capability 9.0.
         tiling: its numbers are powers of two.
+        lengths: ``[B]`` int32, tokens of each row, in place of ``token_rows`` and ``token_positions``: of each row the
+            newest tokens are written, equally many. None to go by those.
 
     Returns:
         ``[T, H, D]``, contiguous.
@@ -144,13 +153,14 @@ def rope_append(args: RopeAppendPagedKv, *, pdl: bool, tiling: RopeAppendTiling 
     kv_group = min(max(1, most // 2), triton.next_power_of_2(kv_heads))
     constants: dict[str, Any] = {
         "HEADS": heads, "KV_HEADS": kv_heads, "HEAD": head_dim, "DIM": dim, "STORED": stored, "PAGE": page_size,
-        "GROUP": group, "KV_GROUP": kv_group, "PDL": pdl, "num_warps": tiling.warps,
+        "GROUP": group, "KV_GROUP": kv_group, "PDL": pdl,
+        "NEW": 1 if lengths is None else tokens // len(lengths), "num_warps": tiling.warps,
         **({"launch_pdl": True} if pdl else {}),
     }  # fmt: skip
     programs = -(-heads // group) + -(-kv_heads // kv_group)
     _rope_append_paged_kv[(tokens * programs,)](
         query, key, value, args.pages, args.token_rows, args.token_positions, args.indptr, args.indices,
-        query_norm, key_norm, cos, sin, out, key_scale, value_scale, args.saturated,
+        query_norm, key_norm, cos, sin, out, key_scale, value_scale, args.saturated, lengths,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], args.epsilon, **constants,
     )  # fmt: skip
     return out

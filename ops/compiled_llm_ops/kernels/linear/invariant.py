@@ -4,7 +4,8 @@ Shapes: M rows, N outputs, K inputs, I numbers of a row.
 """
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
-# pyright: reportIndexIssue=false
+# mypy: disable-error-code="assignment, var-annotated"
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
@@ -12,47 +13,60 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from compiled_llm_ops.kernels.linear.invariant_tiling import GROUPED, SUMMED, InvariantLinearTiling
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-# One kernel for all batches: neither their size nor the rows' addresses make another one of it.
-@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["x"])
+@triton.jit(do_not_specialize=["M"])  # one kernel for all batches
 def _invariant_linear(
     x, w, bias, y, M, N, K, output_stride, input_stride,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr, GROUPED: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Multiply ROWS rows with OUTPUTS rows of the weight, over all inputs in ascending order."""
+    """Multiply ROWS rows with OUTPUTS rows of the weight, over all inputs in ascending order.
+
+    If they are DESCRIBED, ``x`` and ``w`` are descriptors, which read zeros outside; else addresses.
+    """
     row_tiles, output_tiles = tl.cdiv(M, ROWS), tl.cdiv(N, OUTPUTS)
     in_group = GROUPED * output_tiles
     first = tl.program_id(0) // in_group * GROUPED
     size = tl.minimum(row_tiles - first, GROUPED)
     row_tile, output_tile = first + tl.program_id(0) % in_group % size, tl.program_id(0) % in_group // size
     offs_m, offs_n = row_tile * ROWS + tl.arange(0, ROWS), output_tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    offs_k = tl.arange(0, INPUTS)
-    x_ptrs = x + offs_m.to(tl.int64)[:, None] * K + offs_k[None, :]
-    w_ptrs = w + offs_n.to(tl.int64)[None, :] * output_stride + offs_k[:, None] * input_stride
     total = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    for k in tl.range(0, K, INPUTS, num_stages=STAGES):
-        inside = k + offs_k < K
-        rows = tl.load(x_ptrs + k, mask=(offs_m < M)[:, None] & inside[None, :], other=0.0)
-        weight = tl.load(
-            w_ptrs + k * input_stride, mask=inside[:, None] & (offs_n < N)[None, :], other=0.0
-        )  # fmt: skip
-        total = tl.dot(rows, weight, total, input_precision="ieee")
+    if DESCRIBED:
+        for k in tl.range(0, K, INPUTS, num_stages=STAGES):
+            rows, weight = x.load([row_tile * ROWS, k]), w.load([output_tile * OUTPUTS, k])
+            total = tl.dot(rows, weight.T, total, input_precision="ieee")
+    else:
+        offs_k = tl.arange(0, INPUTS)
+        x_ptrs = x + offs_m.to(tl.int64)[:, None] * K + offs_k[None, :]
+        w_ptrs = w + offs_n.to(tl.int64)[None, :] * output_stride + offs_k[:, None].to(tl.int64) * input_stride
+        for k in tl.range(0, K, INPUTS, num_stages=STAGES):
+            inside = k + offs_k < K
+            rows = tl.load(x_ptrs + k, mask=(offs_m < M)[:, None] & inside[None, :], other=0.0)
+            weight = tl.load(w_ptrs, mask=inside[:, None] & (offs_n < N)[None, :], other=0.0)
+            w_ptrs += INPUTS * input_stride
+            total = tl.dot(rows, weight, total, input_precision="ieee")
     if bias is not None:
         total += tl.load(bias + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
     at = offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
     tl.store(y + at, total.to(y.dtype.element_ty), mask=(offs_m < M)[:, None] & (offs_n < N)[None, :])
 
 
+def described(weight: Tensor) -> bool:
+    """Whether the tensor memory accelerator can read a weight, and rows that it is multiplied with."""
+    return weight.is_contiguous() and weight.data_ptr() % 16 == 0 and weight.stride(0) * weight.element_size() % 16 == 0
+
+
 def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, tiling: InvariantLinearTiling) -> Tensor:
     """Return ``rows @ weight.T + bias``, ``[M, N]``, contiguous. All is on one device, the current one.
 
     Args:
-        rows: ``[M, K]``, contiguous.
+        rows: ``[M, K]``, contiguous, beginning at a multiple of 16 bytes.
         weight: ``[N, K]``, any strides.
         bias: ``[N]``, contiguous, or None.
         tiling: that of the weight; another one may give other bits.
@@ -72,9 +86,14 @@ def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, tiling: Invarian
     y = rows.new_empty(m, n)
     if not m or not n:
         return y
+    x, w = rows, weight
+    if described(weight):
+        x = TensorDescriptor.from_tensor(rows, [tiling.rows, tiling.inputs])
+        w = TensorDescriptor.from_tensor(weight, [tiling.outputs, tiling.inputs])
     _invariant_linear[(-(-m // tiling.rows) * -(-n // tiling.outputs),)](
-        rows, weight, bias, y, m, n, k, *weight.stride(), ROWS=tiling.rows, OUTPUTS=tiling.outputs,
-        INPUTS=tiling.inputs, STAGES=tiling.stages, GROUPED=GROUPED, num_warps=tiling.warps,
+        x, w, bias, y, m, n, k, *weight.stride(), ROWS=tiling.rows, OUTPUTS=tiling.outputs, INPUTS=tiling.inputs,
+        STAGES=tiling.stages, GROUPED=GROUPED, DESCRIBED=described(weight), num_warps=tiling.warps,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return y
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 ROWS = 64
 """Rows of a tile: what one instruction of a tensor core takes."""
 
-BLOCK, BLOCK_OF_FLOAT32 = 64, 32
+BLOCK, BLOCK_OF_FLOAT32 = 128, 32
 """Inputs that are multiplied at a time."""
 
 NARROWEST, WIDEST = 16, 128
@@ -23,8 +23,11 @@ NARROWEST, WIDEST = 16, 128
 TILES = 96
 """Tiles of outputs that there are at least, if that leaves them NARROWEST."""
 
-STAGES, STAGES_OF_FLOAT32 = 4, 2
-"""Stages of the pipeline."""
+PIPELINE, PIPELINE_OF_WIDEST = 104 * 1024, 200 * 1024
+"""Bytes of shared memory that a pipeline takes: half of a multiprocessor's at most, or all where tiles are wide."""
+
+MAX_STAGES, STAGES_OF_FLOAT32 = 5, 2
+"""Stages of the pipeline, at most."""
 
 WARPS = 4
 
@@ -60,4 +63,6 @@ def invariant_linear_tiling(outputs: int, number_bytes: int) -> InvariantLinearT
         width //= 2
     if number_bytes > 2:
         return InvariantLinearTiling(ROWS, min(width, 64), BLOCK_OF_FLOAT32, STAGES_OF_FLOAT32, WARPS)
-    return InvariantLinearTiling(ROWS, width, BLOCK, STAGES, WARPS)
+    room = PIPELINE_OF_WIDEST if width == WIDEST else PIPELINE
+    stages = min(MAX_STAGES, room // ((ROWS + width) * BLOCK * number_bytes))
+    return InvariantLinearTiling(ROWS, width, BLOCK, stages, WARPS)
