@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from compiled_llm.compilation.compile_error import CompileError
-    from compiled_llm.config import WrapConfig
+    from compiled_llm.config import KVScales, WrapConfig
     from compiled_llm.demo_model.demo import demo
     from compiled_llm.engine.engine import DeviceLostError, Engine, QueueFullError
     from compiled_llm.engine.metrics import EngineDescription, EngineStats
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from compiled_llm.engine.thread.handle import RequestHandle
     from compiled_llm.execution.reporting.stats import Stats
     from compiled_llm.explaining.explainer import explain
+    from compiled_llm.huggingface.kv_scales import kv_scales
     from compiled_llm.huggingface.wrap import unwrap, wrap
     from compiled_llm.kvcache.pool import OutOfPagesError
     from compiled_llm.model.refusals import UnsupportedModelError
@@ -33,6 +34,7 @@ __all__ = [
     "Engine",
     "EngineDescription",
     "EngineStats",
+    "KVScales",
     "OutOfPagesError",
     "QueueFullError",
     "RequestError",
@@ -45,6 +47,7 @@ __all__ = [
     "WrapConfig",
     "demo",
     "explain",
+    "kv_scales",
     "unwrap",
     "wrap",
 ]
@@ -56,6 +59,7 @@ _HOMES = {
     "Engine": "compiled_llm.engine.engine",
     "EngineDescription": "compiled_llm.engine.metrics",
     "EngineStats": "compiled_llm.engine.metrics",
+    "KVScales": "compiled_llm.config",
     "OutOfPagesError": "compiled_llm.kvcache.pool",
     "QueueFullError": "compiled_llm.engine.engine",
     "RequestError": "compiled_llm.engine.steps.request",
@@ -68,6 +72,7 @@ _HOMES = {
     "WrapConfig": "compiled_llm.config",
     "demo": "compiled_llm.demo_model.demo",
     "explain": "compiled_llm.explaining.explainer",
+    "kv_scales": "compiled_llm.huggingface.kv_scales",
     "unwrap": "compiled_llm.huggingface.wrap",
     "wrap": "compiled_llm.huggingface.wrap",
 }

@@ -6,11 +6,13 @@ import dataclasses
 import difflib
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Literal, get_args
 
 Mode = Literal["eager", "compile", "reduce-overhead", "cuda-graphs", "piecewise"]
+KVDtype = Literal["fp8_e4m3"]
 CUDA_GRAPH_MODES = ("cuda-graphs", "piecewise")
 """The modes that capture steps as our own CUDA graphs."""
 WAITING_MODES = ("eager", "piecewise")
@@ -42,6 +44,61 @@ class KVMemory:
     fraction: float | None = None
     nbytes: int | None = None
     tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class KVScales:
+    """Scales of keys and values in pages of fp8, which hold each number divided by the scale of its layer and kv head.
+
+    Any nested sequences of numbers will do; they are kept as tuples.
+
+    Attributes:
+        keys: of each layer, for each kv head.
+        values: likewise.
+
+    Raises:
+        ValueError: a scale is no positive, finite number of float32, or there are none.
+    """
+
+    keys: Sequence[Sequence[float]]
+    values: Sequence[Sequence[float]]
+
+    def __post_init__(self) -> None:
+        for name in ("keys", "values"):
+            given = getattr(self, name)
+            try:
+                layers = tuple(tuple(float(scale) for scale in heads) for heads in given)
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"kv_scales: {name} must be numbers, [layers][kv heads]; got {_shortly(given)}"
+                ) from None
+            if not layers or not all(layers):
+                raise ValueError(f"kv_scales: {name} must have a scale for each layer and kv head; got {given!r}")
+            for layer, heads in enumerate(layers):
+                for head, scale in enumerate(heads):
+                    if not _LEAST_SCALE <= scale <= _LARGEST_SCALE:
+                        raise ValueError(
+                            f"kv_scales: {name}[{layer}][{head}] is {scale}; scales are from {_LEAST_SCALE} to "
+                            f"{_LARGEST_SCALE}"
+                        )
+            object.__setattr__(self, name, layers)
+
+    def __repr__(self) -> str:
+        return f"KVScales(of {len(self.keys)} layers)"
+
+    @property
+    def kv_heads(self) -> tuple[list[int], list[int]]:
+        """How many kv heads each layer has, by the scales of keys and by those of values."""
+        return [*map(len, self.keys)], [*map(len, self.values)]
+
+
+_LEAST_SCALE, _LARGEST_SCALE = 1e-30, 1e30
+"""Within float32, with room for what is multiplied with them."""
+
+
+def _shortly(value: object) -> str:
+    said = repr(value)
+    return said if len(said) <= 80 else f"{said[:80]}..."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +135,11 @@ class WrapConfig:
             ``torch.no_grad``. Matmuls, attention and sums have kernels of their own then, and one order of sums; steps
             take longer. Only compiled, with ``backend="auto"``, and without ``cascade``; the bits are those of one
             device, of these options and, on a CPU, of one number of threads.
+        kv_dtype: ``"fp8_e4m3"`` stores keys and values in half the bytes of 16 bits: twice the tokens in the same
+            memory, and half of what decode reads. Results differ by what rounding to 8 bits costs. On CUDA from compute
+            capability 8.9 on. None stores them in the model's dtype.
+        kv_scales: for ``kv_dtype``, what keys and values are divided by before they are rounded, by layer and kv head:
+            ``compiled_llm.kv_scales`` measures it. None for 1.
         fuse_projections: compute linear layers that read one input (queries, keys and values; gate and up) as one
             matmul. Their weights become views of one storage each, and stay the same parameters. By default on CUDA
             only. Nothing is fused with ``mode="eager"``.
@@ -107,6 +169,8 @@ class WrapConfig:
     prefill_tokens: int = 8192
     cascade: bool | Literal["auto"] = "auto"
     batch_invariant: bool = False
+    kv_dtype: KVDtype | None = None
+    kv_scales: KVScales | None = None
     fuse_projections: bool | None = None
     workspace_bytes: int | None = None
     graph_memory: int | str | None = None
@@ -141,6 +205,7 @@ class WrapConfig:
                 f"artifacts={os.fspath(self.artifacts)!r} hold compiled code, and mode='eager' runs none; wrap without "
                 "artifacts, or with the mode that they were written for"
             )
+        self._check_kv()
         if self.cascade is True and self.max_batch_size == 1:
             raise ValueError(
                 "cascade=True with max_batch_size=1: one row shares its pages with no other; leave cascade out, or "
@@ -170,6 +235,23 @@ class WrapConfig:
     def attention_backend(self) -> str:
         """Whose kernels attend."""
         return INVARIANT_BACKEND if self.batch_invariant else self.backend
+
+    def _check_kv(self) -> None:
+        if self.kv_dtype is not None and self.kv_dtype not in get_args(KVDtype):
+            raise ValueError(
+                f"kv_dtype={self.kv_dtype!r}: must be {' or '.join(map(repr, get_args(KVDtype)))}, or None for the "
+                "model's own dtype"
+            )
+        if not isinstance(self.kv_scales, (KVScales, NoneType)):
+            raise ValueError(
+                f"kv_scales={_shortly(self.kv_scales)}: must be KVScales, as compiled_llm.kv_scales(model, prompts) "
+                "returns them, or None for 1"
+            )
+        if self.kv_scales is not None and self.kv_dtype is None:
+            raise ValueError(
+                "kv_scales without kv_dtype: pages of the model's own dtype have no scales; give kv_dtype='fp8_e4m3', "
+                "or leave kv_scales out"
+            )
 
     def _check_graphs(self) -> None:
         for name in ("graph_memory", "max_graphs"):

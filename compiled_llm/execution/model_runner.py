@@ -22,7 +22,7 @@ from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.programs import Programs
 from compiled_llm.compilation.sampling.sampling import Sampling, sample
-from compiled_llm.config import WrapConfig
+from compiled_llm.config import KVScales, WrapConfig
 from compiled_llm.execution.batch import Batch, Extension, Observer, StepOutput
 from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.decode.deferred_sampling import Masks, prepare_deferred
@@ -41,6 +41,7 @@ from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.state.staging import Readbacks
 from compiled_llm.execution.threads.executor import Executor
 from compiled_llm.execution.threads.interrupts import deferred
+from compiled_llm.kvcache.page_scales import count_saturated, write_scales
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
@@ -362,6 +363,16 @@ class ModelRunner:
         if changed:
             self.prefixes.clear()
         return changed
+
+    def saturated(self) -> int:
+        """Return how many numbers were clamped on their way into pages of fp8; waits for the device."""
+        return count_saturated(self.state.page_scales)
+
+    def set_kv_scales(self, scales: KVScales) -> None:
+        """Have other scales of pages of fp8; no row has pages, and what engines keep of texts is forgotten."""
+        self.settle()
+        write_scales(self.state.page_scales, scales)
+        self.prefixes.clear()
 
     def is_of(self, model: PreTrainedModel) -> bool:
         """Return whether this runs ``model``, as it is now or as it was."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from compiled_llm.config import WrapConfig
+from compiled_llm.config import KVScales, WrapConfig
+from compiled_llm.engine.lifecycle.kv_scales import set_kv_scales
 from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
@@ -13,6 +14,7 @@ from compiled_llm.huggingface.inspection.model_obstacles import model_obstacle
 from compiled_llm.huggingface.inspection.overrides import Overrides
 from compiled_llm.huggingface.inspection.settings_cache import PreparedConfigs
 from compiled_llm.huggingface.inspection.special_tokens import SpecialTokens
+from compiled_llm.model.checks import check_scales
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.version.model_version import Placement
 
@@ -34,6 +36,29 @@ class CompiledModel(Runtime):
         self.prepared_configs = PreparedConfigs()
         self.special_tokens = SpecialTokens()
         self.overrides = Overrides()
+
+    def set_kv_scales(self, scales: KVScales) -> None:
+        """Have other scales of keys and values in pages of fp8 from now on, as ``wrap(kv_scales=...)``.
+
+        For a model whose weights have changed. Calls in progress end first; requests of engines go on, and compute
+        again what they have in pages. The prefix cache is emptied. Nothing is compiled or captured again.
+
+        Raises:
+            TypeError: they are no ``KVScales``.
+            ValueError: the model is wrapped without ``kv_dtype``, or they do not fit its layers.
+            RuntimeError: caches that you hold lie in the pages; or a call or an engine of this thread's is in progress.
+                Nothing has changed, except that requests compute again what they need.
+        """
+        self.home.check()
+        if not isinstance(scales, KVScales):
+            raise TypeError(f"set_kv_scales: give KVScales, as compiled_llm.kv_scales returns them; got {scales!r:.80}")
+        if self.config.kv_dtype is None:
+            raise ValueError(
+                "set_kv_scales: the model is wrapped without kv_dtype, and its pages have no scales; unwrap it, and "
+                "wrap it with kv_dtype='fp8_e4m3'"
+            )
+        check_scales("set_kv_scales", scales, self.facts.layers)
+        set_kv_scales(self, scales)
 
     def explain(self, timings: bool | Sequence[int] = False) -> Report:
         """Return the history and its reasons: paths taken, recompiles, cold starts, uploads, CUDA graphs.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from compiled_llm.kvcache.memory import mark_static, zeros
-from compiled_llm.model.attention import AttentionSpec, NewestTokens, Options, PackedTokens, States
+from compiled_llm.model.attention import AttentionSpec, NewestTokens, Options, PackedTokens, PageScales, States
 from compiled_llm.model.layer_probe import Layer
 from compiled_llm_ops import Geometry
+from compiled_llm_ops.contracts import FP8
+from compiled_llm_ops.plain_attention import as_bytes, as_fp8, scaled
 from compiled_llm_ops.protocol import Backend
 
 
@@ -46,6 +48,11 @@ class KVCacheSpec(AttentionSpec, Protocol):
 
     def in_group(self, group: int) -> KVCacheSpec:
         """Return the spec of such a layer in another group."""
+        ...
+
+    @property
+    def layout(self) -> Hashable:
+        """What specs must have in common to share a memory: how it lies there."""
         ...
 
     def shape(self, pages: int) -> tuple[int, ...]:
@@ -100,6 +107,14 @@ class FullAttentionSpec(NamedTuple):
     def in_group(self, group: int) -> KVCacheSpec:
         return self._replace(group=group)
 
+    @property
+    def layout(self) -> Hashable:
+        return self._replace(group=0)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return ()
+
     def shape(self, pages: int) -> tuple[int, ...]:
         return pages, 2, self.kv_heads, self.page_size, self.stored_head_dim
 
@@ -127,6 +142,69 @@ class FullAttentionSpec(NamedTuple):
         return keys, values
 
 
+class Fp8AttentionSpec(NamedTuple):
+    """Keys and values of one size in fp8, each divided by the scale of its kv head; memory as ``FullAttentionSpec``.
+
+    Attributes:
+        unscaled: the spec of such a layer with pages of the model's dtype.
+        scales: on the device, at addresses that graphs may rely on.
+    """
+
+    unscaled: FullAttentionSpec
+    scales: PageScales
+
+    @property
+    def group(self) -> int:
+        return self.unscaled.group
+
+    def in_group(self, group: int) -> KVCacheSpec:
+        return self._replace(unscaled=self.unscaled._replace(group=group))
+
+    @property
+    def layout(self) -> Hashable:
+        return FP8, self.unscaled.layout
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for tensor in self.scales if tensor is not None)
+
+    def shape(self, pages: int) -> tuple[int, ...]:
+        return self.unscaled.shape(pages)
+
+    @property
+    def page_size(self) -> int:
+        return self.unscaled.page_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return FP8
+
+    def planned(self, geometry: Geometry) -> Geometry:
+        return self.unscaled.planned(geometry)._replace(kv_dtype=FP8)
+
+    def attend(
+        self,
+        rows: PackedTokens | NewestTokens,
+        layer: int,
+        states: States,
+        memory: Tensor,
+        options: Options,
+        wants_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        return rows.attend(layer, states, memory, options, wants_lse, self.scales)
+
+    def write(self, memory: Tensor, places: TokenPlaces, keys: Tensor, values: Tensor) -> None:
+        both = _columns(torch.stack([keys, values]), places.width)[:, places.rows, :, places.columns]
+        written = as_fp8(both, *self.scales)
+        as_bytes(memory)[places.pages, :, :, places.slots, : self.unscaled.head_dim] = as_bytes(written)
+
+    def read(self, memory: Tensor, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        stored = self.unscaled.read(as_bytes(memory), pages, length)
+        of_heads = zip(stored, self.scales[:2], strict=True)
+        keys, values = (scaled(states.view(FP8), scale).to(self.unscaled.dtype) for states, scale in of_heads)
+        return keys, values
+
+
 class UnevenAttentionSpec(NamedTuple):
     """Values of another size than the keys, ``[P, K, S, D + E]``: each key is followed by its value.
 
@@ -148,6 +226,14 @@ class UnevenAttentionSpec(NamedTuple):
 
     def in_group(self, group: int) -> KVCacheSpec:
         return self._replace(group=group)
+
+    @property
+    def layout(self) -> Hashable:
+        return self._replace(group=0)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return ()
 
     def shape(self, pages: int) -> tuple[int, ...]:
         return pages, self.kv_heads, self.page_size, self.head_dim + self.value_head_dim
@@ -183,10 +269,24 @@ def _columns(states: Tensor, width: int) -> Tensor:
 
 
 def kv_cache_specs(
-    layers: Sequence[Layer], page_size: int, dtype: torch.dtype, backend: Backend
+    layers: Sequence[Layer],
+    page_size: int,
+    dtype: torch.dtype,
+    backend: Backend,
+    scales: Sequence[PageScales] = (),
 ) -> tuple[KVCacheSpec, ...]:
-    """Return each layer's spec; ``backend`` attends, and says which head sizes pages must have."""
-    specs = [_spec_of(layer, page_size, dtype, backend) for layer in layers]
+    """Return each layer's spec.
+
+    Args:
+        layers: of the model.
+        page_size: S.
+        dtype: of the model.
+        backend: attends, and says which head sizes pages must have.
+        scales: of each layer, if pages are of fp8; all layers can be then. Empty if they are of the model's dtype.
+    """
+    specs: list[KVCacheSpec] = [_spec_of(layer, page_size, dtype, backend) for layer in layers]
+    if scales:
+        specs = [_in_fp8(spec, own) for spec, own in zip(specs, scales, strict=True)]
     return tuple(spec.in_group(group) for spec, group in zip(specs, layer_groups(layers), strict=True))
 
 
@@ -195,6 +295,11 @@ def _spec_of(layer: Layer, page_size: int, dtype: torch.dtype, backend: Backend)
         return UnevenAttentionSpec(layer.kv_heads, layer.head_dim, layer.value_head_dim, page_size, dtype)
     stored = backend.stored_head_dim(layer.head_dim)
     return FullAttentionSpec(layer.kv_heads, layer.head_dim, stored, page_size, dtype)
+
+
+def _in_fp8(spec: KVCacheSpec, scales: PageScales) -> KVCacheSpec:
+    assert isinstance(spec, FullAttentionSpec), "wrap has refused other layers"
+    return Fp8AttentionSpec(spec, scales)
 
 
 def layer_groups(layers: Sequence[Layer]) -> list[int]:
@@ -220,7 +325,7 @@ def sharing_memory(specs: Sequence[KVCacheSpec]) -> list[list[int]]:
         sharing.setdefault(before[spec.group], []).append(layer)
         before[spec.group] += 1
     for layers in sharing.values():
-        if len({specs[layer].in_group(0) for layer in layers}) > 1:
+        if len({specs[layer].layout for layer in layers}) > 1:
             kept = ", ".join(f"{layer}: {specs[layer]}" for layer in layers)
             raise ValueError(f"layers of several groups share memory, and must have equal pages; got {kept}")
     return [*sharing.values()]

@@ -31,6 +31,23 @@ Options = tuple[float, int, float]
 """Scale, window and cap."""
 
 
+class PageScales(NamedTuple):
+    """Scales of a layer whose pages are of fp8; None in all places for pages of the model's dtype.
+
+    Attributes:
+        key: ``[K]`` float32, by kv head.
+        value: likewise.
+        saturated: ``[1]`` int64, how many numbers were clamped.
+    """
+
+    key: Tensor | None = None
+    value: Tensor | None = None
+    saturated: Tensor | None = None
+
+
+UNSCALED = PageScales()
+
+
 class AttentionPlans(NamedTuple):
     """A backend's division of attention among thread blocks, decided on the host before the step.
 
@@ -73,21 +90,27 @@ class PackedTokens(NamedTuple):
         return self.indptr, self.indices, self.last_page_len
 
     def attend(
-        self, layer: int, states: States, pages: Tensor, options: Options, wants_lse: bool
+        self,
+        layer: int,
+        states: States,
+        pages: Tensor,
+        options: Options,
+        wants_lse: bool,
+        scales: PageScales = UNSCALED,
     ) -> tuple[Tensor, Tensor | None]:
         """Write the new keys and values into a layer's pages, and attend over them; as ``AttentionSpec.attend``."""
-        arguments = self._appended(layer, states, pages)
+        arguments = (*self._appended(layer, states, pages, scales), *options, scales.key, scales.value)
         if wants_lse:
-            return paged_attention_lse(*arguments, *options)
-        return paged_attention(*arguments, *options), None
+            return paged_attention_lse(*arguments)
+        return paged_attention(*arguments), None
 
     def _appended(
-        self, layer: int, states: States, pages: Tensor
+        self, layer: int, states: States, pages: Tensor, scales: PageScales
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Write the new keys and values, and return all tensors that ``paged_attention`` takes."""
         query, key, value = states
         plans, table = self.plans, self.table
-        append_paged_kv(key, value, pages, self.token_rows, self.token_positions, *table, plans.backend)
+        append_paged_kv(key, value, pages, self.token_rows, self.token_positions, *table, plans.backend, *scales)
         return query, pages, self.qo_indptr, *table, plans.tensors[plans.groups[layer]], plans.workspace
 
 
@@ -129,18 +152,45 @@ class NewestTokens(NamedTuple):
     cascade: CascadeBatch | None = None
 
     def attend(
-        self, layer: int, states: States, pages: Tensor, options: Options, wants_lse: bool
+        self,
+        layer: int,
+        states: States,
+        pages: Tensor,
+        options: Options,
+        wants_lse: bool,
+        scales: PageScales = UNSCALED,
     ) -> tuple[Tensor, Tensor | None]:
         """Write the new keys and values into a layer's pages, and attend over them; as ``AttentionSpec.attend``."""
         table = (pages, self.starts, self.lengths, self.indices)
-        arguments: DecodeAttention | CascadeAttention = DecodeAttention(*states, *table, *options)
-        attend, attend_lse = self.ops.attend, self.ops.attend_lse
-        if self.cascade is not None:
+        arguments: DecodeAttention | CascadeAttention
+        if self.cascade is None:
+            attend, attend_lse = self.ops.attend, self.ops.attend_lse
+            arguments = DecodeAttention(
+                *states,
+                *table,
+                *options,
+                key_scale=scales.key,
+                value_scale=scales.value,
+                saturated=scales.saturated,
+            )
+        else:
             assert self.ops.cascade is not None, "wrap has refused other backends"
             assert self.ops.cascade_lse is not None, "it belongs to the other"
-            shared_lengths, members, items, parts, max_parts = self.cascade
-            arguments = CascadeAttention(*states, *table, shared_lengths, members, items, parts, max_parts, *options)
             attend, attend_lse = self.ops.cascade, self.ops.cascade_lse
+            shared_lengths, members, items, parts, max_parts = self.cascade
+            arguments = CascadeAttention(
+                *states,
+                *table,
+                shared_lengths,
+                members,
+                items,
+                parts,
+                max_parts,
+                *options,
+                key_scale=scales.key,
+                value_scale=scales.value,
+                saturated=scales.saturated,
+            )
         if wants_lse:
             out, lse = attend_lse(*arguments)
             return out, lse
@@ -153,6 +203,11 @@ class AttentionSpec(Protocol):
     @property
     def group(self) -> int:
         """Number of the group of layers whose page numbers it follows."""
+        ...
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The layer's own tensors that ``attend`` reads or writes besides its memory."""
         ...
 
     def attend(

@@ -14,13 +14,13 @@ from transformers.generation.utils import GenerationMixin
 
 from compiled_llm.compat.torch.inductor import cpp_compilers, default_inductor_cache
 from compiled_llm.compat.torch.modes import cuda_is_lost
-from compiled_llm.config import WAITING_MODES, WrapConfig
+from compiled_llm.config import WAITING_MODES, KVScales, WrapConfig
 from compiled_llm.model.layer_probe import Layer, accepts_logits_to_keep
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm.model.sizes import attention_geometries
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.backends import BACKENDS, backend_for, backend_named
-from compiled_llm_ops.contracts import CASCADE_QUERIES
+from compiled_llm_ops.contracts import CASCADE_QUERIES, FP8, FP8_CAPABILITY
 from compiled_llm_ops.protocol import Backend
 
 ROOT = 0
@@ -86,6 +86,17 @@ def check_placement(model: PreTrainedModel, config: WrapConfig) -> None:
     if kind not in ("cuda", "cpu"):
         raise ValueError(f"wrap: the model is on {devices[0]}; only CUDA devices and the CPU are supported")
     check_device(kind, model.dtype, config)
+    if config.kv_dtype is not None and kind == "cuda":
+        _check_capability(model.device, config)
+
+
+def _check_capability(device: torch.device, config: WrapConfig) -> None:
+    found = torch.cuda.get_device_capability(device)
+    if found < FP8_CAPABILITY:
+        raise ValueError(
+            f"wrap: kv_dtype={config.kv_dtype!r} needs compute capability {'.'.join(map(str, FP8_CAPABILITY))} or "
+            f"newer, and {device} has {'.'.join(map(str, found))}; wrap without kv_dtype"
+        )
 
 
 def check_whole(model: PreTrainedModel) -> None:
@@ -144,6 +155,11 @@ def _check_backend(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
             f"wrap: cascade=True: backend={name!r} has no decode kernel on {kind} that reads pages which rows share "
             "once; wrap with backend='auto', or without cascade"
         )
+    if config.kv_dtype is not None and FP8 not in backend.kv_dtypes:
+        raise ValueError(
+            f"wrap: kv_dtype={config.kv_dtype!r}: backend={name!r} has no kernels for pages of fp8; wrap with "
+            "backend='auto', or without kv_dtype"
+        )
     if kind == "cpu":
         return
     if not backend.capturable and config.mode not in WAITING_MODES:
@@ -165,6 +181,9 @@ def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapCo
     """Raise UnsupportedModelError if the backend has no kernels for a layer; it says why, and which backend has."""
     name, backend, _ = backend_for(config.attention_backend, model.device.type)
     geometries = attention_geometries(layers, config.page_size, model.dtype)
+    if config.kv_dtype is not None:
+        geometries = [geometry._replace(kv_dtype=FP8) for geometry in geometries]
+        _check_fp8_layers(layers, config)
     for number, (layer, geometry) in enumerate(zip(layers, geometries, strict=True)):
         if config.cascade is True and (group := geometry.query_heads // geometry.kv_heads) > CASCADE_QUERIES:
             raise UnsupportedModelError(
@@ -182,6 +201,35 @@ def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapCo
                 f"wrap: backend={name!r} cannot run attention layer {number}: {reason}; "
                 f"{_others(name, layer, geometry)}"
             )
+
+
+def _check_fp8_layers(layers: Sequence[Layer], config: WrapConfig) -> None:
+    for number, layer in enumerate(layers):
+        if layer.value_head_dim is not None:
+            raise UnsupportedModelError(
+                f"wrap: kv_dtype={config.kv_dtype!r}: attention layer {number} has keys with heads of size "
+                f"{layer.head_dim}, and values with heads of size {layer.value_head_dim}; pages of fp8 need one size; "
+                "wrap without kv_dtype"
+            )
+    if config.kv_scales is not None:
+        check_scales("wrap", config.kv_scales, layers)
+
+
+def check_scales(call: str, scales: KVScales, layers: Sequence[Layer]) -> None:
+    """Raise ValueError if scales do not have the shape of a model's layers; ``call`` begins the message."""
+    expected = [layer.kv_heads for layer in layers]
+    for name, found in zip(("keys", "values"), scales.kv_heads, strict=True):
+        if len(found) != len(expected):
+            raise ValueError(
+                f"{call}: kv_scales has scales of {name} for {len(found)} layers, and the model has {len(expected)}; "
+                "measure them with compiled_llm.kv_scales(model, prompts)"
+            )
+        for number, (heads, wanted) in enumerate(zip(found, expected, strict=True)):
+            if heads != wanted:
+                raise ValueError(
+                    f"{call}: kv_scales has {heads} scales of {name} for layer {number}, which has {wanted} kv heads; "
+                    "measure them with compiled_llm.kv_scales(model, prompts)"
+                )
 
 
 def _missing(backend: Backend, layer: Layer, geometry: Geometry) -> str | None:

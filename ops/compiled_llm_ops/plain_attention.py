@@ -135,18 +135,24 @@ def attend_row_by_row(
     value_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return ``[T, H, D]`` and, if ``wants_lse``, the log-sum-exp ``[T, H]`` in base 2."""
-    scales = key_scale, value_scale
     sizes = (*query.shape[:2], value_size(query, pages))
     out = torch.empty(sizes, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    for tokens, keys, values in _rows(query, pages, table):
-        if wants_lse or logits_soft_cap > 0 or scales != (None, None):
+    for tokens, stored_keys, stored_values in _rows(query, pages, table):
+        own, keys, values = query[tokens], scaled(stored_keys, key_scale), scaled(stored_values, value_scale)
+        if keys.dtype != values.dtype or keys.dtype != own.dtype:
+            own, keys, values = own.float(), keys.float(), values.float()
+        if wants_lse or logits_soft_cap > 0:
             visible = _visible(tokens.stop - tokens.start, keys.shape[1], window_left, query.device)
-            how = (scale, visible, logits_soft_cap, *scales)
-            out[tokens], lse[tokens] = attend_lse(query[tokens], keys, values, *how)
+            out[tokens], lse[tokens] = attend_lse(own, keys, values, scale, visible, logits_soft_cap)
         else:
-            out[tokens] = _attend(query[tokens], keys, values, scale, window_left)
+            out[tokens] = _attend(own, keys, values, scale, window_left)
     return out, lse if wants_lse else None
+
+
+def scaled(stored: Tensor, scale: Tensor | None) -> Tensor:
+    """Return what numbers of fp8 ``[K, L, D]``, as they are stored, stand for: in float32 if there is a ``scale``."""
+    return stored if scale is None else stored.float() * scale[:, None, None]
 
 
 def append(args: AppendPagedKv) -> None:
@@ -170,12 +176,17 @@ def as_stored(states: Tensor, args: Writes) -> Tensor:
     """Return keys and values ``[T, 2, K, D]`` as the pages of ``args`` hold them; add to its count of clamped ones."""
     if args.pages.dtype != FP8:
         return states.to(args.pages.dtype)
-    numbers = states.float()
-    for which, scale in enumerate((args.key_scale, args.value_scale)):
+    return as_fp8(states, args.key_scale, args.value_scale, args.saturated)
+
+
+def as_fp8(states: Tensor, key_scale: Tensor | None, value_scale: Tensor | None, saturated: Tensor | None) -> Tensor:
+    """Return keys and values ``[T, 2, K, D]`` in fp8; the rest is as of ``append_paged_kv``."""
+    numbers = states.to(torch.float32, copy=True)
+    for which, scale in enumerate((key_scale, value_scale)):
         if scale is not None:
             numbers[:, which] = numbers[:, which] / scale[:, None]
-    if args.saturated is not None:
-        args.saturated.add_((numbers.abs() > FP8_LARGEST).sum())
+    if saturated is not None:
+        saturated.add_((numbers.abs() > FP8_LARGEST).sum())
     return numbers.clamp(-FP8_LARGEST, FP8_LARGEST).to(FP8)
 
 

@@ -163,6 +163,7 @@ class Backend(Protocol):
         devices: kinds of devices that it runs on.
         dtypes: types of queries that there are kernels for.
         capturable: whether a CUDA graph may capture its launches; if not, they run between the pieces of one.
+        kv_dtypes: types that pages may have besides that of the queries.
         uneven_heads: whether values may have another head size than keys; pages are ``[P, K, S, D + E]`` then.
         rope_append: whether on CUDA ``rope_append_paged_kv`` may take the place of ``append`` before its attention; its
             kernel then writes all pages of fp8.
@@ -172,6 +173,7 @@ class Backend(Protocol):
 
     devices: tuple[str, ...]
     dtypes: frozenset[torch.dtype]
+    kv_dtypes: frozenset[torch.dtype]
     capturable: bool
     uneven_heads: bool
     rope_append: bool

@@ -211,19 +211,24 @@ def test_a_launch_of_another_batch_is_refused(mocked):
         plan.run(query, pages[..., :64], out, lse, 0.1)
 
 
-@pytest.mark.parametrize("name", ["key_scale", "value_scale"])
-def test_scales_by_head_are_refused(name, mocked):
+def test_scales_by_head_go_into_queries_and_results(mocked):
     """FlashInfer has one number for all heads."""
-    plan = make_plan(mocked)
+    plan = make_plan(mocked, GEOMETRY._replace(kv_dtype=torch.float8_e4m3fn))
     plan.plan(HOST)
-    query, pages, out, lse = tensors()
+    _, pages, out, lse = tensors()
+    query = torch.randn(2, 4, 128).bfloat16()
+    before, results = query.clone(), torch.randn(2, 4, 128).bfloat16()
+    mocked.wrapper.run.side_effect = lambda **given: given["out"].copy_(results)
     table = (HOST.qo_indptr, HOST.indptr, HOST.indices, HOST.last_page_len)
-    args = PagedAttention(query, pages, *table, plan.owner.tensor, mocked.workspace.buffer, 0.1)
-    with pytest.raises(ValueError, match=r"no key_scale and value_scale by kv head.*backend='reference'"):
-        plan.owner.launch(args._replace(**{name: torch.ones(2)}), out, lse)
-    mocked.wrapper.run.assert_not_called()
-    plan.owner.launch(args, out, lse)
-    mocked.wrapper.run.assert_called_once()
+    args = PagedAttention(query, pages.to(torch.float8_e4m3fn), *table, plan.owner.tensor, mocked.workspace.buffer, 0.1)
+    keys, values = torch.tensor([0.3, 2.0]), torch.tensor([0.5, 7.0])
+    for key_scale, value_scale in ((keys, values), (keys, None), (None, values), (None, None)):
+        plan.owner.launch(args._replace(key_scale=key_scale, value_scale=value_scale), out, lse)
+        found = mocked.wrapper.run.call_args.kwargs["q"], out
+        for states, scale, unscaled in zip(found, (key_scale, value_scale), (before, results), strict=True):
+            of_heads = torch.ones(4) if scale is None else scale.repeat_interleave(2)
+            assert torch.equal(states, (unscaled.float() * of_heads[:, None]).bfloat16())
+    assert torch.equal(query, before)
 
 
 def test_captured_launches_keep_their_number_of_tokens(mocked):

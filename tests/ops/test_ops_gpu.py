@@ -16,9 +16,11 @@ import torch
 
 from compiled_llm_ops import (
     Geometry,
+    PageTable,
     append_paged_kv,
     decode_attention,
     decode_attention_lse,
+    paged_attention_lse,
 )
 from compiled_llm_ops.flashinfer import splitting
 from compiled_llm_ops.flashinfer.append import append
@@ -26,11 +28,12 @@ from compiled_llm_ops.flashinfer.hopper import FA3
 from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace
 from support.gpu import by_dtype, close, needs_cuda, seeded
 from support.ops import gpu_rows
-from support.ops.fp8_pages import KINDS, Fp8Batch
+from support.ops.fp8_pages import KINDS, LARGEST, Fp8Batch
 from support.ops.gpu_rows import (
     MIXED,
     PAGE_SIZE,
     UNWRITTEN,
+    Plan,
     Rows,
     by_group,
     by_variant,
@@ -152,6 +155,35 @@ def test_pages_of_fp8(options: tuple[int, float], kind: str, dtype: torch.dtype,
 
 EXTENDED = ([5, 16, 17, 40, 333, 1025], [5, 1, 17, 20, 333, 3])
 """Lengths and queries: whole prompts, and the last tokens of longer rows."""
+
+
+@seeded
+@by_dtype
+@captured_or_not
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [(-1, 0.0), (20, 3.0)], ids="options={}".format)
+@pytest.mark.parametrize(
+    ("variant", "head_dim"), [(splitting.WHOLE, 64), (splitting.SPLIT, 128), (splitting.WHOLE, 256)]
+)
+def test_prefill_over_pages_of_fp8(
+    variant: int, head_dim: int, options: tuple[int, float], kind: str, static: bool, dtype: torch.dtype, seed: int
+) -> None:
+    """FlashInfer's kernels have no scales by head: they go into queries and results."""
+    lengths, queries = EXTENDED
+    sizes = {"head_dim": head_dim, "page_size": PAGE_SIZE, "group": 3, "unwritten": LARGEST}
+    batch = Fp8Batch(lengths, queries, kind=kind, dtype=dtype, seed=seed, **sizes)
+    pages = batch.expected_pages().view(torch.float8_e4m3fn).cuda()
+    scales = [own if own is None else own.cuda() for own in batch.scales]
+    geometry = Geometry(6, 2, head_dim, PAGE_SIZE, *options, dtype, torch.float8_e4m3fn)
+    host = PageTable(batch.qo_indptr, *batch.table)
+    columns, workspace = on_device(host), FlashInferWorkspace("cuda", 64 * 2**20)
+    plan = Plan(geometry, columns, workspace, static, variant)
+    plan.plan(host)
+    given = (batch.query.cuda(), pages, *columns, plan.owner.tensor, workspace.buffer, batch.scale, *options, *scales)
+    out, lse = paged_attention_lse(*given)
+    how = (batch.scale, *options)
+    close(out.float().cpu(), batch.read().expected(*how), 8e-3 if dtype is torch.float16 else 4e-2, "out")
+    close(lse.cpu(), batch.expected_lse(*how), 5e-2 if options[1] else 2e-2, "lse")
 
 
 @seeded

@@ -54,7 +54,7 @@ class Outline:
     """
 
     def __init__(self, program: Callable[..., Any], version: ModelVersion) -> None:
-        """``program`` will be traced; ``own_copy`` made it, and two of its arguments are ``model`` and ``pages``."""
+        """``program`` will be traced; ``own_copy`` made it, with arguments ``model``, ``pages`` and ``specs``."""
         self._program = program
         self._version = version
         self._prepared = False
@@ -77,7 +77,7 @@ class Outline:
         if first:
             self._layers = self._find_layers(arguments)
         if self._layers is not None:
-            self._layers.take_tensors(arguments["pages"])
+            self._layers.take_tensors(_own_tensors(arguments))
         outline = self.of(arguments)
         if first or self._layers is None or is_compiled_for(self._program, {**arguments, "model": outline}):
             return outline
@@ -87,7 +87,7 @@ class Outline:
     def refreshed(self, arguments: Mapping[str, Any]) -> PreTrainedModel:
         """Return the result of the last ``prepare``, with the tensors that the layers have now."""
         if self._layers is not None and not self.is_current:
-            self._layers.take_tensors(arguments["pages"])
+            self._layers.take_tensors(_own_tensors(arguments))
         return self.standing_for(arguments["model"])
 
     def of(self, arguments: Mapping[str, Any]) -> PreTrainedModel:
@@ -155,13 +155,13 @@ class _Layers:
             for number, (layer, like) in enumerate(zip(self._all, self.like, strict=True))
         ]
 
-    def tensors(self, number: int, pages: Sequence[Tensor]) -> list[Tensor]:
+    def tensors(self, number: int, own: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         tensors = chain.from_iterable(map(dict.values, self._tensors[number]))
-        return [*(tensor for tensor in tensors if tensor is not None), pages[number]]
+        return [*(tensor for tensor in tensors if tensor is not None), *own[number]]
 
-    def take_tensors(self, pages: Sequence[Tensor]) -> None:
+    def take_tensors(self, own: Sequence[Sequence[Tensor]]) -> None:
         for number, layer in enumerate(self._marked):
-            vars(layer)["_tensors"] = self.tensors(number, pages)
+            vars(layer)["_tensors"] = self.tensors(number, own)
 
     def drop_tensors(self) -> None:
         for layer in self._marked:
@@ -192,23 +192,28 @@ class _Layers:
         )
 
 
+def _own_tensors(arguments: Mapping[str, Any]) -> list[list[Tensor]]:
+    """Return the arguments that belong to one layer, for each layer: its memory, and what its spec has."""
+    return [[pages, *spec.tensors] for pages, spec in zip(arguments["pages"], arguments["specs"], strict=True)]
+
+
 def _compared_layers(program: Callable[..., Any], arguments: Mapping[str, Any], version: ModelVersion) -> _Layers:
     """Run the program on fake tensors and return its layers, compared; errors of any type if they cannot be."""
-    model, pages = arguments["model"], arguments["pages"]
+    model, own = arguments["model"], _own_tensors(arguments)
     if version.obstacles().hooked:
         raise NoOutlineError("hooks may do anything")
-    layers = _Layers(version, len(pages))
-    descriptions = [(layers.describe(number), layout(own)) for number, own in enumerate(pages)]
+    layers = _Layers(version, len(own))
+    descriptions = [(layers.describe(number), *map(layout, tensors)) for number, tensors in enumerate(own)]
     with fake_tensors() as fakes:
-        tensors = [layers.tensors(number, pages) for number in range(len(pages))]
+        tensors = [layers.tensors(number, own) for number in range(len(own))]
         tracer = LayerTracer(tensors, _first_equal(descriptions), fakes)
         traced = layers.traced(model, tracer)
-        tree, state = ModuleTree(traced, len(pages)), ModuleState([*traced.modules()])
+        tree, state = ModuleTree(traced, len(own)), ModuleState([*traced.modules()])
         with attributes_restored(traced), tracer:
             program(**{**arguments, "model": traced})
             if not (tree.valid() and state.has_its_dictionaries() and state.has_its_attributes()):
                 raise NoOutlineError("the model changes its attributes")
-    if len(tracer.calls) != len(pages):
+    if len(tracer.calls) != len(own):
         raise NoOutlineError("not every layer of the list was called")
     layers.compare(list(zip(descriptions, tracer.calls, strict=True)))
     return layers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -12,7 +13,7 @@ import torch
 
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.graphs.step_key import StepKey
-from compiled_llm.config import WrapConfig
+from compiled_llm.config import KVScales, WrapConfig
 from compiled_llm.execution.lifecycle.background_compilation import BackgroundCompilation
 from compiled_llm.execution.lifecycle.kept import Kept
 from compiled_llm.execution.model_runner import ModelRunner
@@ -103,6 +104,7 @@ class ModelRunnerLifecycle:
             if model_runner is None or not self._still_fits(model_runner, made_for):
                 if model_runner is not None:
                     self._events.started_again()
+                    self._count_saturated(model_runner)
                 model_runner = self.present = None  # its memory goes back first
                 for holder in list(self._holders):
                     holder.let_go()
@@ -146,6 +148,17 @@ class ModelRunnerLifecycle:
             compiling=self.compiling,
         )
 
+    def set_kv_scales(self, scales: KVScales) -> None:
+        """Have other scales of pages of fp8 from now on; RuntimeError if rows have pages, and nothing has changed."""
+        self._check_no_pages_used("set_kv_scales")
+        self._config = dataclasses.replace(self._config, kv_scales=scales)
+        if self.present is not None:
+            self.present.thread.call(self.present.set_kv_scales, scales)
+
+    def _count_saturated(self, model_runner: ModelRunner) -> None:
+        """Keep a count of a model runner that is about to go."""
+        self._events.kv_saturated += model_runner.thread.call(model_runner.saturated)
+
     def separate_weights(self) -> None:
         """Give each fused weight its own memory again, on the device."""
         self.rise()
@@ -174,7 +187,7 @@ class ModelRunnerLifecycle:
             RuntimeError: rows have pages; nothing has changed.
             ValueError: a weight cannot be moved; nothing has changed.
         """
-        self._check_no_pages_used()
+        self._check_no_pages_used("sleep")
         device = self._facts.model.device
         before = self._taken_on(device)
         if weights and not is_host(device) and self._weights is None:
@@ -215,13 +228,13 @@ class ModelRunnerLifecycle:
         if self._weights is not None:
             raise RuntimeError("the model is asleep, and its weights are in host memory; call wake() on its engine")
 
-    def _check_no_pages_used(self) -> None:
+    def _check_no_pages_used(self, call: str) -> None:
         if self._used_pages:
             gc.collect()  # of caches that are no longer reachable
         if used := self._used_pages:
             raise RuntimeError(
-                f"sleep: caches hold {used} pages of the model (past_key_values of earlier outputs); drop them or "
-                "close() them, and sleep again"
+                f"{call}: caches hold {used} pages of the model (past_key_values of earlier outputs); drop them or "
+                f"close() them, and call {call} again"
             )
 
     @property
@@ -233,6 +246,7 @@ class ModelRunnerLifecycle:
         model_runner, self.present = self.present, None
         if model_runner is not None:
             self._kept = Kept.of(model_runner, self._made_for)
+            self._count_saturated(model_runner)
             model_runner.thread.call(model_runner.release)
         del model_runner
         gc.collect()  # leftovers of tracing refer to the buffers

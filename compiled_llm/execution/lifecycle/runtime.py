@@ -12,7 +12,7 @@ from compiled_llm.compat.forks import HomeProcess, in_forked_processes
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.artifacts.made_for import made_for
 from compiled_llm.compilation.graphs.table import CudaGraphTable
-from compiled_llm.config import WrapConfig
+from compiled_llm.config import KVScales, WrapConfig
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.lifecycle.runner_lifecycle import Holder, ModelRunnerLifecycle
 from compiled_llm.execution.lifecycle.warmup import ProfilePath, Report, Sizes, Warmup, quiet
@@ -132,6 +132,7 @@ class Runtime:
             calls,
             steps=counters.steps,
             cascade_steps=self.events.cascade_steps,
+            kv_saturated=self.events.kv_saturated + model_runner.thread.call(model_runner.saturated),
             new_tokens=counters.tokens,
             generate_seconds=round(self.events.generating.seconds, 6),
             uploads=self.events.uploads.total(),
@@ -196,6 +197,14 @@ class Runtime:
     def is_current(self, model_runner: ModelRunner, placement: Placement | None = None) -> bool:
         """Return whether ``model_runner`` is that of the model as it is now; makes none. ``placement`` as above."""
         return self.runner_lifecycle.is_current(model_runner, placement)
+
+    def take_kv_scales(self, scales: KVScales) -> None:
+        """Have other scales of pages of fp8, which fit the model, while nothing runs.
+
+        RuntimeError if caches hold pages; nothing has changed.
+        """
+        self.runner_lifecycle.set_kv_scales(scales)
+        self.config = dataclasses.replace(self.config, kv_scales=scales)
 
     def take_back(self, pages: int, pool: PagePool) -> None:
         """Have engines preempt requests, if it takes that to make so many pages of a pool available.

@@ -47,6 +47,7 @@ class Events:
         used: how often calls have used each step, and under its name the prefill from embeddings.
         uploads: page tables written into the decode buffers, by cause.
         cascade_steps: decode steps that read pages which rows share once.
+        kv_saturated: numbers that were clamped on their way into pages of fp8, of model runners that are gone.
         generating: runs while our loops do, and nothing is compiled.
         preparing: runs while something is compiled or captured.
     """
@@ -55,6 +56,7 @@ class Events:
     uploads: Counter[UploadCause] = field(default_factory=Counter)
     cold_starts: list[ColdStart] = field(default_factory=list)
     cascade_steps: int = 0
+    kv_saturated: int = 0
     generating: Stopwatch = field(default_factory=Stopwatch)
     preparing: Stopwatch = field(default_factory=Stopwatch)
     _warmed: bool = False

@@ -43,6 +43,8 @@ class Stats:
             change.
         steps: prefills and decode steps launched by our loops, the fast one and the processed one.
         cascade_steps: decode steps that read pages which rows share once.
+        kv_saturated: with ``kv_dtype``, how many numbers of keys and values were too large for their scales, and were
+            clamped on their way into the pages; those of padding, too.
         new_tokens: tokens that our loops have generated, over all rows; pads after the end of a row are not counted.
         generate_seconds: how long they took, prompts, streamers and criteria included, and compiling left out; of
             loops that ran at the same time, each second is counted once.
@@ -85,6 +87,7 @@ class Stats:
     slow_paths: dict[str, int] = field(default_factory=dict)
     steps: int = 0
     cascade_steps: int = 0
+    kv_saturated: int = 0
     new_tokens: int = 0
     generate_seconds: float = 0.0
     uploads: int = 0
@@ -160,6 +163,8 @@ class Stats:
     def _page_rows(self, pages: PageAccount) -> Iterator[tuple[str, str]]:
         cached = f", {pages.cached} cached" if pages.cached else ""
         tokens = pages.total // self.page_groups * self.page_size
+        if self.kv_saturated:
+            yield "clamped", f"{self.kv_saturated} numbers of keys and values were too large for their scales"
         yield "pages", f"{pages.used} used, {self.peak_pages} at most{cached}, of {pages.total} ({tokens} tokens)"
         for name, size in self.memory.items():
             if size:

@@ -22,6 +22,7 @@ from compiled_llm.execution.state.sampling_graphs import SamplingGraphs
 from compiled_llm.execution.state.slots import Slots
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm.kvcache.memory import ended_marker, free, mark_for_any_room, pages_to_allocate, wait_for
+from compiled_llm.kvcache.page_scales import allocate_scales
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import PageCopy, Row
 from compiled_llm.kvcache.specs import TokenPlaces, allocate_pages, kv_cache_specs, page_bytes, sharing_memory
@@ -29,6 +30,7 @@ from compiled_llm.kvcache.step_validity import StepValidity
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.sizes import logits_width
 from compiled_llm_ops.backends import backend_for
+from compiled_llm_ops.plain_attention import as_bytes
 
 
 class RunnerState:
@@ -39,6 +41,7 @@ class RunnerState:
         specs: of each layer, what it keeps of a token.
         cascade: when decode steps read shared pages once; None for never.
         pages: the memory of each layer.
+        page_scales: of each layer, if pages are of fp8; else empty.
         validity: of decode steps; whatever changes something that they are made from ends it.
         pool: which row has which page.
         arena: the columns of slots and decode buffers.
@@ -66,7 +69,10 @@ class RunnerState:
             captures=config.captures_on(self.device.type),
         )
         chosen = backend_for(config.attention_backend, self.device.type)
-        self.specs = kv_cache_specs(facts.layers, config.page_size, model.dtype, chosen.backend)
+        with torch.inference_mode(False):
+            in_fp8 = config.kv_dtype is not None
+            self.page_scales = allocate_scales(facts.layers, config.kv_scales, self.device) if in_fp8 else ()
+        self.specs = kv_cache_specs(facts.layers, config.page_size, model.dtype, chosen.backend, self.page_scales)
         self.cascade = Cascade.of(config, self.device.type, facts.layers, self.specs, chosen.decode_ops)
         groups = 1 + max(spec.group for spec in self.specs)
         count = pages_to_allocate(config, page_bytes(self.specs), self.device, self.max_positions, groups)
@@ -113,7 +119,7 @@ class RunnerState:
         """Copy whole pages in all layers of their groups, in stream order."""
         columns = [np.array(column, dtype=np.int64) for column in zip(*copies, strict=True)]
         source, target = self.staging.to_device(columns)
-        for memory in self._memories:
+        for memory in map(as_bytes, self._memories):
             memory.index_copy_(0, target, memory.index_select(0, source))
 
     def write(self, rows: Sequence[Row], stored: NDArray[np.bool_], states: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -53,14 +53,15 @@ def paged_attention(
         window_left: tokens visible to the left of each query; -1 for all.
         logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
         key_scale: ``[K]`` float32, by kv head, for pages of ``torch.float8_e4m3fn`` only: what keys in the pages are to
-            be multiplied with. None for 1, as plans of FlashInfer need it.
-        value_scale: ``[K]`` float32, the same for values.
+            be multiplied with. None for 1. FlashInfer's kernels have no scales by head: queries are multiplied by them
+            before, and rounded once more, which changes nothing if scales are powers of two.
+        value_scale: ``[K]`` float32, the same for values; FlashInfer's results are multiplied by them.
 
     Returns:
         ``[T, H, D]``, contiguous, of the query's dtype; ``[T, H, E]`` for values of another size.
 
     Raises:
-        ValueError: shapes do not fit together, or the plan's kernels take no scales.
+        ValueError: shapes do not fit together.
         RuntimeError: on CUDA, ``plan`` holds no plan.
 
     Source:
@@ -83,7 +84,7 @@ def paged_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         the natural one). Both contiguous.
 
     Raises:
-        ValueError: shapes do not fit together, or the plan's kernels take no scales.
+        ValueError: shapes do not fit together.
         RuntimeError: on CUDA, nothing was planned with ``plan``.
 
     Source:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from compiled_llm_ops.contracts import AppendPagedKv, Geometry, PageTable
+from compiled_llm_ops.contracts import FP8, AppendPagedKv, Geometry, PageTable
 from compiled_llm_ops.flashinfer import hopper, install
 from compiled_llm_ops.flashinfer.append import append
 from compiled_llm_ops.flashinfer.hopper import FA3, takes_fa3
@@ -45,6 +45,7 @@ class FlashInfer:
 
     devices: tuple[str, ...] = ("cuda",)
     dtypes = frozenset(QUERY_DTYPES)
+    kv_dtypes = frozenset({FP8})
     capturable = True
     uneven_heads = False
     rope_append = True

@@ -98,7 +98,10 @@ class FlashInferPlan:
             self._captured = numbers
         wrapper = self._workspace.wrapper(args.geometry, kernels_of(self._variant))
         with self._workspace.launching:  # a thread may capture while another one launches
-            _launch(wrapper, numbers[: len(fields_of(self._variant))], self._tokens, args, out, lse)
+            scaled = args._replace(query=_of_each_kv_head(args.query, args.key_scale))
+            _launch(wrapper, numbers[: len(fields_of(self._variant))], self._tokens, scaled, out, lse)
+        if args.value_scale is not None:
+            _of_each_kv_head(out, args.value_scale, written=out)
 
     def _check_captured(self, numbers: list[int]) -> None:
         if self._captured is None or numbers == self._captured:
@@ -114,11 +117,6 @@ class FlashInferPlan:
         )
 
     def _check_launch(self, args: PagedAttention) -> None:
-        if args.key_scale is not None or args.value_scale is not None:
-            raise ValueError(
-                "paged_attention: FlashInfer's kernels take no key_scale and value_scale by kv head; leave them None, "
-                "or use backend='reference'"
-            )
         launched = args.geometry, args.last_page_len.shape[0], args.query.shape[0]
         planned = self._geometry, self._rows, self._tokens
         if launched != planned:
@@ -129,6 +127,19 @@ class FlashInferPlan:
                 if found != wanted
             ]
             raise ValueError(f"paged_attention: the plan is of another batch: {', '.join(different)}")
+
+
+def _of_each_kv_head(states: Tensor, scale: Tensor | None, written: Tensor | None = None) -> Tensor:
+    """Return queries or outputs ``[T, H, D]`` times the ``scale`` ``[K]`` of their kv head: kernels have none by head.
+
+    In one kernel, rounded once, into ``written`` if given.
+    """
+    if scale is None:
+        return states
+    grouped = states.unflatten(1, (len(scale), -1))
+    result = torch.empty_like(states) if written is None else written
+    torch.mul(grouped, scale[:, None, None], out=result.view(grouped.shape))
+    return result
 
 
 def _launch(

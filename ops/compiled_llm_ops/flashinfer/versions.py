@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from compiled_llm_ops.contracts import Geometry
+from compiled_llm_ops.contracts import FP8, Geometry
 
 HEAD_DIMS = (64, 128, 256, 512)
 """Head sizes with kernels: ``DISPATCH_HEAD_DIM`` in FlashInfer's ``utils.cuh``."""
@@ -60,6 +60,8 @@ def missing_kernel(geometry: Geometry) -> str | None:
         return f"head size {geometry.head_dim} is larger than {HEAD_DIMS[-1]}, the largest that has a kernel"
     if geometry.dtype not in QUERY_DTYPES:
         return f"there is no kernel for {geometry.dtype} queries; use torch.bfloat16 or torch.float16"
+    if padded_head_dim(geometry.head_dim) == 512 and geometry.kv_dtype == FP8:
+        return f"FlashInfer has no kernel for heads of size {geometry.head_dim} in pages of {FP8}"
     if padded_head_dim(geometry.head_dim) == 512 and version_of(import_flashinfer()) < (0, 7):
         # Ends with 0.6, whose kernels reject 512 at their launch.
         return (

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_llm_ops.contracts import Geometry, PageTable
+from compiled_llm_ops.contracts import FP8, Geometry, PageTable
 from compiled_llm_ops.flashinfer.append import append
 from compiled_llm_ops.flashinfer.hopper import build_for_later, is_there
 from compiled_llm_ops.flashinfer.versions import HEAD_DIMS, import_flashinfer, missing_kernel
@@ -76,8 +76,9 @@ class FlashInferWorkspace:
         for kernels in ("fa2", "fa3") if is_there(geometry, self.device) else ("fa2",):
             arguments = geometry, self.buffer, kernels
             self._loading[geometry, kernels] = _loaders.submit(_on_device, self.device, make_wrapper, *arguments)
-        # What goes wrong in that one goes wrong again at the first launch.
-        _loaders.submit(_on_device, self.device, append_one_token, geometry, self.device)
+        if geometry.kv_dtype != FP8:  # the kernel of rope_append_paged_kv writes those
+            # What goes wrong in that one goes wrong again at the first launch.
+            _loaders.submit(_on_device, self.device, append_one_token, geometry, self.device)
         build_for_later(geometry, self.device)
 
     def is_loading(self, geometry: Geometry, kernels: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import AppendPagedKv, Geometry, PagedAttention, PlannedBatch, RopeAppendPagedKv
+from compiled_llm_ops.contracts import FP8, AppendPagedKv, Geometry, PagedAttention, PlannedBatch, RopeAppendPagedKv
 from compiled_llm_ops.invariant import plain
 from compiled_llm_ops.protocol import (
     CapturedLaunch,
@@ -59,6 +59,7 @@ class Invariant:
 
     devices: tuple[str, ...] = ("cuda", "cpu")
     dtypes = frozenset({torch.float16, torch.bfloat16})
+    kv_dtypes = frozenset({FP8})
     capturable = True
     uneven_heads = False
     rope_append = True  # by the kernel that decode has, too

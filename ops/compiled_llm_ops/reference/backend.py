@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops import plain_attention
-from compiled_llm_ops.contracts import AppendPagedKv, Geometry, PagedAttention, PlannedBatch
+from compiled_llm_ops.contracts import FP8, AppendPagedKv, Geometry, PagedAttention, PlannedBatch
 from compiled_llm_ops.protocol import CapturedLaunch, DecodeOps, Installation, NothingToBuild, own, own_decode_ops
 
 
@@ -46,6 +46,7 @@ class Reference:
 
     devices: tuple[str, ...] = ("cuda", "cpu")
     dtypes = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+    kv_dtypes = frozenset({FP8})
     capturable = False  # it reads lengths from the device
     uneven_heads = True
     rope_append = False  # it is to share no kernel with the others

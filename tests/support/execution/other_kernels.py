@@ -58,7 +58,9 @@ torch.library.register_fake("other_kernels::decode_lse", lambda *args: _like_res
 
 
 class Unplanned(Reference):
-    """Decodes with a kernel that needs no plan."""
+    """Decodes with a kernel that needs no plan, and knows nothing of fp8."""
+
+    kv_dtypes = frozenset()
 
     def decode_ops(self, device: str) -> DecodeOps:
         ops = torch.ops.other_kernels

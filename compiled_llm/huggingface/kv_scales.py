@@ -1,0 +1,90 @@
+"""``kv_scales``: how large keys and values are, by layer and kv head, over some prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from compiled_llm.config import KVScales
+from compiled_llm.huggingface.wrapped_model import WrappedModel
+from compiled_llm_ops.contracts import FP8_LARGEST
+
+
+def kv_scales(model: PreTrainedModel, prompts: Sequence[Sequence[int] | Tensor]) -> KVScales:
+    """Measure scales of keys and values for pages of fp8, by layer and kv head.
+
+    HuggingFace's own forward computes the prompts, one after the other. A scale is the largest absolute value that a
+    head's keys or values have in any of them, divided by 448, the largest number of fp8, and rounded up to a power of
+    two: that leaves room for numbers up to twice as large, and costs no digits, which fp8 has as many of at each size.
+    Numbers beyond that are clamped, and counted by ``stats().kv_saturated``.
+
+    Args:
+        model: wrapped or not, in evaluation mode.
+        prompts: token ids of texts such as the model will see, answers included; a few thousand tokens in all.
+
+    Returns:
+        ``wrap(kv_scales=...)`` and ``model.compiled.set_kv_scales`` take it.
+
+    Raises:
+        ValueError: there are no prompts, one has no tokens, or keys or values are not finite.
+        RuntimeError: the model keeps keys and values in another way than HuggingFace's caches.
+
+    Examples:
+        >>> scales = compiled_llm.kv_scales(model, [tokenizer(text).input_ids for text in texts])  # doctest: +SKIP
+        >>> compiled_llm.wrap(model, kv_dtype="fp8_e4m3", kv_scales=scales)  # doctest: +SKIP
+    """
+    if len(prompts) == 0:
+        raise ValueError("kv_scales: prompts is empty; give some texts as token ids")
+    kind: Any = type(model).__bases__[-1] if isinstance(model, WrappedModel) else type(model)
+    largest = _Largest()
+    with torch.inference_mode(False), torch.no_grad():
+        for number, prompt in enumerate(prompts):
+            ids = torch.as_tensor(prompt, device=model.device)
+            if ids.dim() != 1 or not len(ids) or ids.is_floating_point():
+                raise ValueError(f"kv_scales: prompts[{number}] must be token ids of one text; got {prompt!r:.80}")
+            kind.forward(model, input_ids=ids[None].long(), past_key_values=_Watched(model, largest), use_cache=True)
+    return KVScales(*(largest.scales(part) for part in (0, 1)))
+
+
+class _Largest:
+    """The largest absolute keys and values of each layer so far, ``[2, K]`` by its number."""
+
+    def __init__(self) -> None:
+        self._of_layers: dict[int, Tensor] = {}
+
+    def see(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Take in ``[B, K, C, D]``."""
+        seen = torch.stack([states.float().abs().amax(dim=(0, 2, 3)) for states in (keys, values)])
+        before = self._of_layers.get(layer)
+        self._of_layers[layer] = seen if before is None else torch.maximum(before, seen)
+
+    def scales(self, part: int) -> list[list[float]]:
+        """Return the scales of keys, part 0, or values, part 1."""
+        if not self._of_layers:
+            raise RuntimeError("kv_scales: the model has put nothing into the cache that it was given")
+        return [_scales_of(layer, self._of_layers[layer][part].tolist()) for layer in range(len(self._of_layers))]
+
+
+def _scales_of(layer: int, largest: Sequence[float]) -> list[float]:
+    if not all(map(math.isfinite, largest)):
+        raise ValueError(
+            f"kv_scales: keys or values of layer {layer} are not finite: the model computes NaN or infinity"
+        )
+    return [2.0 ** math.ceil(math.log2(number / FP8_LARGEST)) if number else 1.0 for number in largest]
+
+
+class _Watched(DynamicCache):
+    """HuggingFace's cache, which shows what it is given."""
+
+    def __init__(self, model: PreTrainedModel, largest: _Largest) -> None:
+        super().__init__(config=model.config.get_text_config(decoder=True))
+        self._largest = largest
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self._largest.see(layer_idx, key_states, value_states)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)

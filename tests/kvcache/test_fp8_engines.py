@@ -1,0 +1,104 @@
+"""Pages of fp8 under an engine's requests: with every other option they give what they give alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from compiled_llm import Engine, kv_scales
+from compiled_llm.config import KVScales, Mode
+from compiled_llm.engine.steps import scheduler
+from compiled_llm.engine.steps.loop import Mixed
+from compiled_llm.execution.decode import persistent_batch
+from compiled_llm.model.refusals import UnsupportedModelError
+from support.engine.random_requests import (
+    BY_WEIGHTS,
+    CAPTURES,
+    KINDS,
+    MODES,
+    WEIGHTS,
+    WORDS,
+    answers,
+    assert_same,
+    requests,
+)
+from support.engine.text_tokenizers import byte_level
+from support.engine.tiny_engines import wrapped
+from support.parity import assert_account_is_empty
+from support.tiny_models import WINDOWS, tiny_qwen3
+
+pytestmark = pytest.mark.usefixtures("one_thread", "short_runs")
+
+EVEN = [kind for kind in KINDS if kind != "values that are no keys"]
+
+
+@pytest.fixture
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests here share 32 tokens at most."""
+    monkeypatch.setattr(persistent_batch, "LEAST_KEYS", 8)
+
+
+def engine_for(
+    plain: PreTrainedModel, scales: KVScales, tokens: int = 4000, mixed: Mixed = False, **options: Any
+) -> Engine:
+    sizes = {"page_size": 4, "max_batch_size": 8, "prefill_tokens": 32, **options}
+    model = wrapped(tokens, plain, kv_dtype="fp8_e4m3", kv_scales=scales, **sizes)
+    return Engine(model, tokenizer=byte_level(), max_num_seqs=8, mixed=mixed)
+
+
+def assert_options_change_nothing(
+    plain: Callable[[], PreTrainedModel], seed: int, count: int = 12, preempts: bool = False, **options: Any
+) -> None:
+    asked, scales, outputs = requests(seed, count), kv_scales(plain(), [[*range(3, 60)]]), []
+    for given in ({"max_batch_size": 1}, options):
+        with engine_for(plain(), scales, **given) as engine:
+            outputs.append(answers(engine, asked, seed))
+            stats, model = engine.stats(), engine._model
+        assert not (preempts and given is options) or stats.preemptions > 0
+        assert (model.compiled.stats().cascade_steps > 0) == given.get("cascade", False)
+        assert model.compiled.stats().recompiles == 0
+        assert_account_is_empty(model)
+    for expected, output in zip(*outputs, strict=True):
+        assert_same(output, expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"cascade": True}, {"mixed": True}, {"cascade": True, "mixed": True, "page_size": 16}],
+    ids=["cascade", "mixed steps", "both, pages of 16"],
+)
+@pytest.mark.parametrize("windows", [False, True])
+def test_steps_of_any_kind(options: dict[str, Any], windows: bool, seed: int) -> None:
+    config = WINDOWS if windows else {}
+    assert_options_change_nothing(lambda: tiny_qwen3(**WORDS, **config), seed, count=20, **options)
+
+
+def test_rows_that_are_preempted(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
+    assert_options_change_nothing(lambda: tiny_qwen3(**WORDS), seed, count=40, preempts=True, tokens=200, cascade=True)
+
+
+@pytest.mark.parametrize("kind", EVEN)
+def test_layers_of_each_kind(kind: str, seed: int) -> None:
+    assert_options_change_nothing(KINDS[kind], seed, cascade=True)
+
+
+def test_values_that_are_no_keys_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="pages of fp8 need one size"):
+        wrapped(200, KINDS["values that are no keys"](), kv_dtype="fp8_e4m3")
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("mode", MODES)
+def test_each_mode(mode: Mode, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = {**WORDS, "num_hidden_layers": 1}
+    CAPTURES.get(mode, lambda _: None)(monkeypatch)
+    assert_options_change_nothing(lambda: tiny_qwen3(**plain), seed, mode=mode)
+
+
+@pytest.mark.parametrize("weights", BY_WEIGHTS)
+def test_adapted_and_quantised_weights(weights: str, seed: int) -> None:
+    assert_options_change_nothing(WEIGHTS[weights], seed, cascade=True)

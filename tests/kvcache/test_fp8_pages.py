@@ -1,0 +1,490 @@
+"""Pages of fp8 in whole models: tokens are those of HuggingFace's models whose keys and values are rounded alike."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+import compiled_llm
+from compiled_llm import Engine, KVScales, WrapConfig, kv_scales
+from compiled_llm.kvcache.page_scales import allocate_scales
+from compiled_llm.kvcache.specs import (
+    Fp8AttentionSpec,
+    FullAttentionSpec,
+    TokenPlaces,
+    allocate_pages,
+    kv_cache_specs,
+    page_size_bytes,
+)
+from compiled_llm.model import checks
+from compiled_llm.model.layer_probe import Layer
+from compiled_llm.model.refusals import UnsupportedModelError
+from compiled_llm_ops import Geometry
+from compiled_llm_ops.backends import backend_named
+from compiled_llm_ops.flashinfer.versions import missing_kernel
+from compiled_llm_ops.reference.backend import Reference
+from support.engine import tiny_engines
+from support.fp8_oracle import clamped_in, fp8_oracle, rounded_by
+from support.ops.fp8_pages import codes_of, numbers_of
+from support.parity import FEW_PAGES, alone, assert_account_is_empty, greedy, mixed_prompts, next_turn
+from support.tiny_models import WINDOWS, tiny_qwen3
+from support.uneven_heads import uneven_llama
+
+CPU = torch.device("cpu")
+TEXT = [*range(3, 120)]
+FP8: dict[str, Any] = {"kv_dtype": "fp8_e4m3", "mode": "eager", **FEW_PAGES}
+
+
+def uneven_scales(model: PreTrainedModel) -> KVScales:
+    """Others for each layer and head, no powers of two, and a few numbers beyond them."""
+    measured = kv_scales(model, [TEXT])
+    keys, values = (
+        [[scale * (0.3 + 0.1 * (layer + head)) for head, scale in enumerate(heads)] for layer, heads in enumerate(part)]
+        for part in (measured.keys, measured.values)
+    )
+    return KVScales(keys, values)
+
+
+def pair(seed: int, **options: Any) -> tuple[PreTrainedModel, Any]:
+    """The oracle, and a wrapped model."""
+    config = {"eos_token_id": None, **options.pop("config", {})}
+    scales = uneven_scales(tiny_qwen3(seed, **config))
+    wrapped = compiled_llm.wrap(tiny_qwen3(seed, **config), kv_scales=scales, **{**FP8, **options})
+    return fp8_oracle(tiny_qwen3(seed, **config), scales), wrapped
+
+
+# ---- the spec
+
+
+@pytest.mark.parametrize(("head_dim", "stored"), [(16, 16), (12, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_written_is_read_rounded_and_nothing_else_changes(
+    dtype: torch.dtype, head_dim: int, stored: int, seed: int
+) -> None:
+    """Two rows of 6 and 9 tokens, the second of which lacks its first column, which a window has left."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = KVScales([[0.01, 0.02]], [[0.005, 0.03]])
+    layers = [Layer(4, 2, head_dim, -1, 0.0)]
+    spec = Fp8AttentionSpec(FullAttentionSpec(2, head_dim, stored, 4, dtype), *allocate_scales(layers, scales, CPU))
+    (memory,) = allocate_pages([spec], 9, CPU)
+    assert (memory.shape, memory.dtype) == ((9, 2, 2, 4, stored), torch.float8_e4m3fn)
+    assert page_size_bytes(spec) == 2 * 2 * 4 * stored
+    keys, values = (3 * torch.randn(2, 2, 9, head_dim, generator=generator).to(dtype) for _ in range(2))
+    before = keys.clone()
+    pages, lengths = [[3, 1], [5, 2, 7]], [6, 9]
+    entries = [
+        (own[at // 4], at % 4, row, 9 - length + at)
+        for row, (own, length) in enumerate(zip(pages, lengths, strict=True))
+        for at in range(length)
+    ]
+    spec.write(memory, TokenPlaces(9, *torch.tensor(entries).T), keys[:, :, 1:], values[:, :, 1:])
+    assert torch.equal(keys, before)
+    keys[:, :, 0], values[:, :, 0] = 0, 0
+    clamped = 0
+    for row, (own, length) in enumerate(zip(pages, lengths, strict=True)):
+        read = spec.read(memory, torch.tensor(own), length)
+        for found, states, of_heads in zip(read, (keys, values), (scales.keys, scales.values), strict=True):
+            expected = rounded_by(states[row : row + 1, :, 9 - length :], of_heads[0])
+            torch.testing.assert_close(found, expected.read[0].transpose(0, 1).to(dtype), rtol=0, atol=0)
+            clamped += expected.clamped
+    assert clamped > 0
+    assert spec.scales.saturated is not None
+    assert spec.scales.saturated.tolist() == [clamped]
+    assert not memory[[0, 4, 6, 8]].view(torch.uint8).any()
+
+
+def test_numbers_that_fp8_holds_come_back_as_they_were() -> None:
+    held = numbers_of(codes_of(torch.randn(2, 1, 8, 16))) * 2.0**-5
+    layers = [Layer(2, 1, 16, -1, 0.0)]
+    scales = allocate_scales(layers, KVScales([[2.0**-5]], [[2.0**-5]]), CPU)
+    (spec,) = kv_cache_specs(layers, 4, torch.float32, backend_named("reference"), scales)
+    (memory,) = allocate_pages([spec], 5, CPU)
+    at = torch.arange(8)
+    spec.write(memory, TokenPlaces(8, 1 + at // 4, at % 4, torch.zeros_like(at), at), held[:1], held[1:])
+    keys, values = spec.read(memory, torch.tensor([1, 2]), 8)
+    assert torch.equal(keys, held[0])
+    assert torch.equal(values, held[1])
+
+
+# ---- tokens
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"config": WINDOWS}, {"cascade": True}, pytest.param({"mode": "compile"}, marks=pytest.mark.slow)],
+    ids=["eager", "windows", "cascade", "compiled"],
+)
+def test_tokens_are_those_of_rounded_keys_and_values(options: dict[str, Any], seed: int) -> None:
+    """Alone and in batches, on and beside page boundaries of 4 tokens, again and again; some rows end early."""
+    oracle, model = pair(seed, **dict(options))
+    for lengths in ([5], [4, 8, 1], [5, 19, 11, 16], [5]):
+        inputs = mixed_prompts(lengths, 128, seed)
+        expected = greedy(oracle, inputs, 20)
+        torch.testing.assert_close(greedy(model, inputs, 20), expected)
+        early = {"eos_token_id": int(expected[0, -15]), "pad_token_id": 0}
+        torch.testing.assert_close(greedy(model, inputs, 20, **early), greedy(oracle, inputs, 20, **early))
+    stats = model.compiled.stats()
+    assert (stats.generate_calls, stats.recompiles, stats.graph_breaks) == ({"fast loop": 8}, 0, 0)
+    assert_account_is_empty(model)
+
+
+def test_rounding_is_seen(seed: int) -> None:
+    """The oracle differs from the plain model, or the tests above would show nothing."""
+    inputs = mixed_prompts([5, 19, 11, 16], 128, seed)
+    assert not torch.equal(greedy(pair(seed)[0], inputs, 20), greedy(tiny_qwen3(seed), inputs, 20))
+
+
+def test_without_scales_they_are_1(seed: int) -> None:
+    ones = KVScales([[1.0] * 2] * 2, [[1.0] * 2] * 2)
+    inputs = mixed_prompts([5, 19], 128, seed)
+    expected = greedy(fp8_oracle(tiny_qwen3(seed), ones), inputs, 12)
+    torch.testing.assert_close(greedy(compiled_llm.wrap(tiny_qwen3(seed), **FP8), inputs, 12), expected)
+
+
+def test_beams_copy_shared_pages(seed: int) -> None:
+    oracle, model = pair(seed)
+    inputs = mixed_prompts([6, 9], 128, seed)
+    torch.testing.assert_close(greedy(model, inputs, 12, num_beams=3), greedy(oracle, inputs, 12, num_beams=3))
+    assert_account_is_empty(model)
+
+
+def test_an_engine_begins_with_its_cached_pages(seed: int) -> None:
+    oracle, model = pair(seed)
+    prompts = [ids.tolist() for ids in torch.randint(3, 128, (2, 23), generator=torch.Generator().manual_seed(seed))]
+    prompts.append([*prompts[0][:17], 5, 6])
+    with Engine(model) as engine:
+        for _ in range(2):
+            outputs = engine.generate(prompts, tiny_engines.greedy(9))
+            for prompt, output in zip(prompts, outputs, strict=True):
+                assert output.outputs[0].token_ids == alone(oracle, prompt, 9)
+        assert [output.cached_tokens for output in outputs] == [20, 20, 16]
+    assert_account_is_empty(model)
+
+
+# ---- caches
+
+
+def test_its_caches_are_read_and_go_on(seed: int) -> None:
+    oracle, model = pair(seed)
+    scales, inputs = oracle.config.fp8_oracle, mixed_prompts([5, 11], 128, seed)
+    words = torch.randint(3, 128, (2, 3), generator=torch.Generator().manual_seed(seed))
+    ours, theirs = (greedy(own, inputs, 6, return_dict_in_generate=True) for own in (model, oracle))
+    shown = ours.past_key_values.stored
+    for number, (layer, expected) in enumerate(
+        zip(ours.past_key_values.layers, theirs.past_key_values.layers, strict=True)
+    ):
+        for own, wanted, of_part in (
+            (layer.keys, expected.keys, scales.keys),
+            (layer.values, expected.values, scales.values),
+        ):
+            assert (own.dtype, own.shape) == (wanted.dtype, wanted.shape)
+            rounded = rounded_by(wanted, of_part[number]).read.transpose(1, 2)
+            for row in range(2):
+                columns = np.flatnonzero(shown[row])
+                found, expected = own[row][:, columns], rounded[row][:, columns]
+                # What lies between two numbers of fp8 may be rounded either way.
+                assert torch.isclose(found, expected, rtol=1e-4, atol=1e-6).float().mean() > 0.99
+                torch.testing.assert_close(found, expected, rtol=0.13, atol=1e-4)
+    following = [greedy(own, next_turn(inputs, out, words), 6) for own, out in ((model, ours), (oracle, theirs))]
+    assert torch.equal(*following)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_huggingfaces_caches_are_read_in_and_written_back(kind: str, seed: int) -> None:
+    """What decode steps have added comes back rounded, and is rounded to the same again."""
+    oracle, model = pair(seed)
+    answers = []
+    for own in (oracle, model):
+        config: Any = own.config
+        cache = DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=64)
+        inputs: dict[str, Any] = {"input_ids": mixed_prompts([7, 7], 128, seed)["input_ids"]}
+        for turn in range(3):
+            out = greedy(own, inputs, 5, past_key_values=cache)
+            answers.append(out)
+            inputs = {"input_ids": torch.cat([out, torch.full((2, 2), 5 + turn)], dim=1)}
+    for wanted, found in zip(answers[:3], answers[3:], strict=True):
+        assert torch.equal(found, wanted)
+    assert model.compiled.stats().generate_calls == {"fast loop": 3}
+    assert_account_is_empty(model)
+
+
+def test_a_copied_cache_goes_on_alone(seed: int) -> None:
+    """Forks share pages until one of them writes, which copies whole pages bit by bit."""
+    _, model = pair(seed)
+    inputs = mixed_prompts([6, 9], 128, seed)
+    out = greedy(model, inputs, 5, return_dict_in_generate=True)
+    forks = [out.past_key_values, *(copy.deepcopy(out.past_key_values) for _ in range(2))]
+    words = torch.full((2, 3), 7)
+    answers = []
+    for fork in forks:
+        out.past_key_values = fork
+        answers.append(greedy(model, next_turn(inputs, out, words), 6))
+    assert torch.equal(answers[0], answers[1])
+    assert torch.equal(answers[0], answers[2])
+
+
+def test_copies_of_pages_are_equal_bit_by_bit(seed: int) -> None:
+    _, model = pair(seed)
+    state = model.compiled.model_runner().state
+    generator = torch.Generator().manual_seed(seed)
+    for memory in state.pages:
+        memory.view(torch.uint8).random_(0, 256, generator=generator)
+    before = [memory.view(torch.uint8).clone() for memory in state.pages]
+    state.copy_pages([(2, 5), (3, 6)])
+    for memory, old in zip(state.pages, before, strict=True):
+        found = memory.view(torch.uint8)
+        assert torch.equal(found[[5, 6]], old[[2, 3]])
+        found[[5, 6]] = old[[5, 6]]
+        assert torch.equal(found, old)
+
+
+# ---- memory
+
+
+def test_pages_take_a_byte_a_number(seed: int) -> None:
+    model = compiled_llm.wrap(tiny_qwen3(seed).bfloat16(), **{**FP8, "kv_memory": 2**16})
+    plain = compiled_llm.wrap(tiny_qwen3(seed).bfloat16(), **{**FP8, "kv_memory": 2**16, "kv_dtype": None})
+    pages = []
+    for own in (model, plain):
+        greedy(own, mixed_prompts([5], 128, seed), 2)
+        with Engine(own) as engine:
+            described = engine.describe()
+        assert described.memory["pages"] <= 2**16 + described.memory["pages"] // (described.pages.total + 1)
+        pages.append(described.pages.total)
+    assert pages[0] == 2 * pages[1]
+
+
+# ---- scales
+
+
+def test_scales_are_the_largest_numbers_rounded_up_to_powers_of_two(seed: int) -> None:
+    plain = tiny_qwen3(seed, **WINDOWS)
+    prompts = [TEXT[:40], torch.tensor(TEXT[30:])]
+    scales = kv_scales(plain, prompts)
+    largest = [torch.zeros(2, 2) for _ in range(2)]
+    for prompt in prompts:
+        cache = DynamicCache()
+        tiny = tiny_qwen3(seed, **WINDOWS)
+        tiny(torch.as_tensor(prompt)[None], past_key_values=cache)
+        for part, name in enumerate(("keys", "values")):
+            seen = torch.stack([getattr(layer, name)[0].abs().amax((1, 2)) for layer in cache.layers])
+            largest[part] = torch.maximum(largest[part], seen)
+    for found, wanted in zip((scales.keys, scales.values), largest, strict=True):
+        times = torch.tensor(found) * 448 / wanted
+        assert ((times >= 1) & (times < 2)).all()
+        assert (torch.tensor(found).log2() % 1 == 0).all()
+    assert kv_scales(compiled_llm.wrap(plain, **FP8), prompts) == scales
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "prompts is empty"),
+        ([[]], r"prompts\[0\] must be token ids of one text"),
+        ([[5], torch.ones(1, 3, dtype=torch.long)], r"prompts\[1\] must be token ids of one text"),
+        (torch.ones(1, 3), r"prompts\[0\] must be token ids"),
+    ],
+)
+def test_prompts_that_are_none_are_refused(prompts: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kv_scales(tiny_qwen3(0), prompts)
+
+
+def test_scales_of_a_model_that_computes_nan_are_refused() -> None:
+    model = tiny_qwen3(0)
+    torch.nn.init.constant_(model.model.layers[1].self_attn.v_proj.weight, float("nan"))
+    with pytest.raises(ValueError, match="keys or values of layer 1 are not finite"):
+        kv_scales(model, [TEXT])
+
+
+def test_clamped_numbers_are_counted(seed: int) -> None:
+    """Of two rows, to which no padding is added."""
+    scales = KVScales([[1e-3] * 2] * 2, [[5e-4] * 2] * 2)
+    endless = {"eos_token_id": None}
+    model = compiled_llm.wrap(tiny_qwen3(seed, **endless), kv_scales=scales, **FP8)
+    oracle, total = fp8_oracle(tiny_qwen3(seed, **endless), scales), 0
+    assert model.compiled.stats().kv_saturated == 0
+    for length in (9, 17):
+        inputs = mixed_prompts([length, length], 128, seed)
+        texts = greedy(oracle, inputs, 8)
+        assert torch.equal(greedy(model, inputs, 8), texts)
+        total += sum(clamped_in(oracle, text[:-1].tolist(), scales) for text in texts)
+        assert model.compiled.stats().kv_saturated == total
+    assert total > 1000
+    assert f"{total} numbers of keys and values were too large" in str(model.compiled.stats())
+    with Engine(model) as engine:  # a count outlives its model runner
+        engine.sleep()
+        engine.wake()
+        assert model.compiled.stats().kv_saturated == total
+
+
+def test_new_scales_empty_the_prefix_cache_and_nothing_is_compiled(seed: int) -> None:
+    first, model = pair(seed)
+    others = kv_scales(tiny_qwen3(seed), [TEXT])
+    prompt, running = TEXT[:41], TEXT[50:80]
+    with Engine(model) as engine:
+        params = tiny_engines.greedy(9)
+        for cached in (0, 40):
+            (output,) = engine.generate([prompt], params)
+            assert (output.cached_tokens, output.outputs[0].token_ids) == (cached, alone(first, prompt, 9))
+        handle = engine.submit(running, tiny_engines.greedy(400))
+        next(iter(handle))
+        model.compiled.set_kv_scales(others)
+        assert model.compiled.config.kv_scales == others
+        second = fp8_oracle(tiny_qwen3(seed, eos_token_id=None), others)
+        for cached in (0, 40):
+            (output,) = engine.generate([prompt], params)
+            assert (output.cached_tokens, output.outputs[0].token_ids) == (cached, alone(second, prompt, 9))
+        assert len(handle.result(tiny_engines.PATIENCE).outputs[0].token_ids) == 400
+        engine.sleep()
+        engine.wake()
+        assert engine.generate([prompt], params)[0].outputs[0].token_ids == alone(second, prompt, 9)
+    inputs = mixed_prompts([5, 9], 128, seed)
+    torch.testing.assert_close(greedy(model, inputs, 9), greedy(second, inputs, 9))
+    assert model.compiled.stats().recompiles == 0
+    assert_account_is_empty(model)
+
+
+def test_new_scales_are_refused_while_a_cache_has_pages(seed: int) -> None:
+    oracle, model = pair(seed)
+    inputs = mixed_prompts([5, 9], 128, seed)
+    out = greedy(model, inputs, 5, return_dict_in_generate=True)
+    with pytest.raises(RuntimeError, match=r"set_kv_scales: caches hold .* pages"):
+        model.compiled.set_kv_scales(kv_scales(tiny_qwen3(seed), [TEXT]))
+    assert model.compiled.config.kv_scales == oracle.config.fp8_oracle
+    assert torch.equal(out.sequences, greedy(oracle, inputs, 5))
+    assert torch.equal(greedy(model, inputs, 5), out.sequences)
+    del out
+    gc.collect()
+    model.compiled.set_kv_scales(kv_scales(tiny_qwen3(seed), [TEXT]))
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "message"),
+    [
+        ([[1.0, float("nan")]], [[1.0, 1.0]], r"keys\[0\]\[1\] is nan; scales are from 1e-30"),
+        ([[1.0, 1.0]], [[0.0, 1.0]], r"values\[0\]\[0\] is 0.0"),
+        ([[1.0, 1.0]], [[1.0, -2.0]], r"values\[0\]\[1\] is -2.0"),
+        ([[1.0, float("inf")]], [[1.0, 1.0]], r"keys\[0\]\[1\] is inf"),
+        ([1.0, 2.0], [[1.0, 1.0]], r"keys must be numbers, \[layers\]\[kv heads\]; got \[1.0, 2.0\]"),
+        ([["a"]], [[1.0]], "keys must be numbers"),
+        ([], [], "keys must have a scale for each layer"),
+        ([[1.0]], [[]], "values must have a scale for each layer"),
+    ],
+)
+def test_scales_that_are_none_are_refused(keys: Any, values: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KVScales(keys, values)
+
+
+def test_scales_may_be_tensors() -> None:
+    assert KVScales(torch.full((2, 1), 0.5), [torch.ones(1), torch.ones(1)]) == KVScales([[0.5]] * 2, [[1.0]] * 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_dtype": "fp8"}, "kv_dtype='fp8': must be 'fp8_e4m3', or None"),
+        ({"kv_dtype": "fp8_e4m3", "kv_scales": 0.5}, "kv_scales=0.5: must be KVScales"),
+        ({"kv_scales": KVScales([[1.0]], [[1.0]])}, "kv_scales without kv_dtype"),
+    ],
+)
+def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WrapConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "message"),
+    [
+        ([[1.0, 1.0]], [[1.0, 1.0]], "scales of keys for 1 layers, and the model has 2"),
+        ([[1.0, 1.0]] * 2, [[1.0, 1.0]] * 3, "scales of values for 3 layers, and the model has 2"),
+        ([[1.0, 1.0], [1.0]], [[1.0, 1.0]] * 2, "1 scales of keys for layer 1, which has 2 kv heads"),
+    ],
+)
+def test_scales_of_another_shape_are_refused_and_the_next_call_works(keys: Any, values: Any, message: str) -> None:
+    model, scales = tiny_qwen3(0), KVScales(keys, values)
+    with pytest.raises(ValueError, match=f"wrap: kv_scales has {message}"):
+        compiled_llm.wrap(model, kv_scales=scales, **FP8)
+    inputs = mixed_prompts([5], 128, 0)
+    expected = greedy(compiled_llm.wrap(model, **FP8), inputs, 6)
+    with pytest.raises(ValueError, match=f"set_kv_scales: kv_scales has {message}"):
+        model.compiled.set_kv_scales(scales)
+    assert torch.equal(greedy(model, inputs, 6), expected)
+
+
+def test_new_scales_are_refused_where_pages_have_none() -> None:
+    model = compiled_llm.wrap(tiny_qwen3(0), mode="eager", **FEW_PAGES)
+    with pytest.raises(ValueError, match="wrapped without kv_dtype"):
+        model.compiled.set_kv_scales(KVScales([[1.0] * 2] * 2, [[1.0] * 2] * 2))
+    with pytest.raises(TypeError, match="set_kv_scales: give KVScales"):
+        model.compiled.set_kv_scales([[1.0]])
+
+
+class Placed:
+    """What the checks look at of a model on a GPU."""
+
+    device, dtype = torch.device("cuda:1"), torch.bfloat16
+
+    def parameters(self) -> list[Any]:
+        return [SimpleNamespace(device=self.device, requires_grad=False)]
+
+
+@pytest.mark.parametrize(("capability", "refused"), [((8, 6), True), ((8, 9), False), ((9, 0), False)])
+def test_gpus_without_fp8_are_refused(
+    capability: tuple[int, int], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed: Any = Placed()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(checks, "cuda_is_lost", lambda: False)
+    config = {"backend": "reference", "mode": "eager"}
+    message = "kv_dtype='fp8_e4m3' needs compute capability 8.9 or newer, and cuda:1 has 8.6"
+    with pytest.raises(ValueError, match=message) if refused else nullcontext():
+        checks.check_placement(placed, WrapConfig(kv_dtype="fp8_e4m3", **config))
+    checks.check_placement(placed, WrapConfig(**config))
+
+
+def test_a_backend_without_kernels_for_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reference, "kv_dtypes", frozenset())
+    with pytest.raises(ValueError, match="kv_dtype='fp8_e4m3': backend='reference' has no kernels for pages of fp8"):
+        compiled_llm.wrap(tiny_qwen3(0), **FP8)
+    compiled_llm.wrap(tiny_qwen3(0), **{**FP8, "kv_dtype": None})
+
+
+def test_the_backend_is_asked_for_kernels_for_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.dtype] = []
+    monkeypatch.setattr(
+        Reference, "missing_kernel", lambda self, geometry: asked.append(geometry.kv_dtype) or "it has none"
+    )
+    with pytest.raises(UnsupportedModelError, match="cannot run attention layer 0: it has none"):
+        compiled_llm.wrap(tiny_qwen3(0), **FP8)
+    assert asked[0] == torch.float8_e4m3fn
+
+
+def test_flashinfer_has_no_kernel_for_the_largest_heads() -> None:
+    geometry = Geometry(4, 2, 512, 16, -1, 0.0, torch.bfloat16, torch.float8_e4m3fn)
+    assert "no kernel for heads of size 512 in pages of torch.float8_e4m3fn" in str(missing_kernel(geometry))
+    assert missing_kernel(geometry._replace(head_dim=256)) is None
+
+
+def test_values_of_another_size_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"kv_dtype='fp8_e4m3': attention layer 0 has keys with heads of"):
+        compiled_llm.wrap(uneven_llama(0), **FP8)
+
+
+def test_decode_steps_may_be_planned(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
+    oracle, model = pair(seed)
+    inputs = mixed_prompts([5, 19, 11], 128, seed)
+    torch.testing.assert_close(greedy(model, inputs, 12), greedy(oracle, inputs, 12))
