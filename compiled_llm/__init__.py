@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from compiled_llm.engine.steps.request import RequestError
     from compiled_llm.engine.thread.handle import RequestHandle
     from compiled_llm.execution.reporting.stats import Stats
+    from compiled_llm.execution.state.page_watch import WrongPageError
     from compiled_llm.explaining.explainer import explain
     from compiled_llm.huggingface.kv_scales import kv_scales
     from compiled_llm.huggingface.wrap import unwrap, wrap
@@ -45,6 +46,7 @@ __all__ = [
     "StructuredOutputsParams",
     "UnsupportedModelError",
     "WrapConfig",
+    "WrongPageError",
     "demo",
     "explain",
     "kv_scales",
@@ -70,6 +72,7 @@ _HOMES = {
     "StructuredOutputsParams": "compiled_llm.requests.structured_outputs.params",
     "UnsupportedModelError": "compiled_llm.model.refusals",
     "WrapConfig": "compiled_llm.config",
+    "WrongPageError": "compiled_llm.execution.state.page_watch",
     "demo": "compiled_llm.demo_model.demo",
     "explain": "compiled_llm.explaining.explainer",
     "kv_scales": "compiled_llm.huggingface.kv_scales",

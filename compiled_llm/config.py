@@ -18,6 +18,8 @@ CUDA_GRAPH_MODES = ("cuda-graphs", "piecewise")
 WAITING_MODES = ("eager", "piecewise")
 """The modes in which attention may wait for the device."""
 
+CheckPages = Literal["off", "log", "raise"]
+
 OWN_BACKENDS = ("auto", "flashinfer", "reference")
 """Values of ``backend`` that need no other package; named here, too, so that checking them does not import torch."""
 
@@ -140,6 +142,9 @@ class WrapConfig:
             capability 8.9 on. None stores them in the model's dtype.
         kv_scales: for ``kv_dtype``, what keys and values are divided by before they are rounded, by layer and kv head:
             ``compiled_llm.kv_scales`` measures it. None for 1.
+        check_pages: check in each step that rows read their own pages, by tags beside the slots of these, which take 8
+            bytes a token. With ``"log"`` rows that read another's, or what nobody wrote, are counted and the first is
+            logged; with ``"raise"`` the call fails with ``WrongPageError``, or the requests that run.
         fuse_projections: compute linear layers that read one input (queries, keys and values; gate and up) as one
             matmul. Their weights become views of one storage each, and stay the same parameters. By default on CUDA
             only. Nothing is fused with ``mode="eager"``.
@@ -171,6 +176,7 @@ class WrapConfig:
     batch_invariant: bool = False
     kv_dtype: KVDtype | None = None
     kv_scales: KVScales | None = None
+    check_pages: CheckPages = "off"
     fuse_projections: bool | None = None
     workspace_bytes: int | None = None
     graph_memory: int | str | None = None
@@ -196,6 +202,10 @@ class WrapConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
         if self.cascade != "auto" and not isinstance(self.cascade, bool):
             raise ValueError(f'cascade={self.cascade!r}: must be True, False or "auto"')
+        if self.check_pages not in get_args(CheckPages):
+            raise ValueError(
+                f"check_pages={self.check_pages!r}: choose one of {', '.join(map(repr, get_args(CheckPages)))}"
+            )
         if not isinstance(self.fuse_projections, (bool, NoneType)):
             raise ValueError(f"fuse_projections={self.fuse_projections!r}: must be True, False or None")
         if not isinstance(self.artifacts, (str, os.PathLike, NoneType)) or self.artifacts == "":
@@ -272,6 +282,11 @@ class WrapConfig:
     def graph_budget(self) -> tuple[int | None, int | None]:
         """Bytes that captured graphs may take, and how many there may be; None for any."""
         return parse_graph_memory(self.graph_memory), self.max_graphs
+
+    @property
+    def checks_pages(self) -> bool:
+        """Whether steps check that rows read their own pages."""
+        return self.check_pages != "off"
 
     def fuses_on(self, device: str) -> bool:
         """Return whether projections are fused on a kind of device, ``"cpu"`` or ``"cuda"``."""

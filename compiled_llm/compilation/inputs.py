@@ -14,6 +14,22 @@ from compiled_llm.model.attention import AttentionPlans, CascadeBatch
 from compiled_llm_ops.protocol import DecodeOps
 
 
+class PageCheck(NamedTuple):
+    """What checks that rows read their own pages; see ``check_pages`` of the ops.
+
+    Attributes:
+        tags: ``[P, S, 2]`` int32.
+        chains: ``[X + 1]`` int64, of the row in each slot; the last one is nobody's.
+        row_numbers: ``[X + 1]`` int32.
+        faults: ``[2]`` int64.
+    """
+
+    tags: Tensor
+    chains: Tensor
+    row_numbers: Tensor
+    faults: Tensor
+
+
 class PrefillInputs(NamedTuple):
     """The inputs of a prefill, besides the pages.
 
@@ -29,6 +45,10 @@ class PrefillInputs(NamedTuple):
         indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
         indices: ``[N]`` int32 for each group of layers, page numbers.
         last_page_len: ``[B]`` int32, tokens in the row's last page.
+        page_check: checks the rows' pages, and tags those of the new tokens; None if nothing does.
+        begins: ``[B]`` int64, each row's chain as ``check_pages`` takes it, or ``CHAIN_IN_SLOT``; None without.
+        chain_slots: ``[B]`` int64, its slot, or -1; None without.
+        row_numbers: ``[B]`` int32, its number; None without.
     """
 
     ids: Tensor
@@ -43,6 +63,10 @@ class PrefillInputs(NamedTuple):
     indices: tuple[Tensor, ...]
     last_page_len: Tensor
     plans: AttentionPlans
+    page_check: PageCheck | None = None
+    begins: Tensor | None = None
+    chain_slots: Tensor | None = None
+    row_numbers: Tensor | None = None
 
 
 class PlannedRows(NamedTuple):
@@ -76,6 +100,7 @@ class DecodeInputs(NamedTuple):
         planned: in place of ``starts`` and ``indices`` for a backend that plans decode, else None.
         fed: ``[B, q]`` int64, known tokens that the rows feed in; None if each feeds in the one in its slot, q = 1.
         cascade: pages that rows share are read once, by this; None if each row reads all of its own.
+        page_check: as of ``PrefillInputs``; rows' chains lie in their slots.
     """
 
     slots: Tensor
@@ -87,3 +112,4 @@ class DecodeInputs(NamedTuple):
     planned: PlannedRows | None = None
     fed: Tensor | None = None
     cascade: CascadeBatch | None = None
+    page_check: PageCheck | None = None

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
+from compiled_llm.compilation.page_checks import check_decode, check_prefill
 from compiled_llm.compilation.sampling.sampling import SamplingTables, sample
 from compiled_llm.model.attention import BATCH_ARGUMENT, AttentionSpec, NewestTokens, PackedTokens, PagedBatch
 from compiled_llm.model.facts import Forward
@@ -37,14 +38,18 @@ def prefill_step(
     tokens = (inputs.token_rows, inputs.token_positions, inputs.qo_indptr, inputs.indptr)
     rows = (PackedTokens(*tokens, indices, inputs.last_page_len, inputs.plans) for indices in inputs.indices)
     batch = PagedBatch(pages, specs, tuple(rows))
+    embedded = inputs.ids.dim() == 3
+    ids = inputs.ids if embedded else _known(inputs.ids, tables)
     out = forward(
         model,
         position_ids=inputs.positions,
         use_cache=False,
         logits_to_keep=inputs.keep,
-        **({"inputs_embeds": inputs.ids} if inputs.ids.dim() == 3 else {"input_ids": _known(inputs.ids, tables)}),
+        **({"inputs_embeds": ids} if embedded else {"input_ids": ids}),
         **{BATCH_ARGUMENT: batch},
     )
+    if inputs.page_check is not None:
+        check_prefill(inputs, torch.zeros_like(inputs.positions[0]) if embedded else ids[0])
     logits: Tensor = out.logits[0]
     sampled_at = inputs.positions[0, inputs.keep[inputs.sampled]] + 1
     return logits, sample(logits[inputs.sampled], inputs.slots, sampled_at, tables)
@@ -74,6 +79,8 @@ def decode_step(
         positions = positions + torch.arange(new, device=ids.device)
     batch = PagedBatch(pages, specs, _rows(inputs, new))
     out = forward(model, input_ids=ids, position_ids=positions, use_cache=False, **{BATCH_ARGUMENT: batch})
+    if inputs.page_check is not None:
+        check_decode(inputs, ids)
     inputs.positions.add_(new)
     inputs.lengths.add_(new)  # after the layers: decode attention reads the table before it waits for them
     if inputs.planned is not None:

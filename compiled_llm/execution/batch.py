@@ -15,6 +15,24 @@ from torch import Tensor
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.table import Stored
+from compiled_llm_ops.contracts import CHAIN_SKIPPED
+
+
+class RowTag(NamedTuple):
+    """What tells a row from others where pages are checked.
+
+    Attributes:
+        chain: of the tokens before the new ones, as ``PrefillInputs.begins``.
+        slot: the row's, -1 if it has none.
+        number: the row's.
+    """
+
+    chain: int = CHAIN_SKIPPED
+    slot: int = -1
+    number: int = 0
+
+
+_UNTAGGED = RowTag()
 
 
 class Extension(NamedTuple):
@@ -25,12 +43,14 @@ class Extension(NamedTuple):
         ids: ``[Q]`` int64; a negative one is the next token of the slot ``-1 - id``.
         positions: ``[Q]`` int64, rotary positions.
         is_last: whether a token is sampled after them; not after a chunk that others follow.
+        tag: where pages are checked, what they follow; that of padding is skipped.
     """
 
     row: Stored
     ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     is_last: bool = True
+    tag: RowTag = _UNTAGGED
 
     @classmethod
     def of(cls, row: Row, ids: NDArray[np.int64], is_last: bool = True) -> Extension:

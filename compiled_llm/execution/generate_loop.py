@@ -191,6 +191,14 @@ class GenerateLoop:
             self._thread.call(self._sample, self._next_masks())
         return self._unread.read() if self._unread.steps else {}
 
+    def look_at_pages(self) -> None:
+        """Raise WrongPageError if a step has read a page that is not its row's, and ``check_pages`` says to raise.
+
+        It waits for all steps where pages are checked.
+        """
+        if (watch := self.model_runner.state.page_watch) is not None:
+            self._thread.call(watch.look)
+
     def logits(self) -> Tensor:
         """Return ``[B, V]``, the last step's logits of the rows that took part, in the model's dtype."""
         return self._thread.call(self._last_logits)

@@ -102,6 +102,7 @@ def fast_loop(call: PagedCall, settings: Sequence[Sampling | None]) -> Tensor | 
             elif ended:
                 for index in ended:
                     generate_loop.release(rows[index])
+        generate_loop.look_at_pages()
         if call.returns_cache:
             settle(call, rows, ends if observer is None else {}, sequences)
     call.runtime.counters.add_steps(generate_loop.steps)
@@ -147,6 +148,8 @@ def begin_rows(call: PagedCall, rows: list[Row]) -> Iterator[NDArray[np.int64]]:
     """
     for row, leads, tokens, length in zip(rows, call.leaders, call.tokens, call.lengths, strict=True):
         shared = 0 if rows[leads] is row else row.begin_as(rows[leads], length)
+        if shared:
+            row.identify(tokens)
         row.reserve(length + call.max_new - 1)
         yield tokens[shared:]
 

@@ -52,16 +52,19 @@ class PagePool:
 
     Attributes:
         groups: how many groups of layers have pages of their own.
+        tagged: whether the slots of pages have tags by which rows are checked.
         peak_used: the most pages that rows have owned at one time.
         validity: of decode steps. It ends when rows share pages (no row writes into them any more) or forget tokens,
             but by no call of a tree: that owns full pages, into which no row writes.
         lock: a thread that holds it keeps all others from changing anything.
     """
 
-    def __init__(self, pages: int, page_size: int, validity: StepValidity | None = None, groups: int = 1) -> None:
+    def __init__(
+        self, pages: int, page_size: int, validity: StepValidity | None = None, groups: int = 1, tagged: bool = False
+    ) -> None:
         self.validity = StepValidity() if validity is None else validity
         self.page_size = page_size
-        self.groups = groups
+        self.groups, self.tagged = groups, tagged
         self.total = pages - 1
         self.peak_used = 0
         self._free = list(range(pages - 1, NULL_PAGE, -1))

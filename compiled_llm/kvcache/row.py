@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from compiled_llm.kvcache.pool import PagePool
+from compiled_llm_ops.attention.check_pages import chain_after
+from compiled_llm_ops.contracts import CHAIN_ADOPTED, CHAIN_KNOWN, CHAIN_ORIGIN
+
+_numbers = itertools.count(1)
 
 
 class PageCopy(NamedTuple):
@@ -47,6 +55,10 @@ class Row:
         has_next: whether its slot holds its next input token.
         unread: of the latest steps, how many of their tokens count.
         uncounted: how many tokens by which it has grown turned out not to count.
+        number: its own, by which a check of pages names it.
+        name: whose row it is, for people; empty if nobody has said.
+        chain: of its tokens and ``CHAIN_KNOWN``, see ``check_pages`` of the ops; ``CHAIN_ADOPTED`` if only its last tag
+            says it, None if the device has it, in the row's slot. Used only where pages are checked.
     """
 
     def __init__(self, pool: PagePool, tokens: int) -> None:
@@ -66,6 +78,8 @@ class Row:
         self.has_next = False
         self.unread: list[TokenCount] = []
         self.uncounted = 0
+        self.number, self.name = next(_numbers), ""
+        self.chain: int | None = CHAIN_KNOWN + CHAIN_ORIGIN
         self._free_slots: list[int] = []
 
     @property
@@ -139,6 +153,7 @@ class Row:
         self._pool.share(other.pages[:full])
         self.pages, self.listed = other.pages[:full], 0
         self.length = self.position = self._pool.tokens_in(full)
+        self._forget_chain()
         return self.length
 
     def begin_from(self, pages: list[int]) -> None:
@@ -151,6 +166,7 @@ class Row:
             raise ValueError(f"a row of {self.length} tokens cannot begin again; free it, or take an empty one")
         self.pages, self.listed = list(pages), 0
         self.length = self.position = len(pages) // self._pool.groups * self._pool.page_size
+        self._forget_chain()
 
     def _unshare(self) -> Sequence[PageCopy]:
         kept = len(self.pages) - self._pool.groups
@@ -209,6 +225,7 @@ class Row:
         row = Row(self._pool, 0)
         self._pool.share(self.pages)
         row.pages, row.length, row.position = list(self.pages), self.length, self.position
+        row.chain = CHAIN_ADOPTED if self.chain is None else self.chain
         return row
 
     def mark(self) -> tuple[int, int]:
@@ -217,8 +234,10 @@ class Row:
 
     def restore(self, mark: tuple[int, int]) -> None:
         """Undo all growth since ``mark``, and the promises made for it; a page that was copied stays copied."""
-        length, pages = mark
+        (length, pages), chain = mark, self.chain
         self.shrink(self.length + self.uncounted - length)
+        if chain is not None:  # it goes on once a step has succeeded
+            self.chain = chain
         extra = max(0, self._promised + len(self.pages) - pages)  # fewer if others share some of the pages
         self._pool.give_back((), reserved=extra)
         self._reserved -= extra
@@ -228,6 +247,8 @@ class Row:
         if not 0 <= tokens <= self.length:
             raise ValueError(f"a row of {self.length} tokens cannot forget {tokens}")
         self.length -= tokens
+        if tokens:
+            self._forget_chain()
         keep = self._pool.pages_for(self.length)
         if keep < len(self.pages):
             self.listed = min(self.listed, keep)
@@ -252,6 +273,20 @@ class Row:
             self.page_period = object()
         self._pool.give_back(ahead, reserved)
 
+    def identify(self, ids: NDArray[np.int64]) -> None:
+        """Say which tokens ``[T]`` the pages hold that it begins with, where they are checked."""
+        if self._pool.tagged:
+            self.chain = CHAIN_KNOWN + chain_after(ids[: self.length])
+
+    def lose_chain(self) -> None:
+        """Let the row's chain be that of its last tag, if only its slot has it."""
+        if self.chain is None:
+            self.chain = CHAIN_ADOPTED
+
+    def _forget_chain(self) -> None:
+        """Let the row's chain be that of its last tag, unless it has no tokens: the host does not know them."""
+        self.chain = CHAIN_ADOPTED if self.length else CHAIN_KNOWN + CHAIN_ORIGIN
+
     def take_slot(self, free: list[int]) -> None:
         """Take one of the free slots; it goes back to ``free`` once the row leaves it."""
         self._free_slots = free
@@ -262,6 +297,7 @@ class Row:
         if self.slot is not None:
             self._free_slots.append(self.slot)
         self.slot, self.listed, self.has_next = None, 0, False
+        self.lose_chain()
 
     def free(self) -> None:
         """Give all pages back; the row holds nothing afterwards, and freeing it again does nothing."""
@@ -270,4 +306,5 @@ class Row:
         pages, reserved = self.pages + self.ahead, self._reserved
         self.page_period = object()
         self.pages, self.ahead, self._reserved, self.length, self.position = [], [], 0, 0, 0
+        self._forget_chain()
         self._pool.give_back(pages, reserved)

@@ -522,7 +522,10 @@ CHAIN_ORIGIN = 0x2545F491
 """The chain of no tokens; memory that was never written, zeros, follows from nothing."""
 
 CHAIN_SKIPPED, CHAIN_ADOPTED = 0, 1
-"""In place of a chain: the row is neither checked nor tagged; its chain is the one that its last tag says."""
+"""In place of a chain: the row is neither checked nor tagged; its chain is the one that its last tag says.
+
+To the second is added how many tokens the row has, without the new ones.
+"""
 
 CHAIN_KNOWN = 2**32
 """Added to a chain that is known."""

@@ -65,6 +65,7 @@ def engine_for(
     mixed: Mixed = False,
 ) -> Engine:
     options: dict[str, Any] = {"mode": mode, "page_size": page_size, "max_batch_size": 8, "prefill_tokens": 32}
+    options["check_pages"] = "raise"  # with random requests, it stays silent
     model = wrapped(tokens, plain, cascade=cascade, **options)
     return Engine(model, tokenizer=byte_level(), max_num_seqs=8, mixed=mixed)
 

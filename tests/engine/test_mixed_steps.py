@@ -48,7 +48,8 @@ def engine_of(mixed: Mixed, tokens: int = 4000, config: dict[str, Any] | None = 
 def engine_for(
     plain: PreTrainedModel, mixed: Mixed, tokens: int = 4000, mode: Mode = "eager", **options: Any
 ) -> Engine:
-    model = wrapped(tokens, plain, mode=mode, max_batch_size=8, page_size=16, prefill_tokens=32)
+    sizes = {"max_batch_size": 8, "page_size": 16, "prefill_tokens": 32}
+    model = wrapped(tokens, plain, mode=mode, check_pages="raise", **sizes)  # with random requests, it stays silent
     return Engine(model, tokenizer=byte_level(), max_num_seqs=8, mixed=mixed, **options)
 
 

@@ -20,7 +20,7 @@ from compiled_llm.model.sizes import max_positions_of
 
 OPTIONS = (
     *("mode", "backend", "page_size", "prefill_tokens", "cascade", "batch_invariant", "kv_dtype"),
-    *("fuse_projections", "workspace_bytes"),
+    *("checks_pages", "fuse_projections", "workspace_bytes"),
 )
 """The options of ``wrap`` that code depends on; of ``max_batch_size`` it is the room for rows that counts."""
 

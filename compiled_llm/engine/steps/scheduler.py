@@ -225,13 +225,16 @@ class Scheduler:
         if not self._slots(len(self._beginning) + 1, keeping):
             return None
         known, row = request.text, Row(self._pool, 0)
+        row.name = f"request {request.arrival}"
         self.rows.add(row)
         if self._prefixes is not None:
             if not request.unscored(0):
                 row.begin_from(self._prefixes.match(known, request.salt))
+                row.identify(known)
             request.generation = self.generation
         elif (leader := request.leader) is not None and leader.row is not None and leader.prefilled:
             row.begin_from(self._shared_with(leader.row, len(request.prompt)))
+            row.identify(known)
         rest = min(request.stored - len(known) + 1, round(self._likely))
         if not (self._reserved(row, len(known) + rest - 1) or (not self.running and self._reserved(row, len(known)))):
             self._free(row)

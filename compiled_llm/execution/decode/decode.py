@@ -291,6 +291,9 @@ class Decode:
             raise ValueError(f"accept: one number for each of {len(sampled)} rows is needed; got {[*counts.shape]}")
         inputs, rows = self._state.decode_buffers.of(step), len(sampled)
         next_tokens = sampled.gather(1, counts[:, None] - 1)[:, 0]
+        if (watch := self._state.page_watch) is not None:
+            assert inputs.fed is not None, "several tokens were known"
+            watch.go_back(inputs.slots[:rows], inputs.fed[:rows], counts, inputs.lengths[:rows])
         inputs.positions[:rows].add_(counts - step.new_tokens_per_row)
         inputs.lengths[:rows].add_(counts - step.new_tokens_per_row)
         self._state.slots.tables.next_token.index_copy_(0, inputs.slots[:rows], next_tokens)
@@ -312,11 +315,17 @@ class Decode:
         self._state.arena.flush()
         if (cuda_graph := self._table.get(step)) is not None:
             outputs: StepOutputs = cuda_graph.replay()
+            self._look_at_pages()
             return outputs
         outputs = self._launch(step)
+        self._look_at_pages()
         if self._cuda_graphs.ours:
             self._cuda_graphs.want(step, functools.partial(self._capture, step, outputs))
         return outputs
+
+    def _look_at_pages(self) -> None:
+        if self._state.page_watch is not None:
+            self._state.page_watch.launched()
 
     def launch(self, rows: int, step: StepKey, wanted: StepKey) -> DecodeLaunch:
         """Return how a step of ``rows`` rows in the buffers is launched again; arguments as in ``run``."""
@@ -330,6 +339,7 @@ class Decode:
             wanted=wanted,
             missed=None if wanted == step else functools.partial(self._table.missed, wanted, padded=True),
             cascaded=self._graph_manager.events.cascaded if step.cascade else None,
+            checked=None if self._state.page_watch is None else self._state.page_watch.launched,
             repeats=step.new_tokens_per_row == 1 and (graph is not None or not self._cuda_graphs.ours),
             alone=not self._cuda_graphs.background_captures,
         )
@@ -341,6 +351,8 @@ class Decode:
 
     def _inputs(self, step: StepKey) -> DecodeInputs:
         inputs = self._state.decode_buffers.of(step)
+        if self._state.page_watch is not None:
+            inputs = inputs._replace(page_check=self._state.page_watch.inputs)
         if step.cascade:
             assert self._cascade is not None, "only with its tables are there such steps"
             return inputs._replace(cascade=self._cascade.of(step))

@@ -90,6 +90,7 @@ class DecodeLaunch(NamedTuple):
         used: counts the wanted steps, ``wanted`` here.
         missed: called if that one has no CUDA graph, so that the step runs in another.
         cascaded: called if it reads pages which rows share once.
+        checked: called after it if it checks pages.
         repeats: whether it can be launched again as it is; a missing graph would not be captured then.
         alone: whether nothing is to be done between two launches, as captures that go on in time slices are.
     """
@@ -102,6 +103,7 @@ class DecodeLaunch(NamedTuple):
     wanted: StepKey
     missed: Callable[[], None] | None
     cascaded: Callable[[], None] | None
+    checked: Callable[[], None] | None
     repeats: bool
     alone: bool
 
@@ -229,6 +231,8 @@ class DecodeStep:
                 graph.used = graph.clock()
                 assert graph.cuda_graph is not None, "a step without its graph is not valid"
                 graph.cuda_graph.launch()
+            if launch.checked is not None:
+                launch.checked()
             with deferred():
                 self.placed.advance()
                 self._limit -= 1

@@ -40,6 +40,7 @@ class PersistentBatch:
         self.exact = exact
         self._decode = decode
         self._validity, self._slots, self._readbacks = state.validity, state.slots, readbacks
+        self._page_watch = state.page_watch
         self._page_size, self._groups, self._longest = state.config.page_size, state.pool.groups, state.max_positions
         self.bucket = 0
         self._wanted: StepKey | None = None
@@ -74,6 +75,8 @@ class PersistentBatch:
         if self._decode.follows_pages:  # whose plan needs exact lengths
             make_exact(rows)
         listed = self._slots.list_pages(rows)
+        if self._page_watch is not None:
+            self._page_watch.enter(rows, step.new_tokens_per_row)
         placed = None if self.step is None else self.step.placed
         if placed is not None and placed.are(rows, step):
             entered = self._decode.follows_pages and self._enters_page(rows, step)
@@ -200,6 +203,8 @@ class PersistentBatch:
     def lose(self, rows: Sequence[Row]) -> None:
         """Forget the rows' next tokens, which a failed step may have overwritten, and leave the decode buffers."""
         self._slots.forget_next(rows)
+        for row in rows:
+            row.lose_chain()
         self.deferred.forget()
         self.invalidate()
         self._decode.claim(None)

@@ -133,6 +133,7 @@ class Runtime:
             steps=counters.steps,
             cascade_steps=self.events.cascade_steps,
             kv_saturated=self.events.kv_saturated + model_runner.thread.call(model_runner.saturated),
+            wrong_tags=self._wrong_tags(model_runner),
             new_tokens=counters.tokens,
             generate_seconds=round(self.events.generating.seconds, 6),
             uploads=self.events.uploads.total(),
@@ -154,6 +155,11 @@ class Runtime:
             memory=model_runner.memory(),
             cuda_graph_table=self.cuda_graphs.as_dicts(),
         )
+
+    @staticmethod
+    def _wrong_tags(model_runner: ModelRunner) -> int:
+        watch = model_runner.state.page_watch
+        return 0 if watch is None else model_runner.thread.call(watch.count)
 
     @property
     def cuda_graphs(self) -> CudaGraphTable:

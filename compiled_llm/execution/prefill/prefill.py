@@ -63,6 +63,7 @@ class Prefill:
         self._planner = planner
         self._shapes = shapes
         self._paging = state.config.page_size, state.pool.groups
+        self._page_watch = state.page_watch
         self._table.when_dropped.append(planner.forget)
         self._anchors = self._find_anchors()
         self._table.anchors["prefill"] = [*self._anchors]
@@ -164,6 +165,9 @@ class Prefill:
             rows = [cast(Row, extension.row) for extension in ending] if remember else []
             slots = self._state.slots.of(rows, len(ending))
         self._state.arena.flush()
+        watch = self._page_watch
+        if watch is not None:
+            extensions = [watch.tagged(extension) for extension in extensions]
         start, parts = 0, []
         for chunk in chunks(extensions, self._state.config.prefill_tokens, *self._paging):
             end = start + token_count(chunk)
@@ -172,6 +176,9 @@ class Prefill:
             sampled = slots[inside] if len(slots) else slots
             parts.append(self._run_chunk(chunk, keep[inside] - start, sampled, part, unchanged, exact))
             start = end
+        if watch is not None:
+            watch.launched()
+            watch.stored(extensions, embeddings is not None)
         if len(parts) == 1:
             return parts[0]
         return torch.cat([logits for logits, _ in parts]), torch.cat([tokens for _, tokens in parts])
@@ -211,7 +218,7 @@ class Prefill:
     ) -> PrefillInputs:
         """Copy a prefill into new tensors on the device, and plan it."""
         state = self._state
-        packed, table = pack(chunk, keep, slots, *self._paging)
+        packed, table = pack(chunk, keep, slots, *self._paging, tagged=self._page_watch is not None)
         inputs = self._as_inputs(state.staging.to_device(packed), None)
         if embeddings is not None:
             inputs = inputs._replace(ids=embeddings[None])
@@ -223,6 +230,10 @@ class Prefill:
         """Return device tensors, in the order of ``Packed``, as inputs of the program, with the plans of a shape."""
         named = Packed(*columns)._asdict()  # type: ignore[arg-type]
         named |= {"ids": named["ids"][None], "positions": named["positions"][None]}
+        if self._page_watch is None:
+            named |= dict.fromkeys(("begins", "chain_slots", "row_numbers"))
+        else:
+            named["page_check"] = self._page_watch.inputs
         return PrefillInputs(indices=self._state.prefill_indices, plans=self._planner.for_prefill(shape), **named)
 
     def _launch(self, inputs: PrefillInputs) -> StepOutputs:
@@ -328,7 +339,7 @@ class Prefill:
         forgettable = not state.slots.remember(running)  # else the host lacks what would have to be written again
         if entry is not None and (forgettable or self._graph_manager.is_valid(shape, unchanged)):
             assert entry.filled is not None
-            fed = state.slots.tables.next_token.clone() if running else None  # the replay overwrites what it feeds in
+            fed = state.slots.fed() if running else None  # the replay overwrites what it feeds in
             self._upload(packed, table, shape, entry.filled)
             result: StepOutputs = entry.replay()
             # Checked while the device computes. All it reads is there, since the weights are; and if the model computes
@@ -353,7 +364,8 @@ class Prefill:
         missing = shape.rows - len(keep)
         keep = np.concatenate([keep, np.zeros(missing, dtype=np.int64)])
         slots = np.concatenate([slots, self._state.slots.of([], missing)])
-        return pack(padded(chunk, shape, *self._paging), keep, slots, *self._paging)
+        tagged = self._page_watch is not None
+        return pack(padded(chunk, shape, *self._paging), keep, slots, *self._paging, tagged=tagged)
 
     def _in_new_tensors(self, shape: StepKey, packed: Packed) -> tuple[PrefillInputs, Tensor]:
         """Return the inputs of a captured prefill, and the tensor from which they are filled."""
@@ -378,6 +390,8 @@ def _unpack(inputs: PrefillInputs, packed: Tensor) -> None:
     """Fill the inputs of a prefill that was uploaded in one tensor: copies inside a graph take the host no time."""
     start = 0
     for name in Packed._fields:
-        column = getattr(inputs, name).view(-1).view(torch.uint8)
+        if (own := getattr(inputs, name)) is None:
+            continue
+        column = own.view(-1).view(torch.uint8)
         column.copy_(packed[start : start + len(column)])
         start += len(column)

@@ -18,6 +18,7 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.cascade import Cascade
 from compiled_llm.execution.state.decode_buffers import DecodeBuffers
+from compiled_llm.execution.state.page_watch import PageWatch
 from compiled_llm.execution.state.sampling_graphs import SamplingGraphs
 from compiled_llm.execution.state.slots import Slots
 from compiled_llm.execution.state.staging import Staging
@@ -46,6 +47,7 @@ class RunnerState:
         pool: which row has which page.
         arena: the columns of slots and decode buffers.
         step_table: all steps, and their CUDA graphs within their budget.
+        page_watch: checks that rows read their own pages; None if nothing does.
         prefill_indices: the page numbers of the prefill that runs, for each group of layers.
     """
 
@@ -83,15 +85,21 @@ class RunnerState:
             pages_each = -(-self.max_positions // config.page_size) + 1
             columns = DecodeBuffers.columns(config.max_batch_size)
             columns |= Slots.columns(config.max_batch_size, pages_each, groups)
+            if config.checks_pages:
+                columns |= PageWatch.columns(columns["next_token"][0])
             self.arena = Arena(columns, self.device, self.staging)
-            self.slots = Slots(self.arena, self.staging, logits_width(model), self.validity, groups)
+            self.page_watch: PageWatch | None = None
+            if config.checks_pages:
+                self.page_watch = PageWatch(config, count, self.arena, self.staging, self.device)
+            chains = None if self.page_watch is None else self.page_watch.inputs.chains
+            self.slots = Slots(self.arena, self.staging, logits_width(model), self.validity, groups, chains)
             self.decode_buffers = DecodeBuffers(self.arena, self.slots, chosen.decode_ops)
             self.sampling_graphs = SamplingGraphs(self.device, config.captures_on(self.device.type), self.step_table)
             self.prefill_indices = tuple(
                 mark_for_any_room(torch.zeros(prefill_pages, dtype=torch.int32, device=self.device))
                 for _ in range(groups)
             )
-        self.pool = PagePool(count, config.page_size, self.validity, groups)
+        self.pool = PagePool(count, config.page_size, self.validity, groups, config.checks_pages)
 
     def fit_vocabulary(self) -> None:
         """Follow a model whose vocabulary has changed."""
@@ -105,13 +113,16 @@ class RunnerState:
     def buffer_bytes(self) -> int:
         """Bytes of all tensors but the pages."""
         parts = (self.arena, self.slots, self.decode_buffers, self.sampling_graphs)
-        return sum(part.nbytes for part in parts) + sum(indices.nbytes for indices in self.prefill_indices)
+        tags = 0 if self.page_watch is None else self.page_watch.nbytes
+        return tags + sum(part.nbytes for part in parts) + sum(indices.nbytes for indices in self.prefill_indices)
 
     def release(self) -> None:
         """Give most of the memory back; nothing may be run afterwards."""
         for memory in self._memories:
             free(memory)
         self.pages.clear()
+        if self.page_watch is not None:
+            self.page_watch.release()
         self.slots.release()
         self.sampling_graphs.release()
 
@@ -121,6 +132,8 @@ class RunnerState:
         source, target = self.staging.to_device(columns)
         for memory in map(as_bytes, self._memories):
             memory.index_copy_(0, target, memory.index_select(0, source))
+        if self.page_watch is not None:
+            self.page_watch.copy_pages(source, target)
 
     def write(self, rows: Sequence[Row], stored: NDArray[np.bool_], states: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Write keys and values that were computed elsewhere to the ends of rows.
@@ -146,6 +159,8 @@ class RunnerState:
         for spec, memory, (keys, values) in zip(self.specs, self.pages, states, strict=True):
             places = TokenPlaces(stored.shape[1], of_group[spec.group], slots, own_rows, own_columns)
             spec.write(memory, places, keys, values)
+        if self.page_watch is not None:
+            self.page_watch.imported(rows, counts, groups)
 
     def read(self, layer: int, row: Row) -> tuple[Tensor, Tensor]:
         """Return copies of a row's keys and values in one layer, each ``[K, length, D]``."""

@@ -37,6 +37,7 @@ class _Waiting(NamedTuple):
 
     token: Tensor | None
     sampling: Sampling
+    chain: Tensor | None = None
 
 
 def _columns_of_pages(groups: int) -> list[str]:
@@ -66,11 +67,19 @@ class Slots:
         vocabulary: int,
         validity: StepValidity | None = None,
         groups: int = 1,
+        chains: Tensor | None = None,
     ) -> None:
-        """All slots begin free, and greedy; ``validity`` is that of decode steps."""
+        """All slots begin free, and greedy.
+
+        Args:
+            validity: of decode steps.
+            groups: of layers.
+            chains: ``[X + 1]``, those of the rows in the slots, where pages are checked.
+        """
         self._arena = arena
         self._validity = StepValidity() if validity is None else validity
         self._settings = SlotSettings(arena, staging, vocabulary)
+        self._chains = chains
         self._groups, self._columns = groups, _columns_of_pages(groups)
         self.pages = tuple(arena[name] for name in self._columns)
         self.padding = len(self.tables.next_token) - 1
@@ -153,6 +162,9 @@ class Slots:
             if waiting.token is not None:
                 self.tables.next_token[cast(int, row.slot)].copy_(waiting.token)
                 row.has_next = True
+            if self._chains is not None and waiting.chain is not None:
+                self._chains[cast(int, row.slot)].copy_(waiting.chain)
+                row.chain = None
 
     def feed(self, tokens: Mapping[Row, int]) -> None:
         """Replace the next tokens of rows."""
@@ -190,7 +202,8 @@ class Slots:
             row = reference()
             if row is not None and row.slot == slot and row not in staying and self._settings.of(slot).forgets:
                 token = self.tables.next_token[slot].clone() if row.has_next else None
-                self._waiting[row] = _Waiting(token, self._settings.of(slot))
+                chain = self._chains[slot].clone() if self._chains is not None and row.chain is None else None
+                self._waiting[row] = _Waiting(token, self._settings.of(slot), chain)
                 row.leave_slot()
                 self._validity.invalidate()  # decode buffers may still name the slot
         if count > len(self._free):
@@ -228,14 +241,22 @@ class Slots:
         """Return whether it matters to a row which tokens it has seen."""
         return any(row.slot is not None and not self._settings.of(row.slot).forgets for row in rows)
 
-    def restore(self, slots: Iterable[int], next_token: Tensor | None = None) -> None:
+    def fed(self) -> list[Tensor]:
+        """Return copies of what a step of rows that have sampled tokens before overwrites."""
+        return [table.clone() for table in self._overwritten]
+
+    @property
+    def _overwritten(self) -> list[Tensor]:
+        return [self.tables.next_token] + ([] if self._chains is None else [self._chains])
+
+    def restore(self, slots: Iterable[int], fed: Sequence[Tensor] | None = None) -> None:
         """Forget the tokens that were sampled in these slots since rows took them.
 
-        ``next_token`` is a copy of that table, for rows that have sampled tokens before.
+        ``fed`` are copies of before, for rows that have sampled tokens before.
         """
         self._settings.count_again(slots)
-        if next_token is not None:
-            self.tables.next_token.copy_(next_token)
+        for table, before in zip(self._overwritten, fed or (), strict=fed is not None):
+            table.copy_(before)
 
     def list_pages(self, rows: Sequence[Row]) -> bool:
         """Write page numbers that the slots of rows lack, and some ahead; return whether any was lacking."""

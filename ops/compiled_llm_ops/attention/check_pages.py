@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm_ops.contracts import (
+    CHAIN_ADOPTED,
     CHAIN_KNOWN,
     CHAIN_ORIGIN,
     CHAIN_SKIPPED,
@@ -55,8 +56,9 @@ def check_pages(
     Args:
         tags: ``[P, S, 2]`` int32, written: the chain before and after the token in each slot.
         chains: ``[X]`` int64, written: in the places of ``slots`` the rows' chains, ``chain_after`` of their tokens and
-            ``CHAIN_KNOWN``, at first without the new tokens and afterwards with them; ``CHAIN_ADOPTED`` to take over
-            that of the last tag, ``CHAIN_SKIPPED`` for padding, which is left alone. No two rows have one place.
+            ``CHAIN_KNOWN``, at first without the new tokens and afterwards with them; ``CHAIN_ADOPTED``
+            plus the number of these tokens to take over that of the last tag, which an earlier call has written;
+            ``CHAIN_SKIPPED`` for padding, which is left alone. No two rows have one place.
         faults: ``[2]`` int64, written: how many tags were wrong is added to the first, and the second becomes the
             least of itself and the wrong slots, see ``fault_of``; it begins as ``NO_FAULT``.
         tokens: ``[T]`` int64, the tokens of a row next to each other.
@@ -170,11 +172,8 @@ def _cpu(args: CheckPages) -> None:
     each_row = torch.arange(rows, device=lengths.device)
     tags = args.tags.view(-1, 2)
 
-    last, _, legal = _places(args, each_row, (old - 1).clamp(min=0))
-    prior = torch.where(old > 0, tags[last, 1].long() & _LOW, CHAIN_ORIGIN)
-    chains = torch.where(known, begins & _LOW, prior)
-    apart = known & ((prior != chains) | ((old > 0) & ~legal))
-
+    last, _, last_legal = _places(args, each_row, (old - 1).clamp(min=0))
+    chains = torch.where(known, begins & _LOW, _prior(tags, last, old))
     row_of = each_row.repeat_interleave(counts)
     positions = (old - counts.cumsum(0) + counts)[row_of] + torch.arange(len(row_of), device=lengths.device)
     mixes = _mixed(args.tokens[: len(row_of)], positions)
@@ -187,10 +186,17 @@ def _cpu(args: CheckPages) -> None:
     pairs = torch.stack([after - mixes, after], 1).to(torch.int32)
     tags.index_copy_(0, places[written], pairs[written])
 
+    differs = (_prior(tags, last, old) != chains) | ((old > 0) & ~last_legal)  # the tag may be as new
+    apart = torch.where(known, differs, begins != CHAIN_ADOPTED + old)
     _note_faults(args, checked, apart, torch.where(checked, old if args.qo_indptr is None else lengths, 0), old)
     totals = torch.zeros_like(lengths).index_add_(0, row_of, mixes)
     ended = CHAIN_KNOWN + ((chains + totals) & _LOW)
     args.chains.index_copy_(0, args.slots[checked], ended[checked])
+
+
+def _prior(tags: Tensor, last: Tensor, old: Tensor) -> Tensor:
+    """Return ``[B]``, the chains that the rows' last old tags say, which lie in ``last``."""
+    return torch.where(old > 0, tags[last, 1].long() & _LOW, CHAIN_ORIGIN)
 
 
 def _note_faults(args: CheckPages, checked: Tensor, apart: Tensor, until: Tensor, old: Tensor) -> None:

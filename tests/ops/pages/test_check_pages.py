@@ -9,7 +9,7 @@ import torch
 from compiled_llm_ops import check_pages
 from compiled_llm_ops.attention.check_pages import PageFault, chain_after, chain_before, fault_of
 from compiled_llm_ops.contracts import CHAIN_ADOPTED, CHAIN_KNOWN, NO_FAULT
-from support.ops.tagged_rows import TaggedRows, chains_of, some_rows
+from support.ops.tagged_rows import TaggedRows, chains_of, rows_that_begin_alike, some_rows
 
 TOKENS = [[5, 3, 5, 9, 1, 1, 8, 2, 6, 4, 7], [5, 3, 5, 9, 2, 3, 4, 5, 6]]
 
@@ -51,14 +51,23 @@ def test_faults_are_those_of_a_naive_check(packed: bool, seed: int) -> None:
     assert found > 20
 
 
+def test_rows_of_a_prefill_read_what_others_write_in_the_same_call() -> None:
+    rows = rows_that_begin_alike()
+    assert run(rows, packed=True) == (0, None)
+    rows.pages[1][0] = rows.pages[0][1]
+    assert run(rows, packed=True)[1] == PageFault(102, rows.pages[0][1], 0)
+
+
 def test_a_chain_that_is_adopted_is_that_of_the_last_tag() -> None:
     rows = TaggedRows(TOKENS, [1, 1], 4)
     _, chains = rows.after()
-    rows.chains[1] = CHAIN_ADOPTED
+    rows.chains[1] = CHAIN_ADOPTED + 10
     args = rows.arguments(packed=False)
     check_pages(*args)
     assert torch.equal(args.chains, chains)
     assert args.faults.tolist() == [0, NO_FAULT]
+    rows.chains[1] = CHAIN_ADOPTED + 9
+    assert run(rows) == (1, PageFault(101, rows.pages[0][2], 9))  # is a token longer than the host knows
 
 
 def test_the_first_wrong_slot_is_named() -> None:

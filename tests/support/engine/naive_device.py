@@ -85,7 +85,7 @@ class NaiveDevice:
         self.mixed: set[Row] = set()
         self.thread = SimpleNamespace(call=lambda function, *args: function(*args))
         self.readbacks = SimpleNamespace(start=self._start_reading)
-        config = SimpleNamespace(page_size=pool.page_size, cascade=False)
+        config = SimpleNamespace(page_size=pool.page_size)
         self.taken = 0
         self.deferring: set[int] = set()
         graphs = SimpleNamespace(leave=lambda user: None)
@@ -93,6 +93,8 @@ class NaiveDevice:
             slots=self,
             pool=pool,
             config=config,
+            cascade=None,
+            page_watch=None,
             max_positions=10_000,
             sampling_graphs=graphs,
             validity=pool.validity,

@@ -112,7 +112,9 @@ class TaggedRows:
             for position in range(len(row) if packed else old):
                 page = pages[position // self.size]
                 own, after = (int(part) % 2**32 for part in tags[page, position % self.size])
-                ends = position == max(0, old - 1) and begin != CHAIN_ADOPTED and begin - CHAIN_KNOWN != after
+                adopts = begin < CHAIN_KNOWN
+                differs = begin != CHAIN_ADOPTED + old if adopts else begin - CHAIN_KNOWN != after
+                ends = position == max(0, old - 1) and differs
                 found += [PageFault(101 + at, page, position)] * ((own != before) + (ends and old > 0))
                 before = after
         found.sort(key=lambda fault: (fault.position, fault.page, fault.row))
@@ -132,3 +134,10 @@ def some_rows(seed: int, packed: bool, page_size: int = 4) -> TaggedRows:
         tokens.append([*shared, *own, *(rng.randrange(150_000) for _ in range(count))])
         new.append(count)
     return TaggedRows(tokens, new, page_size, seed)
+
+
+def rows_that_begin_alike() -> TaggedRows:
+    """The second reads a page of the first, which that one's new tokens fill."""
+    rows = TaggedRows([[3, 1, 4, 1, 5], [3, 1, 4, 1, 5, 9]], [5, 2], 4)
+    rows.pages[1][0] = rows.pages[0][0]
+    return rows

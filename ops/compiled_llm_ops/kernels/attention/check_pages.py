@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from compiled_llm_ops.contracts import (
+    CHAIN_ADOPTED,
     CHAIN_KNOWN,
     CHAIN_ORIGIN,
     CHAIN_SKIPPED,
@@ -25,7 +26,8 @@ _SLOTS_AT_ONCE = 512
 _PROGRAMS, _MOST_SPLITS = 128, 16
 """Long rows are divided among programs, about as many as an H100 has multiprocessors; not yet fitted."""
 
-_ORIGIN, _SKIPPED, _KNOWN = tl.constexpr(CHAIN_ORIGIN), tl.constexpr(CHAIN_SKIPPED), tl.constexpr(CHAIN_KNOWN)
+_ORIGIN, _SKIPPED = tl.constexpr(CHAIN_ORIGIN), tl.constexpr(CHAIN_SKIPPED)
+_ADOPTED, _KNOWN = tl.constexpr(CHAIN_ADOPTED), tl.constexpr(CHAIN_KNOWN)
 _NO_FAULT = tl.constexpr(NO_FAULT)
 _PAGE_BITS, _PAGE_MASK = tl.constexpr(FAULT_PAGE_BITS), tl.constexpr(2**FAULT_PAGE_BITS - 1)
 _ROW_BITS, _ROW_MASK = tl.constexpr(FAULT_ROW_BITS), tl.constexpr(2**FAULT_ROW_BITS - 1)
@@ -101,7 +103,7 @@ def _check_pages(
             legal |= old == 0
             chain = tl.where(begin >= _KNOWN, begin & _LOW, prior)
             if CHECK:
-                apart = (begin >= _KNOWN) & ((chain != prior) | (legal == 0))
+                apart = tl.where(begin >= _KNOWN, (chain != prior) | (legal == 0), begin != _ADOPTED + old)
                 count += apart.to(tl.int32)
                 worst = tl.minimum(worst, tl.where(apart, _fault(last, page, number), _NO_FAULT))
             for base in tl.range(0, new, NEW):
