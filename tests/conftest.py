@@ -20,6 +20,7 @@ import torch
 from transformers import LlamaForCausalLM as Llama, Qwen3ForCausalLM as Qwen3
 
 from compiled_llm.compilation import backend as inductor
+from compiled_llm.config import WrapConfig
 from compiled_llm.execution.generate_loop import GenerateLoop
 from support.ops.interpreting import (
     INTERPRETED,
@@ -70,6 +71,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("whole") and not config.getoption("--whole"):
             item.add_marker(pytest.mark.skip(reason="needs --whole"))
+
+
+_checking = {"pages": False}
+"""Whether models that are wrapped now check their pages, unless they say otherwise."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before fixtures of modules: GPU tests check pages, except those that count what a step launches or compiles."""
+    on_gpu = item.get_closest_marker("gpu") is not None
+    _checking["pages"] = on_gpu and item.get_closest_marker("unchecked_pages") is None
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _gpu_tests_check_pages() -> Iterator[None]:
+    from_options = WrapConfig.from_options
+
+    def checked(options: dict[str, Any]) -> WrapConfig:
+        return from_options({"check_pages": "raise", **options} if _checking["pages"] else options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WrapConfig, "from_options", checked)
+        yield
 
 
 @pytest.hookimpl(wrapper=True)

@@ -16,7 +16,7 @@ from support.compilation import start_with_artifacts
 from support.compilation.artifact_folders import compiled
 from support.tiny_models import tiny_qwen3
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.unchecked_pages]
 
 
 class Plain(NamedTuple):
