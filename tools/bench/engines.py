@@ -20,7 +20,7 @@ from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 
-OURS, CASCADE, NO_CASCADE = "compiled-llm:engine", "cascade", "no-cascade"
+OURS, CASCADE, NO_CASCADE, INVARIANT = "compiled-llm:engine", "cascade", "no-cascade", "batch-invariant"
 COUNTS = {"steps": "steps", "preemptions": "preemptions", "cached tokens": "cached_tokens"}
 """What is counted of a pass, and the fields of the engine's `stats`."""
 
@@ -43,18 +43,22 @@ class EngineContender(Contender):
 
 
 class OurEngine(EngineContender):
-    """`compiled_llm.Engine`; a mode that is not named is `wrap`'s choice. Its name says `mixed` or `cascade=False`."""
+    """`compiled_llm.Engine`; a mode that is not named is `wrap`'s choice. Its name says what is not the default."""
 
-    def __init__(self, mode: Mode | None = None, *, cascade: bool = True, **options: Any) -> None:
+    def __init__(
+        self, mode: Mode | None = None, *, cascade: bool = True, batch_invariant: bool = False, **options: Any
+    ) -> None:
         said = ["mixed" if options.get("mixed") is True else None, None if cascade else NO_CASCADE]
+        said.append(INVARIANT if batch_invariant else None)
         self.name = ":".join(filter(None, [OURS, mode, *said]))
         self._mode: Mode = WrapConfig.mode if mode is None else mode
-        self._cascade, self._options = cascade, options
+        self._wrap = {"cascade": "auto" if cascade else False, "batch_invariant": batch_invariant}
+        self._options = options
 
     @contextmanager
     def engine(self, setup: Setup) -> Iterator[OurSession]:
         model = setup.model()
-        compiled_llm.wrap(model, mode=self._mode, cascade="auto" if self._cascade else False, progress=False)
+        compiled_llm.wrap(model, mode=self._mode, **self._wrap, progress=False)
         try:
             with Engine(model, **self._options) as engine:
                 setup.log(f"{self.name}: compiling and capturing")

@@ -104,7 +104,7 @@ def main(
     lengths = Lengths.parse("--prompts", prompts), Lengths.parse("--answers", answers)
     ways = {"greedy": [0.0], "sampled": [TEMPERATURE], "both": [0.0, TEMPERATURE]}[decoding.value]
     ours = [OurEngine(mode, cascade=option) for mode in (None, *get_args(Mode)) for option in (True, False)]
-    ours.append(OurEngine(mixed=True))
+    ours += [OurEngine(mixed=True), OurEngine(batch_invariant=True)]
     known = [*ours, *(VllmEngine(vllm, streams=False, cascade=option) for option in (False, True))]
     bounds = Workload(requests, system_prompt + lengths[0].most, max(2, lengths[1].most))
     begun = f"{system_prompt:,} shared and {lengths[0]}" if system_prompt else str(lengths[0])
