@@ -128,12 +128,13 @@ def test_rows_are_added(inputs, seed):
 
 
 @not_interpreted
+@pytest.mark.parametrize("decodes", [False, True])
 @pytest.mark.parametrize(("head_dim", "gqa"), [(64, 3), (128, 2), (256, 8)])
-def test_the_attention_compiles_for_hopper_without_spilling(head_dim, gqa, tmp_path):
+def test_the_attention_compiles_for_hopper_without_spilling(head_dim, gqa, decodes, tmp_path):
     from compiled_llm_ops.kernels.attention import invariant as module
 
     tiling = invariant_tiling(head_dim)
-    tables = ("qo_indptr", "starts", "lengths", "indices")
+    tables = ("starts", "lengths", "indices") if decodes else ("qo_indptr", "starts", "lengths", "indices")
     types = dict.fromkeys(("query", "pages", "out"), "*bf16") | dict.fromkeys(tables, "*i32")
     types |= dict.fromkeys(("row_stride", "head_stride", "rows", "window_left"), "i32") | {
         "scale": "fp32",
@@ -141,9 +142,11 @@ def test_the_attention_compiles_for_hopper_without_spilling(head_dim, gqa, tmp_p
     }
     constants = {
         "QUERIES": tiling.queries, "GQA": gqa, "HEAD": head_dim, "DIM": head_dim, "PAGE": 16, "KEYS": tiling.keys,
-        "STAGES": tiling.stages, "CAPPED": False,
+        "STAGES": tiling.stages, "CAPPED": False, "NEW": int(decodes),
     }  # fmt: skip
-    kernel = compiled(module._invariant_attention, constants, types, tiling.warps, aligned=("pages", "out"))
+    kernel = compiled(
+        module._invariant_attention, constants, types, tiling.warps, ("pages", "out"), enable_fp_fusion=False
+    )
     assert "wgmma" in kernel.asm["ptx"]
     assert "STACK:0" in resources_of(kernel.asm["cubin"], tmp_path / "kernel.cubin")
 
