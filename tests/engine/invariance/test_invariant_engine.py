@@ -92,6 +92,12 @@ def test_each_mode_has_them(mode: Mode, seed: int, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("option", [{"kv_dtype": "fp8_e4m3"}, {"check_pages": "raise"}], ids=str)
+def test_what_else_pages_can_be_has_them(option: dict[str, Any], seed: int) -> None:
+    check_engine(invariant(small_qwen3(), **option), seed)
+
+
+@pytest.mark.usefixtures("without_inductor")
 def test_generate_has_them(seed: int) -> None:
     """Of several rows, whose prompts are padded."""
     model = invariant(small_qwen3())
