@@ -148,6 +148,17 @@ def test_offline_also_with_shared_pages_read_once(tool: Any, tmp_path: Path) -> 
     assert len({result["new_tokens"] for result in report.results["offline"]}) == 1
 
 
+def test_offline_also_with_keys_and_values_in_8_bits(tool: Any, tmp_path: Path) -> None:
+    python, _ = fake_vllm(tmp_path)
+    quick = ("--requests", "3", "--prompts", "4-8", "--answers", "5-9", "--decoding", "greedy", "--runs", "1")
+    both = ("--contenders", "compiled-llm:engine:eager,vllm", "--vllm", python)
+    report, _ = tool("offline", *quick, *both, "--kv-dtype", "fp8_e4m3")
+    ours, theirs = "compiled-llm:engine:eager", "vllm"
+    names = [result["contender"] for result in report.results["offline"]]
+    assert names == [ours, f"{ours}:fp8", theirs, f"{theirs}:fp8"]
+    assert len({result["new_tokens"] for result in report.results["offline"]}) == 1
+
+
 def test_the_requests_are_those_of_nano_vllms_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(TOOLS))
     offline = importlib.import_module("offline")

@@ -267,6 +267,15 @@ def test_json_holds_text_figures_and_stats(model_folder: Path) -> None:
     assert written["stats"]["pages"]["used"] == 0
 
 
+def test_keys_and_values_may_take_8_bits(model_folder: Path) -> None:
+    given = [answer(model_folder, "Hello world", "--kv-dtype", kv_dtype) for kv_dtype in ("auto", "fp8_e4m3")]
+    taken = [one["stats"]["memory"]["pages"] for one in given]
+    assert taken[0] == 4 * taken[1], "of float32"
+    result = generate(model_folder, "Hello world", "--kv-dtype", "fp8")
+    assert result.exit_code == 2
+    assert "fp8_e4m3" in result.output
+
+
 def test_quiet_shows_the_text_alone(model_folder: Path) -> None:
     done = generate(model_folder, "Hello", "--quiet", "--top-k", "1")
     assert (done.exit_code, done.stderr) == (0, "")
@@ -280,7 +289,8 @@ def test_help_shows_every_option_in_its_panel() -> None:
     options = [
         "Input --file --chat --system",
         "Sampling --sample --temperature --top-k --top-p --min-p --repetition-penalty --seed",
-        "Model --model --tokenizer --chat-template --mode --eager-first --backend --dtype --device --artifacts",
+        "Model --model --tokenizer --chat-template --mode --eager-first --backend --dtype --device --kv-dtype "
+        "--artifacts",
         "Output --max-new-tokens --stop --json --quiet",
     ]
     for panel, names in zip(panels, options, strict=True):

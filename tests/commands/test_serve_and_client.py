@@ -107,6 +107,14 @@ def test_what_is_compiled_before_the_first_request(
     assert made == calls
 
 
+@pytest.mark.parametrize(("given", "wrapped"), [("auto", None), ("fp8_e4m3", "fp8_e4m3")])
+def test_a_server_may_keep_keys_and_values_in_8_bits(given: str, wrapped: str | None) -> None:
+    named = {"model": "demo", "kv_dtype": given, "warmup": [], "mode": "eager", "backend": "auto", "eager_first": True}
+    served = ServeOptions(**{name: named.get(name) for name in ServeOptions._fields})
+    assert served.wrap_options()["kv_dtype"] == wrapped
+    assert f"--kv-dtype={given}" in served.arguments()
+
+
 def test_a_key_comes_from_the_environment_or_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "keys").write_text("b" * 16)
     monkeypatch.setenv("COMPILED_LLM_API_KEY", "a" * 16)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from compiled_llm import Engine, kv_scales
@@ -14,6 +15,7 @@ from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Mixed
 from compiled_llm.execution.decode import persistent_batch
 from compiled_llm.model.refusals import UnsupportedModelError
+from support.engine.invariant_answers import answers_of, check_answers, invariant, some_requests
 from support.engine.random_requests import (
     BY_WEIGHTS,
     CAPTURES,
@@ -102,3 +104,17 @@ def test_each_mode(mode: Mode, seed: int, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("weights", BY_WEIGHTS)
 def test_adapted_and_quantised_weights(weights: str, seed: int) -> None:
     assert_options_change_nothing(WEIGHTS[weights], seed, cascade=True)
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_log_probabilities_have_the_bits_of_the_model_alone(seed: int) -> None:
+    """With `batch_invariant`, whose pages are rounded whether a prefill or a decode step writes them."""
+    config = {"num_hidden_layers": 1, "eos_token_id": None, "head_dim": 32}
+    scales, asked = kv_scales(tiny_qwen3(**config), [[*range(3, 60)]]), some_requests(seed, 12)
+    model = invariant(tiny_qwen3(**config), kv_dtype="fp8_e4m3", kv_scales=scales)
+    with Engine(model, max_num_seqs=6) as engine:
+        outputs = answers_of(engine, asked, seed)
+        assert engine.stats().cached_tokens > 0
+    assert check_answers(model, asked, outputs) > 100
+    assert model.compiled.model_runner().state.pages[0].dtype == torch.float8_e4m3fn
+    assert_account_is_empty(model)

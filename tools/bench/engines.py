@@ -20,7 +20,7 @@ from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 
-OURS, CASCADE, NO_CASCADE, INVARIANT = "compiled-llm:engine", "cascade", "no-cascade", "batch-invariant"
+OURS, CASCADE, NO_CASCADE, INVARIANT, FP8 = "compiled-llm:engine", "cascade", "no-cascade", "batch-invariant", "fp8"
 COUNTS = {"steps": "steps", "preemptions": "preemptions", "cached tokens": "cached_tokens"}
 """What is counted of a pass, and the fields of the engine's `stats`."""
 
@@ -46,13 +46,21 @@ class OurEngine(EngineContender):
     """`compiled_llm.Engine`; a mode that is not named is `wrap`'s choice. Its name says what is not the default."""
 
     def __init__(
-        self, mode: Mode | None = None, *, cascade: bool = True, batch_invariant: bool = False, **options: Any
+        self,
+        mode: Mode | None = None,
+        *,
+        cascade: bool = True,
+        batch_invariant: bool = False,
+        fp8: bool = False,
+        **options: Any,
     ) -> None:
+        """`fp8`: keys and values in 8 bits, without scales. `options` are the engine's."""
         said = ["mixed" if options.get("mixed") is True else None, None if cascade else NO_CASCADE]
-        said.append(INVARIANT if batch_invariant else None)
+        said += [INVARIANT if batch_invariant else None, FP8 if fp8 else None]
         self.name = ":".join(filter(None, [OURS, mode, *said]))
         self._mode: Mode = WrapConfig.mode if mode is None else mode
-        self._wrap = {"cascade": "auto" if cascade else False, "batch_invariant": batch_invariant}
+        self._wrap: dict[str, Any] = {"cascade": "auto" if cascade else False, "batch_invariant": batch_invariant}
+        self._wrap["kv_dtype"] = "fp8_e4m3" if fp8 else None
         self._options = options
 
     @contextmanager
@@ -103,9 +111,9 @@ class OurSession:
 class VllmEngine(EngineContender):
     """vLLM's `LLM`, or with `streams` its `AsyncLLM`, in a worker."""
 
-    def __init__(self, python: str, streams: bool, cascade: bool = False) -> None:
-        self.name = f"vllm:{CASCADE}" if cascade else "vllm"
-        self._peer = Peer(python, streams, cascade)
+    def __init__(self, python: str, streams: bool, cascade: bool = False, fp8: bool = False) -> None:
+        self.name = ":".join(filter(None, ["vllm", CASCADE if cascade else None, FP8 if fp8 else None]))
+        self._peer = Peer(python, streams, cascade, fp8)
 
     def obstacle(self, setup: Setup) -> str | None:
         return self._peer.obstacle(setup)
@@ -140,6 +148,11 @@ class VllmSession:
 def with_cascade(contenders: str) -> str:
     """Add to each engine the one that does otherwise with pages which requests share: ours reads them for each."""
     return ",".join(f"{name},{name}:{CASCADE if name == 'vllm' else NO_CASCADE}" for name in contenders.split(","))
+
+
+def with_fp8(contenders: str) -> str:
+    """Add to each engine the same one with keys and values in 8 bits."""
+    return ",".join(f"{name},{name}:{FP8}" for name in contenders.split(","))
 
 
 def params_of(request: Asked, temperature: float) -> SamplingParams:

@@ -14,13 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, get_args
 
 import typer
-from common import Bench, Commit, Contenders, DeviceName, Json, Model, Vllm, bench, named
-from engines import EngineContender, OurEngine, Served, VllmEngine, with_cascade
+from common import AlsoFp8, Bench, Commit, Contenders, DeviceName, Json, Model, Vllm, bench, named
+from engines import EngineContender, OurEngine, Served, VllmEngine, with_cascade, with_fp8
 from shapes import vocabulary_of
 
 from compiled_llm.commands.bench.commands import DecodingOption
 from compiled_llm.commands.bench.load import VOCABULARY, Asked, Lengths
 from compiled_llm.commands.bench.timing import Spread, Workload
+from compiled_llm.commands.options.choices import KvDtype
 from compiled_llm.config import Mode
 from compiled_llm.explaining.profile.kernels import KernelProfiler, busy_us
 
@@ -92,6 +93,7 @@ def main(
     answers: Annotated[str, typer.Option(help="Lengths of answers, likewise.")] = "100-1024",
     system_prompt: Annotated[int, typer.Option(min=0, help="Tokens that all prompts begin with, before these.")] = 0,
     cascade: Annotated[bool, typer.Option("--cascade", help="Also ours with cascade off, vLLM with it on.")] = False,
+    kv_dtype: AlsoFp8 = KvDtype.auto,
     decoding: Annotated[DecodingOption, typer.Option(help="sampled: temperature 0.6.")] = DecodingOption.both,
     contenders: Contenders = "compiled-llm:engine,vllm",
     runs: Annotated[int, typer.Option(min=1, help="Timed passes, after one that is not.")] = 3,
@@ -103,11 +105,15 @@ def main(
     """Measure how fast engines answer many requests that come at once."""
     lengths = Lengths.parse("--prompts", prompts), Lengths.parse("--answers", answers)
     ways = {"greedy": [0.0], "sampled": [TEMPERATURE], "both": [0.0, TEMPERATURE]}[decoding.value]
-    ours = [OurEngine(mode, cascade=option) for mode in (None, *get_args(Mode)) for option in (True, False)]
-    ours += [OurEngine(mixed=True), OurEngine(batch_invariant=True)]
-    known = [*ours, *(VllmEngine(vllm, streams=False, cascade=option) for option in (False, True))]
+    ways_of_ours = itertools.product((None, *get_args(Mode)), (True, False), (False, True))
+    ours = [OurEngine(mode, cascade=option, fp8=fp8) for mode, option, fp8 in ways_of_ours]
+    ours += [OurEngine(mixed=True, fp8=fp8) for fp8 in (False, True)]
+    ours += [OurEngine(batch_invariant=True, fp8=fp8) for fp8 in (False, True)]
+    known = [*ours, *(VllmEngine(vllm, False, *way) for way in itertools.product((False, True), repeat=2))]
     bounds = Workload(requests, system_prompt + lengths[0].most, max(2, lengths[1].most))
     begun = f"{system_prompt:,} shared and {lengths[0]}" if system_prompt else str(lengths[0])
+    chosen = with_cascade(contenders) if cascade else contenders
+    chosen = with_fp8(chosen) if kv_dtype.option is not None else chosen
     with bench(model, device, [bounds], json, commit) as run:
         vocabulary = vocabulary_of(model)
 
@@ -135,7 +141,7 @@ def main(
                         one_pass = lambda asked=asked_more, at=temperature: session.all(asked, at)  # noqa: E731
                         result["busy"] = busy_share(one_pass, seconds, run)
 
-        run.each(named(with_cascade(contenders) if cascade else contenders, known), measure)
+        run.each(named(chosen, known), measure)
 
 
 if __name__ == "__main__":

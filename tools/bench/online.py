@@ -9,12 +9,13 @@ import itertools
 from typing import Annotated, get_args
 
 import typer
-from common import Commit, Contenders, DeviceName, Json, Model, Vllm, bench, integers, named
-from engines import EngineContender, OurEngine, VllmEngine, with_cascade
+from common import AlsoFp8, Commit, Contenders, DeviceName, Json, Model, Vllm, bench, integers, named
+from engines import EngineContender, OurEngine, VllmEngine, with_cascade, with_fp8
 from shapes import vocabulary_of
 
 from compiled_llm.commands.bench.load import Lengths, Load, measure_all
 from compiled_llm.commands.bench.timing import Workload
+from compiled_llm.commands.options.choices import KvDtype
 from compiled_llm.config import Mode
 
 
@@ -26,6 +27,7 @@ def main(
     answers: Annotated[str, typer.Option(help="Lengths of answers, likewise.")] = "32-256",
     system_prompt: Annotated[int, typer.Option(min=0, help="Tokens that all prompts begin with, before these.")] = 0,
     cascade: Annotated[bool, typer.Option("--cascade", help="Also ours with cascade off, vLLM with it on.")] = False,
+    kv_dtype: AlsoFp8 = KvDtype.auto,
     max_step_ms: Annotated[float | None, typer.Option(help="Of our engine: how long a step may take.")] = None,
     contenders: Contenders = "compiled-llm:engine,vllm",
     runs: Annotated[int, typer.Option(min=1, help="Passes, whose times are put together.")] = 1,
@@ -38,21 +40,23 @@ def main(
     lengths = Lengths.parse("--prompts", prompts), Lengths.parse("--answers", answers)
     load = Load(*lengths, seconds=seconds, system_prompt=system_prompt, vocabulary=vocabulary_of(model))
     loads = [Load(**{**vars(load), "rate": rate}) for rate in integers(rates)]
-    ways = itertools.product((None, *get_args(Mode)), (True, False))
-    known = [OurEngine(mode, cascade=option, max_step_ms=max_step_ms) for mode, option in ways]
-    known.append(OurEngine(max_step_ms=max_step_ms, mixed=True))
-    peers = [VllmEngine(vllm, streams=True, cascade=option) for option in (False, True)]
+    ways = itertools.product((None, *get_args(Mode)), (True, False), (False, True))
+    known = [OurEngine(mode, cascade=option, fp8=fp8, max_step_ms=max_step_ms) for mode, option, fp8 in ways]
+    known += [OurEngine(max_step_ms=max_step_ms, mixed=True, fp8=fp8) for fp8 in (False, True)]
+    peers = [VllmEngine(vllm, True, *way) for way in itertools.product((False, True), repeat=2)]
     bounds = [
         Workload(max(1, round(rate * seconds)), system_prompt + lengths[0].most, max(2, lengths[1].most))
         for rate in integers(rates)
     ]
+    chosen = with_cascade(contenders) if cascade else contenders
+    chosen = with_fp8(chosen) if kv_dtype.option is not None else chosen
     with bench(model, device, bounds, json, commit) as run:
 
         def measure(contender: EngineContender) -> None:
             with contender.engine(run.setup) as session:
                 measure_all({contender.name: session.stream}, loads, runs, run.report, run.save, run.setup.log)
 
-        run.each(named(with_cascade(contenders) if cascade else contenders, [*known, *peers]), measure)
+        run.each(named(chosen, [*known, *peers]), measure)
 
 
 if __name__ == "__main__":

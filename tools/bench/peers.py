@@ -103,8 +103,8 @@ class Peer(Contender):
 
     name = "vllm"
 
-    def __init__(self, python: str, streams: bool = False, cascade: bool = False) -> None:
-        self.python, self.streams, self.cascade = python, streams, cascade
+    def __init__(self, python: str, streams: bool = False, cascade: bool = False, fp8: bool = False) -> None:
+        self.python, self.streams, self.cascade, self.fp8 = python, streams, cascade, fp8
 
     def obstacle(self, setup: Setup) -> str | None:
         if setup.name == "demo" or setup.name.lower().endswith(".gguf"):
@@ -123,6 +123,7 @@ class Peer(Contender):
             job = {
                 "streams": self.streams,
                 "cascade": self.cascade,
+                "fp8": self.fp8,
                 "model": folder if setup.name in SHAPES else setup.name,
                 "random": setup.name in SHAPES,
                 "dtype": str(setup.dtype).removeprefix("torch."),

@@ -18,7 +18,7 @@ from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import DEMO, Source, locate
 from compiled_llm.commands.options import shared
-from compiled_llm.commands.options.choices import Device, Dtype
+from compiled_llm.commands.options.choices import Device, Dtype, KvDtype
 from compiled_llm.commands.options.running import RunningOptions
 from compiled_llm.commands.options.sampling import SamplingFlags, check_range
 from compiled_llm.commands.preparation import Preparation
@@ -26,7 +26,7 @@ from compiled_llm.commands.remote.address import ApiKeyFile, Server, check_serve
 
 _OF_OWN_MODEL = (
     *("model", "same_model", "tokenizer", "chat_template"),
-    *("mode", "eager_first", "backend", "dtype", "device"),
+    *("mode", "eager_first", "backend", "dtype", "device", "kv_dtype"),
 )
 
 
@@ -57,6 +57,7 @@ def chat(
     backend: shared.Backend = "auto",
     dtype: shared.WeightsDtype = Dtype.auto,
     device: shared.OnDevice = Device.auto,
+    kv_dtype: shared.KeysAndValues = KvDtype.auto,
     max_new_tokens: shared.MaxNewTokens = 1024,
     stop: shared.StopBefore = None,
     quiet: Annotated[
@@ -68,7 +69,13 @@ def chat(
         flags = SamplingFlags(sample, temperature, top_k, top_p, min_p, repetition_penalty, seed)
         check_range("max_new_tokens", max_new_tokens)
         options = RunningOptions(
-            mode=mode, backend=backend, dtype=dtype.value, device=device.value, quiet=quiet, eager_first=eager_first
+            mode=mode,
+            backend=backend,
+            dtype=dtype.value,
+            device=device.value,
+            quiet=quiet,
+            kv_dtype=kv_dtype.option,
+            eager_first=eager_first,
         )
         options.wrap_config("cpu")
         given = flags.given(max_new_tokens, stop or [])

@@ -9,7 +9,7 @@ import typer
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.generate.run import GenerateRequest
 from compiled_llm.commands.options import shared
-from compiled_llm.commands.options.choices import Device, Dtype
+from compiled_llm.commands.options.choices import Device, Dtype, KvDtype
 from compiled_llm.commands.options.prompt import check_quoted, read_prompt
 from compiled_llm.commands.options.sampling import SamplingFlags
 
@@ -41,6 +41,7 @@ def generate(
     backend: shared.Backend = "auto",
     dtype: shared.WeightsDtype = Dtype.auto,
     device: shared.OnDevice = Device.auto,
+    kv_dtype: shared.KeysAndValues = KvDtype.auto,
     artifacts: shared.Artifacts = None,
     max_new_tokens: shared.MaxNewTokens = 64,
     stop: Annotated[
@@ -76,6 +77,7 @@ def generate(
             backend=backend,
             dtype=dtype.value,
             device=device.value,
+            kv_dtype=kv_dtype.option,
             artifacts=artifacts,
             eager_first=eager_first,
             as_json=as_json,

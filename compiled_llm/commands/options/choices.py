@@ -16,6 +16,18 @@ class Dtype(str, Enum):
     float = "float"
 
 
+class KvDtype(str, Enum):
+    """Values of `--kv-dtype`."""
+
+    auto = "auto"
+    fp8_e4m3 = "fp8_e4m3"
+
+    @property
+    def option(self) -> str | None:
+        """The option of ``wrap``."""
+        return None if self is KvDtype.auto else self.value
+
+
 class Device(str, Enum):
     """Values of `--device`."""
 

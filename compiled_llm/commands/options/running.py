@@ -24,6 +24,7 @@ class RunningOptions:
     dtype: str
     device: str
     quiet: bool
+    kv_dtype: str | None = None
     artifacts: Path | None = None
     eager_first: bool = True
 
@@ -35,7 +36,7 @@ class RunningOptions:
         """
         rows = {"max_batch_size": 1} if device == "cuda" else {}
         artifacts = {} if self.artifacts is None else {"artifacts": self.artifacts}
-        options = {"mode": self.mode, "backend": self.backend, "progress": not self.quiet}
+        options = {"mode": self.mode, "backend": self.backend, "kv_dtype": self.kv_dtype, "progress": not self.quiet}
         return {**options, "eager_first": self.eager_first, **rows, **artifacts}
 
     def wrap_config(self, device: str) -> WrapConfig:

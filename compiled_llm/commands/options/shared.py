@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from compiled_llm.commands.options.choices import Device, Dtype
+from compiled_llm.commands.options.choices import Device, Dtype, KvDtype
 
 INPUT, SAMPLING, MODEL, OUTPUT = "Input", "Sampling", "Model", "Output"
 
@@ -117,6 +117,10 @@ _DTYPE = "The type of the weights; auto is float32 on the CPU and bfloat16 on CU
 _DEVICE = "Where the model runs; auto is CUDA if there is a device, else the CPU."
 WeightsDtype = Annotated[Dtype, _model("--dtype", help=_DTYPE)]
 OnDevice = Annotated[Device, _model("--device", help=_DEVICE)]
+KeysAndValues = Annotated[
+    KvDtype,
+    _model("--kv-dtype", help="The type of keys and values in memory; auto is that of the weights, fp8_e4m3 8 bits."),
+]
 # In no panel, for commands that need none.
 DtypeName = Annotated[Dtype, typer.Option("--dtype", help=_DTYPE)]
 DeviceName = Annotated[Device, typer.Option("--device", help=_DEVICE)]
