@@ -12,8 +12,8 @@ from compiled_llm.commands.bench.report import BenchReport
 
 CHECKOUT = Path(__file__).parents[2]
 RUNS = {
-    "Qwen3-0.6B": CHECKOUT / "results" / "d414b6d-latency-qwen3-0.6b.json",
-    "Qwen3-8B": CHECKOUT / "results" / "d414b6d-latency-qwen3-8b.json",
+    "Qwen3-0.6B": CHECKOUT / "results" / "02fa1c3-latency-qwen3-0.6b.json",
+    "Qwen3-8B": CHECKOUT / "results" / "439edf7-latency-qwen3-8b.json",
 }
 BATCHES = ("batch 1", "batch 32")
 
@@ -24,7 +24,7 @@ def speeds() -> chart.Speeds:
     rates = {f"{model}, {batch}": run.rates[batch] for model, run in runs.items() for batch in BATCHES}
     contenders = next(iter(runs.values())).contenders
     asked = next(iter(runs.values())).asked.partition(";")[0]
-    title = "Tokens per second, end to end, on an NVIDIA H200"
+    title = "Tokens per second, end to end, on an NVIDIA H100"
     return chart.Speeds(title, f"{asked}; bfloat16;\neach panel has its own scale", rates, contenders)
 
 
