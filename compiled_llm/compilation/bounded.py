@@ -78,6 +78,8 @@ class Bounded:
 
     def _note_limit(self) -> None:
         self.full = True
+        if not self._falls_back:  # an error says it
+            return
         logger.warning(
             "compiled_llm: %s was compiled %d times, as often as torch does it (torch._dynamo.config.recompile_limit), "
             "because what it relies on keeps changing; it runs uncompiled whenever none of these graphs fits. Keep "

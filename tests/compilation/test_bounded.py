@@ -57,6 +57,22 @@ def test_calls_go_on_uncompiled_and_say_so_once(models, inputs, caplog):
     assert_account_is_empty(wrapped)
 
 
+def test_batch_invariant_programs_do_not_run_uncompiled(inputs, caplog):
+    options = {**OPTIONS, "mode": "compile", "progress": False, "batch_invariant": True}
+    wrapped = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1, eos_token_id=None), **options)
+    for value in (0, 1):
+        scale(wrapped, value)
+        greedy(wrapped, inputs, 2)
+    scale(wrapped, 2)
+    with pytest.raises(
+        RuntimeError, match=r"^batch_invariant=True: prefill_step was compiled as often as torch does it"
+    ):
+        greedy(wrapped, inputs, 2)
+    assert not [record for record in caplog.records if "runs uncompiled" in record.getMessage()]
+    assert wrapped.compiled.stats().uncompiled == 0
+    assert_account_is_empty(wrapped)
+
+
 def test_warmup_compiles_for_what_holds_then(models, inputs):
     plain, wrapped = models
     for value in range(3):
