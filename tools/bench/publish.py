@@ -1,6 +1,6 @@
 """Make of a bench's JSON a published run: its figures as rounded in a table, without the times of each run.
 
-    python tools/bench/publish.py latency.json results/02fa1c3-latency-qwen3-0.6b.json --remark "Another bench ran beside."
+    python tools/bench/publish.py latency.json results/02fa1c3-latency-qwen3-0.6b.json --remark "Tests ran beside."
 
 The figures of a contender get its ratio to ``--over``, the one that others are compared with.
 """
