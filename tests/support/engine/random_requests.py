@@ -58,7 +58,8 @@ def answers(engine: Engine, asked: list[tuple[list[int], SamplingParams]], seed:
     return [handle.result(PATIENCE) for handle in handles]
 
 
-def assert_same(output: RequestOutput, expected: RequestOutput) -> None:
+def assert_same(output: RequestOutput, expected: RequestOutput, within: float = 1e-3) -> None:
+    """The tokens are equal, and log-probabilities ``within`` so much."""
     answer, wanted = output.outputs[0], expected.outputs[0]
     assert (answer.token_ids, answer.finish_reason) == (wanted.token_ids, wanted.finish_reason)
     for scores, others in ((answer.logprobs, wanted.logprobs), (output.prompt_logprobs, expected.prompt_logprobs)):
@@ -68,7 +69,7 @@ def assert_same(output: RequestOutput, expected: RequestOutput) -> None:
             values = [
                 {} if of is None else {token: entry.logprob for token, entry in of.items()} for of in (place, other)
             ]
-            assert values[0] == pytest.approx(values[1], abs=1e-3)
+            assert values[0] == pytest.approx(values[1], abs=within)
 
 
 KINDS: dict[str, Callable[[], PreTrainedModel]] = {

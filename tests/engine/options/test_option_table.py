@@ -1,0 +1,111 @@
+"""Each option of steps and pages with each other one, over each kind of layers: it works, or is refused by name."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+import compiled_llm
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.steps import scheduler
+from compiled_llm.execution.decode import persistent_batch
+from compiled_llm.execution.state.runner_state import RunnerState
+from compiled_llm.requests.outputs import RequestOutput
+from compiled_llm.requests.sampling_params import SamplingParams
+from support.engine.option_table import BETWEEN, CELLS, OPTIONS, PAGE, USUAL, Cell, table
+from support.engine.random_requests import KINDS, assert_same, requests
+from support.engine.text_tokenizers import byte_level
+from support.engine.tiny_engines import PATIENCE, greedy, wrapped
+from support.noting import note_calls
+from support.parity import assert_account_is_empty
+
+pytestmark = pytest.mark.usefixtures("one_thread", "short_runs", "without_inductor")
+
+TOKENS = 200
+"""In pages."""
+
+
+@pytest.fixture
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests here share 32 tokens at most, and are admitted while others still grow."""
+    monkeypatch.setattr(persistent_batch, "LEAST_KEYS", 8)
+    monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
+
+
+def crowd() -> list[tuple[list[int], SamplingParams]]:
+    """Requests that begin alike, whose answers have more tokens than there are pages for: some lose theirs."""
+    return [([*range(3, 35), last], greedy(40, logprobs=2)) for last in range(40, 46)]
+
+
+def cases(refused: bool) -> list[Any]:
+    return [
+        pytest.param(cell, id=str(cell), marks=[pytest.mark.whole] * (cell not in USUAL))
+        for cell in CELLS
+        if bool(cell.refusals) == refused
+    ]
+
+
+def engine_of(kind: str, *names: str, plain: Any = None) -> Engine:
+    options = {key: value for name in names for key, value in OPTIONS[name].items()}
+    mixed = options.pop("mixed", False)
+    sizes = {"page_size": 4, "max_batch_size": 8, "prefill_tokens": 32, "cascade": False, **options}
+    model = wrapped(TOKENS, KINDS[kind]() if plain is None else plain, **sizes)
+    return Engine(model, tokenizer=byte_level(), max_num_seqs=8, mixed=mixed)
+
+
+def answers_with(kind: str, seed: int, *names: str) -> list[RequestOutput]:
+    """The answers of an engine with these options, each of which has done something."""
+    with engine_of(kind, *names) as engine:
+        prompts, params = zip(*crowd(), *requests(seed, 12), strict=True)
+        outputs = engine.generate(prompts, params)
+        stats, model = engine.stats(), engine._model
+        state, steps = model.compiled.model_runner().state, model.compiled.stats()
+    assert stats.preemptions > 0
+    assert stats.cached_tokens > 0
+    assert (model.compiled.config.attention_backend == "invariant") == ("batch_invariant" in names)
+    assert (state.pages[0].dtype.itemsize == 1) == ("kv_dtype" in names)
+    assert (state.page_watch is not None) == ("check_pages" in names)
+    assert (steps.cascade_steps > 0) == ("cascade" in names)
+    assert (stats.mixed_steps > 0) == ("mixed" in names)
+    assert steps.recompiles == steps.wrong_tags == 0
+    assert_account_is_empty(model)
+    return outputs
+
+
+answers_before = functools.cache(answers_with)
+"""Those of the first option alone, which several cells have."""
+
+
+@pytest.mark.parametrize("cell", cases(refused=False))
+def test_two_options_give_the_answers_of_the_first(cell: Cell, seed: int) -> None:
+    expected = answers_before(cell.kind, seed, cell.first)
+    within = 0.0 if cell.second == "check_pages" else 1e-3
+    for output, before in zip(answers_with(cell.kind, seed, cell.first, cell.second), expected, strict=True):
+        assert_same(output, before, within)
+
+
+@pytest.mark.parametrize("cell", cases(refused=True))
+def test_what_does_not_go_together_is_refused_before_pages_are_allocated(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = KINDS[cell.kind]()
+    allocated = note_calls(monkeypatch, RunnerState, "__init__", lambda *_, **__: True)
+    with pytest.raises(ValueError, match="|".join(cell.refusals)):
+        engine_of(cell.kind, cell.first, cell.second, plain=plain)
+    assert not allocated
+    compiled_llm.unwrap(plain)  # if the engine refused
+    with engine_of(cell.kind, *cell.alone, plain=plain) as engine:
+        assert len(engine.submit([5, 6, 7], greedy(4)).result(PATIENCE).token_ids) == 4
+
+
+def test_the_page_of_compatibility_has_the_table() -> None:
+    between = BETWEEN.search(PAGE.read_text())
+    assert between is not None
+    assert between[0] == table(), "run tests/support/engine/option_table.py from tests/"
+
+
+def test_each_pair_and_kind_runs_without_being_asked_for() -> None:
+    assert {cell[:2] for cell in USUAL} == {cell[:2] for cell in CELLS}
+    assert {cell.kind for cell in USUAL} == {cell.kind for cell in CELLS}

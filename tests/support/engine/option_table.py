@@ -1,0 +1,111 @@
+"""Options beside each other and over each kind of layer: what works, and what is refused by which words.
+
+Written onto the page of compatibility by running this file, from `tests/`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from support.engine.random_requests import KINDS
+
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "compatibility.md"
+BETWEEN = re.compile(
+    r"(?<=<!-- written by tests/support/engine/option_table.py -->\n\n).+?(?=\n<!-- end -->)", re.DOTALL
+)
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "kv_dtype": {"kv_dtype": "fp8_e4m3"},
+    "batch_invariant": {"batch_invariant": True, "mode": "compile"},
+    "cascade": {"cascade": True},
+    "mixed": {"mixed": True},
+    "check_pages": {"check_pages": "raise"},
+}
+"""In this order, an option leaves the answers of those before it as they are; ``mixed`` is one of ``Engine``."""
+
+SAID = {name: f"{name}={options[name]!r}".replace("'", '"') for name, options in OPTIONS.items()}
+
+NAMES = {
+    "GPT2LMHead": "learned positions",
+    "Gemma2": "soft caps",
+    "Gemma3": "windows in some layers",
+    "GptOss": "sinks",
+    "Qwen2Moe": "experts",
+    "values that are no keys": "values of another size than keys",
+}
+assert NAMES.keys() == KINDS.keys()
+
+REFUSED_TOGETHER = {
+    ("batch_invariant", "cascade"): "batch_invariant=True with cascade=True",
+    ("batch_invariant", "mixed"): "mixed=True with a model that is wrapped with batch_invariant=True",
+}
+REFUSED_KINDS = {
+    ("batch_invariant", "GptOss"): "batch_invariant=True: GptOssForCausalLM multiplies by bmm",
+    ("batch_invariant", "Qwen2Moe"): "batch_invariant=True: Qwen2MoeForCausalLM multiplies by bmm",
+    ("batch_invariant", "values that are no keys"): "batch_invariant=True: .* attention layer 0: its keys have",
+    ("kv_dtype", "values that are no keys"): "kv_dtype='fp8_e4m3': attention layer 0 has keys with heads of size",
+}
+"""What errors say, by options and kinds of layers, as patterns."""
+
+
+class Cell(NamedTuple):
+    """Two options over a kind of layers."""
+
+    first: str
+    second: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.first} and {self.second}, {NAMES[self.kind]}"
+
+    @property
+    def refusals(self) -> list[str]:
+        """What the error may say; empty if the two work."""
+        together = [REFUSED_TOGETHER[self[:2]]] if self[:2] in REFUSED_TOGETHER else []
+        return together + [REFUSED_KINDS[name, self.kind] for name in self[:2] if (name, self.kind) in REFUSED_KINDS]
+
+    @property
+    def alone(self) -> list[str]:
+        """One of the two that works by itself, if there is one."""
+        return [name for name in self[:2] if (name, self.kind) not in REFUSED_KINDS][:1]
+
+
+CELLS = [Cell(*pair, kind) for pair in combinations(OPTIONS, 2) for kind in KINDS]
+
+USUAL = [
+    Cell("kv_dtype", "batch_invariant", "Gemma3"),
+    Cell("kv_dtype", "cascade", "Gemma2"),
+    Cell("kv_dtype", "mixed", "GptOss"),
+    Cell("kv_dtype", "check_pages", "values that are no keys"),
+    Cell("batch_invariant", "cascade", "Gemma2"),
+    Cell("batch_invariant", "mixed", "GPT2LMHead"),
+    Cell("batch_invariant", "check_pages", "GPT2LMHead"),
+    Cell("cascade", "mixed", "values that are no keys"),
+    Cell("cascade", "check_pages", "GptOss"),
+    Cell("mixed", "check_pages", "Qwen2Moe"),
+]
+"""Each pair and each kind; the others run with `--whole`."""
+
+
+def lines() -> Iterator[str]:
+    yield f"| | {' | '.join(f'`{said}`' for said in SAID.values())} |"
+    yield "|---" + "|:-:" * len(OPTIONS) + "|"
+    for row, name in enumerate(OPTIONS):
+        refused = [tuple(sorted((name, other), key=[*OPTIONS].index)) in REFUSED_TOGETHER for other in OPTIONS]
+        marks = ["" if column <= row else "refused" if no else "✓" for column, no in enumerate(refused)]
+        yield f"| `{SAID[name]}` | {' | '.join(marks)} |"
+    for kind, name in NAMES.items():
+        marks = ["refused" if (option, kind) in REFUSED_KINDS else "✓" for option in OPTIONS]
+        yield f"| {name} | {' | '.join(marks)} |"
+
+
+def table() -> str:
+    return "\n".join([*lines(), ""])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(BETWEEN.sub(lambda _: table(), PAGE.read_text()))
