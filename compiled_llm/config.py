@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args
 
@@ -87,6 +89,27 @@ class KVScales:
 
     def __repr__(self) -> str:
         return f"KVScales(of {len(self.keys)} layers)"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a file for ``load``, and for ``--kv-scales`` of the command line: JSON, with keys and values."""
+        Path(path).write_text(json.dumps(dataclasses.asdict(self)) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> KVScales:
+        """Return the scales that ``save`` has written.
+
+        Raises:
+            ValueError: the file cannot be read, or holds something else.
+        """
+        try:
+            read = json.loads(Path(path).read_text(encoding="utf-8"))
+            return cls(read["keys"], read["values"])
+        except OSError as error:
+            raise ValueError(f"kv_scales: {path}: cannot be read: {error.strerror}") from error
+        except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"kv_scales: {path}: is no JSON with keys and values, as KVScales.save writes it"
+            ) from error
 
     @property
     def kv_heads(self) -> tuple[list[int], list[int]]:

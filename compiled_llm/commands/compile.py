@@ -17,7 +17,7 @@ from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import locate
 from compiled_llm.commands.options import shared
-from compiled_llm.commands.options.choices import Device, Dtype, KvDtype, integers
+from compiled_llm.commands.options.choices import Device, Dtype, KvDtype, PageChecks, integers
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import WrapConfig
 from compiled_llm.server.defaults import MAX_NUM_SEQS
@@ -58,6 +58,8 @@ def compile_ahead(
     dtype: shared.WeightsDtype = Dtype.auto,
     device: shared.OnDevice = Device.auto,
     kv_dtype: shared.KeysAndValues = KvDtype.auto,
+    batch_invariant: shared.BatchInvariant = False,
+    check_pages: shared.CheckPages = PageChecks.off,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
     """Compile a model into a folder, so that later processes can start without compiling.
@@ -70,6 +72,7 @@ def compile_ahead(
         if mode == "eager":
             raise ValueError("mode='eager' compiles nothing; give another one")
         options = {"mode": mode, "backend": backend, "kv_dtype": kv_dtype.option, "progress": not quiet}
+        options |= {"batch_invariant": batch_invariant, "check_pages": check_pages.value}
         WrapConfig.from_options(options)
         if max_num_seqs < 1:
             raise ValueError(f"--max-num-seqs {max_num_seqs}: must be at least 1")

@@ -41,17 +41,19 @@ def complaint(error: Exception) -> str:
 
 
 _ARGUMENT = re.compile(
-    r"""\b(mode|backend|max_new_tokens|dtype|device|kv_memory|max_model_len|profile|(?:operations_)?uds)=('[^']*'|"[^"]*"|[^\s,;:)]+)"""
+    r"""\b(mode|backend|max_new_tokens|(?:kv_)?dtype|device|kv_memory|check_pages|batch_invariant|max_model_len|profile|(?:operations_)?uds)=('[^']*'|"[^"]*"|[^\s,;:)]+)"""
 )
 
 
 def as_typed(message: str) -> str:
     """Return an error's message with options as one types them: ``--mode eager`` for ``mode='eager'``."""
-    typed = _ARGUMENT.sub(lambda found: f"--{found[1].replace('_', '-')} {_word(found[2])}", message)
+    typed = _ARGUMENT.sub(lambda found: f"--{found[1].replace('_', '-')} {_word(found[2])}".rstrip(), message)
     return typed.removeprefix("wrap: ").replace("wrap with --", "use --")
 
 
 def _word(value: str) -> str:
+    if value == "True":
+        return ""  # a flag
     return shlex.quote(value[1:-1]) if value[0] in "\"'" else value.removeprefix("torch.")
 
 

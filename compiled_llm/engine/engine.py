@@ -303,6 +303,7 @@ class Engine:
             pages=model_runner.pool.account(),
             page_size=model_runner.config.page_size,
             page_groups=model_runner.pool.groups,
+            kv_dtype=str(model_runner.state.pages[0].dtype).removeprefix("torch."),
             max_num_seqs=self._max_num_seqs,
             max_tokens=self._max_model_len or model_runner.max_positions,
         )

@@ -97,6 +97,7 @@ class EngineDescription:
         pages: the page account, shared with ``generate`` and caches.
         page_size: tokens in a page.
         page_groups: how many pages so many tokens have, one for each group of layers.
+        kv_dtype: the dtype of keys and values in pages, as ``"bfloat16"``.
         max_num_seqs: how many requests run at once, at most.
         max_tokens: how many tokens a request may have, prompt and answer together.
     """
@@ -105,6 +106,7 @@ class EngineDescription:
     pages: PageAccount
     page_size: int
     page_groups: int
+    kv_dtype: str
     max_num_seqs: int
     max_tokens: int
 
@@ -128,7 +130,7 @@ class EngineDescription:
         for name, nbytes in self.memory.items():
             yield name, f"{nbytes / 2**20:,.1f} MiB"
         tokens = self.pages.total // self.page_groups * self.page_size
-        yield "tokens in pages", f"{tokens:,} ({self.pages.total:,} pages of {self.page_size})"
+        yield "tokens in pages", f"{tokens:,} ({self.pages.total:,} pages of {self.page_size}, {self.kv_dtype})"
         lengths = sorted({*(length for length in _LENGTHS if length < self.max_tokens), self.max_tokens})
         for length in lengths:
             yield f"requests of {length:,} tokens", f"{self.requests(length):,} at once"

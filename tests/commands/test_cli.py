@@ -22,7 +22,7 @@ from compiled_llm.commands.figures import answer_figures
 from compiled_llm.commands.generate.run import GenerateRequest
 from compiled_llm.commands.options.sampling import SamplingFlags
 from compiled_llm.commands.preparation import Preparation
-from compiled_llm.config import WrapConfig
+from compiled_llm.config import KVScales, WrapConfig
 from compiled_llm.execution.reporting.stats import Stats
 from support.characters import character_tokenizer
 from support.commands.command_line import greedy, invoke
@@ -267,10 +267,13 @@ def test_json_holds_text_figures_and_stats(model_folder: Path) -> None:
     assert written["stats"]["pages"]["used"] == 0
 
 
-def test_keys_and_values_may_take_8_bits(model_folder: Path) -> None:
+def test_keys_and_values_may_take_8_bits(model_folder: Path, tmp_path: Path) -> None:
     given = [answer(model_folder, "Hello world", "--kv-dtype", kv_dtype) for kv_dtype in ("auto", "fp8_e4m3")]
     taken = [one["stats"]["memory"]["pages"] for one in given]
     assert taken[0] == 4 * taken[1], "of float32"
+    KVScales([[2.0**-6] * 2] * 2, [[2.0**-6] * 2] * 2).save(tmp_path / "scales.json")
+    scaled = answer(model_folder, "Hello", "--kv-dtype", "fp8_e4m3", "--kv-scales", str(tmp_path / "scales.json"))
+    assert scaled["stats"]["kv_saturated"] == 0
     result = generate(model_folder, "Hello world", "--kv-dtype", "fp8")
     assert result.exit_code == 2
     assert "fp8_e4m3" in result.output
@@ -290,7 +293,7 @@ def test_help_shows_every_option_in_its_panel() -> None:
         "Input --file --chat --system",
         "Sampling --sample --temperature --top-k --top-p --min-p --repetition-penalty --seed",
         "Model --model --tokenizer --chat-template --mode --eager-first --backend --dtype --device --kv-dtype "
-        "--artifacts",
+        "--kv-scales --batch-invariant --check-pages --artifacts",
         "Output --max-new-tokens --stop --json --quiet",
     ]
     for panel, names in zip(panels, options, strict=True):

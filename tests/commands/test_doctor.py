@@ -225,6 +225,9 @@ def test_device_is_named_with_capability_and_memory(gpus: Gpus) -> None:
     assert_found(finding("devices: cuda:0", cuda=True), "ok", said)
     gpus.free = GIB
     assert finding("devices: cuda:0", cuda=True).status == "warning"
+    gpus.free, gpus.capabilities = 100 * GIB, [(8, 0)]
+    said = "NVIDIA H200, compute capability 8.0, 100.0 of 141.0 GiB free, no kv_dtype='fp8_e4m3'"
+    assert_found(finding("devices: cuda:0", cuda=True), "ok", said)
 
 
 def test_old_devices_are_refused_or_warned_about_and_only_the_first_is_needed(gpus: Gpus) -> None:

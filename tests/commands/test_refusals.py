@@ -38,6 +38,8 @@ REFUSED = {
         ("--greedy --min-p 0.1", "--greedy draws nothing, so it does not go with --min-p"),
         ("--greedy --seed 3", "--greedy draws nothing, so it does not go with --seed"),
         ("--mode eager --artifacts NEW", "hold compiled code, and --mode eager runs none"),
+        ("--kv-scales NEW --kv-dtype fp8_e4m3", "new: cannot be read: No such file or directory"),
+        ("--batch-invariant --mode eager", "error: --batch-invariant with --mode eager: "),
         ("", "model '/no/such/model': there is no such"),
         ("--model nosuch.gguf", "model 'nosuch.gguf': there is no such"),
         (f"--model {__file__}", "is a file, but not a .gguf"),
@@ -50,6 +52,7 @@ REFUSED = {
         ("--temperature 0", "--temperature 0.0: must be above 0; --greedy takes the most likely token"),
         ("--max-tokens 0", "--max-new-tokens 0: must be at least 1"),
         ("--mode fast", "--mode fast: choose one of"),
+        ("--kv-scales ./none --kv-dtype fp8_e4m3", "none: cannot be read: No such file or directory"),
         ("./nothing", "model './nothing': there is no such file or folder"),
         (f"--seed {2**63}", "SamplingParams: seed="),
     ],
@@ -72,6 +75,8 @@ REFUSED = {
         ("--kv-memory much", "--kv-memory much: give a fraction of the free memory"),
         ("--mode fast", "--mode fast"),
         ("--mode eager --artifacts NEW", "hold compiled code, and --mode eager runs none"),
+        ("--kv-scales ./none --kv-dtype fp8_e4m3", "none: cannot be read: No such file or directory"),
+        ("--batch-invariant --backend reference", "--batch-invariant with --backend reference: "),
     ],
     "serve demo": [
         ("--host 0.0.0.0", "--host 0.0.0.0: other machines could use the model; give --api-key-file, or"),
@@ -104,6 +109,7 @@ REFUSED = {
     "compile demo -o NEW": [
         ("--mode eager", "--mode eager compiles nothing; give another one"),
         ("--mode quick", "--mode quick: choose one of"),
+        ("--batch-invariant --backend reference", "--batch-invariant with --backend reference: "),
         ("--max-num-seqs 0", "--max-num-seqs 0: must be at least 1"),
         ("--max-num-seqs 4 --warmup 1,8", "--warmup 8: there is room for 4 requests; raise --max-num-seqs"),
     ],

@@ -16,6 +16,7 @@ from compiled_llm.commands.loading.source import Source
 from compiled_llm.commands.serve import http as serve_http
 from compiled_llm.commands.serve.command import ServeOptions
 from compiled_llm.commands.serve.http import HttpFlags
+from compiled_llm.config import KVScales, WrapConfig
 from compiled_llm.engine.engine import Engine
 from compiled_llm.server.engine_process.socket_file import listen
 from compiled_llm.server.restarts import Restarts
@@ -107,12 +108,30 @@ def test_what_is_compiled_before_the_first_request(
     assert made == calls
 
 
+def served_with(**options: Any) -> ServeOptions:
+    named = {"model": "demo", "warmup": [], "mode": "compile", "backend": "auto", "eager_first": True, **options}
+    named = {"kv_dtype": "auto", "batch_invariant": False, "check_pages": "off", **named}
+    return ServeOptions(**{name: named.get(name) for name in ServeOptions._fields})
+
+
 @pytest.mark.parametrize(("given", "wrapped"), [("auto", None), ("fp8_e4m3", "fp8_e4m3")])
-def test_a_server_may_keep_keys_and_values_in_8_bits(given: str, wrapped: str | None) -> None:
-    named = {"model": "demo", "kv_dtype": given, "warmup": [], "mode": "eager", "backend": "auto", "eager_first": True}
-    served = ServeOptions(**{name: named.get(name) for name in ServeOptions._fields})
+def test_a_server_may_keep_keys_and_values_in_8_bits(given: str, wrapped: str | None, tmp_path: Path) -> None:
+    served = served_with(kv_dtype=given)
     assert served.wrap_options()["kv_dtype"] == wrapped
     assert f"--kv-dtype={given}" in served.arguments()
+    scales = KVScales([[0.5]], [[2.0]])
+    scales.save(tmp_path / "scales.json")
+    served = served_with(kv_dtype=given, kv_scales=tmp_path / "scales.json")
+    assert served.wrap_options()["kv_scales"] == scales
+    assert f"--kv-scales={tmp_path / 'scales.json'}" in served.arguments()
+
+
+def test_a_server_may_give_the_same_bits_and_check_pages() -> None:
+    """Its first answers wait for compiling: uncompiled ones would have other bits."""
+    served = served_with(batch_invariant=True, check_pages="raise")
+    config = WrapConfig.from_options(served.wrap_options())
+    assert (config.batch_invariant, config.check_pages, config.eager_first) == (True, "raise", False)
+    assert {"--batch-invariant", "--check-pages=raise"} <= {*served.arguments()}
 
 
 def test_a_key_comes_from_the_environment_or_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

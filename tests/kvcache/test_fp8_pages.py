@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -259,10 +260,37 @@ def test_pages_take_a_byte_a_number(seed: int) -> None:
             described = engine.describe()
         assert described.memory["pages"] <= 2**16 + described.memory["pages"] // (described.pages.total + 1)
         pages.append(described.pages.total)
+        assert f"pages of 4, {described.kv_dtype})" in str(described)
+        assert described.kv_dtype == ("float8_e4m3fn" if own is model else "bfloat16")
     assert pages[0] == 2 * pages[1]
 
 
 # ---- scales
+
+
+def test_scales_are_kept_in_a_file(tmp_path: Path) -> None:
+    scales = KVScales([[0.5, 1.0], [2.0, 1e-3]], [[1.0, 1.0], [0.1, 4.0]])
+    scales.save(tmp_path / "scales.json")
+    assert KVScales.load(str(tmp_path / "scales.json")) == scales
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        (b"\xff", "is no JSON with keys and values"),
+        (b"{", "is no JSON with keys and values"),
+        (b"[]", "is no JSON with keys and values"),
+        (b'{"keys": [[1]]}', "is no JSON with keys and values"),
+        (b'{"keys": [[1]], "values": [[NaN]]}', r"values\[0\]\[0\] is nan"),
+    ],
+)
+def test_files_that_hold_no_scales_are_refused(written: bytes | None, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "scales.json"
+    if written is not None:
+        file.write_bytes(written)
+    with pytest.raises(ValueError, match=f"^kv_scales: .*{message}"):
+        KVScales.load(file)
 
 
 def test_scales_are_the_largest_numbers_rounded_up_to_powers_of_two(seed: int) -> None:

@@ -26,7 +26,7 @@ from compiled_llm.commands.remote.address import ApiKeyFile, Server, check_serve
 
 _OF_OWN_MODEL = (
     *("model", "same_model", "tokenizer", "chat_template"),
-    *("mode", "eager_first", "backend", "dtype", "device", "kv_dtype"),
+    *("mode", "eager_first", "backend", "dtype", "device", "kv_dtype", "kv_scales"),
 )
 
 
@@ -58,6 +58,7 @@ def chat(
     dtype: shared.WeightsDtype = Dtype.auto,
     device: shared.OnDevice = Device.auto,
     kv_dtype: shared.KeysAndValues = KvDtype.auto,
+    kv_scales: shared.ScalesFile = None,
     max_new_tokens: shared.MaxNewTokens = 1024,
     stop: shared.StopBefore = None,
     quiet: Annotated[
@@ -75,6 +76,7 @@ def chat(
             device=device.value,
             quiet=quiet,
             kv_dtype=kv_dtype.option,
+            kv_scales=kv_scales,
             eager_first=eager_first,
         )
         options.wrap_config("cpu")

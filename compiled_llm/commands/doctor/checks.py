@@ -236,6 +236,8 @@ def _driver_version() -> str | None:
 def gpu(index: int) -> Outcome:
     import torch
 
+    from compiled_llm_ops.contracts import FP8_CAPABILITY
+
     try:
         capability = torch.cuda.get_device_capability(index)
         free, total = torch.cuda.mem_get_info(index)
@@ -248,6 +250,8 @@ def gpu(index: int) -> Outcome:
         return Outcome("failed", detail, "run on the CPU: --device cpu")
     if capability < _BFLOAT16_CAPABILITY:
         return Outcome("warning", f"{detail}, no bfloat16", "load models with dtype=float16")
+    if capability < FP8_CAPABILITY:
+        detail += ", no kv_dtype='fp8_e4m3'"
     if free < _LITTLE_MEMORY:
         return Outcome("warning", detail, "see in nvidia-smi what else runs there")
     return Outcome("ok", detail)

@@ -9,7 +9,7 @@ import typer
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.generate.run import GenerateRequest
 from compiled_llm.commands.options import shared
-from compiled_llm.commands.options.choices import Device, Dtype, KvDtype
+from compiled_llm.commands.options.choices import Device, Dtype, KvDtype, PageChecks
 from compiled_llm.commands.options.prompt import check_quoted, read_prompt
 from compiled_llm.commands.options.sampling import SamplingFlags
 
@@ -42,6 +42,9 @@ def generate(
     dtype: shared.WeightsDtype = Dtype.auto,
     device: shared.OnDevice = Device.auto,
     kv_dtype: shared.KeysAndValues = KvDtype.auto,
+    kv_scales: shared.ScalesFile = None,
+    batch_invariant: shared.BatchInvariant = False,
+    check_pages: shared.CheckPages = PageChecks.off,
     artifacts: shared.Artifacts = None,
     max_new_tokens: shared.MaxNewTokens = 64,
     stop: Annotated[
@@ -78,6 +81,9 @@ def generate(
             dtype=dtype.value,
             device=device.value,
             kv_dtype=kv_dtype.option,
+            kv_scales=kv_scales,
+            batch_invariant=batch_invariant,
+            check_pages=check_pages.value,
             artifacts=artifacts,
             eager_first=eager_first,
             as_json=as_json,

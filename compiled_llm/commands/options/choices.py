@@ -1,4 +1,4 @@
-"""Values of options that several commands have: `--device`, `--dtype`, and lists of integers."""
+"""Values of options that several commands have: `--device`, `--dtype` and others, and lists of integers."""
 
 from __future__ import annotations
 
@@ -26,6 +26,14 @@ class KvDtype(str, Enum):
     def option(self) -> str | None:
         """The option of ``wrap``."""
         return None if self is KvDtype.auto else self.value
+
+
+class PageChecks(str, Enum):
+    """Values of `--check-pages`."""
+
+    off = "off"
+    log = "log"
+    raising = "raise"
 
 
 class Device(str, Enum):

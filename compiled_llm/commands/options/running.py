@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compiled_llm.config import WrapConfig
+from compiled_llm.config import KVScales, WrapConfig
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class RunningOptions:
     """How a model is run: ``artifacts`` compiled before or not, ``quiet`` without progress and figures.
 
-    With ``eager_first``, answers on a CPU do not wait for compiling.
+    With ``eager_first``, answers on a CPU do not wait for compiling, unless they are to be ``batch_invariant``.
     """
 
     mode: str
@@ -25,6 +25,9 @@ class RunningOptions:
     device: str
     quiet: bool
     kv_dtype: str | None = None
+    kv_scales: Path | None = None
+    batch_invariant: bool = False
+    check_pages: str = "off"
     artifacts: Path | None = None
     eager_first: bool = True
 
@@ -36,8 +39,11 @@ class RunningOptions:
         """
         rows = {"max_batch_size": 1} if device == "cuda" else {}
         artifacts = {} if self.artifacts is None else {"artifacts": self.artifacts}
-        options = {"mode": self.mode, "backend": self.backend, "kv_dtype": self.kv_dtype, "progress": not self.quiet}
-        return {**options, "eager_first": self.eager_first, **rows, **artifacts}
+        names = ("mode", "backend", "kv_dtype", "batch_invariant", "check_pages")
+        options = {name: getattr(self, name) for name in names}
+        options["kv_scales"] = None if self.kv_scales is None else KVScales.load(self.kv_scales)
+        options["eager_first"] = self.eager_first and not self.batch_invariant
+        return {**options, "progress": not self.quiet, **rows, **artifacts}
 
     def wrap_config(self, device: str) -> WrapConfig:
         """Return the options of ``wrap`` on a kind of device, checked."""

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from compiled_llm.commands.options.choices import Device, Dtype, KvDtype
+from compiled_llm.commands.options.choices import Device, Dtype, KvDtype, PageChecks
 
 INPUT, SAMPLING, MODEL, OUTPUT = "Input", "Sampling", "Model", "Output"
 
@@ -120,6 +120,25 @@ OnDevice = Annotated[Device, _model("--device", help=_DEVICE)]
 KeysAndValues = Annotated[
     KvDtype,
     _model("--kv-dtype", help="The type of keys and values in memory; auto is that of the weights, fp8_e4m3 8 bits."),
+]
+ScalesFile = Annotated[
+    Path | None,
+    _model(
+        "--kv-scales",
+        metavar="FILE",
+        help="With --kv-dtype, the scales of keys and values that KVScales.save has written in Python; else all are 1.",
+    ),
+]
+BatchInvariant = Annotated[
+    bool,
+    _model(
+        "--batch-invariant",
+        help="Compute the same bits for a text whatever runs beside it. Steps take longer, and all wait for compiling.",
+    ),
+]
+CheckPages = Annotated[
+    PageChecks,
+    _model("--check-pages", help="Check in each step that texts read their own keys and values: log or raise."),
 ]
 # In no panel, for commands that need none.
 DtypeName = Annotated[Dtype, typer.Option("--dtype", help=_DTYPE)]

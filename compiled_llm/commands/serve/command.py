@@ -14,14 +14,14 @@ from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import Source, locate
 from compiled_llm.commands.options import shared
-from compiled_llm.commands.options.choices import Device, Dtype, KvDtype, integers
+from compiled_llm.commands.options.choices import Device, Dtype, KvDtype, PageChecks, integers
 from compiled_llm.commands.serve import options
 from compiled_llm.commands.serve.http import HttpFlags, run_with_api_server, usual_count
 from compiled_llm.commands.serve.leash import end_with_parent
 from compiled_llm.commands.serve.log import LogFormat, LogLevel, logger, show_log
 from compiled_llm.commands.serve.serve_command import with_places
 from compiled_llm.compilation.artifacts.profile import Profile
-from compiled_llm.config import WrapConfig
+from compiled_llm.config import KVScales, WrapConfig
 from compiled_llm.execution.reporting.progress import Watcher, watched
 from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS, MAX_NUM_SEQS, MAX_QUEUE
 from compiled_llm.server.own_process import serve_arguments
@@ -44,6 +44,9 @@ class ServeOptions(NamedTuple):
     dtype: str
     device: str
     kv_dtype: str
+    kv_scales: Path | None
+    batch_invariant: bool
+    check_pages: str
     kv_memory: str | None
     max_num_seqs: int
     max_model_len: int | None
@@ -71,9 +74,11 @@ class ServeOptions(NamedTuple):
     def wrap_options(self) -> dict[str, Any]:
         memory = {} if self.kv_memory is None else {"kv_memory": _number_or_text(self.kv_memory)}
         artifacts = {} if self.artifacts is None else {"artifacts": self.artifacts}
-        options = {"mode": self.mode, "backend": self.backend, "progress": self.shows_progress}
+        scales = {} if self.kv_scales is None else {"kv_scales": KVScales.load(self.kv_scales)}
+        options = {name: getattr(self, name) for name in ("mode", "backend", "batch_invariant", "check_pages")}
         options["kv_dtype"] = KvDtype(self.kv_dtype).option
-        return {**options, "eager_first": self.eager_first, **memory, **artifacts}
+        options["eager_first"] = self.eager_first and not self.batch_invariant
+        return {**options, "progress": self.shows_progress, **memory, **scales, **artifacts}
 
     def engine_options(self) -> dict[str, Any]:
         names = ("max_num_seqs", "max_model_len", "max_queue", "max_step_ms")
@@ -139,6 +144,9 @@ def serve(
     dtype: shared.WeightsDtype = Dtype.auto,
     device: shared.OnDevice = Device.auto,
     kv_dtype: shared.KeysAndValues = KvDtype.auto,
+    kv_scales: shared.ScalesFile = None,
+    batch_invariant: shared.BatchInvariant = False,
+    check_pages: shared.CheckPages = PageChecks.off,
     artifacts: shared.Artifacts = None,
     log_level: options.ShownLevel = LogLevel.info,
     log_format: options.ShownFormat = LogFormat.text,
@@ -167,7 +175,8 @@ def serve(
         sizes = integers("--warmup", warmup)
         served = ServeOptions(
             shared.model_of(model, same_model),
-            *(tokenizer, _absolute(chat_template), mode, backend, dtype.value, device.value, kv_dtype.value, kv_memory),
+            *(tokenizer, _absolute(chat_template), mode, backend, dtype.value, device.value),
+            *(kv_dtype.value, _absolute(kv_scales), batch_invariant, check_pages.value, kv_memory),
             *(max_num_seqs, max_model_len, max_queue, max_step_ms, sizes, _absolute(profile)),
             *(_absolute(operations_uds), _absolute(artifacts), eager_first),
             *(log_level.value, log_format.value, quiet),

@@ -15,8 +15,8 @@ VLLM_OPTIONS: dict[str, str] = {
     "--gpu-memory-utilization": "give --kv-memory, what pages may take: 0.8 is 0.8 of what the weights leave free",
     "--kv-cache-memory-bytes --num-gpu-blocks-override": "give --kv-memory, as in 8GiB or '20000 tokens'",
     "--kv-cache-dtype": "give --kv-dtype: fp8_e4m3 for 8 bits, or leave it out for the type of the weights",
-    "--kv-cache-dtype-skip-layers --calculate-kv-scales": "--kv-dtype is that of all layers, with scales of 1; "
-    "compiled_llm.kv_scales measures others in Python",
+    "--kv-cache-dtype-skip-layers --calculate-kv-scales": "--kv-dtype is that of all layers; give --kv-scales a "
+    "file that KVScales.save has written, with what compiled_llm.kv_scales measures in Python",
     "--block-size": "a page has 16 tokens",
     "--swap-space --cpu-offload-gb --cpu-offload-params --offload-backend --offload-group-size --offload-num-in-group "
     "--offload-params --offload-prefetch-step --kv-offloading-backend --kv-offloading-size": "nothing is swapped: "

@@ -14,9 +14,13 @@ OF_ENGINE_PROCESSES = frozenset(
     {
         "artifacts",
         "backend",
+        "batch_invariant",
+        "check_pages",
         "device",
         "dtype",
+        "kv_dtype",
         "kv_memory",
+        "kv_scales",
         "log_format",
         "log_level",
         "max_model_len",
