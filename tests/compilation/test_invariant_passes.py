@@ -50,6 +50,14 @@ def test_sums_of_the_last_dimension_become_the_op(name: str, dtype: torch.dtype,
     torch.testing.assert_close(module(other), function(other))
 
 
+def test_products_of_numbers_are_no_matmul() -> None:
+    """Those of positions and frequencies, which not every PyTorch takes apart before the pass sees them."""
+    positions, frequencies = torch.randn(3, 5, 1), torch.randn(3, 1, 7)
+    module = rewritten(torch.bmm, positions, frequencies)
+    assert targets(module) == [torch.ops.aten.mul.Tensor]
+    assert torch.equal(module(positions, frequencies), torch.bmm(positions, frequencies))
+
+
 @pytest.mark.parametrize(
     "function",
     [

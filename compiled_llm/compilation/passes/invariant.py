@@ -166,10 +166,18 @@ def _var(build: _Building, values: fx.Node, dims: Any = None, **options: Any) ->
     return None if found is None else found[0]
 
 
+def _outer(build: _Building, left: fx.Node, right: fx.Node) -> fx.Node | None:
+    """Return the products of numbers, such as those of positions and frequencies: nothing is added."""
+    if left.meta["val"].shape[2] != 1 or right.meta["val"].shape[1] != 1:
+        return None
+    return build(_aten.mul.Tensor, left, right)
+
+
 _MAKERS: dict[Any, Callable[..., fx.Node | tuple[fx.Node, fx.Node] | None]] = {
     _aten.sum.dim_IntList: _sum,
     _aten.mean.dim: _mean,
     _aten.var_mean.correction: _var_mean,
     _aten.var.correction: _var,
+    _aten.bmm.default: _outer,  # before PyTorch 2.12, Inductor leaves it a matmul
 }
 """What takes the place of an op; None for arguments that it cannot take."""
