@@ -10,6 +10,9 @@ from compiled_llm_ops.attention.cascade_tables import CascadeTables, SharedRun, 
 from compiled_llm_ops.attention.check_pages import check_pages
 from compiled_llm_ops.attention.decode import decode_attention, decode_attention_lse
 from compiled_llm_ops.attention.invariant import invariant_attention, invariant_attention_lse
+from compiled_llm_ops.attention.latent.append import append_latent
+from compiled_llm_ops.attention.latent.attention import latent_attention, latent_attention_lse
+from compiled_llm_ops.attention.latent.decode import latent_decode, latent_decode_lse
 from compiled_llm_ops.attention.merge import merge_state, merge_state_in_place, merge_states
 from compiled_llm_ops.attention.plan import plan_paged_attention
 from compiled_llm_ops.attention.prefill import paged_attention, paged_attention_lse
@@ -59,6 +62,7 @@ __all__ = [
     "Seldom",
     "SharedRun",
     "add_rms_norm",
+    "append_latent",
     "append_paged_kv",
     "build_sampling",
     "cascade_attention",
@@ -72,6 +76,10 @@ __all__ = [
     "invariant_attention_lse",
     "invariant_linear",
     "invariant_sum",
+    "latent_attention",
+    "latent_attention_lse",
+    "latent_decode",
+    "latent_decode_lse",
     "merge_state",
     "merge_state_in_place",
     "merge_states",

@@ -344,6 +344,46 @@ class CascadeAttention(NamedTuple):
         return 1 << (gqa - 1).bit_length()
 
 
+class AppendLatent(NamedTuple):
+    """Arguments of ``append_latent``."""
+
+    latent: Tensor
+    rope: Tensor
+    pages: Tensor
+    token_rows: Tensor
+    token_positions: Tensor
+    indptr: Tensor
+    indices: Tensor
+
+
+class LatentAttention(NamedTuple):
+    """Arguments of ``latent_attention`` and ``latent_attention_lse``."""
+
+    query_latent: Tensor
+    query_rope: Tensor
+    pages: Tensor
+    token_rows: Tensor
+    token_positions: Tensor
+    indptr: Tensor
+    indices: Tensor
+    scale: float
+
+
+class LatentDecode(NamedTuple):
+    """Arguments of ``latent_decode`` and ``latent_decode_lse``."""
+
+    query_latent: Tensor
+    query_rope: Tensor
+    latent: Tensor
+    rope: Tensor
+    pages: Tensor
+    starts: Tensor
+    lengths: Tensor
+    indices: Tensor
+    scale: float
+    overlap: bool = False
+
+
 class MergeState(NamedTuple):
     """Arguments of ``merge_state``."""
 

@@ -9,10 +9,19 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention.left_out import may_be_left_out
-from compiled_llm_ops.contracts import CascadeAttention, DecodeAttention, PagedAttention, value_size
+from compiled_llm_ops.contracts import (
+    CascadeAttention,
+    DecodeAttention,
+    LatentAttention,
+    LatentDecode,
+    PagedAttention,
+    value_size,
+)
 from compiled_llm_ops.library import define
 
-_Arguments = TypeVar("_Arguments", PagedAttention, DecodeAttention, CascadeAttention)
+_Arguments = TypeVar("_Arguments", PagedAttention, DecodeAttention, CascadeAttention, LatentAttention, LatentDecode)
+_AnyOf = PagedAttention | DecodeAttention | CascadeAttention | LatentAttention | LatentDecode
+"""Arguments whose first ones are the queries."""
 Kernel = Callable[[_Arguments, bool], tuple[Tensor, Tensor | None]]
 """Returns ``[T, H, D]``, D that of the values, and, if the second argument says so, the log-sum-exp ``[T, H]``."""
 
@@ -49,9 +58,10 @@ def define_with_lse(
     return without, with_lse
 
 
-def _out(args: PagedAttention | DecodeAttention | CascadeAttention) -> Tensor:
-    return args.query.new_empty((*args.query.shape[:2], value_size(args.query, args.pages)))
+def _out(args: _AnyOf) -> Tensor:
+    query = args[0]
+    return query.new_empty((*query.shape[:2], value_size(query, args.pages)))
 
 
-def _out_and_lse(args: PagedAttention | DecodeAttention | CascadeAttention) -> tuple[Tensor, Tensor]:
-    return _out(args), args.query.new_empty(args.query.shape[:2], dtype=torch.float32)
+def _out_and_lse(args: _AnyOf) -> tuple[Tensor, Tensor]:
+    return _out(args), args[0].new_empty(args[0].shape[:2], dtype=torch.float32)

@@ -19,6 +19,7 @@ from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm_ops import Geometry, append_paged_kv
 from compiled_llm_ops.contracts import SampleTokens
 from support.ops.cascade_rows import CascadeRows
+from support.ops.latent_rows import MIXES as LATENT_MIXES, LatentRows
 from support.ops.packed_tokens import Sizes, packed_tokens
 from support.ops.sampling_cases import EVERYTHING, arguments
 from support.ops.tagged_rows import some_rows
@@ -317,8 +318,26 @@ def check_pages_cases() -> list[tuple[Any, ...]]:
     return [tuple(some_rows(number, packed).arguments(packed)) for number in range(3) for packed in (False, True)]
 
 
+def append_latent_cases() -> list[tuple[Any, ...]]:
+    return [_finite(LatentRows([9, 4, 6], [2, 1, 6], seed=1).append_arguments())]
+
+
+def latent_cases() -> list[tuple[Any, ...]]:
+    return [_finite(LatentRows(*mix, seed=2).arguments()) for mix in LATENT_MIXES.values()]
+
+
+def latent_decode_cases() -> list[tuple[Any, ...]]:
+    return [_finite(LatentRows(lengths, seed=3).decode_arguments()) for lengths in ([1, 4, 5], [0, 9])]
+
+
+def _finite(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Without NaN, which opcheck does not compare."""
+    return tuple(own.nan_to_num(0.0) if isinstance(own, Tensor) and own.is_floating_point() else own for own in args)
+
+
 CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "add_rms_norm": norm_cases,
+    "append_latent": append_latent_cases,
     "append_paged_kv": append_cases,
     "cascade_attention": cascade_cases,
     "cascade_attention_lse": cascade_cases,
@@ -330,6 +349,10 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "invariant_attention_lse": decode_cases,
     "invariant_linear": invariant_linear_cases,
     "invariant_sum": invariant_sum_cases,
+    "latent_attention": latent_cases,
+    "latent_attention_lse": latent_cases,
+    "latent_decode": latent_decode_cases,
+    "latent_decode_lse": latent_decode_cases,
     "merge_state": merge_state_cases,
     "merge_state_in_place": merge_in_place_cases,
     "merge_states": merge_states_cases,

@@ -112,9 +112,13 @@ def _attend(
 @triton.jit
 def _merge(
     partials, partial_lses, first, count, NEW: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, STRIDE: tl.constexpr = None,
 ):  # fmt: skip
-    """Return ``[HEADS, D']`` and ``[HEADS]`` from ``count`` partial results, always in the same order."""
+    """Return ``[HEADS, D']`` and ``[HEADS]`` from ``count`` partial results, always in the same order.
+
+    They are STRIDE values apart, D' if it is None.
+    """
+    APART: tl.constexpr = DIM if STRIDE is None else STRIDE
     offs_g, offs_d = tl.arange(0, HEADS), tl.arange(0, DIM)
     largest = tl.full([HEADS], -float("inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
@@ -124,7 +128,7 @@ def _merge(
         mask = partial < count
         offs = (first + partial)[:, None] * HEADS + offs_g[None, :]
         lses = tl.load(partial_lses + offs, mask=mask[:, None], other=-float("inf"), cache_modifier=".cg")
-        part_ptrs = partials + offs[:, :, None] * DIM + offs_d[None, None, :]
+        part_ptrs = partials + offs[:, :, None] * APART + offs_d[None, None, :]
         parts = tl.load(part_ptrs, mask=mask[:, None, None], other=0.0, cache_modifier=".cg")
         larger = tl.maximum(largest, tl.max(lses, 0))
         base = _base(larger, NEW)

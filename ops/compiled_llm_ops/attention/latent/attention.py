@@ -1,0 +1,120 @@
+"""Latent attention of packed queries: rows with any number of new tokens, over latents that lie in pages already.
+
+Shapes: T packed tokens, B rows, H query heads, R latent size, E size of the rotated part, P pages, S page size, N
+entries of the page table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_llm_ops.attention.latent.plain import attend_in_pages, check_latent_queries
+from compiled_llm_ops.attention.lse import define_with_lse
+from compiled_llm_ops.contracts import LatentAttention, check_int32
+from compiled_llm_ops.library import same_arguments_as
+
+
+def latent_attention(
+    query_latent: Tensor,
+    query_rope: Tensor,
+    pages: Tensor,
+    token_rows: Tensor,
+    token_positions: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+    scale: float,
+) -> Tensor:
+    """Causal attention of packed, absorbed queries over the latents of their rows.
+
+    Token t sees the tokens 0 to ``token_positions[t]`` of its row, its own included, which lie in the pages already.
+    Its logits are ``scale * (query_latent[t] @ latent + query_rope[t] @ rope)``, and it gets the weighted sum of the
+    latents. Multiplied with the parts of the layer's up-projection of keys (before) and values (after), that is
+    attention over expanded keys and values. The op needs no plan, and a captured launch may be replayed with any rows.
+
+    Args:
+        query_latent: ``[T, H, R]``, any strides: the part of each query that is not rotated, multiplied with the
+            up-projection of the keys.
+        query_rope: ``[T, H, E]``, any strides, of the same dtype: the rotated part.
+        pages: ``[P, S, R + E]``, as ``append_latent`` writes them.
+        token_rows: ``[T]`` int32, the row each token belongs to. The kernel reads the keys of a row once for tokens
+            that are next to each other.
+        token_positions: ``[T]`` int32, each token's index in its row's cache; -1 sees no key.
+        indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
+        indices: ``[N]`` int32, page numbers.
+        scale: factor on the logits before the softmax.
+
+    Returns:
+        ``[T, H, R]``, contiguous, of the queries' dtype; zeros for a token that sees no key.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together, or on CUDA there is no kernel for the sizes.
+
+    Source:
+        DeepSeek-V2 (https://arxiv.org/abs/2405.04434), whose appendix absorbs the up-projections; a Triton kernel of
+        our own on CUDA, after FlashAttention-2 (https://arxiv.org/abs/2307.08691).
+    """
+    table = (token_rows, token_positions, indptr, indices)
+    out: Tensor = _latent_attention(query_latent, query_rope, pages, *table, scale)
+    return out
+
+
+@same_arguments_as(latent_attention)
+def latent_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """``latent_attention`` that also returns the log-sum-exp of each query's logits.
+
+    Args: those of ``latent_attention``.
+
+    Returns:
+        ``[T, H, R]`` of the queries' dtype, and ``[T, H]`` float32: the log-sum-exp in base 2 (multiply by ln 2 for
+        the natural one), minus infinity for a token that sees no key. Both contiguous.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together, or on CUDA there is no kernel for the sizes.
+
+    Source:
+        On CUDA the Triton kernel of ``latent_attention``, after FlashAttention-2 (https://arxiv.org/abs/2307.08691).
+    """
+    out, lse = _latent_attention_lse(*args, **kwargs)
+    return out, lse
+
+
+def _check(args: LatentAttention) -> None:
+    check_latent_queries("latent_attention", args)
+    tokens = args.query_latent.shape[0]
+    if args.token_rows.shape != (tokens,) or args.token_positions.shape != (tokens,):
+        raise ValueError(
+            f"latent_attention: token_rows and token_positions must be [{tokens}], one entry a token; got "
+            f"{tuple(args.token_rows.shape)} and {tuple(args.token_positions.shape)}"
+        )
+    check_int32("latent_attention", **{name: getattr(args, name) for name in LatentAttention._fields[3:7]})
+
+
+def _cpu(args: LatentAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    _check(args)
+    owners, counts = torch.unique_consecutive(args.token_rows, return_counts=True)
+    rows, first, page_size = [], 0, args.pages.shape[1]
+    for row, count in zip(owners.tolist(), counts.tolist(), strict=True):
+        tokens = slice(first, first + count)
+        positions, start = args.token_positions[tokens], int(args.indptr[row])
+        pages = int(positions.max()) // page_size + 1
+        rows.append((tokens, positions, args.indices[start : start + pages]))
+        first += count
+    out, lse = attend_in_pages(args, rows)
+    return out, lse if wants_lse else None
+
+
+def _cuda(args: LatentAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    from compiled_llm_ops.kernels.latent.attention import attend
+
+    _check(args)
+    lse = None
+    if wants_lse:
+        lse = torch.empty(args.query_latent.shape[:2], dtype=torch.float32, device=args.query_latent.device)
+    with torch.cuda.device(args.pages.device):  # Triton launches on the current one
+        return attend(args, lse), lse
+
+
+_latent_attention, _latent_attention_lse = define_with_lse("latent_attention", LatentAttention, cpu=_cpu, cuda=_cuda)

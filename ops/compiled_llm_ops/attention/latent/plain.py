@@ -1,0 +1,98 @@
+"""Latent attention in plain PyTorch: the CPU kernels, and checks of arguments that all latent ops share.
+
+Shapes: T packed tokens, B rows, H query heads, R latent size, E size of the rotated part, P pages, S page size, L
+tokens of one row in the cache, Q queries of one row.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from compiled_llm_ops.contracts import LatentAttention, LatentDecode
+
+LOGITS_AT_ONCE = 2**22
+"""So many are computed at a time: those of a long prompt of 128 heads would not fit in memory."""
+
+
+def check_latents(op: str, latent: Tensor, rope: Tensor, pages: Tensor) -> None:
+    """Raise ValueError if latents ``[T, R]`` and their rotated parts ``[T, E]`` do not fit the pages ``[P, S, R + E]``.
+
+    Queries ``[T, H, R]`` and ``[T, H, E]`` are checked likewise.
+    """
+    alike = latent.shape[:-1] == rope.shape[:-1] and latent.dtype == rope.dtype and latent.device == rope.device
+    if not alike or pages.dim() != 3 or pages.shape[2] != latent.shape[-1] + rope.shape[-1] or not rope.shape[-1]:
+        raise ValueError(
+            f"{op}: pages must be [P, S, {latent.shape[-1]} + {rope.shape[-1]}] for a latent of {tuple(latent.shape)} "
+            f"{latent.dtype} and a rotated part of {tuple(rope.shape)} {rope.dtype}; got {tuple(pages.shape)}"
+        )
+
+
+def check_latent_queries(op: str, args: LatentAttention | LatentDecode) -> None:
+    """Raise ValueError if absorbed queries do not fit each other and the pages."""
+    latent, rope = args.query_latent, args.query_rope
+    if latent.dim() != 3 or rope.dim() != 3:
+        raise ValueError(
+            f"{op}: query_latent must be [T, H, R] and query_rope [T, H, E]; got {tuple(latent.shape)} and "
+            f"{tuple(rope.shape)}"
+        )
+    check_latents(op, latent, rope, args.pages)
+
+
+def store(latent: Tensor, rope: Tensor, pages: Tensor, numbers: Tensor, slots: Tensor) -> None:
+    """Write latents ``[T, R]``, rotated parts ``[T, E]`` behind them, at ``slots`` ``[T]`` of pages ``numbers``."""
+    pages[numbers.long(), slots.long()] = torch.cat([latent, rope], dim=-1).to(pages.dtype)
+
+
+def attend(query: Tensor, cached: Tensor, positions: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend with the queries of one row over what it has in its pages.
+
+    Arithmetic is in float32 at least. A query that sees no key has zeros, and minus infinity.
+
+    Args:
+        query: ``[Q, H, R + E]``.
+        cached: ``[L, R + E]``.
+        positions: ``[Q]``: each query sees the keys up to this one.
+        rank: R.
+        scale: factor on the logits.
+
+    Returns:
+        ``[Q, H, R]`` and ``[Q, H]``, the log-sum-exp in base 2.
+    """
+    dtype = torch.promote_types(cached.dtype, torch.float32)
+    keys, seen = cached.to(dtype), torch.arange(len(cached), device=cached.device)
+    most = max(1, LOGITS_AT_ONCE // max(1, len(cached) * query.shape[1]))
+    parts = [
+        _attend(*part, keys, seen, rank, scale)
+        for part in zip(query.to(dtype).split(most), positions.split(most), strict=True)
+    ]
+    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+
+def _attend(
+    query: Tensor, positions: Tensor, keys: Tensor, seen: Tensor, rank: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    logits = torch.matmul(query, keys.T) * scale
+    logits = logits.masked_fill(seen > positions[:, None, None], -math.inf)
+    lse = torch.logsumexp(logits, dim=-1)
+    weights = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
+    return torch.matmul(weights, keys[:, :rank]), lse / math.log(2)
+
+
+def attend_in_pages(
+    args: LatentAttention | LatentDecode, rows: list[tuple[slice, Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Return ``[T, H, R]`` of the queries' dtype, and ``[T, H]`` float32, the log-sum-exp in base 2.
+
+    Each of ``rows`` has its queries as a slice, their positions ``[Q]``, and the numbers of its pages.
+    """
+    query, rank = torch.cat([args.query_latent, args.query_rope], dim=-1), args.query_latent.shape[2]
+    out = torch.zeros(args.query_latent.shape, dtype=query.dtype, device=query.device)
+    lse = torch.full(query.shape[:2], -math.inf, dtype=torch.float32, device=query.device)
+    for tokens, positions, numbers in rows:
+        cached = args.pages[numbers.long()].flatten(0, 1)[: int(positions.max()) + 1]
+        own, own_lse = attend(query[tokens], cached, positions, rank, args.scale)
+        out[tokens], lse[tokens] = own.to(out.dtype), own_lse.float()
+    return out, lse

@@ -1,0 +1,102 @@
+"""A Triton kernel for latent attention of packed queries, without a plan.
+
+A program has some packed tokens next to each other, with a tile of their heads, and reads the keys of the rows that
+these tokens belong to, mostly of one. Long prompts make many programs, each of which reads its row up to its last
+token.
+
+Shapes: T packed tokens, H query heads, M queries of a program, R latent size, E size of the rotated part, P pages, S
+page size.
+"""
+
+# Kernels are Triton's objects, not the functions that a type checker sees.
+# pyright: reportIndexIssue=false
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compiled_llm_ops.contracts import LatentAttention
+from compiled_llm_ops.kernels.latent.step import attend_block, check_kernel, inner_contiguous, load_block
+from compiled_llm_ops.kernels.latent.tiling import STAGES, query_tile
+
+MOST_TOKENS = 4
+"""Tokens of a program, at most: with 16 heads they fill a tile."""
+
+
+@triton.jit(do_not_specialize=["tokens", "heads"])
+def _latent_attention(
+    query_latent, query_rope, pages, token_rows, token_positions, indptr, indices, out, lse,
+    token_stride, head_stride, rope_token_stride, rope_head_stride, tokens, heads, scale,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attend with some tokens and heads. Axes of the grid: tiles of heads, tiles of tokens.
+
+    A query of another row sees none of the keys of a row, and keeps what it has.
+    """
+    offs_q, offs_n = tl.arange(0, TOKENS * HEADS), tl.arange(0, BLOCK)
+    offs_r, offs_e = tl.arange(0, RANK), tl.arange(0, ROPE)
+    token = (tl.program_id(1) * TOKENS + offs_q // HEADS).to(tl.int64)
+    head = tl.program_id(0) * HEADS + offs_q % HEADS
+    known = token < tokens
+    mask = known & (head < heads)
+    row = tl.load(token_rows + token, mask=known, other=-1)
+    own = tl.load(token_positions + token, mask=known, other=-1)
+    q_ptrs = query_latent + (token * token_stride + head * head_stride)[:, None] + offs_r[None, :]
+    q = tl.load(q_ptrs, mask=mask[:, None], other=0.0)
+    rope_ptrs = query_rope + (token * rope_token_stride + head * rope_head_stride)[:, None] + offs_e[None, :]
+    q_rope = tl.load(rope_ptrs, mask=mask[:, None], other=0.0)
+    largest = tl.full([TOKENS * HEADS], -float("inf"), tl.float32)
+    total = tl.zeros([TOKENS * HEADS], tl.float32)
+    acc = tl.zeros([TOKENS * HEADS, RANK], tl.float32)
+    last_row = tl.max(row)
+    # Of one token the compiler sees that there is one row, and needs no registers for a loop.
+    first_row = last_row if TOKENS == 1 else tl.min(tl.where(known, row, last_row))
+    for this in range(first_row, last_row + 1):
+        length = tl.max(tl.where(row == this, own, -1)) + 1
+        own_indices = indices + tl.load(indptr + this)
+        for block in tl.range(0, tl.cdiv(length, BLOCK), num_stages=STAGES):
+            position = block * BLOCK + offs_n
+            latents, turned = load_block(pages, own_indices, position, position < length, RANK, ROPE, PAGE)
+            seen = position[None, :] <= tl.where(row == this, own, -1)[:, None]
+            largest, total, acc = attend_block(q, q_rope, latents, turned, seen, scale, largest, total, acc)
+    total = tl.where(total == 0.0, 1.0, total)
+    item = token * heads + head
+    values = acc / total[:, None]
+    out_ptrs = out + item[:, None] * RANK + offs_r[None, :]
+    tl.store(out_ptrs, values.to(out.dtype.element_ty), mask=mask[:, None])
+    if lse is not None:
+        tl.store(lse + item, largest + tl.log2(total), mask=mask)
+
+
+def attend(args: LatentAttention, lse: Tensor | None) -> Tensor:
+    """Launch attention of packed queries, on the current device, and return ``[T, H, R]``, contiguous.
+
+    Args:
+        args: of ``latent_attention``, checked.
+        lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None to skip it.
+
+    Raises:
+        ValueError: there is no kernel for these sizes or dtypes, or the pages are not contiguous.
+
+    Source:
+        FlashAttention-2 (https://arxiv.org/abs/2307.08691), with latents as keys and values as in DeepSeek-V2
+        (https://arxiv.org/abs/2405.04434).
+    """
+    check_kernel("latent_attention", args)
+    query, query_rope = map(inner_contiguous, args[:2])
+    (tokens, heads, rank), size, page_size = query.shape, query_rope.shape[2], args.pages.shape[1]
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if out.numel():
+        tile = query_tile(heads, rank, MOST_TOKENS)
+        _latent_attention[(-(-heads // tile.heads), -(-tokens // tile.tokens))](
+            query, query_rope, *args[2:7], out, lse, *query.stride()[:2], *query_rope.stride()[:2], tokens, heads,
+            args.scale * math.log2(math.e), HEADS=tile.heads, TOKENS=tile.tokens, RANK=rank, ROPE=size,
+            PAGE=page_size, BLOCK=tile.block, STAGES=STAGES, num_warps=tile.warps,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,71 @@
+"""What the latent kernels share: a block of keys, checks, and the sizes that there are kernels for.
+
+Shapes: M queries of a program, N keys of a block, R latent size, E size of the rotated part, P pages, S page size.
+"""
+
+# Kernels are Triton's objects, not the functions that a type checker sees.
+# pyright: reportIndexIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compiled_llm_ops.contracts import LatentAttention, LatentDecode
+
+DTYPES = (torch.float16, torch.bfloat16)
+FEWEST, MOST_RANK, MOST_ROPE = 16, 512, 128
+"""Sizes are powers of two from 16 on: tensor cores multiply no fewer, and blocks are powers of two."""
+
+
+@triton.jit
+def load_block(pages, indices, position, mask, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr):
+    """Return the latents ``[N, R]`` and rotated parts ``[N, E]`` at positions of a row; zeros past the ``mask``.
+
+    Slots past the mask are not read: they may hold values (NaN) whose product with zero is not zero.
+    """
+    offs_r, offs_e = tl.arange(0, RANK), tl.arange(0, ROPE)
+    page = tl.load(indices + position // PAGE, mask=mask, other=0).to(tl.int64)
+    slot = (page * PAGE + position % PAGE) * (RANK + ROPE)
+    latents = tl.load(pages + slot[:, None] + offs_r[None, :], mask=mask[:, None], other=0.0)
+    turned = tl.load(pages + slot[:, None] + RANK + offs_e[None, :], mask=mask[:, None], other=0.0)
+    return latents, turned
+
+
+@triton.jit
+def attend_block(q, q_rope, latents, turned, seen, scale, largest, total, acc):
+    """Return the largest logits ``[M]``, sums of weights ``[M]`` and of weighted latents ``[M, R]`` with a block more.
+
+    A query that sees no key, of this block or ever, keeps what it has. Logits are in base 2.
+    """
+    logits = tl.dot(q, tl.trans(latents))
+    logits = tl.dot(q_rope, tl.trans(turned), logits) * scale
+    logits = tl.where(seen, logits, -float("inf"))
+    larger = tl.maximum(largest, tl.max(logits, 1))
+    base = tl.where(larger == -float("inf"), 0.0, larger)
+    weights = tl.exp2(logits - base[:, None])
+    fade = tl.exp2(largest - base)
+    acc = tl.dot(weights.to(q.dtype), latents, acc * fade[:, None])
+    return larger, total * fade + tl.sum(weights, 1), acc
+
+
+def check_kernel(op: str, args: LatentAttention | LatentDecode) -> None:
+    """Raise ValueError if no kernel takes such queries and pages, with the numbers that one takes."""
+    rank, size = args.query_latent.shape[2], args.query_rope.shape[2]
+    if args.query_latent.dtype not in DTYPES or args.pages.dtype != args.query_latent.dtype:
+        raise ValueError(
+            f"{op}: no kernel for {args.query_latent.dtype} queries and pages of {args.pages.dtype}; use "
+            "torch.bfloat16 or torch.float16 for both"
+        )
+    for name, found, most in (("R", rank, MOST_RANK), ("E", size, MOST_ROPE)):
+        if not FEWEST <= found <= most or found & (found - 1):
+            raise ValueError(f"{op}: no kernel for {name}={found}; there are some for powers of two, 16 to {most}")
+    if not args.pages.is_contiguous():
+        raise ValueError(f"{op}: pages must be contiguous")
+
+
+def inner_contiguous(states: Tensor) -> Tensor:
+    """Return states whose last numbers lie next to each other."""
+    return states if states.stride(-1) == 1 else states.contiguous()

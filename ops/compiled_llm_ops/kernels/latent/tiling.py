@@ -1,0 +1,85 @@
+"""How programs of the latent kernels divide heads and keys.
+
+All heads of a row read the same latents, so a program takes as many as registers have room for: each has R sums of its
+own. The constants follow from registers and shared memory of an H100; none has been fitted to times yet.
+
+Shapes: B rows, H query heads, R latent size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from compiled_llm_ops.kernels.attention.decode_tiling import ALONE, FEW, MAX_ROWS, MAX_SHARES, AttentionTiling
+
+MOST_QUERIES = 64
+"""Queries of a program, at most: with R = 512 their sums take half of the registers of a multiprocessor."""
+
+FEWEST_QUERIES = 16
+"""Queries of a program, at least: tensor cores take no fewer."""
+
+MANY_SUMS = 2**14
+"""Sums of weighted latents from which on a program has twice as many warps, and tokens of one row only."""
+
+BLOCK_VALUES = 2**14
+"""Values of latents in a block: 32 tokens with R = 512, with which no tile needs more registers than there are."""
+
+MOST_KEYS = 64
+"""Keys in a block, at most."""
+
+BUSY_KEYS = 1024
+"""Keys that one program reads alone while others keep the device busy."""
+
+STAGES = 5
+"""Of the pipeline: two blocks and the page numbers of two more are being loaded at a time."""
+
+
+class QueryTile(NamedTuple):
+    """What a program attends with, and how it reads keys.
+
+    Attributes:
+        heads: query heads next to each other, a power of two.
+        tokens: packed tokens next to each other, each with all of these heads; 1 in decode.
+        block: keys read at a time.
+        warps: in a program.
+    """
+
+    heads: int
+    tokens: int
+    block: int
+    warps: int
+
+
+def query_tile(heads: int, rank: int, most_tokens: int = 1) -> QueryTile:
+    """Return a tile for H heads and up to so many tokens, a power of two.
+
+    Heads are those of one token first: a token's keys are read once for each tile of its heads.
+    """
+    own = min(MOST_QUERIES, 1 << (heads - 1).bit_length())
+    tokens = max(1, min(most_tokens, MOST_QUERIES // own, MANY_SUMS // (own * rank)))
+    own = max(own, FEWEST_QUERIES // tokens)
+    many = own * tokens * rank >= MANY_SUMS
+    return QueryTile(own, tokens, min(MOST_KEYS, BLOCK_VALUES // rank), 8 if many else 4)
+
+
+def choose_decode_tiling(rows: int, heads: int, rank: int, max_keys: int, processors: int) -> AttentionTiling:
+    """Return how programs share the keys of rows, by constant properties as ``choose_attention_tiling`` does.
+
+    Args:
+        rows: B.
+        heads: H.
+        rank: R.
+        max_keys: a bound on the keys of a row.
+        processors: multiprocessors of the device.
+    """
+    tile = query_tile(heads, rank)
+    items = rows * -(-heads // tile.heads)
+    splits, unsplit, min_share = processors // items, ALONE, 1
+    if splits < FEW:
+        splits, unsplit, min_share = FEW, BUSY_KEYS // tile.block, BUSY_KEYS // tile.block
+    blocks = -(-max_keys // tile.block)
+    if blocks <= unsplit:
+        return AttentionTiling(1, 1, unsplit, min_share, tile.block, STAGES, tile.warps)
+    row_tile = -(-rows // -(-rows // MAX_ROWS))
+    programs = row_tile * min(splits, blocks, MAX_SHARES)
+    return AttentionTiling(row_tile, programs, unsplit, min_share, tile.block, STAGES, tile.warps)

@@ -1,0 +1,81 @@
+"""The ops of latent attention on a GPU, against dense attention, and replayed with other rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_llm_ops import append_latent, latent_attention_lse, latent_decode, latent_decode_lse
+from compiled_llm_ops.kernels.pdl import has_pdl
+from support.ops.latent_rows import MIXES, LatentRows
+
+pytestmark = pytest.mark.gpu
+
+SIZES = [(16, 512, 64), (20, 512, 64), (128, 512, 64), (40, 256, 32)]
+LENGTHS = [1, 31, 32, 33, 0, 64, 65, 3000]
+CLOSE = {"rtol": 2e-2, "atol": 1e-2}
+
+
+def rows_of(lengths: Any, queries: Any = None, **sizes: Any) -> LatentRows:
+    return LatentRows(lengths, queries, **{"dtype": torch.bfloat16, "device": "cuda", "page_size": 16, **sizes})
+
+
+def compare(rows: LatentRows, out: torch.Tensor, lse: torch.Tensor) -> None:
+    expected, expected_lse = rows.expected()
+    torch.testing.assert_close(out.float(), expected, **CLOSE)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(("heads", "rank", "size"), SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_decode(heads, rank, size, dtype, seed):
+    rows = rows_of(LENGTHS, heads=heads, rank=rank, size=size, dtype=dtype, seed=seed)
+    args = rows.decode_arguments()
+    compare(rows, *latent_decode_lse(*args))
+    torch.testing.assert_close(args.pages, rows.written(), rtol=0, atol=0, equal_nan=True)
+    alone = rows_of([2000], heads=heads, rank=rank, size=size, dtype=dtype, seed=seed)
+    compare(alone, *latent_decode_lse(*alone.decode_arguments()))
+
+
+@pytest.mark.parametrize(("heads", "rank", "size"), SIZES)
+@pytest.mark.parametrize("mix", MIXES)
+def test_packed_queries(heads, rank, size, mix, seed):
+    rows = rows_of(*MIXES[mix], heads=heads, rank=rank, size=size, seed=seed)
+    compare(rows, *latent_attention_lse(*rows.arguments()))
+    if -1 not in rows.places[1]:
+        args = rows.append_arguments()
+        append_latent(*args)
+        torch.testing.assert_close(args.pages, rows.written(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_long_packed_rows(seed):
+    rows = rows_of([500, 1, 900], [500, 1, 30], heads=16, rank=512, size=64, seed=seed)
+    compare(rows, *latent_attention_lse(*rows.arguments()))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_captured_launch_is_replayed_with_any_lengths(overlap, seed):
+    if overlap and not has_pdl(torch.device("cuda")):
+        pytest.skip("needs compute capability 9.0")
+    rows = rows_of([4000, 2000, 700, 1], heads=16, rank=512, size=64, seed=seed)
+    args = rows.decode_arguments()
+    latent_decode(*args._replace(overlap=overlap))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = latent_decode(*args._replace(overlap=overlap))
+    for lengths in ([1, 1, 1, 1], [33, 0, 700, 1], [4000, 1999, 16, 0], [17, 2000, 1, 1]):
+        args.lengths.copy_(torch.tensor(lengths))
+        args.pages.nan_to_num_(0.5)
+        before = args.pages.clone()
+        graph.replay()
+        expected = latent_decode(*args._replace(pages=before))
+        assert torch.equal(out, expected), lengths
+        assert torch.equal(args.pages, before), lengths
+
+
+def test_sizes_without_a_kernel_raise(seed):
+    rows = rows_of([3], rank=24, size=16, seed=seed)
+    with pytest.raises(ValueError, match="no kernel for R=24"):
+        latent_decode(*rows.decode_arguments())

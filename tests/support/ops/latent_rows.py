@@ -1,0 +1,126 @@
+"""Rows of latents in pages, with attention over them computed densely, in float32, from expanded keys and values.
+
+Shapes: B rows, T packed tokens, L tokens of one row, Q queries of one row, H query heads, R latent size, E size of the
+rotated part, P pages, S page size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compiled_llm_ops.contracts import AppendLatent, LatentAttention, LatentDecode
+
+
+class LatentRows:
+    """Rows in pages of random order; free pages and slots, and those of new tokens, hold NaN.
+
+    A row of length 0 has no page. The oracle knows contiguous latents alone.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        queries: Sequence[int] | None = None,
+        *,
+        heads: int = 4,
+        rank: int = 32,
+        size: int = 16,
+        page_size: int = 4,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device, dtype)
+
+        self.lengths, self.queries = list(lengths), [1] * len(lengths) if queries is None else list(queries)
+        self.rank, self.size, self.scale = rank, size, 1.3 * (rank + size) ** -0.5
+        self.states = [random(length, rank + size) for length in lengths]
+        self.query = random(sum(self.queries), heads, rank + size)
+        counts = [-(-length // page_size) for length in lengths]
+        order = (torch.randperm(sum(counts) + 3, generator=generator)[: sum(counts)] + 1).to(device)
+        self.pages = torch.full((sum(counts) + 6, page_size, rank + size), torch.nan, dtype=dtype, device=device)
+        self.indptr = torch.tensor([sum(counts[:row]) for row in range(len(counts) + 1)], dtype=torch.int32).to(device)
+        self.indices = torch.cat([order, order.new_full((7,), sum(counts) + 5)]).int()  # more than rows have
+        for row, (states, new) in enumerate(zip(self.states, self.queries, strict=True)):
+            for at in range(max(0, len(states) - new)):
+                self.pages[self._page(row, at), at % page_size] = states[at]
+
+    def _page(self, row: int, at: int) -> int:
+        return int(self.indices[int(self.indptr[row]) + at // self.pages.shape[1]])
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """The row and position of each packed token; queries of rows that are shorter see no key."""
+        rows = [row for row, count in enumerate(self.queries) for _ in range(count)]
+        positions = [
+            max(-1, length - count + query)
+            for length, count in zip(self.lengths, self.queries, strict=True)
+            for query in range(count)
+        ]
+        device = self.pages.device
+        return torch.tensor(rows).to(device, torch.int32), torch.tensor(positions).to(device, torch.int32)
+
+    @property
+    def newest(self) -> tuple[Tensor, Tensor]:
+        """Latents and rotated parts of new tokens, as views of one tensor; of rows without tokens NaN."""
+        own = [
+            self.states[row][at] if at >= 0 else self.query.new_full((self.rank + self.size,), torch.nan)
+            for row, at in zip(*(place.tolist() for place in self.places), strict=True)
+        ]
+        latent, rope = torch.stack(own).split([self.rank, self.size], dim=-1)
+        return latent, rope
+
+    @property
+    def queries_of(self) -> tuple[Tensor, Tensor]:
+        latent, rope = self.query.split([self.rank, self.size], dim=-1)
+        return latent, rope
+
+    def append_arguments(self) -> AppendLatent:
+        return AppendLatent(*self.newest, self.pages.clone(), *self.places, self.indptr, self.indices)
+
+    def arguments(self) -> LatentAttention:
+        return LatentAttention(*self.queries_of, self.written(), *self.places, self.indptr, self.indices, self.scale)
+
+    def decode_arguments(self) -> LatentDecode:
+        lengths = torch.tensor(self.lengths, dtype=torch.int32).to(self.pages.device)
+        table = (self.indptr[:-1].contiguous(), lengths, self.indices)
+        return LatentDecode(*self.queries_of, *self.newest, self.pages.clone(), *table, self.scale)
+
+    def written(self) -> Tensor:
+        """The pages with the new tokens."""
+        pages = self.pages.clone()
+        for row, at in zip(*(place.tolist() for place in self.places), strict=True):
+            if at >= 0:
+                pages[self._page(row, at), at % pages.shape[1]] = self.states[row][at]
+        return pages
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """`[T, H, R]` and the log-sum-exp `[T, H]` in base 2, one query after the other."""
+        outs, lses = [], []
+        for token, (row, at) in enumerate(zip(*(place.tolist() for place in self.places), strict=True)):
+            keys = self.states[row][: at + 1].float()
+            if at < 0:
+                outs.append(self.query.new_zeros((self.query.shape[1], self.rank), dtype=torch.float32))
+                lses.append(outs[-1].new_full((self.query.shape[1],), -math.inf))
+                continue
+            logits = torch.einsum("hd,ld->hl", self.query[token].float(), keys) * self.scale
+            outs.append(torch.softmax(logits, -1) @ keys[:, : self.rank])
+            lses.append(torch.logsumexp(logits, -1) / math.log(2))
+        return torch.stack(outs), torch.stack(lses)
+
+
+MIXES = {
+    "one token": ([1], [1]),
+    "borders of pages": ([3, 4, 5, 8, 9, 1], [1, 1, 1, 1, 1, 1]),
+    "new rows": ([7, 1, 12], [7, 1, 12]),
+    "continued rows": ([9, 13, 30], [2, 5, 1]),
+    "rows without new tokens": ([9, 5, 6, 4], [2, 0, 6, 0]),
+    "rows without tokens": ([0, 5, 0, 9], [1, 2, 2, 1]),
+}
