@@ -134,7 +134,9 @@ def run_huggingfaces_loop(
     with _alone(call, call.max_new + call.drafted, needed):
         took(call.runtime, "compiled forward", call.waits or reason or _reason_of_mode(call.config))
         with call.cache.generate_loop.promise.reserved(needed), call.runtime.loop_lock.yielded(), allowed():
-            return _with_original(call, arguments.run(original))
+            result = arguments.run(original)
+            call.cache.generate_loop.look_at_pages()
+            return _with_original(call, result)
 
 
 def _reason_of_mode(config: GenerationConfig) -> Reason:

@@ -49,6 +49,7 @@ def processed_loop(call: PagedCall, twins: Twins | None = None) -> Tensor | Gene
                 break
             if not ahead:
                 steps.launch(tokens)
+        call.cache.generate_loop.look_at_pages()
         if call.returns_cache:
             settle(call, rows, {}, sequences)
     call.cache.count(sequences.generated - 1)

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import compiled_llm
 from compiled_llm import Engine, SamplingParams, WrongPageError
 from compiled_llm.execution.decode.decode_step import DecodeStep, PlacedRows
 from compiled_llm.execution.generate_loop import GenerateLoop
+from compiled_llm.execution.state.page_watch import PageWatch
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.state.slots import Slots
 from compiled_llm.kvcache.row import Row
@@ -227,6 +228,38 @@ def assert_works(model: PreTrainedModel) -> None:
     expected = tiny_qwen3(**OVERRIDES).generate(ids, max_new_tokens=6, do_sample=False)
     assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected)
     assert_account_is_empty(model)
+
+
+class Untouched(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        return scores
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "fast loop": {},
+    "processed loop": {"logits_processor": LogitsProcessorList([Untouched()])},
+    "compiled forward": {"num_beams": 2},
+}
+
+
+@pytest.mark.parametrize("path", [*CALLS, "forward"])
+def test_a_call_looks_before_it_returns(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, what its last steps find is known only then."""
+    model, ids = checked(), torch.tensor([FIRST])
+
+    def found(watch: PageWatch) -> None:
+        watch.inputs.faults.copy_(torch.tensor([1, 0], device="cpu"))
+
+    with monkeypatch.context() as patch, pytest.raises(WrongPageError, match="row 0 "):
+        patch.setattr(PageWatch, "launched", found)
+        if path == "forward":
+            with torch.no_grad():
+                model(ids, use_cache=False)
+        else:
+            model.generate(ids, max_new_tokens=4, do_sample=False, **CALLS[path])
+    if path in CALLS:
+        assert {*model.compiled.stats().generate_calls} == {path}
+    assert_works(model)
 
 
 def test_a_fault_is_logged_once_and_counted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -44,9 +44,6 @@ class ServeOptions(NamedTuple):
     dtype: str
     device: str
     kv_dtype: str
-    kv_scales: Path | None
-    batch_invariant: bool
-    check_pages: str
     kv_memory: str | None
     max_num_seqs: int
     max_model_len: int | None
@@ -60,6 +57,9 @@ class ServeOptions(NamedTuple):
     log_level: str
     log_format: str
     quiet: bool
+    kv_scales: Path | None
+    batch_invariant: bool
+    check_pages: str
 
     @property
     def log(self) -> tuple[str, str] | None:
@@ -175,11 +175,13 @@ def serve(
         sizes = integers("--warmup", warmup)
         served = ServeOptions(
             shared.model_of(model, same_model),
-            *(tokenizer, _absolute(chat_template), mode, backend, dtype.value, device.value),
-            *(kv_dtype.value, _absolute(kv_scales), batch_invariant, check_pages.value, kv_memory),
+            *(tokenizer, _absolute(chat_template), mode, backend, dtype.value, device.value, kv_dtype.value, kv_memory),
             *(max_num_seqs, max_model_len, max_queue, max_step_ms, sizes, _absolute(profile)),
             *(_absolute(operations_uds), _absolute(artifacts), eager_first),
             *(log_level.value, log_format.value, quiet),
+            kv_scales=_absolute(kv_scales),
+            batch_invariant=batch_invariant,
+            check_pages=check_pages.value,
         )
         _check(served, drain_seconds)
         source = locate(served.model, served.shows_progress, served.tokenizer, served.chat_template)

@@ -193,6 +193,7 @@ def _score(runtime: CompiledModel, arguments: Mapping[str, Any]) -> Tensor:
         cache = runtime.new_cache()
         try:
             logits.append(_checked_forward(runtime, cache, part))
+            cache.generate_loop.look_at_pages()
         finally:
             cache.close()
     return logits[0] if len(logits) == 1 else torch.cat(logits)
