@@ -58,7 +58,8 @@ class Row:
         number: its own, by which a check of pages names it.
         name: whose row it is, for people; empty if nobody has said.
         chain: of its tokens and ``CHAIN_KNOWN``, see ``check_pages`` of the ops; ``CHAIN_ADOPTED`` if only its last tag
-            says it, None if the device has it, in the row's slot. Used only where pages are checked.
+            says it, None if the device has it, in the row's slot or where the row waits for one. Used only where pages
+            are checked.
     """
 
     def __init__(self, pool: PagePool, tokens: int) -> None:

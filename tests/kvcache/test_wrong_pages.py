@@ -321,6 +321,29 @@ def test_a_random_schedule_is_silent(config: dict[str, Any], seed: int) -> None:
     assert_account_is_empty(model)
 
 
+@pytest.mark.parametrize("change", ["none", "rewound", "extended", "forked"])
+def test_a_row_that_changes_while_it_waits_for_a_slot_is_silent(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch)
+    row, slots = scene.first, scene.state.slots
+    slots._make_room(slots.padding, set())  # as rows of other loops do
+    assert row.slot is None
+    assert row.length > 2
+    if change == "rewound":
+        row.rewind(row.length - 2)
+    if change == "extended":
+        scene.loop.extend([row], [np.array([7, 8])], [np.arange(row.length, row.length + 2)])
+    if change == "forked":
+        scene.forked = scene.loop.fork()
+    for tokens in ([9, 10], [11, 12]):
+        scene.loop.step(torch.tensor(tokens))
+    assert scene.model.compiled.stats().wrong_tags == 0
+    if scene.forked is not None:
+        scene.forked.step(torch.tensor([9, 10]))
+        scene.forked.close()
+    scene.loop.close()
+    assert_works(scene.model)
+
+
 def test_rows_that_begin_from_caches_and_embeddings_are_silent() -> None:
     model, plain = checked(), tiny_qwen3(**OVERRIDES)
     ids = torch.tensor([FIRST, FIRST[::-1]])

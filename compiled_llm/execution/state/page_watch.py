@@ -83,7 +83,8 @@ class PageWatch:
     def tagged(self, extension: Extension) -> Extension:
         """Return an extension that says what its row's new tokens follow; the row has grown by them."""
         row = cast(Row, extension.row)
-        chain = CHAIN_IN_SLOT if row.chain is None else _with_length(row.chain, row.length - len(extension.ids))
+        in_slot = row.chain is None and row.slot is not None
+        chain = CHAIN_IN_SLOT if in_slot else _with_length(row.chain, row.length - len(extension.ids))
         self._name([row])
         return extension._replace(tag=RowTag(chain, -1 if row.slot is None else row.slot, row.number))
 

@@ -162,9 +162,8 @@ class Slots:
             if waiting.token is not None:
                 self.tables.next_token[cast(int, row.slot)].copy_(waiting.token)
                 row.has_next = True
-            if self._chains is not None and waiting.chain is not None:
-                self._chains[cast(int, row.slot)].copy_(waiting.chain)
-                row.chain = None
+            if row.chain is None and waiting.chain is not None:
+                cast(Tensor, self._chains)[cast(int, row.slot)].copy_(waiting.chain)
 
     def feed(self, tokens: Mapping[Row, int]) -> None:
         """Replace the next tokens of rows."""
@@ -205,6 +204,7 @@ class Slots:
                 chain = self._chains[slot].clone() if self._chains is not None and row.chain is None else None
                 self._waiting[row] = _Waiting(token, self._settings.of(slot), chain)
                 row.leave_slot()
+                row.chain = row.chain if chain is None else None  # unless the row changes while it waits
                 self._validity.invalidate()  # decode buffers may still name the slot
         if count > len(self._free):
             self._refuse(count)
