@@ -70,7 +70,7 @@ def _summarise_for_logprobs(
     tl.store(peaks + row * tiles + tile, of_tiles, mask=tile < tiles)
 
 
-@triton.jit(do_not_specialize=["most"])
+@triton.jit(do_not_specialize=["num_logprobs"])
 def _take_likeliest(
     logits, stride, tokens, vocabulary, peaks, tiles, largest, mass, likelier, spans, packed, num_logprobs,
     padded_tiles: tl.constexpr, padded_spans: tl.constexpr,
