@@ -34,7 +34,14 @@ from support.tiny_models import WINDOWS, tiny_qwen3
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_runs")
 
-EVEN = [kind for kind in KINDS if kind != "values that are no keys"]
+ELSEWHERE = ("Gemma2", "Gemma3", "GptOss")
+"""Kinds of layers that pages of fp8 have in `tests/engine/options`."""
+
+BY_KIND = [
+    pytest.param(kind, marks=[pytest.mark.whole] * (kind in ELSEWHERE))
+    for kind in KINDS
+    if kind != "values that are no keys"
+]
 
 
 @pytest.fixture
@@ -67,15 +74,24 @@ def assert_options_change_nothing(
         assert_same(output, expected)
 
 
+BOTH = {"cascade": True, "mixed": True, "page_size": 16}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{"cascade": True}, {"mixed": True}, {"cascade": True, "mixed": True, "page_size": 16}],
-    ids=["cascade", "mixed steps", "both, pages of 16"],
+    ("options", "windows"),
+    [
+        pytest.param({"cascade": True}, False, id="cascade"),
+        pytest.param({"cascade": True}, True, id="cascade, windows", marks=pytest.mark.whole),
+        pytest.param({"mixed": True}, False, id="mixed steps", marks=pytest.mark.whole),
+        pytest.param({"mixed": True}, True, id="mixed steps, windows"),
+        pytest.param(BOTH, False, id="both, pages of 16", marks=pytest.mark.whole),
+        pytest.param(BOTH, True, id="both, pages of 16, windows"),
+    ],
 )
-@pytest.mark.parametrize("windows", [False, True])
 def test_steps_of_any_kind(options: dict[str, Any], windows: bool, seed: int) -> None:
+    """Each two of them with all kinds of layers: `tests/engine/options`."""
     config = WINDOWS if windows else {}
-    assert_options_change_nothing(lambda: tiny_qwen3(**WORDS, **config), seed, count=20, **options)
+    assert_options_change_nothing(lambda: tiny_qwen3(**WORDS, **config), seed, **options)
 
 
 def test_rows_that_are_preempted(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +99,7 @@ def test_rows_that_are_preempted(seed: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert_options_change_nothing(lambda: tiny_qwen3(**WORDS), seed, count=40, preempts=True, tokens=200, cascade=True)
 
 
-@pytest.mark.parametrize("kind", EVEN)
+@pytest.mark.parametrize("kind", BY_KIND)
 def test_layers_of_each_kind(kind: str, seed: int) -> None:
     assert_options_change_nothing(KINDS[kind], seed, cascade=True)
 

@@ -118,9 +118,12 @@ def test_numbers_that_fp8_holds_come_back_as_they_were() -> None:
 # ---- tokens
 
 
+ONE_COMPILED = pytest.param({"mode": "compile", "config": {"num_hidden_layers": 1}}, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "options",
-    [{}, {"config": WINDOWS}, {"cascade": True}, pytest.param({"mode": "compile"}, marks=pytest.mark.slow)],
+    [{}, {"config": WINDOWS}, {"cascade": True}, ONE_COMPILED],
     ids=["eager", "windows", "cascade", "compiled"],
 )
 def test_tokens_are_those_of_rounded_keys_and_values(options: dict[str, Any], seed: int) -> None:

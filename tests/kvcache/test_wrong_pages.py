@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import re
 from collections.abc import Callable
@@ -250,13 +251,13 @@ def test_a_call_looks_before_it_returns(path: str, monkeypatch: pytest.MonkeyPat
     def found(watch: PageWatch) -> None:
         watch.inputs.faults.copy_(torch.tensor([1, 0], device="cpu"))
 
-    with monkeypatch.context() as patch, pytest.raises(WrongPageError, match="row 0 "):
-        patch.setattr(PageWatch, "launched", found)
-        if path == "forward":
-            with torch.no_grad():
-                model(ids, use_cache=False)
-        else:
-            model.generate(ids, max_new_tokens=4, do_sample=False, **CALLS[path])
+    call = functools.partial(model, ids, use_cache=False)
+    if path in CALLS:
+        call = functools.partial(model.generate, ids, max_new_tokens=4, do_sample=False, **CALLS[path])
+    monkeypatch.setattr(PageWatch, "launched", found)
+    with torch.no_grad(), pytest.raises(WrongPageError, match="row 0 "):
+        call()
+    monkeypatch.undo()
     if path in CALLS:
         assert {*model.compiled.stats().generate_calls} == {path}
     assert_works(model)

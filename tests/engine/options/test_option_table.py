@@ -36,7 +36,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def crowd() -> list[tuple[list[int], SamplingParams]]:
     """Requests that begin alike, whose answers have more tokens than there are pages for: some lose theirs."""
-    return [([*range(3, 35), last], greedy(40, logprobs=2)) for last in range(40, 46)]
+    return [([*range(3, 35), last], greedy(30, logprobs=2)) for last in range(40, 46)]
 
 
 def cases(refused: bool) -> list[Any]:
@@ -58,7 +58,7 @@ def engine_of(kind: str, *names: str, plain: Any = None) -> Engine:
 def answers_with(kind: str, seed: int, *names: str) -> list[RequestOutput]:
     """The answers of an engine with these options, each of which has done something."""
     with engine_of(kind, *names) as engine:
-        prompts, params = zip(*crowd(), *requests(seed, 12), strict=True)
+        prompts, params = zip(*crowd(), *requests(seed, 8), strict=True)
         outputs = engine.generate(prompts, params)
         stats, model = engine.stats(), engine._model
         state, steps = model.compiled.model_runner().state, model.compiled.stats()

@@ -31,8 +31,8 @@ SAID = {name: f"{name}={options[name]!r}".replace("'", '"') for name, options in
 
 NAMES = {
     "GPT2LMHead": "learned positions",
-    "Gemma2": "soft caps",
-    "Gemma3": "windows in some layers",
+    "Gemma2": "soft caps, windows in some layers",
+    "Gemma3": "windows in all layers",
     "GptOss": "sinks",
     "Qwen2Moe": "experts",
     "values that are no keys": "values of another size than keys",

@@ -75,11 +75,14 @@ def assert_same(output: RequestOutput, expected: RequestOutput, within: float = 
 KINDS: dict[str, Callable[[], PreTrainedModel]] = {
     **{
         family: lambda family=family: make(family, {**FAMILIES[family], **WORDS}, 0)  # type: ignore[misc]
-        for family in ("GPT2LMHead", "Gemma2", "Gemma3", "GptOss", "Qwen2Moe")
+        for family in ("Gemma2", "Gemma3", "GptOss", "Qwen2Moe")
     },
+    "GPT2LMHead": lambda: make("GPT2LMHead", {**FAMILIES["GPT2LMHead"], **WORDS, "n_layer": 1}, 0),
     "values that are no keys": lambda: uneven_llama(**WORDS),
 }
-"""Learned positions, soft caps, windows in some layers, sinks, experts, and values of another size than the keys."""
+"""Soft caps and windows in some layers, windows in all, sinks, experts, learned positions, and values of another size
+than the keys.
+"""
 
 
 CAPTURES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -90,10 +93,10 @@ MODES = [pytest.param(mode, marks=[pytest.mark.whole] * (mode not in CAPTURES)) 
 """All but "eager", in which the other tests run; on a CPU, "reduce-overhead" is "compile"."""
 
 
-def adapted(merged: bool) -> PreTrainedModel:
+def adapted(merged: bool, **config: Any) -> PreTrainedModel:
     torch.manual_seed(1)
-    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    adapter: Any = get_peft_model(tiny_qwen3(**WORDS), config).eval()
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    adapter: Any = get_peft_model(tiny_qwen3(**WORDS, **config), lora).eval()
     if merged:
         adapter.merge_adapter()
     model: PreTrainedModel = adapter.get_base_model()
