@@ -24,7 +24,16 @@ PLANNED: tuple[torch._ops.OpOverload, ...] = (
     torch.ops.compiled_llm.paged_attention.default,
     torch.ops.compiled_llm.paged_attention_lse.default,
 )
-"""The ops that attend by a plan, of any backend; those that need none are a backend's own."""
+"""The ops that attend by a plan, of any backend; those that need none are a backend's own, or ``LATENT``."""
+
+LATENT: tuple[torch._ops.OpOverload, ...] = (
+    torch.ops.compiled_llm.latent_attention.default,
+    torch.ops.compiled_llm.latent_attention_lse.default,
+    torch.ops.compiled_llm.latent_decode.default,
+    torch.ops.compiled_llm.latent_decode_lse.default,
+)
+"""The ops that attend over latents."""
+
 _VIEWS = ("squeeze", "transpose", "view", torch.narrow)
 _SYMBOL = re.compile(r"\b[su]\d+\b")
 

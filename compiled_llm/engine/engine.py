@@ -30,6 +30,7 @@ from compiled_llm.execution.lifecycle.warmup import Report, Sizes, quiet
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.threads.interrupts import deferred
+from compiled_llm.kvcache.specs import token_numbers
 from compiled_llm.model.sizes import max_positions_of
 from compiled_llm.requests.answer_text import TextFormat
 from compiled_llm.requests.detokenizer import TokenDecoder
@@ -304,6 +305,7 @@ class Engine:
             page_size=model_runner.config.page_size,
             page_groups=model_runner.pool.groups,
             kv_dtype=str(model_runner.state.pages[0].dtype).removeprefix("torch."),
+            kv_numbers_per_token=sum(map(token_numbers, model_runner.state.specs)),
             max_num_seqs=self._max_num_seqs,
             max_tokens=self._max_model_len or model_runner.max_positions,
         )

@@ -98,6 +98,7 @@ class EngineDescription:
         page_size: tokens in a page.
         page_groups: how many pages so many tokens have, one for each group of layers.
         kv_dtype: the dtype of keys and values in pages, as ``"bfloat16"``.
+        kv_numbers_per_token: how many numbers of it a token takes in pages, over all layers.
         max_num_seqs: how many requests run at once, at most.
         max_tokens: how many tokens a request may have, prompt and answer together.
     """
@@ -107,6 +108,7 @@ class EngineDescription:
     page_size: int
     page_groups: int
     kv_dtype: str
+    kv_numbers_per_token: int
     max_num_seqs: int
     max_tokens: int
 
@@ -131,6 +133,7 @@ class EngineDescription:
             yield name, f"{nbytes / 2**20:,.1f} MiB"
         tokens = self.pages.total // self.page_groups * self.page_size
         yield "tokens in pages", f"{tokens:,} ({self.pages.total:,} pages of {self.page_size}, {self.kv_dtype})"
+        yield "a token in pages", f"{self.kv_numbers_per_token:,} numbers"
         lengths = sorted({*(length for length in _LENGTHS if length < self.max_tokens), self.max_tokens})
         for length in lengths:
             yield f"requests of {length:,} tokens", f"{self.requests(length):,} at once"

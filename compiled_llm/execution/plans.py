@@ -18,7 +18,7 @@ from compiled_llm.kvcache.memory import free, mark_static
 from compiled_llm.kvcache.table import HostTable
 from compiled_llm.model.attention import AttentionPlans
 from compiled_llm_ops import Geometry
-from compiled_llm_ops.backends import backend_for
+from compiled_llm_ops.backends import backend_for, backend_named
 from compiled_llm_ops.contracts import PlannedBatch
 from compiled_llm_ops.protocol import CapturedLaunch, Plan
 
@@ -42,7 +42,7 @@ class Planner:
 
     def __init__(
         self,
-        layers: Sequence[Geometry],
+        layers: Sequence[Geometry | None],
         config: WrapConfig,
         device: torch.device,
         *,
@@ -53,6 +53,7 @@ class Planner:
         """Allocate the backend's workspace.
 
         Args:
+            layers: the geometry of each; None if it attends without a plan.
             room: the most that a prefill takes.
             shapes: of captured prefills, of any variant.
         """
@@ -60,8 +61,10 @@ class Planner:
         self.decodes = decode_ops is None
         self._device = device
         self._max_row_tokens = max_row_tokens
-        self._groups = list(dict.fromkeys(layers))
-        self._group_of_layer = tuple(map(self._groups.index, layers))
+        self._groups = [group for group in dict.fromkeys(layers) if group is not None]
+        if not self._groups:
+            self._backend = backend_named("reference")  # which plans nothing
+        self._group_of_layer = tuple(-1 if layer is None else self._groups.index(layer) for layer in layers)
         self._captures = not config.leaves_attention_out
         # A decode step has as many tokens as rows, or a small multiple of that.
         self.max_tokens = max(room.tokens, config.max_batch_size)

@@ -69,8 +69,8 @@ class KVCacheSpec(AttentionSpec, Protocol):
         """Type of the memory."""
         ...
 
-    def planned(self, geometry: Geometry) -> Geometry:
-        """Return a layer's geometry with the head sizes that its pages have."""
+    def planned(self, geometry: Geometry) -> Geometry | None:
+        """Return a layer's geometry with the head sizes that its pages have; None if it attends without a plan."""
         ...
 
     def write(self, memory: Tensor, places: TokenPlaces, keys: Tensor, values: Tensor) -> None:
@@ -262,6 +262,62 @@ class UnevenAttentionSpec(NamedTuple):
         return keys, values
 
 
+class LatentAttentionSpec(NamedTuple):
+    """Latents, each followed by its rotated part, ``[P, S, R + E]``: one for all heads, as in HuggingFace's cache.
+
+    Attributes:
+        rank: R, of latents; keys of HuggingFace's caches.
+        rope_size: E, of rotated parts; values of HuggingFace's caches.
+        page_size: S.
+        dtype: of the model.
+        group: number of the group of layers whose page numbers it follows.
+    """
+
+    rank: int
+    rope_size: int
+    page_size: int
+    dtype: torch.dtype
+    group: int = 0
+
+    def in_group(self, group: int) -> KVCacheSpec:
+        return self._replace(group=group)
+
+    @property
+    def layout(self) -> Hashable:
+        return self._replace(group=0)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return ()
+
+    def shape(self, pages: int) -> tuple[int, ...]:
+        return pages, self.page_size, self.rank + self.rope_size
+
+    def planned(self, geometry: Geometry) -> Geometry | None:
+        return None
+
+    def attend(
+        self,
+        rows: PackedTokens | NewestTokens,
+        layer: int,
+        states: States,
+        memory: Tensor,
+        options: Options,
+        wants_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        scale, _, _ = options  # a window or a cap was refused
+        return rows.attend_to_latents(states, memory, scale, wants_lse)
+
+    def write(self, memory: Tensor, places: TokenPlaces, keys: Tensor, values: Tensor) -> None:
+        both = _columns(torch.cat([keys, values], dim=-1), places.width)
+        memory[places.pages, places.slots] = both[places.rows, 0, places.columns]
+
+    def read(self, memory: Tensor, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        both = memory.index_select(0, pages).flatten(0, 1)[None, :length]
+        latents, rotated = both.split([self.rank, self.rope_size], dim=-1)
+        return latents, rotated
+
+
 def _columns(states: Tensor, width: int) -> Tensor:
     """Return the last ``width`` columns of ``[..., C', D]``, with zeros before them if there are fewer."""
     states = states[..., -width:, :]
@@ -291,6 +347,9 @@ def kv_cache_specs(
 
 
 def _spec_of(layer: Layer, page_size: int, dtype: torch.dtype, backend: Backend) -> KVCacheSpec:
+    if layer.expansion is not None:
+        assert layer.value_head_dim is not None, "latents have a rotated part"
+        return LatentAttentionSpec(layer.head_dim, layer.value_head_dim, page_size, dtype)
     if layer.value_head_dim is not None:
         return UnevenAttentionSpec(layer.kv_heads, layer.head_dim, layer.value_head_dim, page_size, dtype)
     stored = backend.stored_head_dim(layer.head_dim)
@@ -334,6 +393,11 @@ def sharing_memory(specs: Sequence[KVCacheSpec]) -> list[list[int]]:
 def page_size_bytes(spec: KVCacheSpec) -> int:
     """Return the bytes of a page in a layer."""
     return math.prod(spec.shape(1)) * spec.dtype.itemsize
+
+
+def token_numbers(spec: KVCacheSpec) -> int:
+    """Return how many numbers a token takes in a layer."""
+    return math.prod(spec.shape(1)) // spec.page_size
 
 
 def token_bytes(spec: KVCacheSpec) -> int:

@@ -16,8 +16,18 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from compiled_llm.model.latents import Latents
 from compiled_llm.model.layer_probe import LayerProbe, UnpagedCallError
-from compiled_llm_ops import append_paged_kv, paged_attention, paged_attention_lse
+from compiled_llm_ops import (
+    append_latent,
+    append_paged_kv,
+    latent_attention,
+    latent_attention_lse,
+    latent_decode,
+    latent_decode_lse,
+    paged_attention,
+    paged_attention_lse,
+)
 from compiled_llm_ops.contracts import CascadeAttention, DecodeAttention
 from compiled_llm_ops.protocol import DecodeOps
 
@@ -103,6 +113,16 @@ class PackedTokens(NamedTuple):
         if wants_lse:
             return paged_attention_lse(*arguments)
         return paged_attention(*arguments), None
+
+    def attend_to_latents(
+        self, states: States, pages: Tensor, scale: float, wants_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Write the new latents into a layer's pages, and attend over them with absorbed queries.
+
+        ``states`` are queries ``[T, H, R + E]``, latents ``[T, 1, R]`` and their rotated parts ``[T, 1, E]``.
+        """
+        table = (self.token_rows, self.token_positions, self.indptr, self.indices)
+        return _attend_to_latents(states, pages, table, scale, wants_lse)
 
     def _appended(
         self, layer: int, states: States, pages: Tensor, scales: PageScales
@@ -196,6 +216,36 @@ class NewestTokens(NamedTuple):
             return out, lse
         return attend(*arguments), None
 
+    def attend_to_latents(
+        self, states: States, pages: Tensor, scale: float, wants_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """As ``PackedTokens.attend_to_latents``."""
+        table, new = (self.starts, self.lengths, self.indices), self.new_tokens
+        if new > 1:
+            rows, device = len(self.starts), self.starts.device
+            token_rows = torch.arange(rows, dtype=torch.int32, device=device)[:, None].expand(-1, new).flatten()
+            positions = self.lengths[:, None] - new + torch.arange(new, dtype=torch.int32, device=device)
+            places = (token_rows, positions.flatten(), self.starts, self.indices)
+            return _attend_to_latents(states, pages, places, scale, wants_lse)
+        query, latent, rope = states
+        rank = latent.shape[2]
+        arguments = (query[..., :rank], query[..., rank:], latent[:, 0], rope[:, 0], pages, *table, scale)
+        if wants_lse:
+            return latent_decode_lse(*arguments)
+        return latent_decode(*arguments), None
+
+
+def _attend_to_latents(
+    states: States, pages: Tensor, places: tuple[Tensor, Tensor, Tensor, Tensor], scale: float, wants_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    query, latent, rope = states
+    rank = latent.shape[2]
+    append_latent(latent[:, 0], rope[:, 0], pages, *places)
+    arguments = (query[..., :rank], query[..., rank:], pages, *places, scale)
+    if wants_lse:
+        return latent_attention_lse(*arguments)
+    return latent_attention(*arguments), None
+
 
 class AttentionSpec(Protocol):
     """The part of a KV spec that attention calls: how a layer writes new tokens to its memory, and attends over it."""
@@ -236,12 +286,14 @@ class PagedBatch(NamedTuple):
         rows: the table of each group of layers; they differ in page numbers alone.
         windows: tokens visible to the left of a query in each layer, -1 for all, in place of the layers' own windows;
             empty to use those.
+        latents: what layers of multi-head latent attention hand over; None if layers keep keys and values.
     """
 
     pages: list[Tensor]
     specs: tuple[AttentionSpec, ...]
     rows: tuple[PackedTokens | NewestTokens, ...]
     windows: tuple[int, ...] = ()
+    latents: Latents | None = None
 
 
 def attention_forward(
@@ -288,7 +340,12 @@ def attention_forward(
     layer = cast(int, module.layer_idx)
     spec, memory = paged_batch.specs[layer], paged_batch.pages[layer]
     rows = paged_batch.rows[spec.group]
+    latents = paged_batch.latents
+    if latents is not None:
+        key, value = latents.taken(layer)
     states = (_pack(query, rows.new_tokens), _pack(key, rows.new_tokens), _pack(value, rows.new_tokens))
+    if latents is not None:
+        states = (latents.absorbed(module, layer, states[0]), *states[1:])
     options = (
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         _window_left(paged_batch, layer, sliding_window),
@@ -297,7 +354,9 @@ def attention_forward(
     out, lse = spec.attend(rows, layer, states, memory, options, s_aux is not None)
     if s_aux is not None and lse is not None:
         out = out * torch.sigmoid(lse * math.log(2) - s_aux.float())[..., None].to(out.dtype)
-    return out.view(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+    if latents is not None:
+        out = latents.expanded(module, layer, out)
+    return out.view(query.shape[0], query.shape[2], query.shape[1], out.shape[2]), None
 
 
 def _window_left(batch: PagedBatch, layer: int, sliding_window: int | None) -> int:

@@ -21,6 +21,7 @@ from compiled_llm.model.sizes import attention_geometries
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.backends import BACKENDS, backend_for, backend_named
 from compiled_llm_ops.contracts import CASCADE_QUERIES, FP8, FP8_CAPABILITY
+from compiled_llm_ops.kernels.latent.tiling import missing_kernel
 from compiled_llm_ops.protocol import Backend
 
 ROOT = 0
@@ -179,6 +180,9 @@ def _check_backend(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
 
 def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapConfig) -> None:
     """Raise UnsupportedModelError if the backend has no kernels for a layer; it says why, and which backend has."""
+    if any(layer.expansion is not None for layer in layers):
+        _check_latents(model, layers, config)
+        return
     name, backend, _ = backend_for(config.attention_backend, model.device.type)
     geometries = attention_geometries(layers, config.page_size, model.dtype)
     if config.kv_dtype is not None:
@@ -200,6 +204,36 @@ def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapCo
             raise UnsupportedModelError(
                 f"wrap: backend={name!r} cannot run attention layer {number}: {reason}; "
                 f"{_others(name, layer, geometry)}"
+            )
+
+
+def _check_latents(model: PreTrainedModel, layers: Sequence[Layer], config: WrapConfig) -> None:
+    """Raise UnsupportedModelError if layers of multi-head latent attention cannot run as the options say."""
+    cuda = model.device.type == "cuda"
+    for option, given in (
+        ("cascade=True", config.cascade is True),
+        (f"kv_dtype={config.kv_dtype!r}", config.kv_dtype is not None),
+        ("batch_invariant=True", config.batch_invariant),
+        (f"backend={config.backend!r}", cuda and config.backend != "auto"),
+    ):
+        if given:
+            raise UnsupportedModelError(
+                f"wrap: {option}: attention layer 0 keeps latents (multi-head latent attention), and there is no such "
+                f"kernel for them; wrap without {option.partition('=')[0]}"
+            )
+    for number, layer in enumerate(layers):
+        assert layer.value_head_dim is not None, "latents have a rotated part"
+        if layer.window_left >= 0 or layer.logits_soft_cap > 0:
+            what = f"a window of {layer.window_left + 1}" if layer.window_left >= 0 else "capped logits"
+            raise UnsupportedModelError(
+                f"wrap: attention layer {number} keeps latents (multi-head latent attention) and has {what}, for which "
+                "there is no kernel; it stays usable unwrapped"
+            )
+        missing = missing_kernel(layer.head_dim, layer.value_head_dim, model.dtype) if cuda else None
+        if missing is not None:
+            raise UnsupportedModelError(
+                f"wrap: attention layer {number} keeps latents (multi-head latent attention): {missing}; it stays "
+                "usable unwrapped"
             )
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.model.attention import PagedBatch
 from compiled_llm.model.attention_switch import AttentionSwitch
+from compiled_llm.model.latents import Latents
 from compiled_llm.model.layer_probe import Layer
 from compiled_llm.model.probes.position_probe import DefaultPositions
 from compiled_llm.model.sizes import max_positions_of
@@ -74,7 +75,7 @@ class ModelFacts:
     @property
     def forward(self) -> Forward:
         """The ``forward`` that the class defines now, taking pages."""
-        return with_windows(self.model_class.forward, self.layers)
+        return with_latents(with_windows(self.model_class.forward, self.layers), self.layers)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -95,3 +96,16 @@ def with_windows(forward: Forward, layers: Sequence[Layer]) -> Forward:
         return forward(model, paged_batch=paged_batch._replace(windows=windows), **inputs)
 
     return windowed
+
+
+def with_latents(forward: Forward, layers: Sequence[Layer]) -> Forward:
+    """Return a ``forward`` whose layers hand over latents, in place of a cache; mostly ``forward`` itself."""
+    expansions = [layer.expansion for layer in layers if layer.expansion is not None]
+    if not expansions:
+        return forward
+
+    def handing_over(model: PreTrainedModel, *, paged_batch: PagedBatch, **inputs: Any) -> Any:
+        latents = Latents(expansions)
+        return forward(model, paged_batch=paged_batch._replace(latents=latents), past_key_values=latents, **inputs)
+
+    return handing_over

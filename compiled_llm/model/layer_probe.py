@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from compiled_llm.compat.huggingface import experts_implementation, set_experts_implementation
 from compiled_llm.compat.torch.tensors import fake_tensors
+from compiled_llm.model.latents import Expansion
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm.model.restore import attributes_restored, data_restored, restored
 
@@ -35,6 +36,9 @@ class Layer(NamedTuple):
         logits_soft_cap: cap on the logits; 0.0 for none.
         window_in_mask: only HuggingFace's mask has the window; attention is given another one, or none.
         value_head_dim: head size of the values; None if it is that of the keys.
+        expansion: how it makes keys and values of the latents that it keeps, which have one head for all queries: R is
+            the head size of its keys then, and E, that of the rotated part, of its values. None if it keeps keys and
+            values.
     """
 
     query_heads: int
@@ -44,6 +48,7 @@ class Layer(NamedTuple):
     logits_soft_cap: float
     window_in_mask: bool = False
     value_head_dim: int | None = None
+    expansion: Expansion | None = None
 
     def visible(self, positions: int) -> int:
         """Return how many of ``positions`` tokens the last one sees, itself included."""

@@ -115,7 +115,7 @@ def test_shared_pages_are_read_once_where_it_pays(seed: int) -> None:
     assert_cascade_changes_nothing(lambda cascade: engine_for(tiny_qwen3(**WORDS), cascade), seed, count=40, on="auto")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "latents"])
 def test_layers_of_each_kind_read_shared_pages_once(kind: str, seed: int) -> None:
     assert_cascade_changes_nothing(lambda cascade: engine_for(KINDS[kind](), cascade), seed)
 

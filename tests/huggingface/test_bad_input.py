@@ -14,7 +14,6 @@ import torch
 import transformers
 from torch._inductor.runtime import cache_dir_utils
 from transformers import PreTrainedModel
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 import compiled_llm
 from compiled_llm import UnsupportedModelError
@@ -67,8 +66,6 @@ UNSUPPORTED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_a_model_that_cannot_run_over_pages_is_refused_and_stays_usable(name):
-    if name == "DeepseekV3" and not hasattr(DeepseekV3Attention, "expand_kv"):
-        pytest.skip("this version of transformers caches whole keys and values, as pages do, and not latents")
     made, message = UNSUPPORTED[name]
     model = made().eval()
     before = type(model), set(model.__dict__), model.config._attn_implementation

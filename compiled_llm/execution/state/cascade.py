@@ -45,7 +45,9 @@ class Cascade:
         ]
         if config.cascade == "auto":
             has_kernel = ops is not None and ops.cascade is not None
-            fits = all(layer.query_heads // layer.kv_heads <= CASCADE_QUERIES for layer in layers)
+            fits = all(
+                layer.expansion is None and layer.query_heads // layer.kv_heads <= CASCADE_QUERIES for layer in layers
+            )
             wanted = device == "cuda" and has_kernel and fits and config.max_batch_size > 1
         else:
             wanted = config.cascade

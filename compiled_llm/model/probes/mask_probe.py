@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from compiled_llm.model.layer_probe import Layer, attended_like, trial_forward
+from compiled_llm.model.probes.latent_probe import with_latents
 from compiled_llm.model.probes.mask_pattern import MaskFunction, PatternError, window_of
 from compiled_llm.model.probes.observing import observed
 from compiled_llm.model.refusals import UnsupportedModelError
@@ -24,7 +25,7 @@ from compiled_llm.model.sizes import max_positions_of
 
 
 def check_patterns(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer]:
-    """Return the layers with the windows that only HuggingFace's masks have.
+    """Return the layers with the windows that only HuggingFace's masks have, and with the latents that they keep.
 
     UnsupportedModelError if a layer sees something else than all tokens before it, or the last ones.
     """
@@ -32,7 +33,7 @@ def check_patterns(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Laye
     positions = max_positions_of(model)
     windowed = [_seeing(layer, window, positions) for layer, window in zip(layers, found, strict=True)]
     _check_cache(model, windowed)
-    return windowed
+    return with_latents(model, windowed)
 
 
 _UNMASKED = -1
@@ -148,32 +149,4 @@ def _check_cache(model: PreTrainedModel, layers: Sequence[Layer]) -> None:
             raise UnsupportedModelError(
                 f"{name}: HuggingFace's cache keeps {window} tokens of attention layer {index}, whose mask shows more; "
                 "pages keep them all, so it stays usable unwrapped"
-            )
-    if any(layer.value_head_dim is not None for layer in layers):
-        _check_sizes(model, layers)
-
-
-class _Attended:
-    """Observes nothing; attention is not computed."""
-
-    def mask(self, arguments: dict[str, Any]) -> None: ...
-
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        return attended_like(query, value)
-
-
-def _check_sizes(model: PreTrainedModel, layers: Sequence[Layer]) -> None:
-    """Raise UnsupportedModelError if HuggingFace's cache holds latents, from which layers make keys and values."""
-    cache = DynamicCache(config=model.config)
-    with observed(model, _Attended()):
-        trial_forward(model, fake=True, use_cache=True, past_key_values=cache)
-    for index, (layer, cached) in enumerate(zip(layers, cache.layers, strict=True)):
-        kept: list[Tensor | None] = [getattr(cached, name, None) for name in ("keys", "values")]
-        found = [(states.shape[1], states.shape[3]) for states in kept if states is not None]
-        sizes = layer.head_dim, layer.value_head_dim or layer.head_dim
-        if found != [(layer.kv_heads, size) for size in sizes]:
-            raise UnsupportedModelError(
-                f"{type(model).__name__}: attention layer {index} has {layer.kv_heads} heads with keys of size "
-                f"{sizes[0]} and values of size {sizes[1]}, and HuggingFace's cache keeps something else of each token "
-                "(multi-head latent attention is not supported); it stays usable unwrapped"
             )

@@ -36,6 +36,7 @@ NAMES = {
     "GptOss": "sinks",
     "Qwen2Moe": "experts",
     "values that are no keys": "values of another size than keys",
+    "latents": "latents (MLA)",
 }
 assert NAMES.keys() == KINDS.keys()
 
@@ -47,6 +48,9 @@ REFUSED_KINDS = {
     ("batch_invariant", "GptOss"): "batch_invariant=True: GptOssForCausalLM multiplies by bmm",
     ("batch_invariant", "Qwen2Moe"): "batch_invariant=True: Qwen2MoeForCausalLM multiplies by bmm",
     ("batch_invariant", "values that are no keys"): "batch_invariant=True: .* attention layer 0: its keys have",
+    ("batch_invariant", "latents"): "batch_invariant=True: attention layer 0 keeps latents",
+    ("cascade", "latents"): "cascade=True: attention layer 0 keeps latents",
+    ("kv_dtype", "latents"): "kv_dtype='fp8_e4m3': attention layer 0 keeps latents",
     ("kv_dtype", "values that are no keys"): "kv_dtype='fp8_e4m3': attention layer 0 has keys with heads of size",
 }
 """What errors say, by options and kinds of layers, as patterns."""
@@ -87,6 +91,7 @@ USUAL = [
     Cell("cascade", "mixed", "values that are no keys"),
     Cell("cascade", "check_pages", "GptOss"),
     Cell("mixed", "check_pages", "Qwen2Moe"),
+    Cell("mixed", "check_pages", "latents"),
 ]
 """Each pair and each kind; the others run with `--whole`."""
 

@@ -22,6 +22,7 @@ from support.engine.tiny_engines import PATIENCE
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.execution.stand_in_piecewise import let_a_cpu_capture_pieces
 from support.huggingface.families import FAMILIES, make
+from support.latent_models import latent_model
 from support.tiny_models import tiny_qwen3
 from support.uneven_heads import uneven_llama
 
@@ -79,9 +80,10 @@ KINDS: dict[str, Callable[[], PreTrainedModel]] = {
     },
     "GPT2LMHead": lambda: make("GPT2LMHead", {**FAMILIES["GPT2LMHead"], **WORDS, "n_layer": 1}, 0),
     "values that are no keys": lambda: uneven_llama(**WORDS),
+    "latents": lambda: latent_model(**WORDS),
 }
-"""Soft caps and windows in some layers, windows in all, sinks, experts, learned positions, and values of another size
-than the keys.
+"""Soft caps and windows in some layers, windows in all, sinks, experts, learned positions, values of another size
+than the keys, and latents.
 """
 
 

@@ -24,10 +24,29 @@ TINY: dict[str, Any] = {
 }
 GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Arcee": {},
     "Cohere": {},
     "Cohere2": {"sliding_window": 8},
+    "DeepseekV2": {**LATENTS, **ROUTED},
+    "DeepseekV3": {**LATENTS, **ROUTED},
     "Exaone4": {},
     "GPT2LMHead": GPT,
     "GPTBigCode": GPT,
@@ -43,9 +62,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma3": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
     "Glm": {"head_dim": 16},
     "Glm4": {"head_dim": 16},
+    "Glm4MoeLite": {**LATENTS, **ROUTED},
     "GptOss": {"head_dim": 16, "sliding_window": 8, **EXPERTS},
     "Granite": {},
     "Helium": {"head_dim": 16},
+    "MiniCPM3": LATENTS,
     "Ministral": {"head_dim": 16, "sliding_window": 8},
     "Mistral": {"head_dim": 16, "sliding_window": 7},
     "Mixtral": EXPERTS,
@@ -71,6 +92,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "SeedOss": {"head_dim": 16},
     "SmolLM3": {},
     "Starcoder2": {},
+    "Youtu": LATENTS,
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Bloom": ({"n_head": 4, "n_layer": 2}, "reach the attention interface"),
@@ -99,24 +121,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Mamba": (
         {"state_size": 4, "num_hidden_layers": 1},
         "Mamba.* has 1 layer, of which none .*without attention",
-    ),
-    "DeepseekV3": (
-        {
-            "num_key_value_heads": 4,
-            "head_dim": 8,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 16,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "moe_intermediate_size": 16,
-            "first_k_dense_replace": 2,
-        },
-        "DeepseekV3ForCausalLM: attention layer 0 .* something else .*latent",
     ),
 }
 """Families that `wrap` refuses, with their settings and a part of the reason."""

@@ -42,6 +42,8 @@ TESTED = {
     "Arcee": Example("Arcee", "arcee-ai/AFM-4.5B"),
     "Cohere": Example("Command R", "CohereLabs/c4ai-command-r-v01"),
     "Cohere2": Example("Command R7B", "CohereLabs/c4ai-command-r7b-12-2024"),
+    "DeepseekV2": Example("DeepSeek-V2", "deepseek-ai/DeepSeek-V2-Lite-Chat", "latents in pages"),
+    "DeepseekV3": Example("DeepSeek-V3, R1, V3.1", "deepseek-ai/DeepSeek-V3", "latents in pages"),
     "Exaone4": Example("EXAONE 4.0", "LGAI-EXAONE/EXAONE-4.0-1.2B"),
     "GPT2LMHead": Example("GPT-2", "openai-community/gpt2"),
     "GPTBigCode": Example("SantaCoder, StarCoder", "bigcode/gpt_bigcode-santacoder"),
@@ -51,9 +53,11 @@ TESTED = {
     "Gemma3": Example("Gemma 3, text alone", "google/gemma-3-1b-it"),
     "Glm": Example("GLM-4", "zai-org/glm-4-9b-chat-hf"),
     "Glm4": Example("GLM-4-0414", "zai-org/GLM-4-9B-0414"),
+    "Glm4MoeLite": Example("GLM-4.7-Flash", "zai-org/GLM-4.7-Flash", "latents in pages"),
     "GptOss": Example("gpt-oss", "openai/gpt-oss-20b", "weights in MXFP4: not tried"),
     "Granite": Example("Granite", "ibm-granite/granite-3.3-2b-instruct"),
     "Helium": Example("Helium", "kyutai/helium-1-2b"),
+    "MiniCPM3": Example("MiniCPM3", "openbmb/MiniCPM3-4B", "latents in pages"),
     "Ministral": Example("Ministral", "mistralai/Ministral-8B-Instruct-2410"),
     "Mistral": Example("Mistral", "mistralai/Mistral-7B-Instruct-v0.3"),
     "Mixtral": Example("Mixtral", "mistralai/Mixtral-8x7B-Instruct-v0.1"),
@@ -71,6 +75,7 @@ TESTED = {
     "SeedOss": Example("Seed-OSS", "ByteDance-Seed/Seed-OSS-36B-Instruct"),
     "SmolLM3": Example("SmolLM3", "HuggingFaceTB/SmolLM3-3B"),
     "Starcoder2": Example("StarCoder2", "bigcode/starcoder2-3b"),
+    "Youtu": Example("Youtu-LLM", "tencent/Youtu-LLM-2B", "latents in pages"),
 }
 WITH_IMAGES = {
     "AyaVision": Example("Aya Vision", "CohereLabs/aya-vision-8b"),
@@ -90,7 +95,6 @@ _DROPS = "`forward` does not hand keyword arguments to attention"
 REFUSED = {
     "Bert": Example("BERT", "google-bert/bert-base-uncased", "an encoder"),
     "Bloom": Example("BLOOM", "bigscience/bloom-560m", _BYPASS),
-    "DeepseekV3": Example("DeepSeek-V3", "deepseek-ai/DeepSeek-V3", "multi-head latent attention"),
     "DeepseekV4": Example("DeepSeek-V4", "deepseek-ai/DeepSeek-V4-Flash-Base", "compressed tokens in its own cache"),
     "Falcon": Example("Falcon", "tiiuae/falcon-7b", _BYPASS),
     "GPTJ": Example("GPT-J", "EleutherAI/gpt-j-6b", _BYPASS),

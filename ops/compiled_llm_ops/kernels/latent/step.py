@@ -8,16 +8,12 @@ Shapes: M queries of a program, N keys of a block, R latent size, E size of the 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from compiled_llm_ops.contracts import LatentAttention, LatentDecode
-
-DTYPES = (torch.float16, torch.bfloat16)
-FEWEST, MOST_RANK, MOST_ROPE = 16, 512, 128
-"""Sizes are powers of two from 16 on: tensor cores multiply no fewer, and blocks are powers of two."""
+from compiled_llm_ops.kernels.latent import tiling
 
 
 @triton.jit
@@ -53,15 +49,11 @@ def attend_block(q, q_rope, latents, turned, seen, scale, largest, total, acc):
 
 def check_kernel(op: str, args: LatentAttention | LatentDecode) -> None:
     """Raise ValueError if no kernel takes such queries and pages, with the numbers that one takes."""
-    rank, size = args.query_latent.shape[2], args.query_rope.shape[2]
-    if args.query_latent.dtype not in DTYPES or args.pages.dtype != args.query_latent.dtype:
-        raise ValueError(
-            f"{op}: no kernel for {args.query_latent.dtype} queries and pages of {args.pages.dtype}; use "
-            "torch.bfloat16 or torch.float16 for both"
-        )
-    for name, found, most in (("R", rank, MOST_RANK), ("E", size, MOST_ROPE)):
-        if not FEWEST <= found <= most or found & (found - 1):
-            raise ValueError(f"{op}: no kernel for {name}={found}; there are some for powers of two, 16 to {most}")
+    sizes, dtype = (args.query_latent.shape[2], args.query_rope.shape[2]), args.query_latent.dtype
+    if (missing := tiling.missing_kernel(*sizes, dtype)) is not None:
+        raise ValueError(f"{op}: {missing}")
+    if args.pages.dtype != dtype:
+        raise ValueError(f"{op}: pages must be of the queries' dtype, {dtype}; got {args.pages.dtype}")
     if not args.pages.is_contiguous():
         raise ValueError(f"{op}: pages must be contiguous")
 

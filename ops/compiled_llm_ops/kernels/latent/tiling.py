@@ -10,7 +10,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from compiled_llm_ops.kernels.attention.decode_tiling import ALONE, FEW, MAX_ROWS, MAX_SHARES, AttentionTiling
+
+DTYPES = (torch.float16, torch.bfloat16)
+FEWEST, MOST_RANK, MOST_ROPE = 16, 512, 128
+"""Sizes are powers of two from 16 on: tensor cores multiply no fewer, and blocks are powers of two."""
 
 MOST_QUERIES = 64
 """Queries of a program, at most: with R = 512 their sums take half of the registers of a multiprocessor."""
@@ -32,6 +38,16 @@ BUSY_KEYS = 1024
 
 STAGES = 5
 """Of the pipeline: two blocks and the page numbers of two more are being loaded at a time."""
+
+
+def missing_kernel(rank: int, rope_size: int, dtype: torch.dtype) -> str | None:
+    """Return why there is no kernel for such latents, R and E numbers of a dtype; None if there is one."""
+    if dtype not in DTYPES:
+        return f"no kernel for {dtype}; use torch.bfloat16 or torch.float16"
+    for name, found, most in (("R", rank, MOST_RANK), ("E", rope_size, MOST_ROPE)):
+        if not FEWEST <= found <= most or found & (found - 1):
+            return f"no kernel for {name}={found}; there are some for powers of two, {FEWEST} to {most}"
+    return None
 
 
 class QueryTile(NamedTuple):

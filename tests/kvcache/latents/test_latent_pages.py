@@ -1,0 +1,321 @@
+"""Models of multi-head latent attention over pages of latents: HuggingFace's tokens, and nothing expanded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+import compiled_llm
+from compiled_llm import Engine, WrapConfig
+from compiled_llm.kvcache.specs import LatentAttentionSpec, TokenPlaces, allocate_pages, page_size_bytes
+from compiled_llm.model.checks import check_layers
+from compiled_llm.model.latents import Expansion
+from compiled_llm.model.layer_probe import Layer
+from compiled_llm.model.refusals import UnsupportedModelError
+from compiled_llm_ops.reference.backend import Reference
+from support.engine import tiny_engines
+from support.engine.random_requests import CAPTURES
+from support.latent_models import PLAIN, RANK, ROPE, VALUE, YARN, latent_model, needs_latents
+from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts, next_turn, wrap_and_compare
+
+pytestmark = needs_latents
+
+CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def pair(seed: int, mode: Any = "eager", family: str = "DeepseekV3", **config: Any) -> tuple[PreTrainedModel, Any]:
+    plain = latent_model(family, seed, **config)
+    return plain, compiled_llm.wrap(latent_model(family, seed, **config), mode=mode, **FEW_PAGES)
+
+
+# ---- the spec
+
+
+def test_pages_hold_a_latent_and_its_rotated_part(seed: int) -> None:
+    spec = LatentAttentionSpec(6, 3, 4, torch.float32)
+    (memory,) = allocate_pages([spec], 5, torch.device("cpu"))
+    assert memory.shape == (5, 4, 9)
+    assert page_size_bytes(spec) == 4 * 9 * 4
+    latents, rotated = torch.randn(2, 1, 7, 6), torch.randn(2, 1, 7, 3)
+    places = TokenPlaces(7, *torch.tensor([(3, 1, 0, 6), (3, 2, 1, 0), (1, 0, 1, 6)]).T)
+    spec.write(memory, places, latents, rotated)
+    assert torch.equal(memory[3, 1], torch.cat([latents[0, 0, 6], rotated[0, 0, 6]]))
+    assert torch.equal(memory[3, 2], torch.cat([latents[1, 0, 0], rotated[1, 0, 0]]))
+    read, parts = spec.read(memory, torch.tensor([3, 1]), 5)
+    assert (read.shape, parts.shape) == ((1, 5, 6), (1, 5, 3))
+    assert torch.equal(read[0, 4], latents[1, 0, 6])
+    assert torch.equal(parts[0, 4], rotated[1, 0, 6])
+
+
+# ---- the same tokens
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "queries without a latent": {"q_lora_rank": None},
+    "halves rotated": {"rope_interleave": False},
+    "yarn": {"rope_parameters": YARN},
+    "values larger than keys": {"v_head_dim": 40},
+    "one head": {"num_attention_heads": 1, "num_key_value_heads": 1},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_equal_huggingfaces(case: str, seed: int) -> None:
+    """Alone and in batches, on and beside page boundaries of 4 tokens; some rows end early."""
+    check_tokens(*pair(seed, **CASES[case]), seed)
+
+
+@pytest.mark.parametrize("family", ["DeepseekV2", "Glm4MoeLite", "MiniCPM3", "Mistral4", "Youtu"])
+def test_families_keep_latents(family: str, seed: int) -> None:
+    plain, model = pair(seed, family=family)
+    assert [layer.expansion for layer in model.compiled.facts.layers] == [Expansion("kv_b_proj", PLAIN, VALUE)] * 3
+    check_tokens(plain, model, seed)
+
+
+@pytest.mark.slow
+def test_compiled_steps_give_the_same_tokens(seed: int) -> None:
+    check_tokens(*pair(seed, "compile"), seed)
+
+
+def check_tokens(plain: PreTrainedModel, model: Any, seed: int) -> None:
+    for lengths in ([5], [4, 8, 1], [5, 19, 11, 16]):
+        inputs = mixed_prompts(lengths, 128, seed)
+        expected = greedy(plain, inputs, 20)
+        torch.testing.assert_close(greedy(model, inputs, 20), expected)
+        early = {"eos_token_id": int(expected[0, -15]), "pad_token_id": 0}
+        torch.testing.assert_close(greedy(model, inputs, 20, **early), greedy(plain, inputs, 20, **early))
+    stats = model.compiled.stats()
+    assert (stats.generate_calls, stats.recompiles) == ({"fast loop": 6}, 0)
+    assert_account_is_empty(model)
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+def test_decode_by_plan_and_in_chunks(mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrap_and_compare(latent_model(seed=seed), seed, mode=mode, prefill_tokens=16)
+    monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
+    wrap_and_compare(latent_model(seed=seed), seed, mode=mode)
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("mode", CAPTURES)
+def test_captured_steps_give_the_same_tokens(mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    CAPTURES[mode](monkeypatch)
+    wrap_and_compare(latent_model(seed=seed), seed, mode=mode)
+
+
+def test_beams_copy_shared_pages(seed: int) -> None:
+    plain, model = pair(seed)
+    inputs = mixed_prompts([6, 9], 128, seed)
+    torch.testing.assert_close(greedy(model, inputs, 12, num_beams=3), greedy(plain, inputs, 12, num_beams=3))
+    assert_account_is_empty(model)
+
+
+def test_drafts_are_verified_several_tokens_at_a_time(seed: int) -> None:
+    plain, model = pair(seed)
+    inputs = {"input_ids": mixed_prompts([30], 128, seed)["input_ids"]}
+    options = {"prompt_lookup_num_tokens": 3}
+    torch.testing.assert_close(greedy(model, inputs, 16, **options), greedy(plain, inputs, 16))
+    assert_account_is_empty(model)
+
+
+def test_an_engine_begins_with_cached_pages(seed: int) -> None:
+    plain, model = pair(seed)
+    prompts = [ids.tolist() for ids in torch.randint(3, 128, (2, 23), generator=torch.Generator().manual_seed(seed))]
+    prompts.append([*prompts[0][:17], 5, 6])
+    with Engine(model) as engine:
+        for _ in range(2):
+            outputs = engine.generate(prompts, tiny_engines.greedy(9))
+            for prompt, output in zip(prompts, outputs, strict=True):
+                expected = greedy(plain, {"input_ids": torch.tensor([prompt])}, 9)[0, len(prompt) :]
+                assert output.token_ids == expected.tolist()
+        assert [output.cached_tokens for output in outputs] == [20, 20, 16]
+    assert_account_is_empty(model)
+
+
+def test_caches_are_handed_out_and_go_on(seed: int) -> None:
+    plain, model = pair(seed)
+    inputs = mixed_prompts([5, 11], 128, seed)
+    words = torch.randint(3, 128, (2, 3), generator=torch.Generator().manual_seed(seed))
+    ours, theirs = (greedy(own, inputs, 6, return_dict_in_generate=True) for own in (model, plain))
+    shown = ours.past_key_values.stored
+    for layer, expected in zip(ours.past_key_values.layers, theirs.past_key_values.layers, strict=True):
+        for own, wanted in ((layer.keys, expected.keys), (layer.values, expected.values)):
+            assert own.shape == wanted.shape
+            for row in range(2):
+                columns = np.flatnonzero(shown[row])
+                torch.testing.assert_close(own[row][:, columns], wanted[row][:, columns], **CLOSE)
+    following = [greedy(own, next_turn(inputs, out, words), 6) for own, out in ((model, ours), (plain, theirs))]
+    assert torch.equal(*following)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_huggingfaces_caches_are_read_in_and_written_back(kind: str, seed: int) -> None:
+    plain, model = pair(seed)
+    answers: list[list[Tensor]] = [[], []]
+    for own, answer in zip((plain, model), answers, strict=True):
+        config: Any = own.config
+        cache = DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=64)
+        inputs: dict[str, Any] = {"input_ids": mixed_prompts([7, 7], 128, seed)["input_ids"]}
+        for turn in range(3):
+            out = greedy(own, inputs, 5, past_key_values=cache)
+            answer.append(out)
+            inputs = {"input_ids": torch.cat([out, torch.full((2, 2), 5 + turn)], dim=1)}
+        answer += [states for layer in cache.layers for states in (layer.keys, layer.values)]
+    for own, wanted in zip(*answers, strict=True):
+        torch.testing.assert_close(own, wanted, **CLOSE)
+    assert model.compiled.stats().generate_calls == {"fast loop": 3}
+    assert_account_is_empty(model)
+
+
+def test_new_weights_are_read(seed: int) -> None:
+    """Halves of the projection are views: a weight that changes in place, or is replaced, counts at once."""
+    plain, model = pair(seed)
+    inputs = mixed_prompts([5, 9], 128, seed)
+    before = greedy(model, inputs, 8)
+    for own in (plain, model):
+        projection = own.model.layers[1].self_attn.kv_b_proj
+        with torch.no_grad():
+            projection.weight.mul_(-1.5)
+        own.model.layers[2].self_attn.kv_b_proj.weight = nn.Parameter(projection.weight.detach() * 0.5)
+    after = greedy(model, inputs, 8)
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after, greedy(plain, inputs, 8))
+
+
+# ---- what it takes
+
+
+def test_a_token_takes_one_latent_a_layer(seed: int) -> None:
+    _, model = pair(seed)
+    with Engine(model) as engine:
+        engine.generate([[5, 6, 7]], tiny_engines.greedy(2))
+        described = engine.describe()
+    assert described.kv_numbers_per_token == 3 * (RANK + ROPE)
+    assert f"{3 * (RANK + ROPE)} numbers\n" in str(described)
+    assert described.memory["pages"] == 3 * 4 * (RANK + ROPE) * 4 * (described.pages.total + 1)
+
+
+def test_cached_tokens_are_never_expanded_and_weights_not_copied(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model = pair(seed)
+    cache = greedy(model, mixed_prompts([40], 128, seed), 1, return_dict_in_generate=True)
+    halves = Expansion("kv_b_proj", PLAIN, VALUE).halves(model.model.layers[0].self_attn)
+    weight = model.model.layers[0].self_attn.kv_b_proj.weight
+    assert {half.untyped_storage().data_ptr() for half in halves} == {weight.untyped_storage().data_ptr()}
+    weights = model.compiled.stats().memory["weights"]
+    assert weights == sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    ids = torch.cat([cache.sequences, torch.tensor([[7, 8]])], dim=1)
+    linear, expanded = nn.functional.linear, []
+
+    def noted(states: Tensor, own: Tensor, bias: Tensor | None = None) -> Tensor:
+        if own.shape == weight.shape:
+            expanded.append(states.numel() // RANK)
+        return linear(states, own, bias)
+
+    monkeypatch.setattr(nn.functional, "linear", noted)
+    greedy(model, {"input_ids": ids}, 6, past_key_values=cache.past_key_values)
+    assert expanded
+    assert max(expanded) <= 4, "three new tokens, and one of padding, alone"
+
+
+# ---- what is refused
+
+
+def refuses(model: PreTrainedModel, message: str, **options: Any) -> None:
+    before = type(model)
+    with pytest.raises(UnsupportedModelError, match=message):
+        compiled_llm.wrap(model, **{"mode": "eager", **FEW_PAGES, **options})
+    assert type(model) is before
+    greedy(model, {"input_ids": torch.tensor([[5, 6]])}, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"cascade": True}, "cascade=True"),
+        ({"kv_dtype": "fp8_e4m3"}, "kv_dtype='fp8_e4m3'"),
+        ({"batch_invariant": True, "mode": "compile"}, "batch_invariant=True"),
+    ],
+)
+def test_options_without_a_kernel_are_refused_by_name(options: dict[str, Any], named: str) -> None:
+    refuses(latent_model(), rf"wrap: {named}: attention layer 0 keeps latents.*; wrap without {named[:7]}", **options)
+
+
+def test_a_projection_that_cannot_be_absorbed_is_named() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) + 0.1 * nn.functional.linear(input, self.weight)
+
+    def biased(own: nn.Linear) -> nn.Module:
+        made = nn.Linear(own.in_features, own.out_features)
+        made.weight = own.weight
+        return made
+
+    def doubled(own: nn.Linear) -> nn.Module:
+        own.__class__ = Doubled
+        return own
+
+    for change in (biased, doubled):
+        model = latent_model()
+        attention = model.model.layers[1].self_attn
+        attention.kv_b_proj = change(attention.kv_b_proj)
+        refuses(model, r"attention layer 1 keeps something else .*latents of size 32 and 8, .*one nn\.Linear")
+
+
+@pytest.mark.parametrize("wrong", ["keys last", "norm after"])
+def test_another_expansion_of_the_same_sizes_is_found_by_its_numbers(wrong: str) -> None:
+    model = latent_model()
+    for layer in model.model.layers:
+        attention, expand = layer.self_attn, layer.self_attn.expand_kv
+
+        def other(latent: Tensor, rope: Tensor, expand: Any = expand) -> tuple[Tensor, Tensor]:
+            key, value = expand(latent, rope)
+            return (key.roll(ROPE, -1), value) if wrong == "keys last" else (key, nn.functional.normalize(value))
+
+        attention.expand_kv = other
+    which = "keys" if wrong == "keys last" else "values"
+    refuses(model, f"the {which} of attention layer 0 are not its latents times kv_b_proj")
+
+
+def test_an_adapter_that_comes_later_is_refused(seed: int) -> None:
+    _, model = pair(seed)
+    inputs = mixed_prompts([5], 128, seed)
+    greedy(model, inputs, 2)
+
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base, self.weight = base, base.weight
+
+        def forward(self, states: Tensor) -> Tensor:
+            return self.base(states) * 2
+
+    attention = model.model.layers[1].self_attn
+    attention.kv_b_proj = Adapted(attention.kv_b_proj)
+    with pytest.raises(UnsupportedModelError, match=r"kv_b_proj of DeepseekV3Attention has become a Adapted"):
+        greedy(model, inputs, 2)
+
+
+class Placed:
+    device, dtype = torch.device("cuda:0"), torch.bfloat16
+
+
+def test_what_a_gpu_has_no_kernel_for_is_refused_by_its_numbers() -> None:
+    model: Any = Placed()
+    latent = Layer(16, 1, 512, -1, 0.0, value_head_dim=64, expansion=Expansion("up", 128, 128))
+    check_layers(model, [latent], WrapConfig())
+    for changes, options, message in (
+        ({"head_dim": 96}, {}, "no kernel for R=96; there are some for powers of two, 16 to 512"),
+        ({"value_head_dim": 8}, {}, "no kernel for E=8"),
+        ({"window_left": 9}, {}, "has a window of 10, for which there is no kernel"),
+        ({"logits_soft_cap": 2.0}, {}, "has capped logits"),
+        ({}, {"backend": "flashinfer"}, "backend='flashinfer': attention layer 0 keeps latents"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message):
+            check_layers(model, [latent._replace(**changes)], WrapConfig(**options))
