@@ -74,4 +74,5 @@ class _Reaching:
         self.states += [query[:, :, self._shown], key[:, :, self._shown]]
         if len(self.states) == 2 * _LAYERS:
             raise _Enough
-        return query.transpose(1, 2).contiguous()
+        # The values' heads may have another size.
+        return nn.functional.pad(query.transpose(1, 2), (0, value.shape[3] - query.shape[3])).contiguous()

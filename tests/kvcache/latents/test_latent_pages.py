@@ -18,6 +18,7 @@ from compiled_llm.model.latents import Expansion
 from compiled_llm.model.layer_probe import Layer
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm_ops.reference.backend import Reference
+from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu
 from support.engine import tiny_engines
 from support.engine.random_requests import CAPTURES
 from support.latent_models import PLAIN, RANK, ROPE, VALUE, YARN, latent_model, needs_latents
@@ -108,6 +109,35 @@ def test_decode_by_plan_and_in_chunks(mode: Any, seed: int, monkeypatch: pytest.
 def test_captured_steps_give_the_same_tokens(mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     CAPTURES[mode](monkeypatch)
     wrap_and_compare(latent_model(seed=seed), seed, mode=mode)
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_passes_for_gpus_leave_latents_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_passes_run_on_a_cpu(monkeypatch)
+    wrap_and_compare(latent_model(seed=seed), seed, mode="compile")
+
+
+def test_forward_gives_huggingfaces_logits(seed: int) -> None:
+    """Positions are counted as by HuggingFace without being given, though values have another size than queries."""
+    plain, model = pair(seed)
+    inputs = mixed_prompts([9, 9], 128, seed)
+    with torch.no_grad():
+        for given in (inputs, {"input_ids": inputs["input_ids"]}):
+            torch.testing.assert_close(model(**given).logits, plain(**given).logits, **CLOSE)
+        cache = model.compiled.new_cache()
+        first = model(**inputs, past_key_values=cache).logits
+    torch.testing.assert_close(first, plain(**inputs).logits, **CLOSE)
+    assert set(model.compiled.stats().forward_calls) == {"compiled"}
+
+
+def test_an_engine_that_has_slept_answers_as_before(seed: int) -> None:
+    _, model = pair(seed)
+    with Engine(model) as engine:
+        before = engine.generate([[5, 6, 7]], tiny_engines.greedy(9))
+        engine.sleep()
+        engine.wake()
+        after = engine.generate([[5, 6, 7]], tiny_engines.greedy(9))
+    assert before[0].token_ids == after[0].token_ids
 
 
 def test_beams_copy_shared_pages(seed: int) -> None:
