@@ -21,7 +21,7 @@ from compiled_llm.model.sizes import attention_geometries
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.backends import BACKENDS, backend_for, backend_named
 from compiled_llm_ops.contracts import CASCADE_QUERIES, FP8, FP8_CAPABILITY
-from compiled_llm_ops.kernels.latent.tiling import missing_kernel
+from compiled_llm_ops.kernels.latent.latent_tiling import missing_kernel
 from compiled_llm_ops.protocol import Backend
 
 ROOT = 0

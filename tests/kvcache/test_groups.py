@@ -310,7 +310,7 @@ def test_an_engine_keeps_preempts_and_describes_pages_of_both_groups(
         assert again[0].cached_tokens == 20
         described = engine.describe()
         assert (described.requests(20), described.requests(80)) == (4, 1)
-        assert "80 (40 pages of 4)" in str(described)
+        assert "80 (40 pages of 4, float32)" in str(described)
     assert_two_groups(model)
     assert_account_is_empty(model)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from compiled_llm_ops.kernels.attention.decode_tiling import MAX_ROWS, MAX_SHARES, AttentionTiling
-from compiled_llm_ops.kernels.latent.tiling import STAGES, choose_decode_tiling, query_tile
+from compiled_llm_ops.kernels.latent.latent_tiling import STAGES, choose_decode_tiling, query_tile
 from support.ops.compiling import compiled, in_order, resources_of
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
 from support.ops.latent_rows import MIXES, LatentRows

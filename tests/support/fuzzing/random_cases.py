@@ -308,6 +308,9 @@ def _heads(random: Random, family: str) -> dict[str, Any]:
     if "n_head" in FAMILIES.get(family, {}):
         return {"n_head": heads, "n_embd": heads * size}
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv, "hidden_size": heads * size}
+    if "kv_lora_rank" in FAMILIES.get(family, {}):  # HuggingFace turns heads of head_dim, which are the rotated parts
+        rotated = random.choice((8, 16))
+        return {**sizes, "num_key_value_heads": heads, "head_dim": rotated, "qk_rope_head_dim": rotated}
     if family == "OPT":
         return {**sizes, "word_embed_proj_dim": heads * size}
     head_dim = size if family in PLAIN_HEADS else random.choice((8, 16, 20, 32))

@@ -124,7 +124,7 @@ def _cpu(args: LatentDecode, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
 
 def _cuda(args: LatentDecode, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     from compiled_llm_ops.kernels.latent.decode import decode
-    from compiled_llm_ops.kernels.latent.tiling import choose_decode_tiling
+    from compiled_llm_ops.kernels.latent.latent_tiling import choose_decode_tiling
     from compiled_llm_ops.kernels.pdl import has_pdl
 
     _check(args)

@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm_ops.contracts import LatentAttention
+from compiled_llm_ops.kernels.latent.latent_tiling import STAGES, query_tile
 from compiled_llm_ops.kernels.latent.step import attend_block, check_kernel, inner_contiguous, load_block
-from compiled_llm_ops.kernels.latent.tiling import STAGES, query_tile
 
 MOST_TOKENS = 4
 """Tokens of a program, at most: with 16 heads they fill a tile."""

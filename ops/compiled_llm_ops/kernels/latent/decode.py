@@ -26,8 +26,8 @@ from compiled_llm_ops.contracts import LatentDecode
 from compiled_llm_ops.kernels.attention.decode import _merge, _pick, _share, _unsplit
 from compiled_llm_ops.kernels.attention.decode_tiling import MAX_ROWS, MAX_SHARES, AttentionTiling
 from compiled_llm_ops.kernels.counters import zeroed_counters
+from compiled_llm_ops.kernels.latent.latent_tiling import query_tile
 from compiled_llm_ops.kernels.latent.step import attend_block, check_kernel, inner_contiguous, load_block
-from compiled_llm_ops.kernels.latent.tiling import query_tile
 
 MERGED_VALUES = 2**12
 """Values of partial results that are summed at a time."""

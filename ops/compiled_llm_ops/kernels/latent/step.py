@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm_ops.contracts import LatentAttention, LatentDecode
-from compiled_llm_ops.kernels.latent import tiling
+from compiled_llm_ops.kernels.latent import latent_tiling
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def attend_block(q, q_rope, latents, turned, seen, scale, largest, total, acc):
 def check_kernel(op: str, args: LatentAttention | LatentDecode) -> None:
     """Raise ValueError if no kernel takes such queries and pages, with the numbers that one takes."""
     sizes, dtype = (args.query_latent.shape[2], args.query_rope.shape[2]), args.query_latent.dtype
-    if (missing := tiling.missing_kernel(*sizes, dtype)) is not None:
+    if (missing := latent_tiling.missing_kernel(*sizes, dtype)) is not None:
         raise ValueError(f"{op}: {missing}")
     if args.pages.dtype != dtype:
         raise ValueError(f"{op}: pages must be of the queries' dtype, {dtype}; got {args.pages.dtype}")
