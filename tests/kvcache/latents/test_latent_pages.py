@@ -97,7 +97,7 @@ def check_tokens(plain: PreTrainedModel, model: Any, seed: int) -> None:
 
 
 @pytest.mark.usefixtures("without_inductor")
-@pytest.mark.parametrize("mode", ["eager", "compile"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.whole)])
 def test_decode_by_plan_and_in_chunks(mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     wrap_and_compare(latent_model(seed=seed), seed, mode=mode, prefill_tokens=16)
     monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
