@@ -15,11 +15,11 @@ from compiled_llm_ops.protocol import DecodeOps
 
 
 class PageCheck(NamedTuple):
-    """What checks that rows read their own pages; see ``check_pages`` of the ops.
+    """The tensors by which a step checks that rows read their own pages, the arguments of ``check_pages``.
 
     Attributes:
         tags: ``[P, S, 2]`` int32.
-        chains: ``[X + 1]`` int64, of the row in each slot; the last one is nobody's.
+        chains: ``[X + 1]`` int64, that of the row in each of X slots; the last place is for rows without a slot.
         row_numbers: ``[X + 1]`` int32.
         faults: ``[2]`` int64.
     """

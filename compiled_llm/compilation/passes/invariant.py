@@ -180,4 +180,4 @@ _MAKERS: dict[Any, Callable[..., fx.Node | tuple[fx.Node, fx.Node] | None]] = {
     _aten.var.correction: _var,
     _aten.bmm.default: _outer,  # before PyTorch 2.12, Inductor leaves it a matmul
 }
-"""What takes the place of an op; None for arguments that it cannot take."""
+"""The function that builds each op's replacement; it returns None for arguments that it has no replacement for."""

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import FP8, AppendPagedKv, Geometry, PagedAttention, PlannedBatch, RopeAppendPagedKv
+from compiled_llm_ops.contracts import FP8, AppendPagedKv, Geometry, PagedAttention, RopeAppendPagedKv
 from compiled_llm_ops.invariant import plain
-from compiled_llm_ops.protocol import (
-    CapturedLaunch,
-    DecodeOps,
-    Installation,
-    NothingToBuild,
-    own,
-)
+from compiled_llm_ops.protocol import DecodeOps, own
+from compiled_llm_ops.unplanned import EmptyPlan, EmptyWorkspace, Unplanned
 
 
-class InvariantPlan:
+class InvariantPlan(EmptyPlan):
     """An empty plan; see ``protocol.Plan``."""
 
     def __init__(self, device: torch.device) -> None:
-        self.tensor = torch.zeros(16, dtype=torch.uint8, device=device)
-        self.numbers = torch.zeros(0, dtype=torch.int64, device="cpu")
+        super().__init__(device)
         own(self)
-
-    def decide(self, batch: PlannedBatch) -> None: ...
 
     def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         if not out.is_cuda:
@@ -45,16 +35,7 @@ class InvariantPlan:
             attend(queries, out, lse, invariant_tiling(args.pages.shape[-1]))
 
 
-class InvariantWorkspace:
-    """An empty workspace; see ``protocol.Workspace``."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.buffer = torch.zeros(0, dtype=torch.uint8, device=device)
-
-    def load(self, geometry: Geometry) -> None: ...
-
-
-class Invariant:
+class Invariant(Unplanned):
     """See ``protocol.Backend``."""
 
     devices: tuple[str, ...] = ("cuda", "cpu")
@@ -63,8 +44,6 @@ class Invariant:
     capturable = True
     uneven_heads = False
     rope_append = True  # by the kernel that decode has, too
-    variants: tuple[int, ...] = (0,)
-    installation: Installation = NothingToBuild()
 
     def missing_kernel(self, geometry: Geometry) -> str | None:
         from compiled_llm_ops.kernels.attention.invariant_tiling import LARGE_HEAD, QUERIES
@@ -80,23 +59,7 @@ class Invariant:
 
         return max(SMALLEST_HEAD, 1 << (head_dim - 1).bit_length())
 
-    def best_variant(
-        self, groups: Sequence[Geometry], queries: Sequence[int], lengths: Sequence[int], device: torch.device
-    ) -> int:
-        return 0
-
-    def workspace_bytes(
-        self, groups: Sequence[Geometry], device: torch.device, captured: CapturedLaunch | None = None
-    ) -> int:
-        return 0
-
-    def plan_bytes(self, groups: Sequence[Geometry], device: torch.device, tokens: int, rows: int) -> int:
-        return 0
-
-    def workspace(self, device: torch.device, nbytes: int) -> InvariantWorkspace:
-        return InvariantWorkspace(device)
-
-    def new_plan(self, workspace: InvariantWorkspace, nbytes: int) -> InvariantPlan:
+    def new_plan(self, workspace: EmptyWorkspace, nbytes: int) -> InvariantPlan:
         return InvariantPlan(workspace.buffer.device)
 
     def append(self, args: AppendPagedKv) -> None:

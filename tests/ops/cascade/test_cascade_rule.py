@@ -41,14 +41,18 @@ def saves(layer: CascadeLayer, groups: int, rows: int, keys: int) -> float:
     return cascade_saves(runs_of(groups, rows, keys), groups * rows, 16, layer)
 
 
-@pytest.mark.parametrize(("layer", "measured"), [(SMALL, OF_LONG_ROWS), (LARGE, OF_SHORT_ROWS)], ids=["long", "short"])
+@pytest.mark.parametrize(
+    ("layer", "measured", "given_away"),
+    [(SMALL, OF_LONG_ROWS, 1.2), (LARGE, OF_SHORT_ROWS, 1.8)],
+    ids=["long", "short"],
+)
 def test_what_it_chooses_was_never_slower(
-    layer: CascadeLayer, measured: Sequence[tuple[int, int, int, float, float]]
+    layer: CascadeLayer, measured: Sequence[tuple[int, int, int, float, float]], given_away: float
 ) -> None:
     chosen = [(decode, cascade) for *sizes, decode, cascade in measured if saves(layer, *sizes) > 0]
     assert all(cascade < decode for decode, cascade in chosen)
     missed = [decode / cascade for *sizes, decode, cascade in measured if saves(layer, *sizes) <= 0]
-    assert max(missed) < 1.2 or layer is LARGE, "long rows are not left alone where it pays much"
+    assert max(missed) < given_away, "rows are not left alone where it pays much"
 
 
 @pytest.mark.parametrize("sizes", [(1, 64, 8192), (16, 16, 4096), (1, 256, 1024)], ids=str)

@@ -13,7 +13,8 @@ from torch import Tensor
 from compiled_llm_ops.contracts import DecodeAttention, PlannedBatch
 from compiled_llm_ops.library import schema
 from compiled_llm_ops.protocol import DecodeOps
-from compiled_llm_ops.reference.backend import Reference, ReferencePlan, ReferenceWorkspace
+from compiled_llm_ops.reference.backend import Reference, ReferencePlan
+from compiled_llm_ops.unplanned import EmptyWorkspace
 
 launched: list[int] = []
 """The rows of each launch of the decode kernel."""
@@ -80,7 +81,7 @@ class Planned(Reference):
     def decode_ops(self, device: str) -> DecodeOps | None:
         return None
 
-    def new_plan(self, workspace: ReferenceWorkspace, nbytes: int) -> ReferencePlan:
+    def new_plan(self, workspace: EmptyWorkspace, nbytes: int) -> ReferencePlan:
         return NotedPlan(workspace.buffer.device)
 
 
