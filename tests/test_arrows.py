@@ -47,14 +47,8 @@ OPS = "compiled_llm_ops"
 MAY_IMPORT = {
     f"{OPS}.kernels": {f"{OPS}.kernels", f"{OPS}.contracts"},
     f"{OPS}.flashinfer": {f"{OPS}.contracts", f"{OPS}.protocol"},
-    f"{OPS}.invariant": {
-        f"{OPS}.contracts",
-        f"{OPS}.protocol",
-        f"{OPS}.plain_attention",
-        f"{OPS}.unplanned",
-        f"{OPS}.kernels",
-    },
-    f"{OPS}.reference": {f"{OPS}.contracts", f"{OPS}.protocol", f"{OPS}.plain_attention", f"{OPS}.unplanned"},
+    f"{OPS}.invariant": {f"{OPS}.contracts", f"{OPS}.protocol", f"{OPS}.plain_attention", f"{OPS}.kernels"},
+    f"{OPS}.reference": {f"{OPS}.contracts", f"{OPS}.protocol", f"{OPS}.plain_attention"},
 }
 LAZILY = {f"{OPS}.kernels", f"{OPS}.flashinfer"}  # they import Triton and FlashInfer, which a CPU need not have
 BACKENDS = (f"{OPS}.flashinfer", f"{OPS}.invariant", f"{OPS}.reference")

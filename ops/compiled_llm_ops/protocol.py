@@ -258,3 +258,45 @@ def owner_of(tensor: Tensor) -> Plan:
             "backend, keep it, and give its tensor to plan_paged_attention() and then to paged_attention()"
         )
     return plan
+
+
+class EmptyPlan:
+    """A plan that decides nothing; see ``Plan``. Each backend launches its own kernels."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.tensor = torch.zeros(16, dtype=torch.uint8, device=device)
+        self.numbers = torch.zeros(0, dtype=torch.int64, device="cpu")
+
+    def decide(self, batch: PlannedBatch) -> None: ...
+
+
+class EmptyWorkspace:
+    """An empty workspace; see ``Workspace``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.buffer = torch.zeros(0, dtype=torch.uint8, device=device)
+
+    def load(self, geometry: Geometry) -> None: ...
+
+
+class Unplanned:
+    """The part of ``Backend`` that is about plans, where kernels read the page table as it is then."""
+
+    variants: tuple[int, ...] = (0,)
+    installation: Installation = NothingToBuild()
+
+    def best_variant(
+        self, groups: Sequence[Geometry], queries: Sequence[int], lengths: Sequence[int], device: torch.device
+    ) -> int:
+        return 0
+
+    def workspace_bytes(
+        self, groups: Sequence[Geometry], device: torch.device, captured: CapturedLaunch | None = None
+    ) -> int:
+        return 0
+
+    def plan_bytes(self, groups: Sequence[Geometry], device: torch.device, tokens: int, rows: int) -> int:
+        return 0
+
+    def workspace(self, device: torch.device, nbytes: int) -> EmptyWorkspace:
+        return EmptyWorkspace(device)

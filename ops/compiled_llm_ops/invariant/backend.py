@@ -7,8 +7,7 @@ from torch import Tensor
 
 from compiled_llm_ops.contracts import FP8, AppendPagedKv, Geometry, PagedAttention, RopeAppendPagedKv
 from compiled_llm_ops.invariant import plain
-from compiled_llm_ops.protocol import DecodeOps, own
-from compiled_llm_ops.unplanned import EmptyPlan, EmptyWorkspace, Unplanned
+from compiled_llm_ops.protocol import DecodeOps, EmptyPlan, EmptyWorkspace, Unplanned, own
 
 
 class InvariantPlan(EmptyPlan):

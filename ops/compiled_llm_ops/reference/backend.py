@@ -7,8 +7,7 @@ from torch import Tensor
 
 from compiled_llm_ops import plain_attention
 from compiled_llm_ops.contracts import FP8, AppendPagedKv, Geometry, PagedAttention
-from compiled_llm_ops.protocol import DecodeOps, own, own_decode_ops
-from compiled_llm_ops.unplanned import EmptyPlan, EmptyWorkspace, Unplanned
+from compiled_llm_ops.protocol import DecodeOps, EmptyPlan, EmptyWorkspace, Unplanned, own, own_decode_ops
 
 
 class ReferencePlan(EmptyPlan):

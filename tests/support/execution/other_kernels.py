@@ -12,9 +12,8 @@ from torch import Tensor
 
 from compiled_llm_ops.contracts import DecodeAttention, PlannedBatch
 from compiled_llm_ops.library import schema
-from compiled_llm_ops.protocol import DecodeOps
+from compiled_llm_ops.protocol import DecodeOps, EmptyWorkspace
 from compiled_llm_ops.reference.backend import Reference, ReferencePlan
-from compiled_llm_ops.unplanned import EmptyWorkspace
 
 launched: list[int] = []
 """The rows of each launch of the decode kernel."""
