@@ -98,12 +98,12 @@ def _check_pages(
                 worst = tl.minimum(worst, tl.min(tl.where(wrong, _fault(at, page, number), _NO_FAULT)))
         if split == splits - 1:
             last = tl.maximum(old - 1, 0)
-            there, page, legal = _place(indices, start, entries, last, pages, SIZE)
+            there, page, has_page = _place(indices, start, entries, last, pages, SIZE)
             prior = tl.where(old == 0, _ORIGIN, tl.load(tags + 2 * there + 1).to(tl.int64) & _LOW)
-            legal |= old == 0
+            has_page |= old == 0
             chain = tl.where(begin >= _KNOWN, begin & _LOW, prior)
             if CHECK:
-                apart = tl.where(begin >= _KNOWN, (chain != prior) | (legal == 0), begin != _ADOPTED + old)
+                apart = tl.where(begin >= _KNOWN, (chain != prior) | (has_page == 0), begin != _ADOPTED + old)
                 count += apart.to(tl.int32)
                 worst = tl.minimum(worst, tl.where(apart, _fault(last, page, number), _NO_FAULT))
             for base in tl.range(0, new, NEW):
