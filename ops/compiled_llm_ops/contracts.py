@@ -290,11 +290,17 @@ class DecodeAttention(NamedTuple):
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
     saturated: Tensor | None = None
+    visible: Tensor | None = None
 
     @property
     def new_tokens(self) -> int:
         """New tokens of each row."""
         return self.query.shape[0] // self.starts.shape[0]
+
+
+def newest_pages(new_tokens: int, page_size: int) -> int:
+    """Return in how many pages a row's newest tokens may lie."""
+    return (new_tokens + page_size - 2) // page_size + 1
 
 
 CASCADE_QUERIES = 64
@@ -335,7 +341,7 @@ class CascadeAttention(NamedTuple):
     @property
     def whole_rows(self) -> DecodeAttention:
         """The same without shared runs."""
-        return DecodeAttention(*(getattr(self, name) for name in DecodeAttention._fields))
+        return DecodeAttention(**{name: own for name, own in self._asdict().items() if name in DecodeAttention._fields})
 
     @property
     def row_queries(self) -> int:

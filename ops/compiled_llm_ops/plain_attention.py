@@ -6,6 +6,7 @@ in the cache, Q queries of one row.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -148,6 +149,35 @@ def attend_row_by_row(
         else:
             out[tokens] = _attend(own, keys, values, scale, window_left)
     return out, lse if wants_lse else None
+
+
+def attend_to_listed(
+    query: Tensor, args: DecodeAttention, visible: Tensor, numbers: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return ``[T, H, D]`` and the log-sum-exp ``[T, H]``, over the pages that ``visible`` ``[B, K, n]`` lists.
+
+    The queries are prepared, and all keys written. ``numbers`` are those of each row's pages.
+    """
+    new, page_size = args.new_tokens, args.pages.shape[-2]
+    group = query.shape[1] // visible.shape[1]
+    out = torch.empty((*query.shape[:2], value_size(query, args.pages)), dtype=query.dtype, device=query.device)
+    lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    for (row, length), head in itertools.product(enumerate(args.lengths.tolist()), range(visible.shape[1])):
+        first_new, end = (length - new) // page_size, -(-length // page_size)
+        listed = {page for page in visible[row, head].tolist() if 0 <= page < first_new}
+        own = torch.tensor([*sorted(listed), *range(first_new, end)], device=query.device)
+        positions = (own[:, None] * page_size + torch.arange(page_size, device=query.device)).flatten()
+        written = positions < length
+        distance = torch.arange(length - new, length, device=query.device)[:, None] - positions[written]
+        seen = (distance >= 0) & ((distance <= args.window_left) | (args.window_left < 0))
+        keys, values = (
+            states[head, written][None] for states in gather(args.pages, numbers[row][own], query.shape[2], query.dtype)
+        )
+        scales = (scale if scale is None else scale[head : head + 1] for scale in (args.key_scale, args.value_scale))
+        tokens, heads = slice(row * new, (row + 1) * new), slice(head * group, (head + 1) * group)
+        found = attend_lse(query[tokens, heads], keys, values, args.scale, seen, args.logits_soft_cap, *scales)
+        out[tokens, heads], lse[tokens, heads] = found[0].to(query.dtype), found[1]
+    return out, lse
 
 
 def scaled(stored: Tensor, scale: Tensor | None) -> Tensor:

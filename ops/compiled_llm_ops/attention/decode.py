@@ -27,10 +27,11 @@ from compiled_llm_ops.contracts import (
     check_fp8,
     check_int32,
     check_pages,
+    newest_pages,
     value_size,
 )
 from compiled_llm_ops.library import same_arguments_as
-from compiled_llm_ops.plain_attention import attend_row_by_row, gather, store
+from compiled_llm_ops.plain_attention import attend_row_by_row, attend_to_listed, gather, store
 
 
 def decode_attention(
@@ -53,6 +54,7 @@ def decode_attention(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     saturated: Tensor | None = None,
+    visible: Tensor | None = None,
 ) -> Tensor:
     """Write the keys and values of each row's q newest tokens into its pages, then attend with their queries.
 
@@ -87,6 +89,11 @@ def decode_attention(
             it, clamped to -448 to 448 and rounded, and are read times it. None for 1.
         value_scale: ``[K]`` float32, the same for values.
         saturated: ``[1]`` int64, written: to it is added how many numbers had to be clamped. None to count nothing.
+        visible: ``[B, K, n]`` int32, any strides, n at most P: which of its pages each row and kv head reads, as
+            numbers among the row's own pages (page p has its tokens ``p * S`` to ``p * S + S - 1``), each once, in any
+            order, and -1 for none. Pages in which new tokens lie are read in any case, and may be listed; pages that
+            the row does not have are left out. A window or the tokens' own order hides keys of these pages as it does
+            without a list. None to read all pages.
 
     Returns:
         ``[T, H, D]``, contiguous, of the query's dtype; ``[T, H, E]`` for values of another size.
@@ -96,13 +103,14 @@ def decode_attention(
 
     Source:
         On CUDA a Triton kernel of our own after Flash-Decoding (https://pytorch.org/blog/flash-decoding/). Norm and
-        rotary embedding as in Llama and Qwen3 (https://arxiv.org/abs/2104.09864), in float32 on CUDA.
+        rotary embedding as in Llama and Qwen3 (https://arxiv.org/abs/2104.09864), in float32 on CUDA. Lists of pages
+        as in Quest (https://arxiv.org/abs/2406.10774).
     """
     table = (starts, lengths, indices)
     prepared = (query_norm, key_norm, epsilon, cos, sin)
     fp8 = (key_scale, value_scale, saturated)
     out: Tensor = _decode_attention(
-        query, key, value, pages, *table, scale, window_left, logits_soft_cap, *prepared, overlap, *fp8
+        query, key, value, pages, *table, scale, window_left, logits_soft_cap, *prepared, overlap, *fp8, visible
     )
     return out
 
@@ -147,6 +155,19 @@ def check(op: str, args: DecodeAttention) -> None:
     check_int32(op, starts=args.starts, lengths=args.lengths, indices=args.indices)
     check_preparation(op, args)
     check_fp8(op, args)
+    if args.visible is not None:
+        _check_visible(op, args.visible, args)
+
+
+def _check_visible(op: str, visible: Tensor, args: DecodeAttention) -> None:
+    rows, pages, kv_heads = len(args.starts), len(args.pages), args.pages.shape[-3]
+    fits = visible.dim() == 3 and visible.shape[:2] == (rows, kv_heads) and visible.shape[2] <= pages
+    if not fits or visible.device != args.pages.device:
+        raise ValueError(
+            f"{op}: visible must be [{rows}, {kv_heads}, n] on {args.pages.device}, with lists no longer than the "
+            f"{pages} pages; got {tuple(visible.shape)} on {visible.device}"
+        )
+    check_int32(op, visible=visible)
 
 
 # ---- CPU: in plain PyTorch
@@ -170,6 +191,9 @@ def attend_on_cpu(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tenso
     ]
     uneven = len(lengths) * max(lengths) > 2 * sum(lengths)
     scales = args.key_scale, args.value_scale
+    if args.visible is not None:
+        out, lse = attend_to_listed(query, args, args.visible, own)
+        return out, lse if wants_lse else None
     if wants_lse or args.logits_soft_cap > 0 or args.new_tokens > 1 or uneven or scales != (None, None):
         how = (args.scale, args.window_left, args.logits_soft_cap)
         table = _as_table(own, args.lengths, args.new_tokens, page_size)
@@ -256,6 +280,8 @@ def prepare_on_cuda(
     # Nothing that changes from step to step: a captured launch is replayed with rows of other lengths.
     max_keys = args.indices.shape[0] * page_size
     max_keys = max_keys if args.window_left < 0 else min(max_keys, args.window_left + args.new_tokens)
+    if args.visible is not None:
+        max_keys = (args.visible.shape[2] + newest_pages(args.new_tokens, page_size)) * page_size
     tiling = decode_tiling.choose_attention_tiling(
         len(args.starts), kv_heads, queries, padded, max_keys, device.processors, device.shared_memory
     )

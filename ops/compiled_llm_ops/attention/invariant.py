@@ -43,7 +43,7 @@ def invariant_attention(*args: Any, **kwargs: Any) -> Tensor:
         ``[T, H, D]``, contiguous, of the query's dtype; ``[T, H, E]`` for values of another size.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together.
+        ValueError: shapes or dtypes do not fit together, or ``visible`` is given.
 
     Source:
         On CUDA a Triton kernel of our own, with the loop of FlashAttention-2 (https://arxiv.org/abs/2307.08691); why
@@ -64,7 +64,7 @@ def invariant_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         ``decode_attention_lse``. Both contiguous.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together.
+        ValueError: shapes or dtypes do not fit together, or ``visible`` is given.
 
     Source:
         The kernel of ``invariant_attention``, after FlashAttention-2 (https://arxiv.org/abs/2307.08691).
@@ -73,11 +73,17 @@ def invariant_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+def _check(args: DecodeAttention) -> None:
+    check("invariant_attention", args)
+    if args.visible is not None:
+        raise ValueError("invariant_attention: visible must be None; lists of pages take decode_attention")
+
+
 # ---- CPU
 
 
 def _cpu(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
-    check("invariant_attention", args)
+    _check(args)
     new, page_size = args.new_tokens, args.pages.shape[-2]
     positions = (args.lengths[:, None] - new + torch.arange(new, dtype=torch.int32, device="cpu")).flatten()
     page = args.indices[args.starts.repeat_interleave(new) + positions // page_size]
@@ -102,7 +108,7 @@ def _cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None
     from compiled_llm_ops.kernels.attention.rope_append import rope_append
     from compiled_llm_ops.kernels.pdl import has_pdl
 
-    check("invariant_attention", args)
+    _check(args)
     check_even_heads("invariant_attention", args.pages)
     check_capability("invariant_attention", args.pages)
     device = args.query.device

@@ -20,6 +20,7 @@ from compiled_llm_ops import Geometry, append_paged_kv
 from compiled_llm_ops.contracts import SampleTokens
 from support.ops.cascade_rows import CascadeRows
 from support.ops.latent_rows import MIXES as LATENT_MIXES, LatentRows
+from support.ops.listed_pages import ListedRows
 from support.ops.packed_tokens import Sizes, packed_tokens
 from support.ops.sampling_cases import EVERYTHING, arguments
 from support.ops.tagged_rows import some_rows
@@ -210,6 +211,15 @@ def decode_cases() -> list[tuple[Any, ...]]:
     return [*cases, (*strided, *others), (*batch.decode_arguments(), -1, 0.0, *preparation(batch.query), True)]
 
 
+def listed_cases() -> list[tuple[Any, ...]]:
+    """With lists of pages."""
+    kinds: list[dict[str, int]] = [{}, {"new_tokens": 2}, {"fp8": True}]
+    cases = [
+        _finite(ListedRows([2, 5, 9], page_size=4, seed=seed, **kind).arguments()) for seed, kind in enumerate(kinds)
+    ]
+    return [*decode_cases(), *cases]
+
+
 def cascade_cases() -> list[tuple[Any, ...]]:
     runs = [([0, 1, 2, 4], 2), ([1, 4], 1)]
     batches = [CascadeRows(runs, [3, 5, 1, 17, 2], padded=16, max_items=9) for _ in range(3)]
@@ -332,7 +342,10 @@ def latent_decode_cases() -> list[tuple[Any, ...]]:
 
 def _finite(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Without NaN, which opcheck does not compare."""
-    return tuple(own.nan_to_num(0.0) if isinstance(own, Tensor) and own.is_floating_point() else own for own in args)
+    return tuple(
+        own.float().nan_to_num(0.0).to(own.dtype) if isinstance(own, Tensor) and own.is_floating_point() else own
+        for own in args
+    )
 
 
 CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
@@ -343,8 +356,8 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "cascade_attention_lse": cascade_cases,
     "chained_linear": chained_linear_cases,
     "check_pages": check_pages_cases,
-    "decode_attention": decode_cases,
-    "decode_attention_lse": decode_cases,
+    "decode_attention": listed_cases,
+    "decode_attention_lse": listed_cases,
     "invariant_attention": decode_cases,
     "invariant_attention_lse": decode_cases,
     "invariant_linear": invariant_linear_cases,

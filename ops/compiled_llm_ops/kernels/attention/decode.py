@@ -54,19 +54,43 @@ def _tokens(offs_g, NEW: tl.constexpr, GQA: tl.constexpr):
 
 
 @triton.jit
-def _base(largest, NEW: tl.constexpr):
+def _base(largest, BLIND: tl.constexpr):
     """Return the numbers that exponents are taken relative to: finite if a query has seen no key yet, too.
 
-    The only query of a row sees a key in each block.
+    That can only be if BLIND: the only query of a row that reads all its pages sees a key in each block.
     """
-    if NEW == 1:
+    if not BLIND:
         return largest
     return tl.where(largest == -float("inf"), 0.0, largest)
 
 
 @triton.jit
+def _place(position, length, listed, NEW: tl.constexpr, PAGE: tl.constexpr):
+    """Return where a row with a list of ``listed`` pages reads the position of a new token.
+
+    Places count keys through the pages of the list, and then through those that new tokens may lie in.
+    """
+    last: tl.constexpr = (NEW + PAGE - 2) // PAGE  # contracts.newest_pages, less one
+    return (listed + last - (length - 1) // PAGE + position // PAGE) * PAGE + position % PAGE
+
+
+@triton.jit
+def _position(place, length, visible, listed, NEW: tl.constexpr, PAGE: tl.constexpr):
+    """Return the position that a row reads at a place of its list; ``length`` where there is none.
+
+    Pages with new tokens follow the list, so they are left out where they are in it.
+    """
+    last: tl.constexpr = (NEW + PAGE - 2) // PAGE
+    entry, first_new = place // PAGE, (length - NEW) // PAGE
+    page = tl.load(visible + entry, mask=entry < listed, other=-1)
+    newest = (length - 1) // PAGE - (listed + last - entry)
+    known = tl.where(entry < listed, (page >= 0) & (page < first_new), newest >= first_new)
+    return tl.where(known, tl.where(entry < listed, page, newest) * PAGE + place % PAGE, length)
+
+
+@triton.jit
 def _attend(
-    q, keys_ptr, indices_ptr, values_offset, first, length, begin, end, window_left, scale, cap,
+    q, keys_ptr, indices_ptr, values_offset, first, length, begin, end, window_left, scale, cap, visible, listed,
     NEW: tl.constexpr, GQA: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     CAPPED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +98,10 @@ def _attend(
 
     Keys past ``length`` are not read: their slots may hold values (NaN) whose product with zero is not zero. A query
     that sees none of the keys has zeros, and minus infinity.
+
+    If ``visible`` is not None, blocks are of places in this list of ``listed`` pages (see ``_place``).
     """
+    BLIND: tl.constexpr = NEW > 1 or visible is not None
     own = length - NEW + _tokens(tl.arange(0, q.shape[0]), NEW, GQA)[:, None]  # the positions of the queries
     offs_n, offs_d = tl.arange(0, BLOCK), tl.arange(0, DIM)
     largest = tl.full([q.shape[0]], -float("inf"), tl.float32)
@@ -83,6 +110,8 @@ def _attend(
     acc = tl.zeros([q.shape[0], DIM], tl.float32)
     for block in tl.range(begin, end, num_stages=STAGES):
         position = first + block * BLOCK + offs_n
+        if visible is not None:
+            position = _position(position, length, visible, listed, NEW, PAGE)
         mask = position < length
         page = tl.load(indices_ptr + position // PAGE, mask=mask, other=0)
         slot = page.to(tl.int64) * (2 * values_offset) + (position % PAGE) * DIM
@@ -90,13 +119,13 @@ def _attend(
         logits = tl.dot(q, k.to(q.dtype)) * scale
         if CAPPED:
             logits = capped(logits, cap)
-        if NEW == 1:
+        if not BLIND:
             logits = tl.where(mask[None, :], logits, -float("inf"))
         else:
             seen = (position[None, :] <= own) & (position[None, :] >= own - window_left)
             logits = tl.where(seen, logits, -float("inf"))
         larger = tl.maximum(largest, tl.max(logits, 1))
-        base = _base(larger, NEW)
+        base = _base(larger, BLIND)
         weights = tl.exp2(logits - base[:, None])
         fade = tl.exp2(largest - base)
         v = tl.load(keys_ptr + values_offset + slot[:, None] + offs_d[None, :], mask=mask[:, None], other=0.0)
@@ -104,14 +133,14 @@ def _attend(
         weight_sums = weight_sums * fade[:, None] + weights
         largest = larger
     total = tl.sum(weight_sums, 1)
-    if NEW > 1:
+    if BLIND:
         total = tl.where(total == 0.0, 1.0, total)
     return acc / total[:, None], largest + tl.log2(total)
 
 
 @triton.jit
 def _merge(
-    partials, partial_lses, first, count, NEW: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    partials, partial_lses, first, count, BLIND: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     CHUNK: tl.constexpr, STRIDE: tl.constexpr = None,
 ):  # fmt: skip
     """Return ``[HEADS, D']`` and ``[HEADS]`` from ``count`` partial results, always in the same order.
@@ -131,7 +160,7 @@ def _merge(
         part_ptrs = partials + offs[:, :, None] * APART + offs_d[None, None, :]
         parts = tl.load(part_ptrs, mask=mask[:, None, None], other=0.0, cache_modifier=".cg")
         larger = tl.maximum(largest, tl.max(lses, 0))
-        base = _base(larger, NEW)
+        base = _base(larger, BLIND)
         weights = tl.exp2(lses - base[None, :])
         fade = tl.exp2(largest - base)
         acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * parts, 0)
@@ -208,12 +237,12 @@ def _share(blocks, program, programs, row_tile, unsplit, min_share, MOST: tl.con
     return own, first, count, begin, end
 
 
-@triton.jit(do_not_specialize=["rows", "row_tile", "window_left", "unsplit", "min_share"])
+@triton.jit(do_not_specialize=["rows", "row_tile", "window_left", "unsplit", "min_share", "listed"])
 def _decode_paged_attention(
     query, key, value, pages, starts, lengths, indices, shared_lengths, query_norm, key_norm, cos, sin,
-    out, lse, partials, partial_lses, arrivals, key_scale, value_scale, saturated,
+    out, lse, partials, partial_lses, arrivals, key_scale, value_scale, saturated, visible,
     row_stride, head_stride, key_row_stride, key_head_stride, value_row_stride, value_head_stride,
-    rows, row_tile, window_left, unsplit, min_share, scale, cap, epsilon,
+    rows, row_tile, window_left, unsplit, min_share, listed, scale, cap, epsilon,
     ROWS: tl.constexpr, MOST: tl.constexpr, NEW: tl.constexpr, GQA: tl.constexpr, PADDED: tl.constexpr,
     HEAD: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, CAPPED: tl.constexpr, SHARE_EQUAL: tl.constexpr, PDL: tl.constexpr,
@@ -236,6 +265,7 @@ def _decode_paged_attention(
     head, tile, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads, programs = tl.num_programs(0), tl.num_programs(2)
     HEADS: tl.constexpr = max(PADDED, 16)  # tensor cores take no fewer
+    BLIND: tl.constexpr = NEW > 1 or visible is not None
     offs_r, offs_g, offs_d = tl.arange(0, ROWS), tl.arange(0, HEADS), tl.arange(0, DIM)[None, :]
     row_ids = tile * row_tile + offs_r
     mask = (offs_r < row_tile) & (row_ids < rows)
@@ -246,8 +276,13 @@ def _decode_paged_attention(
         shared = tl.load(shared_lengths + row_ids, mask=mask, other=0)
         first_pages += shared // PAGE
         ends -= shared
-    firsts = tl.maximum(ends - NEW - window_left, 0)
-    blocks = tl.cdiv(ends - firsts, BLOCK)
+    if visible is None:
+        firsts = tl.maximum(ends - NEW - window_left, 0)
+        blocks = tl.cdiv(ends - firsts, BLOCK)
+    else:  # as many places for each row
+        places: tl.constexpr = (NEW + PAGE - 2) // PAGE * PAGE + PAGE
+        firsts = tl.zeros([ROWS], tl.int32)
+        blocks = tl.where(ends > 0, tl.cdiv(listed * PAGE + places, BLOCK), 0)
     unsplit = _unsplit(blocks, row_tile, unsplit, SHARE_EQUAL)
     own, first_program, count, begin, end = _share(blocks, program, programs, row_tile, unsplit, min_share, MOST)
     if count > 0:
@@ -274,8 +309,16 @@ def _decode_paged_attention(
             q_ptrs = query + tokens * row_stride + (head * GQA + offs_g % GQA)[:, None] * head_stride
         in_query = (offs_g[:, None] < NEW * GQA) & in_head
         q = prepared(q_ptrs, offs_d, in_query, query_norm, cos_ptr, sin_ptr, epsilon, HEAD)
+        own_list = visible
+        if visible is not None:
+            own_list += (row.to(tl.int64) * heads + head) * listed
         if NEW == 1:
-            if first + end * BLOCK >= length:
+            if visible is None:
+                writes = first + end * BLOCK >= length
+            else:
+                place = _place(newest, length, listed, NEW, PAGE)
+                writes = (place >= begin * BLOCK) & (place < end * BLOCK)
+            if writes:
                 key_ptrs = key + row * key_row_stride + head * key_head_stride + tl.zeros([1, 1], tl.int32)
                 k = prepared(key_ptrs, offs_d, in_head, key_norm, cos_ptr, sin_ptr, epsilon, HEAD)
                 v = tl.load(value + row * value_row_stride + head * value_head_stride + offs_d, mask=in_head)
@@ -287,7 +330,10 @@ def _decode_paged_attention(
         else:
             for new in tl.static_range(NEW):
                 position = length - NEW + new
-                if (position >= first + begin * BLOCK) & (position < first + end * BLOCK):
+                place = position
+                if visible is not None:
+                    place = _place(position, length, listed, NEW, PAGE)
+                if (place >= first + begin * BLOCK) & (place < first + end * BLOCK):
                     token = row * NEW + new
                     key_cos, key_sin = cos, sin
                     if cos is not None:
@@ -306,7 +352,7 @@ def _decode_paged_attention(
             scale *= tl.load(key_scale + head)
         values, lses = _attend(
             q, head_pages, own_indices, values_offset, first, length, begin, end, window_left, scale, cap,
-            NEW, GQA, PAGE, DIM, BLOCK, CAPPED, STAGES,
+            own_list, listed, NEW, GQA, PAGE, DIM, BLOCK, CAPPED, STAGES,
         )  # fmt: skip
         if value_scale is not None:
             values *= tl.load(value_scale + head)
@@ -322,7 +368,7 @@ def _decode_paged_attention(
             tl.debug_barrier()  # every thread's part is written before one of them says so
             if tl.atomic_add(arrivals + item, 1, sem="acq_rel", scope="gpu") == count - 1:
                 merged, merged_lses = _merge(
-                    partials, partial_lses, first_partial + first_program, count, NEW, PADDED, DIM, CHUNK
+                    partials, partial_lses, first_partial + first_program, count, BLIND, PADDED, DIM, CHUNK
                 )
                 _store(out, lse, merged, merged_lses, item, heads, PADDED, NEW, GQA, HEAD, DIM)
                 tl.store(arrivals + item, 0)
@@ -386,6 +432,7 @@ def prepare_decode(
     key_scale, value_scale = (
         scale if scale is None else scale.contiguous() for scale in (args.key_scale, args.value_scale)
     )
+    visible = args.visible if args.visible is None else args.visible.contiguous()
     (_, heads, head_dim), (_, _, kv_heads, page_size, stored) = query.shape, args.pages.shape
     rows, new_tokens, gqa = len(args.starts), args.new_tokens, heads // kv_heads
     padded = triton.next_power_of_2(new_tokens * gqa)
@@ -411,8 +458,9 @@ def prepare_decode(
         _decode_paged_attention[(kv_heads, row_tiles, tiling.programs)],
         query, key, value, args.pages, args.starts, args.lengths, args.indices, shared_lengths,
         query_norm, key_norm, cos, sin, out, lse, partials, partial_lses, arrivals,
-        key_scale, value_scale, args.saturated,
+        key_scale, value_scale, args.saturated, visible,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], rows, tiling.row_tile, window_left,
-        tiling.unsplit, tiling.min_share, factor, cap, args.epsilon, **constants,
+        tiling.unsplit, tiling.min_share, 0 if visible is None else visible.shape[2], factor, cap, args.epsilon,
+        **constants,
     )  # fmt: skip
     return out, launch

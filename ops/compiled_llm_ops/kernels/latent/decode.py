@@ -127,7 +127,7 @@ def _latent_decode(
             if tl.atomic_add(arrivals + item, 1, sem="acq_rel", scope="gpu") == count - 1:
                 for column in tl.range(0, RANK, COLUMNS):
                     merged, merged_lses = _merge(
-                        partials + column, partial_lses, first_partial + first_program, count, 1, TILE, COLUMNS,
+                        partials + column, partial_lses, first_partial + first_program, count, False, TILE, COLUMNS,
                         CHUNK, RANK,
                     )  # fmt: skip
                     out_ptrs = own_out + column + tl.arange(0, COLUMNS)[None, :]
