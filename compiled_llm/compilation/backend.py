@@ -72,6 +72,7 @@ class Inductor:
         known: dict[str, Compiled] = {}
         functions = []
         for region in regions:
+            examples.complete(region)
             inputs = examples.of(region)
             description = region.describe(inputs)
             compiled_for = without_symbols(description)

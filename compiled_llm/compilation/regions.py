@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 import compiled_llm_ops  # defines the ops  # noqa: F401
-from compiled_llm.compat.torch.tensors import example_of, running_on, storage_number, wrapped_in
+from compiled_llm.compat.torch.tensors import example_of, running_on, sizes_of, storage_number, wrapped_in
 
 PLANNED: tuple[torch._ops.OpOverload, ...] = (
     torch.ops.compiled_llm.paged_attention.default,
@@ -151,6 +151,21 @@ class Examples:
         self._module = module
         self._values = {node: example_of(node) for node in module.graph.find_nodes(op="placeholder")}
         self._known: dict[str, tuple[list[str], list[Any]]] = {}
+
+    def complete(self, region: Region) -> None:
+        """Give a region the sizes that none of its inputs has, as inputs of their own: Inductor has no other source.
+
+        Of a page table, ``indptr`` may be ``[B + 1]`` where no other input is ``[B]``.
+        """
+        pairs = [sizes_of(value) for value in self.of(region)]
+        missing = set().union(*(parts for _, parts in pairs)) - set().union(*(alone for alone, _ in pairs))
+        first = next(node for node in region.graph.nodes if node.op != "placeholder")
+        for node in self._module.graph.find_nodes(op="placeholder"):
+            if isinstance(self._values[node], torch.SymInt) and (brings := sizes_of(self._values[node])[0] & missing):
+                with region.graph.inserting_before(first):
+                    region.graph.placeholder(node.name)
+                region.inputs.append(node)
+                missing -= brings
 
     def of(self, region: Region) -> list[Any]:
         """Return examples of a region's inputs; all regions before it have been passed to ``follow``."""

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch._inductor.utils import fresh_cache
 
 import compiled_llm
+from compiled_llm.compat.torch.inductor import compile_with_inductor
 from compiled_llm.compat.torch.tensors import storage_number
 from compiled_llm.compilation import backend as inductor, programs as programs
 from compiled_llm.compilation.regions import Examples, Region, cut, join
@@ -193,6 +194,29 @@ def test_regions_run_one_after_the_other_compute_what_the_whole_does(seed):
     found = joined(*given)
     assert count == 3
     torch.testing.assert_close(tuple(found), function(inputs, torch.full((1,), 2.0)))
+
+
+def test_a_region_is_given_the_sizes_that_its_own_inputs_are_made_of():
+    """The first one reads ``indptr``, of rows and one more, and nothing that has as many entries as there are rows."""
+
+    def model(query: Tensor, pages: Tensor, *table: Tensor) -> Tensor:
+        starts = query + table[0].sum()
+        out = paged_attention(starts, pages, table[0], *table, scale=0.3)
+        return out + (table[0].diff() + table[2]).sum()
+
+    inputs = inputs_of(3)
+    for tensor in (inputs.indptr, inputs.last_page_len):
+        torch._dynamo.mark_dynamic(tensor, 0)
+    module, given = traced(model, *inputs)
+    regions, examples = cut(module), Examples(module)
+    before = [len(region.inputs) for region in regions]
+    functions = []
+    for region in regions:
+        examples.complete(region)
+        examples.follow(region, region.describe(examples.of(region)))
+        functions.append(compile_with_inductor(fx.GraphModule(module, region.graph), examples.of(region), {}))
+    assert [len(region.inputs) - old for region, old in zip(regions, before, strict=True)] == [1, 0]
+    torch.testing.assert_close(join(regions, functions, module.graph)(*given)[0], model(*inputs))
 
 
 def test_what_no_later_piece_reads_is_freed(seed):
