@@ -373,6 +373,7 @@ class LatentAttention(NamedTuple):
     indptr: Tensor
     indices: Tensor
     scale: float
+    chosen: Tensor | None = None
 
 
 class LatentDecode(NamedTuple):
@@ -388,6 +389,7 @@ class LatentDecode(NamedTuple):
     indices: Tensor
     scale: float
     overlap: bool = False
+    chosen: Tensor | None = None
 
 
 class MergeState(NamedTuple):

@@ -50,16 +50,29 @@ def test_packed_queries(heads, rank, size, mix, seed):
         torch.testing.assert_close(args.pages, rows.written(), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize(("heads", "rank", "size"), SIZES)
+@pytest.mark.parametrize("chosen", [1, 33, 2048])
+def test_chosen_tokens(heads, rank, size, chosen, seed):
+    sizes = {"heads": heads, "rank": rank, "size": size, "chosen": chosen, "seed": seed}
+    rows = rows_of(LENGTHS, **sizes)
+    args = rows.decode_arguments()
+    compare(rows, *latent_decode_lse(*args))
+    torch.testing.assert_close(args.pages, rows.written(), rtol=0, atol=0, equal_nan=True)
+    rows = rows_of([1500, 1, 900, 0], [30, 1, 300, 2], **sizes)
+    compare(rows, *latent_attention_lse(*rows.arguments()))
+
+
 def test_long_packed_rows(seed):
     rows = rows_of([500, 1, 900], [500, 1, 30], heads=16, rank=512, size=64, seed=seed)
     compare(rows, *latent_attention_lse(*rows.arguments()))
 
 
+@pytest.mark.parametrize("chosen", [None, 700])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_captured_launch_is_replayed_with_any_lengths(overlap, seed):
+def test_a_captured_launch_is_replayed_with_any_lengths(overlap, chosen, seed):
     if overlap and not has_pdl(torch.device("cuda")):
         pytest.skip("needs compute capability 9.0")
-    rows = rows_of([4000, 2000, 700, 1], heads=16, rank=512, size=64, seed=seed)
+    rows = rows_of([4000, 2000, 700, 1], heads=16, rank=512, size=64, chosen=chosen, seed=seed)
     args = rows.decode_arguments()
     latent_decode(*args._replace(overlap=overlap))
     graph = torch.cuda.CUDAGraph()
@@ -68,6 +81,8 @@ def test_a_captured_launch_is_replayed_with_any_lengths(overlap, seed):
     for lengths in ([1, 1, 1, 1], [33, 0, 700, 1], [4000, 1999, 16, 0], [17, 2000, 1, 1]):
         args.lengths.copy_(torch.tensor(lengths))
         args.pages.nan_to_num_(0.5)
+        if args.chosen is not None:
+            args.chosen.copy_(torch.rand(4, 4000).argsort(-1)[:, :700] - 9)
         before = args.pages.clone()
         graph.replay()
         expected = latent_decode(*args._replace(pages=before))

@@ -65,9 +65,32 @@ def test_any_rows_equal_dense_attention(rows, page_size, seed):
     check(LatentRows([length for length, _ in rows], page_size=page_size, seed=seed))
 
 
+@pytest.mark.parametrize("chosen", [1, 4, 9])
+@pytest.mark.parametrize("mix", MIXES)
+def test_chosen_tokens(mix, chosen, seed):
+    """What no query of a row reads is NaN; some queries see none of those that are listed."""
+    check(LatentRows(*MIXES[mix], chosen=chosen, seed=seed))
+
+
+def test_a_stale_list_is_seen(seed):
+    rows = LatentRows([30, 30], chosen=6, seed=seed)
+    rows.chosen = [[0, 3, 6, 9, 12, 15], [1, 4, 7, 10, 13, 29]]
+    args = rows.decode_arguments()
+    args = args._replace(pages=rows.written().nan_to_num(0.5))
+    for row in range(2):
+        for at, states in enumerate(rows.states[row]):
+            args.pages[rows._page(row, at), at % 4] = states
+    expected, _ = rows.expected()
+    torch.testing.assert_close(latent_decode(*args), expected, rtol=1e-4, atol=1e-5)
+    assert args.chosen is not None
+    out = latent_decode(*args._replace(chosen=args.chosen.flip(0)))
+    assert not torch.allclose(out, expected, rtol=1e-2, atol=1e-2)
+
+
 def test_long_prompts_are_computed_in_parts(seed, monkeypatch):
     monkeypatch.setattr(plain, "LOGITS_AT_ONCE", 100)
     check(LatentRows([40, 3], [40, 1], seed=seed))
+    check(LatentRows([40, 3], [40, 1], chosen=7, seed=seed))
 
 
 def test_no_token_gives_nothing():
@@ -104,6 +127,11 @@ def test_another_rows_page_and_a_row_that_lags_show(seed):
         (latent_attention, {"query_rope": torch.zeros(2, 3, 16)}, r"\(2, 3, 16\)"),
         (latent_attention, {"token_rows": torch.zeros(1, dtype=torch.int32)}, "one entry a token"),
         (latent_attention, {"indptr": torch.zeros(3)}, "indptr must be int32"),
+        (latent_attention, {"chosen": torch.zeros(2, 1)}, "chosen must be int32"),
+        (latent_attention, {"chosen": torch.zeros(1, 3, dtype=torch.int32)}, r"chosen must be \[2, n\] on cpu"),
+        (latent_decode, {"chosen": torch.zeros(2, dtype=torch.int32)}, r"chosen must be \[2, n\] on cpu"),
+        (latent_decode, {"chosen": torch.zeros(2, 0, dtype=torch.int32)}, r"n from 1 to the 36 tokens"),
+        (latent_decode, {"chosen": torch.zeros(2, 37, dtype=torch.int32)}, r"36 tokens.*got \(2, 37\)"),
         (append_latent, {"latent": torch.zeros(2, 1, 32)}, r"latent must be \[T, R\]"),
         (append_latent, {"rope": torch.zeros(2, 8)}, r"must be \[P, S, 32 \+ 8\]"),
         (append_latent, {"token_positions": torch.zeros(3, dtype=torch.int32)}, "one entry a token"),
@@ -154,10 +182,10 @@ def test_a_function_of_the_ops_compiles_whole_and_once_for_all_shapes(seed):
     no_guards_on_equal_sizes = torch.fx.experimental._config.patch(use_duck_shape=False)
     with torch._dynamo.config.patch(error_on_recompile=True), no_guards_on_equal_sizes:
         for number, (lengths, queries) in enumerate((([9, 6, 4, 3, 2], [3, 6, 2, 2, 1]), ([5, 11], [2, 4]))):
-            rows = LatentRows(lengths, queries, seed=seed + number)
-            decode = LatentRows([7, 1, 3, 12][number:], seed=seed)
+            rows = LatentRows(lengths, queries, chosen=5 - number, seed=seed + number)
+            decode = LatentRows([7, 1, 3, 12][number:], chosen=4 + number, seed=seed)
             results = [
-                function(tuple(rows.append_arguments()), tuple(rows.arguments()), tuple(decode.decode_arguments()[:-1]))
+                function(tuple(rows.append_arguments()), tuple(rows.arguments()), tuple(decode.decode_arguments()))
                 for function in (compiled, layer)
             ]
             torch.testing.assert_close(*results)

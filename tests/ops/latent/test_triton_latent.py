@@ -84,6 +84,24 @@ def test_packed_queries(mix, heads, seed):
 
 
 @interpreted
+@pytest.mark.parametrize("chosen", [1, 32, 33, 100], ids="chosen={}".format)
+@pytest.mark.parametrize("spare", [None, 0, 9], ids="spare={}".format)
+def test_chosen_tokens_in_decode(chosen, spare, seed):
+    """Others hold NaN; some queries see none."""
+    check(rows_of(LENGTHS, chosen=chosen, heads=20, page_size=16, seed=seed), spare)
+    rows = rows_of([300, 7], chosen=chosen, page_size=5, seed=seed)
+    rows.chosen = [[-1] * chosen, [6, *[-1] * (chosen - 1)]]
+    check(rows, spare)
+
+
+@interpreted
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("heads", "chosen"), [(1, 1), (3, 5), (70, 33)])
+def test_chosen_tokens_of_packed_queries(mix, heads, chosen, seed):
+    check_packed(rows_of(*MIXES[mix], heads=heads, chosen=chosen, seed=seed))
+
+
+@interpreted
 def test_long_packed_rows(seed):
     check_packed(rows_of([150, 1, 90], [150, 1, 3], page_size=16, heads=2, seed=seed))
     check_packed(rows_of([50, 70], [3, 5], rank=512, size=64, page_size=16, heads=20, seed=seed))
@@ -159,7 +177,7 @@ def stack_of(made: Any, path: Any) -> int:
 
 def types_of(kernel: Any, tensors: tuple[str, ...], table: tuple[str, ...], sums: tuple[str, ...]) -> dict[str, str]:
     named = {**dict.fromkeys(tensors, "*bf16"), **dict.fromkeys(table, "*i32"), **dict.fromkeys(sums, "*fp32")}
-    numbers = ("rows", "row_tile", "heads", "unsplit", "min_share", "tokens")
+    numbers = ("rows", "row_tile", "heads", "unsplit", "min_share", "tokens", "listed")
     strides = [name for name in kernel.arg_names if name.endswith("_stride")]
     integers = [*strides, *(name for name in numbers if name in kernel.arg_names)]
     return {**named, **dict.fromkeys(integers, "i32"), "scale": "fp32"}
@@ -169,12 +187,15 @@ SIZES = pytest.mark.parametrize(
     ("heads", "rank", "size"), [(16, 512, 64), (20, 512, 64), (128, 512, 64), (40, 256, 32)]
 )
 
+LISTS = pytest.mark.parametrize("table", [(), ("chosen",)], ids=str)
+
 
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
 @SIZES
-def test_decode_fits_registers_and_shared_memory(heads, rank, size, tmp_path):
+@LISTS
+def test_decode_fits_registers_and_shared_memory(table, heads, rank, size, tmp_path):
     from compiled_llm_ops.kernels.latent import decode
 
     kernel, tile = decode._latent_decode, query_tile(heads, rank)
@@ -187,7 +208,7 @@ def test_decode_fits_registers_and_shared_memory(heads, rank, size, tmp_path):
     types = types_of(
         kernel,
         ("query_latent", "query_rope", "latent", "rope", "pages", "out"),
-        ("starts", "lengths", "indices", "arrivals"),
+        ("starts", "lengths", "indices", "arrivals", *table),
         ("lse", "partials", "partial_lses"),
     )
     aligned = [name for name, kind in types.items() if kind.startswith("*") or name.endswith("_stride")]
@@ -205,10 +226,11 @@ def test_decode_fits_registers_and_shared_memory(heads, rank, size, tmp_path):
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
 @SIZES
-def test_packed_queries_fit_registers_and_shared_memory(heads, rank, size, tmp_path):
+@LISTS
+def test_packed_queries_fit_registers_and_shared_memory(table, heads, rank, size, tmp_path):
     from compiled_llm_ops.kernels.latent import attention
 
-    kernel, tile = attention._latent_attention, query_tile(heads, rank, attention.MOST_TOKENS)
+    kernel, tile = attention._latent_attention, query_tile(heads, rank, 1 if table else attention.MOST_TOKENS)
     constants = {
         "HEADS": tile.heads, "TOKENS": tile.tokens, "RANK": rank, "ROPE": size, "PAGE": 16, "BLOCK": tile.block,
         "STAGES": STAGES,
@@ -216,7 +238,7 @@ def test_packed_queries_fit_registers_and_shared_memory(heads, rank, size, tmp_p
     types = types_of(
         kernel,
         ("query_latent", "query_rope", "pages", "out"),
-        ("token_rows", "token_positions", "indptr", "indices"),
+        ("token_rows", "token_positions", "indptr", "indices", *table),
         ("lse",),
     )
     aligned = [name for name, kind in types.items() if kind.startswith("*") or name.endswith("_stride")]

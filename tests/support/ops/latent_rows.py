@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from random import Random
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class LatentRows:
         rank: int = 32,
         size: int = 16,
         page_size: int = 4,
+        chosen: int | None = None,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
         device: str = "cpu",
@@ -48,9 +50,34 @@ class LatentRows:
         self.pages = torch.full((sum(counts) + 6, page_size, rank + size), torch.nan, dtype=dtype, device=device)
         self.indptr = torch.tensor([sum(counts[:row]) for row in range(len(counts) + 1)], dtype=torch.int32).to(device)
         self.indices = torch.cat([order, order.new_full((7,), sum(counts) + 5)]).int()  # more than rows have
+        choice = Random(seed)
+        self.chosen = None if chosen is None else [self._choose(at, chosen, choice) for at in self.places[1].tolist()]
+        read = None if self.chosen is None else self._read(self.chosen)
         for row, (states, new) in enumerate(zip(self.states, self.queries, strict=True)):
             for at in range(max(0, len(states) - new)):
-                self.pages[self._page(row, at), at % page_size] = states[at]
+                if read is None or at in read[row]:
+                    self.pages[self._page(row, at), at % page_size] = states[at]
+
+    @staticmethod
+    def _choose(own: int, most: int, choice: Random) -> list[int]:
+        """A query's tokens in any order, -1 anywhere, and some after its own."""
+        chosen = choice.sample(range(own + 3), choice.randint(0, min(most, own + 3)))
+        chosen += [-1] * (most - len(chosen))
+        choice.shuffle(chosen)
+        return chosen
+
+    def _read(self, chosen: list[list[int]]) -> list[set[int]]:
+        """The tokens of each row that a query reads; others hold NaN."""
+        return [
+            {at for own, row in zip(chosen, self.places[0].tolist(), strict=True) if row == this for at in own}
+            for this in range(len(self.lengths))
+        ]
+
+    @property
+    def lists(self) -> Tensor | None:
+        if self.chosen is None:
+            return None
+        return torch.tensor(self.chosen, dtype=torch.int32).to(self.pages.device)
 
     def _page(self, row: int, at: int) -> int:
         return int(self.indices[int(self.indptr[row]) + at // self.pages.shape[1]])
@@ -86,12 +113,13 @@ class LatentRows:
         return AppendLatent(*self.newest, self.pages.clone(), *self.places, self.indptr, self.indices)
 
     def arguments(self) -> LatentAttention:
-        return LatentAttention(*self.queries_of, self.written(), *self.places, self.indptr, self.indices, self.scale)
+        table = (*self.places, self.indptr, self.indices)
+        return LatentAttention(*self.queries_of, self.written(), *table, self.scale, self.lists)
 
     def decode_arguments(self) -> LatentDecode:
         lengths = torch.tensor(self.lengths, dtype=torch.int32).to(self.pages.device)
         table = (self.indptr[:-1].contiguous(), lengths, self.indices)
-        return LatentDecode(*self.queries_of, *self.newest, self.pages.clone(), *table, self.scale)
+        return LatentDecode(*self.queries_of, *self.newest, self.pages.clone(), *table, self.scale, chosen=self.lists)
 
     def written(self) -> Tensor:
         """The pages with the new tokens."""
@@ -106,7 +134,9 @@ class LatentRows:
         outs, lses = [], []
         for token, (row, at) in enumerate(zip(*(place.tolist() for place in self.places), strict=True)):
             keys = self.states[row][: at + 1].float()
-            if at < 0:
+            if self.chosen is not None:
+                keys = keys[[own for own in self.chosen[token] if 0 <= own <= at]]
+            if not len(keys):
                 outs.append(self.query.new_zeros((self.query.shape[1], self.rank), dtype=torch.float32))
                 lses.append(outs[-1].new_full((self.query.shape[1],), -math.inf))
                 continue

@@ -333,11 +333,13 @@ def append_latent_cases() -> list[tuple[Any, ...]]:
 
 
 def latent_cases() -> list[tuple[Any, ...]]:
-    return [_finite(LatentRows(*mix, seed=2).arguments()) for mix in LATENT_MIXES.values()]
+    rows = [LatentRows(*mix, seed=2, chosen=chosen) for mix in LATENT_MIXES.values() for chosen in (None, 5)]
+    return [_finite(own.arguments()) for own in rows]
 
 
 def latent_decode_cases() -> list[tuple[Any, ...]]:
-    return [_finite(LatentRows(lengths, seed=3).decode_arguments()) for lengths in ([1, 4, 5], [0, 9])]
+    rows = [LatentRows(lengths, seed=3, chosen=chosen) for lengths in ([1, 4, 5], [0, 9]) for chosen in (None, 5)]
+    return [_finite(own.decode_arguments()) for own in rows]
 
 
 def _finite(args: tuple[Any, ...]) -> tuple[Any, ...]:

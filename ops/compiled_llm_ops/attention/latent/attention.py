@@ -26,6 +26,7 @@ def latent_attention(
     indptr: Tensor,
     indices: Tensor,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of packed, absorbed queries over the latents of their rows.
 
@@ -45,6 +46,9 @@ def latent_attention(
         indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
         indices: ``[N]`` int32, page numbers.
         scale: factor on the logits before the softmax.
+        chosen: ``[T, n]`` int32, any strides, n from 1 to P * S: the tokens of its row that each query reads, as
+            positions, each once, in any order, and -1 for none; tokens after its own are left out, too. None to read
+            all.
 
     Returns:
         ``[T, H, R]``, contiguous, of the queries' dtype; zeros for a token that sees no key.
@@ -54,10 +58,11 @@ def latent_attention(
 
     Source:
         DeepSeek-V2 (https://arxiv.org/abs/2405.04434), whose appendix absorbs the up-projections; a Triton kernel of
-        our own on CUDA, after FlashAttention-2 (https://arxiv.org/abs/2307.08691).
+        our own on CUDA, after FlashAttention-2 (https://arxiv.org/abs/2307.08691). Chosen tokens as in DeepSeek-V3.2
+        (https://arxiv.org/abs/2512.02556).
     """
     table = (token_rows, token_positions, indptr, indices)
-    out: Tensor = _latent_attention(query_latent, query_rope, pages, *table, scale)
+    out: Tensor = _latent_attention(query_latent, query_rope, pages, *table, scale, chosen)
     return out
 
 

@@ -29,6 +29,7 @@ def latent_decode(
     indices: Tensor,
     scale: float,
     overlap: bool = False,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """Write the latent of each row's newest token into its pages, then attend with its absorbed queries.
 
@@ -51,6 +52,8 @@ def latent_decode(
         overlap: whether it may run at the same time as the previous and the next kernel on CUDA, by the rules of
             ``compiled_llm_ops.kernels.pdl``; the previous kernel must not write ``starts``, ``lengths`` or ``indices``
             then.
+        chosen: ``[B, n]`` int32, any strides, n from 1 to P * S: the tokens of its row that each query reads, as of
+            ``latent_attention``; the newest one only if it is listed. None to read all.
 
     Returns:
         ``[B, H, R]``, contiguous, of the queries' dtype; zeros for a row without tokens.
@@ -60,10 +63,11 @@ def latent_decode(
 
     Source:
         DeepSeek-V2 (https://arxiv.org/abs/2405.04434), whose appendix absorbs the up-projections; on CUDA a Triton
-        kernel of our own after Flash-Decoding (https://pytorch.org/blog/flash-decoding/).
+        kernel of our own after Flash-Decoding (https://pytorch.org/blog/flash-decoding/). Chosen tokens as in
+        DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556).
     """
     table = (starts, lengths, indices)
-    out: Tensor = _latent_decode(query_latent, query_rope, latent, rope, pages, *table, scale, overlap)
+    out: Tensor = _latent_decode(query_latent, query_rope, latent, rope, pages, *table, scale, overlap, chosen)
     return out
 
 
@@ -130,7 +134,7 @@ def _cuda(args: LatentDecode, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     _check(args)
     (rows, heads, rank), device = args.query_latent.shape, args.query_latent.device
     # Nothing that changes from step to step: a captured launch is replayed with rows of other lengths.
-    max_keys = args.indices.shape[0] * args.pages.shape[1]
+    max_keys = args.indices.shape[0] * args.pages.shape[1] if args.chosen is None else args.chosen.shape[1]
     tiling = choose_decode_tiling(rows, heads, rank, max_keys, device_of(device).processors)
     lse = torch.empty((rows, heads), dtype=torch.float32, device=device) if wants_lse else None
     with torch.cuda.device(device):  # Triton launches on the current one

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import LatentAttention, LatentDecode
+from compiled_llm_ops.contracts import LatentAttention, LatentDecode, check_int32
 
 LOGITS_AT_ONCE = 2**22
 """So many are computed at a time: those of a long prompt of 128 heads would not fit in memory."""
@@ -39,6 +39,19 @@ def check_latent_queries(op: str, args: LatentAttention | LatentDecode) -> None:
             f"{tuple(rope.shape)}"
         )
     check_latents(op, latent, rope, args.pages)
+    if args.chosen is not None:
+        _check_chosen(op, args.chosen, len(latent), args.pages)
+
+
+def _check_chosen(op: str, chosen: Tensor, tokens: int, pages: Tensor) -> None:
+    slots = pages.shape[0] * pages.shape[1]
+    fits = chosen.dim() == 2 and chosen.shape[0] == tokens and 1 <= chosen.shape[1] <= slots
+    if not fits or chosen.device != pages.device:
+        raise ValueError(
+            f"{op}: chosen must be [{tokens}, n] on {pages.device}, with n from 1 to the {slots} tokens that the pages "
+            f"hold; got {tuple(chosen.shape)} on {chosen.device}"
+        )
+    check_int32(op, chosen=chosen)
 
 
 def store(latent: Tensor, rope: Tensor, pages: Tensor, numbers: Tensor, slots: Tensor) -> None:
@@ -46,7 +59,9 @@ def store(latent: Tensor, rope: Tensor, pages: Tensor, numbers: Tensor, slots: T
     pages[numbers.long(), slots.long()] = torch.cat([latent, rope], dim=-1).to(pages.dtype)
 
 
-def attend(query: Tensor, cached: Tensor, positions: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    query: Tensor, cached: Tensor, positions: Tensor, rank: int, scale: float, chosen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Attend with the queries of one row over what it has in its pages.
 
     Arithmetic is in float32 at least. A query that sees no key has zeros, and minus infinity.
@@ -57,12 +72,20 @@ def attend(query: Tensor, cached: Tensor, positions: Tensor, rank: int, scale: f
         positions: ``[Q]``: each query sees the keys up to this one.
         rank: R.
         scale: factor on the logits.
+        chosen: ``[Q, n]``: and only those at these positions; None for all.
 
     Returns:
         ``[Q, H, R]`` and ``[Q, H]``, the log-sum-exp in base 2.
     """
     dtype = torch.promote_types(cached.dtype, torch.float32)
     keys, seen = cached.to(dtype), torch.arange(len(cached), device=cached.device)
+    if chosen is not None:
+        most = max(1, LOGITS_AT_ONCE // (chosen.shape[1] * cached.shape[1]))
+        parts = [
+            _attend_to_chosen(*part, keys, rank, scale)
+            for part in zip(query.to(dtype).split(most), positions.split(most), chosen.split(most), strict=True)
+        ]
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
     most = max(1, LOGITS_AT_ONCE // max(1, len(cached) * query.shape[1]))
     parts = [
         _attend(*part, keys, seen, rank, scale)
@@ -71,14 +94,28 @@ def attend(query: Tensor, cached: Tensor, positions: Tensor, rank: int, scale: f
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
+def _attend_to_chosen(
+    query: Tensor, positions: Tensor, chosen: Tensor, keys: Tensor, rank: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend over keys that are gathered for each query: what it does not read may be NaN."""
+    legal = (chosen >= 0) & (chosen <= positions[:, None])
+    own = keys.new_zeros((*chosen.shape, keys.shape[1]))
+    own[legal] = keys[chosen[legal].long()]
+    logits = torch.einsum("qhr,qnr->qhn", query, own) * scale
+    return _weighted(logits.masked_fill(~legal[:, None], -math.inf), own[..., :rank])
+
+
 def _attend(
     query: Tensor, positions: Tensor, keys: Tensor, seen: Tensor, rank: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     logits = torch.matmul(query, keys.T) * scale
-    logits = logits.masked_fill(seen > positions[:, None, None], -math.inf)
+    return _weighted(logits.masked_fill(seen > positions[:, None, None], -math.inf), keys[:, :rank])
+
+
+def _weighted(logits: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
     lse = torch.logsumexp(logits, dim=-1)
     weights = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
-    return torch.matmul(weights, keys[:, :rank]), lse / math.log(2)
+    return torch.matmul(weights, latents), lse / math.log(2)
 
 
 def attend_in_pages(
@@ -93,6 +130,7 @@ def attend_in_pages(
     lse = torch.full(query.shape[:2], -math.inf, dtype=torch.float32, device=query.device)
     for tokens, positions, numbers in rows:
         cached = args.pages[numbers.long()].flatten(0, 1)[: int(positions.max()) + 1]
-        own, own_lse = attend(query[tokens], cached, positions, rank, args.scale)
+        chosen = None if args.chosen is None else args.chosen[tokens]
+        own, own_lse = attend(query[tokens], cached, positions, rank, args.scale, chosen)
         out[tokens], lse[tokens] = own.to(out.dtype), own_lse.float()
     return out, lse

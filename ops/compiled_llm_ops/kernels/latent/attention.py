@@ -22,22 +22,29 @@ from torch import Tensor
 
 from compiled_llm_ops.contracts import LatentAttention
 from compiled_llm_ops.kernels.latent.latent_tiling import STAGES, query_tile
-from compiled_llm_ops.kernels.latent.step import attend_block, check_kernel, inner_contiguous, load_block
+from compiled_llm_ops.kernels.latent.step import (
+    attend_block,
+    check_kernel,
+    inner_contiguous,
+    load_block,
+    load_chosen,
+)
 
 MOST_TOKENS = 4
 """Tokens of a program, at most: with 16 heads they fill a tile."""
 
 
-@triton.jit(do_not_specialize=["tokens", "heads"])
+@triton.jit(do_not_specialize=["tokens", "heads", "listed"])
 def _latent_attention(
-    query_latent, query_rope, pages, token_rows, token_positions, indptr, indices, out, lse,
-    token_stride, head_stride, rope_token_stride, rope_head_stride, tokens, heads, scale,
+    query_latent, query_rope, pages, token_rows, token_positions, indptr, indices, chosen, out, lse,
+    token_stride, head_stride, rope_token_stride, rope_head_stride, tokens, heads, listed, scale,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend with some tokens and heads. Axes of the grid: tiles of heads, tiles of tokens.
 
-    A query of another row sees none of the keys of a row, and keeps what it has.
+    A query of another row sees none of the keys of a row, and keeps what it has. Where keys are ``chosen`` ``[T, n]``,
+    n of them ``listed``, a program has one token.
     """
     offs_q, offs_n = tl.arange(0, TOKENS * HEADS), tl.arange(0, BLOCK)
     offs_r, offs_e = tl.arange(0, RANK), tl.arange(0, ROPE)
@@ -55,9 +62,17 @@ def _latent_attention(
     total = tl.zeros([TOKENS * HEADS], tl.float32)
     acc = tl.zeros([TOKENS * HEADS, RANK], tl.float32)
     last_row = tl.max(row)
+    if chosen is not None:
+        own_list = chosen + tl.program_id(1).to(tl.int64) * listed
+        length = tl.max(own) + 1
+        own_indices = indices + tl.load(indptr + last_row)
+        for block in tl.range(0, tl.cdiv(listed, BLOCK), num_stages=STAGES):
+            position, seen = load_chosen(own_list, block * BLOCK + offs_n, listed, length)
+            latents, turned = load_block(pages, own_indices, position, seen, RANK, ROPE, PAGE)
+            largest, total, acc = attend_block(q, q_rope, latents, turned, seen[None, :], scale, largest, total, acc)
     # Of one token the compiler sees that there is one row, and needs no registers for a loop.
     first_row = last_row if TOKENS == 1 else tl.min(tl.where(known, row, last_row))
-    for this in range(first_row, last_row + 1):
+    for this in range(first_row, last_row + 1 if chosen is None else first_row):
         length = tl.max(tl.where(row == this, own, -1)) + 1
         own_indices = indices + tl.load(indptr + this)
         for block in tl.range(0, tl.cdiv(length, BLOCK), num_stages=STAGES):
@@ -93,10 +108,12 @@ def attend(args: LatentAttention, lse: Tensor | None) -> Tensor:
     (tokens, heads, rank), size, page_size = query.shape, query_rope.shape[2], args.pages.shape[1]
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if out.numel():
-        tile = query_tile(heads, rank, MOST_TOKENS)
+        chosen = None if args.chosen is None else args.chosen.contiguous()
+        tile = query_tile(heads, rank, MOST_TOKENS if chosen is None else 1)
         _latent_attention[(-(-heads // tile.heads), -(-tokens // tile.tokens))](
-            query, query_rope, *args[2:7], out, lse, *query.stride()[:2], *query_rope.stride()[:2], tokens, heads,
-            args.scale * math.log2(math.e), HEADS=tile.heads, TOKENS=tile.tokens, RANK=rank, ROPE=size,
-            PAGE=page_size, BLOCK=tile.block, STAGES=STAGES, num_warps=tile.warps,
+            query, query_rope, *args[2:7], chosen, out, lse, *query.stride()[:2], *query_rope.stride()[:2], tokens,
+            heads, 0 if chosen is None else chosen.shape[1], args.scale * math.log2(math.e),
+            HEADS=tile.heads, TOKENS=tile.tokens, RANK=rank, ROPE=size, PAGE=page_size,
+            BLOCK=tile.block, STAGES=STAGES, num_warps=tile.warps,
         )  # fmt: skip
     return out

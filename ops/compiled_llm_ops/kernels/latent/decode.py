@@ -27,7 +27,13 @@ from compiled_llm_ops.kernels.attention.decode import _merge, _pick, _share, _un
 from compiled_llm_ops.kernels.attention.decode_tiling import MAX_ROWS, MAX_SHARES, AttentionTiling
 from compiled_llm_ops.kernels.counters import zeroed_counters
 from compiled_llm_ops.kernels.latent.latent_tiling import query_tile
-from compiled_llm_ops.kernels.latent.step import attend_block, check_kernel, inner_contiguous, load_block
+from compiled_llm_ops.kernels.latent.step import (
+    attend_block,
+    check_kernel,
+    inner_contiguous,
+    load_block,
+    load_chosen,
+)
 
 MERGED_VALUES = 2**12
 """Values of partial results that are summed at a time."""
@@ -48,12 +54,12 @@ def _store_nothing(out, lse, row, head, heads, TILE: tl.constexpr, RANK: tl.cons
         tl.store(lse + item, tl.full([TILE], -float("inf"), tl.float32), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "row_tile", "heads", "unsplit", "min_share"])
+@triton.jit(do_not_specialize=["rows", "row_tile", "heads", "unsplit", "min_share", "listed"])
 def _latent_decode(
-    query_latent, query_rope, latent, rope, pages, starts, lengths, indices,
+    query_latent, query_rope, latent, rope, pages, starts, lengths, indices, chosen,
     out, lse, partials, partial_lses, arrivals,
     row_stride, head_stride, rope_row_stride, rope_head_stride, latent_stride, key_rope_stride,
-    rows, row_tile, heads, unsplit, min_share, scale,
+    rows, row_tile, heads, unsplit, min_share, listed, scale,
     ROWS: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
     SHARE_EQUAL: tl.constexpr, PDL: tl.constexpr,
@@ -74,6 +80,8 @@ def _latent_decode(
     first_pages = tl.load(starts + row_ids, mask=mask, other=0)
     ends = tl.load(lengths + row_ids, mask=mask, other=0)  # no row: no keys
     blocks = tl.cdiv(ends, BLOCK)
+    if chosen is not None:  # of the list
+        blocks = tl.where(ends > 0, tl.cdiv(listed, BLOCK), 0)
     unsplit = _unsplit(blocks, row_tile, unsplit, SHARE_EQUAL)
     own, first_program, count, begin, end = _share(blocks, program, programs, row_tile, unsplit, min_share, MOST)
     # The first programs answer for rows without keys: there is one for each row at least.
@@ -96,7 +104,10 @@ def _latent_decode(
         q = tl.load(q_ptrs, mask=(offs_h < heads)[:, None], other=0.0)
         rope_ptrs = query_rope + row.to(tl.int64) * rope_row_stride + offs_h[:, None] * rope_head_stride
         q_rope = tl.load(rope_ptrs + offs_e[None, :], mask=(offs_h < heads)[:, None], other=0.0)
-        if end * BLOCK >= length:
+        writes = end * BLOCK >= length
+        if chosen is not None:  # any program may read the newest, so each writes it
+            writes = begin < end
+        if writes:
             tl.store(slot + offs_r, tl.load(latent + row.to(tl.int64) * latent_stride + offs_r))
             tl.store(slot + RANK + offs_e, tl.load(rope + row.to(tl.int64) * key_rope_stride + offs_e))
             tl.debug_barrier()  # written before any thread of the program reads it
@@ -105,9 +116,15 @@ def _latent_decode(
         acc = tl.zeros([TILE, RANK], tl.float32)
         for block in tl.range(begin, end, num_stages=STAGES):
             position = block * BLOCK + offs_n
-            written = position < length
-            latents, turned = load_block(pages, own_indices, position, written, RANK, ROPE, PAGE)
-            largest, total, acc = attend_block(q, q_rope, latents, turned, written[None, :], scale, largest, total, acc)
+            if chosen is None:
+                seen = position < length
+            else:
+                own_list = chosen + row.to(tl.int64) * listed
+                position, seen = load_chosen(own_list, position, listed, length)
+            latents, turned = load_block(pages, own_indices, position, seen, RANK, ROPE, PAGE)
+            largest, total, acc = attend_block(q, q_rope, latents, turned, seen[None, :], scale, largest, total, acc)
+        if chosen is not None:
+            total = tl.where(total == 0.0, 1.0, total)
         values, lses = acc / total[:, None], largest + tl.log2(total)
         item = row * head_tiles + head_tile
         keep = offs_h < heads
@@ -127,9 +144,11 @@ def _latent_decode(
             if tl.atomic_add(arrivals + item, 1, sem="acq_rel", scope="gpu") == count - 1:
                 for column in tl.range(0, RANK, COLUMNS):
                     merged, merged_lses = _merge(
-                        partials + column, partial_lses, first_partial + first_program, count, False, TILE, COLUMNS,
-                        CHUNK, RANK,
+                        partials + column, partial_lses, first_partial + first_program, count, chosen is not None, TILE,
+                        COLUMNS, CHUNK, RANK,
                     )  # fmt: skip
+                    if chosen is not None:
+                        merged = tl.where((merged_lses == -float("inf"))[:, None], 0.0, merged)
                     out_ptrs = own_out + column + tl.arange(0, COLUMNS)[None, :]
                     tl.store(out_ptrs, merged.to(out.dtype.element_ty), mask=keep[:, None])
                     if lse is not None:
@@ -162,6 +181,7 @@ def decode(args: LatentDecode, lse: Tensor | None, *, tiling: AttentionTiling, p
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if not out.numel():
         return out
+    chosen = None if args.chosen is None else args.chosen.contiguous()
     tile = query_tile(heads, rank).heads
     head_tiles, row_tiles = -(-heads // tile), -(-rows // tiling.row_tile)
     # The only program of a row touches none of these; their types would make it another kernel.
@@ -177,9 +197,10 @@ def decode(args: LatentDecode, lse: Tensor | None, *, tiling: AttentionTiling, p
         "PDL": pdl, "num_warps": tiling.warps, **({"launch_pdl": True} if pdl else {}),
     }  # fmt: skip
     _latent_decode[(head_tiles, row_tiles, tiling.programs)](
-        query, query_rope, latent, rope, args.pages, args.starts, args.lengths, args.indices,
+        query, query_rope, latent, rope, args.pages, args.starts, args.lengths, args.indices, chosen,
         out, lse, partials, partial_lses, arrivals,
         *query.stride()[:2], *query_rope.stride()[:2], latent.stride(0), rope.stride(0),
-        rows, tiling.row_tile, heads, tiling.unsplit, tiling.min_share, args.scale * math.log2(math.e), **constants,
+        rows, tiling.row_tile, heads, tiling.unsplit, tiling.min_share,
+        0 if chosen is None else chosen.shape[1], args.scale * math.log2(math.e), **constants,
     )  # fmt: skip
     return out

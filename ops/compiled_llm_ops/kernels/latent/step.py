@@ -31,6 +31,13 @@ def load_block(pages, indices, position, mask, RANK: tl.constexpr, ROPE: tl.cons
 
 
 @triton.jit
+def load_chosen(chosen, entry, listed, length):
+    """Return the positions at entries of a query's list, and which of them it sees: no more than ``length`` keys."""
+    position = tl.load(chosen + entry, mask=entry < listed, other=-1)
+    return position, (position >= 0) & (position < length)
+
+
+@triton.jit
 def attend_block(q, q_rope, latents, turned, seen, scale, largest, total, acc):
     """Return the largest logits ``[M]``, sums of weights ``[M]`` and of weighted latents ``[M, R]`` with a block more.
 
