@@ -49,6 +49,7 @@ class PrefillInputs(NamedTuple):
         begins: ``[B]`` int64, each row's chain as ``check_pages`` takes it, or ``CHAIN_IN_SLOT``; None without.
         chain_slots: ``[B]`` int64, its slot, or -1; None without.
         row_numbers: ``[B]`` int32, its number; None without.
+        alone: whether rows have no other tokens, and layers with latents attend to expanded keys and values.
     """
 
     ids: Tensor
@@ -67,6 +68,7 @@ class PrefillInputs(NamedTuple):
     begins: Tensor | None = None
     chain_slots: Tensor | None = None
     row_numbers: Tensor | None = None
+    alone: bool = False
 
 
 class PlannedRows(NamedTuple):

@@ -1,8 +1,8 @@
 """The programs of a model, one entry each: which steps it runs, and how it is compiled.
 
-A symbolic prefill, a second one that reads embeddings in place of token ids, for calls with ``inputs_embeds``, a decode
-step for batch 1 and one for all larger batches, the same two for rows that feed in several tokens each, and one for
-rows that begin with the same pages.
+A symbolic prefill, a second one that reads embeddings in place of token ids, for calls with ``inputs_embeds``, and a
+third one for rows without cached tokens, where layers keep latents; a decode step for batch 1 and one for all larger
+batches, the same two for rows that feed in several tokens each, and one for rows that begin with the same pages.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from compiled_llm.config import WrapConfig
 
 PREFILL, DECODE_ONE, DECODE_MANY = "prefill", "decode, batch 1", "decode, larger batches"
 PREFILL_EMBEDDED = "prefill from embeddings"
+PREFILL_ALONE = "prefill of rows without cached tokens"
 DECODE_CASCADE = "decode, shared pages read once"
 DECODE_ONE_SEVERAL, DECODE_MANY_SEVERAL = f"{DECODE_ONE}, several tokens", f"{DECODE_MANY}, several tokens"
 
@@ -50,8 +51,8 @@ def _reads_embeddings(inputs: StepInputs) -> bool:
     return isinstance(inputs, PrefillInputs) and inputs.ids.dim() == 3
 
 
-def _reads_ids(inputs: StepInputs) -> bool:
-    return isinstance(inputs, PrefillInputs) and inputs.ids.dim() == 2
+def _reads_ids(inputs: StepInputs, alone: bool = False) -> bool:
+    return isinstance(inputs, PrefillInputs) and inputs.ids.dim() == 2 and inputs.alone is alone
 
 
 def _decodes(inputs: StepInputs, one_row: bool, several: bool) -> bool:
@@ -75,6 +76,7 @@ def _decode(name: str, one_row: bool, several: bool) -> Program:
 PROGRAMS: tuple[Program, ...] = (
     Program(PREFILL, _reads_ids, prefill_step, prefill_options),
     Program(PREFILL_EMBEDDED, _reads_embeddings, prefill_step, prefill_options, on_demand=True),
+    Program(PREFILL_ALONE, partial(_reads_ids, alone=True), prefill_step, prefill_options, on_demand=True),
     _decode(DECODE_ONE, one_row=True, several=False),
     _decode(DECODE_MANY, one_row=False, several=False),
     _decode(DECODE_ONE_SEVERAL, one_row=True, several=True),

@@ -299,7 +299,7 @@ def begin_during_tracing(device: torch.device, artifacts: Artifacts | None) -> N
 def _mark_symbolic(inputs: PrefillInputs) -> None:
     """Mark the sizes of a prefill's inputs that change from call to call."""
     for name, tensor in inputs._asdict().items():
-        if name not in ("indices", "plans", "page_check") and tensor is not None:
+        if name not in ("indices", "plans", "page_check", "alone") and tensor is not None:
             torch._dynamo.mark_dynamic(tensor, 1 if name in ("ids", "positions") else 0)
 
 

@@ -31,8 +31,10 @@ LATENT: tuple[torch._ops.OpOverload, ...] = (
     torch.ops.compiled_llm.latent_attention_lse.default,
     torch.ops.compiled_llm.latent_decode.default,
     torch.ops.compiled_llm.latent_decode_lse.default,
+    torch.ops.compiled_llm.ragged_attention.default,
+    torch.ops.compiled_llm.ragged_attention_lse.default,
 )
-"""The ops that attend over latents."""
+"""The ops that attend over latents, or over what is expanded of them."""
 
 _VIEWS = ("squeeze", "transpose", "view", torch.narrow)
 _SYMBOL = re.compile(r"\b[su]\d+\b")

@@ -36,7 +36,10 @@ def prefill_step(
         ``[L, V]`` logits in the model's dtype and ``[C]`` int64, the next tokens.
     """
     tokens = (inputs.token_rows, inputs.token_positions, inputs.qo_indptr, inputs.indptr)
-    rows = (PackedTokens(*tokens, indices, inputs.last_page_len, inputs.plans) for indices in inputs.indices)
+    rows = (
+        PackedTokens(*tokens, indices, inputs.last_page_len, inputs.plans, alone=inputs.alone)
+        for indices in inputs.indices
+    )
     batch = PagedBatch(pages, specs, tuple(rows))
     embedded = inputs.ids.dim() == 3
     ids = inputs.ids if embedded else _known(inputs.ids, tables)

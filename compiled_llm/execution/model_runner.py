@@ -132,6 +132,7 @@ class ModelRunner:
             max_row_tokens=self.max_positions,
             room=room,
             shapes=shapes.all() if config.captures_on(self.device.type) else [],
+            expands=facts.expands,
         )
         self._planner.load()
         self.graph_manager = GraphManager(self.state, weights, thread, self.events, programs, artifacts)

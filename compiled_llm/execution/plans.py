@@ -20,6 +20,7 @@ from compiled_llm.model.attention import AttentionPlans
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.backends import backend_for, backend_named
 from compiled_llm_ops.contracts import PlannedBatch
+from compiled_llm_ops.kernels.latent.latent_tiling import worth_expanding
 from compiled_llm_ops.protocol import CapturedLaunch, Plan
 
 logger = logging.getLogger("compiled_llm.graphs")
@@ -28,6 +29,9 @@ MAX_FOR_CAPTURED = 256 * 2**20
 """Bytes of workspace that captured prefills may ask for: those that need more gain least from capturing."""
 
 _NOT_CAPTURED = _BEST_VARIANT = -1
+
+_ABSORBED, _EXPANDED = 0, 1
+"""Variants of prefills where layers keep latents: those of any rows, and of rows without cached tokens."""
 
 
 class Planner:
@@ -49,6 +53,7 @@ class Planner:
         max_row_tokens: int,
         room: PrefillRoom,
         shapes: Sequence[StepKey] = (),
+        expands: bool = False,
     ) -> None:
         """Allocate the backend's workspace.
 
@@ -56,6 +61,7 @@ class Planner:
             layers: the geometry of each; None if it attends without a plan.
             room: the most that a prefill takes.
             shapes: of captured prefills, of any variant.
+            expands: whether layers keep latents, which they may expand for rows without cached tokens.
         """
         self._name, self._backend, decode_ops = backend_for(config.attention_backend, device.type)
         self.decodes = decode_ops is None
@@ -65,7 +71,7 @@ class Planner:
         if not self._groups:
             self._backend = backend_named("reference")  # which plans nothing
         self._group_of_layer = tuple(-1 if layer is None else self._groups.index(layer) for layer in layers)
-        self._captures = not config.leaves_attention_out
+        self._captures, self._expands = not config.leaves_attention_out, expands
         # A decode step has as many tokens as rows, or a small multiple of that.
         self.max_tokens = max(room.tokens, config.max_batch_size)
         self._plan_bytes = self._backend.plan_bytes(self._groups, device, self.max_tokens, room.rows)
@@ -91,7 +97,12 @@ class Planner:
 
     @property
     def variants(self) -> tuple[int, ...]:
-        """Ways to divide a batch; each has CUDA graphs of its own, if these hold attention."""
+        """Ways to divide a batch; each has CUDA graphs of its own, if these hold attention.
+
+        Where layers keep latents, which need no plan, the ways to attend to them.
+        """
+        if self._expands:
+            return _ABSORBED, _EXPANDED
         return self._backend.variants if self._captures else self._backend.variants[:1]
 
     def fits(self, shape: StepKey) -> bool:
@@ -100,13 +111,19 @@ class Planner:
         The workspace must hold their plans, however long the rows are; and a variant from which only a mixture of
         rows gains is not captured.
         """
-        if shape.variant == self.variants[0] or not self._captures:
+        if shape.variant == self.variants[0] or not self._captures or self._expands:
             return True
         return shape.variant in self._of_one_row(shape.tokens) and self._needed(shape) <= self.workspace_bytes
 
     def variant_for(self, queries: Sequence[int], lengths: Sequence[int]) -> int:
         """Return the variant that is fastest for a prefill of rows with so many new tokens, and so many in all."""
+        if self._expands:
+            return _EXPANDED if worth_expanding(queries, lengths) else _ABSORBED
         return self._best(queries, lengths) if self._captures else self.variants[0]
+
+    def attends_alone(self, variant: int) -> bool:
+        """Return whether rows of such prefills have no cached tokens, and attend to what is expanded."""
+        return self._expands and variant == _EXPANDED
 
     def forget(self, key: StepKey) -> None:
         """Let go of the plans of a captured prefill that is gone; other keys are ignored."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from compiled_llm.compat.torch.tensors import unbacked_symbols
-from compiled_llm.compilation.program_list import PREFILL
+from compiled_llm.compilation.program_list import PREFILL, PREFILL_ALONE
 from compiled_llm.explaining.advice import advise_break, advise_change
 from compiled_llm.explaining.findings import Finding
 from compiled_llm.explaining.tracing import Trace
@@ -21,7 +21,7 @@ def uncapturable(trace: Trace, device: torch.device) -> Iterator[Finding]:
         yield from _data_dependent(graph, trace.name)
         if device.type == "cuda":
             yield from _on_the_cpu(graph, trace.name)
-    if trace.name != PREFILL:  # which is never captured
+    if trace.name not in (PREFILL, PREFILL_ALONE):  # which is never captured
         yield from _mutated(trace)
 
 

@@ -34,7 +34,7 @@ from compiled_llm.compat.torch.dynamo import (
 from compiled_llm.compat.torch.inductor import inductor_quiet, traced_by_inductor
 from compiled_llm.compat.torch.stages import compiling_stage
 from compiled_llm.compat.torch.tensors import version_of
-from compiled_llm.compilation.program_list import DECODE_MANY, DECODE_ONE, PREFILL, Program
+from compiled_llm.compilation.program_list import DECODE_MANY, DECODE_ONE, PREFILL, PREFILL_ALONE, Program
 from compiled_llm.compilation.programs import Arguments, Programs
 from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.execution.generate_loop import GenerateLoop
@@ -117,7 +117,8 @@ class WholePrograms(Programs):
 
     def __init__(self, facts: ModelFacts, config: WrapConfig, device: torch.device) -> None:
         super().__init__(config, facts, device)
-        self.traces = [Trace(name, self._functions[name], owner=self) for name in (PREFILL, DECODE_ONE, DECODE_MANY)]
+        names = (PREFILL, *[PREFILL_ALONE] * facts.expands, DECODE_ONE, DECODE_MANY)
+        self.traces = [Trace(name, self._functions[name], owner=self) for name in names]
         self._programs |= {trace.name: _whole(trace) for trace in self.traces}
 
 

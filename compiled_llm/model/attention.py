@@ -27,6 +27,8 @@ from compiled_llm_ops import (
     latent_decode_lse,
     paged_attention,
     paged_attention_lse,
+    ragged_attention,
+    ragged_attention_lse,
 )
 from compiled_llm_ops.contracts import CascadeAttention, DecodeAttention
 from compiled_llm_ops.protocol import DecodeOps
@@ -84,6 +86,8 @@ class PackedTokens(NamedTuple):
         indices: ``[N]`` int32, page numbers.
         last_page_len: ``[B]`` int32, tokens in each row's last page, the new ones included.
         new_tokens: q if each row has q tokens, so that the layers have ``[B, H, q, D]`` for ``[1, H, T, D]``; else 0.
+        alone: whether rows have no other tokens than these, so that layers with latents attend to expanded keys and
+            values; without latents, it makes no difference.
     """
 
     token_rows: Tensor
@@ -94,6 +98,7 @@ class PackedTokens(NamedTuple):
     last_page_len: Tensor
     plans: AttentionPlans
     new_tokens: int = 0
+    alone: bool = False
 
     @property
     def table(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,8 +126,25 @@ class PackedTokens(NamedTuple):
 
         ``states`` are queries ``[T, H, R + E]``, latents ``[T, 1, R]`` and their rotated parts ``[T, 1, E]``.
         """
-        table = (self.token_rows, self.token_positions, self.indptr, self.indices)
-        return _attend_to_latents(states, pages, table, scale, wants_lse)
+        return _attend_to_latents(states, pages, self._places, scale, wants_lse)
+
+    def attend_to_expanded(
+        self, states: States, latents: tuple[Tensor, Tensor], pages: Tensor, scale: float, wants_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Write the new latents into a layer's pages, and attend over keys and values that were expanded of them.
+
+        ``states`` are queries, keys and values of the new tokens, which are all that their rows have; ``latents`` are
+        ``[T, 1, R]`` and their rotated parts ``[T, 1, E]``.
+        """
+        latent, rope = latents
+        append_latent(latent[:, 0], rope[:, 0], pages, *self._places)
+        if wants_lse:
+            return ragged_attention_lse(*states, self.qo_indptr, scale)
+        return ragged_attention(*states, self.qo_indptr, scale), None
+
+    @property
+    def _places(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.token_rows, self.token_positions, self.indptr, self.indices
 
     def _appended(
         self, layer: int, states: States, pages: Tensor, scales: PageScales
@@ -340,21 +362,25 @@ def attention_forward(
     layer = cast(int, module.layer_idx)
     spec, memory = paged_batch.specs[layer], paged_batch.pages[layer]
     rows = paged_batch.rows[spec.group]
-    latents = paged_batch.latents
-    if latents is not None:
-        key, value = latents.taken(layer)
     states = (_pack(query, rows.new_tokens), _pack(key, rows.new_tokens), _pack(value, rows.new_tokens))
-    if latents is not None:
-        states = (latents.absorbed(module, layer, states[0]), *states[1:])
     options = (
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         _window_left(paged_batch, layer, sliding_window),
         softcap or 0.0,
     )
-    out, lse = spec.attend(rows, layer, states, memory, options, s_aux is not None)
+    latents, absorbs = paged_batch.latents, False
+    if latents is None:
+        out, lse = spec.attend(rows, layer, states, memory, options, s_aux is not None)
+    else:
+        latent, rope = (_pack(part, rows.new_tokens) for part in latents.taken(layer))
+        if isinstance(rows, PackedTokens) and rows.alone:
+            out, lse = rows.attend_to_expanded(states, (latent, rope), memory, options[0], s_aux is not None)
+        else:
+            absorbs, states = True, (latents.absorbed(module, layer, states[0]), latent, rope)
+            out, lse = spec.attend(rows, layer, states, memory, options, s_aux is not None)
     if s_aux is not None and lse is not None:
         out = out * torch.sigmoid(lse * math.log(2) - s_aux.float())[..., None].to(out.dtype)
-    if latents is not None:
+    if latents is not None and absorbs:
         out = latents.expanded(module, layer, out)
     return out.view(query.shape[0], query.shape[2], query.shape[1], out.shape[2]), None
 

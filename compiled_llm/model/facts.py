@@ -18,6 +18,7 @@ from compiled_llm.model.probes.position_probe import DefaultPositions
 from compiled_llm.model.sizes import max_positions_of
 from compiled_llm.model.version.model_version import ModelVersion
 from compiled_llm.model.weights.fused_weights import FusedGroup
+from compiled_llm_ops.kernels.latent.latent_tiling import missing_expanded
 
 Forward = Callable[..., Any]
 """A model class's own ``forward``."""
@@ -71,6 +72,14 @@ class ModelFacts:
         """The window sizes of layers with sliding windows, a query itself included; each size once."""
         positions = max_positions_of(self.model)
         return tuple(sorted({layer.visible(positions) for layer in self.layers} - {positions}))
+
+    @cached_property
+    def expands(self) -> bool:
+        """Whether layers keep latents, and there is attention to the keys and values that they expand of new ones."""
+        kept = [(layer, layer.expansion) for layer in self.layers if layer.expansion is not None]
+        sizes = {(expansion.key + (layer.value_head_dim or 0), expansion.value) for layer, expansion in kept}
+        on_cpu = self.model.device.type == "cpu"
+        return bool(sizes) and (on_cpu or all(missing_expanded(*own) is None for own in sizes))
 
     @property
     def forward(self) -> Forward:

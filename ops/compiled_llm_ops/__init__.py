@@ -13,6 +13,7 @@ from compiled_llm_ops.attention.invariant import invariant_attention, invariant_
 from compiled_llm_ops.attention.latent.append import append_latent
 from compiled_llm_ops.attention.latent.attention import latent_attention, latent_attention_lse
 from compiled_llm_ops.attention.latent.decode import latent_decode, latent_decode_lse
+from compiled_llm_ops.attention.latent.ragged import ragged_attention, ragged_attention_lse
 from compiled_llm_ops.attention.merge import merge_state, merge_state_in_place, merge_states
 from compiled_llm_ops.attention.plan import plan_paged_attention
 from compiled_llm_ops.attention.prefill import paged_attention, paged_attention_lse
@@ -87,6 +88,8 @@ __all__ = [
     "paged_attention",
     "paged_attention_lse",
     "plan_paged_attention",
+    "ragged_attention",
+    "ragged_attention_lse",
     "rope_append_paged_kv",
     "sample_tokens",
     "skinny_linear",

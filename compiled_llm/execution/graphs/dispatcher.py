@@ -70,7 +70,7 @@ class Dispatcher:
         if state == table.at_best:
             return Dispatch(step, "run")
         known = entry is not None and entry.looked == table.look
-        if step.phase == "decode" and not known:  # all prefills run in one program, which is compiled before
+        if step.phase == "decode" and not known:  # prefills run in programs that are compiled before
             return Dispatch(step, "compile")
         if exact:
             return Dispatch(step, "launch" if state == "failed" or not table.full else "capture")

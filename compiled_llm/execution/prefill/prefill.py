@@ -105,10 +105,16 @@ class Prefill:
             null = [null_extension(length, *self._paging)] * COMPILED_ROWS
             embeddings = self._null_embeddings(length * COMPILED_ROWS) if embedded else None
             slots = state.slots.of([], _KEPT - 1)
-            self._launch(self._laid_out(null, np.zeros(_KEPT, dtype=np.int64), slots, embeddings))
+            for variant in self._variants_of_programs(embedded):
+                self._launch(self._laid_out(null, np.zeros(_KEPT, dtype=np.int64), slots, embeddings, variant))
         graph_manager.prefills.add(program)
         if anchors and not embedded:
             self.capture_anchors()
+
+    def _variants_of_programs(self, embedded: bool) -> list[int]:
+        """Return a variant for each program that prefills run in."""
+        alone = [variant for variant in self._planner.variants if self._planner.attends_alone(variant)]
+        return [self._planner.variants[0], *([] if embedded else alone)]
 
     def capture_anchors(self) -> None:
         """Capture, as far as there is room, a few shapes in which any prefill can run while its own is captured.
@@ -210,16 +216,27 @@ class Prefill:
             keep = np.concatenate([keep, np.zeros(2 - wanted, dtype=np.int64)])
         if sampled < 2:
             slots = np.concatenate([slots, self._state.slots.of([], 2 - sampled)])
-        logits, tokens = self._launch(self._laid_out(chunk, keep, slots, embeddings))
+        variant = self._planner.variants[0] if embeddings is not None else self._variant_for(chunk)
+        logits, tokens = self._launch(self._laid_out(chunk, keep, slots, embeddings, variant))
         return logits[:wanted], tokens[:sampled]
 
+    def _variant_for(self, chunk: Sequence[Extension]) -> int:
+        queries = [len(extension.ids) for extension in chunk]
+        return self._planner.variant_for(queries, [extension.row.length for extension in chunk])
+
     def _laid_out(
-        self, chunk: list[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64], embeddings: Tensor | None
+        self,
+        chunk: list[Extension],
+        keep: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        embeddings: Tensor | None,
+        variant: int,
     ) -> PrefillInputs:
-        """Copy a prefill into new tensors on the device, and plan it."""
+        """Copy a prefill into new tensors on the device, and plan it, which chooses its own variant."""
         state = self._state
         packed, table = pack(chunk, keep, slots, *self._paging, tagged=self._page_watch is not None)
-        inputs = self._as_inputs(state.staging.to_device(packed), None)
+        alone = self._planner.attends_alone(variant)
+        inputs = self._as_inputs(state.staging.to_device(packed), None)._replace(alone=alone)
         if embeddings is not None:
             inputs = inputs._replace(ids=embeddings[None])
         state.staging.upload([*zip(table.indices, state.prefill_indices, strict=True)])
@@ -234,7 +251,9 @@ class Prefill:
             named |= dict.fromkeys(("begins", "chain_slots", "row_numbers"))
         else:
             named["page_check"] = self._page_watch.inputs
-        return PrefillInputs(indices=self._state.prefill_indices, plans=self._planner.for_prefill(shape), **named)
+        alone = shape is not None and self._planner.attends_alone(shape.variant)
+        plans = self._planner.for_prefill(shape)
+        return PrefillInputs(indices=self._state.prefill_indices, plans=plans, alone=alone, **named)
 
     def _launch(self, inputs: PrefillInputs) -> StepOutputs:
         graph_manager = self._graph_manager

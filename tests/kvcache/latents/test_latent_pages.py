@@ -244,14 +244,19 @@ def test_cached_tokens_are_never_expanded_and_weights_not_copied(seed: int, monk
     linear, expanded = nn.functional.linear, []
 
     def noted(states: Tensor, own: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = linear(states, own, bias)
         if own.shape == weight.shape:
-            expanded.append(states.numel() // RANK)
-        return linear(states, own, bias)
+            expanded.append(out.nbytes)
+        return out
 
     monkeypatch.setattr(nn.functional, "linear", noted)
     greedy(model, {"input_ids": ids}, 6, past_key_values=cache.past_key_values)
+    token = 4 * (PLAIN + VALUE) * weight.element_size()
     assert expanded
-    assert max(expanded) <= 4, "three new tokens, and one of padding, alone"
+    assert max(expanded) <= 4 * token, "three new tokens, and one of padding, alone"
+    expanded.clear()
+    greedy(model, mixed_prompts([40, 30], 128, seed), 6)
+    assert max(expanded) == 70 * token, "once for each token of new rows"
 
 
 # ---- what is refused

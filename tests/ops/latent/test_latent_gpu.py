@@ -7,9 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_llm_ops import append_latent, latent_attention_lse, latent_decode, latent_decode_lse
+from compiled_llm_ops import (
+    append_latent,
+    latent_attention_lse,
+    latent_decode,
+    latent_decode_lse,
+    ragged_attention,
+    ragged_attention_lse,
+)
 from compiled_llm_ops.kernels.pdl import has_pdl
-from support.ops.latent_rows import MIXES, LatentRows
+from support.ops.latent_rows import MIXES, RAGGED, LatentRows, RaggedRows
 
 pytestmark = pytest.mark.gpu
 
@@ -94,3 +101,30 @@ def test_sizes_without_a_kernel_raise(seed):
     rows = rows_of([3], rank=24, size=16, seed=seed)
     with pytest.raises(ValueError, match="no kernel for R=24"):
         latent_decode(*rows.decode_arguments())
+
+
+EXPANDED = pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (256, 256), (96, 64)])
+
+
+@pytest.mark.parametrize("mix", [*RAGGED, "long"])
+@EXPANDED
+def test_new_rows_attend_to_their_own_tokens(mix, head_dim, value_dim, seed):
+    counts = RAGGED.get(mix, [1500, 3, 700])
+    sizes = {"heads": 16, "head_dim": head_dim, "value_dim": value_dim}
+    rows = RaggedRows(counts, dtype=torch.bfloat16, device="cuda", seed=seed, **sizes)
+    out, lse = ragged_attention_lse(*rows.arguments())
+    expected, expected_lse = rows.expected()
+    torch.testing.assert_close(out.float(), expected, **CLOSE)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-2, atol=1e-2)
+
+
+def test_attention_to_own_tokens_is_replayed_with_other_rows(seed):
+    rows = RaggedRows([200, 40, 16], heads=16, head_dim=192, value_dim=128, dtype=torch.bfloat16, device="cuda")
+    ragged_attention(*rows.arguments())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ragged_attention(*rows.arguments())
+    for starts in ([0, 1, 2, 256], [0, 256, 256, 256], [0, 100, 228, 256]):
+        rows.qo_indptr.copy_(torch.tensor(starts))
+        graph.replay()
+        assert torch.equal(out, ragged_attention(*rows.arguments())), starts

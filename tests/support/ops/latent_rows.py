@@ -154,3 +154,60 @@ MIXES = {
     "rows without new tokens": ([9, 5, 6, 4], [2, 0, 6, 0]),
     "rows without tokens": ([0, 5, 0, 9], [1, 2, 2, 1]),
 }
+
+
+class RaggedRows:
+    """Rows of tokens with expanded queries, keys and values; the oracle computes one row after the other."""
+
+    def __init__(
+        self,
+        counts: Sequence[int],
+        *,
+        heads: int = 4,
+        key_heads: int | None = None,
+        head_dim: int = 48,
+        value_dim: int = 32,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(own: int, size: int) -> Tensor:
+            """Strides of a layer's, whose tokens are not its first dimension."""
+            return torch.randn(own, sum(counts), size, generator=generator).to(device, dtype).transpose(0, 1)
+
+        key_heads = heads if key_heads is None else key_heads
+        self.counts, self.scale = counts, 1.3 * head_dim**-0.5
+        self.query, self.key, self.value = (
+            random(heads, head_dim),
+            random(key_heads, head_dim),
+            random(key_heads, value_dim),
+        )
+        starts = [sum(counts[:row]) for row in range(len(counts) + 1)]
+        self.qo_indptr = torch.tensor(starts, dtype=torch.int32).to(device)
+
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+        return self.query, self.key, self.value, self.qo_indptr, self.scale
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """`[T, H, E]` and the log-sum-exp `[T, H]` in base 2."""
+        group = self.query.shape[1] // self.key.shape[1]
+        outs, lses = [], []
+        for query, key, value in zip(
+            *(states.float().split(self.counts) for states in (self.query, self.key, self.value)), strict=True
+        ):
+            key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+            logits = torch.einsum("qhd,lhd->qhl", query, key) * self.scale
+            seen = torch.ones(len(query), len(query), dtype=torch.bool, device=query.device).tril()
+            logits = logits.masked_fill(~seen[:, None], -math.inf)
+            outs.append(torch.einsum("qhl,lhe->qhe", torch.softmax(logits, -1), value))
+            lses.append(torch.logsumexp(logits, -1) / math.log(2))
+        return torch.cat(outs), torch.cat(lses)
+
+
+RAGGED = {
+    "one token": [1],
+    "borders of tiles": [63, 64, 65, 1, 127, 128, 129],
+    "rows without tokens": [0, 5, 0, 0, 200, 0],
+}

@@ -19,7 +19,7 @@ from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm_ops import Geometry, append_paged_kv
 from compiled_llm_ops.contracts import SampleTokens
 from support.ops.cascade_rows import CascadeRows
-from support.ops.latent_rows import MIXES as LATENT_MIXES, LatentRows
+from support.ops.latent_rows import MIXES as LATENT_MIXES, LatentRows, RaggedRows
 from support.ops.listed_pages import ListedRows
 from support.ops.packed_tokens import Sizes, packed_tokens
 from support.ops.sampling_cases import EVERYTHING, arguments
@@ -342,6 +342,10 @@ def latent_decode_cases() -> list[tuple[Any, ...]]:
     return [_finite(own.decode_arguments()) for own in rows]
 
 
+def ragged_cases() -> list[tuple[Any, ...]]:
+    return [RaggedRows(counts, key_heads=2, seed=4).arguments() for counts in ([3, 0, 5], [1, 7])]
+
+
 def _finite(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Without NaN, which opcheck does not compare."""
     return tuple(
@@ -375,6 +379,8 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "paged_attention": attention_cases,
     "paged_attention_lse": attention_cases,
     "plan_paged_attention": plan_cases,
+    "ragged_attention": ragged_cases,
+    "ragged_attention_lse": ragged_cases,
     "rope_append_paged_kv": rope_append_cases,
     "sample_tokens": sample_cases,
     "skinny_linear": linear_cases,

@@ -8,6 +8,7 @@ Shapes: B rows, H query heads, R latent size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -99,3 +100,74 @@ def choose_decode_tiling(rows: int, heads: int, rank: int, max_keys: int, proces
     row_tile = -(-rows // -(-rows // MAX_ROWS))
     programs = row_tile * min(splits, blocks, MAX_SHARES)
     return AttentionTiling(row_tile, programs, unsplit, min_share, tile.block, STAGES, tile.warps)
+
+
+# ---- expanded keys and values, which new rows attend to
+
+
+MOST_EXPANDED = 256
+"""Size of heads of expanded keys and values, at most: registers hold the sums of a tile of queries."""
+
+RAGGED_QUERIES = 128
+"""Queries of a program over expanded keys: two warpgroups of 64."""
+
+WIDE_VALUES = 128
+"""Size of values up to which a block has 64 keys; with larger ones it has half as many, for registers."""
+
+
+EXPANDED_FROM = 1
+"""New tokens of the longest row from which on keys and values are expanded for rows without cached tokens.
+
+To expand takes as many multiplications as to absorb, and attention to expanded keys fewer, 1/3.4 of them with
+DeepSeek-V3's sizes, so no row is too short by count; which kernels are faster for short ones has not been measured.
+``tools/fit_tilings.py --only latent-prefill`` does.
+"""
+
+
+class RaggedTiling(NamedTuple):
+    """Tiles of the kernel of ``ragged_attention``.
+
+    Attributes:
+        queries: of a program.
+        keys: of a block.
+        stages: of the pipeline.
+        warps: in a program.
+    """
+
+    queries: int
+    keys: int
+    stages: int
+    warps: int
+
+
+def ragged_tiling(head_dim: int, value_dim: int) -> RaggedTiling:
+    """Return the tiling for expanded heads of these sizes."""
+    keys = 64 if max(head_dim - 64, value_dim) <= WIDE_VALUES else 32
+    return RaggedTiling(RAGGED_QUERIES, keys, stages=3, warps=8)
+
+
+def missing_expanded(head_dim: int, value_dim: int) -> str | None:
+    """Return why there is no kernel for expanded heads of these sizes; None if there is one."""
+    if FEWEST <= head_dim <= MOST_EXPANDED and value_dim <= MOST_EXPANDED:
+        return None
+    return f"no kernel for heads of sizes {head_dim} and {value_dim}; there are some from {FEWEST} to {MOST_EXPANDED}"
+
+
+def worth_expanding(queries: Sequence[int], lengths: Sequence[int]) -> bool:
+    """Return whether a prefill is faster if it expands keys and values of its tokens, and attends to these.
+
+    That takes rows without cached tokens: what is cached is never expanded.
+
+    Args:
+        queries: ``[B]``, new tokens of each row.
+        lengths: ``[B]``, all its tokens.
+    """
+    cached = any(count and length > count for count, length in zip(queries, lengths, strict=True))
+    return not cached and max(queries, default=0) >= EXPANDED_FROM
+
+
+def head_parts(head_dim: int) -> tuple[int, int]:
+    """Return the two sizes in which heads are multiplied, powers of two; the second, perhaps padded, may be 0."""
+    main = 1 << max(4, head_dim.bit_length() - 1)
+    rest = head_dim - main
+    return main, 0 if rest <= 0 else max(16, 1 << (rest - 1).bit_length())

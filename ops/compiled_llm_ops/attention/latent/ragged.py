@@ -1,0 +1,145 @@
+"""Attention of new rows over their own new tokens, whose keys and values are at hand: nothing is read from pages.
+
+Shapes: T packed tokens, B rows, H query heads, K kv heads, D head dimension of queries and keys, E that of values, Q
+tokens of one row.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_llm_ops.attention.lse import define_with_lse
+from compiled_llm_ops.contracts import check_int32
+from compiled_llm_ops.library import same_arguments_as
+
+
+class RaggedAttention(NamedTuple):
+    """Arguments of ``ragged_attention`` and ``ragged_attention_lse``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    qo_indptr: Tensor
+    scale: float
+
+
+def ragged_attention(query: Tensor, key: Tensor, value: Tensor, qo_indptr: Tensor, scale: float) -> Tensor:
+    """Causal attention of packed rows over their own tokens, given with their keys and values.
+
+    Token t of row b sees the tokens from ``qo_indptr[b]`` to t. It is for rows that have no others: the first tokens of
+    a prompt, whose latents are expanded once, and written into pages as they are.
+
+    Args:
+        query: ``[T, H, D]``, any strides; H a multiple of K.
+        key: ``[T, K, D]``, any strides, of the query's dtype.
+        value: ``[T, K, E]``, any strides, of the query's dtype.
+        qo_indptr: ``[B + 1]`` int32, where each row's tokens begin; rows may have none.
+        scale: factor on the logits before the softmax.
+
+    Returns:
+        ``[T, H, E]``, contiguous, of the query's dtype.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together, or on CUDA there is no kernel for the sizes.
+
+    Source:
+        A Triton kernel of our own on CUDA, after FlashAttention-2 (https://arxiv.org/abs/2307.08691).
+    """
+    out: Tensor = _ragged_attention(query, key, value, qo_indptr, scale)
+    return out
+
+
+@same_arguments_as(ragged_attention)
+def ragged_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """``ragged_attention`` that also returns the log-sum-exp of each query's logits.
+
+    Args: those of ``ragged_attention``.
+
+    Returns:
+        ``[T, H, E]`` of the query's dtype, and ``[T, H]`` float32: the log-sum-exp in base 2 (multiply by ln 2 for
+        the natural one). Both contiguous.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together, or on CUDA there is no kernel for the sizes.
+
+    Source:
+        On CUDA the Triton kernel of ``ragged_attention``, after FlashAttention-2 (https://arxiv.org/abs/2307.08691).
+    """
+    out, lse = _ragged_attention_lse(*args, **kwargs)
+    return out, lse
+
+
+def _check(args: RaggedAttention) -> None:
+    query, key, value = args[:3]
+    if any(states.dim() != 3 or states.dtype != query.dtype or len(states) != len(query) for states in args[:3]):
+        found = ", ".join(f"{tuple(states.shape)} {states.dtype}" for states in args[:3])
+        raise ValueError(
+            f"ragged_attention: query, key and value must be [T, H, D], [T, K, D] and [T, K, E] of one dtype; got "
+            f"{found}"
+        )
+    if key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1] or key.shape[2] != query.shape[2]:
+        raise ValueError(
+            f"ragged_attention: {query.shape[1]} query heads of size {query.shape[2]} do not fit {key.shape[1]} key "
+            f"heads of size {key.shape[2]} and {value.shape[1]} value heads"
+        )
+    if args.qo_indptr.dim() != 1 or not len(args.qo_indptr):
+        raise ValueError(f"ragged_attention: qo_indptr must be [B + 1]; got {tuple(args.qo_indptr.shape)}")
+    check_int32("ragged_attention", qo_indptr=args.qo_indptr)
+
+
+def _cpu(args: RaggedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    _check(args)
+    out = args.query.new_zeros(_sizes(args))
+    lse = torch.full(args.query.shape[:2], -math.inf, dtype=torch.float32, device=args.query.device)
+    for begin, end in pairwise(args.qo_indptr.tolist()):
+        if begin < end:
+            query, key, value = (states[begin:end].transpose(0, 1) for states in args[:3])
+            out[begin:end] = _attend(query, key, value, args.scale).transpose(0, 1)
+            if wants_lse:
+                lse[begin:end] = _lse(query, key, args.scale)
+    return out, lse if wants_lse else None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Return ``[H, Q, E]`` of queries ``[H, Q, D]``, keys ``[K, Q, D]`` and values ``[K, Q, E]`` of one row."""
+    group = len(query) // len(key)
+    grouped = query.unflatten(0, (len(key), group))
+    keys, values = (states[:, None].expand(-1, group, -1, -1) for states in (key, value))
+    out: Tensor = torch.nn.functional.scaled_dot_product_attention(grouped, keys, values, is_causal=True, scale=scale)
+    return out.flatten(0, 1)
+
+
+def _lse(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """Return ``[Q, H]``, the log-sum-exp in base 2; arithmetic is in float32."""
+    keys = key.float().repeat_interleave(len(query) // len(key), dim=0)
+    logits = torch.matmul(query.float(), keys.transpose(1, 2)) * scale
+    unseen = torch.ones_like(logits[0], dtype=torch.bool).triu(1)
+    return torch.logsumexp(logits.masked_fill(unseen, -math.inf), dim=-1).T / math.log(2)
+
+
+def _cuda(args: RaggedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    from compiled_llm_ops.kernels.latent.ragged import attend
+
+    _check(args)
+    out = args.query.new_empty(_sizes(args))
+    lse = None
+    if wants_lse:
+        lse = torch.empty(args.query.shape[:2], dtype=torch.float32, device=args.query.device)
+    with torch.cuda.device(args.query.device):  # Triton launches on the current one
+        attend(args.query, args.key, args.value, args.qo_indptr, args.scale, out, lse)
+    return out, lse
+
+
+def _sizes(args: RaggedAttention) -> tuple[int, int, int]:
+    """Return the shape of the results."""
+    return args.query.shape[0], args.query.shape[1], args.value.shape[2]
+
+
+_ragged_attention, _ragged_attention_lse = define_with_lse(
+    "ragged_attention", RaggedAttention, cpu=_cpu, cuda=_cuda, sizes=_sizes
+)

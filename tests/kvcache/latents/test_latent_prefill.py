@@ -1,0 +1,101 @@
+"""Prefill of models with latents: new rows attend to keys and values that they expand, others to latents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import compiled_llm
+from compiled_llm import Engine
+from compiled_llm.compilation.program_list import PREFILL, PREFILL_ALONE
+from compiled_llm.model import attention
+from compiled_llm_ops.kernels.latent import latent_tiling
+from support.engine import tiny_engines
+from support.latent_models import latent_model, needs_latents
+from support.parity import FEW_PAGES, greedy, mixed_prompts, next_turn
+
+pytestmark = needs_latents
+
+
+def pair(seed: int, mode: Any = "eager", **options: Any) -> tuple[Any, Any]:
+    options = {**FEW_PAGES, **options}
+    return latent_model(seed=seed), compiled_llm.wrap(latent_model(seed=seed), mode=mode, **options)
+
+
+@pytest.fixture
+def attended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Which op of prefill ran, and over how many tokens, padding included, in order; a first call runs each once."""
+    ran: list[tuple[str, int]] = []
+    for name in ("ragged_attention", "latent_attention"):
+        monkeypatch.setattr(attention, name, _noted(ran, name, getattr(attention, name)))
+    return ran
+
+
+def _noted(ran: list[tuple[str, int]], name: str, op: Any) -> Any:
+    def call(*args: Any) -> Tensor:
+        ran.append((name, len(args[0])))
+        out: Tensor = op(*args)
+        return out
+
+    return call
+
+
+def test_new_rows_attend_to_what_they_expand_and_continued_ones_to_latents(
+    seed: int, attended: list[tuple[str, int]]
+) -> None:
+    plain, model = pair(seed)
+    prompts = torch.randint(3, 128, (3, 23), generator=torch.Generator().manual_seed(seed)).tolist()
+    continued, new = prompts[0], prompts[1]
+    with Engine(model) as engine:
+        engine.generate([[5, 6, 7]], tiny_engines.greedy(2))
+        for batch, op in (([continued], "ragged"), ([[*continued[:21], 7]], "latent"), ([continued, new], "latent")):
+            attended.clear()
+            outputs = engine.generate(batch, tiny_engines.greedy(5))
+            assert {name for name, _ in attended} == {f"{op}_attention"}, batch
+            for prompt, output in zip(batch, outputs, strict=True):
+                expected = greedy(plain, {"input_ids": torch.tensor([prompt])}, 5)[0, len(prompt) :]
+                assert output.token_ids == expected.tolist()
+        assert [output.cached_tokens for output in outputs] == [20, 0]
+    assert max(tokens for _, tokens in attended) <= 3 + 23 + 1, "new tokens, and one of padding"
+
+
+def test_chunks_after_the_first_attend_to_latents(seed: int, attended: list[tuple[str, int]]) -> None:
+    plain, model = pair(seed, prefill_tokens=16)
+    inputs = mixed_prompts([40], 128, seed)
+    greedy(model, mixed_prompts([3], 128, seed), 2)
+    attended.clear()
+    torch.testing.assert_close(greedy(model, inputs, 6), greedy(plain, inputs, 6))
+    assert list(dict.fromkeys(attended)) == [
+        ("ragged_attention", 17),
+        ("latent_attention", 17),
+        ("latent_attention", 9),
+    ]
+
+
+def test_short_rows_may_be_left_to_latents(
+    seed: int, attended: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latent_tiling, "EXPANDED_FROM", 6)
+    plain, model = pair(seed)
+    greedy(model, mixed_prompts([3], 128, seed), 2)
+    for length, op in ((5, "latent"), (6, "ragged")):
+        attended.clear()
+        inputs = mixed_prompts([length, 2], 128, seed)
+        torch.testing.assert_close(greedy(model, inputs, 6), greedy(plain, inputs, 6))
+        assert {name for name, _ in attended} == {f"{op}_attention"}
+
+
+def test_prefill_is_two_programs_compiled_once_each(seed: int) -> None:
+    plain, model = pair(seed, "compile")
+    inputs = mixed_prompts([9, 30], 128, seed)
+    words = torch.randint(3, 128, (2, 5), generator=torch.Generator().manual_seed(seed))
+    ours, theirs = (greedy(own, inputs, 4, return_dict_in_generate=True) for own in (model, plain))
+    following = [greedy(own, next_turn(inputs, out, words), 4) for own, out in ((model, ours), (plain, theirs))]
+    assert torch.equal(*following)
+    greedy(model, mixed_prompts([3, 7, 12], 128, seed), 4)
+    counts = model.compiled.model_runner().graph_manager.programs.graph_counts()
+    assert counts[PREFILL] == counts[PREFILL_ALONE] == 1
+    assert model.compiled.stats().recompiles == 0
