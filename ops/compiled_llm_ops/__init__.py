@@ -18,6 +18,19 @@ from compiled_llm_ops.attention.merge import merge_state, merge_state_in_place, 
 from compiled_llm_ops.attention.plan import plan_paged_attention
 from compiled_llm_ops.attention.prefill import paged_attention, paged_attention_lse
 from compiled_llm_ops.attention.rope_append import rope_append_paged_kv
+from compiled_llm_ops.attention.sparse.block_sparse import block_sparse_attention, block_sparse_attention_lse
+from compiled_llm_ops.attention.sparse.variable import (
+    variable_block_sparse_attention,
+    variable_block_sparse_attention_lse,
+)
+from compiled_llm_ops.attention.sparse.work_items import (
+    block_sparse_items,
+    variable_block_sparse_tables,
+)
+from compiled_llm_ops.attention.sparse.wrappers import (
+    BlockSparseAttentionWrapper,
+    VariableBlockSparseAttentionWrapper,
+)
 from compiled_llm_ops.contracts import (
     BIASED,
     CLEANED,
@@ -57,14 +70,19 @@ __all__ = [
     "MAX_GROWING",
     "NOT_A_TOKEN",
     "PROMPTED",
+    "BlockSparseAttentionWrapper",
     "CascadeTables",
     "Geometry",
     "PageTable",
     "Seldom",
     "SharedRun",
+    "VariableBlockSparseAttentionWrapper",
     "add_rms_norm",
     "append_latent",
     "append_paged_kv",
+    "block_sparse_attention",
+    "block_sparse_attention_lse",
+    "block_sparse_items",
     "build_sampling",
     "cascade_attention",
     "cascade_attention_lse",
@@ -94,4 +112,7 @@ __all__ = [
     "sample_tokens",
     "skinny_linear",
     "top_logprobs",
+    "variable_block_sparse_attention",
+    "variable_block_sparse_attention_lse",
+    "variable_block_sparse_tables",
 ]

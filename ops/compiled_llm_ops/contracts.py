@@ -392,6 +392,67 @@ class LatentDecode(NamedTuple):
     chosen: Tensor | None = None
 
 
+class SparseItem(NamedTuple):
+    """A work item of block-sparse attention: some queries of a row of blocks, with all of its keys or a share of them.
+
+    Attributes:
+        kv_head: of an item of ``variable_block_sparse_attention``; 0 where all kv heads read the same.
+        first_query: the first of its queries.
+        queries: how many they are; 0 if there is no item.
+        first_piece: where its keys begin in the lists of the op.
+        pieces: how many entries they are; 0 for queries that see no key.
+        first_part: the first of the partial results of these queries.
+        part: the item's own, counted from there.
+        parts: how many they are; 1 if there is nothing to merge.
+    """
+
+    kv_head: int
+    first_query: int
+    queries: int
+    first_piece: int
+    pieces: int
+    first_part: int
+    part: int
+    parts: int
+
+
+SPARSE_PIECE = 64
+"""Keys of a piece of ``variable_block_sparse_attention``, at most."""
+
+
+class BlockSparseAttention(NamedTuple):
+    """Arguments of ``block_sparse_attention`` and ``block_sparse_attention_lse``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    indptr: Tensor
+    indices: Tensor
+    work_items: Tensor
+    block_rows: int
+    block_columns: int
+    max_parts: int
+    scale: float
+    logits_soft_cap: float = 0.0
+    mask: Tensor | None = None
+
+
+class VariableBlockSparseAttention(NamedTuple):
+    """Arguments of ``variable_block_sparse_attention`` and ``variable_block_sparse_attention_lse``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    block_mask_map: Tensor
+    block_row_sz: Tensor
+    block_col_sz: Tensor
+    work_items: Tensor
+    pieces: Tensor
+    max_parts: int
+    scale: float
+    logits_soft_cap: float = 0.0
+
+
 class MergeState(NamedTuple):
     """Arguments of ``merge_state``."""
 

@@ -23,6 +23,7 @@ from support.ops.latent_rows import MIXES as LATENT_MIXES, LatentRows, RaggedRow
 from support.ops.listed_pages import ListedRows
 from support.ops.packed_tokens import Sizes, packed_tokens
 from support.ops.sampling_cases import EVERYTHING, arguments
+from support.ops.sparse_blocks import Sizes as Sparse, SparseBlocks, VariableBlocks
 from support.ops.tagged_rows import some_rows
 
 UNWRITTEN = 1e4
@@ -346,6 +347,18 @@ def ragged_cases() -> list[tuple[Any, ...]]:
     return [RaggedRows(counts, key_heads=2, seed=4).arguments() for counts in ([3, 0, 5], [1, 7])]
 
 
+def block_sparse_cases() -> list[tuple[Any, ...]]:
+    sizes = Sparse(12, 40)
+    cases: list[tuple[Any, ...]] = [
+        tuple(SparseBlocks((4, 8), sizes, masked=masked).arguments(2.0 * masked)) for masked in (False, True)
+    ]
+    return [*cases, tuple(SparseBlocks((1, 1), sizes._replace(dtype=torch.bfloat16), spare=3).arguments())]
+
+
+def variable_block_sparse_cases() -> list[tuple[Any, ...]]:
+    return [tuple(VariableBlocks((3, 5), Sparse(12, 40), seed=number).arguments(1.5 * number)) for number in range(2)]
+
+
 def _finite(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Without NaN, which opcheck does not compare."""
     return tuple(
@@ -358,6 +371,8 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "add_rms_norm": norm_cases,
     "append_latent": append_latent_cases,
     "append_paged_kv": append_cases,
+    "block_sparse_attention": block_sparse_cases,
+    "block_sparse_attention_lse": block_sparse_cases,
     "cascade_attention": cascade_cases,
     "cascade_attention_lse": cascade_cases,
     "chained_linear": chained_linear_cases,
@@ -385,4 +400,6 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "sample_tokens": sample_cases,
     "skinny_linear": linear_cases,
     "top_logprobs": logprob_cases,
+    "variable_block_sparse_attention": variable_block_sparse_cases,
+    "variable_block_sparse_attention_lse": variable_block_sparse_cases,
 }

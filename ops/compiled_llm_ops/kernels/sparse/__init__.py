@@ -1,0 +1,1 @@
+"""A kernel of block-sparse attention, and its tiling."""

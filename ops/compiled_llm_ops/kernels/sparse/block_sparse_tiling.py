@@ -1,0 +1,65 @@
+"""How programs of the block-sparse kernel divide queries and keys. Nothing is fitted to times yet.
+
+Shapes: H query heads, K kv heads, G query heads of one kv head, D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+DTYPES = (torch.float16, torch.bfloat16)
+
+FEWEST, MOST, MOST_OF_LARGE = 16, 128, 64
+"""Queries and heads of a program: tensor cores take no fewer; sums of more, of large heads of fewer, fill registers."""
+
+LARGE_HEAD, LARGEST_HEAD = 128, 256
+"""Head sizes from which on, beyond, and up to which there are kernels."""
+
+BLOCK_VALUES = 2**13
+"""Values of keys in a block: 64 of size 128."""
+
+STAGES = 3
+"""Of the pipeline: a block and the list's entries of the next are being loaded at a time."""
+
+
+class SparseTile(NamedTuple):
+    """What a program attends with, and how it reads keys.
+
+    Attributes:
+        queries: of a row of blocks, next to each other, each with all query heads of a kv head.
+        padded: queries times G, as a power of two.
+        block: keys read at a time.
+        warps: in a program.
+    """
+
+    queries: int
+    padded: int
+    block: int
+    warps: int
+
+
+def sparse_tile(block_rows: int, gqa: int, head_dim: int, masked: bool = False) -> SparseTile:
+    """Return the tile for rows of about so many queries, and G heads; by constant properties of a captured launch.
+
+    A mask inside blocks makes those of keys smaller: its addresses take registers. Queries are as many without.
+    """
+    most = MOST if head_dim <= LARGE_HEAD else MOST_OF_LARGE
+    padded = max(FEWEST, min(most, _power_of_two(block_rows * gqa)), _power_of_two(gqa))
+    stored = max(FEWEST, _power_of_two(head_dim))
+    block = max(16, BLOCK_VALUES // max(64, stored) // (2 if masked else 1))
+    return SparseTile(padded // gqa, padded, block, 8 if padded > 64 else 4)
+
+
+def missing_kernel(head_dim: int, dtype: torch.dtype) -> str | None:
+    """Return why there is no kernel; None if there is one."""
+    if dtype not in DTYPES:
+        return f"no kernel for {dtype}; use torch.bfloat16 or torch.float16"
+    if head_dim > LARGEST_HEAD:
+        return f"no kernel for heads of size {head_dim}; there are some up to {LARGEST_HEAD}"
+    return None
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
