@@ -34,7 +34,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=MODES)
 def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
-    options = {**OPTIONS, "kv_memory": "1500 tokens", "prefill_tokens": 64, **MODES[request.param]}
+    options = {**OPTIONS, "kv_memory": "3000 tokens", "prefill_tokens": 64, **MODES[request.param]}
     wrapped = compiled_llm.wrap(small_qwen3(request.config.getoption("seed")), **options, batch_invariant=True)
     yield wrapped
     compiled_llm.unwrap(wrapped)
@@ -56,13 +56,13 @@ def check_answers_on_the_gpu(model: PreTrainedModel, asked: list[Asked], outputs
 
 @pytest.mark.parametrize("few_pages", [False, True])
 def test_answers_have_the_bits_of_the_teacher_forced_model(
-    model: PreTrainedModel, few_pages: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, few_pages: bool, seed: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     if few_pages:
         monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
-    asked = some_requests(seed, 60, SMALL["vocab_size"], longest=150)
-    with Engine(model, max_num_seqs=12) as engine:
-        outputs = answers_of(engine, asked, seed)
+    asked = some_requests(seed, 1000 if request.config.getoption("--whole") else 60, SMALL["vocab_size"], longest=150)
+    with Engine(model, max_num_seqs=40 if few_pages else 12) as engine:
+        outputs = answers_of(engine, asked, seed, waits=0.05 if few_pages else 0.3)
         assert engine.stats().cached_tokens > 0
         assert not few_pages or engine.stats().preemptions > 0
     check_answers_on_the_gpu(model, asked, outputs)
@@ -71,8 +71,10 @@ def test_answers_have_the_bits_of_the_teacher_forced_model(
     assert_account_is_empty(model)
 
 
-def test_rows_of_any_batch_have_the_bits_of_the_row_alone(model: PreTrainedModel, seed: int) -> None:
-    check_forwards(model, seed, 50, longest=100)
+def test_rows_of_any_batch_have_the_bits_of_the_row_alone(
+    model: PreTrainedModel, seed: int, request: pytest.FixtureRequest
+) -> None:
+    check_forwards(model, seed, 1000 if request.config.getoption("--whole") else 50, longest=100)
 
 
 def test_decode_steps_of_up_to_256_rows_have_them(seed: int) -> None:

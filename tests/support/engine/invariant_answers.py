@@ -41,13 +41,16 @@ def some_requests(seed: int, count: int, vocabulary: int = 128, longest: int = 6
     return found
 
 
-def answers_of(engine: Engine, asked: Sequence[Asked], seed: int) -> list[RequestOutput]:
-    """Requests come while others run, and some are cancelled; those are left out."""
+def answers_of(engine: Engine, asked: Sequence[Asked], seed: int, waits: float = 0.3) -> list[RequestOutput]:
+    """Requests come while others run, a share ``waits`` after the first token of the one before.
+
+    Some are cancelled; those are left out.
+    """
     chance = random.Random(seed)
     handles = []
     for ids, params in asked:
         handles.append(engine.submit(ids, params, priority=chance.choice([0, 0, 1])))
-        if chance.random() < 0.3:
+        if chance.random() < waits:
             next(iter(handles[-1].tokens(0)))
         if chance.random() < 0.1:
             engine.submit(ids[::-1], params).cancel()
