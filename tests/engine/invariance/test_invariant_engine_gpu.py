@@ -60,7 +60,8 @@ def test_answers_have_the_bits_of_the_teacher_forced_model(
 ) -> None:
     if few_pages:
         monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
-    asked = some_requests(seed, 1000 if request.config.getoption("--whole") else 60, SMALL["vocab_size"], longest=150)
+    count = 1000 if request.config.getoption("--whole") else 60
+    asked = some_requests(seed, count, SMALL["vocab_size"], 150, answers=120 if few_pages else 16)
     with Engine(model, max_num_seqs=40 if few_pages else 12) as engine:
         outputs = answers_of(engine, asked, seed, waits=0.05 if few_pages else 0.3)
         assert engine.stats().cached_tokens > 0

@@ -25,7 +25,7 @@ def invariant(plain: PreTrainedModel, tokens: int = 4000, **options: Any) -> Pre
     return compiled_llm.wrap(plain, kv_memory=f"{tokens} tokens", batch_invariant=True, progress=False, **options)
 
 
-def some_requests(seed: int, count: int, vocabulary: int = 128, longest: int = 60) -> list[Asked]:
+def some_requests(seed: int, count: int, vocabulary: int = 128, longest: int = 60, answers: int = 16) -> list[Asked]:
     """Prompts of one to several chunks, some of which begin alike, greedy or drawn, all with log-probabilities."""
     chance = random.Random(seed)
     shared = [chance.randrange(3, vocabulary) for _ in range(40)]
@@ -36,7 +36,7 @@ def some_requests(seed: int, count: int, vocabulary: int = 128, longest: int = 6
         drawn = {"temperature": 0.0} if chance.random() < 0.5 else {"temperature": 0.9, "top_p": 0.9, "seed": number}
         scored = {"logprobs": 2, **chance.choice([{}, {"prompt_logprobs": 1}])}
         several = {"n": chance.choice([1, 1, 2])} if drawn["temperature"] else {}
-        ends = {"max_tokens": chance.randint(1, 16), "ignore_eos": True}
+        ends = {"max_tokens": chance.randint(1, answers), "ignore_eos": True}
         found.append((ids, SamplingParams(**ends, **drawn, **scored, **several)))
     return found
 
