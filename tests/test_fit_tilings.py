@@ -80,7 +80,7 @@ def test_times_are_written(tool: ModuleType, tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_cpus_rule_is_measured_without_a_gpu(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tool, "by_the_clock", lambda run, synchronize, seconds: float(run().numel()))
+    monkeypatch.setattr("fitting.cpu_linear.by_the_clock", lambda run, synchronize, seconds: float(run().numel()))
     case = next(iter(tool.cpu_linear_cases(tool.Machine(), True)))
     assert set(tool.measure(case).times) >= {"rows_left", "weight_left", case.chosen}
 

@@ -1,0 +1,96 @@
+"""What a rule of kernels has to choose among, and how long each candidate takes on this machine."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from bench import cold_launches
+from bench.cold_launches import NumberedLaunch
+from torch import Tensor
+
+MODELS = {"0.6B": (1024, 2048, 1024, 3072), "8B": (4096, 4096, 1024, 12288)}
+"""Qwen3: hidden size, columns of all query heads, of all kv heads, intermediate size."""
+
+VOCABULARY, PAGE_SIZE, HEAD_DIM, KV_HEADS = 151_936, 16, 128, 8
+
+
+class Machine(NamedTuple):
+    """What rules ask of a device; by default an H200's."""
+
+    processors: int = 132
+    shared_memory: int = 228 * 1024
+
+
+class Case(NamedTuple):
+    """One choice that a rule has to make.
+
+    Attributes:
+        rule: its name, as for `--only`.
+        name: what there is to sample for.
+        candidates: what could be sampled, by name.
+        chosen: what the rule chooses, one of the names.
+        prepare: allocates the inputs; returns what measures a candidate, in microseconds.
+    """
+
+    rule: str
+    name: str
+    candidates: dict[str, Any]
+    chosen: str
+    prepare: Callable[[], Callable[[Any], float]]
+
+
+class Fit(NamedTuple):
+    """A measured case; `times` are in microseconds, by candidate."""
+
+    rule: str
+    case: str
+    best: str
+    chosen: str
+    slower: float
+    times: dict[str, float]
+
+
+def measure(case: Case) -> Fit:
+    microseconds = case.prepare()
+    times = {name: microseconds(candidate) for name, candidate in case.candidates.items()}
+    best = min(times, key=times.__getitem__)
+    return Fit(case.rule, case.name, best, case.chosen, times[case.chosen] / times[best] - 1, times)
+
+
+def case_of(rule: str, name: str, candidates: Iterable[Any], chosen: Any, prepare: Any) -> Case:
+    """A case whose candidates name themselves; the rule's choice is always among them."""
+    return Case(rule, name, {str(one): one for one in [chosen, *candidates]}, str(chosen), prepare)
+
+
+# ---- measuring
+
+
+def captured(launch: NumberedLaunch) -> float:
+    """Microseconds of a launch, captured many times in a row; infinite if the device has too little for a candidate."""
+    from triton.runtime.errors import OutOfResources
+
+    try:
+        return cold_launches.captured(launch)
+    except OutOfResources:
+        return math.inf
+
+
+def by_the_clock(run: Callable[[], object], synchronize: Callable[[], object], seconds: float = 0.2) -> float:
+    """Microseconds of a run, launches of the host included: the best of as many runs as take so long."""
+    run()
+    best, end = math.inf, time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        synchronize()
+        start = time.perf_counter()
+        run()
+        synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best * 1e6
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16) / math.sqrt(shape[-1])
