@@ -21,7 +21,8 @@ def tool() -> Iterator[ModuleType]:
         yield module_at(CHECKOUT / "tools" / "fit_tilings.py")
 
 
-RULES = ["linear", "normed", "chained", "attention", "splitting", "captured", "cpu-linear"]
+LATENT_RULES = ["latent-decode", "latent-prefill", "latent-ragged", "latent-backend"]
+RULES = ["linear", "normed", "chained", "attention", "splitting", "captured", *LATENT_RULES, "cpu-linear"]
 
 
 def made_of(times: dict[str, float], chosen: str, tool: ModuleType) -> Any:
@@ -47,7 +48,7 @@ def test_cases_have_the_rules_choice_among_others(tool: ModuleType, rule: str) -
 
 def test_other_machines_get_other_choices(tool: ModuleType) -> None:
     half = tool.Machine(processors=66, shared_memory=100 * 1024)
-    for rule in ("linear", "attention"):
+    for rule in ("linear", "attention", "latent-decode"):
         chosen = [[case.chosen for case in tool.SWEEPS[rule](machine, True)] for machine in (tool.Machine(), half)]
         assert chosen[0] != chosen[1], rule
 

@@ -6,7 +6,9 @@
 
 For each case it times every candidate and prints the best, the one that the rule chooses, and how much slower it is.
 To fit a rule to another GPU: run this, change the rule's constants (they say what they stand for), run it again. All
-but `cpu-linear` need a GPU, and `splitting` needs FlashInfer.
+but `cpu-linear` need a GPU, and `splitting` and `latent-backend` need FlashInfer. The rules of latents in one go:
+
+    python tools/fit_tilings.py --quick --only latent-decode,latent-prefill,latent-ragged,latent-backend
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch
 from fitting.attention import attention_cases
 from fitting.cases import Case, Fit, Machine, measure
 from fitting.cpu_linear import cpu_linear_cases
+from fitting.latents import latent_backend_cases, latent_decode_cases, latent_prefill_cases, ragged_cases
 from fitting.linear import chained_cases, linear_cases, normed_cases
 from fitting.prefill import captured_cases, splitting_cases
 from rich.console import Console
@@ -38,6 +41,10 @@ SWEEPS: dict[str, Callable[[Machine, bool], Iterator[Case]]] = {
     "attention": attention_cases,
     "splitting": splitting_cases,
     "captured": captured_cases,
+    "latent-decode": latent_decode_cases,
+    "latent-prefill": latent_prefill_cases,
+    "latent-ragged": ragged_cases,
+    "latent-backend": latent_backend_cases,
     "cpu-linear": cpu_linear_cases,
 }
 

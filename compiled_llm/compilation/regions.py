@@ -31,6 +31,8 @@ LATENT: tuple[torch._ops.OpOverload, ...] = (
     torch.ops.compiled_llm.latent_attention_lse.default,
     torch.ops.compiled_llm.latent_decode.default,
     torch.ops.compiled_llm.latent_decode_lse.default,
+    torch.ops.compiled_llm.planned_latent_attention.default,
+    torch.ops.compiled_llm.planned_latent_attention_lse.default,
     torch.ops.compiled_llm.ragged_attention.default,
     torch.ops.compiled_llm.ragged_attention_lse.default,
 )

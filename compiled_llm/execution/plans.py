@@ -41,6 +41,7 @@ class Planner:
 
     Attributes:
         decodes: whether decode steps are planned, too; if not, they attend by ops that need no plan.
+        follows_tokens: whether a plan holds the rows' exact lengths, so that each decode step is planned.
         max_tokens: the most that a planned step can have.
     """
 
@@ -68,6 +69,7 @@ class Planner:
         self._device = device
         self._max_row_tokens = max_row_tokens
         self._groups = [group for group in dict.fromkeys(layers) if group is not None]
+        self.follows_tokens = any(group.rope_size for group in self._groups)
         if not self._groups:
             self._backend = backend_named("reference")  # which plans nothing
         self._group_of_layer = tuple(-1 if layer is None else self._groups.index(layer) for layer in layers)
@@ -99,7 +101,7 @@ class Planner:
     def variants(self) -> tuple[int, ...]:
         """Ways to divide a batch; each has CUDA graphs of its own, if these hold attention.
 
-        Where layers keep latents, which need no plan, the ways to attend to them.
+        Where layers keep latents, the ways to attend to them.
         """
         if self._expands:
             return _ABSORBED, _EXPANDED
@@ -134,7 +136,8 @@ class Planner:
 
     def for_prefill(self, shape: StepKey | None = None) -> AttentionPlans:
         """Return the plans of a captured shape, or those of all other prefills."""
-        return self._as_inputs(shape)
+        alone = shape is not None and self.attends_alone(shape.variant)
+        return self._as_inputs(None if alone else shape)
 
     def for_decode(self, step: StepKey) -> AttentionPlans:
         plans = self._as_inputs(step)
@@ -146,13 +149,18 @@ class Planner:
 
     def plan_prefill(self, table: HostTable, shape: StepKey | None = None) -> None:
         """Plan a prefill or extend; ``shape`` is that of a captured prefill, None for any other."""
+        if shape is not None and self.attends_alone(shape.variant):
+            return
         if shape is None or not self._captures:
             self._plan(shape, table, _NOT_CAPTURED, _BEST_VARIANT)
         else:
             self._plan(shape, table, shape.tokens, shape.variant)
 
     def plan_decode(self, table: HostTable, step: StepKey) -> None:
-        """Plan the decode steps of a bucket until a row enters another page: plans depend on pages, not on tokens."""
+        """Plan the decode steps of a bucket until a row enters another page: plans depend on pages, not on tokens.
+
+        With ``follows_tokens`` for the next step alone.
+        """
         if self._captures:
             self._plan(step, table, step.tokens, self._decode_variant(step))
         else:

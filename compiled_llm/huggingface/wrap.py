@@ -16,7 +16,7 @@ from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.wrapped_model import WrappedModel, wrapped_class
 from compiled_llm.model.attention import BATCH_ARGUMENT
 from compiled_llm.model.attention_switch import attention_configs, paged_attention_in
-from compiled_llm.model.checks import check_layers, check_model, check_placement
+from compiled_llm.model.checks import check_layers, check_model, check_placement, settled
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.layer_probe import probe_layers
 from compiled_llm.model.probes.mask_probe import check_patterns
@@ -73,6 +73,7 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
         with paged_attention_in(attention_configs(checked)), LinearRecorder() as recorder:
             layers = probe_layers(checked, BATCH_ARGUMENT, fake=not changes_in_first_call(checked))
         layers = check_patterns(checked, layers)
+    config = settled(config, layers, checked)
     check_layers(checked, layers, config)
     if config.batch_invariant:
         check_invariance(checked, recorder)

@@ -271,6 +271,7 @@ class LatentAttentionSpec(NamedTuple):
         page_size: S.
         dtype: of the model.
         group: number of the group of layers whose page numbers it follows.
+        planned_by_backend: whether a backend's plan attends; else ops of our own that need none.
     """
 
     rank: int
@@ -278,6 +279,7 @@ class LatentAttentionSpec(NamedTuple):
     page_size: int
     dtype: torch.dtype
     group: int = 0
+    planned_by_backend: bool = False
 
     def in_group(self, group: int) -> KVCacheSpec:
         return self._replace(group=group)
@@ -294,7 +296,7 @@ class LatentAttentionSpec(NamedTuple):
         return pages, self.page_size, self.rank + self.rope_size
 
     def planned(self, geometry: Geometry) -> Geometry | None:
-        return None
+        return geometry._replace(rope_size=self.rope_size) if self.planned_by_backend else None
 
     def attend(
         self,
@@ -306,7 +308,7 @@ class LatentAttentionSpec(NamedTuple):
         wants_lse: bool,
     ) -> tuple[Tensor, Tensor | None]:
         scale, _, _ = options  # a window or a cap was refused
-        return rows.attend_to_latents(states, memory, scale, wants_lse)
+        return rows.attend_to_latents(layer, states, memory, scale, wants_lse)
 
     def write(self, memory: Tensor, places: TokenPlaces, keys: Tensor, values: Tensor) -> None:
         both = _columns(torch.cat([keys, values], dim=-1), places.width)
@@ -330,6 +332,7 @@ def kv_cache_specs(
     dtype: torch.dtype,
     backend: Backend,
     scales: Sequence[PageScales] = (),
+    plans_decode: bool = False,
 ) -> tuple[KVCacheSpec, ...]:
     """Return each layer's spec.
 
@@ -339,17 +342,19 @@ def kv_cache_specs(
         dtype: of the model.
         backend: attends, and says which head sizes pages must have.
         scales: of each layer, if pages are of fp8; all layers can be then. Empty if they are of the model's dtype.
+        plans_decode: whether it plans decode steps; it then attends to latents, too.
     """
-    specs: list[KVCacheSpec] = [_spec_of(layer, page_size, dtype, backend) for layer in layers]
+    specs: list[KVCacheSpec] = [_spec_of(layer, page_size, dtype, backend, plans_decode) for layer in layers]
     if scales:
         specs = [_in_fp8(spec, own) for spec, own in zip(specs, scales, strict=True)]
     return tuple(spec.in_group(group) for spec, group in zip(specs, layer_groups(layers), strict=True))
 
 
-def _spec_of(layer: Layer, page_size: int, dtype: torch.dtype, backend: Backend) -> KVCacheSpec:
+def _spec_of(layer: Layer, page_size: int, dtype: torch.dtype, backend: Backend, plans_decode: bool) -> KVCacheSpec:
     if layer.expansion is not None:
         assert layer.value_head_dim is not None, "latents have a rotated part"
-        return LatentAttentionSpec(layer.head_dim, layer.value_head_dim, page_size, dtype)
+        sizes = layer.head_dim, layer.value_head_dim, page_size
+        return LatentAttentionSpec(*sizes, dtype, planned_by_backend=plans_decode)
     if layer.value_head_dim is not None:
         return UnevenAttentionSpec(layer.kv_heads, layer.head_dim, layer.value_head_dim, page_size, dtype)
     stored = backend.stored_head_dim(layer.head_dim)

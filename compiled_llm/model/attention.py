@@ -27,6 +27,8 @@ from compiled_llm_ops import (
     latent_decode_lse,
     paged_attention,
     paged_attention_lse,
+    planned_latent_attention,
+    planned_latent_attention_lse,
     ragged_attention,
     ragged_attention_lse,
 )
@@ -120,13 +122,23 @@ class PackedTokens(NamedTuple):
         return paged_attention(*arguments), None
 
     def attend_to_latents(
-        self, states: States, pages: Tensor, scale: float, wants_lse: bool
+        self, layer: int, states: States, pages: Tensor, scale: float, wants_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Write the new latents into a layer's pages, and attend over them with absorbed queries.
+        """Write the new latents into a layer's pages, and attend over them with absorbed queries, by its plan if any.
 
         ``states`` are queries ``[T, H, R + E]``, latents ``[T, 1, R]`` and their rotated parts ``[T, 1, E]``.
         """
-        return _attend_to_latents(states, pages, self._places, scale, wants_lse)
+        plans, group = self.plans, self.plans.groups[layer]
+        if group < 0:
+            return _attend_to_latents(states, pages, self._places, scale, wants_lse)
+        query, latent, rope = states
+        rank = latent.shape[2]
+        append_latent(latent[:, 0], rope[:, 0], pages, *self._places)
+        table = (self.qo_indptr, *self.table, plans.tensors[group], plans.workspace)
+        arguments = (query[..., :rank], query[..., rank:], pages, *table, scale)
+        if wants_lse:
+            return planned_latent_attention_lse(*arguments)
+        return planned_latent_attention(*arguments), None
 
     def attend_to_expanded(
         self, states: States, latents: tuple[Tensor, Tensor], pages: Tensor, scale: float, wants_lse: bool
@@ -239,7 +251,7 @@ class NewestTokens(NamedTuple):
         return attend(*arguments), None
 
     def attend_to_latents(
-        self, states: States, pages: Tensor, scale: float, wants_lse: bool
+        self, layer: int, states: States, pages: Tensor, scale: float, wants_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
         """As ``PackedTokens.attend_to_latents``."""
         table, new = (self.starts, self.lengths, self.indices), self.new_tokens

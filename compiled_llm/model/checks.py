@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from compiled_llm.model.sizes import attention_geometries
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.backends import BACKENDS, backend_for, backend_named
 from compiled_llm_ops.contracts import CASCADE_QUERIES, FP8, FP8_CAPABILITY
-from compiled_llm_ops.kernels.latent.latent_tiling import missing_kernel
+from compiled_llm_ops.kernels.latent.latent_tiling import OWN_HEADS, missing_kernel
 from compiled_llm_ops.protocol import Backend
 
 ROOT = 0
@@ -207,14 +208,33 @@ def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapCo
             )
 
 
+def settled(config: WrapConfig, layers: Sequence[Layer], model: PreTrainedModel) -> WrapConfig:
+    """Return the options with the backend that ``"auto"`` stands for where layers keep latents.
+
+    That is FlashInfer if its kernels are faster than ours for so many heads, and else ``"auto"``.
+    """
+    faster = all(layer.expansion is not None and layer.query_heads > OWN_HEADS for layer in layers)
+    if not faster or model.device.type != "cuda" or config.attention_backend != "auto":
+        return config
+    backend, sizes = backend_named("flashinfer"), (config.page_size, model.dtype)
+    geometries = zip(layers, attention_geometries(layers, *sizes), strict=True)
+    known = all(
+        backend.missing_kernel(geometry._replace(rope_size=layer.value_head_dim or 0)) is None
+        for layer, geometry in geometries
+    )
+    return replace(config, backend="flashinfer") if known else config
+
+
 def _check_latents(model: PreTrainedModel, layers: Sequence[Layer], config: WrapConfig) -> None:
     """Raise UnsupportedModelError if layers of multi-head latent attention cannot run as the options say."""
     cuda = model.device.type == "cuda"
+    name, backend, _ = backend_for(config.attention_backend, model.device.type)
+    by_plan = cuda and config.backend != "auto"
     for option, given in (
         ("cascade=True", config.cascade is True),
         (f"kv_dtype={config.kv_dtype!r}", config.kv_dtype is not None),
         ("batch_invariant=True", config.batch_invariant),
-        (f"backend={config.backend!r}", cuda and config.backend != "auto"),
+        (f"backend={config.backend!r}", by_plan and not backend.latents),
     ):
         if given:
             raise UnsupportedModelError(
@@ -234,6 +254,13 @@ def _check_latents(model: PreTrainedModel, layers: Sequence[Layer], config: Wrap
             raise UnsupportedModelError(
                 f"wrap: attention layer {number} keeps latents (multi-head latent attention): {missing}; it stays "
                 "usable unwrapped"
+            )
+        (geometry,) = attention_geometries([layer], config.page_size, model.dtype)
+        reason = backend.missing_kernel(geometry._replace(rope_size=layer.value_head_dim)) if by_plan else None
+        if reason is not None:
+            raise UnsupportedModelError(
+                f"wrap: backend={name!r} cannot run attention layer {number}, which keeps latents (multi-head latent "
+                f"attention): {reason}; wrap without backend"
             )
 
 

@@ -13,6 +13,7 @@ from compiled_llm_ops.attention.invariant import invariant_attention, invariant_
 from compiled_llm_ops.attention.latent.append import append_latent
 from compiled_llm_ops.attention.latent.attention import latent_attention, latent_attention_lse
 from compiled_llm_ops.attention.latent.decode import latent_decode, latent_decode_lse
+from compiled_llm_ops.attention.latent.planned import planned_latent_attention, planned_latent_attention_lse
 from compiled_llm_ops.attention.latent.ragged import ragged_attention, ragged_attention_lse
 from compiled_llm_ops.attention.merge import merge_state, merge_state_in_place, merge_states
 from compiled_llm_ops.attention.plan import plan_paged_attention
@@ -106,6 +107,8 @@ __all__ = [
     "paged_attention",
     "paged_attention_lse",
     "plan_paged_attention",
+    "planned_latent_attention",
+    "planned_latent_attention_lse",
     "ragged_attention",
     "ragged_attention_lse",
     "rope_append_paged_kv",

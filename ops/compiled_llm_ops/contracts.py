@@ -28,6 +28,7 @@ class Geometry(NamedTuple):
         logits_soft_cap: ``cap * tanh(logits / cap)``; 0.0 for none.
         dtype: type of the queries.
         kv_dtype: type of the pages.
+        rope_size: E of latents of size D, in pages ``[P, S, D + E]`` that all heads share; 0 for keys and values.
     """
 
     query_heads: int
@@ -38,6 +39,7 @@ class Geometry(NamedTuple):
     logits_soft_cap: float
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    rope_size: int = 0
 
 
 class PageTable(NamedTuple):
@@ -211,6 +213,7 @@ class PlanPagedAttention(NamedTuple):
     logits_soft_cap: float
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    rope_size: int = 0
     captured_tokens: int = -1
     variant: int = -1
 
@@ -374,6 +377,36 @@ class LatentAttention(NamedTuple):
     indices: Tensor
     scale: float
     chosen: Tensor | None = None
+
+
+class PlannedLatentAttention(NamedTuple):
+    """Arguments of ``planned_latent_attention`` and ``planned_latent_attention_lse``."""
+
+    query_latent: Tensor
+    query_rope: Tensor
+    pages: Tensor
+    qo_indptr: Tensor
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+    plan: Tensor
+    workspace: Tensor
+    scale: float
+
+    @property
+    def geometry(self) -> Geometry:
+        (_, heads, rank), size = self.query_latent.shape, self.query_rope.shape[2]
+        return Geometry(heads, 1, rank, self.pages.shape[1], -1, 0.0, self.query_latent.dtype, self.pages.dtype, size)
+
+
+class RaggedAttention(NamedTuple):
+    """Arguments of ``ragged_attention`` and ``ragged_attention_lse``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    qo_indptr: Tensor
+    scale: float
 
 
 class LatentDecode(NamedTuple):

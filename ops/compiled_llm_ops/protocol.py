@@ -18,7 +18,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import AppendPagedKv, Geometry, PagedAttention, PlannedBatch
+from compiled_llm_ops.contracts import (
+    AppendPagedKv,
+    Geometry,
+    PagedAttention,
+    PlannedBatch,
+    PlannedLatentAttention,
+)
 
 
 class CapturedLaunch(NamedTuple):
@@ -58,6 +64,15 @@ class Plan(Protocol):
             args: ``query`` is ``[T, H, D]`` with D as it is stored.
             out: ``[T, H, D]``, contiguous, written.
             lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None to skip it.
+        """
+
+    def launch_latents(self, args: PlannedLatentAttention, out: Tensor, lse: Tensor | None) -> None:
+        """Attend to latents as planned; called only if the backend attends to ``latents``.
+
+        Args:
+            args: absorbed queries, and the pages.
+            out: ``[T, H, R]``, contiguous, written.
+            lse: as of ``launch``.
         """
 
 
@@ -165,6 +180,7 @@ class Backend(Protocol):
         capturable: whether a CUDA graph may capture its launches; if not, they run between the pieces of one.
         kv_dtypes: types that pages may have besides that of the queries.
         uneven_heads: whether values may have another head size than keys; pages are ``[P, K, S, D + E]`` then.
+        latents: whether it has plans for latents on CUDA, made again for each token.
         rope_append: whether on CUDA ``rope_append_paged_kv`` may take the place of ``append`` before its attention; its
             kernel then writes all pages of fp8.
         variants: ways to divide a batch among thread blocks, the simplest first.
@@ -176,6 +192,7 @@ class Backend(Protocol):
     kv_dtypes: frozenset[torch.dtype]
     capturable: bool
     uneven_heads: bool
+    latents: bool
     rope_append: bool
     variants: tuple[int, ...]
     installation: Installation
@@ -269,6 +286,9 @@ class EmptyPlan:
 
     def decide(self, batch: PlannedBatch) -> None: ...
 
+    def launch_latents(self, args: PlannedLatentAttention, out: Tensor, lse: Tensor | None) -> None:
+        raise NotImplementedError("planned_latent_attention: this backend has no kernel for latents")
+
 
 class EmptyWorkspace:
     """An empty workspace; see ``Workspace``."""
@@ -283,6 +303,7 @@ class Unplanned:
     """The part of ``Backend`` that is about plans, where kernels read the page table as it is then."""
 
     variants: tuple[int, ...] = (0,)
+    latents = False
     installation: Installation = NothingToBuild()
 
     def best_variant(

@@ -122,7 +122,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Simpl
     monkeypatch.setattr(hopper, "find_nvcc", lambda: "nvcc")
     monkeypatch.setattr(hopper, "_builds", {})
     monkeypatch.setattr("os.setpriority", lambda *_: None)  # of this process, it would be for good
-    caches = (hopper._has_kernels, hopper._was_built)
+    caches = (hopper.has_kernels, hopper._was_built)
     for cache in caches:
         cache.cache_clear()
     yield SimpleNamespace(built=built, jit=tmp_path / "jit", modules=modules["flashinfer.jit.attention.modules"])

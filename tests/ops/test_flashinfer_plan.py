@@ -165,7 +165,7 @@ def test_nothing_is_planned_during_a_capture(mocked, monkeypatch):
 def test_launches_read_what_the_op_wrote_to_numbers(mocked):
     plan = make_plan(mocked)
     plan.plan(HOST)
-    assert plan.owner.numbers.tolist() == NUMBERS
+    assert plan.owner.numbers.tolist()[: len(NUMBERS)] == NUMBERS
     plan.run(*tensors(), 0.1)
     assert mocked.wrapper._plan_info == NUMBERS
 

@@ -52,6 +52,7 @@ class Decode:
 
     Attributes:
         dispatcher: picks the step that runs.
+        follows_tokens: whether steps are planned, again for each token.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Decode:
         self._owner: weakref.ref[BatchOwner] | None = None
         self._largest = dispatcher.decode_of(state.config.max_batch_size)
         self._table.anchors["decode"] = [self._largest]
-        self._max_planned = planner.max_tokens
+        self._max_planned, self.follows_tokens = planner.max_tokens, planner.follows_tokens
 
     def step_of_several(self, rows: int, new_tokens: int) -> StepKey:
         """Return the smallest step of several new tokens a row; ValueError if the backend has none."""

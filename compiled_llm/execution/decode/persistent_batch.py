@@ -94,8 +94,15 @@ class PersistentBatch:
         return None
 
     def _enters_page(self, rows: Sequence[Row], step: StepKey) -> bool:
-        """Whether a row has just entered a page; padding, which has one page, may have with several new tokens."""
-        return step.new_tokens_per_row > 1 or any((row.length - 1) % self._page_size == 0 for row in rows)
+        """Whether a row has just entered a page; padding, which has one page, may have with several new tokens.
+
+        So may any row as far as plans are concerned that hold exact lengths.
+        """
+        return (
+            self._decode.follows_tokens
+            or step.new_tokens_per_row > 1
+            or any((row.length - 1) % self._page_size == 0 for row in rows)
+        )
 
     def has_run(
         self,
@@ -148,6 +155,8 @@ class PersistentBatch:
 
     def _room(self, row: Row) -> int:
         """Tokens that a row can grow by before anything has to be written."""
+        if self._decode.follows_tokens:
+            return 0
         return row.room if self._decode.follows_pages else row.listed // self._groups * self._page_size - row.length
 
     # ---- rows come and go

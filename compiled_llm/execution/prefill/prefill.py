@@ -240,7 +240,8 @@ class Prefill:
         if embeddings is not None:
             inputs = inputs._replace(ids=embeddings[None])
         state.staging.upload([*zip(table.indices, state.prefill_indices, strict=True)])
-        self._planner.plan_prefill(table)
+        if not alone:
+            self._planner.plan_prefill(table)
         return inputs
 
     def _as_inputs(self, columns: Sequence[Tensor], shape: StepKey | None) -> PrefillInputs:

@@ -74,7 +74,8 @@ class RunnerState:
         with torch.inference_mode(False):
             in_fp8 = config.kv_dtype is not None
             self.page_scales = allocate_scales(facts.layers, config.kv_scales, self.device) if in_fp8 else ()
-        self.specs = kv_cache_specs(facts.layers, config.page_size, model.dtype, chosen.backend, self.page_scales)
+        paging, plans_decode = (config.page_size, model.dtype), chosen.decode_ops is None
+        self.specs = kv_cache_specs(facts.layers, *paging, chosen.backend, self.page_scales, plans_decode)
         self.cascade = Cascade.of(config, self.device.type, facts.layers, self.specs, chosen.decode_ops)
         groups = 1 + max(spec.group for spec in self.specs)
         count = pages_to_allocate(config, page_bytes(self.specs), self.device, self.max_positions, groups)

@@ -28,6 +28,7 @@ def plan_paged_attention(
     logits_soft_cap: float,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
+    rope_size: int = 0,
     captured_tokens: int = -1,
     variant: int = -1,
 ) -> None:
@@ -35,7 +36,7 @@ def plan_paged_attention(
 
     The page table is given on the host, where it was made; it may be rewritten afterwards. Launches read the last plan,
     so a captured launch may be replayed for each batch that it was planned for in the meantime. The plan depends on how
-    many pages rows have, not on how full the last one is.
+    many pages rows have, not on how full the last one is; a plan for latents depends on both.
 
     On a CPU there is no plan: the kernel reads the page table itself.
 
@@ -54,6 +55,7 @@ def plan_paged_attention(
         logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
         dtype: of the queries.
         kv_dtype: of the pages.
+        rope_size: E of latents, whose size D is then, in pages for ``planned_latent_attention``; 0 for keys and values.
         captured_tokens: the T of launches that are captured in a CUDA graph, at least that of any batch planned for
             them; -1 if they are not captured.
         variant: one of the backend's ``variants``, which captured launches must name; -1 for the fastest one for this
@@ -70,7 +72,8 @@ def plan_paged_attention(
     """
     table = (qo_indptr, indptr, last_page_len)
     geometry = (query_heads, kv_heads, head_dim, page_size, window_left, logits_soft_cap, dtype, kv_dtype)
-    _plan_paged_attention(plan, numbers, *table, workspace, *geometry, captured_tokens, variant)
+    how = (rope_size, captured_tokens, variant)
+    _plan_paged_attention(plan, numbers, *table, workspace, *geometry, *how)
 
 
 def _check(args: PlanPagedAttention) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from compiled_llm_ops.contracts import FP8, AppendPagedKv, Geometry, PageTable
-from compiled_llm_ops.flashinfer import hopper, install
+from compiled_llm_ops.flashinfer import hopper, install, latent
 from compiled_llm_ops.flashinfer.append import append
 from compiled_llm_ops.flashinfer.hopper import FA3, takes_fa3
 from compiled_llm_ops.flashinfer.plan import FlashInferPlan
@@ -41,19 +41,23 @@ class FlashInferInstallation:
 
 
 class FlashInfer:
-    """FlashInfer's ``BatchPrefillWithPagedKVCacheWrapper``, with ``fa2`` or ``fa3``, and ``append_paged_kv_cache``."""
+    """FlashInfer's wrappers of paged attention, and ``append_paged_kv_cache``.
+
+    They are ``BatchPrefillWithPagedKVCacheWrapper``, with ``fa2`` or ``fa3``, and ``BatchMLAPagedAttentionWrapper``.
+    """
 
     devices: tuple[str, ...] = ("cuda",)
     dtypes = frozenset(QUERY_DTYPES)
     kv_dtypes = frozenset({FP8})
     capturable = True
     uneven_heads = False
+    latents = True
     rope_append = True
     variants: tuple[int, ...] = (WHOLE, SPLIT, FA3)
     installation: Installation = FlashInferInstallation()
 
     def missing_kernel(self, geometry: Geometry) -> str | None:
-        return missing_kernel(geometry)
+        return latent.missing_latent_kernel(geometry) if geometry.rope_size else missing_kernel(geometry)
 
     def stored_head_dim(self, head_dim: int) -> int:
         return padded_head_dim(head_dim)
@@ -62,6 +66,8 @@ class FlashInfer:
         self, groups: Sequence[Geometry], queries: Sequence[int], lengths: Sequence[int], device: torch.device
     ) -> int:
         """Choose ``fa3`` if it pays for all groups; else split if that pays for any."""
+        if any(group.rope_size for group in groups):
+            return WHOLE
         processors = processors_of(device)
         if takes_fa3(groups, queries, lengths, device, processors):
             return FA3
@@ -71,6 +77,8 @@ class FlashInfer:
         self, groups: Sequence[Geometry], device: torch.device, captured: CapturedLaunch | None = None
     ) -> int:
         processors = processors_of(device)
+        if any(group.rope_size for group in groups):
+            return max(latent.workspace_bytes(group, processors) for group in groups)
         if captured is None:
             return max(split_bytes(group, processors) for group in groups)
         if captured.variant != SPLIT:

@@ -54,7 +54,7 @@ _LISTS = 7  # of as many int32 as there are tiles, each aligned to 16 bytes
 
 def is_there(geometry: Geometry, device: torch.device) -> bool:
     """Whether a device has these kernels for a geometry, already built; the same as long as the process lives."""
-    return _has_kernels(device) and _fits(geometry) and _was_built(geometry._replace(query_heads=1, kv_heads=1))
+    return has_kernels(device) and _fits(geometry) and _was_built(geometry._replace(query_heads=1, kv_heads=1))
 
 
 def takes_fa3(
@@ -118,7 +118,8 @@ def _fits(geometry: Geometry) -> bool:
 
 
 @functools.cache
-def _has_kernels(device: torch.device) -> bool:
+def has_kernels(device: torch.device) -> bool:
+    """Whether a device runs FlashInfer's kernels for Hopper."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     return bool(importlib.import_module("flashinfer.utils").is_sm90a_supported(device))
@@ -153,7 +154,7 @@ def build_for_later(geometry: Geometry, device: torch.device) -> None:
 
     Without a compiler there is nothing to begin.
     """
-    if not (_has_kernels(device) and _fits(geometry)) or is_there(geometry, device) or kernels_are_given():
+    if not (has_kernels(device) and _fits(geometry)) or is_there(geometry, device) or kernels_are_given():
         return
     if find_nvcc() is None or os.environ.get("FLASHINFER_DISABLE_JIT"):
         return

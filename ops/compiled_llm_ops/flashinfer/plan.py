@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import Geometry, PagedAttention, PlannedBatch
+from compiled_llm_ops.contracts import Geometry, PagedAttention, PlannedBatch, PlannedLatentAttention
+from compiled_llm_ops.flashinfer import latent
 from compiled_llm_ops.flashinfer.append import readable
 from compiled_llm_ops.flashinfer.planner import (
-    PLAN_FIELDS,
+    NUMBERS,
     HostColumns,
     decide,
     fields_of,
@@ -28,16 +29,16 @@ class FlashInferPlan:
 
     Plan and launch on one stream, or order the streams: the copy to ``tensor`` overwrites what earlier launches read.
 
-    ``numbers`` are the fields of FlashInfer's ``PrefillPlanInfo``, or for ``fa3`` of its ``PrefillPlanSM90Info``, and
-    zeros. A launch reads every one of them on the host: the sizes and switches choose kernels and grids, and the
-    offsets are added to the addresses of plan and workspace. So a captured launch has them baked in, and from then on
-    ``decide`` raises if one changes.
+    ``numbers`` are the fields of FlashInfer's ``PrefillPlanInfo``, or for ``fa3`` of its ``PrefillPlanSM90Info``, for
+    latents of its ``MLAPlanInfo``, and zeros. A launch reads every one of them on the host: the sizes and switches
+    choose kernels and grids, and the offsets are added to the addresses of plan and workspace. So a captured launch has
+    them baked in, and from then on ``decide`` raises if one changes.
     """
 
     def __init__(self, workspace: FlashInferWorkspace, nbytes: int) -> None:
         """``workspace`` is on the same device; ``nbytes`` is the size of ``tensor``."""
         self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=workspace.device)
-        self.numbers = pinned(8 * len(PLAN_FIELDS)).view(torch.int64).zero_()
+        self.numbers = pinned(8 * NUMBERS).view(torch.int64).zero_()
         self._numbers = self.numbers.numpy()  # read and written in each plan, at a tenth of what a tensor costs
         self._workspace = workspace
         self._geometry: Geometry | None = None
@@ -88,6 +89,21 @@ class FlashInferPlan:
             RuntimeError: no batch was planned yet.
             ValueError: shapes or dtypes do not fit the plan.
         """
+        wrapper, numbers = self._to_launch(args)
+        with self._workspace.launching:  # a thread may capture while another one launches
+            scaled = args._replace(query=_of_each_kv_head(args.query, args.key_scale))
+            _launch(wrapper, numbers, self._tokens, scaled, out, lse)
+        if args.value_scale is not None:
+            _of_each_kv_head(out, args.value_scale, written=out)
+
+    def launch_latents(self, args: PlannedLatentAttention, out: Tensor, lse: Tensor | None) -> None:
+        """Launch attention to latents on the current stream; otherwise as ``launch``."""
+        wrapper, numbers = self._to_launch(args)
+        with self._workspace.launching:
+            latent.launch(wrapper, numbers, args, out, lse)
+
+    def _to_launch(self, args: PagedAttention | PlannedLatentAttention) -> tuple[Any, list[int]]:
+        """Return the wrapper that launches, and the numbers of the plan, which a capture bakes in."""
         if self._waiting is not None:
             self._decide(self._waiting)
         numbers = self._numbers.tolist()
@@ -97,18 +113,14 @@ class FlashInferPlan:
         if torch.cuda.is_current_stream_capturing():
             self._captured = numbers
         wrapper = self._workspace.wrapper(args.geometry, kernels_of(self._variant))
-        with self._workspace.launching:  # a thread may capture while another one launches
-            scaled = args._replace(query=_of_each_kv_head(args.query, args.key_scale))
-            _launch(wrapper, numbers[: len(fields_of(self._variant))], self._tokens, scaled, out, lse)
-        if args.value_scale is not None:
-            _of_each_kv_head(out, args.value_scale, written=out)
+        return wrapper, numbers[: len(fields_of(self._variant, args.geometry))]
 
     def _check_captured(self, numbers: list[int]) -> None:
         if self._captured is None or numbers == self._captured:
             return
         changed = [
             f"{name} was {old} and is now {new}"
-            for name, old, new in zip(fields_of(self._variant), self._captured, numbers, strict=False)
+            for name, old, new in zip(self._fields, self._captured, numbers, strict=False)
             if old != new
         ]
         raise RuntimeError(
@@ -116,8 +128,13 @@ class FlashInferPlan:
             f"{', '.join(changed)}; capture the graph again before replaying it"
         )
 
-    def _check_launch(self, args: PagedAttention) -> None:
-        launched = args.geometry, args.last_page_len.shape[0], args.query.shape[0]
+    @property
+    def _fields(self) -> tuple[str, ...]:
+        assert self._geometry is not None, "a batch is planned"
+        return fields_of(self._variant, self._geometry)
+
+    def _check_launch(self, args: PagedAttention | PlannedLatentAttention) -> None:
+        launched = args.geometry, args.last_page_len.shape[0], args[0].shape[0]
         planned = self._geometry, self._rows, self._tokens
         if launched != planned:
             names = ("geometry", "rows", "tokens")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm_ops.contracts import Geometry, PlannedBatch
-from compiled_llm_ops.flashinfer import hopper
+from compiled_llm_ops.flashinfer import hopper, latent
 from compiled_llm_ops.flashinfer.hopper import FA3, is_there, takes_fa3
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, max_tiles, worth_splitting
 from compiled_llm_ops.flashinfer.versions import idle_blocks_read_the_plan, uniform_q_len_argument
@@ -39,6 +39,8 @@ PLAN_FIELDS: tuple[str, ...] = (
     "enable_cuda_graph",
     "split_kv",
 )
+NUMBERS = max(len(PLAN_FIELDS), len(hopper.FIELDS), len(latent.FIELDS))
+"""How many numbers a plan has room for."""
 _BLOCKS, _TILE = map(PLAN_FIELDS.index, ("padded_batch_size", "cta_tile_q"))
 _ROWS, _QUERY_TILES, _KEY_TILES = map(
     PLAN_FIELDS.index, ("request_indices_offset", "qo_tile_indices_offset", "kv_tile_indices_offset")
@@ -76,6 +78,8 @@ class HostColumns(NamedTuple):
 
 def variant_of(batch: PlannedBatch, device: torch.device, processors: int) -> int:
     """Return the variant of a batch: the one that captured launches name, else the fastest."""
+    if batch.geometry.rope_size:
+        return WHOLE
     if batch.variant >= 0:
         return batch.variant
     queries, lengths = np.diff(batch.qo_indptr).tolist(), lengths_of(batch)
@@ -103,14 +107,18 @@ def decide(
         workspace: of the plan.
 
     Returns:
-        The values of ``PLAN_FIELDS``, or for ``fa3`` of its ``FIELDS``, filled up with zeros; errors are those of
-        ``FlashInferPlan.decide``.
+        The values of ``PLAN_FIELDS``, or for ``fa3`` and for latents of their ``FIELDS``, filled up with zeros; errors
+        are those of ``FlashInferPlan.decide``.
     """
     captured, geometry, rows = batch.captured_tokens >= 0, batch.geometry, columns.rows
     tokens = tokens_of(batch)
     _check_size(plan, geometry, tokens, rows, workspace)
     columns.fill(batch)
-    arguments, whole = planner_arguments(batch, columns, tokens), captured and batch.variant == WHOLE
+    if geometry.rope_size:
+        latent.check_works(geometry, tokens, rows, workspace.processors)
+        arguments, whole = latent.planner_arguments(geometry, columns.tensors), False
+    else:
+        arguments, whole = planner_arguments(batch, columns, tokens), captured and batch.variant == WHOLE
     with workspace.staging(plan.numel()) as staged:
         all_arguments = batch.workspace, plan, staged.memory, *arguments
         planner = workspace.wrapper(geometry, kernels_of(batch.variant))._cached_module
@@ -123,11 +131,13 @@ def decide(
             _explain_overflow(error, batch.workspace)
             raise
     numbers = with_blocks_for_tiles(numbers, geometry, tokens, rows) if whole else numbers
-    return numbers + [0] * (len(PLAN_FIELDS) - len(numbers))
+    return numbers + [0] * (NUMBERS - len(numbers))
 
 
 def plan_bytes(geometry: Geometry, tokens: int, rows: int, device: torch.device) -> int:
     """Return an upper bound on the size of the plan of any batch with at most these tokens and rows, in bytes."""
+    if geometry.rope_size:
+        return latent.plan_bytes(processors_of(device))
     needed = fa2_plan_bytes(geometry, tokens, rows, max_blocks_of(device))
     if is_there(geometry, device):
         needed = max(needed, hopper.plan_bytes(geometry, tokens, rows, processors_of(device)))
@@ -174,7 +184,10 @@ def kernels_of(variant: int) -> str:
     return "fa3" if variant == FA3 else "fa2"
 
 
-def fields_of(variant: int) -> tuple[str, ...]:
+def fields_of(variant: int, geometry: Geometry) -> tuple[str, ...]:
+    """Return the names of a plan's numbers."""
+    if geometry.rope_size:
+        return latent.FIELDS
     return hopper.FIELDS if variant == FA3 else PLAN_FIELDS
 
 

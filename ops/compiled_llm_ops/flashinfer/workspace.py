@@ -19,6 +19,7 @@ from torch import Tensor
 from compiled_llm_ops.contracts import FP8, Geometry, PageTable
 from compiled_llm_ops.flashinfer.append import append
 from compiled_llm_ops.flashinfer.hopper import build_for_later, is_there
+from compiled_llm_ops.flashinfer.latent import make_latent_wrapper, missing_latent_kernel
 from compiled_llm_ops.flashinfer.versions import HEAD_DIMS, import_flashinfer, missing_kernel
 
 STAGING_BUFFERS = 16
@@ -76,7 +77,8 @@ class FlashInferWorkspace:
         for kernels in ("fa2", "fa3") if is_there(geometry, self.device) else ("fa2",):
             arguments = geometry, self.buffer, kernels
             self._loading[geometry, kernels] = _loaders.submit(_on_device, self.device, make_wrapper, *arguments)
-        if geometry.kv_dtype != FP8:  # the kernel of rope_append_paged_kv writes those
+        # The kernels of rope_append_paged_kv and append_latent write other pages.
+        if geometry.kv_dtype != FP8 and not geometry.rope_size:
             # What goes wrong in that one goes wrong again at the first launch.
             _loaders.submit(_on_device, self.device, append_one_token, geometry, self.device)
         build_for_later(geometry, self.device)
@@ -123,8 +125,10 @@ def max_blocks_of(device: torch.device) -> int:
 
 def make_wrapper(geometry: Geometry, buffer: Tensor, kernels: str = "fa2") -> Any:
     """Return a wrapper with loaded kernels, ``fa2`` or ``fa3``, by a public plan of one row of one token."""
-    flashinfer = import_flashinfer()
     _check_geometry(geometry)
+    if geometry.rope_size:
+        return make_latent_wrapper(geometry, buffer)
+    flashinfer = import_flashinfer()
     indptr = torch.tensor([0, 1], dtype=torch.int32, device="cpu")
     indices, last_page_len = (
         torch.tensor([0], dtype=torch.int32, device="cpu"),
@@ -160,9 +164,9 @@ def make_wrapper(geometry: Geometry, buffer: Tensor, kernels: str = "fa2") -> An
 
 
 def _check_geometry(geometry: Geometry) -> None:
-    if reason := missing_kernel(geometry):
+    if reason := missing_latent_kernel(geometry) if geometry.rope_size else missing_kernel(geometry):
         raise ValueError(f"plan_paged_attention: {reason}")
-    if geometry.head_dim not in HEAD_DIMS:
+    if not geometry.rope_size and geometry.head_dim not in HEAD_DIMS:
         raise ValueError(
             f"plan_paged_attention: there is no kernel for head size {geometry.head_dim}; pad it to stored_head_dim() "
             "of the backend"

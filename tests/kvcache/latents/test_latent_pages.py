@@ -13,7 +13,8 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 import compiled_llm
 from compiled_llm import Engine, WrapConfig
 from compiled_llm.kvcache.specs import LatentAttentionSpec, TokenPlaces, allocate_pages, page_size_bytes
-from compiled_llm.model.checks import check_layers
+from compiled_llm.model import checks
+from compiled_llm.model.checks import check_layers, settled
 from compiled_llm.model.latents import Expansion
 from compiled_llm.model.layer_probe import Layer
 from compiled_llm.model.refusals import UnsupportedModelError
@@ -344,13 +345,31 @@ class Placed:
 def test_what_a_gpu_has_no_kernel_for_is_refused_by_its_numbers() -> None:
     model: Any = Placed()
     latent = Layer(16, 1, 512, -1, 0.0, value_head_dim=64, expansion=Expansion("up", 128, 128))
-    check_layers(model, [latent], WrapConfig())
+    for options in ({}, {"backend": "flashinfer"}):
+        check_layers(model, [latent], WrapConfig(**options))
     for changes, options, message in (
         ({"head_dim": 96}, {}, "no kernel for R=96; there are some for powers of two, 16 to 512"),
         ({"value_head_dim": 8}, {}, "no kernel for E=8"),
         ({"window_left": 9}, {}, "has a window of 10, for which there is no kernel"),
         ({"logits_soft_cap": 2.0}, {}, "has capped logits"),
-        ({}, {"backend": "flashinfer"}, "backend='flashinfer': attention layer 0 keeps latents"),
+        ({}, {"backend": "reference"}, "backend='reference': attention layer 0 keeps latents"),
+        ({"head_dim": 256}, {"backend": "flashinfer"}, r"FlashInfer has no kernel for latents of 256 \+ 64 numbers"),
     ):
         with pytest.raises(UnsupportedModelError, match=message):
             check_layers(model, [latent._replace(**changes)], WrapConfig(**options))
+
+
+def test_auto_is_the_backend_that_is_faster_for_so_many_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "OWN_HEADS", 64)
+    model: Any = Placed()
+    for heads, size, given, expected in (
+        (64, 512, "auto", "auto"),
+        (128, 512, "auto", "flashinfer"),
+        (128, 256, "auto", "auto"),
+        (128, 512, "reference", "reference"),
+    ):
+        layer = Layer(heads, 1, size, -1, 0.0, value_head_dim=64, expansion=Expansion("up", 128, 128))
+        assert settled(WrapConfig(backend=given), [layer] * 2, model).backend == expected
+    plain = Layer(128, 128, 64, -1, 0.0)
+    assert settled(WrapConfig(), [plain], model).backend == "auto"
+    assert settled(WrapConfig(), [layer], pair(0)[0]).backend == "auto", "on a CPU"

@@ -12,9 +12,12 @@ import compiled_llm
 from compiled_llm import Engine
 from compiled_llm.compilation.program_list import PREFILL, PREFILL_ALONE
 from compiled_llm.model import attention
+from compiled_llm_ops import planned_latent_attention
+from compiled_llm_ops.contracts import PlannedBatch, PlannedLatentAttention
 from compiled_llm_ops.kernels.latent import latent_tiling
+from compiled_llm_ops.reference.backend import Reference, ReferencePlan
 from support.engine import tiny_engines
-from support.latent_models import latent_model, needs_latents
+from support.latent_models import ROPE, latent_model, needs_latents
 from support.parity import FEW_PAGES, greedy, mixed_prompts, next_turn
 
 pytestmark = needs_latents
@@ -99,3 +102,58 @@ def test_prefill_is_two_programs_compiled_once_each(seed: int) -> None:
     counts = model.compiled.model_runner().graph_manager.programs.graph_counts()
     assert counts[PREFILL] == counts[PREFILL_ALONE] == 1
     assert model.compiled.stats().recompiles == 0
+
+
+# ---- by plan
+
+
+class Stale(Exception):  # noqa: N818
+    """A launch has followed the plan of other lengths."""
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let a backend that plans attend to latents; tokens of each launch, whose plan has been made for its lengths."""
+    launches: list[int] = []
+    decided: dict[int, list[list[int]]] = {}
+
+    def decide(plan: ReferencePlan, batch: PlannedBatch) -> None:
+        columns = (batch.qo_indptr, batch.indptr, batch.last_page_len)
+        decided[plan.tensor.data_ptr()] = [column.tolist() for column in columns]
+        assert batch.geometry.rope_size == ROPE
+
+    def attend(*args: Any) -> Tensor:
+        own = PlannedLatentAttention(*args)
+        found = [column.tolist() for column in (own.qo_indptr, own.indptr, own.last_page_len)]
+        if found != decided[own.plan.data_ptr()]:
+            raise Stale(f"{found} is planned as {decided[own.plan.data_ptr()]}")
+        launches.append(len(own.query_latent))
+        return planned_latent_attention(*args)
+
+    monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
+    monkeypatch.setattr(ReferencePlan, "decide", decide)
+    monkeypatch.setattr(attention, "planned_latent_attention", attend)
+    return launches
+
+
+def test_each_decode_step_is_planned_for_its_lengths(seed: int, planned: list[int]) -> None:
+    plain, model = pair(seed)
+    for lengths in ([5], [4, 8, 1], [5, 19, 11, 16]):
+        inputs = mixed_prompts(lengths, 128, seed)
+        torch.testing.assert_close(greedy(model, inputs, 20), greedy(plain, inputs, 20))
+    drafts = {"input_ids": mixed_prompts([30], 128, seed)["input_ids"]}
+    torch.testing.assert_close(greedy(model, drafts, 16, prompt_lookup_num_tokens=3), greedy(plain, drafts, 16))
+    assert len(planned) > 3 * 3 * 19
+
+
+def test_an_engine_of_planned_steps(seed: int, planned: list[int]) -> None:
+    plain, model = pair(seed)
+    prompts = torch.randint(3, 128, (3, 23), generator=torch.Generator().manual_seed(seed)).tolist()
+    with Engine(model) as engine:
+        for _ in range(2):
+            outputs = engine.generate(prompts, tiny_engines.greedy(9))
+            for prompt, output in zip(prompts, outputs, strict=True):
+                expected = greedy(plain, {"input_ids": torch.tensor([prompt])}, 9)[0, len(prompt) :]
+                assert output.token_ids == expected.tolist()
+        assert [output.cached_tokens for output in outputs] == [20, 20, 20]
+    assert planned

@@ -12,9 +12,13 @@ from compiled_llm_ops import (
     latent_attention_lse,
     latent_decode,
     latent_decode_lse,
+    plan_paged_attention,
+    planned_latent_attention,
+    planned_latent_attention_lse,
     ragged_attention,
     ragged_attention_lse,
 )
+from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.kernels.pdl import has_pdl
 from support.ops.latent_rows import MIXES, RAGGED, LatentRows, RaggedRows
 
@@ -128,3 +132,68 @@ def test_attention_to_own_tokens_is_replayed_with_other_rows(seed):
         rows.qo_indptr.copy_(torch.tensor(starts))
         graph.replay()
         assert torch.equal(out, ragged_attention(*rows.arguments())), starts
+
+
+# ---- by FlashInfer's plan
+
+
+class Planned:
+    """FlashInfer's plan for rows, made through the op."""
+
+    def __init__(self, rows: LatentRows, captured: bool = False) -> None:
+        self.backend, self.geometry = backend_named("flashinfer"), rows.planned_arguments().geometry
+        tokens, device = sum(rows.queries), rows.pages.device
+        nbytes = self.backend.workspace_bytes([self.geometry], device)
+        self.workspace = self.backend.workspace(device, nbytes)
+        size = self.backend.plan_bytes([self.geometry], device, tokens, len(rows.lengths))
+        self.owner = self.backend.new_plan(self.workspace, size)
+        self._captured = (tokens, 0) if captured else (-1, -1)
+        self.plan(rows)
+
+    def plan(self, rows: LatentRows) -> None:
+        buffers = self.owner.tensor, self.owner.numbers, *rows.host_columns, self.workspace.buffer
+        plan_paged_attention(*buffers, *self.geometry, *self._captured)
+
+    def arguments(self, rows: LatentRows) -> Any:
+        return rows.planned_arguments(self.owner.tensor, self.workspace.buffer)
+
+
+@pytest.mark.parametrize("heads", [16, 20, 128])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("mix", [*(name for name in MIXES if name != "rows without tokens"), "long", "decode"])
+def test_planned_by_flashinfer(heads, page_size, mix, seed):
+    long = {"long": ([500, 1, 3000], [500, 1, 30]), "decode": ([1, 31, 32, 33, 64, 65, 9000], None)}
+    lengths, queries = long.get(mix) or MIXES[mix]
+    rows = rows_of(lengths, queries, heads=heads, rank=512, size=64, page_size=page_size, seed=seed)
+    made = Planned(rows)
+    out, lse = planned_latent_attention_lse(*made.arguments(rows))
+    compare(rows, out, lse)
+    assert torch.equal(out, planned_latent_attention(*made.arguments(rows)))
+
+
+@pytest.mark.parametrize("queries", [[1, 1, 1, 1], [40, 3, 1, 20]], ids=["decode", "prefill"])
+def test_a_captured_launch_follows_each_plan(queries, seed):
+    rows = rows_of([4000, 2000, 700, 64], queries, heads=16, rank=512, size=64, seed=seed)
+    made = Planned(rows, captured=True)
+    args = made.arguments(rows)
+    planned_latent_attention(*args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = planned_latent_attention(*args)
+    for lengths in ([64, 64, 64, 64], [65, 2000, 33, 32], [3999, 80, 700, 63], [40, 1999, 1, 20]):
+        other = rows_of(lengths, queries, heads=16, rank=512, size=64, seed=seed)
+        made.plan(other)
+        for place, states in zip(args[:3], other.planned_arguments()[:3], strict=True):
+            place.nan_to_num_(0.0)[: len(states)].copy_(states)
+        args.indptr.copy_(other.indptr)
+        args.indices[: len(other.indices)].copy_(other.indices)
+        args.last_page_len.copy_(other.host_columns[2])
+        graph.replay()
+        torch.testing.assert_close(out.float(), other.expected()[0], **CLOSE)
+
+
+def test_flashinfer_has_latents_of_one_size(seed):
+    rows = rows_of([3], rank=256, size=32, seed=seed)
+    assert "no kernel for latents of 256 + 32" in backend_named("flashinfer").missing_kernel(
+        rows.planned_arguments().geometry
+    )

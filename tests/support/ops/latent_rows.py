@@ -13,7 +13,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import AppendLatent, LatentAttention, LatentDecode
+from compiled_llm_ops.contracts import AppendLatent, LatentAttention, LatentDecode, PlannedLatentAttention
 
 
 class LatentRows:
@@ -115,6 +115,26 @@ class LatentRows:
     def arguments(self) -> LatentAttention:
         table = (*self.places, self.indptr, self.indices)
         return LatentAttention(*self.queries_of, self.written(), *table, self.scale, self.lists)
+
+    def planned_arguments(self, plan: Tensor | None = None, workspace: Tensor | None = None) -> PlannedLatentAttention:
+        """Of rows that have tokens; on a CPU without a plan."""
+        none = torch.zeros(0, dtype=torch.uint8, device=self.pages.device)
+        plan, workspace = none if plan is None else plan, none if workspace is None else workspace
+        starts, last = (column.to(self.pages.device) for column in self.host_columns[::2])
+        table = (starts, self.indptr, self.indices, last)
+        return PlannedLatentAttention(*self.queries_of, self.written(), *table, plan, workspace, self.scale)
+
+    @property
+    def host_columns(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Where queries and pages begin, and tokens in last pages."""
+        starts = [sum(self.queries[:row]) for row in range(len(self.queries) + 1)]
+        size = self.pages.shape[1]
+        last = [(length - 1) % size + 1 for length in self.lengths]
+        return (
+            torch.tensor(starts, dtype=torch.int32),
+            self.indptr.cpu(),
+            torch.tensor(last, dtype=torch.int32),
+        )
 
     def decode_arguments(self) -> LatentDecode:
         lengths = torch.tensor(self.lengths, dtype=torch.int32).to(self.pages.device)

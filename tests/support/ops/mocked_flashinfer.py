@@ -56,7 +56,7 @@ def mocked(monkeypatch: pytest.MonkeyPatch) -> Mocked:
     monkeypatch.setattr(torch.cuda, "Event", UnusedEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(hopper, "_has_kernels", lambda device: False)
+    monkeypatch.setattr(hopper, "has_kernels", lambda device: False)
     for module in (workspace, plans):
         monkeypatch.setattr(module, "pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
     prefill = mock.create_autospec(PREFILL)

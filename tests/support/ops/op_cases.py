@@ -338,6 +338,11 @@ def latent_cases() -> list[tuple[Any, ...]]:
     return [_finite(own.arguments()) for own in rows]
 
 
+def planned_latent_cases() -> list[tuple[Any, ...]]:
+    mixes = ([1], [1]), ([9, 13, 30], [2, 5, 1])
+    return [_finite(LatentRows(*mix, seed=2).planned_arguments()) for mix in mixes]
+
+
 def latent_decode_cases() -> list[tuple[Any, ...]]:
     rows = [LatentRows(lengths, seed=3, chosen=chosen) for lengths in ([1, 4, 5], [0, 9]) for chosen in (None, 5)]
     return [_finite(own.decode_arguments()) for own in rows]
@@ -394,6 +399,8 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "paged_attention": attention_cases,
     "paged_attention_lse": attention_cases,
     "plan_paged_attention": plan_cases,
+    "planned_latent_attention": planned_latent_cases,
+    "planned_latent_attention_lse": planned_latent_cases,
     "ragged_attention": ragged_cases,
     "ragged_attention_lse": ragged_cases,
     "rope_append_paged_kv": rope_append_cases,

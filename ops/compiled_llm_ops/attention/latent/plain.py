@@ -11,7 +11,10 @@ import math
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import LatentAttention, LatentDecode, check_int32
+from compiled_llm_ops.contracts import LatentAttention, LatentDecode, PlannedLatentAttention, check_int32
+
+Queries = LatentAttention | LatentDecode | PlannedLatentAttention
+"""Arguments with absorbed queries."""
 
 LOGITS_AT_ONCE = 2**22
 """So many are computed at a time: those of a long prompt of 128 heads would not fit in memory."""
@@ -30,7 +33,7 @@ def check_latents(op: str, latent: Tensor, rope: Tensor, pages: Tensor) -> None:
         )
 
 
-def check_latent_queries(op: str, args: LatentAttention | LatentDecode) -> None:
+def check_latent_queries(op: str, args: Queries) -> None:
     """Raise ValueError if absorbed queries do not fit each other and the pages."""
     latent, rope = args.query_latent, args.query_rope
     if latent.dim() != 3 or rope.dim() != 3:
@@ -39,7 +42,7 @@ def check_latent_queries(op: str, args: LatentAttention | LatentDecode) -> None:
             f"{tuple(rope.shape)}"
         )
     check_latents(op, latent, rope, args.pages)
-    if args.chosen is not None:
+    if not isinstance(args, PlannedLatentAttention) and args.chosen is not None:
         _check_chosen(op, args.chosen, len(latent), args.pages)
 
 
@@ -118,9 +121,7 @@ def _weighted(logits: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
     return torch.matmul(weights, latents), lse / math.log(2)
 
 
-def attend_in_pages(
-    args: LatentAttention | LatentDecode, rows: list[tuple[slice, Tensor, Tensor]]
-) -> tuple[Tensor, Tensor]:
+def attend_in_pages(args: Queries, rows: list[tuple[slice, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Return ``[T, H, R]`` of the queries' dtype, and ``[T, H]`` float32, the log-sum-exp in base 2.
 
     Each of ``rows`` has its queries as a slice, their positions ``[Q]``, and the numbers of its pages.
@@ -130,7 +131,7 @@ def attend_in_pages(
     lse = torch.full(query.shape[:2], -math.inf, dtype=torch.float32, device=query.device)
     for tokens, positions, numbers in rows:
         cached = args.pages[numbers.long()].flatten(0, 1)[: int(positions.max()) + 1]
-        chosen = None if args.chosen is None else args.chosen[tokens]
+        chosen = None if isinstance(args, PlannedLatentAttention) or args.chosen is None else args.chosen[tokens]
         own, own_lse = attend(query[tokens], cached, positions, rank, args.scale, chosen)
         out[tokens], lse[tokens] = own.to(out.dtype), own_lse.float()
     return out, lse

@@ -8,24 +8,14 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention.lse import define_with_lse
-from compiled_llm_ops.contracts import check_int32
+from compiled_llm_ops.contracts import RaggedAttention, check_int32
 from compiled_llm_ops.library import same_arguments_as
-
-
-class RaggedAttention(NamedTuple):
-    """Arguments of ``ragged_attention`` and ``ragged_attention_lse``."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    qo_indptr: Tensor
-    scale: float
 
 
 def ragged_attention(query: Tensor, key: Tensor, value: Tensor, qo_indptr: Tensor, scale: float) -> Tensor:

@@ -37,6 +37,13 @@ MOST_KEYS = 64
 BUSY_KEYS = 1024
 """Keys that one program reads alone while others keep the device busy."""
 
+OWN_HEADS = 128
+"""Query heads up to which our kernels are chosen by ``backend="auto"``; with more, FlashInfer's are.
+
+All models have at most so many: ours are chosen as long as nothing is measured. FlashInfer's are planned on the host
+before each step. ``tools/fit_tilings.py --only latent-backend`` measures both.
+"""
+
 STAGES = 5
 """Of the pipeline: two blocks and the page numbers of two more are being loaded at a time."""
 

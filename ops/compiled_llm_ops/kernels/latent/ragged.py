@@ -19,7 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm_ops.kernels.attention.invariant import _row_of
-from compiled_llm_ops.kernels.latent.latent_tiling import DTYPES, head_parts, missing_expanded, ragged_tiling
+from compiled_llm_ops.kernels.latent.latent_tiling import (
+    DTYPES,
+    RaggedTiling,
+    head_parts,
+    missing_expanded,
+    ragged_tiling,
+)
 from compiled_llm_ops.kernels.latent.step import inner_contiguous
 
 
@@ -105,7 +111,14 @@ def _ragged_attention(
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, qo_indptr: Tensor, scale: float, out: Tensor, lse: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    qo_indptr: Tensor,
+    scale: float,
+    out: Tensor,
+    lse: Tensor | None,
+    tiling: RaggedTiling | None = None,
 ) -> None:
     """Launch attention of packed rows over their own tokens, on the current device.
 
@@ -113,6 +126,7 @@ def attend(
         query: as of ``ragged_attention``, like ``key``, ``value``, ``qo_indptr`` and ``scale``; checked.
         out: ``[T, H, E]``, contiguous, written.
         lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None to skip it.
+        tiling: that of ``ragged_tiling`` if None.
 
     Raises:
         ValueError: there is no kernel for these sizes or dtypes.
@@ -126,7 +140,7 @@ def attend(
         raise ValueError(f"ragged_attention: no kernel for {query.dtype}; use torch.bfloat16 or torch.float16")
     if (missing := missing_expanded(head_dim, value_dim)) is not None:
         raise ValueError(f"ragged_attention: {missing}")
-    rows, tiling = len(qo_indptr) - 1, ragged_tiling(head_dim, value_dim)
+    rows, tiling = len(qo_indptr) - 1, tiling or ragged_tiling(head_dim, value_dim)
     if not out.numel() or not rows:
         return
     main, rest = head_parts(head_dim)

@@ -1,0 +1,126 @@
+"""Latent attention of packed queries by a plan, as a backend's kernels divide it.
+
+Shapes: T packed tokens, B rows, H query heads, R latent size, E size of the rotated part, P pages, S page size, N
+entries of the page table.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_llm_ops.attention.latent.plain import attend_in_pages, check_latent_queries
+from compiled_llm_ops.attention.lse import define_with_lse
+from compiled_llm_ops.contracts import PlannedLatentAttention, check_int32
+from compiled_llm_ops.library import same_arguments_as
+from compiled_llm_ops.protocol import owner_of
+
+
+def planned_latent_attention(
+    query_latent: Tensor,
+    query_rope: Tensor,
+    pages: Tensor,
+    qo_indptr: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    plan: Tensor,
+    workspace: Tensor,
+    scale: float,
+) -> Tensor:
+    """``latent_attention`` by a plan that was made for the batch: causal, over latents that lie in pages already.
+
+    Row b's queries are tokens ``qo_indptr[b]:qo_indptr[b + 1]``; they are the last tokens of the row. The plan holds
+    their lengths, so that decode steps are planned again for each token.
+
+    Args:
+        query_latent: ``[T, H, R]``, any strides: the part of each query that is not rotated, multiplied with the
+            up-projection of the keys.
+        query_rope: ``[T, H, E]``, any strides, of the same dtype: the rotated part.
+        pages: ``[P, S, R + E]``, as ``append_latent`` writes them.
+        qo_indptr: ``[B + 1]`` int32, where each row's queries begin.
+        indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
+        indices: ``[N]`` int32, page numbers.
+        last_page_len: ``[B]`` int32, tokens in each row's last page, 1 to S.
+        plan: ``[bytes]`` uint8, written by ``plan_paged_attention`` for this batch, and no copy of it. On a CPU any
+            tensor: plain PyTorch attends.
+        workspace: ``[bytes]`` uint8, written: partial results, not read afterwards. On a CPU any tensor.
+        scale: factor on the logits before the softmax.
+
+    Returns:
+        ``[T, H, R]``, contiguous, of the queries' dtype.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together.
+        RuntimeError: on CUDA, ``plan`` holds no plan.
+
+    Source:
+        On CUDA FlashInfer ``BatchMLAPagedAttentionWrapper`` (https://arxiv.org/abs/2501.01005).
+    """
+    table = (qo_indptr, indptr, indices, last_page_len)
+    out: Tensor = _planned_latent_attention(query_latent, query_rope, pages, *table, plan, workspace, scale)
+    return out
+
+
+@same_arguments_as(planned_latent_attention)
+def planned_latent_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """``planned_latent_attention`` that also returns the log-sum-exp of each query's logits.
+
+    Args: those of ``planned_latent_attention``.
+
+    Returns:
+        ``[T, H, R]`` of the queries' dtype, and ``[T, H]`` float32: the log-sum-exp in base 2 (multiply by ln 2 for
+        the natural one). Both contiguous.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together.
+        RuntimeError: on CUDA, ``plan`` holds no plan.
+
+    Source:
+        On CUDA FlashInfer ``BatchMLAPagedAttentionWrapper`` with ``return_lse`` (https://arxiv.org/abs/2501.01005).
+    """
+    out, lse = _planned_latent_attention_lse(*args, **kwargs)
+    return out, lse
+
+
+def _check(args: PlannedLatentAttention) -> None:
+    check_latent_queries("planned_latent_attention", args)
+    rows = args.last_page_len.shape[0]
+    if args.qo_indptr.shape != (rows + 1,) or args.indptr.shape != (rows + 1,):
+        raise ValueError(
+            f"planned_latent_attention: qo_indptr and indptr must be [{rows + 1}] for {rows} rows; got "
+            f"{tuple(args.qo_indptr.shape)} and {tuple(args.indptr.shape)}"
+        )
+    names = ("qo_indptr", "indptr", "indices", "last_page_len")
+    check_int32("planned_latent_attention", **{name: getattr(args, name) for name in names})
+
+
+def _cpu(args: PlannedLatentAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    _check(args)
+    rows, page_size = [], args.pages.shape[1]
+    both = zip(pairwise(args.qo_indptr.tolist()), pairwise(args.indptr.tolist()), strict=True)
+    for ((begin, end), (first, last)), full in zip(both, args.last_page_len.tolist(), strict=True):
+        length = (last - first - 1) * page_size + full
+        if begin < end:
+            positions = torch.arange(length - (end - begin), length, device=args.pages.device)
+            rows.append((slice(begin, end), positions, args.indices[first:last]))
+    out, lse = attend_in_pages(args, rows)
+    return out, lse if wants_lse else None
+
+
+def _cuda(args: PlannedLatentAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    _check(args)
+    query = args.query_latent
+    out, lse = torch.empty(query.shape, dtype=query.dtype, device=query.device), None
+    if wants_lse:
+        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    owner_of(args.plan).launch_latents(args, out, lse)
+    return out, lse
+
+
+_planned_latent_attention, _planned_latent_attention_lse = define_with_lse(
+    "planned_latent_attention", PlannedLatentAttention, writes=("workspace",), cpu=_cpu, cuda=_cuda
+)

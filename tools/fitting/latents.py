@@ -1,0 +1,218 @@
+"""Rules for latents: `kernels/latent/latent_tiling.py`.
+
+Shapes: B rows, H query heads, R latent size, E size of the rotated part, N size of a key's part that is not rotated, V
+size of a value; those of DeepSeek-V3 but for the heads.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from bench.cold_launches import copies_of
+from torch import Tensor
+
+from compiled_llm_ops import latent_attention, plan_paged_attention, planned_latent_attention, ragged_attention
+from compiled_llm_ops.backends import backend_named
+from compiled_llm_ops.contracts import Geometry, LatentDecode
+from compiled_llm_ops.kernels.attention.decode_tiling import ALONE, MAX_ROWS, AttentionTiling
+from compiled_llm_ops.kernels.latent import latent_tiling
+from compiled_llm_ops.kernels.latent.latent_tiling import (
+    BUSY_KEYS,
+    RaggedTiling,
+    choose_decode_tiling,
+    query_tile,
+    ragged_tiling,
+    worth_expanding,
+)
+from fitting.cases import Case, Machine, captured, case_of, random
+
+RANK, ROPE, PLAIN, VALUE, PAGE = 512, 64, 128, 128, 16
+
+HEADS, QUICK_HEADS = (16, 20, 64, 128), (16, 128)
+
+MOST_KEYS = 2**19
+"""Keys of all rows, at most: 0.6 GB a layer."""
+
+MAX_KEYS = 65_536
+"""A bound on the keys of a row, as a model has it."""
+
+
+# ---- latent-decode
+
+
+def latent_decode_cases(machine: Machine, quick: bool) -> Iterator[Case]:
+    for heads, (rows, keys) in itertools.product(QUICK_HEADS if quick else HEADS, contexts(quick)):
+        chosen = choose_decode_tiling(rows, heads, RANK, MAX_KEYS, machine.processors)
+        prepare = functools.partial(decode_timer, rows, keys, heads)
+        name = f"H={heads}, B={rows}, {keys} keys"
+        yield case_of("latent-decode", name, decode_tilings(rows, heads, quick), chosen, prepare)
+
+
+def contexts(quick: bool) -> list[tuple[int, int]]:
+    both = itertools.product((1, 8, 64), (1024, 8192) if quick else (256, 1024, 8192, 65_536))
+    return [(rows, keys) for rows, keys in both if rows * keys <= MOST_KEYS]
+
+
+def decode_tilings(rows: int, heads: int, quick: bool) -> list[AttentionTiling]:
+    """Programs for a row, sizes of shares, blocks and pipelines; each of the latter two is a kernel to compile."""
+    row_tile = -(-rows // -(-rows // MAX_ROWS))
+    tile = query_tile(heads, RANK)
+    shapes = [(tile.block, 3, tile.warps), (tile.block, 5, tile.warps)]
+    if not quick:
+        shapes += [(tile.block // 2, 5, tile.warps), (tile.block, 5, 4), (2 * tile.block, 3, 8)]
+    found = []
+    for block, stages, warps in shapes:
+        busy = BUSY_KEYS // block
+        for splits, (unsplit, share) in itertools.product((1, 4, 16, 64), ((ALONE, 1), (busy, busy))):
+            found.append(AttentionTiling(row_tile, row_tile * splits, unsplit, share, block, stages, warps))
+    return found
+
+
+class CachedRows(NamedTuple):
+    """Rows of equal lengths in pages of random order, and what a decode step gives them.
+
+    Attributes:
+        pages: as many layers as no cache holds, each `[P, S, R + E]`.
+    """
+
+    query: Tensor
+    newest: Tensor
+    pages: list[Tensor]
+    starts: Tensor
+    lengths: Tensor
+    indices: Tensor
+
+    @classmethod
+    def of(cls, rows: int, keys: int, heads: int) -> CachedRows:
+        count = -(-keys // PAGE)
+        pages = copies_of(torch.zeros(rows * count, PAGE, RANK + ROPE, device="cuda", dtype=torch.bfloat16))
+        indices = torch.zeros(rows * MAX_KEYS // PAGE, dtype=torch.int32, device="cuda")
+        indices[: rows * count] = torch.randperm(rows * count, device="cuda")
+        starts = torch.arange(rows + 1, dtype=torch.int32, device="cuda") * count
+        lengths = torch.full((rows,), keys, dtype=torch.int32, device="cuda")
+        sizes = RANK + ROPE
+        return cls(random(rows, heads, sizes), random(rows, sizes), pages, starts, lengths, indices)
+
+    def decode(self, number: int) -> LatentDecode:
+        query, newest = self.query + 0, self.newest
+        states = (query[..., :RANK], query[..., RANK:], newest[:, :RANK], newest[:, RANK:])
+        table = (self.starts[:-1], self.lengths, self.indices)
+        return LatentDecode(*states, self.pages[number % len(self.pages)], *table, (PLAIN + ROPE) ** -0.5)
+
+
+def decode_timer(rows: int, keys: int, heads: int) -> Callable[[AttentionTiling], float]:
+    from compiled_llm_ops.kernels.latent.decode import decode
+
+    cached = CachedRows.of(rows, keys, heads)
+    return lambda tiling: captured(lambda number: decode(cached.decode(number), None, tiling=tiling, pdl=True))
+
+
+# ---- latent-prefill: new rows, absorbed or expanded
+
+
+def latent_prefill_cases(_: Machine, quick: bool) -> Iterator[Case]:
+    for heads in QUICK_HEADS if quick else HEADS:
+        for tokens in (8, 64, 1024) if quick else (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096):
+            chosen = "expanded" if worth_expanding([tokens], [tokens]) else "absorbed"
+            prepare = functools.partial(prefill_timer, tokens, heads)
+            yield case_of("latent-prefill", f"H={heads}, T={tokens}", ("absorbed", "expanded"), chosen, prepare)
+
+
+def prefill_timer(tokens: int, heads: int) -> Callable[[str], float]:
+    """From queries, latents and their rotated parts to what the layer's output projection reads."""
+    query, cached = random(tokens, heads, PLAIN + ROPE), random(tokens, RANK + ROPE)
+    weights = copies_of(random(heads * (PLAIN + VALUE), RANK))
+    count, scale = -(-tokens // PAGE), (PLAIN + ROPE) ** -0.5
+    pages = torch.zeros(count, PAGE, RANK + ROPE, device="cuda", dtype=torch.bfloat16)
+    pages.view(-1, RANK + ROPE)[:tokens] = cached
+    rows, at = torch.zeros(tokens, dtype=torch.int32, device="cuda"), torch.arange(tokens, device="cuda").int()
+    table = (rows, at, rows.new_tensor([0, count]), torch.arange(count, device="cuda").int())
+    starts = rows.new_tensor([0, tokens])
+
+    def absorbed(number: int) -> Tensor:
+        halves = weights[number % len(weights)].unflatten(0, (heads, PLAIN + VALUE))
+        key, value = halves.split([PLAIN, VALUE], dim=1)
+        own = torch.bmm(query[..., :PLAIN].transpose(0, 1), key).transpose(0, 1)
+        out = latent_attention(own, query[..., PLAIN:], pages, *table, scale)
+        return torch.bmm(out.transpose(0, 1), value.transpose(1, 2)).transpose(0, 1)
+
+    def expanded(number: int) -> Tensor:
+        made = torch.nn.functional.linear(cached[:, :RANK], weights[number % len(weights)])
+        plain, value = made.unflatten(1, (heads, PLAIN + VALUE)).split([PLAIN, VALUE], dim=2)
+        key = torch.cat([plain, cached[:, None, RANK:].expand(-1, heads, -1)], dim=2)
+        return ragged_attention(query, key, value, starts, scale)
+
+    return lambda how: captured(absorbed if how == "absorbed" else expanded)
+
+
+# ---- latent-ragged
+
+
+def ragged_cases(_: Machine, quick: bool) -> Iterator[Case]:
+    for sizes in ((192, 128),) if quick else ((192, 128), (256, 256), (96, 64)):
+        chosen = ragged_tiling(*sizes)
+        for tokens in (256, 2048) if quick else (32, 128, 512, 2048, 8192):
+            prepare = functools.partial(ragged_timer, tokens, *sizes)
+            name = f"D={sizes[0]}, E={sizes[1]}, T={tokens}"
+            yield case_of("latent-ragged", name, ragged_tilings(quick), chosen, prepare)
+
+
+def ragged_tilings(quick: bool) -> list[RaggedTiling]:
+    if quick:
+        return [RaggedTiling(128, 64, 2, 8), RaggedTiling(64, 64, 3, 4), RaggedTiling(128, 128, 2, 8)]
+    return [RaggedTiling(*own) for own in itertools.product((64, 128), (32, 64, 128), (2, 3), (4, 8))]
+
+
+def ragged_timer(tokens: int, head_dim: int, value_dim: int, heads: int = 16) -> Callable[[RaggedTiling], float]:
+    from compiled_llm_ops.kernels.latent.ragged import attend
+
+    query, key, value = (random(tokens, heads, size) for size in (head_dim, head_dim, value_dim))
+    starts = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
+    out = torch.empty_like(value)
+    given = (query, key, value, starts, head_dim**-0.5, out, None)
+    return lambda tiling: captured(lambda _: attend(*given, tiling))
+
+
+# ---- latent-backend: decode steps by our kernel or by FlashInfer's
+
+
+def latent_backend_cases(_: Machine, quick: bool) -> Iterator[Case]:
+    for heads, (rows, keys) in itertools.product(QUICK_HEADS if quick else HEADS, contexts(quick)):
+        chosen = "ours" if heads <= latent_tiling.OWN_HEADS else "FlashInfer"
+        prepare = functools.partial(backend_timer, rows, keys, heads)
+        yield case_of("latent-backend", f"H={heads}, B={rows}, {keys} keys", ("ours", "FlashInfer"), chosen, prepare)
+
+
+def backend_timer(rows: int, keys: int, heads: int) -> Callable[[str], float]:
+    from compiled_llm_ops import latent_decode
+
+    cached = CachedRows.of(rows, keys, heads)
+    return lambda whose: captured(
+        (lambda number: latent_decode(*cached.decode(number)._replace(overlap=True)))
+        if whose == "ours"
+        else flashinfers(cached, keys)
+    )
+
+
+def flashinfers(cached: CachedRows, keys: int) -> Callable[[int], Any]:
+    """Launches of FlashInfer's kernel, planned once; the newest latent is in its page already."""
+    backend, (rows, heads, _), device = backend_named("flashinfer"), cached.query.shape, cached.query.device
+    geometry = Geometry(heads, 1, RANK, PAGE, -1, 0.0, torch.bfloat16, torch.bfloat16, ROPE)
+    workspace = backend.workspace(device, backend.workspace_bytes([geometry], device))
+    plan = backend.new_plan(workspace, backend.plan_bytes([geometry], device, rows, rows))
+    each = torch.arange(rows + 1, dtype=torch.int32, device="cpu")
+    last = torch.full((rows,), (keys - 1) % PAGE + 1, dtype=torch.int32, device="cpu")
+    host: Sequence[Tensor] = (each, cached.starts.cpu(), last)
+    plan_paged_attention(plan.tensor, plan.numbers, *host, workspace.buffer, *geometry, rows, 0)
+    table = (each.cuda(), cached.starts, cached.indices, last.cuda(), plan.tensor, workspace.buffer)
+
+    def launch(number: int) -> Tensor:
+        assert plan.tensor.numel(), "launches find the plan as long as it is kept"
+        query, pages = cached.query + 0, cached.pages[number % len(cached.pages)]
+        return planned_latent_attention(query[..., :RANK], query[..., RANK:], pages, *table, (PLAIN + ROPE) ** -0.5)
+
+    return launch
