@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compiled_llm.compat.huggingface import experts_implementation, set_experts_implementation
-from compiled_llm.compat.torch.tensors import fake_tensors
+from compiled_llm.compat.torch.tensors import fake_tensors, has_unknown_sizes
 from compiled_llm.model.latents import Expansion
+from compiled_llm.model.places import line_of_model, stack_of
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm.model.restore import attributes_restored, data_restored, restored
 
@@ -137,11 +138,7 @@ def probe_layers(model: PreTrainedModel, batch_argument: str, fake: bool = True)
             error,
         ) from None
     except Exception as error:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be traced with packed tokens, and stays usable unwrapped "
-            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})",
-            error,
-        ) from None
+        raise UnsupportedModelError(f"{type(model).__name__} {_untraceable(model, error)}", error) from None
     expected = model.config.get_text_config(decoder=True).num_hidden_layers
     if sorted(probe.layers) != list(range(expected)):
         raise UnsupportedModelError(
@@ -151,6 +148,21 @@ def probe_layers(model: PreTrainedModel, batch_argument: str, fake: bool = True)
             "...) or without attention (Mamba) cannot be wrapped"
         )
     return [probe.layers[index] for index in range(expected)]
+
+
+def _untraceable(model: PreTrainedModel, error: Exception) -> str:
+    """Return why a trial forward has failed, as the end of a sentence about the model."""
+    chosen = getattr(model.config.get_text_config(decoder=True), "index_topk", None)
+    if chosen is not None:
+        return (
+            f"chooses the {chosen} tokens that a query attends to (sparse attention, index_topk of its config), by "
+            "keys that HuggingFace's cache holds besides; pages hold no such keys yet, so it stays usable unwrapped"
+        )
+    reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    if has_unknown_sizes(error):
+        place = line_of_model(stack_of(error.__traceback__))
+        reason = f"sizes depend on numbers that only the device knows, at {place}: `{place.source}`"
+    return f"cannot be traced with packed tokens, and stays usable unwrapped ({reason})"
 
 
 def trial_forward(model: PreTrainedModel, fake: bool, **inputs: Any) -> None:

@@ -90,6 +90,12 @@ def blame(stack: Sequence[Place]) -> Place:
     return next(iter([*reversed(own), *reversed(models), *reversed(inner)]), NOWHERE)
 
 
+def line_of_model(stack: Sequence[Place]) -> Place:
+    """Return the innermost line of the user's own code or of transformers', whatever of torch and ours runs in it."""
+    found = (place for place in reversed(stack) if is_users(place) or place.file.startswith(_TRANSFORMERS))
+    return next(found, NOWHERE)
+
+
 def at_users_line(stack: Sequence[Place]) -> str:
     """Return the innermost line of the user's own code as the end of a sentence; empty if there is none."""
     place = next(filter(is_users, reversed(stack)), None)

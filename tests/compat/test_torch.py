@@ -98,6 +98,16 @@ def test_fake_tensors_take_parameters_that_are_real():
         out.tolist()
 
 
+def test_sizes_that_only_data_decides_are_known_from_other_errors():
+    with tensors.fake_tensors():
+        with pytest.raises(RuntimeError) as unknown:
+            torch.zeros(3).nonzero()
+        with pytest.raises(RuntimeError) as other:
+            torch.zeros(3) @ torch.zeros(4)
+    assert tensors.has_unknown_sizes(unknown.value)
+    assert not tensors.has_unknown_sizes(other.value)
+
+
 def test_fake_tensors_say_whether_they_share_memory():
     with tensors.fake_tensors():
         whole, other = torch.empty(4), torch.empty(4)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 
 
 class Fakes(NamedTuple):
@@ -51,6 +51,11 @@ def fake_tensors() -> Iterator[Fakes]:
             yield Fakes(lambda values: tree_map_only(Tensor, fake, values), another)
     finally:
         logger.setLevel(level)
+
+
+def has_unknown_sizes(error: BaseException) -> bool:
+    """Whether an operation on tensors without data has failed because its results' sizes depend on the data."""
+    return isinstance(error, DynamicOutputShapeException)
 
 
 def inputs_by_tensor(graph: fx.Graph) -> Callable[[Tensor], fx.Node | None]:

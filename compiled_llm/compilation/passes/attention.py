@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from compiled_llm.compilation.passes.arguments import arguments_of, set_arguments
@@ -15,14 +16,17 @@ from compiled_llm.compilation.passes.raw_heads import (
     raw_heads,
     table_is_settled,
 )
-from compiled_llm_ops.contracts import CascadeAttention, DecodeAttention
+from compiled_llm_ops.contracts import CascadeAttention, DecodeAttention, LatentDecode
 from compiled_llm_ops.protocol import DecodeOps
+
+_LATENT = torch.ops.compiled_llm.latent_decode.default, torch.ops.compiled_llm.latent_decode_lse.default
 
 
 class PreparedInAttention:
     """Moves norm and rotary embedding of queries and keys into decode attention, which reads them anyway.
 
-    It runs on the graph as Dynamo made it, before any other pass: the examples of its nodes are still true.
+    It also lets decode attention, to latents as well, begin before the previous kernel has ended, if that is safe. It
+    runs on the graph as Dynamo made it, before any other pass: the examples of its nodes are still true.
 
     Attributes:
         matches: how many layers matched; None until a graph was searched.
@@ -34,8 +38,9 @@ class PreparedInAttention:
         """``ops`` are those of a backend that can."""
         self.matches: int | None = None
         cascades = (ops.cascade, ops.cascade_lse)
-        self._contracts: dict[Any, type[DecodeAttention | CascadeAttention]] = {
-            op: CascadeAttention if op in cascades else DecodeAttention for op in ops.overloads
+        self._contracts: dict[Any, type[DecodeAttention | CascadeAttention | LatentDecode]] = {
+            **dict.fromkeys(_LATENT, LatentDecode),
+            **{op: CascadeAttention if op in cascades else DecodeAttention for op in ops.overloads},
         }
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -44,6 +49,8 @@ class PreparedInAttention:
         self.matches = self.matches or 0
         for node in attentions:
             args = self._arguments_of(node)
+            if isinstance(args, LatentDecode):  # latents are normed and rotated before they are kept
+                continue
             query, key = raw_heads(args.query, EACH_ROW), raw_heads(args.key, EACH_ROW)
             if query is not None and key is not None and query.goes_with(key):
                 _prepare_inside(graph, args, node, query, key, angles)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
@@ -73,7 +74,7 @@ def test_tokens_equal_huggingfaces(case: str, seed: int) -> None:
     check_tokens(*pair(seed, **CASES[case]), seed)
 
 
-@pytest.mark.parametrize("family", ["DeepseekV2", "Glm4MoeLite", "MiniCPM3", "Mistral4", "Youtu"])
+@pytest.mark.parametrize("family", ["AXK1", "DeepseekV2", "Glm4MoeLite", "MiniCPM3", "Mistral4", "Youtu"])
 def test_families_keep_latents(family: str, seed: int) -> None:
     plain, model = pair(seed, family=family)
     assert [layer.expansion for layer in model.compiled.facts.layers] == [Expansion("kv_b_proj", PLAIN, VALUE)] * 3
@@ -118,9 +119,10 @@ def test_passes_for_gpus_leave_latents_alone(seed: int, monkeypatch: pytest.Monk
     wrap_and_compare(latent_model(seed=seed), seed, mode="compile")
 
 
-def test_forward_gives_huggingfaces_logits(seed: int) -> None:
+@pytest.mark.parametrize("case", ["plain", "queries without a latent", "halves rotated", "yarn"])
+def test_forward_gives_huggingfaces_logits(case: str, seed: int) -> None:
     """Positions are counted as by HuggingFace without being given, though values have another size than queries."""
-    plain, model = pair(seed)
+    plain, model = pair(seed, **CASES[case])
     inputs = mixed_prompts([9, 9], 128, seed)
     with torch.no_grad():
         for given in (inputs, {"input_ids": inputs["input_ids"]}):
@@ -218,6 +220,32 @@ def test_new_weights_are_read(seed: int) -> None:
     after = greedy(model, inputs, 8)
     assert not torch.equal(before, after)
     torch.testing.assert_close(after, greedy(plain, inputs, 8))
+
+
+# ---- what is refused
+
+
+MIXED = {"KimiLinear": {"layer_types": ["linear_attention", "linear_attention", "full_attention"]}}
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        *(
+            (family, rf"{family}ForCausalLM chooses the 2048 tokens that a query attends to \(sparse attention")
+            for family in ("AXK2", "DeepseekV32", "GlmMoeDsa", "HYV4")
+        ),
+        ("LongcatFlash", r"sizes depend on numbers that only the device knows, at \S+ in forward: `.*nonzero"),
+        ("KimiLinear", "KimiLinearForCausalLM has 3 layers, of which 1 reach the attention interface"),
+    ],
+)
+def test_families_are_refused_with_the_reason(family: str, message: str) -> None:
+    if not hasattr(transformers, f"{family}ForCausalLM"):
+        pytest.skip(f"this version of transformers has no {family}")
+    model = latent_model(family, **MIXED.get(family, {}))
+    with pytest.raises(UnsupportedModelError, match=message):
+        compiled_llm.wrap(model, mode="eager", **FEW_PAGES)
+    assert greedy(model, mixed_prompts([5], 128, 0), 2).shape == (1, 7)
 
 
 # ---- what it takes

@@ -42,6 +42,7 @@ ROUTED = {
     "first_k_dense_replace": 1,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
+    "AXK1": {**LATENTS, **ROUTED},
     "Arcee": {},
     "Cohere": {},
     "Cohere2": {"sliding_window": 8},
@@ -111,6 +112,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "DeepseekV4": (
         {"head_dim": 16, "sliding_window": 8, "n_routed_experts": 4, "moe_intermediate_size": 32, **EXPERTS},
         r"layer 0 keeps a DeepseekV4\w+ in HuggingFace's cache",
+    ),
+    "DeepseekV32": ({**LATENTS, **ROUTED}, r"chooses the 2048 tokens that a query attends to \(sparse attention"),
+    "GlmMoeDsa": ({**LATENTS, **ROUTED}, r"chooses the 2048 tokens that a query attends to \(sparse attention"),
+    "LongcatFlash": (
+        {**LATENTS, "n_routed_experts": 4, "expert_ffn_hidden_size": 16, "ffn_hidden_size": 96},
+        "sizes depend on numbers that only the device knows, at .*nonzero",
     ),
     "Falcon": ({}, "Falcon"),
     "GPTJ": (

@@ -39,6 +39,7 @@ OWN = {
 """Families that most tests run, and not those of the families alone."""
 
 TESTED = {
+    "AXK1": Example("A.X K1", "skt/A.X-K1", "latents in pages"),
     "Arcee": Example("Arcee", "arcee-ai/AFM-4.5B"),
     "Cohere": Example("Command R", "CohereLabs/c4ai-command-r-v01"),
     "Cohere2": Example("Command R7B", "CohereLabs/c4ai-command-r7b-12-2024"),
@@ -91,14 +92,20 @@ WITH_IMAGES = {
     "Qwen3VL": Example("Qwen3-VL", "Qwen/Qwen3-VL-4B-Instruct"),
 }
 _BYPASS = "attention does not go through transformers' interface"
+_CHOOSES = "sparse attention: keys by which tokens are chosen lie in its own cache"
 _DROPS = "`forward` does not hand keyword arguments to attention"
 REFUSED = {
     "Bert": Example("BERT", "google-bert/bert-base-uncased", "an encoder"),
     "Bloom": Example("BLOOM", "bigscience/bloom-560m", _BYPASS),
     "DeepseekV4": Example("DeepSeek-V4", "deepseek-ai/DeepSeek-V4-Flash-Base", "compressed tokens in its own cache"),
+    "DeepseekV32": Example("DeepSeek-V3.2", "deepseek-ai/DeepSeek-V3.2-Exp", _CHOOSES),
     "Falcon": Example("Falcon", "tiiuae/falcon-7b", _BYPASS),
+    "GlmMoeDsa": Example("GLM-5", "zai-org/GLM-5", _CHOOSES),
     "GPTJ": Example("GPT-J", "EleutherAI/gpt-j-6b", _BYPASS),
     "Llama4": Example("Llama 4", "meta-llama/Llama-4-Scout-17B-16E-Instruct", "attention in chunks"),
+    "LongcatFlash": Example(
+        "LongCat-Flash", "meituan-longcat/LongCat-Flash-Chat", "experts are looped over on the host, by tokens they get"
+    ),
     "Mamba": Example("Mamba", "state-spaces/mamba-130m-hf", "no attention"),
     "MiniMax": Example("MiniMax-Text", "MiniMaxAI/MiniMax-Text-01-hf", "layers without softmax attention"),
     "Moshi": Example("Moshi", "kmhf/hf-moshika", "a window that its cache alone knows"),

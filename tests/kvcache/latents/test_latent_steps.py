@@ -1,0 +1,108 @@
+"""Compiled steps of models with latents: which may overlap, and that a process with artifacts compiles none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from transformers import AutoModelForCausalLM
+
+import compiled_llm
+from compiled_llm.compilation import backend as inductor
+from compiled_llm.compilation.artifacts.made_for import sizes_made_for
+from compiled_llm.compilation.artifacts.profile import Profile
+from compiled_llm.compilation.graphs.step_key import StepKey
+from compiled_llm.compilation.passes.arguments import arguments_of
+from compiled_llm.compilation.passes.attention import PreparedInAttention
+from compiled_llm_ops import latent_decode
+from compiled_llm_ops.contracts import LatentDecode
+from compiled_llm_ops.protocol import own_decode_ops
+from support.characters import character_tokenizer
+from support.compilation import start_with_artifacts
+from support.compilation.artifact_folders import compiled
+from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu
+from support.compilation.start_with_artifacts import answers
+from support.compilation.traced import traced
+from support.latent_models import latent_model, needs_latents
+from support.ops.latent_rows import LatentRows
+from support.parity import wrap_and_compare
+
+pytestmark = [needs_latents, pytest.mark.usefixtures("one_thread")]
+
+
+def decodes_in(graph: fx.Graph) -> list[LatentDecode]:
+    target = torch.ops.compiled_llm.latent_decode.default
+    return [arguments_of(node, LatentDecode) for node in graph.nodes if node.target is target]
+
+
+# ---- overlap
+
+
+def test_decode_attention_to_latents_begins_before_the_previous_kernel_has_ended(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs: list[fx.Graph] = []
+
+    def noted(module: fx.GraphModule, inputs: Any, options: Any) -> Callable[..., Any]:
+        module.recompile()
+        graphs.append(module.graph)
+        return module.forward
+
+    let_passes_run_on_a_cpu(monkeypatch)
+    monkeypatch.setattr(inductor, "compile_with_inductor", noted)
+    wrap_and_compare(latent_model(seed=seed), seed, mode="cuda-graphs")
+    (decodes,) = filter(None, map(decodes_in, graphs))
+    assert len(decodes) == 3
+    assert all(args.overlap for args in decodes)
+
+
+@pytest.mark.parametrize("written", [None, "starts", "lengths", "indices"])
+def test_a_table_that_was_written_before_is_not_read_early(written: str | None, seed: int) -> None:
+    def layer(*tensors: Tensor) -> Tensor:
+        args = LatentDecode(*tensors, 0.1)  # type: ignore[arg-type]
+        if written:
+            getattr(args, written).add_(0)
+        out = latent_decode(*args[:9])
+        args.lengths.add_(1)
+        return out
+
+    module, _ = traced(layer, *LatentRows([3, 5, 9], seed=seed).decode_arguments()[:8])
+    PreparedInAttention(own_decode_ops())(module.graph)
+    (args,) = decodes_in(module.graph)
+    assert args.overlap is (written is None)
+
+
+# ---- artifacts
+
+
+@pytest.mark.slow
+def test_a_process_with_artifacts_compiles_nothing_and_says_what_huggingface_says(tmp_path: Path) -> None:
+    """Prefill of new rows and of others, from embeddings, and decode steps of one row and several."""
+    folder, artifacts, cache, programs = (tmp_path / name for name in ("model", "artifacts", "cache", "bin"))
+    programs.mkdir()
+    latent_model(num_hidden_layers=1).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    model = compiled_llm.wrap(AutoModelForCausalLM.from_pretrained(folder), progress=False)
+    made_for = sizes_made_for(model, model.compiled.facts.model_class, model.compiled.config, 64)
+    Profile(made_for, {StepKey.decode(4): 3}).save(tmp_path / "profile")
+    options = ("--max-num-seqs", "64", "--profile", str(tmp_path / "profile"), "--quiet")
+    done = compiled(folder, artifacts, *options)
+    assert done.returncode == 0, done.stderr
+    command = [sys.executable, start_with_artifacts.__file__, str(folder), str(artifacts), "cpu", "float32"]
+    own = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache), "PATH": str(programs)}
+    started = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, timeout=300)
+    assert started.returncode == 0, started.stderr
+    result = json.loads(started.stdout.splitlines()[-1])
+    assert result["answers"] == answers(AutoModelForCausalLM.from_pretrained(folder))
+    assert result["compiled"] == {"Inductor": 0, "AOTAutograd": 0}
+    assert not any(result["builds"].values())
+    assert result["graphs"] == 5
+    assert not [path for path in cache.rglob("*") if path.is_file()]
