@@ -22,6 +22,7 @@ from transformers import LlamaForCausalLM as Llama, Qwen3ForCausalLM as Qwen3
 from compiled_llm.compilation import backend as inductor
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.generate_loop import GenerateLoop
+from support.drawing import leave_out_what_is_not_drawn
 from support.ops.interpreting import (
     INTERPRETED,
     leave_out_what_nothing_reads,
@@ -63,6 +64,7 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"seed {config.getoption('seed')}, torch {torch.__version__}, {device}"
 
 
+@pytest.hookimpl(trylast=True)  # after `-k`: one case alone is drawn
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # Divided among workers, what takes minutes must not come last.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
@@ -71,6 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("whole") and not config.getoption("--whole"):
             item.add_marker(pytest.mark.skip(reason="needs --whole"))
+    if not config.getoption("--whole"):
+        leave_out_what_is_not_drawn(items, config.getoption("--seed"))
 
 
 _checking = {"pages": False}
@@ -122,6 +126,13 @@ def seed(request: pytest.FixtureRequest) -> int:
     np.random.seed(chosen)
     torch.manual_seed(chosen)
     return chosen
+
+
+@pytest.fixture
+def whole(request: pytest.FixtureRequest) -> bool:
+    """Whether random tests go on for as long as with ``--whole``."""
+    found: bool = request.config.getoption("whole")
+    return found
 
 
 _objects = gc.get_objects

@@ -26,7 +26,7 @@ from compiled_llm_ops.protocol import own_decode_ops
 from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu
 from support.compilation.traced import traced
 from support.huggingface.families import FAMILIES, make
-from support.parity import FEW_PAGES, greedy, mixed_prompts, wrap_and_compare
+from support.parity import FEW_PAGES, greedy, mixed_prompts
 from support.tiny_models import tiny_llama, tiny_qwen3
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
@@ -159,16 +159,6 @@ def test_a_model_like_llama_that_matches_nothing_is_told_of_once(family, warned,
     model = compiled_llm.wrap(make(family, FAMILIES[family], seed), **FEW_PAGES)
     model.compiled.warmup([1, 2, 4])
     assert ["no pattern of ours matches" in record.message for record in caplog.records].count(True) == warned
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tiny", [tiny_qwen3, pytest.param(tiny_llama, marks=pytest.mark.whole)])
-def test_compiled_steps_choose_the_same_tokens(tiny, seed, monkeypatch):
-    def one_layer_a_region(*args, **options):
-        return inductor.Inductor(*args, **options | {"layers_in_region": 1})
-
-    monkeypatch.setattr(programs, "Inductor", one_layer_a_region)
-    wrap_and_compare(tiny(num_hidden_layers=3, eos_token_id=None), seed, fuse_projections=True)
 
 
 # ---- one graph

@@ -70,6 +70,7 @@ def assert_it_goes_on(engine: Engine) -> None:
 # ---- a request's own code
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_processor_ends_its_request(engine, error, after):
@@ -86,6 +87,7 @@ def test_a_processor_ends_its_request(engine, error, after):
     assert_it_goes_on(engine)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("as_text", [False, True])
 def test_a_listener_hears_no_more_and_others_do(engine, caplog, error, as_text):
@@ -106,6 +108,7 @@ def test_a_listener_hears_no_more_and_others_do(engine, caplog, error, as_text):
     assert_it_goes_on(engine)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("stop", [None, "never"])
 def test_a_tokenizer_ends_the_request_whose_tokens_it_fails_on(engine, tokenizer, error, stop):
@@ -174,6 +177,7 @@ def test_ctrl_c_in_a_listener_comes_once_the_others_were_told(engine):
 # ---- steps, and what is around them
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("error", [SystemExit, PanicException, KeyboardInterrupt])
 @pytest.mark.parametrize("place", ["step", "drain", "rest", "free_leaks"])
 def test_the_engines_thread_survives_what_fails_in_it(engine, monkeypatch, caplog, error, place):

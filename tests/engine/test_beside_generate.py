@@ -175,6 +175,7 @@ MEETINGS = [
 ]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("name", "stop", "busy"), MEETINGS)
 def test_a_streamer_calls_the_model_while_another_thread_stops_it(model, engine, folder, name, stop, busy):
     beside = engine.submit(PROMPT, greedy(60)) if busy else None

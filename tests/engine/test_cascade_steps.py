@@ -94,7 +94,7 @@ def assert_cascade_changes_nothing(
     ("case", "late"), cases_read_early_and_late("many pages", "few pages", "mixed steps", "windows")
 )
 def test_tokens_and_log_probabilities_are_those_of_rows_that_read_for_themselves(
-    case: str, late: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+    case: str, late: bool, seed: int, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
     config = WINDOWS if case == "windows" else {}
@@ -105,14 +105,17 @@ def test_tokens_and_log_probabilities_are_those_of_rows_that_read_for_themselves
     assert_cascade_changes_nothing(
         lambda cascade: engine_for(tiny_qwen3(**WORDS, **config), cascade, **options),
         seed,
-        count=40,
+        count=40 if whole else 20,
         preempts=case == "few pages",
     )
 
 
 @pytest.mark.usefixtures("automatic")
-def test_shared_pages_are_read_once_where_it_pays(seed: int) -> None:
-    assert_cascade_changes_nothing(lambda cascade: engine_for(tiny_qwen3(**WORDS), cascade), seed, count=40, on="auto")
+def test_shared_pages_are_read_once_where_it_pays(seed: int, whole: bool) -> None:
+    count = 40 if whole else 20
+    assert_cascade_changes_nothing(
+        lambda cascade: engine_for(tiny_qwen3(**WORDS), cascade), seed, count=count, on="auto"
+    )
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "latents"])

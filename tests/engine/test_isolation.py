@@ -80,6 +80,7 @@ def place_of(model: PreTrainedModel, engine: Engine, name: str) -> tuple[Any, st
     }[name]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", PLACES)
 def test_each_call_into_the_device_may_fail_once(monkeypatch, one_thread, place, kind):

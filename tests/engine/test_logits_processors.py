@@ -119,6 +119,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("processor", "message"), WRONG, ids=lambda value: getattr(value, "__name__", ""))
 def test_one_that_fails_ends_its_request_alone(engine, processor, message, temperature):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -53,11 +53,18 @@ def engine_for(
     return Engine(model, tokenizer=byte_level(), max_num_seqs=8, mixed=mixed, **options)
 
 
+@pytest.fixture
+def ways(seed: int, whole: bool, request: pytest.FixtureRequest) -> Sequence[Mixed]:
+    """Steps that are always mixed, and some: one of both by seed and case, where the test above has both."""
+    both: Sequence[Mixed] = (True, "auto")
+    return both if whole else (random.Random(f"{seed} {request.node.name}").choice(both),)
+
+
 @pytest.mark.parametrize(
     ("case", "late"), cases_read_early_and_late("many pages", "few pages", "short steps", "windows")
 )
 def test_tokens_and_log_probabilities_are_those_of_two_launches(
-    case: str, late: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+    case: str, late: bool, seed: int, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
     options: dict[str, Any] = {"config": WINDOWS} if case == "windows" else {}
@@ -67,7 +74,11 @@ def test_tokens_and_log_probabilities_are_those_of_two_launches(
     if case == "short steps":
         options["max_step_ms"] = 0.01
     assert_mixed_steps_change_nothing(
-        lambda mixed: engine_of(mixed, **options), seed, monkeypatch, count=40, preempts=case == "few pages"
+        lambda mixed: engine_of(mixed, **options),
+        seed,
+        monkeypatch,
+        count=40 if whole else 20,
+        preempts=case == "few pages",
     )
 
 
@@ -77,11 +88,12 @@ def assert_mixed_steps_change_nothing(
     monkeypatch: pytest.MonkeyPatch,
     count: int = 12,
     preempts: bool = False,
+    ways: Sequence[Mixed] = (True, "auto"),
 ) -> None:
     pays = random.Random(seed)
     monkeypatch.setattr(ModelRunner, "mixing_pays", lambda *_: pays.random() < 0.5)  # never, with models this small
     asked, outputs = requests(seed, count), list[list[RequestOutput]]()
-    for mixed in (False, True, "auto"):
+    for mixed in (False, *ways):
         with engine(mixed) as running:
             outputs.append(answers(running, asked, seed))
             stats, model = running.stats(), running._model
@@ -95,26 +107,38 @@ def assert_mixed_steps_change_nothing(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_of_each_kind_run_in_mixed_steps(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_mixed_steps_change_nothing(lambda mixed: engine_for(KINDS[kind](), mixed), seed, monkeypatch)
+def test_layers_of_each_kind_run_in_mixed_steps(
+    kind: str, ways: Sequence[Mixed], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_mixed_steps_change_nothing(lambda mixed: engine_for(KINDS[kind](), mixed), seed, monkeypatch, ways=ways)
 
 
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("mode", MODES)
-def test_mixed_steps_run_in_each_mode(mode: Mode, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_steps_run_in_each_mode(
+    mode: Mode, ways: Sequence[Mixed], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     CAPTURES.get(mode, lambda _: None)(monkeypatch)
     assert_mixed_steps_change_nothing(
-        lambda mixed: engine_for(tiny_qwen3(**WORDS, num_hidden_layers=1), mixed, mode=mode), seed, monkeypatch
+        lambda mixed: engine_for(tiny_qwen3(**WORDS, num_hidden_layers=1), mixed, mode=mode),
+        seed,
+        monkeypatch,
+        ways=ways,
     )
 
 
 @pytest.mark.parametrize("weights", BY_WEIGHTS)
 def test_adapted_and_quantised_weights_multiply_in_mixed_steps(
-    weights: str, seed: int, monkeypatch: pytest.MonkeyPatch
+    weights: str, ways: Sequence[Mixed], seed: int, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
     assert_mixed_steps_change_nothing(
-        lambda mixed: engine_for(WEIGHTS[weights](), mixed, tokens=200), seed, monkeypatch, count=40, preempts=True
+        lambda mixed: engine_for(WEIGHTS[weights](), mixed, tokens=200),
+        seed,
+        monkeypatch,
+        count=40 if whole else 20,
+        preempts=True,
+        ways=ways,
     )
 
 

@@ -163,6 +163,7 @@ def assert_huggingfaces_tokens(model: Any, reference: PreTrainedModel, seed: int
     assert_account_is_empty(model)
 
 
+@pytest.mark.drawn
 @pytest.mark.usefixtures("installed", "without_inductor")
 @pytest.mark.parametrize("backend", ["unplanned", "planned"])
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 def plain(seed: int = 0) -> Any:
-    return tiny_qwen3(seed, eos_token_id=None, num_hidden_layers=2)
+    return tiny_qwen3(seed, eos_token_id=None, num_hidden_layers=1)
 
 
 SETTINGS = compiled_llm.SamplingParams(max_tokens=12, temperature=0.0)
@@ -284,6 +284,7 @@ def test_an_engine_that_does_not_watch_its_model_changes_over_without_a_look(gat
         assert not is_eager(model)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("watches", [True, False])
 @pytest.mark.parametrize("compiled", [False, True], ids=["while it compiles", "before they take over"])
 def test_new_weights_are_those_of_all_later_answers_and_nothing_is_compiled_for_them(

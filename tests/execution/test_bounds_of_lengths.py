@@ -87,6 +87,7 @@ class Batch:
         assert_account_is_empty(self.model)
 
 
+@pytest.mark.drawn
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize(
     ("mode", "lengths", "new", "set_up"),

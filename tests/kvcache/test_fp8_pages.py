@@ -126,8 +126,15 @@ ONE_COMPILED = pytest.param({"mode": "compile", "config": {"num_hidden_layers": 
     [{}, {"config": WINDOWS}, {"cascade": True}, ONE_COMPILED],
     ids=["eager", "windows", "cascade", "compiled"],
 )
-def test_tokens_are_those_of_rounded_keys_and_values(options: dict[str, Any], seed: int) -> None:
-    """Alone and in batches, on and beside page boundaries of 4 tokens, again and again; some rows end early."""
+def test_tokens_are_those_of_rounded_keys_and_values(
+    options: dict[str, Any], seed: int, whole: bool, request: pytest.FixtureRequest
+) -> None:
+    """Alone and in batches, on and beside page boundaries of 4 tokens, again and again; some rows end early.
+
+    Inductor's kernels of the ops are compared in ``test_namespace.py``, and those of a whole model with ``--whole``.
+    """
+    if not whole:
+        request.getfixturevalue("without_inductor")
     oracle, model = pair(seed, **dict(options))
     for lengths in ([5], [4, 8, 1], [5, 19, 11, 16], [5]):
         inputs = mixed_prompts(lengths, 128, seed)

@@ -47,16 +47,18 @@ class SharingSchedule(Schedule):
 
 
 @pytest.mark.parametrize(("make", "config"), [(tiny_qwen3, {}), (tiny_llama, {}), (tiny_qwen3, WINDOWS)])
-def test_a_random_schedule_gives_every_row_huggingfaces_logits(make: Any, config: dict[str, Any], seed: int) -> None:
+def test_a_random_schedule_gives_every_row_huggingfaces_logits(
+    make: Any, config: dict[str, Any], seed: int, whole: bool
+) -> None:
     """Rows are rewound, fork, verify drafts, and write into pages that others share; several loops take turns."""
     plain = make(**{**OVERRIDES, **config})
     model = compiled_llm.wrap(make(**{**OVERRIDES, **config}), **OPTIONS, kv_memory="5000 tokens", cascade=True)
     rng = np.random.default_rng(seed)
     schedules = [SharingSchedule(model.compiled.generate_loop(), plain, rng) for _ in range(2)]
-    for _ in range(150):
+    for _ in range(150 if whole else 60):
         for schedule in schedules:
             schedule.anything()
-    assert model.compiled.stats().cascade_steps > 50
+    assert model.compiled.stats().cascade_steps > 20
     for schedule in schedules:
         schedule.close()
     assert_account_is_empty(model)
@@ -73,11 +75,14 @@ CALLS: dict[str, dict[str, Any]] = {
     ("call", "mode"),
     [
         *[(call, "eager") for call in CALLS],
-        pytest.param("beams", "compile", marks=pytest.mark.slow),
+        pytest.param("beams", "compile without Inductor", marks=pytest.mark.slow),
         *[pytest.param(call, "compile", marks=[pytest.mark.slow, pytest.mark.whole]) for call in CALLS],
     ],
 )
-def test_generate_gives_the_same_tokens(call: str, mode: str, seed: int) -> None:
+def test_generate_gives_the_same_tokens(call: str, mode: str, seed: int, request: pytest.FixtureRequest) -> None:
+    if mode == "compile without Inductor":
+        request.getfixturevalue("without_inductor")
+        mode = "compile"
     prompts = torch.randint(3, 128, (2, 20))
     if call == "equal prompts":
         prompts = prompts[:1].repeat(5, 1)

@@ -191,6 +191,7 @@ MORE_ROWS: list[dict[str, int]] = [
 ]
 
 
+@pytest.mark.drawn
 @interpreted
 @SPARE
 @pytest.mark.parametrize("sizes", [*ROWS, *(pytest.param(sizes, marks=WHOLE) for sizes in MORE_ROWS)], ids=str)
@@ -200,6 +201,7 @@ def test_heads_and_pages_of_any_size(sizes, spare, seed):
     check(batch_of(sorted(lengths), **sizes), spare)
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize(
     ("lengths", "group", "spare", "row_tile"),
@@ -253,6 +255,7 @@ def test_batches_of_mixed_rows(window_left, soft_cap, seed):
         check(batch, fewer(choose(rows, KV_HEADS, 2, 128, max_keys, **H200)), window_left, soft_cap)
 
 
+@pytest.mark.drawn
 @interpreted
 @SPARE
 @pytest.mark.parametrize(
@@ -269,6 +272,7 @@ def test_nothing_outside_of_the_window_is_read(window_left, spare, seed):
         assert torch.equal(actual, other)
 
 
+@pytest.mark.drawn
 @interpreted
 @SPARE
 @pytest.mark.parametrize("window_left", [pytest.param(-1, marks=WHOLE), 100], ids="window={}".format)
@@ -318,6 +322,7 @@ def test_rows_of_padding_are_harmless(spare, seed):
     assert bool((together[0][3:] == 1).all())
 
 
+@pytest.mark.drawn
 @interpreted
 @SPARE
 @pytest.mark.parametrize(("head_dim", "stored"), [(64, 64), pytest.param(96, 128, marks=WHOLE)])
@@ -346,6 +351,7 @@ def test_queries_and_keys_are_normed_and_turned_first(given, head_dim, stored, s
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-2)
 
 
+@pytest.mark.drawn
 @interpreted
 @SPARE
 @pytest.mark.parametrize(
@@ -463,6 +469,7 @@ def launch_fp8(batch: Batch, kind: str, tiling: int, *how: Any, key: Tensor | No
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3 if key is None else 2e-2)
 
 
+@pytest.mark.drawn
 @interpreted
 @SPARE
 @pytest.mark.parametrize("kind", KINDS)
@@ -470,6 +477,7 @@ def test_keys_and_values_of_fp8_are_rounded_and_read_as_stored(kind, spare, seed
     launch_fp8(batch_of(LENGTHS, 2, 16, 64), kind, spare)
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize(("window_left", "soft_cap"), [(20, 0.0), (-1, 2.0), (300, 5.0)])
 @pytest.mark.parametrize("sizes", [{"page_size": 5}, {"head_dim": 96, "stored": 128}, {"new_tokens": 3}], ids=str)
@@ -480,6 +488,7 @@ def test_windows_caps_and_sizes_of_any_kind_with_pages_of_fp8(sizes, window_left
         launch_fp8(batch_of(lengths, **sizes), kind, 8, window_left, soft_cap)
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize("kind", ["none", "both", "small"])
 @pytest.mark.parametrize("new_tokens", [1, 2])
@@ -652,6 +661,7 @@ FP8_CASES = {
 """Which of the arguments that belong to fp8 are None."""
 
 
+@pytest.mark.drawn
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")

@@ -121,6 +121,7 @@ def test_logits_are_capped(seed):
     check(rows, soft_cap=0.7)
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("window_left", "soft_cap"), [(-1, 0.0), (75, 1.5)])
@@ -246,6 +247,7 @@ def test_blocks_are_as_large_as_shared_memory_allows():
 TABLES = ("lengths", "indices", "members", "work_items")
 
 
+@pytest.mark.drawn
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")

@@ -37,6 +37,7 @@ TILINGS = [
 ]
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 @pytest.mark.parametrize("n", [48, 208], ids="N={}".format)
@@ -56,6 +57,7 @@ ONE_ROW = [
 ]
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize("normed", [False, True], ids=["as it is", "normed"])
 @pytest.mark.parametrize("gated", [False, True], ids=["outputs", "gated"])
@@ -78,6 +80,7 @@ def test_one_row_is_normed_and_gated(tiling: LinearTiling, n: int, gated: bool, 
     assert not normed or torch.equal(total, expected_total)
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize("gated", [False, True], ids=["outputs", "gated"])
 @pytest.mark.parametrize(
@@ -179,6 +182,7 @@ def test_of_two_products_the_first_reads_weights_alone_before_waiting(outputs: i
 SUMS = ("states", "norm", "total", "scaled")
 
 
+@pytest.mark.drawn
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -327,6 +331,7 @@ def test_kernels_compile_without_a_gpu(dtype: str, tiles: int) -> None:
         compiled(kernel, constants, {**dict.fromkeys(kernel.arg_names, "*fp32"), **types})
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -32,6 +32,7 @@ def run(args: RopeAppendPagedKv, numbers: int = 2048) -> None:
     check(args, out, pages, 3e-3)
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("numbers", [64, 256], ids="numbers={}".format)
@@ -86,6 +87,7 @@ def test_pages_may_lie_past_what_32_bits_count(seed):
     assert torch.equal(memory[far, 1, 0, :3], args.value[:, 0])
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("given", ["nothing", "all"])
@@ -175,6 +177,7 @@ def resources_of(cubin: bytes, path: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.drawn
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")

@@ -114,6 +114,7 @@ SIZES_AND_SPREADS = [
 ]
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize(("vocabulary", "spread", "dtype"), SIZES_AND_SPREADS, ids=str)
 def test_every_branch_follows_the_distribution(vocabulary: int, spread: float, dtype: torch.dtype, seed: int) -> None:
@@ -177,6 +178,7 @@ def test_rows_without_a_usable_logit_are_told_apart(setting: Sampling, seed: int
     assert given.counts.sum(dim=1).tolist() == counted, "entries are in reverse, the last is padding's"
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocabulary", [1, 2, 64, 65, 4200])

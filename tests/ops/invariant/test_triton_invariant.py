@@ -58,6 +58,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tilings, "invariant_tiling", lambda _: InvariantTiling(16, 64, 3, 4))
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize(
@@ -98,6 +99,7 @@ def test_pages_may_be_of_fp8(kind, seed):
     assert given["saturated"].tolist() == [batch.clamped(3)]
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.half, torch.float32], ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 64), (48, 100), (200, 96)])
@@ -127,6 +129,7 @@ def test_rows_are_added(inputs, seed):
     assert torch.equal(sum_rows(values[4:5].clone()), sums[4:5])
 
 
+@pytest.mark.drawn
 @not_interpreted
 @pytest.mark.parametrize("decodes", [False, True])
 @pytest.mark.parametrize(("head_dim", "gqa"), [(64, 3), (128, 2), (256, 8)])

@@ -10,12 +10,12 @@ import sys
 
 import compiled_llm
 from compiled_llm.compat.torch.inductor import compiled_anew
-from support.tiny_models import tiny_qwen3
+from support.tiny_models import tiny_llama
 
 
 def prepare(epsilon: float, batch_size: int, max_num_seqs: int) -> None:
     """The model's norms have ``epsilon``; ``wrap`` makes room for some rows, an engine for others, as in a server."""
-    plain = tiny_qwen3(num_hidden_layers=1, rms_norm_eps=epsilon)
+    plain = tiny_llama(num_hidden_layers=1, rms_norm_eps=epsilon)
     model = compiled_llm.wrap(plain, max_batch_size=batch_size, progress=False)
     with compiled_llm.Engine(model, max_num_seqs=max_num_seqs) as engine:
         engine.warmup([1])

@@ -1,8 +1,12 @@
-"""Run as a program under torchrun: each rank has a part of each model, and prints what `wrap` says of it."""
+"""Run as a program: each rank has a part of each model, and prints what `wrap` says of it.
+
+It imports once, and becomes each of the ranks, as torchrun would start them.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 
 import torch.distributed as dist
@@ -40,6 +44,20 @@ def said_of(model: PreTrainedModel) -> str:
 
 
 def main(folder: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(RANKS)}
+    ranks = []
+    for rank in map(str, range(RANKS)):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            os.environ |= {"RANK": rank, "LOCAL_RANK": rank}
+            return be_rank(folder)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+    sys.exit(0 if codes == [0] * RANKS else f"ranks ended with {codes}")
+
+
+def be_rank(folder: str) -> None:
     dist.init_process_group("gloo")
     for kind in KINDS:
         said = said_of(loaded(folder, kind))

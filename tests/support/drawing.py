@@ -1,0 +1,40 @@
+"""Grids of cases, of which a run has a few: drawn by its seed, each value of each parameter among them."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Hashable, Sequence, Set
+
+import pytest
+
+
+def leave_out_what_is_not_drawn(items: Sequence[pytest.Item], seed: int) -> None:
+    """Skip cases of tests that are marked ``drawn``, the same ones in each worker of ``pytest -n``."""
+    grids: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        runs = item.get_closest_marker("whole") is None
+        if runs and isinstance(item, pytest.Function) and item.get_closest_marker("drawn"):
+            grids[item.nodeid.partition("[")[0]].append(item)
+    for name, cases in grids.items():
+        cases.sort(key=lambda item: item.nodeid)
+        chosen = drawn([values_of(case) for case in cases], f"{seed} {name}")
+        for number in set(range(len(cases))) - chosen:
+            cases[number].add_marker(pytest.mark.skip(reason=f"not drawn with --seed {seed}; needs --whole"))
+
+
+def values_of(case: pytest.Function) -> set[tuple[str, str]]:
+    """Return each parameter's name with what tells its values apart."""
+    return {(name, repr(value)) for name, value in case.callspec.params.items()}
+
+
+def drawn(cases: Sequence[Set[Hashable]], seed: str) -> set[int]:
+    """Return the numbers of random cases, as many as it takes until each value that any case has is in one of them."""
+    order = random.Random(seed).sample(range(len(cases)), len(cases))
+    seen: set[Hashable] = set()
+    found = set()
+    for number in order:
+        if not cases[number] <= seen:
+            found.add(number)
+            seen |= cases[number]
+    return found
