@@ -21,8 +21,9 @@ def tool() -> Iterator[ModuleType]:
         yield module_at(CHECKOUT / "tools" / "fit_tilings.py")
 
 
-LATENT_RULES = ["latent-decode", "latent-prefill", "latent-ragged", "latent-backend"]
-RULES = ["linear", "normed", "chained", "attention", "splitting", "captured", *LATENT_RULES, "cpu-linear"]
+RULES = ["linear", "normed", "chained", "attention", "splitting", "captured"]
+RULES += ["invariant-linear", "invariant-attention", "page-checks"]
+RULES += ["latent-decode", "latent-prefill", "latent-ragged", "latent-backend", "cpu-linear"]
 
 
 def made_of(times: dict[str, float], chosen: str, tool: ModuleType) -> Any:

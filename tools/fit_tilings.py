@@ -24,8 +24,10 @@ import torch
 from fitting.attention import attention_cases
 from fitting.cases import Case, Fit, Machine, measure
 from fitting.cpu_linear import cpu_linear_cases
+from fitting.invariant import invariant_attention_cases, invariant_linear_cases
 from fitting.latents import latent_backend_cases, latent_decode_cases, latent_prefill_cases, ragged_cases
 from fitting.linear import chained_cases, linear_cases, normed_cases
+from fitting.page_checks import page_check_cases
 from fitting.prefill import captured_cases, splitting_cases
 from rich.console import Console
 from rich.progress import Progress
@@ -41,6 +43,9 @@ SWEEPS: dict[str, Callable[[Machine, bool], Iterator[Case]]] = {
     "attention": attention_cases,
     "splitting": splitting_cases,
     "captured": captured_cases,
+    "invariant-linear": invariant_linear_cases,
+    "invariant-attention": invariant_attention_cases,
+    "page-checks": page_check_cases,
     "latent-decode": latent_decode_cases,
     "latent-prefill": latent_prefill_cases,
     "latent-ragged": ragged_cases,

@@ -21,10 +21,7 @@ from compiled_llm_ops.contracts import (
     NO_FAULT,
     CheckPages,
 )
-
-_SLOTS_AT_ONCE = 512
-_PROGRAMS, _MOST_SPLITS = 128, 16
-"""Long rows are divided among programs, about as many as an H100 has multiprocessors; not yet fitted."""
+from compiled_llm_ops.kernels.attention.check_pages_tiling import DIVISION, Division
 
 _ORIGIN, _SKIPPED = tl.constexpr(CHAIN_ORIGIN), tl.constexpr(CHAIN_SKIPPED)
 _ADOPTED, _KNOWN = tl.constexpr(CHAIN_ADOPTED), tl.constexpr(CHAIN_KNOWN)
@@ -124,7 +121,7 @@ def _check_pages(
             tl.atomic_min(faults + 1, worst)
 
 
-def check(args: CheckPages) -> None:
+def check(args: CheckPages, division: Division = DIVISION) -> None:
     """Launch the check; all tensors are on one device, the current one.
 
     Rows of a prefill may read what others write in the same call, so that is two launches.
@@ -133,10 +130,10 @@ def check(args: CheckPages) -> None:
     if not rows:
         return
     pages, size, _ = args.tags.shape
-    splits = max(1, min(_MOST_SPLITS, _PROGRAMS // triton.next_power_of_2(rows)))
+    splits = max(1, min(division.splits, division.programs // triton.next_power_of_2(rows)))
     each = args.tokens.shape[0] // rows
-    new = _SLOTS_AT_ONCE if args.qo_indptr is not None else triton.next_power_of_2(max(1, each))
-    sizes = {"SIZE": size, "BLOCK": _SLOTS_AT_ONCE, "NEW": new, "num_warps": 4}
+    new = division.slots if args.qo_indptr is not None else triton.next_power_of_2(max(1, each))
+    sizes = {"SIZE": size, "BLOCK": division.slots, "NEW": new, "num_warps": 4}
     if args.qo_indptr is None:
         _check_pages[(rows, splits)](*args, each, args.indices.shape[0], pages, WRITE=True, CHECK=True, **sizes)
         return

@@ -1,0 +1,93 @@
+"""Batch-invariant kernels: `kernels/attention/invariant_tiling.py` and `kernels/linear/invariant_tiling.py`.
+
+A rule may not look at the number of rows, so a candidate has to be good for all of a weight's or a head's cases.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from bench.cold_launches import copies_of
+from torch import Tensor
+
+from compiled_llm_ops.kernels.attention.invariant_tiling import InvariantTiling, invariant_tiling
+from compiled_llm_ops.kernels.linear.invariant_tiling import InvariantLinearTiling, invariant_linear_tiling
+from fitting.cases import HEAD_DIM, KV_HEADS, PAGE_SIZE, Case, Machine, captured, case_of, random
+from fitting.linear import products
+
+
+def invariant_linear_cases(_: Machine, quick: bool) -> Iterator[Case]:
+    """Rows of decode steps and of prefills."""
+    for name, (n, k) in products(quick).items():
+        chosen = invariant_linear_tiling(n, 2)
+        for m in (32, 256, 2048) if quick else (1, 8, 32, 64, 128, 256, 1024, 4096):
+            prepare = lambda m=m, n=n, k=k: linear_timer(m, n, k)  # noqa: E731
+            yield case_of("invariant-linear", f"{name}, M={m}", linear_tilings(quick), chosen, prepare)
+
+
+def linear_tilings(quick: bool) -> list[InvariantLinearTiling]:
+    sizes = itertools.product((64, 128), (16, 32, 64, 128, 256), (64, 128), (3, 4, 6), (4, 8))
+    return [
+        InvariantLinearTiling(rows, outputs, inputs, stages, warps)
+        for rows, outputs, inputs, stages, warps in sizes
+        if (rows + outputs) * inputs * 2 * stages <= 200 * 1024
+        and warps == (8 if rows * outputs >= 128 * 128 else 4)
+        and not (quick and (stages == 3 or (rows == 128 and outputs < 64)))
+    ]
+
+
+def linear_timer(m: int, n: int, k: int) -> Callable[[InvariantLinearTiling], float]:
+    from compiled_llm_ops.kernels.linear.invariant import multiply
+
+    rows, weights = random(m, k), copies_of(random(n, k))
+
+    def launch(tiling: InvariantLinearTiling, number: int) -> Tensor:
+        return multiply(rows + 0, weights[number % len(weights)], None, tiling)
+
+    return lambda tiling: captured(lambda number: launch(tiling, number))
+
+
+def invariant_attention_cases(_: Machine, quick: bool) -> Iterator[Case]:
+    """Rows of one token each, and a prompt."""
+    chosen = invariant_tiling(HEAD_DIM)
+    shapes = [(1, 2048), (32, 600), (256, 600)] if quick else [(1, 160), (1, 4096), (8, 2048), (32, 600), (256, 600)]
+    for gqa in (2, 4) if quick else (1, 2, 4, 8):
+        for rows, length in shapes:
+            name = f"B={rows}, G={gqa}, {length} keys"
+            prepare = lambda given=([1] * rows, [length] * rows, gqa): attention_timer(*given)  # noqa: E731
+            yield case_of("invariant-attention", name, attention_tilings(quick), chosen, prepare)
+        prepare = lambda gqa=gqa: attention_timer([512] * 8, [1024] * 8, gqa)  # noqa: E731
+        yield case_of("invariant-attention", f"8 x 512 tokens, G={gqa}", attention_tilings(quick), chosen, prepare)
+
+
+def attention_tilings(quick: bool) -> list[InvariantTiling]:
+    few = ((16, 64, 128), (64, 128), (2, 3), (4, 8))
+    sizes = few if quick else ((16, 32, 64, 128), (32, 64, 128), (2, 3, 4), (2, 4, 8))
+    tilings = itertools.starmap(InvariantTiling, itertools.product(*sizes))
+    return [
+        tiling for tiling in tilings if tiling.keys * tiling.stages <= 256 and 4 <= tiling.queries // tiling.warps <= 16
+    ]
+
+
+def attention_timer(queries: Sequence[int], lengths: Sequence[int], gqa: int) -> Callable[[InvariantTiling], float]:
+    from compiled_llm_ops.kernels.attention.invariant import PackedQueries, attend
+
+    counts = [-(-length // PAGE_SIZE) for length in lengths]
+    pages = copies_of(torch.zeros(sum(counts), 2, KV_HEADS, PAGE_SIZE, HEAD_DIM, device="cuda", dtype=torch.bfloat16))
+    indptr, starts = (
+        torch.tensor([0, *itertools.accumulate(given)], dtype=torch.int32, device="cuda") for given in (queries, counts)
+    )
+    qo_indptr = None if set(queries) == {1} else indptr
+    ends = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    indices = torch.randperm(sum(counts), device="cuda").int()
+    query = random(sum(queries), KV_HEADS * gqa, HEAD_DIM)
+    out = torch.empty_like(query)
+
+    def launch(tiling: InvariantTiling, number: int) -> None:
+        table = (qo_indptr, starts, ends, indices)
+        given = PackedQueries(query, pages[number % len(pages)], *table, HEAD_DIM**-0.5, -1, 0.0, None, None)
+        attend(given, out, None, tiling)
+
+    return lambda tiling: captured(lambda number: launch(tiling, number))
