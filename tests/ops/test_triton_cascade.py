@@ -310,7 +310,7 @@ def test_runs_of_fp8_are_read_as_they_are_and_converted_once(dtype, tmp_path):
     ptx = made.asm["ptx"]
     assert "cvt.rn.f16x2.e4m3x2" in ptx
     assert "e4m3x2.f32" not in ptx, "only what is stored is rounded"
-    assert f"wgmma.mma_async.sync.aligned.m64n64k16.f32.{dtype.replace('fp', 'f')}" in ptx
+    assert "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16" in ptx, "bfloat16 takes more instructions to make"
     steps = in_order(ptx)
     assert steps[: steps.index("griddepcontrol.wait")] == ["ld.global"], "the first item's members"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
@@ -9,7 +10,7 @@ import torch
 from bench.cold_launches import copies_of
 from torch import Tensor
 
-from compiled_llm_ops.contracts import DecodeAttention
+from compiled_llm_ops.contracts import FP8, DecodeAttention
 from compiled_llm_ops.kernels.attention import decode_tiling
 from compiled_llm_ops.kernels.attention.decode_tiling import AttentionTiling, choose_attention_tiling
 from fitting.cases import HEAD_DIM, KV_HEADS, PAGE_SIZE, Case, Machine, captured, case_of, random
@@ -20,13 +21,15 @@ MOST_KEYS = 2**21
 
 def attention_cases(machine: Machine, quick: bool) -> Iterator[Case]:
     max_keys = 40_960  # of Qwen3's rows
-    for gqa in (2,) if quick else (2, 4, 8):
-        for rows in (1, 8, 32) if quick else (1, 2, 4, 8, 16, 17, 32, 33, 64, 96, 128, 192, 256):
+    groups = [(2, torch.bfloat16), (2, FP8)] if quick else [*itertools.product((2, 4, 8), (torch.bfloat16, FP8))]
+    for gqa, dtype in groups:
+        for rows in (1, 8, 32, 256) if quick else (1, 2, 4, 8, 16, 17, 32, 33, 64, 96, 128, 192, 256):
             chosen = choose_attention_tiling(rows, KV_HEADS, gqa, HEAD_DIM, max_keys, *machine)
             candidates = [*attention_tilings(rows, quick), chosen._replace(share_equal=not chosen.share_equal)]
             for name, lengths in row_lengths(rows, quick).items():
-                prepare = lambda lengths=lengths, gqa=gqa: attention_timer(lengths, gqa, max_keys)  # noqa: E731
-                yield case_of("attention", f"B={rows}, G={gqa}, {name}", candidates, chosen, prepare)
+                prepare = lambda given=(lengths, gqa, dtype): attention_timer(*given, max_keys)  # noqa: E731
+                pages = ", fp8" if dtype == FP8 else ""
+                yield case_of("attention", f"B={rows}, G={gqa}{pages}, {name}", candidates, chosen, prepare)
 
 
 def row_lengths(rows: int, quick: bool) -> dict[str, list[int]]:
@@ -54,12 +57,15 @@ def attention_tilings(rows: int, quick: bool) -> list[AttentionTiling]:
     return found
 
 
-def attention_timer(lengths: Sequence[int], gqa: int, max_keys: int) -> Callable[[AttentionTiling], float]:
+def attention_timer(
+    lengths: Sequence[int], gqa: int, dtype: torch.dtype, max_keys: int
+) -> Callable[[AttentionTiling], float]:
     """One layer after the other, so many that no cache holds the keys of all."""
     from compiled_llm_ops.kernels.attention.decode import decode
 
     counts = [-(-length // PAGE_SIZE) for length in lengths]
-    pages = copies_of(torch.zeros(sum(counts), 2, KV_HEADS, PAGE_SIZE, HEAD_DIM, device="cuda", dtype=torch.bfloat16))
+    pages = copies_of(torch.zeros(sum(counts), 2, KV_HEADS, PAGE_SIZE, HEAD_DIM, device="cuda", dtype=dtype))
+    scales = torch.ones(2, KV_HEADS, device="cuda").unbind() if dtype == FP8 else (None, None)
     starts = torch.tensor([0, *torch.tensor(counts[:-1]).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
     ends = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     indices = torch.zeros(len(lengths) * max_keys // PAGE_SIZE, dtype=torch.int32, device="cuda")
@@ -70,6 +76,7 @@ def attention_timer(lengths: Sequence[int], gqa: int, max_keys: int) -> Callable
     def launch(tiling: AttentionTiling, number: int) -> Tensor:
         table = (starts, ends, indices)
         args = DecodeAttention(query + 0, key, value, pages[number % len(pages)], *table, HEAD_DIM**-0.5)
+        args = args._replace(key_scale=scales[0], value_scale=scales[1])
         return decode(args, None, tiling=tiling, pdl=True)
 
     return lambda tiling: captured(lambda number: launch(tiling, number))

@@ -18,10 +18,10 @@ from fitting.cases import HEAD_DIM, KV_HEADS, PAGE_SIZE, Case, Machine, captured
 from fitting.linear import products
 
 
-def invariant_linear_cases(_: Machine, quick: bool) -> Iterator[Case]:
+def invariant_linear_cases(machine: Machine, quick: bool) -> Iterator[Case]:
     """Rows of decode steps and of prefills."""
     for name, (n, k) in products(quick).items():
-        chosen = invariant_linear_tiling(n, 2)
+        chosen = invariant_linear_tiling(n, 2, machine.shared_memory)
         for m in (32, 256, 2048) if quick else (1, 8, 32, 64, 128, 256, 1024, 4096):
             prepare = lambda m=m, n=n, k=k: linear_timer(m, n, k)  # noqa: E731
             yield case_of("invariant-linear", f"{name}, M={m}", linear_tilings(quick), chosen, prepare)

@@ -97,13 +97,13 @@ def _cpu(args: InvariantLinear) -> Tensor:
 
 def _cuda(args: InvariantLinear) -> Tensor:
     from compiled_llm_ops.kernels.linear.invariant import multiply
-    from compiled_llm_ops.kernels.linear.invariant_tiling import invariant_linear_tiling
+    from compiled_llm_ops.kernels.linear.invariant_tiling import invariant_linear_tiling, shared_memory_of
 
     _check(args)
     rows, weight, bias = args
     flat = rows.reshape(-1, rows.shape[-1]).contiguous()
     flat = flat.clone() if flat.data_ptr() % 16 else flat  # or it would be read in another way
-    tiling = invariant_linear_tiling(len(weight), weight.element_size())
+    tiling = invariant_linear_tiling(len(weight), weight.element_size(), shared_memory_of(weight.device))
     with torch.cuda.device(rows.device):  # Triton launches on the current one
         out = multiply(flat, weight, None if bias is None else bias.contiguous(), tiling)
     return out.view(*rows.shape[:-1], len(weight))

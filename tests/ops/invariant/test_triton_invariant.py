@@ -25,6 +25,9 @@ pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
 LENGTHS = [1, 17, 63, 64, 65, 130]
 HALF = {"dtype": torch.half, "head_dim": 64, "page_size": 16}
 
+SHARED_MEMORY = 228 * 1024
+"""Bytes of an H200's multiprocessor."""
+
 
 def by_kernel(args: PagedAttention) -> tuple[Tensor, Tensor]:
     """Prefill by a launch of the kernel with a table, as the backend's plan launches it."""
@@ -107,7 +110,7 @@ def test_rows_are_multiplied_with_the_same_bits_in_any_batch(outputs, inputs, dt
     from compiled_llm_ops.kernels.linear.invariant import multiply
 
     rows, weight, bias = (torch.randn(*size).to(dtype) for size in ((150, inputs), (outputs, inputs), (outputs,)))
-    tiling = invariant_linear_tiling(outputs, dtype.itemsize)
+    tiling = invariant_linear_tiling(outputs, dtype.itemsize, SHARED_MEMORY)
     for own in (None, bias):
         whole = multiply(rows, weight, own, tiling)
         expected = rows.double() @ weight.double().T + (0 if own is None else own.double())
@@ -159,7 +162,7 @@ def test_the_attention_compiles_for_hopper_without_spilling(head_dim, gqa, decod
 def test_the_matmul_compiles_for_hopper_without_spilling(outputs, tmp_path):
     from compiled_llm_ops.kernels.linear import invariant as module
 
-    tiling = invariant_linear_tiling(outputs, 2)
+    tiling = invariant_linear_tiling(outputs, 2, SHARED_MEMORY)
     tiles = {"x": tiling.rows, "w": tiling.outputs}
     types = {name: f"tensordesc<bf16[{size},{tiling.inputs}]>" for name, size in tiles.items()} | {"y": "*bf16"}
     types |= dict.fromkeys(("M", "N", "K", "output_stride"), "i32")

@@ -22,7 +22,6 @@ def test_the_kernel_does_as_the_op_on_a_cpu(
     from compiled_llm_ops import check_pages
     from compiled_llm_ops.kernels.attention import check_pages as kernels
 
-    monkeypatch.setattr(kernels, "_SLOTS_AT_ONCE", block)
     for number in range(6):
         rows = rows_that_begin_alike() if packed and number == 0 else some_rows(seed + number, packed)
         rng = np.random.default_rng(seed + number)
@@ -34,6 +33,6 @@ def test_the_kernel_does_as_the_op_on_a_cpu(
             rows.chains[1] = CHAIN_ADOPTED + len(rows.tokens[0]) - rows.new[0] + int(rng.integers(2))
         expected, args = rows.arguments(packed), rows.arguments(packed)
         check_pages(*expected)
-        kernels.check(args)
+        kernels.check(args, kernels.DIVISION._replace(slots=block))
         for name in ("tags", "chains", "faults"):
             assert torch.equal(getattr(args, name), getattr(expected, name)), (name, seed + number)

@@ -31,7 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_llm_ops.contracts import DecodeAttention
 from compiled_llm_ops.kernels.attention.decode_tiling import MAX_ROWS, MAX_SHARES, AttentionTiling
-from compiled_llm_ops.kernels.attention.fp8 import as_stored
+from compiled_llm_ops.kernels.attention.fp8 import as_multiplied, as_stored
 from compiled_llm_ops.kernels.attention.rotary import prepared
 from compiled_llm_ops.kernels.counters import zeroed_counters
 
@@ -350,8 +350,9 @@ def _decode_paged_attention(
             tl.debug_barrier()
         if key_scale is not None:
             scale *= tl.load(key_scale + head)
+        q, factor = as_multiplied(q, scale, pages)
         values, lses = _attend(
-            q, head_pages, own_indices, values_offset, first, length, begin, end, window_left, scale, cap,
+            q, head_pages, own_indices, values_offset, first, length, begin, end, window_left, factor, cap,
             own_list, listed, NEW, GQA, PAGE, DIM, BLOCK, CAPPED, STAGES,
         )  # fmt: skip
         if value_scale is not None:

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm_ops.kernels.attention.decode import DTYPES, capped
+from compiled_llm_ops.kernels.attention.fp8 import as_multiplied
 from compiled_llm_ops.kernels.attention.invariant_tiling import InvariantTiling
 
 
@@ -113,6 +114,7 @@ def _invariant_attention(
         first = tl.maximum(length - row_end + first_token - window_left, 0)
         if key_scale is not None:
             scale *= tl.load(key_scale + head)
+        q, factor = as_multiplied(q, scale, pages)
         largest = tl.full([QUERIES], -float("inf"), tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         acc = tl.zeros([QUERIES, DIM], tl.float32)
@@ -123,7 +125,7 @@ def _invariant_attention(
             page = tl.load(own_indices + position // PAGE, mask=mask, other=0)
             slot = page.to(tl.int64) * (2 * values_offset) + (position % PAGE) * DIM
             k = tl.load(head_pages + slot[None, :] + offs_d[:, None], mask=mask[None, :], other=0.0)
-            logits = tl.dot(q, k.to(q.dtype)) * scale
+            logits = tl.dot(q, k.to(q.dtype)) * factor
             if CAPPED:
                 logits = capped(logits, cap)
             seen = (position[None, :] <= own[:, None]) & (position[None, :] >= nearest[:, None])

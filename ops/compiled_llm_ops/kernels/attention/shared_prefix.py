@@ -27,6 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_llm_ops.contracts import CASCADE_QUERIES, CascadeAttention
 from compiled_llm_ops.kernels.attention.cascade_tiling import CascadeTiling
 from compiled_llm_ops.kernels.attention.decode import DTYPES, capped
+from compiled_llm_ops.kernels.attention.fp8 import as_multiplied
 from compiled_llm_ops.kernels.attention.rotary import prepared
 
 
@@ -119,8 +120,9 @@ def _shared_prefix_attention(
         if cos is not None:
             cos_ptrs, sin_ptrs = cos + (row * HEAD)[:, None], sin + (row * HEAD)[:, None]
         q = prepared(q_ptrs, offs_d, used[:, None] & in_head, query_norm, cos_ptrs, sin_ptrs, epsilon, HEAD)
+        q, factor = as_multiplied(q, scale, pages)
         values, sums = _attend(
-            q, head_pages, indices + first_page, values_offset, first, keys, nearest, scale, cap,
+            q, head_pages, indices + first_page, values_offset, first, keys, nearest, factor, cap,
             PAGE, DIM, BLOCK, CAPPED, WINDOWED, STAGES,
         )  # fmt: skip
         if value_scale is not None:
