@@ -132,10 +132,7 @@ def unbacked_symbols(value: Tensor | torch.SymInt | torch.SymFloat | torch.SymBo
 
 def sizes_of(value: Any) -> tuple[set[Any], set[Any]]:
     """Return the symbols that a graph's value has as a size or stride, or is, and those that others are made of."""
-    from sympy import Expr, Symbol
-
     numbers = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
     expressions = [number.node.expr for number in numbers if isinstance(number, torch.SymInt)]
-    alone = {expression for expression in expressions if isinstance(expression, Symbol)}
-    parts = [expression.free_symbols for expression in expressions if isinstance(expression, Expr)]
-    return alone, set().union(*parts) - alone
+    alone = {expression for expression in expressions if expression.is_Symbol}
+    return alone, set().union(*(expression.free_symbols for expression in expressions)) - alone
