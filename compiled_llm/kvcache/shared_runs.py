@@ -19,7 +19,7 @@ import numpy as np
 
 from compiled_llm.kvcache.pool import NULL_PAGE
 from compiled_llm.kvcache.table import Stored
-from compiled_llm_ops.attention.cascade_tables import SharedRun
+from compiled_llm_ops.attention.cascade.tables import SharedRun
 from compiled_llm_ops.contracts import CASCADE_LEVELS
 
 _BY_PAGE = itemgetter(1, 0)  # the first page of a run, then its rows

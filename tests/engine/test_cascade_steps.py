@@ -15,7 +15,7 @@ from compiled_llm.engine.steps.loop import Loop, Mixed
 from compiled_llm.execution.decode import persistent_batch
 from compiled_llm.execution.state.cascade import Cascade
 from compiled_llm.requests.outputs import RequestOutput
-from compiled_llm_ops.attention import cascade_rule
+from compiled_llm_ops.attention.cascade import rule
 from support.engine.random_requests import (
     BY_WEIGHTS,
     CAPTURES,
@@ -45,9 +45,9 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def automatic(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``"auto"`` choose on a CPU, where some of the runs pay and others do not."""
-    monkeypatch.setattr(cascade_rule, "LAUNCHES", 0.0)
-    monkeypatch.setattr(cascade_rule, "MERGED_HEAD", 0.0)
-    monkeypatch.setattr(cascade_rule, "TILE_READ", 2.5 * cascade_rule.ROW_READ)
+    monkeypatch.setattr(rule, "LAUNCHES", 0.0)
+    monkeypatch.setattr(rule, "MERGED_HEAD", 0.0)
+    monkeypatch.setattr(rule, "TILE_READ", 2.5 * rule.ROW_READ)
     chosen = Cascade.of
 
     def as_on_a_gpu(config: WrapConfig, device: str, *rest: Any) -> Cascade | None:
@@ -187,7 +187,7 @@ def test_requests_run_as_before_until_the_graph_that_reads_shared_pages_once_is_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     CAPTURES["cuda-graphs"](monkeypatch)
-    monkeypatch.setattr(cascade_rule, "TILE_READ", 0.0)
+    monkeypatch.setattr(rule, "TILE_READ", 0.0)
     prompt = [*range(3, 60)]
     with engine_for(tiny_qwen3(**{**WORDS, "num_hidden_layers": 1}), cascade="auto", mode="cuda-graphs") as engine:
         engine.warmup([2])

@@ -23,7 +23,7 @@ from compiled_llm.kvcache.pool import NULL_PAGE, OutOfPagesError, PagePool
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.shared_runs import Paged, SharedRuns
-from compiled_llm_ops.attention.cascade_tables import SharedRun
+from compiled_llm_ops.attention.cascade.tables import SharedRun
 
 pytestmark = pytest.mark.core
 

@@ -16,7 +16,7 @@ from compiled_llm.kvcache.memory import mark_static
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.attention import CascadeBatch
 from compiled_llm.model.sizes import attention_geometries
-from compiled_llm_ops.attention.cascade_tables import SharedRun, cascade_tables
+from compiled_llm_ops.attention.cascade.tables import SharedRun, cascade_tables
 from compiled_llm_ops.contracts import CASCADE_LEVELS
 
 LEAST_KEYS = 64

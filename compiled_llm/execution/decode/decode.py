@@ -28,7 +28,7 @@ from compiled_llm.execution.reporting.events import UploadCause
 from compiled_llm.execution.reporting.progress import TaskNumber
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.row import Row
-from compiled_llm_ops.attention.cascade_tables import SharedRun
+from compiled_llm_ops.attention.cascade.tables import SharedRun
 
 logger = logging.getLogger("compiled_llm.uploads")
 

@@ -23,7 +23,7 @@ from compiled_llm.execution.state.staging import Readbacks
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.shared_runs import SharedRuns
-from compiled_llm_ops.attention.cascade_tables import SharedRun
+from compiled_llm_ops.attention.cascade.tables import SharedRun
 
 
 class PersistentBatch:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from compiled_llm.config import WrapConfig
 from compiled_llm.kvcache.specs import KVCacheSpec
 from compiled_llm.model.layer_probe import Layer
-from compiled_llm_ops.attention.cascade_rule import CascadeLayer, cascade_saves
-from compiled_llm_ops.attention.cascade_tables import SharedRun
+from compiled_llm_ops.attention.cascade.rule import CascadeLayer, cascade_saves
+from compiled_llm_ops.attention.cascade.tables import SharedRun
 from compiled_llm_ops.contracts import CASCADE_QUERIES
 from compiled_llm_ops.protocol import DecodeOps
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from compiled_llm_ops import SharedRun
-from compiled_llm_ops.attention.cascade_rule import CascadeLayer, cascade_saves
+from compiled_llm_ops.attention.cascade.rule import CascadeLayer, cascade_saves
 
 pytestmark = pytest.mark.core
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from compiled_llm_ops.attention.cascade_tables import SharedRun, rows_of_a_tile
+from compiled_llm_ops.attention.cascade.tables import SharedRun, rows_of_a_tile
 
 ROW_READ, TILE_READ = 3.5e-4, 8e-4
 """Microseconds for a key that a row reads, and for one that a tile reads, of 8 kv heads of 128 in 16 bits."""

@@ -1,0 +1,1 @@
+"""Cascade attention: pages that several rows begin with are read once for all of them."""
