@@ -18,10 +18,11 @@ from torch import Tensor
 from compiled_llm_ops import latent_attention, plan_paged_attention, planned_latent_attention, ragged_attention
 from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.contracts import Geometry, LatentDecode
-from compiled_llm_ops.kernels.attention.decode_tiling import ALONE, MAX_ROWS, AttentionTiling
+from compiled_llm_ops.kernels.attention.decode_tiling import MAX_ROWS, AttentionTiling
 from compiled_llm_ops.kernels.latent import latent_tiling
 from compiled_llm_ops.kernels.latent.latent_tiling import (
     BUSY_KEYS,
+    SHARED_KEYS,
     RaggedTiling,
     choose_decode_tiling,
     query_tile,
@@ -66,9 +67,8 @@ def decode_tilings(rows: int, heads: int, quick: bool) -> list[AttentionTiling]:
         shapes += [(tile.block // 2, 5, tile.warps), (tile.block, 5, 4), (2 * tile.block, 3, 8)]
     found = []
     for block, stages, warps in shapes:
-        busy = BUSY_KEYS // block
-        for splits, (unsplit, share) in itertools.product((1, 4, 16, 64), ((ALONE, 1), (busy, busy))):
-            found.append(AttentionTiling(row_tile, row_tile * splits, unsplit, share, block, stages, warps))
+        for splits, alone in itertools.product((1, 4, 16, 64), (1, SHARED_KEYS // block, BUSY_KEYS // block)):
+            found.append(AttentionTiling(row_tile, row_tile * splits, alone, alone, block, stages, warps))
     return found
 
 
