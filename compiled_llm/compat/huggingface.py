@@ -54,7 +54,7 @@ from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel, cache_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -202,6 +202,12 @@ def captures_outputs(hook: object) -> bool:
     It does nothing in calls that do not ask for them.
     """
     return getattr(hook, "__module__", None) == output_capturing.__name__
+
+
+def indexed_layers() -> tuple[type, ...]:
+    """Return the layers of HuggingFace's caches that keep index keys, the dynamic one first; none in old versions."""
+    found = (getattr(cache_utils, name, None) for name in ("DynamicIndexedLayer", "StaticIndexedLayer"))
+    return tuple(layer for layer in found if layer is not None)
 
 
 def experts_implementation(config: PretrainedConfig) -> str | None:

@@ -126,7 +126,7 @@ class ModelRunner:
         self.readbacks = Readbacks()
         geometries = attention_geometries(facts.layers, config.page_size, model.dtype)
         self._planner = Planner(
-            [spec.planned(geometry) for spec, geometry in zip(self.state.specs, geometries, strict=True)],
+            [spec.planned(geometry) for spec, geometry in zip(self.state.specs, geometries, strict=False)],
             config,
             self.device,
             max_row_tokens=self.max_positions,

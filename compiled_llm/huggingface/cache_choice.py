@@ -113,7 +113,9 @@ class CacheChoice:
     def stand_in(self) -> StandIn:
         """Return pages that stand in for HuggingFace's prepared cache; OutOfPagesError if too few are free."""
         # HuggingFace's own would forget what the windows of layers have left, and rows may be cropped later.
-        original = self.inputs["past_key_values"] if self.returned else DynamicCache()
+        indexed = any(layer.chooses for layer in self.runtime.facts.layers)
+        own = DynamicCache(config=self.model.config) if indexed else DynamicCache()
+        original = self.inputs["past_key_values"] if self.returned else own
         cache = made(StandIn(self.runtime.generate_loop(), original, self.returned, self.prefill))
         if known := int(original.get_seq_length()):
             mask = self.inputs.get("attention_mask")

@@ -320,6 +320,61 @@ class LatentAttentionSpec(NamedTuple):
         return latents, rotated
 
 
+class IndexKeysSpec(NamedTuple):
+    """Keys by which a layer's indexer chooses what is read, ``[P, S, I]``; HuggingFace's caches hold them beside.
+
+    The layer's attention writes and reads them, so ``attend`` is never called.
+
+    Attributes:
+        size: I.
+        page_size: S.
+        dtype: of the model.
+        layer: whose indexer it is.
+        group: that of the layer.
+    """
+
+    size: int
+    page_size: int
+    dtype: torch.dtype
+    layer: int
+    group: int = 0
+
+    def in_group(self, group: int) -> KVCacheSpec:
+        return self._replace(group=group)
+
+    @property
+    def layout(self) -> Hashable:
+        return self._replace(group=0, layer=0)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return ()
+
+    def shape(self, pages: int) -> tuple[int, ...]:
+        return pages, self.page_size, self.size
+
+    def planned(self, geometry: Geometry) -> Geometry | None:
+        return None
+
+    def attend(
+        self,
+        rows: PackedTokens | NewestTokens,
+        layer: int,
+        states: States,
+        memory: Tensor,
+        options: Options,
+        wants_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        raise NotImplementedError("index keys are read by their layer's indexer")
+
+    def write(self, memory: Tensor, places: TokenPlaces, keys: Tensor, values: Tensor) -> None:
+        memory[places.pages, places.slots] = _columns(keys, places.width)[places.rows, 0, places.columns]
+
+    def read(self, memory: Tensor, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        keys = memory.index_select(0, pages).flatten(0, 1)[None, :length]
+        return keys, keys[..., :0]
+
+
 def _columns(states: Tensor, width: int) -> Tensor:
     """Return the last ``width`` columns of ``[..., C', D]``, with zeros before them if there are fewer."""
     states = states[..., -width:, :]
@@ -334,7 +389,7 @@ def kv_cache_specs(
     scales: Sequence[PageScales] = (),
     plans_decode: bool = False,
 ) -> tuple[KVCacheSpec, ...]:
-    """Return each layer's spec.
+    """Return each layer's spec, and then those of the index keys of layers with an indexer (``index_places``).
 
     Args:
         layers: of the model.
@@ -347,14 +402,20 @@ def kv_cache_specs(
     specs: list[KVCacheSpec] = [_spec_of(layer, page_size, dtype, backend, plans_decode) for layer in layers]
     if scales:
         specs = [_in_fp8(spec, own) for spec, own in zip(specs, scales, strict=True)]
-    return tuple(spec.in_group(group) for spec, group in zip(specs, layer_groups(layers), strict=True))
+    groups = layer_groups(layers)
+    for number, layer in enumerate(layers):
+        if layer.index_size is not None:
+            specs.append(IndexKeysSpec(layer.index_size, page_size, dtype, number))
+            groups.append(groups[number])
+    return tuple(spec.in_group(group) for spec, group in zip(specs, groups, strict=True))
 
 
 def _spec_of(layer: Layer, page_size: int, dtype: torch.dtype, backend: Backend, plans_decode: bool) -> KVCacheSpec:
     if layer.expansion is not None:
         assert layer.value_head_dim is not None, "latents have a rotated part"
         sizes = layer.head_dim, layer.value_head_dim, page_size
-        return LatentAttentionSpec(*sizes, dtype, planned_by_backend=plans_decode)
+        by_plan = plans_decode and not layer.chooses  # no plan knows what an indexer will choose
+        return LatentAttentionSpec(*sizes, dtype, planned_by_backend=by_plan)
     if layer.value_head_dim is not None:
         return UnevenAttentionSpec(layer.kv_heads, layer.head_dim, layer.value_head_dim, page_size, dtype)
     stored = backend.stored_head_dim(layer.head_dim)

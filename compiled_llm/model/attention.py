@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from compiled_llm.model.indexers import IndexedRows
 from compiled_llm.model.latents import Latents
 from compiled_llm.model.layer_probe import LayerProbe, UnpagedCallError
 from compiled_llm_ops import (
@@ -122,15 +123,17 @@ class PackedTokens(NamedTuple):
         return paged_attention(*arguments), None
 
     def attend_to_latents(
-        self, layer: int, states: States, pages: Tensor, scale: float, wants_lse: bool
+        self, layer: int, states: States, pages: Tensor, scale: float, wants_lse: bool, chosen: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Write the new latents into a layer's pages, and attend over them with absorbed queries, by its plan if any.
 
-        ``states`` are queries ``[T, H, R + E]``, latents ``[T, 1, R]`` and their rotated parts ``[T, 1, E]``.
+        ``states`` are queries ``[T, H, R + E]``, latents ``[T, 1, R]`` and their rotated parts ``[T, 1, E]``;
+        ``chosen`` ``[T, n]`` the positions that each query reads, None for all.
         """
         plans, group = self.plans, self.plans.groups[layer]
         if group < 0:
-            return _attend_to_latents(states, pages, self._places, scale, wants_lse)
+            return _attend_to_latents(states, pages, self._places, scale, wants_lse, chosen)
+        assert chosen is None, "layers with indexers have no plan"
         query, latent, rope = states
         rank = latent.shape[2]
         append_latent(latent[:, 0], rope[:, 0], pages, *self._places)
@@ -139,6 +142,13 @@ class PackedTokens(NamedTuple):
         if wants_lse:
             return planned_latent_attention_lse(*arguments)
         return planned_latent_attention(*arguments), None
+
+    def indexed(self, page_size: int, row_pages: int, padding: int) -> IndexedRows:
+        """Return where index keys lie, in pages of so many tokens; rows may have ``row_pages``."""
+        if not self.new_tokens:
+            return IndexedRows(*self._places, page_size, 0, padding)
+        tokens = (self.token_rows, self.token_positions)
+        return IndexedRows(*tokens, self.indptr[:-1], self.indices, page_size, row_pages, padding)
 
     def attend_to_expanded(
         self, states: States, latents: tuple[Tensor, Tensor], pages: Tensor, scale: float, wants_lse: bool
@@ -250,32 +260,44 @@ class NewestTokens(NamedTuple):
             return out, lse
         return attend(*arguments), None
 
+    def indexed(self, page_size: int, row_pages: int, padding: int) -> IndexedRows:
+        """As ``PackedTokens.indexed``."""
+        return IndexedRows(*self._places, page_size, row_pages, padding)
+
+    @property
+    def _places(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        rows, new, device = len(self.starts), self.new_tokens, self.starts.device
+        token_rows = torch.arange(rows, dtype=torch.int32, device=device)[:, None].expand(-1, new).flatten()
+        positions = self.lengths[:, None] - new + torch.arange(new, dtype=torch.int32, device=device)
+        return token_rows, positions.flatten(), self.starts, self.indices
+
     def attend_to_latents(
-        self, layer: int, states: States, pages: Tensor, scale: float, wants_lse: bool
+        self, layer: int, states: States, pages: Tensor, scale: float, wants_lse: bool, chosen: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """As ``PackedTokens.attend_to_latents``."""
-        table, new = (self.starts, self.lengths, self.indices), self.new_tokens
-        if new > 1:
-            rows, device = len(self.starts), self.starts.device
-            token_rows = torch.arange(rows, dtype=torch.int32, device=device)[:, None].expand(-1, new).flatten()
-            positions = self.lengths[:, None] - new + torch.arange(new, dtype=torch.int32, device=device)
-            places = (token_rows, positions.flatten(), self.starts, self.indices)
-            return _attend_to_latents(states, pages, places, scale, wants_lse)
+        table = (self.starts, self.lengths, self.indices)
+        if self.new_tokens > 1:
+            return _attend_to_latents(states, pages, self._places, scale, wants_lse, chosen)
         query, latent, rope = states
         rank = latent.shape[2]
         arguments = (query[..., :rank], query[..., rank:], latent[:, 0], rope[:, 0], pages, *table, scale)
         if wants_lse:
-            return latent_decode_lse(*arguments)
-        return latent_decode(*arguments), None
+            return latent_decode_lse(*arguments, chosen=chosen)
+        return latent_decode(*arguments, chosen=chosen), None
 
 
 def _attend_to_latents(
-    states: States, pages: Tensor, places: tuple[Tensor, Tensor, Tensor, Tensor], scale: float, wants_lse: bool
+    states: States,
+    pages: Tensor,
+    places: tuple[Tensor, Tensor, Tensor, Tensor],
+    scale: float,
+    wants_lse: bool,
+    chosen: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     query, latent, rope = states
     rank = latent.shape[2]
     append_latent(latent[:, 0], rope[:, 0], pages, *places)
-    arguments = (query[..., :rank], query[..., rank:], pages, *places, scale)
+    arguments = (query[..., :rank], query[..., rank:], pages, *places, scale, chosen)
     if wants_lse:
         return latent_attention_lse(*arguments)
     return latent_attention(*arguments), None
@@ -340,6 +362,7 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     paged_batch: PagedBatch | LayerProbe | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -350,11 +373,12 @@ def attention_forward(
         query: ``[1, H, T, D]`` packed, or ``[B, H, q, D]`` in decode.
         key: ``[1, K, T, D]`` or ``[B, K, q, D]``, the new tokens' only.
         value: like ``key``; its D may be another.
-        attention_mask: must be None: masked tokens are never stored.
+        attention_mask: None, or what an indexer has read: masked tokens are never stored.
         scaling: factor on the logits; ``D ** -0.5`` if None.
         sliding_window: tokens a query sees, itself included; all if None.
         softcap: cap on the logits; no cap if None.
         s_aux: ``[H]`` attention sinks, one more logit a head that takes weight and has no value.
+        indices: ``[1, T, n]`` or ``[B, q, n]`` int32, what an indexer has chosen for each query; None for all tokens.
         paged_batch: handed through ``forward`` by our own calls.
         kwargs: further arguments of the model; checked once, by the probe.
 
@@ -370,7 +394,8 @@ def attention_forward(
             "inner modules or another model of the same config"
         )
     if isinstance(paged_batch, LayerProbe):
-        return paged_batch.visit(module, query, key, value, attention_mask, sliding_window, softcap, kwargs)
+        others = {**kwargs, **({} if indices is None else {"indices": indices})}
+        return paged_batch.visit(module, query, key, value, attention_mask, sliding_window, softcap, others)
     layer = cast(int, module.layer_idx)
     spec, memory = paged_batch.specs[layer], paged_batch.pages[layer]
     rows = paged_batch.rows[spec.group]
@@ -387,6 +412,9 @@ def attention_forward(
         latent, rope = (_pack(part, rows.new_tokens) for part in latents.taken(layer))
         if isinstance(rows, PackedTokens) and rows.alone:
             out, lse = rows.attend_to_expanded(states, (latent, rope), memory, options[0], s_aux is not None)
+        elif (chosen := latents.chosen(indices)) is not None:
+            absorbs, states = True, (latents.absorbed(module, layer, states[0]), latent, rope)
+            out, lse = rows.attend_to_latents(layer, states, memory, options[0], s_aux is not None, chosen)
         else:
             absorbs, states = True, (latents.absorbed(module, layer, states[0]), latent, rope)
             out, lse = spec.attend(rows, layer, states, memory, options, s_aux is not None)

@@ -241,6 +241,11 @@ def _check_latents(model: PreTrainedModel, layers: Sequence[Layer], config: Wrap
                 f"wrap: {option}: attention layer 0 keeps latents (multi-head latent attention), and there is no such "
                 f"kernel for them; wrap without {option.partition('=')[0]}"
             )
+    if by_plan and any(layer.chooses for layer in layers):
+        raise UnsupportedModelError(
+            f"wrap: backend={name!r}: an indexer chooses the tokens that layers read, which no plan of a backend "
+            "knows; wrap with backend='auto'"
+        )
     for number, layer in enumerate(layers):
         assert layer.value_head_dim is not None, "latents have a rotated part"
         if layer.window_left >= 0 or layer.logits_soft_cap > 0:

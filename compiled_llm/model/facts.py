@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from compiled_llm.model.attention import PagedBatch
 from compiled_llm.model.attention_switch import AttentionSwitch
 from compiled_llm.model.latents import Latents
-from compiled_llm.model.layer_probe import Layer
+from compiled_llm.model.layer_probe import Layer, index_places
 from compiled_llm.model.probes.position_probe import DefaultPositions
 from compiled_llm.model.sizes import max_positions_of
 from compiled_llm.model.version.model_version import ModelVersion
@@ -79,6 +79,8 @@ class ModelFacts:
         kept = [(layer, layer.expansion) for layer in self.layers if layer.expansion is not None]
         sizes = {(expansion.key + (layer.value_head_dim or 0), expansion.value) for layer, expansion in kept}
         on_cpu = self.model.device.type == "cpu"
+        if any(layer.chooses for layer in self.layers):
+            return False  # a query reads chosen tokens alone
         return bool(sizes) and (on_cpu or all(missing_expanded(*own) is None for own in sizes))
 
     @property
@@ -112,9 +114,17 @@ def with_latents(forward: Forward, layers: Sequence[Layer]) -> Forward:
     expansions = [layer.expansion for layer in layers if layer.expansion is not None]
     if not expansions:
         return forward
+    with_index = index_places(layers)
 
     def handing_over(model: PreTrainedModel, *, paged_batch: PagedBatch, **inputs: Any) -> Any:
-        latents = Latents(expansions)
+        if with_index:
+            pages = {layer: paged_batch.pages[place] for layer, place in with_index.items()}
+            size = next(iter(pages.values())).shape[1]
+            most = -(-max_positions_of(model) // size)
+            rows = paged_batch.rows[0].indexed(size, most, model.config.get_text_config(decoder=True).index_topk)
+            latents, inputs = Latents(expansions, rows, pages), {**inputs, "attention_mask": rows.mask()}
+        else:
+            latents = Latents(expansions)
         return forward(model, paged_batch=paged_batch._replace(latents=latents), past_key_values=latents, **inputs)
 
     return handing_over

@@ -8,7 +8,7 @@ call that reaches our attention function is recorded.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from compiled_llm.compat.huggingface import experts_implementation, set_experts_implementation
 from compiled_llm.compat.torch.tensors import fake_tensors, has_unknown_sizes
+from compiled_llm.model.indexers import causal_mask, takes_masks
 from compiled_llm.model.latents import Expansion
 from compiled_llm.model.places import line_of_model, stack_of
 from compiled_llm.model.refusals import UnsupportedModelError
@@ -40,6 +41,8 @@ class Layer(NamedTuple):
         expansion: how it makes keys and values of the latents that it keeps, which have one head for all queries: R is
             the head size of its keys then, and E, that of the rotated part, of its values. None if it keeps keys and
             values.
+        chooses: whether a query reads the tokens that an indexer has chosen for it alone, of this layer or one before.
+        index_size: size of the further key that its own indexer keeps of each token; None if it has none.
     """
 
     query_heads: int
@@ -50,10 +53,18 @@ class Layer(NamedTuple):
     window_in_mask: bool = False
     value_head_dim: int | None = None
     expansion: Expansion | None = None
+    chooses: bool = False
+    index_size: int | None = None
 
     def visible(self, positions: int) -> int:
         """Return how many of ``positions`` tokens the last one sees, itself included."""
         return positions if self.window_left < 0 else min(positions, self.window_left + 1)
+
+
+def index_places(layers: Sequence[Layer]) -> dict[int, int]:
+    """Return the layers with an indexer, and the place of each one's index keys after the memories of all layers."""
+    indexed = [number for number, layer in enumerate(layers) if layer.index_size is not None]
+    return {number: len(layers) + place for place, number in enumerate(indexed)}
 
 
 class UnpagedCallError(RuntimeError):
@@ -82,7 +93,8 @@ class LayerProbe:
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int) or index in self.layers:
             raise UnsupportedModelError(f"{name} has layer_idx={index!r}; each attention layer needs one of its own")
-        if attention_mask is not None:
+        chooses = isinstance(others.get("indices"), Tensor)
+        if attention_mask is not None and not chooses:  # its indexer has read it
             raise UnsupportedModelError(f"{name} builds an attention mask of its own; paged attention cannot honour it")
         if key.shape[-1] != query.shape[-1]:
             raise UnsupportedModelError(
@@ -96,7 +108,7 @@ class LayerProbe:
         if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
             raise UnsupportedModelError(f"{name} is not causal; only decoder-only causal LMs can be wrapped")
         for argument, given in others.items():
-            if isinstance(given, Tensor) and argument not in _HARMLESS:
+            if isinstance(given, Tensor) and argument not in _HARMLESS and argument != "indices":
                 raise UnsupportedModelError(f"{name} passes {argument!r} to its attention, which paged attention lacks")
         self.layers[index] = Layer(
             query_heads=query.shape[1],
@@ -105,6 +117,7 @@ class LayerProbe:
             window_left=-1 if sliding_window is None else int(sliding_window) - 1,
             logits_soft_cap=float(softcap or 0.0),
             value_head_dim=None if value.shape[-1] == key.shape[-1] else value.shape[-1],
+            chooses=chooses,
         )
         return attended_like(query, value), None
 
@@ -138,7 +151,7 @@ def probe_layers(model: PreTrainedModel, batch_argument: str, fake: bool = True)
             error,
         ) from None
     except Exception as error:
-        raise UnsupportedModelError(f"{type(model).__name__} {_untraceable(model, error)}", error) from None
+        raise UnsupportedModelError(_untraceable(type(model).__name__, error), error) from None
     expected = model.config.get_text_config(decoder=True).num_hidden_layers
     if sorted(probe.layers) != list(range(expected)):
         raise UnsupportedModelError(
@@ -150,19 +163,13 @@ def probe_layers(model: PreTrainedModel, batch_argument: str, fake: bool = True)
     return [probe.layers[index] for index in range(expected)]
 
 
-def _untraceable(model: PreTrainedModel, error: Exception) -> str:
-    """Return why a trial forward has failed, as the end of a sentence about the model."""
-    chosen = getattr(model.config.get_text_config(decoder=True), "index_topk", None)
-    if chosen is not None:
-        return (
-            f"chooses the {chosen} tokens that a query attends to (sparse attention, index_topk of its config), by "
-            "keys that HuggingFace's cache holds besides; pages hold no such keys yet, so it stays usable unwrapped"
-        )
+def _untraceable(name: str, error: Exception) -> str:
+    """Return why a trial forward of a class has failed."""
     reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if has_unknown_sizes(error):
         place = line_of_model(stack_of(error.__traceback__))
         reason = f"sizes depend on numbers that only the device knows, at {place}: `{place.source}`"
-    return f"cannot be traced with packed tokens, and stays usable unwrapped ({reason})"
+    return f"{name} cannot be traced with packed tokens, and stays usable unwrapped ({reason})"
 
 
 def trial_forward(model: PreTrainedModel, fake: bool, **inputs: Any) -> None:
@@ -173,7 +180,10 @@ def trial_forward(model: PreTrainedModel, fake: bool, **inputs: Any) -> None:
     with _on_fakes(model) if fake else restored(model), torch.inference_mode(False), torch.no_grad():
         ids = torch.zeros((1, _TOKENS), dtype=torch.long, device=model.device)
         positions = torch.arange(_TOKENS, device=model.device)[None]
-        type(model).forward(model, **{"input_ids": ids, "position_ids": positions, "use_cache": False, **inputs})
+        given = {"input_ids": ids, "position_ids": positions, "use_cache": False, **inputs}
+        if takes_masks(model):
+            given["attention_mask"] = causal_mask(given["input_ids"].shape[1], model.device)
+        type(model).forward(model, **given)
 
 
 @contextmanager

@@ -38,6 +38,7 @@ from compiled_llm.compilation.tracing.layer_description import (
 )
 from compiled_llm.compilation.tracing.layer_marks import marked_class
 from compiled_llm.compilation.tracing.layer_tracer import LayerTracer, NoOutlineError, traced_class
+from compiled_llm.kvcache.specs import IndexKeysSpec
 from compiled_llm.model.restore import attributes_restored
 from compiled_llm.model.version.model_version import ModelVersion
 from compiled_llm.model.version.module_state import ModuleState
@@ -193,8 +194,14 @@ class _Layers:
 
 
 def _own_tensors(arguments: Mapping[str, Any]) -> list[list[Tensor]]:
-    """Return the arguments that belong to one layer, for each layer: its memory, and what its spec has."""
-    return [[pages, *spec.tensors] for pages, spec in zip(arguments["pages"], arguments["specs"], strict=True)]
+    """Return the arguments that belong to one layer, for each layer: its memories, and what its spec has."""
+    own: list[list[Tensor]] = []
+    for pages, spec in zip(arguments["pages"], arguments["specs"], strict=True):
+        if isinstance(spec, IndexKeysSpec):  # they follow the memories of all layers
+            own[spec.layer].append(pages)
+        else:
+            own.append([pages, *spec.tensors])
+    return own
 
 
 def _compared_layers(program: Callable[..., Any], arguments: Mapping[str, Any], version: ModelVersion) -> _Layers:

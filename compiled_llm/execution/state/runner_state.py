@@ -76,7 +76,8 @@ class RunnerState:
             self.page_scales = allocate_scales(facts.layers, config.kv_scales, self.device) if in_fp8 else ()
         paging, plans_decode = (config.page_size, model.dtype), chosen.decode_ops is None
         self.specs = kv_cache_specs(facts.layers, *paging, chosen.backend, self.page_scales, plans_decode)
-        self.cascade = Cascade.of(config, self.device.type, facts.layers, self.specs, chosen.decode_ops)
+        own_specs = self.specs[: len(facts.layers)]
+        self.cascade = Cascade.of(config, self.device.type, facts.layers, own_specs, chosen.decode_ops)
         groups = 1 + max(spec.group for spec in self.specs)
         count = pages_to_allocate(config, page_bytes(self.specs), self.device, self.max_positions, groups)
         with torch.inference_mode(False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +61,10 @@ def prepared_bytes(layers: Sequence[Layer], dtype: torch.dtype) -> int:
 def _layers_of_pages(state: RunnerState) -> list[tuple[int, int | None]]:
     """Return each layer's bytes of a token, and its window, if it has one."""
     windows = [None if layer.window_left < 0 else layer.window_left + 1 for layer in state.facts.layers]
-    return [(token_bytes(spec), window) for spec, window in zip(state.specs, windows, strict=True)]
+    return [
+        (token_bytes(spec), window)
+        for spec, window in zip(state.specs, itertools.chain(windows, itertools.repeat(None)), strict=False)
+    ]
 
 
 def _layers_of_config(model: PreTrainedModel, config: Any) -> list[tuple[int, int | None]]:

@@ -31,6 +31,7 @@ from compiled_llm.huggingface.cache.hidden_columns import check_windows
 from compiled_llm.huggingface.cache.paged_layer import PagedLayer
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.inputs import check_range
+from compiled_llm.model.layer_probe import index_places
 
 
 class PagedCache(Cache):
@@ -44,7 +45,7 @@ class PagedCache(Cache):
     def __init__(self, generate_loop: GenerateLoop) -> None:
         state = generate_loop.model_runner.state
         super().__init__(
-            layers=[PagedLayer(self, index, state.dtype, state.device) for index in range(len(state.specs))]
+            layers=[PagedLayer(self, index, state.dtype, state.device) for index in range(len(state.facts.layers))]
         )
         self.generate_loop = generate_loop
         self.stored = _NOTHING
@@ -89,6 +90,11 @@ class PagedCache(Cache):
         keys, values = zip(*self.generate_loop.stored(layer), strict=True)
         return self._in_columns(keys), self._in_columns(values)
 
+    def index_keys(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield each layer with an indexer, and copies ``[B, C, I]`` of its keys; nothing while there are none."""
+        places = index_places(self.generate_loop.model_runner.state.facts.layers) if self.seen else {}
+        return ((layer, self.copied(place)[0][:, 0]) for layer, place in places.items())
+
     def _in_columns(self, rows: Sequence[Tensor]) -> Tensor:
         """Return ``[B, K, C, D]`` from the stored tokens of each row, ``[K, length, D]``."""
         heads, _, head_dim = rows[0].shape
@@ -103,6 +109,8 @@ class PagedCache(Cache):
         for index, (keys, values, _) in enumerate(self):
             if keys is not None and values is not None:
                 theirs.update(keys, values, index)
+        for index, keys in self.index_keys():
+            theirs.update_indexer(keys, index)
         self.close()
         return theirs
 

@@ -8,7 +8,7 @@ Shapes: B rows, C columns, C' of them that a layer still has, K kv heads, D head
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +22,13 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from compiled_llm.compat.huggingface import indexed_layers
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
-from compiled_llm.model.layer_probe import Layer
+from compiled_llm.model.layer_probe import Layer, index_places
 
 READABLE = (DynamicCache, StaticCache)
 _READABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
@@ -65,6 +66,8 @@ class StandIn(PagedCache):
         new = shown[:, self.seen :]
         layers = cast("list[CacheLayerMixin]", self.original.layers)
         states = [_states(layer, shown.shape[1]) for layer in layers]
+        indexed = index_places(self.generate_loop.model_runner.state.facts.layers)
+        states += [_index_keys(layers[index], shown.shape[1]) for index in indexed]
         self.generate_loop.fill(new, states, positions)
         self.stored = np.concatenate([self.stored.reshape(len(shown), -1), new], axis=1)
 
@@ -88,6 +91,8 @@ class StandIn(PagedCache):
         for index in range(len(self.layers) if known < self.seen else 0):
             keys, values = self.copied(index)
             original.update(keys[:, :, known:], values[:, :, known:], index)
+        for index, keys in self.index_keys() if known < self.seen else ():
+            original.update_indexer(keys[:, known:], index)
         self.close()
         return original
 
@@ -99,6 +104,12 @@ def _states(layer: CacheLayerMixin, columns: int) -> tuple[Tensor, Tensor]:
     return layer.keys[:, :, :columns], layer.values[:, :, :columns]
 
 
+def _index_keys(layer: Any, columns: int) -> tuple[Tensor, Tensor]:
+    """Return the index keys of a layer, as a head, and values of no size."""
+    keys = layer.indexer_keys[:, None, :columns]
+    return keys, keys[..., :0]
+
+
 def readable(cache: Cache, layers: Sequence[Layer], state: RunnerState, rows: int, most: int) -> bool:
     """Whether a cache, one of ``READABLE``, can be read into pages, and later tokens be appended to it.
 
@@ -107,8 +118,8 @@ def readable(cache: Cache, layers: Sequence[Layer], state: RunnerState, rows: in
     if cache.offloading:
         return False
     if not cache.layers:
-        return cache.layer_class_to_replicate is DynamicLayer
-    if len(cache.layers) != len(layers) or any(type(layer) not in _READABLE_LAYERS for layer in cache.layers):
+        return cache.layer_class_to_replicate is DynamicLayer and not any(like.chooses for like in layers)
+    if len(cache.layers) != len(layers) or not all(map(_is_readable, cache.layers, layers)):
         return False
     theirs = cast("list[CacheLayerMixin]", cache.layers)
     filled = [layer.keys for layer in theirs if layer.keys is not None and layer.keys.numel()]
@@ -117,6 +128,18 @@ def readable(cache: Cache, layers: Sequence[Layer], state: RunnerState, rows: in
         and all(_keeps(layer, like, most) for layer, like in zip(theirs, layers, strict=True))
         and all(_fits(keys, like, state, rows) for keys, like in zip(filled, layers, strict=False))
     )
+
+
+def _is_readable(layer: Any, like: Layer) -> bool:
+    """Whether a layer of a cache is of a known type, that of layers with indexers where there are some."""
+    if not like.chooses:
+        return type(layer) in _READABLE_LAYERS
+    if type(layer) not in indexed_layers()[:1]:
+        return False
+    if like.index_size is None or layer.keys is None or not layer.keys.numel():
+        return True
+    columns: int = layer.indexer_keys.shape[1]
+    return columns == int(layer.keys.shape[2])
 
 
 def _keeps(layer: CacheLayerMixin, like: Layer, most: int) -> bool:

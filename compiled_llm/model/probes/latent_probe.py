@@ -32,6 +32,7 @@ def with_latents(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer]
     """
     # Expanded latents are keys and values of all heads.
     if all(layer.kv_heads < layer.query_heads and layer.value_head_dim is None for layer in layers):
+        _check_choices(model, layers)
         return [*layers]
     try:
         found = _Expansions.of(model, layers, fake=True)
@@ -40,6 +41,7 @@ def with_latents(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer]
     except Exception:  # a forward that looks at numbers does not take fake tensors
         found = _Expansions.of(model, layers, fake=False)
     latent = [number for number, layer in enumerate(found) if layer.expansion is not None]
+    _check_choices(model, found)
     if latent and len(latent) < len(found):
         raise UnsupportedModelError(
             f"{type(model).__name__}: attention layer {latent[0]} keeps latents in HuggingFace's cache, and others "
@@ -50,18 +52,34 @@ def with_latents(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer]
     return found
 
 
+def _check_choices(model: PreTrainedModel, layers: Sequence[Layer]) -> None:
+    for number, layer in enumerate(layers):
+        if layer.chooses and layer.expansion is None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: attention layer {number} reads tokens that an indexer chooses, and keeps "
+                "keys and values; that exists for latents alone (multi-head latent attention), so it stays usable "
+                "unwrapped"
+            )
+
+
 class _WatchedCache(DynamicCache):
     """HuggingFace's cache, which remembers the tensors that it last returned, by layer."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(config=model.config)
         self.returned: dict[int, tuple[Tensor, Tensor]] = {}
+        self.index_sizes: dict[int, int] = {}
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         layer = kwargs["layer_idx"] if "layer_idx" in kwargs else args[2]
         keys, values = super().update(*args, **kwargs)
         self.returned[int(layer)] = keys, values
         return keys, values
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        self.index_sizes[layer_idx] = indexer_key_states.shape[-1]
+        states: Tensor = super().update_indexer(indexer_key_states, layer_idx)
+        return states
 
 
 class _Expansions(TorchFunctionMode):
@@ -124,7 +142,10 @@ class _Expansions(TorchFunctionMode):
                 "stays usable unwrapped (merge adapters, or leave this projection unquantised)"
             )
         expansion = Expansion(names[0].rpartition(".")[0], key.shape[-1] - size, value.shape[-1])
-        return layer._replace(kv_heads=1, head_dim=rank, value_head_dim=size, expansion=expansion)
+        index_size = self._cache.index_sizes.get(number)
+        return layer._replace(
+            kv_heads=1, head_dim=rank, value_head_dim=size, expansion=expansion, index_size=index_size
+        )
 
 
 def _form(states: tuple[Tensor, Tensor]) -> tuple[tuple[int, int], ...]:

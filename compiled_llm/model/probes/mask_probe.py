@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from compiled_llm.compat.huggingface import indexed_layers
 from compiled_llm.model.layer_probe import Layer, attended_like, trial_forward
 from compiled_llm.model.probes.latent_probe import with_latents
 from compiled_llm.model.probes.mask_pattern import MaskFunction, PatternError, window_of
@@ -139,7 +140,8 @@ def _check_cache(model: PreTrainedModel, layers: Sequence[Layer]) -> None:
     name, positions = type(model).__name__, max_positions_of(model)
     kept = DynamicCache(config=model.config).layers
     for index, (layer, cached) in enumerate(zip(layers, kept, strict=False)):
-        if type(cached) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        indexed = layer.chooses and isinstance(cached, indexed_layers())
+        if not indexed and type(cached) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise UnsupportedModelError(
                 f"{name}: attention layer {index} keeps a {type(cached).__name__} in HuggingFace's cache; pages hold "
                 "keys and values of tokens, so it stays usable unwrapped"

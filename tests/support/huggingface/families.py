@@ -41,6 +41,8 @@ ROUTED = {
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
 }
+INDEXER = {"index_topk": 8, "index_n_heads": 32, "index_head_dim": 16, "pad_token_id": None}
+"""No token is padding: its queries are zeros, which score all keys alike, and HuggingFace takes any of them."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "AXK1": {**LATENTS, **ROUTED},
     "Arcee": {},
@@ -48,6 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Cohere2": {"sliding_window": 8},
     "DeepseekV2": {**LATENTS, **ROUTED},
     "DeepseekV3": {**LATENTS, **ROUTED},
+    "DeepseekV32": {**LATENTS, **ROUTED, **INDEXER},
     "Exaone4": {},
     "GPT2LMHead": GPT,
     "GPTBigCode": GPT,
@@ -64,6 +67,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Glm": {"head_dim": 16},
     "Glm4": {"head_dim": 16},
     "Glm4MoeLite": {**LATENTS, **ROUTED},
+    "GlmMoeDsa": {**LATENTS, **ROUTED, **INDEXER},
     "GptOss": {"head_dim": 16, "sliding_window": 8, **EXPERTS},
     "Granite": {},
     "Helium": {"head_dim": 16},
@@ -113,8 +117,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"head_dim": 16, "sliding_window": 8, "n_routed_experts": 4, "moe_intermediate_size": 32, **EXPERTS},
         r"layer 0 keeps a DeepseekV4\w+ in HuggingFace's cache",
     ),
-    "DeepseekV32": ({**LATENTS, **ROUTED}, r"chooses the 2048 tokens that a query attends to \(sparse attention"),
-    "GlmMoeDsa": ({**LATENTS, **ROUTED}, r"chooses the 2048 tokens that a query attends to \(sparse attention"),
     "LongcatFlash": (
         {**LATENTS, "n_routed_experts": 4, "expert_ffn_hidden_size": 16, "ffn_hidden_size": 96},
         "sizes depend on numbers that only the device knows, at .*nonzero",

@@ -45,6 +45,7 @@ TESTED = {
     "Cohere2": Example("Command R7B", "CohereLabs/c4ai-command-r7b-12-2024"),
     "DeepseekV2": Example("DeepSeek-V2", "deepseek-ai/DeepSeek-V2-Lite-Chat", "latents in pages"),
     "DeepseekV3": Example("DeepSeek-V3, R1, V3.1", "deepseek-ai/DeepSeek-V3", "latents in pages"),
+    "DeepseekV32": Example("DeepSeek-V3.2", "deepseek-ai/DeepSeek-V3.2-Exp", "latents in pages, chosen tokens"),
     "Exaone4": Example("EXAONE 4.0", "LGAI-EXAONE/EXAONE-4.0-1.2B"),
     "GPT2LMHead": Example("GPT-2", "openai-community/gpt2"),
     "GPTBigCode": Example("SantaCoder, StarCoder", "bigcode/gpt_bigcode-santacoder"),
@@ -55,6 +56,7 @@ TESTED = {
     "Glm": Example("GLM-4", "zai-org/glm-4-9b-chat-hf"),
     "Glm4": Example("GLM-4-0414", "zai-org/GLM-4-9B-0414"),
     "Glm4MoeLite": Example("GLM-4.7-Flash", "zai-org/GLM-4.7-Flash", "latents in pages"),
+    "GlmMoeDsa": Example("GLM-5", "zai-org/GLM-5", "latents in pages, chosen tokens"),
     "GptOss": Example("gpt-oss", "openai/gpt-oss-20b", "weights in MXFP4: not tried"),
     "Granite": Example("Granite", "ibm-granite/granite-3.3-2b-instruct"),
     "Helium": Example("Helium", "kyutai/helium-1-2b"),
@@ -92,15 +94,12 @@ WITH_IMAGES = {
     "Qwen3VL": Example("Qwen3-VL", "Qwen/Qwen3-VL-4B-Instruct"),
 }
 _BYPASS = "attention does not go through transformers' interface"
-_CHOOSES = "sparse attention: keys by which tokens are chosen lie in its own cache"
 _DROPS = "`forward` does not hand keyword arguments to attention"
 REFUSED = {
     "Bert": Example("BERT", "google-bert/bert-base-uncased", "an encoder"),
     "Bloom": Example("BLOOM", "bigscience/bloom-560m", _BYPASS),
     "DeepseekV4": Example("DeepSeek-V4", "deepseek-ai/DeepSeek-V4-Flash-Base", "compressed tokens in its own cache"),
-    "DeepseekV32": Example("DeepSeek-V3.2", "deepseek-ai/DeepSeek-V3.2-Exp", _CHOOSES),
     "Falcon": Example("Falcon", "tiiuae/falcon-7b", _BYPASS),
-    "GlmMoeDsa": Example("GLM-5", "zai-org/GLM-5", _CHOOSES),
     "GPTJ": Example("GPT-J", "EleutherAI/gpt-j-6b", _BYPASS),
     "Llama4": Example("Llama 4", "meta-llama/Llama-4-Scout-17B-16E-Instruct", "attention in chunks"),
     "LongcatFlash": Example(

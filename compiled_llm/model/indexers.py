@@ -1,0 +1,93 @@
+"""Indexers of sparse attention (DSA): layers that keep a further key of each token, by which they choose what to read.
+
+Choosing is HuggingFace's code: its indexer hands the keys of new tokens to the cache, scores all of a row's keys under
+a causal mask, and takes the best. Here the cache is pages, a memory of their own for each layer with an indexer, and
+what it returns has a fixed width, so that graphs have no lengths in them: with packed tokens all pages of the table,
+else as many as a row may have. The mask shows each query the keys of its own row alone.
+
+Shapes: B rows, T packed tokens, q new tokens of each row in decode, I size of an index key, N page numbers, S page
+size, L keys that are scored, n tokens that are chosen.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from compiled_llm_ops import append_latent
+
+INDEXED = "indexed_attention"
+"""HuggingFace's type of a layer that takes a causal mask, for an indexer, and caches index keys."""
+
+
+def takes_masks(model: nn.Module) -> bool:
+    """Whether a model's layers have indexers, which read a causal mask that attention functions need not have."""
+    config: Any = model.config
+    return INDEXED in (getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+
+
+def causal_mask(tokens: int, device: torch.device) -> Tensor:
+    """Return ``[1, 1, T, T]`` bool for one row without a cache."""
+    return torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()[None, None]
+
+
+class IndexedRows(NamedTuple):
+    """Where the index keys of a batch lie.
+
+    Attributes:
+        token_rows: ``[T]`` int32, the row of each new token.
+        token_positions: ``[T]`` int32, its index in its row.
+        starts: ``[B]`` or ``[B + 1]`` int32, where each row's pages begin in ``indices``.
+        indices: ``[N]`` int32, page numbers.
+        page_size: S.
+        row_pages: pages that each of B rows may have, for ``[B, q]`` new tokens; 0 for packed tokens, which all score
+            the keys of all rows.
+        padding: keys that nobody sees, after all others: so many are chosen at most, of shorter rows too.
+    """
+
+    token_rows: Tensor
+    token_positions: Tensor
+    starts: Tensor
+    indices: Tensor
+    page_size: int
+    row_pages: int
+    padding: int
+
+    def extended(self, keys: Tensor, memory: Tensor) -> Tensor:
+        """Write the keys ``[1, T, I]`` or ``[B, q, I]`` of new tokens to pages ``[P, S, I]``.
+
+        Returns ``[1, L, I]`` or ``[B, L, I]``.
+        """
+        flat, half = keys.flatten(0, 1).to(memory.dtype), keys.shape[2] // 2
+        places = (self.token_rows, self.token_positions, self.starts, self.indices)
+        append_latent(flat[:, :half], flat[:, half:], memory, *places)
+        numbers = self.indices[None]
+        if self.row_pages:
+            entries = self.starts[:, None] + torch.arange(self.row_pages, dtype=torch.int32, device=keys.device)
+            numbers = self.indices[entries.clamp(max=self.indices.shape[0] - 1)]
+        return torch.nn.functional.pad(memory[numbers].flatten(1, 2), (0, 0, 0, self.padding))
+
+    def mask(self) -> Tensor:
+        """Return ``[1, 1, T, L]`` or ``[B, 1, q, L]`` bool: which keys each query may choose."""
+        slots = (self.row_pages or self.indices.shape[0]) * self.page_size
+        place = torch.arange(slots + self.padding, dtype=torch.int32, device=self.starts.device)
+        own = place - self._first[:, None]
+        seen = (own >= 0) & (own <= self.token_positions[:, None]) & (place < slots)
+        rows = self.starts.shape[0] if self.row_pages else 1
+        return seen.view(rows, 1, -1, slots + self.padding)
+
+    def chosen(self, indices: Tensor) -> Tensor:
+        """Return ``[T, n]`` int32, positions in each token's row, of places ``[1, T, n]`` or ``[B, q, n]`` among keys.
+
+        Places that the mask hides become positions that the row does not have, or that come after the token.
+        """
+        return indices.flatten(0, 1) - self._first[:, None]
+
+    @property
+    def _first(self) -> Tensor:
+        """Where each token's row begins among the keys."""
+        if self.row_pages:
+            return torch.zeros_like(self.token_rows)
+        return self.starts[self.token_rows] * self.page_size

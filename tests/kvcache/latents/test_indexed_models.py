@@ -1,0 +1,265 @@
+"""DeepSeek-V3.2 and GLM-5: queries read the tokens that an indexer chooses, whose keys have pages of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+import compiled_llm
+from compiled_llm import Engine, WrapConfig
+from compiled_llm.kvcache.specs import IndexKeysSpec, TokenPlaces, allocate_pages
+from compiled_llm.model.checks import check_layers
+from compiled_llm.model.indexers import IndexedRows
+from compiled_llm.model.latents import Expansion
+from compiled_llm.model.layer_probe import Layer
+from compiled_llm.model.refusals import UnsupportedModelError
+from compiled_llm_ops.reference.backend import Reference
+from support.engine import tiny_engines
+from support.engine.random_requests import CAPTURES
+from support.indexed_models import FAMILIES, INDEX, TOP, indexed_model, needs_indexers
+from support.latent_models import RANK, ROPE
+from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts, next_turn
+
+pytestmark = needs_indexers
+
+CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
+CASES = pytest.mark.parametrize("case", FAMILIES)
+LONG = [5, 3 * TOP + 2, 40, 11]
+"""Texts of up to five times as many tokens as a query reads."""
+
+
+def pair(seed: int, case: str = "DeepseekV32", mode: Any = "eager", **options: Any) -> tuple[PreTrainedModel, Any]:
+    model = compiled_llm.wrap(indexed_model(case, seed), mode=mode, **{**FEW_PAGES, **options})
+    return indexed_model(case, seed), model
+
+
+def check_tokens(plain: PreTrainedModel, model: Any, seed: int) -> None:
+    for lengths in ([5], [4, 8, 1], LONG):
+        inputs = {**mixed_prompts(lengths, 128, seed), "pad_token_id": 0}
+        torch.testing.assert_close(greedy(model, inputs, 20), greedy(plain, inputs, 20))
+    stats = model.compiled.stats()
+    assert (stats.generate_calls, stats.recompiles) == ({"fast loop": 3}, 0)
+    assert_account_is_empty(model)
+
+
+# ---- pages of index keys
+
+
+def test_index_keys_have_pages_of_their_own(seed: int) -> None:
+    spec = IndexKeysSpec(6, 4, torch.float32, 2)
+    (memory,) = allocate_pages([spec], 5, torch.device("cpu"))
+    assert memory.shape == (5, 4, 6)
+    keys = torch.randn(2, 1, 7, 6)
+    places = TokenPlaces(7, *torch.tensor([(3, 1, 0, 6), (3, 2, 1, 0), (1, 0, 1, 6)]).T)
+    spec.write(memory, places, keys, keys[..., :0])
+    assert torch.equal(memory[3, 1], keys[0, 0, 6])
+    read, nothing = spec.read(memory, torch.tensor([3, 1]), 5)
+    assert (read.shape, nothing.shape) == ((1, 5, 6), (1, 5, 0))
+    assert torch.equal(read[0, 4], keys[1, 0, 6])
+
+
+def int32(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_each_query_scores_its_own_rows_keys_alone(packed: bool, seed: int) -> None:
+    """Row 0 has pages 3 and 1, and six tokens; row 1 has page 2, and three; the newest of each is new."""
+    memory, keys = torch.randn(5, 4, 6), torch.randn(2, 6)
+    table = (int32(0, 2, 3) if packed else int32(0, 2), int32(3, 1, 2))
+    rows = IndexedRows(int32(0, 1), int32(5, 2), *table, 4, 0 if packed else 2, 3)
+    found = rows.extended(keys[None] if packed else keys[:, None], memory)
+    assert torch.equal(memory[1, 1], keys[0])
+    assert torch.equal(memory[2, 2], keys[1])
+    mask = rows.mask()
+    own = [memory[[3, 1]].flatten(0, 1)[:6], memory[2, :3]]
+    for row, wanted in enumerate(own):
+        seen = mask[0, 0, row] if packed else mask[row, 0, 0]
+        assert torch.equal((found[0] if packed else found[row])[seen], wanted)
+        places = seen.nonzero()[:, 0].int()
+        chosen = torch.stack([places[:3], places[:3]])
+        chosen = chosen[None] if packed else chosen[:, None]
+        assert rows.chosen(chosen)[row].tolist() == [0, 1, 2]
+    hidden = int32(*range(mask.shape[-1]))
+    for row, length in enumerate((6, 3)):
+        seen = mask[0, 0, row] if packed else mask[row, 0, 0]
+        both = hidden.expand(1, 2, -1) if packed else hidden.expand(2, 1, -1)
+        positions = rows.chosen(both)[row][~seen]
+        assert bool(((positions < 0) | (positions >= length)).all()), "attention leaves these out"
+
+
+# ---- the same tokens
+
+
+@CASES
+def test_tokens_equal_huggingfaces(case: str, seed: int) -> None:
+    check_tokens(*pair(seed, case), seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["DeepseekV32", pytest.param("GlmMoeDsa, shared choices", marks=pytest.mark.whole)])
+def test_compiled_steps_give_the_same_tokens(case: str, seed: int) -> None:
+    check_tokens(*pair(seed, case, "compile"), seed)
+
+
+def test_decode_by_plan_and_prefills_in_chunks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_tokens(*pair(seed, prefill_tokens=16), seed)
+    monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
+    check_tokens(*pair(seed), seed)
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("mode", CAPTURES)
+def test_captured_steps_give_the_same_tokens(mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    CAPTURES[mode](monkeypatch)
+    check_tokens(*pair(seed, mode=mode), seed)
+
+
+def test_checked_pages_are_the_rows_own(seed: int) -> None:
+    check_tokens(*pair(seed, check_pages="raise"), seed)
+
+
+def test_forward_gives_huggingfaces_logits(seed: int) -> None:
+    plain, model = pair(seed)
+    inputs = mixed_prompts([30, 30], 128, seed)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs).logits, plain(**inputs).logits, **CLOSE)
+    assert set(model.compiled.stats().forward_calls) == {"compiled"}
+
+
+@CASES
+def test_beams_and_drafts(case: str, seed: int) -> None:
+    plain, model = pair(seed, case)
+    inputs = {**mixed_prompts([6, 29], 128, seed), "pad_token_id": 0}
+    torch.testing.assert_close(greedy(model, inputs, 12, num_beams=3), greedy(plain, inputs, 12, num_beams=3))
+    inputs = {"input_ids": inputs["input_ids"][1:], "pad_token_id": 0}
+    torch.testing.assert_close(greedy(model, inputs, 16, prompt_lookup_num_tokens=3), greedy(plain, inputs, 16))
+    assert_account_is_empty(model)
+
+
+@CASES
+def test_an_engine_begins_with_cached_pages_and_preempts(case: str, seed: int) -> None:
+    """Prefix hits find index keys, too; with few pages rows are put off and computed again."""
+    plain, model = pair(seed, case)
+    prompts = [ids.tolist() for ids in torch.randint(3, 128, (3, 27), generator=torch.Generator().manual_seed(seed))]
+    prompts.append([*prompts[0][:21], 5, 6])
+    expected = [
+        greedy(plain, {"input_ids": torch.tensor([own]), "pad_token_id": 0}, 9)[0, len(own) :] for own in prompts
+    ]
+    with Engine(model) as engine:
+        for _ in range(2):
+            outputs = engine.generate(prompts, tiny_engines.greedy(9))
+            assert [output.token_ids for output in outputs] == [own.tolist() for own in expected]
+        assert [output.cached_tokens for output in outputs] == [24, 24, 24, 20]
+        engine.sleep()
+        engine.wake()
+        outputs = engine.generate(prompts, tiny_engines.greedy(9))
+        assert [output.token_ids for output in outputs] == [own.tolist() for own in expected]
+    assert_account_is_empty(model)
+    _, scarce = pair(seed, case, kv_memory="96 tokens")
+    with Engine(scarce, mixed=True) as engine:
+        outputs = engine.generate(prompts, tiny_engines.greedy(9))
+        assert [output.token_ids for output in outputs] == [own.tolist() for own in expected]
+
+
+# ---- HuggingFace's caches
+
+
+def index_keys_of(cache: Any) -> list[Tensor]:
+    return [layer.indexer_keys for layer in cache.layers if layer.indexer_keys is not None]
+
+
+@CASES
+def test_caches_are_handed_out_and_go_on(case: str, seed: int) -> None:
+    plain, model = pair(seed, case)
+    inputs = {**mixed_prompts([5, 30], 128, seed), "pad_token_id": 0}
+    words = torch.randint(3, 128, (2, 3), generator=torch.Generator().manual_seed(seed))
+    ours, theirs = (greedy(own, inputs, 6, return_dict_in_generate=True) for own in (model, plain))
+    shown = ours.past_key_values.stored
+    own_keys = [keys for _, keys in ours.past_key_values.index_keys()]
+    for own, wanted in zip(own_keys, index_keys_of(theirs.past_key_values), strict=True):
+        for row in range(2):
+            columns = np.flatnonzero(shown[row])
+            torch.testing.assert_close(own[row][columns], wanted[row][columns], **CLOSE)
+    following = [
+        greedy(own, {**next_turn(inputs, out, words), "pad_token_id": 0}, 6)
+        for own, out in ((model, ours), (plain, theirs))
+    ]
+    assert torch.equal(*following)
+
+
+@CASES
+def test_huggingfaces_caches_are_read_in_and_written_back(case: str, seed: int) -> None:
+    plain, model = pair(seed, case)
+    answers: list[list[Tensor]] = [[], []]
+    for own, answer in zip((plain, model), answers, strict=True):
+        cache = DynamicCache(config=own.config)
+        inputs: dict[str, Any] = {"input_ids": mixed_prompts([17, 17], 128, seed)["input_ids"], "pad_token_id": 0}
+        for turn in range(3):
+            out = greedy(own, inputs, 5, past_key_values=cache)
+            answer.append(out)
+            inputs["input_ids"] = torch.cat([out, torch.full((2, 2), 5 + turn)], dim=1)
+        answer += [states for layer in cache.layers for states in (layer.keys, layer.values)]
+        answer += index_keys_of(cache)
+    for found, wanted in zip(*answers, strict=True):
+        torch.testing.assert_close(found, wanted, **CLOSE)
+    assert model.compiled.stats().generate_calls == {"fast loop": 3}
+    assert_account_is_empty(model)
+
+
+def test_static_caches_take_huggingfaces_way(seed: int) -> None:
+    plain, model = pair(seed)
+    outs = []
+    for own in (plain, model):
+        inputs = {"input_ids": mixed_prompts([17], 128, seed)["input_ids"], "pad_token_id": 0}
+        outs.append(greedy(own, inputs, 9, past_key_values=StaticCache(config=own.config, max_cache_len=64)))
+    assert torch.equal(*outs)
+    assert "fast loop" not in model.compiled.stats().generate_calls
+
+
+# ---- what is refused
+
+
+class Placed:
+    device, dtype = torch.device("cuda:0"), torch.bfloat16
+
+
+def test_backends_with_plans_are_refused_on_gpus() -> None:
+    layer = Layer(16, 1, 512, -1, 0.0, value_head_dim=64, expansion=Expansion("up", 128, 128), chooses=True)
+    model: Any = Placed()
+    check_layers(model, [layer], WrapConfig())
+    with pytest.raises(UnsupportedModelError, match="backend='flashinfer': an indexer chooses the tokens"):
+        check_layers(model, [layer], WrapConfig(backend="flashinfer"))
+
+
+# ---- what it takes
+
+
+def test_a_token_takes_a_latent_and_an_index_key_a_layer(seed: int) -> None:
+    for case, index_keys in (("DeepseekV32", 3), ("GlmMoeDsa, shared choices", 2)):
+        _, model = pair(seed, case)
+        with Engine(model) as engine:
+            engine.generate([[5, 6, 7]], tiny_engines.greedy(2))
+            described = engine.describe()
+        numbers = 3 * (RANK + ROPE) + index_keys * INDEX
+        assert described.kv_numbers_per_token == numbers
+        assert described.memory["pages"] == 4 * numbers * 4 * (described.pages.total + 1)
+
+
+def test_index_keys_of_another_row_show(seed: int) -> None:
+    """A planted fault: keys of the index lie where those of another row belong."""
+    _, model = pair(seed)
+    inputs = {"input_ids": mixed_prompts([40], 128, seed)["input_ids"], "pad_token_id": 0}
+    expected = greedy(model, inputs, 12)
+    mask = IndexedRows.mask
+    try:
+        IndexedRows.mask = lambda self: mask(self).roll(1, -1)  # type: ignore[method-assign]
+        _, faulty = pair(seed)
+        assert not torch.equal(greedy(faulty, inputs, 12), expected)
+    finally:
+        IndexedRows.mask = mask  # type: ignore[method-assign]
