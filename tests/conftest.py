@@ -22,6 +22,7 @@ from transformers import LlamaForCausalLM as Llama, Qwen3ForCausalLM as Qwen3
 from compiled_llm.compilation import backend as inductor
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.generate_loop import GenerateLoop
+from support.compilation.fast_linker import link_fast
 from support.drawing import leave_out_what_is_not_drawn
 from support.ops.interpreting import (
     INTERPRETED,
@@ -54,6 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(20_000, 20, 50)
     # pytest listens to all loggers that do not propagate: torch wrote each graph into its structured trace for that.
     logging.getLogger("torch.__trace").propagate = True
+    config.add_cleanup(link_fast())
     # A shell starts what it puts into the background with Ctrl-C ignored; tests press it, and would wait for ever.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

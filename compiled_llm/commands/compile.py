@@ -93,12 +93,12 @@ def compile_ahead(
             from compiled_llm.commands.loading.load import fetched, load
 
             loaded, tokenizer = load(fetched(source, not quiet), dtype.value, device.value, progress=not quiet)
-            manifest = _compiled_into(folder, loaded, tokenizer, options, max_num_seqs, sizes, profile)
+            manifest = compiled_into(folder, loaded, tokenizer, options, max_num_seqs, sizes, profile)
         size = sum(entry.nbytes for entry in manifest.files.values())
         typer.echo(f"compiled_llm: {len(manifest.files)} files, {size / 2**20:,.1f} MiB, in {target}", err=True)
 
 
-def _compiled_into(
+def compiled_into(
     folder: Path,
     loaded: Any,
     tokenizer: Any,

@@ -26,6 +26,7 @@ from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.tracing import Sandbox
 from compiled_llm.model.places import Place
 from support import planted_faults as planted
+from support.compilation.unbuilt_kernels import leave_kernels_unbuilt
 from support.html_text import HtmlText
 from support.parity import greedy, mixed_prompts
 from support.planted_faults import plant
@@ -43,10 +44,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def report(root: Path, one_thread: None) -> Report:
-    """Of a model whose layer has a line of ours; ``wrap`` would compile it in regions, as it does models of many."""
+def report(request: pytest.FixtureRequest, root: Path, one_thread: None) -> Report:
+    """Of a model whose layer has a line of ours; ``wrap`` would compile it in regions, as it does models of many.
+
+    Inductor writes its files before it builds what is in them, which takes most of the time and is left to --whole.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(programs, "_LAYERS_IN_REGION_ON_CPU", 1)
+        if not request.config.getoption("whole"):
+            leave_kernels_unbuilt(patch)
         return compiled_llm.explain(plant(planted.ItemLeftATensor), dump=root)
 
 

@@ -16,9 +16,11 @@ from torch import Tensor, fx
 from transformers import AutoModelForCausalLM
 
 import compiled_llm
+from compiled_llm.commands.compile import compiled_into
 from compiled_llm.compilation import backend as inductor
 from compiled_llm.compilation.artifacts.made_for import sizes_made_for
 from compiled_llm.compilation.artifacts.profile import Profile
+from compiled_llm.compilation.artifacts.writing import unfinished
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.passes.arguments import arguments_of
 from compiled_llm.compilation.passes.attention import PreparedInAttention
@@ -58,9 +60,9 @@ def test_decode_attention_to_latents_begins_before_the_previous_kernel_has_ended
 
     let_passes_run_on_a_cpu(monkeypatch)
     monkeypatch.setattr(inductor, "compile_with_inductor", noted)
-    wrap_and_compare(latent_model(seed=seed), seed, mode="cuda-graphs")
+    wrap_and_compare(latent_model(seed=seed, num_hidden_layers=2), seed, mode="cuda-graphs")
     (decodes,) = filter(None, map(decodes_in, graphs))
-    assert len(decodes) == 3
+    assert len(decodes) == 2
     assert all(args.overlap for args in decodes)
 
 
@@ -83,9 +85,20 @@ def test_a_table_that_was_written_before_is_not_read_early(written: str | None, 
 # ---- artifacts
 
 
-@pytest.mark.slow
-def test_a_process_with_artifacts_compiles_nothing_and_says_what_huggingface_says(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("without_inductor")
+def test_all_programs_of_a_model_with_latents_are_compiled_into_artifacts(tmp_path: Path) -> None:
     """Prefill of new rows and of others, from embeddings, and decode steps of one row and several."""
+    plain, model = (latent_model(num_hidden_layers=1) for _ in range(2))
+    with unfinished(tmp_path / "artifacts") as folder:
+        compiled_into(folder, model, character_tokenizer(), {"mode": "compile", "progress": False}, 64, [], None)
+    assert model.compiled.stats().graphs == 5
+    assert answers(model) == answers(plain)
+    assert model.compiled.stats().graphs == 5
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+def test_a_process_with_artifacts_compiles_nothing_and_says_what_huggingface_says(tmp_path: Path) -> None:
     folder, artifacts, cache, programs = (tmp_path / name for name in ("model", "artifacts", "cache", "bin"))
     programs.mkdir()
     latent_model(num_hidden_layers=1).save_pretrained(folder)

@@ -55,6 +55,7 @@ def check_packed(rows: LatentRows) -> None:
 LENGTHS = [1, 31, 32, 33, 0, 64, 65, 300]
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize("heads", [1, 4, 16, 20, 70, 128], ids="heads={}".format)
 @pytest.mark.parametrize("spare", [None, 0, 6], ids="spare={}".format)
@@ -62,6 +63,7 @@ def test_decode_with_any_heads_and_programs(heads, spare, seed):
     check(rows_of(LENGTHS, heads=heads, page_size=16, seed=seed), spare)
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize(("rank", "size"), [(16, 16), (64, 32), (256, 32), (512, 64)])
 @pytest.mark.parametrize("page_size", [1, 5, 16])
@@ -76,6 +78,7 @@ def test_many_rows_and_shares(seed):
     check(rows_of([0, 0], seed=seed), 2)
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("heads", [1, 3, 16, 32, 70], ids="heads={}".format)
@@ -83,6 +86,7 @@ def test_packed_queries(mix, heads, seed):
     check_packed(rows_of(*MIXES[mix], heads=heads, seed=seed))
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize("chosen", [1, 32, 33, 100], ids="chosen={}".format)
 @pytest.mark.parametrize("spare", [None, 0, 9], ids="spare={}".format)
@@ -94,6 +98,7 @@ def test_chosen_tokens_in_decode(chosen, spare, seed):
     check(rows, spare)
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize(("heads", "chosen"), [(1, 1), (3, 5), (70, 33)])
@@ -190,6 +195,7 @@ SIZES = pytest.mark.parametrize(
 LISTS = pytest.mark.parametrize("table", [(), ("chosen",)], ids=str)
 
 
+@pytest.mark.drawn
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -222,6 +228,7 @@ def test_decode_fits_registers_and_shared_memory(table, heads, rank, size, tmp_p
     assert set(before) == {"ld.global"}, "where pages begin, and lengths"
 
 
+@pytest.mark.drawn
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")

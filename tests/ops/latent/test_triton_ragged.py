@@ -19,6 +19,7 @@ LARGE = 2.5e-3
 """How far float16 is off for values of about 1."""
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize("mix", RAGGED)
 @pytest.mark.parametrize("key_heads", [2, 1])

@@ -1,6 +1,7 @@
 """Run as a program: prepares a model with room for some rows, and writes what Inductor has compiled for it.
 
-It imports once, and becomes each of the processes in turn.
+Inductor keeps graphs by their keys, whatever builds their kernels; here nothing does. The program imports once, and
+becomes each of the processes in turn.
 """
 
 from __future__ import annotations
@@ -8,8 +9,11 @@ from __future__ import annotations
 import os
 import sys
 
+import pytest
+
 import compiled_llm
 from compiled_llm.compat.torch.inductor import compiled_anew
+from support.compilation.unbuilt_kernels import leave_kernels_unbuilt
 from support.tiny_models import tiny_llama
 
 
@@ -24,6 +28,7 @@ def prepare(epsilon: float, batch_size: int, max_num_seqs: int) -> None:
 
 def main(epsilon: str, *sizes: str) -> None:
     """One process after the other for each pair of a batch size and a number of requests; each writes a line."""
+    leave_kernels_unbuilt(pytest.MonkeyPatch())
     for batch_size, max_num_seqs in zip(sizes[::2], sizes[1::2], strict=True):
         child = os.fork()
         if child == 0:
