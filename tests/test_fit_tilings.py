@@ -21,7 +21,7 @@ def tool() -> Iterator[ModuleType]:
         yield module_at(CHECKOUT / "tools" / "fit_tilings.py")
 
 
-RULES = ["linear", "normed", "chained", "attention", "splitting", "captured"]
+RULES = ["linear", "normed", "chained", "attention", "cascade", "cascade-rule", "splitting", "captured"]
 RULES += ["invariant-linear", "invariant-attention", "page-checks"]
 RULES += ["latent-decode", "latent-prefill", "latent-ragged", "latent-backend", "cpu-linear"]
 

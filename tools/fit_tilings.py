@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from fitting.attention import attention_cases
+from fitting.cascade import cascade_cases, cascade_rule_cases
 from fitting.cases import Case, Fit, Machine, measure
 from fitting.cpu_linear import cpu_linear_cases
 from fitting.invariant import invariant_attention_cases, invariant_linear_cases
@@ -41,6 +42,8 @@ SWEEPS: dict[str, Callable[[Machine, bool], Iterator[Case]]] = {
     "normed": normed_cases,
     "chained": chained_cases,
     "attention": attention_cases,
+    "cascade": cascade_cases,
+    "cascade-rule": cascade_rule_cases,
     "splitting": splitting_cases,
     "captured": captured_cases,
     "invariant-linear": invariant_linear_cases,

@@ -9,7 +9,7 @@ of all runs, W work items.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from compiled_llm_ops.contracts import (
 )
 from compiled_llm_ops.library import same_arguments_as
 from compiled_llm_ops.plain_attention import attend_lse, gather
+
+if TYPE_CHECKING:
+    from compiled_llm_ops.kernels.attention.cascade_tiling import CascadeTiling
 
 
 def cascade_attention(
@@ -208,19 +211,28 @@ def _cpu(args: CascadeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None
 
 def _cuda(args: CascadeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     from compiled_llm_ops.kernels.attention.cascade_tiling import choose_cascade_tiling
-    from compiled_llm_ops.kernels.attention.merge import merge_parts
-    from compiled_llm_ops.kernels.attention.shared_prefix import attend_over_runs
-    from compiled_llm_ops.kernels.pdl import has_pdl
 
     _check(args)
     check_even_heads("cascade_attention", args.pages)
     check_capability("cascade_attention", args.pages)
-    device, (_, _, kv_heads, _, stored) = args.query.device, args.pages.shape
-    args = _contiguous(args)
-    properties = device_of(device)
+    properties, (_, _, kv_heads, _, stored) = device_of(args.query.device), args.pages.shape
     tiling = choose_cascade_tiling(
         kv_heads, stored, len(args.work_items), properties.processors, properties.shared_memory
     )
+    out, lse = attend_by_kernels(_contiguous(args), tiling)
+    return out, lse if wants_lse else None
+
+
+def attend_by_kernels(args: CascadeAttention, tiling: CascadeTiling) -> tuple[Tensor, Tensor]:
+    """Launch the kernels with a tiling of the one that reads runs; return results and log-sum-exps.
+
+    Arguments are not checked; queries, keys, values and tables are contiguous.
+    """
+    from compiled_llm_ops.kernels.attention.merge import merge_parts
+    from compiled_llm_ops.kernels.attention.shared_prefix import attend_over_runs
+    from compiled_llm_ops.kernels.pdl import has_pdl
+
+    device = args.query.device
     with torch.cuda.device(device):  # Triton launches on the current one
         pdl = args.overlap and has_pdl(device)
         out, lse, attend_over_tails = prepare_on_cuda(args.whole_rows, True, args.shared_lengths)
@@ -230,7 +242,7 @@ def _cuda(args: CascadeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | Non
         parts, lses = attend_over_runs(args, tiling=tiling, pdl=pdl)
         attend_over_tails()
         merge_parts(out, lse, parts, lses, args.merge_parts, pdl=pdl)
-    return out, lse if wants_lse else None
+    return out, lse
 
 
 def _contiguous(args: CascadeAttention) -> CascadeAttention:

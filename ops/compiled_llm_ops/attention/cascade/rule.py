@@ -7,7 +7,7 @@ launches, and the merge of each row's results.
 The constants were fitted to times on an H100, of 2 to 256 rows in 1 to 64 groups, which share 64 to 4,096 keys and have
 32 to 512 of their own, with 8 kv heads of 128 and 2 or 4 query heads of each: 288 cases. The rule reads shared pages
 once in 84 of them, where attention is 1.03 to 7 times as fast. Over all cases it takes 2.7% longer than the faster way,
-mostly with few rows of short beginnings.
+mostly with few rows of short beginnings. ``tools/fit_tilings.py --only cascade-rule`` measures such cases again.
 """
 
 from __future__ import annotations

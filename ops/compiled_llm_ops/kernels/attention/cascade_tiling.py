@@ -2,7 +2,8 @@
 
 The constants were fitted to times on an H100, with heads of 128 and 2 or 4 query heads of a kv head: 16 to 256 rows
 over runs of 1,024 to 8,192 keys, with 64 to 450 keys of their own, whose attention runs beside. Larger heads were not
-measured: their blocks are those for which registers and shared memory suffice.
+measured: their blocks are those for which registers and shared memory suffice. ``tools/fit_tilings.py --only cascade``
+measures that again, on any GPU.
 
 Shapes: K kv heads, D' head dimension as stored, W work items.
 """
