@@ -10,7 +10,16 @@ from torch import fx
 
 from compiled_llm.compat.torch.inductor import compile_with_inductor
 from compiled_llm.compat.torch.tensors import note_examples
-from compiled_llm.compilation.regions import LATENT, PLANNED, Examples, attentions_in, cut, join, without_symbols
+from compiled_llm.compilation.regions import (
+    LATENT,
+    PLANNED,
+    PLANNED_CASCADE,
+    Examples,
+    attentions_in,
+    cut,
+    join,
+    without_symbols,
+)
 from compiled_llm.compilation.tracing.layer_marks import fill
 
 Compiled = Callable[..., Any]
@@ -49,7 +58,7 @@ class Inductor:
         """
         self._options = dict(options)
         self._passes = passes
-        self._attentions = (*PLANNED, *LATENT, *decode_ops)
+        self._attentions = (*PLANNED, *PLANNED_CASCADE, *LATENT, *decode_ops)
         self._compile_graph = compile_graph
         self.layers_in_region = layers_in_region
 

@@ -57,13 +57,13 @@ def _reads_ids(inputs: StepInputs, alone: bool = False) -> bool:
 
 def _decodes(inputs: StepInputs, one_row: bool, several: bool) -> bool:
     """Whether the step decodes one row or more, of one new token or of several."""
-    if not isinstance(inputs, DecodeInputs) or inputs.cascade is not None:
+    if not isinstance(inputs, DecodeInputs) or inputs.reads_shared_pages_once:
         return False
     return (inputs.slots.shape[0] == 1) is one_row and (inputs.fed is not None) is several
 
 
 def _reads_shared_pages_once(inputs: StepInputs) -> bool:
-    return isinstance(inputs, DecodeInputs) and inputs.cascade is not None
+    return isinstance(inputs, DecodeInputs) and inputs.reads_shared_pages_once
 
 
 def _decode(name: str, one_row: bool, several: bool) -> Program:

@@ -38,6 +38,12 @@ LATENT: tuple[torch._ops.OpOverload, ...] = (
 )
 """The ops that attend over latents, or over what is expanded of them."""
 
+PLANNED_CASCADE: tuple[torch._ops.OpOverload, ...] = (
+    torch.ops.compiled_llm.planned_cascade_attention.default,
+    torch.ops.compiled_llm.planned_cascade_attention_lse.default,
+)
+"""The ops that attend by two plans, one of them for pages that rows share."""
+
 _VIEWS = ("squeeze", "transpose", "view", torch.narrow)
 _SYMBOL = re.compile(r"\b[su]\d+\b")
 

@@ -13,10 +13,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
+from compiled_llm.compilation.inputs import DecodeInputs, PlannedRows, PlannedRuns, PrefillInputs
 from compiled_llm.compilation.page_checks import check_decode, check_prefill
 from compiled_llm.compilation.sampling.sampling import SamplingTables, sample
-from compiled_llm.model.attention import BATCH_ARGUMENT, AttentionSpec, NewestTokens, PackedTokens, PagedBatch
+from compiled_llm.model.attention import (
+    BATCH_ARGUMENT,
+    AttentionSpec,
+    NewestTokens,
+    PackedTokens,
+    PagedBatch,
+    PlannedCascade,
+)
 from compiled_llm.model.facts import Forward
 
 
@@ -88,6 +95,8 @@ def decode_step(
     inputs.lengths.add_(new)  # after the layers: decode attention reads the table before it waits for them
     if inputs.planned is not None:
         inputs.planned.last_page_len.add_(new)
+        if inputs.planned.runs is not None and inputs.planned.runs.whole is not None:
+            inputs.planned.runs.whole.last_page_len.add_(new)
     if new == 1:
         logits: Tensor = out.logits[:, -1]
         return logits, sample(logits, inputs.slots, inputs.positions, tables)
@@ -110,11 +119,28 @@ def _rows(inputs: DecodeInputs, new: int) -> tuple[PackedTokens | NewestTokens, 
         return tuple(NewestTokens(*of_rows, indices, ops, new, inputs.cascade) for indices in inputs.indices)
     each = planned.qo_indptr
     rows, at = each[:-1], inputs.lengths - 1
+    if planned.runs is not None:
+        return _planned_cascade(planned, planned.runs, rows, at)
     if new > 1:
         rows = (rows[:, None] // new).expand(-1, new).flatten()
         at = (inputs.lengths[:, None] - new + torch.arange(new, dtype=torch.int32, device=each.device)).flatten()
-    tokens = (rows, at, each, planned.indptr)
+    return _planned_rows(planned, rows, at, new)
+
+
+def _planned_rows(planned: PlannedRows, rows: Tensor, at: Tensor, new: int = 1) -> tuple[PackedTokens, ...]:
+    tokens = (rows, at, planned.qo_indptr, planned.indptr)
     return tuple(
         PackedTokens(*tokens, indices, planned.last_page_len, planned.plans, new_tokens=new)
         for indices in planned.indices
+    )
+
+
+def _planned_cascade(planned: PlannedRows, runs: PlannedRuns, rows: Tensor, at: Tensor) -> tuple[PackedTokens, ...]:
+    """Return where one token of each row goes: the table has the pages alone that a row does not share."""
+    own = _planned_rows(planned, rows, at - runs.shared_lengths)
+    whole = [None] * len(own) if runs.whole is None else _planned_rows(runs.whole, rows, at)
+    columns = zip(own, runs.indices, whole, strict=True)
+    begin, end = (runs.members, runs.qo_indptr, runs.indptr), (runs.last_page_len, runs.merge_parts, runs.plans)
+    return tuple(
+        tokens._replace(cascade=PlannedCascade(*begin, indices, *end, each)) for tokens, indices, each in columns
     )

@@ -152,7 +152,8 @@ def _check_backend(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
             f"wrap: backend={name!r} has kernels for {' and '.join(backend.devices)} only, and the model is on {kind}; "
             "wrap with backend='auto', or move the model"
         )
-    if config.cascade is True and (ops is None or ops.cascade is None):
+    reads_once = backend.cascades if ops is None else ops.cascade is not None
+    if config.cascade is True and not reads_once:
         raise ValueError(
             f"wrap: cascade=True: backend={name!r} has no decode kernel on {kind} that reads pages which rows share "
             "once; wrap with backend='auto', or without cascade"
@@ -184,8 +185,13 @@ def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapCo
     if any(layer.expansion is not None for layer in layers):
         _check_latents(model, layers, config)
         return
-    name, backend, _ = backend_for(config.attention_backend, model.device.type)
+    name, backend, ops = backend_for(config.attention_backend, model.device.type)
     geometries = attention_geometries(layers, config.page_size, model.dtype)
+    if config.cascade is True and ops is None and all(layer.window_left >= 0 for layer in layers):
+        raise UnsupportedModelError(
+            f"wrap: cascade=True: backend={name!r} reads pages which rows share once only in layers without a window, "
+            "and all attention layers have one; wrap with backend='auto', or without cascade"
+        )
     if config.kv_dtype is not None:
         geometries = [geometry._replace(kv_dtype=FP8) for geometry in geometries]
         _check_fp8_layers(layers, config)

@@ -6,7 +6,14 @@ fake for tracing, a launcher of FlashInfer's or our kernels for CUDA and a kerne
 
 from compiled_llm_ops.attention.append import append_paged_kv
 from compiled_llm_ops.attention.cascade.attention import cascade_attention, cascade_attention_lse
-from compiled_llm_ops.attention.cascade.tables import CascadeTables, SharedRun, cascade_tables
+from compiled_llm_ops.attention.cascade.planned import planned_cascade_attention, planned_cascade_attention_lse
+from compiled_llm_ops.attention.cascade.tables import (
+    CascadeTables,
+    PlannedCascadeTables,
+    SharedRun,
+    cascade_tables,
+    planned_cascade_tables,
+)
 from compiled_llm_ops.attention.check_pages import check_pages
 from compiled_llm_ops.attention.decode import decode_attention, decode_attention_lse
 from compiled_llm_ops.attention.invariant import invariant_attention, invariant_attention_lse
@@ -75,6 +82,7 @@ __all__ = [
     "CascadeTables",
     "Geometry",
     "PageTable",
+    "PlannedCascadeTables",
     "Seldom",
     "SharedRun",
     "VariableBlockSparseAttentionWrapper",
@@ -107,6 +115,9 @@ __all__ = [
     "paged_attention",
     "paged_attention_lse",
     "plan_paged_attention",
+    "planned_cascade_attention",
+    "planned_cascade_attention_lse",
+    "planned_cascade_tables",
     "planned_latent_attention",
     "planned_latent_attention_lse",
     "ragged_attention",

@@ -134,8 +134,12 @@ def attend_row_by_row(
     wants_lse: bool,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return ``[T, H, D]`` and, if ``wants_lse``, the log-sum-exp ``[T, H]`` in base 2."""
+    """Return ``[T, H, D]`` and, if ``wants_lse``, the log-sum-exp ``[T, H]`` in base 2.
+
+    If not ``causal``, queries see all keys of their row.
+    """
     sizes = (*query.shape[:2], value_size(query, pages))
     out = torch.empty(sizes, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
@@ -143,8 +147,10 @@ def attend_row_by_row(
         own, keys, values = query[tokens], scaled(stored_keys, key_scale), scaled(stored_values, value_scale)
         if keys.dtype != values.dtype or keys.dtype != own.dtype:
             own, keys, values = own.float(), keys.float(), values.float()
-        if wants_lse or logits_soft_cap > 0:
-            visible = _visible(tokens.stop - tokens.start, keys.shape[1], window_left, query.device)
+        if wants_lse or logits_soft_cap > 0 or not causal:
+            visible = None
+            if causal:
+                visible = _visible(tokens.stop - tokens.start, keys.shape[1], window_left, query.device)
             out[tokens], lse[tokens] = attend_lse(own, keys, values, scale, visible, logits_soft_cap)
         else:
             out[tokens] = _attend(own, keys, values, scale, window_left)

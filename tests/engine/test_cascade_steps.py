@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
@@ -13,9 +14,12 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop, Mixed
 from compiled_llm.execution.decode import persistent_batch
+from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.state.cascade import Cascade
+from compiled_llm.kvcache.table import HostTable
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm_ops.attention.cascade import rule
+from compiled_llm_ops.reference.backend import Reference
 from support.engine.random_requests import (
     BY_WEIGHTS,
     CAPTURES,
@@ -30,6 +34,7 @@ from support.engine.random_requests import (
 )
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import PATIENCE, greedy, wrapped
+from support.noting import note_calls
 from support.parity import assert_account_is_empty
 from support.tiny_models import WINDOWS, tiny_qwen3
 
@@ -63,10 +68,11 @@ def engine_for(
     mode: Mode = "eager",
     page_size: int = 4,
     mixed: Mixed = False,
+    **others: Any,
 ) -> Engine:
     options: dict[str, Any] = {"mode": mode, "page_size": page_size, "max_batch_size": 8, "prefill_tokens": 32}
     options["check_pages"] = "raise"  # with random requests, it stays silent
-    model = wrapped(tokens, plain, cascade=cascade, **options)
+    model = wrapped(tokens, plain, cascade=cascade, **options, **others)
     return Engine(model, tokenizer=byte_level(), max_num_seqs=8, mixed=mixed)
 
 
@@ -84,6 +90,7 @@ def assert_cascade_changes_nothing(
             stats, model = running.stats(), running._model
             assert (model.compiled.stats().cascade_steps > 0) == (cascade is not False)
             assert model.compiled.stats().cascade_steps < stats.steps
+            assert model.compiled.stats().recompiles == 0
             assert not preempts or stats.preemptions > 0
         assert_account_is_empty(model)
     for expected, output in zip(*outputs, strict=True):
@@ -203,3 +210,76 @@ def test_requests_run_as_before_until_the_graph_that_reads_shared_pages_once_is_
         assert 0 < captured["replays"] == stats.cascade_steps < 80
         assert stats.recompiles == 0
         assert engine.stats().cold_starts == 0
+
+
+# ---- where decode is planned
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Let a backend plan decode on a CPU; how many members each run has, of each plan that has some."""
+    monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
+
+    def members(_: Planner, own: HostTable, runs: HostTable, *rest: Any) -> list[int]:
+        return np.diff(runs.qo_indptr).tolist()
+
+    return note_calls(monkeypatch, Planner, "plan_cascade", members)
+
+
+@pytest.mark.parametrize("case", ["many pages", "few pages", "windows", "mixed steps", "fp8"])
+def test_planned_steps_read_shared_pages_once(
+    case: str, planned: list[list[int]], seed: int, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside layers with windows that are longer than what rows have alone."""
+    options: dict[str, Any] = {"mixed": case == "mixed steps"}
+    if case == "few pages":
+        monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
+        options["tokens"] = 200
+    if case == "fp8":
+        options["kv_dtype"] = "fp8_e4m3"
+    config = {**WINDOWS, "max_window_layers": 1, "sliding_window": 30} if case == "windows" else {}
+    assert_cascade_changes_nothing(
+        lambda cascade: engine_for(tiny_qwen3(**WORDS, **config), cascade, **options),
+        seed,
+        count=40 if whole else 20,
+        preempts=case == "few pages",
+    )
+    assert max(found[0] for found in planned if found[1]) >= 2, "the last run has what is in none"
+
+
+@pytest.mark.usefixtures("planned")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("latents", "Gemma3")])
+def test_planned_layers_of_each_kind_read_shared_pages_once(kind: str, seed: int) -> None:
+    assert_cascade_changes_nothing(lambda cascade: engine_for(KINDS[kind](), cascade), seed)
+
+
+@pytest.mark.usefixtures("planned")
+def test_planned_layers_that_all_have_windows_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"cascade=True: backend='reference' reads pages .* all attention layers have"):
+        engine_for(KINDS["Gemma3"](), True)
+
+
+@pytest.mark.usefixtures("planned", "without_inductor")
+@pytest.mark.parametrize("mode", MODES)
+def test_planned_steps_read_shared_pages_once_in_each_mode(
+    mode: Mode, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    CAPTURES.get(mode, lambda _: None)(monkeypatch)
+    plain = {**WORDS, "num_hidden_layers": 1}
+    assert_cascade_changes_nothing(lambda cascade: engine_for(tiny_qwen3(**plain), cascade, mode=mode), seed)
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+@pytest.mark.usefixtures("planned")
+def test_compiled_programs_of_planned_steps_read_shared_pages_once(seed: int) -> None:
+    plain = {**WORDS, "num_hidden_layers": 1}
+    assert_cascade_changes_nothing(lambda cascade: engine_for(tiny_qwen3(**plain), cascade, mode="compile"), seed)
+
+
+@pytest.mark.usefixtures("planned", "automatic")
+def test_the_rule_is_not_asked_about_kernels_that_it_was_not_fitted_to() -> None:
+    prompt = [*range(3, 60)]
+    with engine_for(tiny_qwen3(**WORDS), cascade="auto") as engine:
+        engine.generate([[*prompt, last] for last in (3, 4)], greedy(9))
+        assert engine._model.compiled.stats().cascade_steps == 0

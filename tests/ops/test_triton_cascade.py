@@ -166,18 +166,20 @@ def test_rows_without_runs_are_left_as_they_are(seed):
 
 
 @interpreted
-def test_parts_whose_keys_nobody_sees_are_not_used(seed):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parts_whose_keys_nobody_sees_are_not_used(dtype, seed):
+    """Parts of FlashInfer's kernels are of 16 bits."""
     from compiled_llm_ops.kernels.attention.merge import merge_parts
 
     v, s = torch.randn(2, 3, 8), torch.randn(2, 3)
-    parts, lses = torch.randn(5, 3, 8), torch.randn(5, 3)
+    parts, lses = torch.randn(5, 3, 8).to(dtype), torch.randn(5, 3)
     lses[1], parts[1] = -torch.inf, torch.nan
     table = torch.zeros(2, 3, 3, dtype=torch.int32)
     table[0, 0], table[0, 1] = torch.tensor([[1, 2, 2], [0, 1, 9]])
     expected = v.clone(), s.clone()
     lse = torch.stack([s[0], lses[3], lses[0]])
     weights = torch.softmax(lse * 0.6931471805599453, 0)[..., None]
-    expected[0][0] = (torch.stack([v[0], parts[3], parts[0]]) * weights).sum(0)
+    expected[0][0] = (torch.stack([v[0], parts[3].float(), parts[0].float()]) * weights).sum(0)
     expected[1][0] = torch.logsumexp(lse * 0.6931471805599453, 0) / 0.6931471805599453
     merge_parts(v, s, parts, lses, table, pdl=False)
     torch.testing.assert_close((v, s), expected)
@@ -348,11 +350,13 @@ def test_tails_wait_for_nothing_but_at_their_end(tmp_path):
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
-def test_a_merge_reads_nothing_but_its_table_before_it_waits(tmp_path):
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_merge_reads_nothing_but_its_table_before_it_waits(dtype, tmp_path):
     from compiled_llm_ops.kernels.attention import merge
 
     constants = {"LEVELS": 3, "DIM": 128, "BLOCK": 128, "CHUNK": merge.PARTS_AT_ONCE, "PDL": True}
-    types = {"v": "*bf16", **dict.fromkeys(("s", "parts", "lses"), "*fp32"), "merge_parts": "*i32", "heads": "i32"}
+    types = {"v": "*bf16", "parts": f"*{dtype}", **dict.fromkeys(("s", "lses"), "*fp32"), "merge_parts": "*i32"}
+    types["heads"] = "i32"
     made = compiled(merge._merge_state_parts, constants, types, 1, ("v", "parts"), launch_pdl=True)
     (stack,) = re.findall(r"STACK:(\d+)", resources_of(made.asm["cubin"], tmp_path / "cubin"))
     assert int(stack) == 0, "registers spill"

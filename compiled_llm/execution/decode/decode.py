@@ -20,6 +20,7 @@ from compiled_llm.compilation.inputs import DecodeInputs
 from compiled_llm.compilation.program_list import program_for
 from compiled_llm.execution.decode.cascade_table import CascadeTable
 from compiled_llm.execution.decode.decode_step import DecodeLaunch
+from compiled_llm.execution.decode.planned_cascade import PlannedCascadeTable
 from compiled_llm.execution.decode.planned_table import PlannedTable
 from compiled_llm.execution.graphs.dispatcher import Dispatch, Dispatcher
 from compiled_llm.execution.graphs.graph_manager import GraphManager
@@ -63,7 +64,12 @@ class Decode:
         self.dispatcher = dispatcher
         self._table = state.step_table
         self._planned = PlannedTable(state, planner) if planner.decodes else None
-        self._cascade = None if state.cascade is None else CascadeTable(state)
+        self._cascade: CascadeTable | None = None
+        self._planned_cascade: PlannedCascadeTable | None = None
+        if state.cascade is not None and self._planned is not None:
+            self._planned_cascade = PlannedCascadeTable(state, planner, self._planned)
+        elif state.cascade is not None:
+            self._cascade = CascadeTable(state)
         self._cuda_graphs = graph_manager.cuda_graphs
         self._owner: weakref.ref[BatchOwner] | None = None
         self._largest = dispatcher.decode_of(state.config.max_batch_size)
@@ -176,7 +182,9 @@ class Decode:
 
     def _begin_capture(self, step: StepKey) -> None:
         """Begin to capture a step that may never have run, over rows of padding."""
-        if self._planned is not None:
+        if step.cascade and self._planned_cascade is not None:
+            self._planned_cascade.plan_padding(step)
+        elif self._planned is not None:
             self._planned.plan_padding(step)
         self._capture(step, step.tokens)
 
@@ -232,7 +240,8 @@ class Decode:
     @property
     def table_bytes(self) -> int:
         """Size of the page table of planned steps, and of the tables of shared pages, in bytes."""
-        return sum(table.nbytes for table in (self._planned, self._cascade) if table is not None)
+        tables = (self._planned, self._planned_cascade, self._cascade)
+        return sum(table.nbytes for table in tables if table is not None)
 
     @property
     def follows_pages(self) -> bool:
@@ -248,20 +257,24 @@ class Decode:
         self._state.decode_buffers.place(rows, step)
         self._written(rows, step, cause, runs)
 
-    def stay(self, rows: Sequence[Row], step: StepKey, cause: UploadCause, runs: Sequence[SharedRun] | None) -> None:
+    def stay(
+        self, rows: Sequence[Row], step: StepKey, cause: UploadCause, runs: Sequence[SharedRun], regrouped: bool
+    ) -> None:
         """Keep rows at their batch indices although their pages have changed; otherwise as ``place``.
 
-        ``runs`` are None if they are those of the step before: nothing is written of them.
+        ``regrouped`` says whether ``runs`` are others than those of the step before.
         """
         self._state.decode_buffers.place_padding(len(rows), step)
-        self._written(rows, step, cause, runs)
+        self._written(rows, step, cause, runs, regrouped)
 
     def _written(
-        self, rows: Sequence[Row], step: StepKey, cause: UploadCause, runs: Sequence[SharedRun] | None
+        self, rows: Sequence[Row], step: StepKey, cause: UploadCause, runs: Sequence[SharedRun], regrouped: bool = True
     ) -> None:
-        if self._planned is not None:
+        if step.cascade and self._planned_cascade is not None:
+            self._planned_cascade.lay_out(runs, rows, step)
+        elif self._planned is not None:
             self._planned.lay_out(rows, step)
-        if step.cascade and runs is not None:
+        elif step.cascade and regrouped:
             assert self._cascade is not None, "only with its tables are there such steps"
             self._cascade.lay_out(runs, rows, step)
         self._graph_manager.events.uploads[cause] += 1
@@ -354,6 +367,8 @@ class Decode:
         inputs = self._state.decode_buffers.of(step)
         if self._state.page_watch is not None:
             inputs = inputs._replace(page_check=self._state.page_watch.inputs)
+        if step.cascade and self._planned_cascade is not None:
+            return inputs._replace(planned=self._planned_cascade.of(step))
         if step.cascade:
             assert self._cascade is not None, "only with its tables are there such steps"
             return inputs._replace(cascade=self._cascade.of(step))

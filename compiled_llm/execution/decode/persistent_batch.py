@@ -83,7 +83,7 @@ class PersistentBatch:
             regrouped = step.cascade and self._runs != self._placed_runs
             if copied or listed or entered or regrouped:
                 cause: UploadCause = "page_copied" if copied else "new_page"
-                self._decode.stay(rows, step, cause, self._runs if regrouped else None)
+                self._decode.stay(rows, step, cause, self._runs, regrouped)
                 self._placed_runs = self._runs
             return placed
         cause = "rows_changed" if self._decode.owned_by(self) else "call_moved_in"

@@ -111,19 +111,21 @@ def _check(args: PagedAttention) -> None:
 # ---- CPU: as the backend does it that the plan is of, or in plain PyTorch, one row after the other
 
 
-def _cpu(args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+def attend_on_cpu(args: PagedAttention, wants_lse: bool, causal: bool = True) -> tuple[Tensor, Tensor | None]:
+    """Return what the kernel of ``paged_attention`` does; without a plan, ``causal`` or not."""
     _check(args)
     plan = plan_of(args.plan)
     if plan is not None:
         return _launch(plan, args, wants_lse)
-    how = (args.scale, args.window_left, args.logits_soft_cap)
-    return attend_row_by_row(args.query, args.pages, args.table, *how, wants_lse, args.key_scale, args.value_scale)
+    how = (args.scale, args.window_left, args.logits_soft_cap, wants_lse, args.key_scale, args.value_scale, causal)
+    return attend_row_by_row(args.query, args.pages, args.table, *how)
 
 
 # ---- CUDA: the kernels of the backend that the plan is of
 
 
-def _cuda(args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+def attend_on_cuda(args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Return what the kernel of ``paged_attention`` does, as planned."""
     _check(args)
     return _launch(owner_of(args.plan), args, wants_lse)
 
@@ -139,5 +141,5 @@ def _launch(plan: Plan, args: PagedAttention, wants_lse: bool) -> tuple[Tensor, 
 
 
 _paged_attention, _paged_attention_lse = define_with_lse(
-    "paged_attention", PagedAttention, writes=("workspace",), cpu=_cpu, cuda=_cuda
+    "paged_attention", PagedAttention, writes=("workspace",), cpu=attend_on_cpu, cuda=attend_on_cuda
 )

@@ -52,6 +52,7 @@ class FlashInfer:
     capturable = True
     uneven_heads = False
     latents = True
+    cascades = True
     rope_append = True
     variants: tuple[int, ...] = (WHOLE, SPLIT, FA3)
     installation: Installation = FlashInferInstallation()

@@ -159,7 +159,7 @@ def fa2_plan_bytes(geometry: Geometry, tokens: int, rows: int, max_blocks: int) 
 
 
 def planner_arguments(batch: PlannedBatch, columns: HostColumns, tokens: int) -> tuple[Any, ...]:
-    causal, fixed_split_size, disable_split_kv, num_colocated_ctas = True, -1, batch.variant != SPLIT, 0
+    fixed_split_size, disable_split_kv, num_colocated_ctas = -1, batch.variant != SPLIT, 0
     geometry = batch.geometry
     arguments = (
         *columns.tensors,
@@ -171,7 +171,7 @@ def planner_arguments(batch: PlannedBatch, columns: HostColumns, tokens: int) ->
         batch.captured_tokens >= 0,
         geometry.head_dim,
         geometry.head_dim,
-        causal,
+        batch.causal,
         geometry.window_left,
     )
     if batch.variant == FA3:

@@ -6,21 +6,25 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops import plain_attention
-from compiled_llm_ops.contracts import FP8, AppendPagedKv, Geometry, PagedAttention
+from compiled_llm_ops.contracts import FP8, AppendPagedKv, Geometry, PagedAttention, PlannedBatch
 from compiled_llm_ops.protocol import DecodeOps, EmptyPlan, EmptyWorkspace, Unplanned, own, own_decode_ops
 
 
 class ReferencePlan(EmptyPlan):
-    """An empty plan, since the kernels need none; see ``protocol.Plan``."""
+    """A plan that says only whether attention is causal, since the kernels need none; see ``protocol.Plan``."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        self._causal = True
         own(self)
+
+    def decide(self, batch: PlannedBatch) -> None:
+        self._causal = batch.causal
 
     def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         how = (args.scale, args.window_left, args.logits_soft_cap)
         result, result_lse = plain_attention.attend_row_by_row(
-            args.query, args.pages, args.table, *how, lse is not None, args.key_scale, args.value_scale
+            args.query, args.pages, args.table, *how, lse is not None, args.key_scale, args.value_scale, self._causal
         )
         out.copy_(result)
         if lse is not None and result_lse is not None:
@@ -35,6 +39,7 @@ class Reference(Unplanned):
     kv_dtypes = frozenset({FP8})
     capturable = False  # it reads lengths from the device
     uneven_heads = True
+    cascades = True
     rope_append = False  # it is to share no kernel with the others
 
     def missing_kernel(self, geometry: Geometry) -> str | None:

@@ -71,6 +71,7 @@ class NotedPlan(ReferencePlan):
     """Notes what is planned."""
 
     def decide(self, batch: PlannedBatch) -> None:
+        super().decide(batch)
         planned.append(len(batch.last_page_len))
 
 

@@ -197,13 +197,17 @@ def _cpu(args: CascadeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None
     )
     out, lse = attend_on_cpu(tails, True)
     assert lse is not None
-    parts, lses = _parts(args)
-    for row, levels in enumerate(args.merge_parts.tolist()):
+    merge_on_cpu(out, lse, *_parts(args), args.merge_parts)
+    return out, lse if wants_lse else None
+
+
+def merge_on_cpu(out: Tensor, lse: Tensor, parts: Tensor, lses: Tensor, table: Tensor) -> None:
+    """Merge parts ``[P, H, D]`` and ``[P, H]`` into the states of rows, by ``merge_parts`` of ``cascade_attention``."""
+    for row, levels in enumerate(table.tolist()):
         own = [first + part * distance for first, count, distance in levels for part in range(count)]
         if own:
-            states = torch.cat([out[row][None].float(), parts[own]]), torch.cat([lse[row][None], lses[own]])
+            states = torch.cat([out[row][None].float(), parts[own].float()]), torch.cat([lse[row][None], lses[own]])
             out[row], lse[row] = (state[0] for state in merged(*(state[None] for state in states)))
-    return out, lse if wants_lse else None
 
 
 # ---- CUDA

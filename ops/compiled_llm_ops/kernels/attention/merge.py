@@ -104,7 +104,7 @@ def _merge_state_parts(
                 others = tl.load(lses + offs_p, mask=part < count, other=-float("inf"))
                 # Values of a part that has seen no key are not read.
                 seen = (others > -float("inf"))[:, None] & inside[None, :]
-                values = tl.load(parts + offs_p[:, None] * DIM + offs_d[None, :], mask=seen, other=0.0)
+                values = tl.load(parts + offs_p[:, None] * DIM + offs_d[None, :], mask=seen, other=0.0).to(tl.float32)
                 larger = tl.maximum(largest, tl.max(others))  # finite: a row's newest key is its own
                 weights = tl.exp2(others - larger)
                 fade = tl.exp2(largest - larger)
