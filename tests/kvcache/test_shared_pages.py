@@ -14,6 +14,7 @@ from compiled_llm.execution.decode import persistent_batch
 from compiled_llm.execution.decode.cascade_table import CascadeTable
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.refusals import UnsupportedModelError
+from compiled_llm_ops.reference.backend import Reference
 from support.execution.alone import Alone
 from support.execution.schedule import Schedule, prompt_of
 from support.parity import assert_account_is_empty
@@ -46,11 +47,22 @@ class SharingSchedule(Schedule):
         self.waiting[row], self.left[row] = prompt, new
 
 
-@pytest.mark.parametrize(("make", "config"), [(tiny_qwen3, {}), (tiny_llama, {}), (tiny_qwen3, WINDOWS)])
+@pytest.mark.parametrize(
+    ("make", "config", "planned"),
+    [
+        (tiny_qwen3, {}, False),
+        (tiny_llama, {}, False),
+        (tiny_qwen3, WINDOWS, False),
+        (tiny_qwen3, {}, True),
+        (tiny_qwen3, {**WINDOWS, "max_window_layers": 1, "sliding_window": 9}, True),
+    ],
+)
 def test_a_random_schedule_gives_every_row_huggingfaces_logits(
-    make: Any, config: dict[str, Any], seed: int, whole: bool
+    make: Any, config: dict[str, Any], planned: bool, seed: int, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows are rewound, fork, verify drafts, and write into pages that others share; several loops take turns."""
+    if planned:
+        monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
     plain = make(**{**OVERRIDES, **config})
     model = compiled_llm.wrap(make(**{**OVERRIDES, **config}), **OPTIONS, kv_memory="5000 tokens", cascade=True)
     rng = np.random.default_rng(seed)
