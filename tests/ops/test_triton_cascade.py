@@ -142,7 +142,8 @@ def test_shared_pages_may_be_of_fp8(window_left, soft_cap, kind, seed):
 @pytest.mark.parametrize("options", [{}, {"window_left": 40, "logits_soft_cap": 2.0}], ids=str)
 def test_the_op_launches_all_three_with_tilings_for_the_device(options, seed, monkeypatch):
     """With a real device's numbers, and what it would be given on one."""
-    from compiled_llm_ops.attention import cascade, decode
+    from compiled_llm_ops.attention import decode
+    from compiled_llm_ops.attention.cascade import attention as cascade
 
     for module in (cascade, decode):
         monkeypatch.setattr(module, "device_of", lambda _: decode.DecodeDevice(132, 228 * 1024))

@@ -31,6 +31,7 @@ def sizes_of(queries: int, keys: int, **more: Any) -> Sizes:
     return Sizes(queries, keys, **{"dtype": torch.float16, **more})
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
@@ -39,6 +40,7 @@ def test_blocks(block, masked, seed):
     check(SparseBlocks(block, sizes, masked=masked, spare=3, processors=1, seed=seed), soft_cap=1.5 * masked)
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("block", [(1, 16), (4, 1), (33, 128), (16, 64)], ids=str)
@@ -49,6 +51,7 @@ def test_rows_that_many_programs_share(block, masked, seed):
     check(blocks)
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (5, 1), (34, 2)])
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
@@ -57,6 +60,7 @@ def test_heads_of_any_number_and_size(heads, kv_heads, head_dim, seed):
     check(SparseBlocks((8, 16), sizes, density=0.6, processors=8, seed=seed))
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize("count", [(1, 1), (3, 5), (10, 20), (40, 4)], ids=str)
 @pytest.mark.parametrize("processors", [1, 60])
