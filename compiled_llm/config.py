@@ -166,8 +166,9 @@ class WrapConfig:
         kv_scales: for ``kv_dtype``, what keys and values are divided by before they are rounded, by layer and kv head:
             ``compiled_llm.kv_scales`` measures it. None for 1.
         check_pages: check in each step that rows read their own pages, by tags beside the slots of these, which take 8
-            bytes a token. With ``"log"`` rows that read another's, or what nobody wrote, are counted and the first is
-            logged; with ``"raise"`` the call fails with ``WrongPageError``, or the requests that run.
+            bytes a token. With ``"log"`` wrong tags are counted, and the first is logged: a row has read another row's
+            page, or a slot that nobody wrote. With ``"raise"`` the call fails with ``WrongPageError``, or the requests
+            that run.
         fuse_projections: compute linear layers that read one input (queries, keys and values; gate and up) as one
             matmul. Their weights become views of one storage each, and stay the same parameters. By default on CUDA
             only. Nothing is fused with ``mode="eager"``.

@@ -82,6 +82,7 @@ class PlannedRuns(NamedTuple):
         indices: ``[N]`` int32 for each group of layers, page numbers.
         last_page_len: ``[R]`` int32, a page's size.
         merge_parts: ``[B, 3, 3]`` int32.
+        plans: of the runs.
         whole: all pages of the rows, where layers with a window attend to them; None if no layer has one.
     """
 

@@ -52,7 +52,7 @@ class KVCacheSpec(AttentionSpec, Protocol):
 
     @property
     def layout(self) -> Hashable:
-        """What specs must have in common to share a memory: how it lies there."""
+        """How the memory is laid out: layers whose specs have equal layouts may share one."""
         ...
 
     def shape(self, pages: int) -> tuple[int, ...]:

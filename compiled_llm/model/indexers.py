@@ -44,7 +44,8 @@ class IndexedRows(NamedTuple):
         page_size: S.
         row_pages: pages that each of B rows may have, for ``[B, q]`` new tokens; 0 for packed tokens, which all score
             the keys of all rows.
-        padding: keys that nobody sees, after all others: so many are chosen at most, of shorter rows too.
+        padding: keys after all others that no query may see. An indexer chooses as many for each query, and takes
+            these where a row has fewer tokens.
     """
 
     token_rows: Tensor

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
 import torch
-from bench.cold_launches import copies_of
 from torch import Tensor
 
 from compiled_llm_ops.contracts import FP8, DecodeAttention
 from compiled_llm_ops.kernels.attention import decode_tiling
 from compiled_llm_ops.kernels.attention.decode_tiling import AttentionTiling, choose_attention_tiling
-from fitting.cases import HEAD_DIM, KV_HEADS, PAGE_SIZE, Case, Machine, captured, case_of, random
+from fitting.cases import HEAD_DIM, KV_HEADS, PAGE_SIZE, Case, Machine, captured, case_of, pages_of, random
 
 MOST_KEYS = 2**21
 """Keys of all rows, up to which two layers of them fit on the device: 8 GB each."""
@@ -64,7 +63,7 @@ def attention_timer(
     from compiled_llm_ops.kernels.attention.decode import decode
 
     counts = [-(-length // PAGE_SIZE) for length in lengths]
-    pages = copies_of(torch.zeros(sum(counts), 2, KV_HEADS, PAGE_SIZE, HEAD_DIM, device="cuda", dtype=dtype))
+    pages = pages_of(sum(counts), dtype)
     scales = torch.ones(2, KV_HEADS, device="cuda").unbind() if dtype == FP8 else (None, None)
     starts = torch.tensor([0, *torch.tensor(counts[:-1]).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
     ends = torch.tensor(lengths, dtype=torch.int32, device="cuda")

@@ -9,14 +9,13 @@ from random import Random
 from typing import NamedTuple
 
 import torch
-from bench.cold_launches import copies_of
 from torch import Tensor
 
 from compiled_llm_ops.attention.cascade.rule import CascadeLayer, cascade_saves
 from compiled_llm_ops.attention.cascade.tables import SharedRun, cascade_tables
 from compiled_llm_ops.contracts import CascadeAttention
 from compiled_llm_ops.kernels.attention.cascade_tiling import CascadeTiling, choose_cascade_tiling
-from fitting.cases import HEAD_DIM, KV_HEADS, PAGE_SIZE, Case, Machine, captured, case_of, random
+from fitting.cases import HEAD_DIM, KV_HEADS, PAGE_SIZE, Case, Machine, captured, case_of, pages_of, random
 
 TOGETHER, ALONE = "together", "each row"
 
@@ -110,7 +109,7 @@ def cascade_timer(groups: Groups, processors: int) -> Callable[[CascadeTiling | 
     sizes = (PAGE_SIZE, groups.heads, KV_HEADS, processors, groups.max_items, max_parts)
     tables = [torch.from_numpy(table).cuda() for table in cascade_tables(groups.runs, starts, *sizes)]
     table = [torch.tensor(column, dtype=torch.int32, device="cuda") for column in (starts, lengths, indices)]
-    pages = copies_of(torch.zeros(used, 2, KV_HEADS, PAGE_SIZE, HEAD_DIM, device="cuda", dtype=torch.bfloat16))
+    pages = pages_of(used)
     query, (key, value) = (
         random(groups.all_rows, groups.heads, HEAD_DIM),
         random(2, groups.all_rows, KV_HEADS, HEAD_DIM),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from bench import cold_launches
-from bench.cold_launches import NumberedLaunch
+from bench.cold_launches import NumberedLaunch, copies_of
 from torch import Tensor
 
 MODELS = {"0.6B": (1024, 2048, 1024, 3072), "8B": (4096, 4096, 1024, 12288)}
@@ -67,6 +67,11 @@ def case_of(rule: str, name: str, candidates: Iterable[Any], chosen: Any, prepar
 
 
 # ---- measuring
+
+
+def pages_of(count: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """As many layers' pages `[P, 2, K, S, D]` as no cache holds."""
+    return copies_of(torch.zeros(count, 2, KV_HEADS, PAGE_SIZE, HEAD_DIM, device="cuda", dtype=dtype))
 
 
 def captured(launch: NumberedLaunch) -> float:

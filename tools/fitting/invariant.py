@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compiled_llm_ops.kernels.attention.invariant_tiling import InvariantTiling, invariant_tiling
 from compiled_llm_ops.kernels.linear.invariant_tiling import InvariantLinearTiling, invariant_linear_tiling
-from fitting.cases import HEAD_DIM, KV_HEADS, PAGE_SIZE, Case, Machine, captured, case_of, random
+from fitting.cases import HEAD_DIM, KV_HEADS, PAGE_SIZE, Case, Machine, captured, case_of, pages_of, random
 from fitting.linear import products
 
 
@@ -75,7 +75,7 @@ def attention_timer(queries: Sequence[int], lengths: Sequence[int], gqa: int) ->
     from compiled_llm_ops.kernels.attention.invariant import PackedQueries, attend
 
     counts = [-(-length // PAGE_SIZE) for length in lengths]
-    pages = copies_of(torch.zeros(sum(counts), 2, KV_HEADS, PAGE_SIZE, HEAD_DIM, device="cuda", dtype=torch.bfloat16))
+    pages = pages_of(sum(counts))
     indptr, starts = (
         torch.tensor([0, *itertools.accumulate(given)], dtype=torch.int32, device="cuda") for given in (queries, counts)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from bench.cold_launches import LAUNCHES, copies_of
+from bench.cold_launches import LAUNCHES
 from torch import Tensor
 
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
@@ -14,7 +14,7 @@ from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.contracts import Geometry, PageTable
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, worth_splitting
 from compiled_llm_ops.protocol import CapturedLaunch
-from fitting.cases import HEAD_DIM, KV_HEADS, MODELS, PAGE_SIZE, Case, Machine, by_the_clock, captured, random
+from fitting.cases import HEAD_DIM, KV_HEADS, MODELS, PAGE_SIZE, Case, Machine, by_the_clock, captured, pages_of, random
 
 # ---- splitting: `flashinfer/splitting.py`
 
@@ -43,7 +43,7 @@ def prefill_timer(geometry: Geometry, rows: int, tokens: int, stored: int) -> Ca
     ]
     host = PageTable(*(torch.tensor(column, dtype=torch.int32) for column in columns))
     table = [column.cuda() for column in host]
-    pages = copies_of(torch.zeros(rows * count, 2, KV_HEADS, PAGE_SIZE, HEAD_DIM, device="cuda", dtype=torch.bfloat16))
+    pages = pages_of(rows * count)
     query = random(rows * tokens, geometry.query_heads, HEAD_DIM)
 
     def microseconds(variant: int) -> float:

@@ -29,7 +29,7 @@ PARTS = 1024
 
 
 class _Tables:
-    """What ``plan`` leaves for ``run``, on the device."""
+    """The tables that ``plan`` writes and ``run`` reads, on the device."""
 
     def __init__(self, device: torch.device, max_items: int | None, max_parts: int, max_entries: int | None) -> None:
         if (max_items is None) != (max_entries is None):
@@ -74,9 +74,7 @@ class _Tables:
         return self.arguments
 
 
-class BlockSparseAttentionWrapper:
-    """``block_sparse_attention`` with FlashInfer's arguments."""
-
+class _Wrapper:
     def __init__(
         self,
         float_workspace_buffer: Tensor,
@@ -94,9 +92,14 @@ class BlockSparseAttentionWrapper:
             max_items: work items that plans may make; None for any.
             max_parts: partial results that plans may make, of each kv head; with fewer, long rows are shared by fewer
                 programs.
-            max_entries: blocks that plans may have; None for any.
+            max_entries: blocks that plans may have; where blocks have any sizes, pieces of up to 64 keys, of all rows
+                and kv heads. None for any.
         """
         self._tables = _Tables(float_workspace_buffer.device, max_items, max_parts, max_entries)
+
+
+class BlockSparseAttentionWrapper(_Wrapper):
+    """``block_sparse_attention`` with FlashInfer's arguments."""
 
     def plan(
         self,
@@ -155,9 +158,8 @@ class BlockSparseAttentionWrapper:
             ValueError: blocks do not divide queries or keys, the matrix is none, or tables have no room for it.
         """
         _refuse(packed_mask=packed_mask, causal=causal or None, block_mask=block_mask, **_rotation(pos_encoding_mode))
-        tables, group = self._tables, num_kv_heads
-        host = _on_host(indptr), _on_host(indices)
-        sizes = (M, N, R, C, num_qo_heads, group, head_dim, tables.processors)
+        tables, host = self._tables, (_on_host(indptr), _on_host(indices))
+        sizes = (M, N, R, C, num_qo_heads, num_kv_heads, head_dim, tables.processors)
         items = block_sparse_items(*host, *sizes, tables.room_for_items(M), tables.max_parts)
         entries = tables.max_entries
         tables.arguments = (
@@ -208,28 +210,8 @@ class BlockSparseAttentionWrapper:
         return _into(out, found), _into(lse, found_lse)
 
 
-class VariableBlockSparseAttentionWrapper:
+class VariableBlockSparseAttentionWrapper(_Wrapper):
     """``variable_block_sparse_attention`` with FlashInfer's arguments."""
-
-    def __init__(
-        self,
-        float_workspace_buffer: Tensor,
-        backend: str = "auto",
-        *,
-        max_items: int | None = None,
-        max_parts: int = PARTS,
-        max_entries: int | None = None,
-    ) -> None:
-        """Make a wrapper for a device; arguments as of ``BlockSparseAttentionWrapper``.
-
-        Args:
-            float_workspace_buffer: any tensor on the device.
-            backend: not read.
-            max_items: work items that plans may make; None for any.
-            max_parts: partial results that plans may make.
-            max_entries: pieces of up to 64 keys that plans may have, of all rows and kv heads; None for any.
-        """
-        self._tables = _Tables(float_workspace_buffer.device, max_items, max_parts, max_entries)
 
     def plan(
         self,

@@ -1,9 +1,9 @@
 """How the kernel of ``invariant_attention`` is tiled: by the shape of the heads alone, never by the batch.
 
 The order of the sums follows from these constants, so all rows of all batches share them. 64 queries are what one
-warpgroup multiplies, in decode as well, where most of them are padding: tiles of 16 queries decode 10 to 30% faster,
-and take twice as long in prefill. Fitted on an H100 with heads of 128, in both: 1.09 times the time of the tiling that
-is best at each, on average. ``tools/fit_tilings.py --only invariant-attention`` measures that again.
+warpgroup multiplies, in decode as well, where most of them are padding: tiles of 16 queries take 0.81 to 0.94 of the
+time in decode, and twice as long in prefill. Fitted on an H100 with heads of 128, in both: 1.09 times the time of the
+tiling that is best at each, on average. ``tools/fit_tilings.py --only invariant-attention`` measures that again.
 
 Shapes: G query heads of one kv head, D' head dimension as stored.
 """
