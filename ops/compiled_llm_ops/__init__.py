@@ -39,6 +39,13 @@ from compiled_llm_ops.attention.sparse.wrappers import (
     BlockSparseAttentionWrapper,
     VariableBlockSparseAttentionWrapper,
 )
+from compiled_llm_ops.attention.variants.ops import (
+    decode_attention_variant,
+    decode_attention_variant_lse,
+    paged_attention_variant,
+    paged_attention_variant_lse,
+)
+from compiled_llm_ops.attention.variants.registry import Variant, register_variant
 from compiled_llm_ops.contracts import (
     BIASED,
     CLEANED,
@@ -86,6 +93,7 @@ __all__ = [
     "Seldom",
     "SharedRun",
     "VariableBlockSparseAttentionWrapper",
+    "Variant",
     "add_rms_norm",
     "append_latent",
     "append_paged_kv",
@@ -100,6 +108,8 @@ __all__ = [
     "check_pages",
     "decode_attention",
     "decode_attention_lse",
+    "decode_attention_variant",
+    "decode_attention_variant_lse",
     "invariant_attention",
     "invariant_attention_lse",
     "invariant_linear",
@@ -114,6 +124,8 @@ __all__ = [
     "normed_linear",
     "paged_attention",
     "paged_attention_lse",
+    "paged_attention_variant",
+    "paged_attention_variant_lse",
     "plan_paged_attention",
     "planned_cascade_attention",
     "planned_cascade_attention_lse",
@@ -122,6 +134,7 @@ __all__ = [
     "planned_latent_attention_lse",
     "ragged_attention",
     "ragged_attention_lse",
+    "register_variant",
     "rope_append_paged_kv",
     "sample_tokens",
     "skinny_linear",

@@ -130,10 +130,12 @@ FP8_CAPABILITY = (8, 9)
 """The compute capability from which on Triton converts from and to e4m3."""
 
 
-def check_fp8(op: str, args: AppendPagedKv | RopeAppendPagedKv | DecodeAttention | PagedAttention) -> None:
+def check_fp8(
+    op: str, args: AppendPagedKv | RopeAppendPagedKv | DecodeAttention | PagedAttention | PagedAttentionVariant
+) -> None:
     """Raise ValueError if pages of fp8 have another shape, or scales or the count of clamped numbers do not fit."""
     pages, kv_heads = args.pages, args.pages.shape[-3]
-    saturated = None if isinstance(args, PagedAttention) else args.saturated
+    saturated = None if isinstance(args, (PagedAttention, PagedAttentionVariant)) else args.saturated
     optional = {"key_scale": args.key_scale, "value_scale": args.value_scale, "saturated": saturated}
     given = {name: tensor for name, tensor in optional.items() if tensor is not None}
     if pages.dtype != FP8:
@@ -301,6 +303,51 @@ class DecodeAttention(NamedTuple):
     def new_tokens(self) -> int:
         """New tokens of each row."""
         return self.query.shape[0] // self.starts.shape[0]
+
+
+class PagedAttentionVariant(NamedTuple):
+    """Arguments of ``paged_attention_variant`` and ``paged_attention_variant_lse``."""
+
+    query: Tensor
+    pages: Tensor
+    qo_indptr: Tensor
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+    name: str
+    tensors: list[Tensor]
+    scale: float
+    window_left: int = -1
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+
+    @property
+    def table(self) -> PageTable:
+        return PageTable(self.qo_indptr, self.indptr, self.indices, self.last_page_len)
+
+
+class DecodeAttentionVariant(NamedTuple):
+    """Arguments of ``decode_attention_variant`` and ``decode_attention_variant_lse``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    pages: Tensor
+    starts: Tensor
+    lengths: Tensor
+    indices: Tensor
+    name: str
+    tensors: list[Tensor]
+    scale: float
+    window_left: int = -1
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+    saturated: Tensor | None = None
+
+    @property
+    def without_variant(self) -> DecodeAttention:
+        """The same without a variant."""
+        return DecodeAttention(**{name: own for name, own in self._asdict().items() if name in DecodeAttention._fields})
 
 
 def newest_pages(new_tokens: int, page_size: int) -> int:

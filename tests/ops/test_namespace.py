@@ -81,6 +81,7 @@ def test_every_op_has_a_fake_kernels_a_docstring_and_an_opcheck_case(name):
 def check_signature(schema: torch.FunctionSchema, signature: inspect.Signature) -> None:
     """A public function takes what its op takes: names, order, types and defaults."""
     types = {"Tensor": "Tensor", "Tensor | None": "Optional[Tensor]", "torch.dtype": "int"}
+    types["list[Tensor]"] = "List[Tensor]"
     taken = [
         (name, types.get(entry.annotation, entry.annotation), None if entry.default is entry.empty else entry.default)
         for name, entry in signature.parameters.items()

@@ -173,7 +173,8 @@ def _check_visible(op: str, visible: Tensor, args: DecodeAttention) -> None:
 # ---- CPU: in plain PyTorch
 
 
-def _append(args: DecodeAttention) -> None:
+def append(args: DecodeAttention) -> None:
+    """Write the new keys and values; arguments are not checked."""
     key, page_size, new = prepared(args.key, args.key_norm, args), args.pages.shape[-2], args.new_tokens
     positions = (args.lengths[:, None] - new + torch.arange(new, dtype=torch.int32, device="cpu")).flatten()
     page = args.indices[args.starts.repeat_interleave(new) + positions // page_size]
@@ -182,7 +183,7 @@ def _append(args: DecodeAttention) -> None:
 
 def attend_on_cpu(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Write the new keys and values, then attend; arguments are not checked."""
-    _append(args)
+    append(args)
     query = prepared(args.query, args.query_norm, args)
     lengths, page_size = args.lengths.tolist(), args.pages.shape[-2]
     own = [

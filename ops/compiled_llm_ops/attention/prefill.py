@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention.lse import define_with_lse
-from compiled_llm_ops.contracts import PagedAttention, check_fp8, check_int32, check_pages, has_uneven_heads, value_size
+from compiled_llm_ops.contracts import (
+    PagedAttention,
+    PagedAttentionVariant,
+    check_fp8,
+    check_int32,
+    check_pages,
+    has_uneven_heads,
+    value_size,
+)
 from compiled_llm_ops.library import same_arguments_as
 from compiled_llm_ops.plain_attention import attend_row_by_row
 from compiled_llm_ops.protocol import Plan, owner_of, plan_of
@@ -95,17 +103,18 @@ def paged_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _check(args: PagedAttention) -> None:
+def check(op: str, args: PagedAttention | PagedAttentionVariant) -> None:
+    """Raise ValueError, in the name of ``op``, if shapes or dtypes do not fit together."""
     table = args.table
-    check_pages("paged_attention", args.query, args.pages)
+    check_pages(op, args.query, args.pages)
     rows = table.last_page_len.shape[0]
     if table.qo_indptr.shape[0] != rows + 1 or table.indptr.shape[0] != rows + 1:
         raise ValueError(
-            f"paged_attention: qo_indptr and indptr must be [{rows + 1}] for {rows} rows; got "
+            f"{op}: qo_indptr and indptr must be [{rows + 1}] for {rows} rows; got "
             f"[{table.qo_indptr.shape[0]}] and [{table.indptr.shape[0]}]"
         )
-    check_int32("paged_attention", **table._asdict())
-    check_fp8("paged_attention", args)
+    check_int32(op, **table._asdict())
+    check_fp8(op, args)
 
 
 # ---- CPU: as the backend does it that the plan is of, or in plain PyTorch, one row after the other
@@ -113,7 +122,7 @@ def _check(args: PagedAttention) -> None:
 
 def attend_on_cpu(args: PagedAttention, wants_lse: bool, causal: bool = True) -> tuple[Tensor, Tensor | None]:
     """Return what the kernel of ``paged_attention`` does; without a plan, ``causal`` or not."""
-    _check(args)
+    check("paged_attention", args)
     plan = plan_of(args.plan)
     if plan is not None:
         return _launch(plan, args, wants_lse)
@@ -126,7 +135,7 @@ def attend_on_cpu(args: PagedAttention, wants_lse: bool, causal: bool = True) ->
 
 def attend_on_cuda(args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Return what the kernel of ``paged_attention`` does, as planned."""
-    _check(args)
+    check("paged_attention", args)
     return _launch(owner_of(args.plan), args, wants_lse)
 
 

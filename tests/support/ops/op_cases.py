@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from compiled_llm.compilation.sampling.sampling import Sampling
-from compiled_llm_ops import Geometry, append_paged_kv
+from compiled_llm_ops import Geometry, append_paged_kv, register_variant
 from compiled_llm_ops.contracts import SampleTokens
 from support.ops.cascade_rows import CascadeRows
 from support.ops.latent_rows import MIXES as LATENT_MIXES, LatentRows, RaggedRows
@@ -221,6 +221,35 @@ def listed_cases() -> list[tuple[Any, ...]]:
     return [*decode_cases(), *cases]
 
 
+def _variants() -> list[tuple[str, list[Tensor]]]:
+    """Variants, and their tensors for 4 query heads."""
+    bias = register_variant(
+        "case_bias",
+        lambda logit, row, head, query, key, bias: logit + bias[head, query - key],
+        tensors={"bias": (("head", "position"), torch.float32)},
+    )
+    even = register_variant("case_even", visible=lambda row, head, query, key: (key % 2 == 0) | (head == 1))
+    return [(bias.key, [torch.randn(4, 5)]), (even.name, [])]
+
+
+def variant_cases() -> list[tuple[Any, ...]]:
+    cases: list[tuple[Any, ...]] = []
+    for name, tensors in _variants():
+        query, pages, qo_indptr, *table, _, _, scale = Batch(*MIXES["mixed"], padded=16).filled().arguments()
+        cases.append((query, pages, qo_indptr, *table, name, tensors, scale))
+    query, pages, qo_indptr, *table, _, _, scale = Batch(*MIXES["mixed"]).in_fp8().filled().arguments()
+    return [*cases, (query, pages, qo_indptr, *table, *_variants()[1], scale, 3, *SCALES)]
+
+
+def decode_variant_cases() -> list[tuple[Any, ...]]:
+    cases: list[tuple[Any, ...]] = []
+    for mix, variant in zip(("decode", "several new tokens"), _variants(), strict=True):
+        *arguments, scale = Batch(*MIXES[mix], padded=16).filled().decode_arguments()
+        cases.append((*arguments, *variant, scale))
+    *arguments, scale = Batch(*MIXES["decode"]).in_fp8().filled().decode_arguments()
+    return [*cases, (*arguments, *_variants()[0], scale, 3, *fp8_arguments())]
+
+
 def cascade_cases() -> list[tuple[Any, ...]]:
     runs = [([0, 1, 2, 4], 2), ([1, 4], 1)]
     batches = [CascadeRows(runs, [3, 5, 1, 17, 2], padded=16, max_items=9) for _ in range(3)]
@@ -396,6 +425,8 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "check_pages": check_pages_cases,
     "decode_attention": listed_cases,
     "decode_attention_lse": listed_cases,
+    "decode_attention_variant": decode_variant_cases,
+    "decode_attention_variant_lse": decode_variant_cases,
     "invariant_attention": decode_cases,
     "invariant_attention_lse": decode_cases,
     "invariant_linear": invariant_linear_cases,
@@ -410,6 +441,8 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "normed_linear": normed_linear_cases,
     "paged_attention": attention_cases,
     "paged_attention_lse": attention_cases,
+    "paged_attention_variant": variant_cases,
+    "paged_attention_variant_lse": variant_cases,
     "plan_paged_attention": plan_cases,
     "planned_cascade_attention": planned_cascade_cases,
     "planned_cascade_attention_lse": planned_cascade_cases,

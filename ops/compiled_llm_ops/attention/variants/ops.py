@@ -1,0 +1,268 @@
+"""Ops that attend as a variant says: over packed queries, and in decode steps, where they write the newest tokens.
+
+Shapes: B rows, T packed tokens, H query heads, K kv heads, D head dimension, P pages, S page size, N page numbers of
+all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from compiled_llm_ops.attention import decode, prefill
+from compiled_llm_ops.attention.lse import define_with_lse
+from compiled_llm_ops.attention.variants.plain import PlainRow, attend
+from compiled_llm_ops.attention.variants.registry import Variant, variant_named
+from compiled_llm_ops.contracts import (
+    DecodeAttentionVariant,
+    PagedAttentionVariant,
+    value_size,
+)
+from compiled_llm_ops.library import same_arguments_as
+
+
+def paged_attention_variant(
+    query: Tensor,
+    pages: Tensor,
+    qo_indptr: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    name: str,
+    tensors: list[Tensor],
+    scale: float,
+    window_left: int = -1,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of packed queries over the pages of their rows, with the logits of a variant.
+
+    Row b's queries are ``query[qo_indptr[b]:qo_indptr[b + 1]]``; they are the last tokens of the row, whose keys and
+    values already lie in the pages. The op needs no plan. A query that sees no key has zeros.
+
+    Args:
+        query: ``[T, H, D]``, any strides; H a multiple of K.
+        pages: ``[P, 2, K, S, D']`` with D' >= D; columns past D are zero. For values of another size E
+            ``[P, K, S, D + E]``, each key followed by its value, on a CPU only.
+        qo_indptr: ``[B + 1]`` int32, where each row's queries begin.
+        indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
+        indices: ``[N]`` int32, page numbers.
+        last_page_len: ``[B]`` int32, tokens in each row's last page, 1 to S.
+        name: of a variant that ``register_variant`` has registered, or its ``key``.
+        tensors: those of the variant, in its order: ``[B]`` by row, ``[T]`` by query, ``[H]`` by head, of any size by
+            position; of the dtype that it was registered with.
+        scale: factor on the logits, before the variant has them.
+        window_left: tokens visible to the left of each query, of which the variant may hide some; -1 for all.
+        key_scale: ``[K]`` float32, by kv head, for pages of ``torch.float8_e4m3fn`` only: what keys in the pages are to
+            be multiplied with. None for 1.
+        value_scale: ``[K]`` float32, the same for values.
+
+    Returns:
+        ``[T, H, D]``, contiguous, of the query's dtype; ``[T, H, E]`` for values of another size.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together, or the variant is not registered.
+
+    Source:
+        On CUDA a Triton kernel of our own after FlashAttention-2 (https://arxiv.org/abs/2307.08691), with a function
+        that is made of the variant's trace.
+    """
+    table = (qo_indptr, indptr, indices, last_page_len)
+    how = (name, tensors, scale, window_left, key_scale, value_scale)
+    out: Tensor = _paged_attention_variant(query, pages, *table, *how)
+    return out
+
+
+@same_arguments_as(paged_attention_variant)
+def paged_attention_variant_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """``paged_attention_variant`` that also returns the log-sum-exp of each query's logits.
+
+    With it, further keys take part by ``merge_state``, and attention sinks by a factor of ``sigmoid(lse - sink)``.
+
+    Args: those of ``paged_attention_variant``.
+
+    Returns:
+        ``[T, H, D]`` of the query's dtype, and ``[T, H]`` float32: the log-sum-exp in base 2 (multiply by ln 2 for
+        the natural one), minus infinity for a query that sees no key. Both contiguous.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together, or the variant is not registered or has no softmax.
+
+    Source:
+        On CUDA the kernel of ``paged_attention_variant``, after FlashAttention-2 (https://arxiv.org/abs/2307.08691).
+    """
+    out, lse = _paged_attention_variant_lse(*args, **kwargs)
+    return out, lse
+
+
+def decode_attention_variant(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pages: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    indices: Tensor,
+    name: str,
+    tensors: list[Tensor],
+    scale: float,
+    window_left: int = -1,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    saturated: Tensor | None = None,
+) -> Tensor:
+    """Write the keys and values of each row's q newest tokens into its pages, then attend with a variant's logits.
+
+    As ``decode_attention``: token t of row b lies in page ``indices[starts[b] + t // S]``, and a captured launch may
+    be replayed with any lengths, and with any numbers in ``tensors``.
+
+    Args:
+        query: ``[T, H, D]``, any strides, the tokens of a row next to each other; T a multiple of B, H one of K.
+        key: ``[T, K, D]``, any strides, of the query's dtype.
+        value: ``[T, K, D]``, like ``key``, or ``[T, K, E]``.
+        pages: ``[P, 2, K, S, D']`` with D' >= D, written in place; columns past D are zero, and left alone. For values
+            of another size ``[P, K, S, D + E]``, each key followed by its value, on a CPU only.
+        starts: ``[B]`` int32, where each row's pages begin in ``indices``.
+        lengths: ``[B]`` int32, tokens of each row, the new ones included; at least q.
+        indices: ``[N]`` int32, page numbers.
+        name: of a variant that ``register_variant`` has registered, or its ``key``.
+        tensors: those of the variant, in its order: ``[B]`` by row, ``[T]`` by query, ``[H]`` by head, of any size by
+            position; of the dtype that it was registered with.
+        scale: factor on the logits, before the variant has them.
+        window_left: tokens visible to the left of each query, of which the variant may hide some; -1 for all. Keys
+            before it are not read; those that the variant hides are.
+        key_scale: ``[K]`` float32, by kv head, for pages of ``torch.float8_e4m3fn`` only: they hold each key divided by
+            it, clamped to -448 to 448 and rounded, and are read times it. None for 1.
+        value_scale: ``[K]`` float32, the same for values.
+        saturated: ``[1]`` int64, written: to it is added how many numbers had to be clamped. None to count nothing.
+
+    Returns:
+        ``[T, H, D]``, contiguous, of the query's dtype; ``[T, H, E]`` for values of another size.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together, or the variant is not registered.
+
+    Source:
+        On CUDA the Triton kernel of ``decode_attention``, after Flash-Decoding
+        (https://pytorch.org/blog/flash-decoding/), with a function that is made of the variant's trace.
+    """
+    table = (pages, starts, lengths, indices)
+    how = (name, tensors, scale, window_left, key_scale, value_scale, saturated)
+    out: Tensor = _decode_attention_variant(query, key, value, *table, *how)
+    return out
+
+
+@same_arguments_as(decode_attention_variant)
+def decode_attention_variant_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """``decode_attention_variant`` that also returns the log-sum-exp of each query's logits.
+
+    Args: those of ``decode_attention_variant``.
+
+    Returns:
+        ``[T, H, D]`` of the query's dtype, and ``[T, H]`` float32: the log-sum-exp in base 2 (multiply by ln 2 for
+        the natural one), minus infinity for a query that sees no key. Both contiguous.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together, or the variant is not registered or has no softmax.
+
+    Source:
+        On CUDA the Triton kernel of ``decode_attention_variant``, after Flash-Decoding
+        (https://pytorch.org/blog/flash-decoding/).
+    """
+    out, lse = _decode_attention_variant_lse(*args, **kwargs)
+    return out, lse
+
+
+_Arguments = PagedAttentionVariant | DecodeAttentionVariant
+
+
+def _checked_sizes(op: str) -> Callable[[_Arguments], tuple[int, int, int]]:
+    """Return what gives the shape of results, and refuses a variant that is not there, while a graph is traced."""
+
+    def sizes(args: _Arguments) -> tuple[int, int, int]:
+        variant_named(op, args.name)
+        return args.query.shape[0], args.query.shape[1], value_size(args.query, args.pages)
+
+    return sizes
+
+
+def _variant(op: str, args: _Arguments, rows: int, wants_lse: bool) -> Variant:
+    variant = variant_named(op, args.name)
+    if wants_lse and not variant.softmax:
+        raise ValueError(f"{op}_lse: variant {variant.name!r} has no softmax, and no log-sum-exp; call {op}")
+    variant.check_tensors(op, args.tensors, rows, args.query.shape[0], args.query.shape[1])
+    return variant
+
+
+# ---- packed queries
+
+
+def _check_paged(args: PagedAttentionVariant, wants_lse: bool) -> Variant:
+    prefill.check("paged_attention_variant", args)
+    return _variant("paged_attention_variant", args, args.last_page_len.shape[0], wants_lse)
+
+
+def _paged_on_cpu(args: PagedAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    variant = _check_paged(args, wants_lse)
+    page_size, begins, firsts = args.pages.shape[-2], args.qo_indptr.tolist(), args.indptr.tolist()
+    rows = [
+        PlainRow(
+            row,
+            slice(begins[row], begins[row + 1]),
+            (firsts[row + 1] - firsts[row] - 1) * page_size + last,
+            args.indices[firsts[row] : firsts[row + 1]],
+        )
+        for row, last in enumerate(args.last_page_len.tolist())
+        if begins[row] < begins[row + 1]
+    ]
+    how = (args.scale, args.window_left, args.key_scale, args.value_scale)
+    out, lse = attend(variant, args.tensors, args.query, args.pages, rows, *how)
+    return out, lse if wants_lse else None
+
+
+def _paged_on_cuda(args: PagedAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    raise NotImplementedError("paged_attention_variant: there is no kernel for CUDA yet")
+
+
+# ---- decode
+
+
+def _check_decode(args: DecodeAttentionVariant, wants_lse: bool) -> Variant:
+    decode.check("decode_attention_variant", args.without_variant)
+    return _variant("decode_attention_variant", args, args.starts.shape[0], wants_lse)
+
+
+def _decode_on_cpu(args: DecodeAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    variant, plain = _check_decode(args, wants_lse), args.without_variant
+    decode.append(plain)
+    page_size, new = args.pages.shape[-2], plain.new_tokens
+    rows = [
+        PlainRow(row, slice(row * new, row * new + new), length, args.indices[start : start - (-length // page_size)])
+        for row, (start, length) in enumerate(zip(args.starts.tolist(), args.lengths.tolist(), strict=True))
+    ]
+    how = (args.scale, args.window_left, args.key_scale, args.value_scale)
+    out, lse = attend(variant, args.tensors, args.query, args.pages, rows, *how)
+    return out, lse if wants_lse else None
+
+
+def _decode_on_cuda(args: DecodeAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    raise NotImplementedError("decode_attention_variant: there is no kernel for CUDA yet")
+
+
+_paged_attention_variant, _paged_attention_variant_lse = define_with_lse(
+    "paged_attention_variant",
+    PagedAttentionVariant,
+    cpu=_paged_on_cpu,
+    cuda=_paged_on_cuda,
+    sizes=_checked_sizes("paged_attention_variant"),
+)
+_decode_attention_variant, _decode_attention_variant_lse = define_with_lse(
+    "decode_attention_variant",
+    DecodeAttentionVariant,
+    writes=("pages", "saturated"),
+    cpu=_decode_on_cpu,
+    cuda=_decode_on_cuda,
+    sizes=_checked_sizes("decode_attention_variant"),
+)
