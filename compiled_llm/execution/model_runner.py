@@ -417,12 +417,14 @@ class ModelRunner:
         """Return what each part takes of the device's memory, in bytes."""
         model = self._facts.model
         weights = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+        scores = self.state.scores
         return {
             "weights": sum(weights.values()),
             "pages": self.state.page_bytes,
             "workspace": self._planner.workspace_bytes,
             "buffers": self.state.buffer_bytes + self.decode.table_bytes,
             "graphs": self.graph_manager.cuda_graphs.nbytes,
+            **({} if scores is None else {"scores": scores.limit}),
         }
 
 

@@ -5,6 +5,7 @@ Shapes: P pages.
 
 from __future__ import annotations
 
+import bisect
 import math
 import os
 from collections.abc import Callable
@@ -20,10 +21,27 @@ _CUDA_FRACTION = 0.8
 _CPU_FRACTION = 0.25
 
 
-def pages_to_allocate(config: WrapConfig, one: int, device: torch.device, max_positions: int, groups: int = 1) -> int:
-    """Return P, with the null page, by ``config.kv_memory`` and the free memory; ValueError if no page fits.
+def pages_to_allocate(
+    config: WrapConfig,
+    one: int,
+    device: torch.device,
+    max_positions: int,
+    groups: int = 1,
+    beside: Callable[[int], int] | None = None,
+) -> int:
+    """Return P, with the null page, by ``config.kv_memory`` and the free memory.
 
-    ``one`` page takes so many bytes over all layers, and each ``page_size`` tokens take one for each of the groups.
+    Args:
+        config: has ``kv_memory``.
+        one: bytes of a page over all layers.
+        device: where they lie.
+        max_positions: tokens that a row may have.
+        groups: each ``page_size`` tokens take one page for each of them.
+        beside: the bytes that steps over P pages need beside them, never less with more pages; None if they need none
+            that depend on them. A fraction of the free memory has to hold both.
+
+    Raises:
+        ValueError: no page fits, or nothing that has to lie beside them.
     """
     longest = config.max_batch_size * -(-max_positions // config.page_size) * groups
     memory = parse_kv_memory(config.kv_memory) or KVMemory(
@@ -34,15 +52,27 @@ def pages_to_allocate(config: WrapConfig, one: int, device: torch.device, max_po
     elif memory.nbytes is not None:
         pages = memory.nbytes // one
     else:
-        pages = min(int(free_bytes(device) * (memory.fraction or 0.0)) // one, longest)
+        budget = int(free_bytes(device) * (memory.fraction or 0.0))
+        pages = min(budget // one, longest)
+        if beside is not None:
+            counts, needed = range(1, pages + 1), beside
+            pages = bisect.bisect_right(counts, budget, key=lambda count: count * one + needed(count + 1))
     if pages < groups:
         unit = " (an int is bytes: 1 is one byte, 1.0 is all that is free)" if memory.nbytes is not None else ""
+        also = "" if beside is None else f", an indexer's scores {_in_units(beside(groups + 1))} beside it,"
         raise ValueError(
             f"kv_memory={config.kv_memory!r} holds no page{unit}: one page of {config.page_size} tokens takes "
-            f"{_in_units(one * groups)} and {_in_units(free_bytes(device))} are free on {device}; give more memory or "
-            "a smaller page_size"
+            f"{_in_units(one * groups)}{also} and {_in_units(free_bytes(device))} are free on {device}; give more "
+            f"memory or a smaller page_size{'' if beside is None else ', or a smaller max_batch_size'}"
         )
-    return pages // groups * groups + 1
+    pages = pages // groups * groups + 1
+    if beside is not None and memory.fraction is None and pages * one + beside(pages) > free_bytes(device):
+        raise ValueError(
+            f"kv_memory={config.kv_memory!r}: pages of {_in_units(pages * one)} leave no room for an indexer's scores, "
+            f"which take {_in_units(beside(pages))} with max_batch_size={config.max_batch_size}; "
+            f"{_in_units(free_bytes(device))} are free on {device}; give less kv_memory or a smaller max_batch_size"
+        )
+    return pages
 
 
 def _in_units(nbytes: int) -> str:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from compiled_llm.model.attention import PagedBatch
 from compiled_llm.model.attention_switch import AttentionSwitch
+from compiled_llm.model.indexers import IndexScores
 from compiled_llm.model.latents import Latents
 from compiled_llm.model.layer_probe import Layer, index_places
 from compiled_llm.model.probes.position_probe import DefaultPositions
@@ -83,6 +85,15 @@ class ModelFacts:
             return False  # a query reads chosen tokens alone
         return bool(sizes) and (on_cpu or all(missing_expanded(*own) is None for own in sizes))
 
+    @cached_property
+    def scores(self) -> IndexScores | None:
+        """What indexers take to choose tokens; None if layers have none."""
+        sizes = [layer.index_size for layer in self.layers if layer.index_size is not None]
+        if not sizes:
+            return None
+        config = self.model.config.get_text_config(decoder=True)
+        return IndexScores(config.index_n_heads, config.index_topk, max(sizes), self.model.dtype)
+
     @property
     def forward(self) -> Forward:
         """The ``forward`` that the class defines now, taking pages."""
@@ -119,8 +130,8 @@ def with_latents(forward: Forward, layers: Sequence[Layer]) -> Forward:
     def handing_over(model: PreTrainedModel, *, paged_batch: PagedBatch, **inputs: Any) -> Any:
         if with_index:
             pages = {layer: paged_batch.pages[place] for layer, place in with_index.items()}
-            size = next(iter(pages.values())).shape[1]
-            most = -(-max_positions_of(model) // size)
+            total, size, _ = next(iter(pages.values())).shape
+            most = torch.sym_min(-(-max_positions_of(model) // size), total)
             rows = paged_batch.rows[0].indexed(size, most, model.config.get_text_config(decoder=True).index_topk)
             latents, inputs = Latents(expansions, rows, pages), {**inputs, "attention_mask": rows.mask()}
         else:

@@ -2,8 +2,8 @@
 
 Choosing is HuggingFace's code: its indexer hands the keys of new tokens to the cache, scores all of a row's keys under
 a causal mask, and takes the best. Here the cache is pages, a memory of their own for each layer with an indexer, and
-what it returns has a fixed width, so that graphs have no lengths in them: with packed tokens all pages of the table,
-else as many as a row may have. The mask shows each query the keys of its own row alone.
+what it returns has a width that follows from no length: with packed tokens all pages of the table, else as many as a
+row may have. The mask shows each query the keys of its own row alone.
 
 Shapes: B rows, T packed tokens, q new tokens of each row in decode, I size of an index key, N page numbers, S page
 size, L keys that are scored, n tokens that are chosen.
@@ -33,6 +33,32 @@ def causal_mask(tokens: int, device: torch.device) -> Tensor:
     return torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()[None, None]
 
 
+class IndexScores(NamedTuple):
+    """How much memory choosing takes in a layer: most of it are scores of each query, index head and key, in float32.
+
+    Attributes:
+        heads: of the indexer.
+        chosen: n, how many tokens it chooses for a query.
+        size: I.
+        dtype: of the model.
+    """
+
+    heads: int
+    chosen: int
+    size: int
+    dtype: torch.dtype
+
+    def nbytes(self, queries: int, keys: int, rows: int = 1) -> int:
+        """Return the bytes of ``queries`` that are scored with ``keys`` each; each row has keys of its own.
+
+        Scores of all heads exist twice at a time, those that are summed over heads twice, and masks. Keys are gathered
+        from their pages, and copied to float32.
+        """
+        a_score = 8 * self.heads + 12
+        a_key = self.size * (self.dtype.itemsize + 4)
+        return keys * (queries * a_score + rows * a_key)
+
+
 class IndexedRows(NamedTuple):
     """Where the index keys of a batch lie.
 
@@ -44,8 +70,8 @@ class IndexedRows(NamedTuple):
         page_size: S.
         row_pages: pages that each of B rows may have, for ``[B, q]`` new tokens; 0 for packed tokens, which all score
             the keys of all rows.
-        padding: keys after all others that no query may see. An indexer chooses as many for each query, and takes
-            these where a row has fewer tokens.
+        padding: at least so many keys follow all others, of null pages, that no query may see. An indexer chooses as
+            many for each query, and takes these where a row has fewer tokens.
     """
 
     token_rows: Tensor
@@ -68,16 +94,17 @@ class IndexedRows(NamedTuple):
         if self.row_pages:
             entries = self.starts[:, None] + torch.arange(self.row_pages, dtype=torch.int32, device=keys.device)
             numbers = self.indices[entries.clamp(max=self.indices.shape[0] - 1)]
-        return torch.nn.functional.pad(memory[numbers].flatten(1, 2), (0, 0, 0, self.padding))
+        return memory[torch.nn.functional.pad(numbers, (0, self._null_pages))].flatten(1, 2)
 
     def mask(self) -> Tensor:
         """Return ``[1, 1, T, L]`` or ``[B, 1, q, L]`` bool: which keys each query may choose."""
-        slots = (self.row_pages or self.indices.shape[0]) * self.page_size
-        place = torch.arange(slots + self.padding, dtype=torch.int32, device=self.starts.device)
+        pages = self.row_pages or self.indices.shape[0]
+        slots, width = pages * self.page_size, (pages + self._null_pages) * self.page_size
+        place = torch.arange(width, dtype=torch.int32, device=self.starts.device)
         own = place - self._first[:, None]
         seen = (own >= 0) & (own <= self.token_positions[:, None]) & (place < slots)
         rows = self.starts.shape[0] if self.row_pages else 1
-        return seen.view(rows, 1, -1, slots + self.padding)
+        return seen.view(rows, 1, -1, width)
 
     def chosen(self, indices: Tensor) -> Tensor:
         """Return ``[T, n]`` int32, positions in each token's row, of places ``[1, T, n]`` or ``[B, q, n]`` among keys.
@@ -85,6 +112,10 @@ class IndexedRows(NamedTuple):
         Places that the mask hides become positions that the row does not have, or that come after the token.
         """
         return indices.flatten(0, 1) - self._first[:, None]
+
+    @property
+    def _null_pages(self) -> int:
+        return -(-self.padding // self.page_size)
 
     @property
     def _first(self) -> Tensor:

@@ -89,6 +89,12 @@ class Decode:
                 f"{new_tokens} new tokens for each of {step.rows} rows are more than the {self._max_planned} that can "
                 "be planned; wrap with a larger prefill_tokens"
             )
+        scores = self._state.scores
+        if scores is not None and (needed := scores.of_decode(step.rows, new_tokens)) > scores.limit:
+            raise ValueError(
+                f"{new_tokens} new tokens for each of {step.rows} rows need {needed} bytes for an indexer's scores, "
+                f"more than the {scores.limit} that there are; feed in fewer at a time"
+            )
         return step
 
     def is_ready(self, step: StepKey) -> bool:

@@ -5,7 +5,8 @@ Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them aft
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import bisect
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
@@ -18,6 +19,9 @@ from compiled_llm.compilation.page_checks import CHAIN_IN_SLOT
 from compiled_llm.execution.batch import Extension, RowTag
 from compiled_llm.kvcache.table import HostTable, Span, build_table
 from compiled_llm_ops.contracts import CHAIN_ADOPTED, CHAIN_SKIPPED
+
+Holds = Callable[[int, int], bool]
+"""Whether a launch may have so many tokens, of rows with so many pages together."""
 
 
 class Packed(NamedTuple):
@@ -114,22 +118,40 @@ def as_bytes(packed: Packed) -> NDArray[np.uint8]:
     return cast(NDArray[np.uint8], packed.ids.base)
 
 
-def chunks(batch: Sequence[Extension], most: int, page_size: int, groups: int = 1) -> Iterator[list[Extension]]:
-    """Cut packed tokens into chunks of at most ``most``; the rest of a row attends to its earlier chunks in pages."""
+def chunks(
+    batch: Sequence[Extension], most: int, page_size: int, groups: int = 1, holds: Holds | None = None
+) -> Iterator[list[Extension]]:
+    """Cut packed tokens into chunks of at most ``most``; the rest of a row attends to its earlier chunks in pages.
+
+    ``holds`` tells whether a launch may have so many tokens, of rows with so many pages; it may always have one of any
+    row.
+    """
     chunk: list[Extension] = []
-    room = most
+    tokens = pages = 0
     for extension in batch:
         start, count = 0, len(extension.ids)
         while start < count:
-            stop = min(count, start + room)
-            chunk.append(_part(extension, start, stop, page_size, groups))
-            room -= stop - start
-            start = stop
-            if room == 0:
+            before, part = extension.row.length - count + start, min(count - start, most - tokens)
+            if holds is not None:
+                part = _that_fit(part, before, tokens, pages, page_size, holds)
+            if part:
+                chunk.append(_part(extension, start, start + part, page_size, groups))
+                start, tokens, pages = start + part, tokens + part, pages - -(before + part) // page_size
+            if tokens == most or start < count:
+                assert chunk, "one token of any row fits"
                 yield chunk
-                chunk, room = [], most
+                chunk, tokens, pages = [], 0, 0
     if chunk:
         yield chunk
+
+
+def _that_fit(part: int, before: int, tokens: int, pages: int, page_size: int, holds: Holds) -> int:
+    """Return how many of ``part`` new tokens of a row, after ``before`` others, a launch holds beside what it has."""
+
+    def is_too_large(new: int) -> bool:
+        return not holds(tokens + new, pages - -(before + new) // page_size)
+
+    return bisect.bisect_left(range(1, part + 1), True, key=is_too_large)
 
 
 def _part(extension: Extension, start: int, stop: int, page_size: int, groups: int) -> Extension:

@@ -60,6 +60,9 @@ class Prefill:
         self._dispatcher = dispatcher
         self._graph_manager = graph_manager
         self._cuda_graphs = graph_manager.cuda_graphs
+        # Indexers score all pages of a launch. Its memory follows from their number, and a CUDA graph has but one.
+        self._captures = self._cuda_graphs.ours and state.scores is None
+        self._holds = None if state.scores is None else state.scores.holds
         self._planner = planner
         self._shapes = shapes
         self._paging = state.config.page_size, state.pool.groups
@@ -124,6 +127,8 @@ class Prefill:
         self.capture_shapes(sorted(self._anchors), only_with_room=True)
 
     def _find_anchors(self) -> list[StepKey]:
+        if not self._captures:
+            return []
         variant, most = self._planner.variants[0], self._table.budget.max_graphs
         shapes = [shape._replace(variant=variant) for shape in self._shapes.anchors()]
         shapes = [shape for shape in shapes if self._planner.fits(shape)]
@@ -175,7 +180,7 @@ class Prefill:
         if watch is not None:
             extensions = [watch.tagged(extension) for extension in extensions]
         start, parts = 0, []
-        for chunk in chunks(extensions, self._state.config.prefill_tokens, *self._paging):
+        for chunk in chunks(extensions, self._state.config.prefill_tokens, *self._paging, self._holds):
             end = start + token_count(chunk)
             inside = (keep >= start) & (keep < end)
             part = None if embeddings is None else embeddings[start:end]
@@ -239,7 +244,10 @@ class Prefill:
         inputs = self._as_inputs(state.staging.to_device(packed), None)._replace(alone=alone)
         if embeddings is not None:
             inputs = inputs._replace(ids=embeddings[None])
-        state.staging.upload([*zip(table.indices, state.prefill_indices, strict=True)])
+        if state.scores is None:
+            state.staging.upload([*zip(table.indices, state.prefill_indices, strict=True)])
+        else:
+            inputs = inputs._replace(indices=tuple(map(_of_any_size, state.staging.to_device([*table.indices]))))
         if not alone:
             self._planner.plan_prefill(table)
         return inputs
@@ -268,7 +276,7 @@ class Prefill:
         return self._in_variants(self._shapes.all())
 
     def _in_variants(self, shapes: Sequence[StepKey]) -> list[StepKey]:
-        if not self._cuda_graphs.ours:
+        if not self._captures:
             return []
         return [shape._replace(variant=variant) for shape in shapes for variant in self._planner.variants]
 
@@ -282,7 +290,7 @@ class Prefill:
     def capture_shapes(self, shapes: Sequence[StepKey], only_with_room: bool = False) -> None:
         """Capture prefills of those shapes that are not captured yet; ``only_with_room`` evicts no others for them."""
         new = [shape for shape in shapes if self._table.get(shape) is None]
-        if not (self._cuda_graphs.ours and new):
+        if not (self._captures and new):
             return
         self.make_ready(anchors=False)
         largest = max(shape.tokens for shape in new)
@@ -297,7 +305,7 @@ class Prefill:
         self, chunk: Sequence[Extension], wanted: int, slots: NDArray[np.int64], embeddings: Tensor | None
     ) -> StepKey | None:
         """Return the shape in which a prefill can be captured: one whose logits are wanted where tokens are sampled."""
-        if not self._cuda_graphs.ours or embeddings is not None or len(slots) != wanted:
+        if not self._captures or embeddings is not None or len(slots) != wanted:
             return None
         if self._graph_manager.programs.full():  # a new CUDA graph would have no guards
             return None
@@ -324,13 +332,16 @@ class Prefill:
         """
         if sum(queries) > self._state.config.prefill_tokens:
             return False
-        captured = self._cuda_graphs.ours and self._shapes.smallest(sum(queries), len(queries)) is not None
+        pages = sum(-(-length // self._paging[0]) for length in lengths)
+        if self._holds is not None and not self._holds(sum(queries), pages):
+            return False
+        captured = self._captures and self._shapes.smallest(sum(queries), len(queries)) is not None
         return not captured or self._shape_for(queries, lengths) is not None
 
     def tokens_computed(self, queries: Sequence[int]) -> int:
         """Return the tokens that a launch of rows with so many new ones computes, padding included."""
         tokens = sum(queries)
-        shape = self._shapes.smallest(tokens, len(queries)) if self._cuda_graphs.ours else None
+        shape = self._shapes.smallest(tokens, len(queries)) if self._captures else None
         return tokens if shape is None else shape.tokens
 
     def _begin_capture(self, shape: StepKey) -> Callable[[], None]:
@@ -404,6 +415,11 @@ class Prefill:
         state = self._state
         state.staging.upload([(as_bytes(packed), filled), *zip(table.indices, state.prefill_indices, strict=True)])
         self._planner.plan_prefill(table, shape)
+
+
+def _of_any_size(tensor: Tensor) -> Tensor:
+    torch._dynamo.mark_dynamic(tensor, 0)
+    return tensor
 
 
 def _unpack(inputs: PrefillInputs, packed: Tensor) -> None:

@@ -6,7 +6,7 @@ Shapes: B rows, C columns of a cache, K kv heads, D head dimension.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -19,7 +19,9 @@ from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.cascade import Cascade
 from compiled_llm.execution.state.decode_buffers import DecodeBuffers
 from compiled_llm.execution.state.page_watch import PageWatch
+from compiled_llm.execution.state.prefill_room import compiled_length
 from compiled_llm.execution.state.sampling_graphs import SamplingGraphs
+from compiled_llm.execution.state.score_room import ScoreRoom
 from compiled_llm.execution.state.slots import Slots
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm.kvcache.memory import ended_marker, free, mark_for_any_room, pages_to_allocate, wait_for
@@ -48,7 +50,9 @@ class RunnerState:
         arena: the columns of slots and decode buffers.
         step_table: all steps, and their CUDA graphs within their budget.
         page_watch: checks that rows read their own pages; None if nothing does.
-        prefill_indices: the page numbers of the prefill that runs, for each group of layers.
+        scores: what choosing tokens may take; None if layers have no indexers.
+        prefill_indices: the page numbers of the prefill that runs, for each group of layers; none with ``scores``,
+            where each prefill has a tensor of as many as it scores.
     """
 
     def __init__(self, facts: ModelFacts, config: WrapConfig, max_positions: int, prefill_pages: int) -> None:
@@ -79,7 +83,16 @@ class RunnerState:
         own_specs = self.specs[: len(facts.layers)]
         self.cascade = Cascade.of(config, self.device.type, facts.layers, own_specs, chosen.decode_ops)
         groups = 1 + max(spec.group for spec in self.specs)
-        count = pages_to_allocate(config, page_bytes(self.specs), self.device, self.max_positions, groups)
+        paged, beside = page_bytes(self.specs), self._score_room()
+        count = pages_to_allocate(
+            config,
+            paged,
+            self.device,
+            self.max_positions,
+            groups,
+            None if beside is None else lambda pages: beside(pages).limit,
+        )
+        self.scores = None if beside is None else beside(count)
         with torch.inference_mode(False):
             self.pages = allocate_pages(self.specs, count, self.device)
             self._memories = [self.pages[layers[0]] for layers in sharing_memory(self.specs)]
@@ -99,9 +112,18 @@ class RunnerState:
             self.sampling_graphs = SamplingGraphs(self.device, config.captures_on(self.device.type), self.step_table)
             self.prefill_indices = tuple(
                 mark_for_any_room(torch.zeros(prefill_pages, dtype=torch.int32, device=self.device))
-                for _ in range(groups)
+                for _ in range(groups if self.scores is None else 0)
             )
         self.pool = PagePool(count, config.page_size, self.validity, groups, config.checks_pages)
+
+    def _score_room(self) -> Callable[[int], ScoreRoom] | None:
+        """Return what tells, for a pool of P pages, how much choosing may take; None if layers have no indexers."""
+        scores = self.facts.scores
+        if scores is None:
+            return None
+        one, most, size = page_bytes(self.specs), self.max_positions, self.config.page_size
+        compiled = compiled_length(self.facts.layers, self.device, most, size)
+        return lambda pages: ScoreRoom.of(scores, self.config, most, compiled, pages, pages * one)
 
     def fit_vocabulary(self) -> None:
         """Follow a model whose vocabulary has changed."""

@@ -1,0 +1,71 @@
+"""How much memory indexers take to choose tokens, and how large launches may be so that it stays at that.
+
+Shapes: B rows, T packed tokens, S page size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from compiled_llm.config import WrapConfig
+from compiled_llm.execution.state.prefill_room import COMPILED_ROWS
+from compiled_llm.model.indexers import IndexScores
+
+SHARE = 8
+"""Prefills may take this part of what the pages take, if decode steps do not take more anyway."""
+
+
+class ScoreRoom(NamedTuple):
+    """The most that scores take while a step runs: what the largest decode step takes, or a share of the pages.
+
+    Attributes:
+        scores: what they take by the sizes of a launch.
+        page_size: S.
+        row_pages: pages that a decode step scores for each row.
+        limit: bytes.
+    """
+
+    scores: IndexScores
+    page_size: int
+    row_pages: int
+    limit: int
+
+    @classmethod
+    def of(
+        cls, scores: IndexScores, config: WrapConfig, max_row_tokens: int, compiled: int, pages: int, nbytes: int
+    ) -> ScoreRoom:
+        """Return the room beside a pool.
+
+        Args:
+            scores: of the model.
+            config: of the model.
+            max_row_tokens: tokens that a row may have.
+            compiled: tokens of each row of the prefill that is compiled.
+            pages: of the pool, with the null page.
+            nbytes: of the pool.
+        """
+        size = config.page_size
+        longest = min(-(-max_row_tokens // size), pages)
+        room = cls(scores, size, longest, 0)
+        least = (
+            room.of_decode(config.max_batch_size),
+            room.of_prefill(2, longest + 1),  # one token, beside a row of one null token
+            room.of_prefill(COMPILED_ROWS * compiled, COMPILED_ROWS * -(-compiled // size)),
+        )
+        return room._replace(limit=max(*least, nbytes // SHARE))
+
+    def of_decode(self, rows: int, new_tokens: int = 1) -> int:
+        """Return the bytes of a decode step; with several new tokens, keys are copied for each of a row."""
+        tokens = rows * new_tokens
+        return self.scores.nbytes(tokens, self._keys(self.row_pages), tokens)
+
+    def of_prefill(self, tokens: int, pages: int) -> int:
+        """Return the bytes of a prefill of T tokens, whose rows have so many pages together."""
+        return self.scores.nbytes(tokens, self._keys(pages))
+
+    def holds(self, tokens: int, pages: int) -> bool:
+        """Whether a prefill may be launched, beside a row of one null token."""
+        return self.of_prefill(tokens + 1, pages + 1) <= self.limit
+
+    def _keys(self, pages: int) -> int:
+        return (pages + -(-self.scores.chosen // self.page_size)) * self.page_size
