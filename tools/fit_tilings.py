@@ -2,6 +2,7 @@
 
     python tools/fit_tilings.py                                    # all rules
     python tools/fit_tilings.py --only linear,attention --quick    # fewer shapes and fewer candidates
+    python tools/fit_tilings.py --only attention --cases "B=(32|64), .*fp8"    # whose names match
     python tools/fit_tilings.py --json fit.json
 
 For each case it times every candidate and prints the best, the one that the rule chooses, and how much slower it is.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -81,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("--only", default=",".join(SWEEPS), help=f"some of {','.join(SWEEPS)}")
     parser.add_argument("--quick", action="store_true", help="fewer shapes, fewer candidates")
+    parser.add_argument("--cases", default="", metavar="REGEX", help="only cases whose names contain a match of it")
     parser.add_argument("--json", type=Path, help="write all times here")
     given = parser.parse_args(arguments)
     rules = given.only.split(",")
@@ -89,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not torch.cuda.is_available() and rules != ["cpu-linear"]:
         parser.error("torch sees no CUDA device; without one there is --only cpu-linear")
     machine = machine_of_this_gpu() if torch.cuda.is_available() else Machine()
-    fits = fits_of(rules, machine, given.quick)
+    cases = [case for rule in rules for case in SWEEPS[rule](machine, given.quick) if re.search(given.cases, case.name)]
+    fits = fits_of(cases)
     console = Console()
     for rule in rules:
         console.print(table_of(rule, [fit for fit in fits if fit.rule == rule]))
@@ -98,15 +102,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         given.json.write_text(json.dumps(content, indent=1))
 
 
-def fits_of(rules: Sequence[str], machine: Machine, quick: bool) -> list[Fit]:
-    cases = [case for rule in rules for case in SWEEPS[rule](machine, quick)]
+def fits_of(cases: Sequence[Case]) -> list[Fit]:
+    """Measure cases; Ctrl-C keeps those that have been measured."""
+    fits = []
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress, torch.inference_mode():
         task = progress.add_task("measuring", total=len(cases))
-        fits = []
-        for case in cases:
-            progress.update(task, description=f"{case.rule}: {case.name}")
-            fits.append(measure(case))
-            progress.advance(task)
+        try:
+            for case in cases:
+                progress.update(task, description=f"{case.rule}: {case.name}")
+                fits.append(measure(case))
+                progress.advance(task)
+        except KeyboardInterrupt:
+            print(f"stopped after {len(fits)} of {len(cases)} cases", file=sys.stderr)
     return fits
 
 

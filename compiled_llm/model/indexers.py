@@ -11,21 +11,40 @@ size, L keys that are scored, n tokens that are chosen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm_ops import append_latent
 
 INDEXED = "indexed_attention"
 """HuggingFace's type of a layer that takes a causal mask, for an indexer, and caches index keys."""
 
 
+INDEXED_BEFORE = ("deepseek_sparse_attention", "qwen_sparse_attention")
+"""The same type before transformers 5.18, where such layers cache expanded keys and values instead of latents."""
+
+
 def takes_masks(model: nn.Module) -> bool:
     """Whether a model's layers have indexers, which read a causal mask that attention functions need not have."""
+    return INDEXED in _layer_types(model)
+
+
+def check_latents_are_cached(model: nn.Module) -> None:
+    """Raise UnsupportedModelError if this version of transformers hands expanded keys and values to the cache."""
+    if before := set(INDEXED_BEFORE).intersection(_layer_types(model)):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has layers of the type {before.pop()!r}, whose keys and values transformers "
+            "caches expanded before 5.18, and pages hold latents: install transformers 5.18 or later"
+        )
+
+
+def _layer_types(model: nn.Module) -> Sequence[str]:
     config: Any = model.config
-    return INDEXED in (getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+    return getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
 
 
 def causal_mask(tokens: int, device: torch.device) -> Tensor:

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from compiled_llm.compat.huggingface import experts_implementation, set_experts_implementation
 from compiled_llm.compat.torch.tensors import fake_tensors, has_unknown_sizes
-from compiled_llm.model.indexers import causal_mask, takes_masks
+from compiled_llm.model.indexers import causal_mask, check_latents_are_cached, takes_masks
 from compiled_llm.model.latents import Expansion
 from compiled_llm.model.places import line_of_model, stack_of
 from compiled_llm.model.refusals import UnsupportedModelError
@@ -139,6 +139,7 @@ def probe_layers(model: PreTrainedModel, batch_argument: str, fake: bool = True)
     Raises:
         UnsupportedModelError: a layer's attention does not reach our function, or needs more than pages can do.
     """
+    check_latents_are_cached(model)
     probe = LayerProbe()
     try:
         trial_forward(model, fake, **{batch_argument: probe})

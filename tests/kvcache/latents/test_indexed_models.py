@@ -14,7 +14,7 @@ import compiled_llm
 from compiled_llm import Engine, WrapConfig
 from compiled_llm.kvcache.specs import IndexKeysSpec, TokenPlaces, allocate_pages
 from compiled_llm.model.checks import check_layers
-from compiled_llm.model.indexers import IndexedRows
+from compiled_llm.model.indexers import INDEXED_BEFORE, IndexedRows
 from compiled_llm.model.latents import Expansion
 from compiled_llm.model.layer_probe import Layer
 from compiled_llm.model.refusals import UnsupportedModelError
@@ -235,6 +235,15 @@ def test_backends_with_plans_are_refused_on_gpus() -> None:
     check_layers(model, [layer], WrapConfig())
     with pytest.raises(UnsupportedModelError, match="backend='flashinfer': an indexer chooses the tokens"):
         check_layers(model, [layer], WrapConfig(backend="flashinfer"))
+
+
+@pytest.mark.parametrize("kind", INDEXED_BEFORE)
+def test_layers_that_cache_expanded_keys_are_refused(kind: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """As transformers 5.17 names them."""
+    model = indexed_model(seed=seed)
+    monkeypatch.setattr(model.config, "layer_types", [kind] * 3)
+    with pytest.raises(UnsupportedModelError, match=f"'{kind}'.*install transformers 5.18 or later"):
+        compiled_llm.wrap(model)
 
 
 # ---- what it takes
