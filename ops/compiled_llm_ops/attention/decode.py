@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ from compiled_llm_ops.contracts import (
 )
 from compiled_llm_ops.library import same_arguments_as
 from compiled_llm_ops.plain_attention import attend_row_by_row, attend_to_listed, gather, store
+
+if TYPE_CHECKING:
+    from compiled_llm_ops.kernels.variant import KernelVariant
 
 
 def decode_attention(
@@ -257,16 +260,21 @@ def device_of(device: torch.device) -> DecodeDevice:
     )
 
 
-def attend_on_cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+def attend_on_cuda(
+    args: DecodeAttention, wants_lse: bool, variant: KernelVariant | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Launch the kernel. Arguments are not checked."""
-    out, lse, launch = prepare_on_cuda(args, wants_lse)
+    out, lse, launch = prepare_on_cuda(args, wants_lse, variant=variant)
     with torch.cuda.device(args.query.device):  # Triton launches on the current one
         launch()
     return out, lse
 
 
 def prepare_on_cuda(
-    args: DecodeAttention, wants_lse: bool, shared_lengths: Tensor | None = None
+    args: DecodeAttention,
+    wants_lse: bool,
+    shared_lengths: Tensor | None = None,
+    variant: KernelVariant | None = None,
 ) -> tuple[Tensor, Tensor | None, Callable[[], None]]:
     """Return the results, and what launches the kernel that writes them, on the current device.
 
@@ -289,7 +297,7 @@ def prepare_on_cuda(
     )  # fmt: skip
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=args.query.device) if wants_lse else None
     pdl = args.overlap and has_pdl(args.query.device)
-    out, launch = prepare_decode(args, lse, tiling=tiling, pdl=pdl, shared_lengths=shared_lengths)
+    out, launch = prepare_decode(args, lse, tiling=tiling, pdl=pdl, shared_lengths=shared_lengths, variant=variant)
     return out, lse, launch
 
 

@@ -97,7 +97,7 @@ def mixed(logit, row, head, query_position, key_position, gate, on):
 
 
 def _ints(rows: int, tokens: int, heads: int) -> list[Tensor]:
-    return [torch.arange(64).expand(rows, -1).div(6, rounding_mode="floor") + 7 * torch.arange(rows)[:, None]]
+    return [torch.arange(256).expand(rows, -1).div(6, rounding_mode="floor") + 99 * torch.arange(rows)[:, None]]
 
 
 def _mixed(logits: Tensor, at: Places, tensors: list[Tensor]) -> Tensor:

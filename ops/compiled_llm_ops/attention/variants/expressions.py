@@ -73,7 +73,7 @@ class Operation(NamedTuple):
 
 
 class Expression(NamedTuple):
-    """Collected, the last of which is the result."""
+    """Operations, the last of which is the result."""
 
     operations: tuple[Operation, ...]
 

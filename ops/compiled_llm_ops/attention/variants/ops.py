@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention import decode, prefill
 from compiled_llm_ops.attention.lse import define_with_lse
 from compiled_llm_ops.attention.variants.plain import PlainRow, attend
 from compiled_llm_ops.attention.variants.registry import Variant, variant_named
+from compiled_llm_ops.attention.variants.triton_source import kernel_variant
 from compiled_llm_ops.contracts import (
     DecodeAttentionVariant,
     PagedAttentionVariant,
+    check_capability,
+    check_even_heads,
     value_size,
 )
 from compiled_llm_ops.library import same_arguments_as
@@ -66,8 +70,8 @@ def paged_attention_variant(
         ValueError: shapes or dtypes do not fit together, or the variant is not registered.
 
     Source:
-        On CUDA a Triton kernel of our own after FlashAttention-2 (https://arxiv.org/abs/2307.08691), with a function
-        that is made of the variant's trace.
+        On CUDA the Triton kernel of ``invariant_attention``, after FlashAttention-2
+        (https://arxiv.org/abs/2307.08691), with a function that is made of the variant's trace.
     """
     table = (qo_indptr, indptr, indices, last_page_len)
     how = (name, tensors, scale, window_left, key_scale, value_scale)
@@ -222,8 +226,35 @@ def _paged_on_cpu(args: PagedAttentionVariant, wants_lse: bool) -> tuple[Tensor,
     return out, lse if wants_lse else None
 
 
+def missing_kernel(group: int, head_dim: int) -> str | None:
+    """Return why there is no kernel on CUDA for so many query heads of one kv head, of this size; None if there is."""
+    from compiled_llm_ops.kernels.attention.invariant_tiling import LARGE_HEAD, QUERIES
+
+    if head_dim > LARGE_HEAD:
+        return f"there is no kernel for heads of size {head_dim}: the largest is {LARGE_HEAD}"
+    return f"there is no kernel for {group} query heads of one kv head: at most {QUERIES}" if group > QUERIES else None
+
+
 def _paged_on_cuda(args: PagedAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
-    raise NotImplementedError("paged_attention_variant: there is no kernel for CUDA yet")
+    from compiled_llm_ops.kernels.attention.invariant import PackedQueries, attend as attend_on_cuda
+    from compiled_llm_ops.kernels.attention.invariant_tiling import invariant_tiling
+
+    variant = _check_paged(args, wants_lse)
+    check_even_heads("paged_attention_variant", args.pages)
+    check_capability("paged_attention_variant", args.pages)
+    (tokens, heads, _), (_, _, kv_heads, page_size, stored) = args.query.shape, args.pages.shape
+    if (reason := missing_kernel(heads // kv_heads, stored)) is not None:
+        raise ValueError(f"paged_attention_variant: {reason}")
+    out = torch.empty(args.query.shape, dtype=args.query.dtype, device=args.query.device)
+    lse = torch.empty((tokens, heads), dtype=torch.float32, device=out.device) if wants_lse else None
+    lengths = (args.indptr.diff() - 1) * page_size + args.last_page_len
+    queries = PackedQueries(
+        args.query, args.pages, args.qo_indptr, args.indptr, lengths, args.indices, args.scale, args.window_left, 0.0,
+        args.key_scale, args.value_scale,
+    )  # fmt: skip
+    with torch.cuda.device(out.device):  # Triton launches on the current one
+        attend_on_cuda(queries, out, lse, invariant_tiling(stored), kernel_variant(variant, args.tensors))
+    return out, lse
 
 
 # ---- decode
@@ -248,7 +279,10 @@ def _decode_on_cpu(args: DecodeAttentionVariant, wants_lse: bool) -> tuple[Tenso
 
 
 def _decode_on_cuda(args: DecodeAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
-    raise NotImplementedError("decode_attention_variant: there is no kernel for CUDA yet")
+    variant = _check_decode(args, wants_lse)
+    check_even_heads("decode_attention_variant", args.pages)
+    check_capability("decode_attention_variant", args.pages)
+    return decode.attend_on_cuda(args.without_variant, wants_lse, kernel_variant(variant, args.tensors))
 
 
 _paged_attention_variant, _paged_attention_variant_lse = define_with_lse(

@@ -14,7 +14,7 @@ one row, D head dimension, D' the same as stored, P pages, S page size.
 """
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
-# pyright: reportIndexIssue=false
+# pyright: reportIndexIssue=false, reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from compiled_llm_ops.kernels.attention.decode_tiling import MAX_ROWS, MAX_SHARE
 from compiled_llm_ops.kernels.attention.fp8 import as_multiplied, as_stored
 from compiled_llm_ops.kernels.attention.rotary import prepared
 from compiled_llm_ops.kernels.counters import zeroed_counters
+from compiled_llm_ops.kernels.variant import KernelVariant, transformed
 
 MERGED_VALUES = 2**12
 """Values of partial results that are summed at a time."""
@@ -91,18 +92,24 @@ def _position(place, length, visible, listed, NEW: tl.constexpr, PAGE: tl.conste
 @triton.jit
 def _attend(
     q, keys_ptr, indices_ptr, values_offset, first, length, begin, end, window_left, scale, cap, visible, listed,
+    row, head, tensors, sizes,
     NEW: tl.constexpr, GQA: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     CAPPED: tl.constexpr, STAGES: tl.constexpr,
+    VARIANT: tl.constexpr, LOGITS: tl.constexpr, VISIBLE: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     """Return ``[M, D']`` and its log-sum-exp ``[M]`` in base 2, over blocks ``begin`` to ``end`` from key ``first`` on.
 
     Keys past ``length`` are not read: their slots may hold values (NaN) whose product with zero is not zero. A query
     that sees none of the keys has zeros, and minus infinity.
 
-    If ``visible`` is not None, blocks are of places in this list of ``listed`` pages (see ``_place``).
+    If ``visible`` is not None, blocks are of places in this list of ``listed`` pages (see ``_place``). If SUMMED, there
+    is no softmax: results are sums, and their log-sum-exp is 0.
     """
-    BLIND: tl.constexpr = NEW > 1 or visible is not None
+    BLIND: tl.constexpr = NEW > 1 or visible is not None or VARIANT
     own = length - NEW + _tokens(tl.arange(0, q.shape[0]), NEW, GQA)[:, None]  # the positions of the queries
+    if VARIANT:
+        heads = head * GQA + (tl.arange(0, q.shape[0]) % GQA)[:, None]
+        queries = row * NEW + own - (length - NEW)
     offs_n, offs_d = tl.arange(0, BLOCK), tl.arange(0, DIM)
     largest = tl.full([q.shape[0]], -float("inf"), tl.float32)
     # One sum for each key of a block: threads exchange them once, at the end, not at each block.
@@ -123,15 +130,26 @@ def _attend(
             logits = tl.where(mask[None, :], logits, -float("inf"))
         else:
             seen = (position[None, :] <= own) & (position[None, :] >= own - window_left)
-            logits = tl.where(seen, logits, -float("inf"))
-        larger = tl.maximum(largest, tl.max(logits, 1))
-        base = _base(larger, BLIND)
-        weights = tl.exp2(logits - base[:, None])
-        fade = tl.exp2(largest - base)
+            if VARIANT:
+                logits = transformed(
+                    logits, seen, row, heads, queries, own, position[None, :], tensors, sizes, LOGITS, VISIBLE, SUMMED
+                )
+            else:
+                logits = tl.where(seen, logits, -float("inf"))
+        if not SUMMED:
+            larger = tl.maximum(largest, tl.max(logits, 1))
+            base = _base(larger, BLIND)
+            weights = tl.exp2(logits - base[:, None])
+            fade = tl.exp2(largest - base)
         v = tl.load(keys_ptr + values_offset + slot[:, None] + offs_d[None, :], mask=mask[:, None], other=0.0)
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None])
-        weight_sums = weight_sums * fade[:, None] + weights
-        largest = larger
+        if SUMMED:
+            acc = tl.dot(logits.to(q.dtype), v.to(q.dtype), acc)
+        else:
+            acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None])
+            weight_sums = weight_sums * fade[:, None] + weights
+            largest = larger
+    if SUMMED:
+        return acc, tl.zeros([q.shape[0]], tl.float32)
     total = tl.sum(weight_sums, 1)
     if BLIND:
         total = tl.where(total == 0.0, 1.0, total)
@@ -141,11 +159,13 @@ def _attend(
 @triton.jit
 def _merge(
     partials, partial_lses, first, count, BLIND: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-    CHUNK: tl.constexpr, STRIDE: tl.constexpr = None,
+    CHUNK: tl.constexpr, STRIDE: tl.constexpr = None, UNSEEN: tl.constexpr = None,
+    SUMMED: tl.constexpr = None,
 ):  # fmt: skip
     """Return ``[HEADS, D']`` and ``[HEADS]`` from ``count`` partial results, always in the same order.
 
-    They are STRIDE values apart, D' if it is None.
+    They are STRIDE values apart, D' if it is None. If UNSEEN, a query may have seen no key in any of them. If SUMMED,
+    they are added up, and log-sum-exps are 0.
     """
     APART: tl.constexpr = DIM if STRIDE is None else STRIDE
     offs_g, offs_d = tl.arange(0, HEADS), tl.arange(0, DIM)
@@ -159,13 +179,20 @@ def _merge(
         lses = tl.load(partial_lses + offs, mask=mask[:, None], other=-float("inf"), cache_modifier=".cg")
         part_ptrs = partials + offs[:, :, None] * APART + offs_d[None, None, :]
         parts = tl.load(part_ptrs, mask=mask[:, None, None], other=0.0, cache_modifier=".cg")
-        larger = tl.maximum(largest, tl.max(lses, 0))
-        base = _base(larger, BLIND)
-        weights = tl.exp2(lses - base[None, :])
-        fade = tl.exp2(largest - base)
-        acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * parts, 0)
-        total = total * fade + tl.sum(weights, 0)
-        largest = larger
+        if SUMMED:
+            acc += tl.sum(parts, 0)
+        else:
+            larger = tl.maximum(largest, tl.max(lses, 0))
+            base = _base(larger, BLIND)
+            weights = tl.exp2(lses - base[None, :])
+            fade = tl.exp2(largest - base)
+            acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * parts, 0)
+            total = total * fade + tl.sum(weights, 0)
+            largest = larger
+    if SUMMED:
+        return acc, total
+    if UNSEEN:
+        total = tl.where(total == 0.0, 1.0, total)
     return acc / total[:, None], largest + tl.log2(total)
 
 
@@ -240,12 +267,14 @@ def _share(blocks, program, programs, row_tile, unsplit, min_share, MOST: tl.con
 @triton.jit(do_not_specialize=["rows", "row_tile", "window_left", "unsplit", "min_share", "listed"])
 def _decode_paged_attention(
     query, key, value, pages, starts, lengths, indices, shared_lengths, query_norm, key_norm, cos, sin,
-    out, lse, partials, partial_lses, arrivals, key_scale, value_scale, saturated, visible,
+    out, lse, partials, partial_lses, arrivals, key_scale, value_scale, saturated, visible, tensors, sizes,
     row_stride, head_stride, key_row_stride, key_head_stride, value_row_stride, value_head_stride,
     rows, row_tile, window_left, unsplit, min_share, listed, scale, cap, epsilon,
     ROWS: tl.constexpr, MOST: tl.constexpr, NEW: tl.constexpr, GQA: tl.constexpr, PADDED: tl.constexpr,
     HEAD: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, CAPPED: tl.constexpr, SHARE_EQUAL: tl.constexpr, PDL: tl.constexpr,
+    VARIANT: tl.constexpr = None, LOGITS: tl.constexpr = None, VISIBLE: tl.constexpr = None,
+    SUMMED: tl.constexpr = None,
 ):  # fmt: skip
     """Attend over some keys of one row and kv head; if several programs share them, the last to end merges all.
 
@@ -265,7 +294,7 @@ def _decode_paged_attention(
     head, tile, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads, programs = tl.num_programs(0), tl.num_programs(2)
     HEADS: tl.constexpr = max(PADDED, 16)  # tensor cores take no fewer
-    BLIND: tl.constexpr = NEW > 1 or visible is not None
+    BLIND: tl.constexpr = NEW > 1 or visible is not None or VARIANT
     offs_r, offs_g, offs_d = tl.arange(0, ROWS), tl.arange(0, HEADS), tl.arange(0, DIM)[None, :]
     row_ids = tile * row_tile + offs_r
     mask = (offs_r < row_tile) & (row_ids < rows)
@@ -353,7 +382,8 @@ def _decode_paged_attention(
         q, factor = as_multiplied(q, scale, pages)
         values, lses = _attend(
             q, head_pages, own_indices, values_offset, first, length, begin, end, window_left, factor, cap,
-            own_list, listed, NEW, GQA, PAGE, DIM, BLOCK, CAPPED, STAGES,
+            own_list, listed, row, head, tensors, sizes, NEW, GQA, PAGE, DIM, BLOCK, CAPPED, STAGES,
+            VARIANT, LOGITS, VISIBLE, SUMMED,
         )  # fmt: skip
         if value_scale is not None:
             values *= tl.load(value_scale + head)
@@ -369,8 +399,9 @@ def _decode_paged_attention(
             tl.debug_barrier()  # every thread's part is written before one of them says so
             if tl.atomic_add(arrivals + item, 1, sem="acq_rel", scope="gpu") == count - 1:
                 merged, merged_lses = _merge(
-                    partials, partial_lses, first_partial + first_program, count, BLIND, PADDED, DIM, CHUNK
-                )
+                    partials, partial_lses, first_partial + first_program, count, BLIND, PADDED, DIM, CHUNK,
+                    UNSEEN=VARIANT, SUMMED=SUMMED,
+                )  # fmt: skip
                 _store(out, lse, merged, merged_lses, item, heads, PADDED, NEW, GQA, HEAD, DIM)
                 tl.store(arrivals + item, 0)
         if PDL and shared_lengths is not None:  # noqa: SIM102  known when the kernel is compiled
@@ -392,6 +423,7 @@ def prepare_decode(
     tiling: AttentionTiling,
     pdl: bool,
     shared_lengths: Tensor | None = None,
+    variant: KernelVariant | None = None,
 ) -> tuple[Tensor, Callable[[], None]]:
     """Prepare attention of q queries a row. All is on one device, the current one.
 
@@ -406,6 +438,7 @@ def prepare_decode(
         shared_lengths: ``[B]`` int32, contiguous: so many of each row's first keys are not attended to; multiples of
             S, and fewer than the row has before its new ones. None if all are. With ``pdl`` the kernel that is
             launched just before must have waited before it let this one begin.
+        variant: what becomes of logits; without ``shared_lengths``, ``visible`` and a cap. None if nothing does.
 
     Returns:
         ``[T, H, D]``, contiguous, and what launches the kernel that writes it.
@@ -448,18 +481,21 @@ def prepare_decode(
     factor, cap = args.scale * math.log2(math.e), 0.0
     if args.logits_soft_cap > 0:
         factor, cap = args.scale / args.logits_soft_cap, args.logits_soft_cap * math.log2(math.e)
+    tensors, sizes = None, None
+    if variant is not None:
+        factor, (tensors, sizes) = args.scale, variant.arguments
     constants: dict[str, Any] = {
         "ROWS": 1 if tiling.row_tile == 1 else MAX_ROWS, "MOST": MAX_SHARES,
         "NEW": new_tokens, "GQA": gqa, "PADDED": padded, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,
         "BLOCK": tiling.block, "CHUNK": max(1, MERGED_VALUES // (padded * stored)), "STAGES": tiling.stages,
         "CAPPED": cap > 0, "SHARE_EQUAL": tiling.share_equal, "PDL": pdl, "num_warps": tiling.warps,
-        **({"launch_pdl": True} if pdl else {}),
+        **({"launch_pdl": True} if pdl else {}), **({} if variant is None else variant.constants),
     }  # fmt: skip
     launch = functools.partial(
         _decode_paged_attention[(kv_heads, row_tiles, tiling.programs)],
         query, key, value, args.pages, args.starts, args.lengths, args.indices, shared_lengths,
         query_norm, key_norm, cos, sin, out, lse, partials, partial_lses, arrivals,
-        key_scale, value_scale, args.saturated, visible,
+        key_scale, value_scale, args.saturated, visible, tensors, sizes,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], rows, tiling.row_tile, window_left,
         tiling.unsplit, tiling.min_share, 0 if visible is None else visible.shape[2], factor, cap, args.epsilon,
         **constants,

@@ -1,16 +1,16 @@
 """A Triton kernel for causal attention over pages, in which a query's bits depend on its own row's tokens alone.
 
-It serves prefill and decode: packed queries, any number of each row. A program has a tile of queries of one row and kv
-head, and reads the row's keys in tiles that begin at fixed positions, in ascending order, each time in the same way.
-Tiles of which a query sees nothing change nothing for it, whatever other queries see of them, and nothing is divided by
-the number of rows or their lengths.
+It serves prefill and decode: packed queries, any number of each row; and prefill with a variant. A program has a tile
+of queries of one row and kv head, and reads the row's keys in tiles that begin at fixed positions, in ascending order,
+each time in the same way. Tiles of which a query sees nothing change nothing for it, whatever other queries see of
+them, and nothing is divided by the number of rows or their lengths.
 
 Shapes: B rows, T packed tokens, H query heads, K kv heads, G query heads of one kv head, D head dimension, D' the same
 as stored, P pages, S page size, Q queries of a tile.
 """
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
-# pyright: reportIndexIssue=false
+# pyright: reportIndexIssue=false, reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from compiled_llm_ops.kernels.attention.decode import DTYPES, capped
 from compiled_llm_ops.kernels.attention.fp8 import as_multiplied
 from compiled_llm_ops.kernels.attention.invariant_tiling import InvariantTiling
+from compiled_llm_ops.kernels.variant import KernelVariant, transformed
 
 
 class PackedQueries(NamedTuple):
@@ -76,10 +77,12 @@ def _row_of(tile, qo_indptr, rows, TOKENS: tl.constexpr):
     do_not_specialize_on_alignment=["query", "qo_indptr", "starts", "lengths", "indices"],
 )
 def _invariant_attention(
-    query, pages, qo_indptr, starts, lengths, indices, out, lse, key_scale, value_scale,
+    query, pages, qo_indptr, starts, lengths, indices, out, lse, key_scale, value_scale, tensors, sizes,
     row_stride, head_stride, rows, window_left, scale, cap,
     QUERIES: tl.constexpr, GQA: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     KEYS: tl.constexpr, STAGES: tl.constexpr, CAPPED: tl.constexpr, NEW: tl.constexpr,
+    VARIANT: tl.constexpr = None, LOGITS: tl.constexpr = None, VISIBLE: tl.constexpr = None,
+    SUMMED: tl.constexpr = None,
 ):  # fmt: skip
     """Attend with one tile of queries of one row and kv head; axes of the grid: tiles, kv heads.
 
@@ -129,17 +132,30 @@ def _invariant_attention(
             if CAPPED:
                 logits = capped(logits, cap)
             seen = (position[None, :] <= own[:, None]) & (position[None, :] >= nearest[:, None])
-            logits = tl.where(seen, logits, -float("inf"))
-            larger = tl.maximum(largest, tl.max(logits, 1))
-            base = tl.where(larger == -float("inf"), 0.0, larger)  # no key was seen yet
-            weights = tl.exp2(logits - base[:, None])
-            fade = tl.exp2(largest - base)
+            if VARIANT:
+                tokens = tl.minimum(token, row_end - 1)[:, None]
+                logits = transformed(
+                    logits, seen, row, head_ids[:, None], tokens, own[:, None], position[None, :], tensors, sizes,
+                    LOGITS, VISIBLE, SUMMED,
+                )  # fmt: skip
+            else:
+                logits = tl.where(seen, logits, -float("inf"))
+            if not SUMMED:
+                larger = tl.maximum(largest, tl.max(logits, 1))
+                base = tl.where(larger == -float("inf"), 0.0, larger)  # no key was seen yet
+                weights = tl.exp2(logits - base[:, None])
+                fade = tl.exp2(largest - base)
             v = tl.load(
                 head_pages + values_offset + slot[:, None] + offs_d[None, :], mask=mask[:, None], other=0.0
             )  # fmt: skip
-            acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None])
-            total = total * fade + tl.sum(weights, 1)
-            largest = larger
+            if SUMMED:
+                acc = tl.dot(logits.to(q.dtype), v.to(q.dtype), acc)
+            else:
+                acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None])
+                total = total * fade + tl.sum(weights, 1)
+                largest = larger
+        if VARIANT:
+            total = tl.where(total == 0.0, 1.0, total)  # no key was seen, or none is counted
         values = acc / total[:, None]
         if value_scale is not None:
             values *= tl.load(value_scale + head)
@@ -150,7 +166,9 @@ def _invariant_attention(
             tl.store(lse + offs_o, largest + tl.log2(total), mask=used)
 
 
-def attend(args: PackedQueries, out: Tensor, lse: Tensor | None, tiling: InvariantTiling) -> None:
+def attend(
+    args: PackedQueries, out: Tensor, lse: Tensor | None, tiling: InvariantTiling, variant: KernelVariant | None = None
+) -> None:
     """Launch attention. All is on one device, the current one.
 
     Args:
@@ -158,6 +176,7 @@ def attend(args: PackedQueries, out: Tensor, lse: Tensor | None, tiling: Invaria
         out: ``[T, H, D]``, contiguous, written.
         lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None to skip it.
         tiling: that of the heads' size; another one gives other bits.
+        variant: what becomes of logits; without a cap. None if nothing does.
 
     Raises:
         ValueError: the query's dtype has no kernel, or the pages are not contiguous.
@@ -189,12 +208,15 @@ def attend(args: PackedQueries, out: Tensor, lse: Tensor | None, tiling: Invaria
     factor, cap = args.scale * math.log2(math.e), 0.0
     if args.logits_soft_cap > 0:
         factor, cap = args.scale / args.logits_soft_cap, args.logits_soft_cap * math.log2(math.e)
+    tensors, sizes = None, None
+    if variant is not None:
+        factor, (tensors, sizes) = args.scale, variant.arguments
     constants: dict[str, Any] = {
         "QUERIES": tiling.queries, "GQA": gqa, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,
         "KEYS": tiling.keys, "STAGES": tiling.stages, "CAPPED": cap > 0, "NEW": new, "num_warps": tiling.warps,
-        "enable_fp_fusion": False,
+        "enable_fp_fusion": False, **({} if variant is None else variant.constants),
     }  # fmt: skip
     _invariant_attention[(tiles, kv_heads)](
         query, args.pages, args.qo_indptr, args.starts, args.lengths, args.indices, out, lse, key_scale, value_scale,
-        *query.stride()[:2], rows, window_left, factor, cap, **constants,
+        tensors, sizes, *query.stride()[:2], rows, window_left, factor, cap, **constants,
     )  # fmt: skip

@@ -1,0 +1,77 @@
+"""Variants of attention inside of Triton kernels: two device functions, which are made of the user's own.
+
+A kernel takes them as constants of its compilation, so that any kernel which has a tile of logits can be of any
+variant, and one without has none of this in its code.
+
+Shapes: M queries of a tile (query heads of one kv head), N keys of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class KernelVariant(NamedTuple):
+    """A variant as kernels take it.
+
+    Attributes:
+        logits: a device function of logits ``[M, N]``, rows, query heads, numbers of queries in the batch, positions of
+            queries and of keys, which broadcast, then of ``tensors`` and ``sizes``; None if logits stay as they are.
+        visible: one of the arguments after the first, returns int1; None if all keys are visible.
+        tensors: those of the variant, contiguous.
+        sizes: of their axes by head and by position.
+        softmax: whether weights are the softmax of logits.
+    """
+
+    logits: Any
+    visible: Any
+    tensors: tuple[Tensor, ...]
+    sizes: tuple[int, ...]
+    softmax: bool
+
+    @property
+    def arguments(self) -> tuple[tuple[Tensor, ...] | None, tuple[int, ...] | None]:
+        """The kernel's arguments ``tensors`` and ``sizes``."""
+        return self.tensors or None, self.sizes or None
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The kernel's constants."""
+        return {"LOGITS": self.logits, "VISIBLE": self.visible, "SUMMED": not self.softmax, "VARIANT": True}
+
+
+@triton.jit
+def transformed(
+    logits, seen, row, head, query, query_position, key_position, tensors, sizes,
+    LOGITS: tl.constexpr, VISIBLE: tl.constexpr, SUMMED: tl.constexpr,
+):  # fmt: skip
+    """Return logits ``[M, N]`` as a variant makes them, times log2(e), and minus infinity where a key is not seen.
+
+    If SUMMED, they are weights: not multiplied, and 0 where a key is not seen.
+    """
+    if VISIBLE is not None:
+        seen = seen & VISIBLE(row, head, query, query_position, key_position, tensors, sizes)
+    if LOGITS is not None:
+        logits = LOGITS(logits, row, head, query, query_position, key_position, tensors, sizes)
+    if SUMMED:
+        return tl.where(seen, logits, 0.0)
+    else:  # noqa: RET505  the kernel has one branch, known when it is compiled
+        return tl.where(seen, logits * 1.4426950408889634, -float("inf"))
+
+
+@triton.jit
+def floor_div(number, divisor: tl.constexpr):
+    """Divide integers by a constant as Python does, rounding down."""
+    quotient = number // divisor
+    against = number > 0 if divisor < 0 else number < 0
+    return quotient - (against & (quotient * divisor != number)).to(tl.int32)
+
+
+@triton.jit
+def floor_mod(number, divisor: tl.constexpr):
+    """What remains of ``floor_div``."""
+    return number - floor_div(number, divisor) * divisor
