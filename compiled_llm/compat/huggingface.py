@@ -205,9 +205,29 @@ def captures_outputs(hook: object) -> bool:
 
 
 def indexed_layers() -> tuple[type, ...]:
-    """Return the layers of HuggingFace's caches that keep index keys, the dynamic one first; none in old versions."""
-    found = (getattr(cache_utils, name, None) for name in ("DynamicIndexedLayer", "StaticIndexedLayer"))
+    """Return the layers of HuggingFace's dynamic caches that keep index keys; none in old versions.
+
+    That of a model which brings its own is there once the model's module is imported.
+    """
+    known = getattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING", {})
+    found = (getattr(cache_utils, "DynamicIndexedLayer", None), known.get("minimax_m3_sparse"))
     return tuple(layer for layer in found if layer is not None)
+
+
+def index_keys(layer: Any) -> Tensor | None:
+    """Return the index keys ``[B, C, I]`` of such a layer; None if it has none."""
+    of_blocks: Tensor | None = getattr(layer, "idx_keys", None)
+    keys: Tensor | None = getattr(layer, "indexer_keys", None)
+    return keys if of_blocks is None else of_blocks[:, 0]
+
+
+def add_index_keys(cache: Cache, keys: Tensor, layer: int) -> None:
+    """Append index keys ``[B, C, I]`` to those of a layer that such a cache has."""
+    own: Any = cache.layers[layer] if layer < len(cache.layers) else None
+    if hasattr(own, "update_index"):
+        own.update_index(keys[:, None])
+    else:
+        cache.update_indexer(keys, layer)
 
 
 def experts_implementation(config: PretrainedConfig) -> str | None:

@@ -22,6 +22,8 @@ from compiled_llm.model.layer_probe import LayerProbe, UnpagedCallError
 from compiled_llm_ops import (
     append_latent,
     append_paged_kv,
+    decode_attention,
+    decode_attention_lse,
     latent_attention,
     latent_attention_lse,
     latent_decode,
@@ -122,6 +124,7 @@ class PackedTokens(NamedTuple):
         alone: whether rows have no other tokens than these, so that layers with latents attend to expanded keys and
             values; without latents, it makes no difference.
         cascade: the pages that each row shares, which are not in the table; None if the table has all. Only with q = 1.
+        visible: ``[T, K, n]`` int32, which pages of its row each token reads, -1 for none; None for all.
     """
 
     token_rows: Tensor
@@ -134,6 +137,7 @@ class PackedTokens(NamedTuple):
     new_tokens: int = 0
     alone: bool = False
     cascade: PlannedCascade | None = None
+    visible: Tensor | None = None
 
     @property
     def table(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,12 +153,43 @@ class PackedTokens(NamedTuple):
         scales: PageScales = UNSCALED,
     ) -> tuple[Tensor, Tensor | None]:
         """Write the new keys and values into a layer's pages, and attend over them; as ``AttentionSpec.attend``."""
+        if self.visible is not None:
+            return self._attend_to_visible(layer, states, pages, options, wants_lse, scales, self.visible)
         if self.cascade is not None:
             return self._attend_in_levels(self.cascade, layer, states, pages, options, wants_lse, scales)
         arguments = (*self._appended(layer, states, pages, scales), *options, scales.key, scales.value)
         if wants_lse:
             return paged_attention_lse(*arguments)
         return paged_attention(*arguments), None
+
+    def _attend_to_visible(
+        self,
+        layer: int,
+        states: States,
+        pages: Tensor,
+        options: Options,
+        wants_lse: bool,
+        scales: PageScales,
+        visible: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Write the new keys and values, and let each token attend as the newest one of a row, to be written again."""
+        assert self.cascade is None, "wrap has refused other backends"
+        self._appended(layer, states, pages, scales)
+        starts, lengths = self.indptr[self.token_rows], self.token_positions + 1
+        arguments = DecodeAttention(
+            *states,
+            pages,
+            starts,
+            lengths,
+            self.indices,
+            *options,
+            key_scale=scales.key,
+            value_scale=scales.value,
+            visible=visible,
+        )
+        if wants_lse:
+            return decode_attention_lse(*arguments)
+        return decode_attention(*arguments), None
 
     def _attend_in_levels(
         self,
@@ -199,12 +234,12 @@ class PackedTokens(NamedTuple):
             return planned_latent_attention_lse(*arguments)
         return planned_latent_attention(*arguments), None
 
-    def indexed(self, page_size: int, row_pages: int, padding: int) -> IndexedRows:
+    def indexed(self, page_size: int, row_pages: int, padding: int, block_size: int = 1) -> IndexedRows:
         """Return where index keys lie, in pages of so many tokens; rows may have ``row_pages``."""
         if not self.new_tokens:
-            return IndexedRows(*self._places, page_size, 0, padding)
+            return IndexedRows(*self._places, page_size, 0, padding, block_size)
         tokens = (self.token_rows, self.token_positions)
-        return IndexedRows(*tokens, self.indptr[:-1], self.indices, page_size, row_pages, padding)
+        return IndexedRows(*tokens, self.indptr[:-1], self.indices, page_size, row_pages, padding, block_size)
 
     def attend_to_expanded(
         self, states: States, latents: tuple[Tensor, Tensor], pages: Tensor, scale: float, wants_lse: bool
@@ -262,6 +297,7 @@ class NewestTokens(NamedTuple):
         ops: the backend's.
         new_tokens: q.
         cascade: pages that rows share are read once; None if each row reads all of its own. Only with q = 1.
+        visible: ``[B, K, n]`` int32, which of its pages each row reads, -1 for none; None for all. Only with q = 1.
     """
 
     starts: Tensor
@@ -270,6 +306,7 @@ class NewestTokens(NamedTuple):
     ops: DecodeOps
     new_tokens: int = 1
     cascade: CascadeBatch | None = None
+    visible: Tensor | None = None
 
     def attend(
         self,
@@ -283,7 +320,7 @@ class NewestTokens(NamedTuple):
         """Write the new keys and values into a layer's pages, and attend over them; as ``AttentionSpec.attend``."""
         table = (pages, self.starts, self.lengths, self.indices)
         arguments: DecodeAttention | CascadeAttention
-        if self.cascade is None:
+        if self.cascade is None or self.visible is not None:
             attend, attend_lse = self.ops.attend, self.ops.attend_lse
             arguments = DecodeAttention(
                 *states,
@@ -292,6 +329,7 @@ class NewestTokens(NamedTuple):
                 key_scale=scales.key,
                 value_scale=scales.value,
                 saturated=scales.saturated,
+                visible=self.visible,
             )
         else:
             assert self.ops.cascade is not None, "wrap has refused other backends"
@@ -316,9 +354,9 @@ class NewestTokens(NamedTuple):
             return out, lse
         return attend(*arguments), None
 
-    def indexed(self, page_size: int, row_pages: int, padding: int) -> IndexedRows:
+    def indexed(self, page_size: int, row_pages: int, padding: int, block_size: int = 1) -> IndexedRows:
         """As ``PackedTokens.indexed``."""
-        return IndexedRows(*self._places, page_size, row_pages, padding)
+        return IndexedRows(*self._places, page_size, row_pages, padding, block_size)
 
     @property
     def _places(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -399,6 +437,7 @@ class PagedBatch(NamedTuple):
         windows: tokens visible to the left of a query in each layer, -1 for all, in place of the layers' own windows;
             empty to use those.
         latents: what layers of multi-head latent attention hand over; None if layers keep keys and values.
+        indexed: where index keys lie by which blocks are chosen; None if no layer chooses blocks.
     """
 
     pages: list[Tensor]
@@ -406,6 +445,7 @@ class PagedBatch(NamedTuple):
     rows: tuple[PackedTokens | NewestTokens, ...]
     windows: tuple[int, ...] = ()
     latents: Latents | None = None
+    indexed: IndexedRows | None = None
 
 
 def attention_forward(
@@ -419,6 +459,7 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     paged_batch: PagedBatch | LayerProbe | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -435,6 +476,8 @@ def attention_forward(
         softcap: cap on the logits; no cap if None.
         s_aux: ``[H]`` attention sinks, one more logit a head that takes weight and has no value.
         indices: ``[1, T, n]`` or ``[B, q, n]`` int32, what an indexer has chosen for each query; None for all tokens.
+        block_indices: ``[1, K, T, n]`` or ``[B, K, q, n]`` integers, the blocks of its row that an indexer has chosen
+            for each query and kv head, -1 for none; None for all tokens.
         paged_batch: handed through ``forward`` by our own calls.
         kwargs: further arguments of the model; checked once, by the probe.
 
@@ -450,7 +493,8 @@ def attention_forward(
             "inner modules or another model of the same config"
         )
     if isinstance(paged_batch, LayerProbe):
-        others = {**kwargs, **({} if indices is None else {"indices": indices})}
+        chosen_by_indexers = {"indices": indices, "block_indices": block_indices}
+        others = {**kwargs, **{name: given for name, given in chosen_by_indexers.items() if given is not None}}
         return paged_batch.visit(module, query, key, value, attention_mask, sliding_window, softcap, others)
     layer = cast(int, module.layer_idx)
     spec, memory = paged_batch.specs[layer], paged_batch.pages[layer]
@@ -462,6 +506,8 @@ def attention_forward(
         softcap or 0.0,
     )
     latents, absorbs = paged_batch.latents, False
+    if block_indices is not None and paged_batch.indexed is not None:
+        rows = rows._replace(visible=paged_batch.indexed.visible(block_indices))
     if latents is None:
         out, lse = spec.attend(rows, layer, states, memory, options, s_aux is not None)
     else:

@@ -185,6 +185,7 @@ def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapCo
     if any(layer.expansion is not None for layer in layers):
         _check_latents(model, layers, config)
         return
+    _check_blocks(model, layers, config)
     name, backend, ops = backend_for(config.attention_backend, model.device.type)
     geometries = attention_geometries(layers, config.page_size, model.dtype)
     if config.cascade is True and ops is None and all(layer.window_left >= 0 for layer in layers):
@@ -273,6 +274,28 @@ def _check_latents(model: PreTrainedModel, layers: Sequence[Layer], config: Wrap
                 f"wrap: backend={name!r} cannot run attention layer {number}, which keeps latents (multi-head latent "
                 f"attention): {reason}; wrap without backend"
             )
+
+
+def _check_blocks(model: PreTrainedModel, layers: Sequence[Layer], config: WrapConfig) -> None:
+    """Raise UnsupportedModelError if layers whose indexers choose blocks cannot run as the options say."""
+    for number, layer in enumerate(layers):
+        if layer.block_size is None:
+            continue
+        what = f"attention layer {number} reads blocks of {layer.block_size} tokens that an indexer chooses"
+        if layer.block_size % config.page_size:
+            raise UnsupportedModelError(
+                f"wrap: page_size={config.page_size}: {what}, and pages must lie in one of them; wrap with a "
+                f"page_size that divides {layer.block_size}"
+            )
+        for option, given in (
+            ("batch_invariant=True", config.batch_invariant),
+            (f"backend={config.backend!r}", model.device.type == "cuda" and config.backend != "auto"),
+        ):
+            if given:
+                raise UnsupportedModelError(
+                    f"wrap: {option}: {what}, and there is no such kernel for that; wrap without "
+                    f"{option.partition('=')[0]}"
+                )
 
 
 def _check_fp8_layers(layers: Sequence[Layer], config: WrapConfig) -> None:

@@ -6,14 +6,15 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.model.attention import PagedBatch
 from compiled_llm.model.attention_switch import AttentionSwitch
-from compiled_llm.model.indexers import IndexScores
+from compiled_llm.model.indexers import BlockChoices, IndexedRows, IndexScores
 from compiled_llm.model.latents import Latents
 from compiled_llm.model.layer_probe import Layer, index_places
 from compiled_llm.model.probes.position_probe import DefaultPositions
@@ -92,12 +93,14 @@ class ModelFacts:
         if not sizes:
             return None
         config = self.model.config.get_text_config(decoder=True)
-        return IndexScores(config.index_n_heads, config.index_topk, max(sizes), self.model.dtype)
+        chosen, block_size = _chosen(config, self.layers)
+        return IndexScores(config.index_n_heads, chosen, max(sizes), self.model.dtype, block_size)
 
     @property
     def forward(self) -> Forward:
         """The ``forward`` that the class defines now, taking pages."""
-        return with_latents(with_windows(self.model_class.forward, self.layers), self.layers)
+        windowed = with_windows(self.model_class.forward, self.layers)
+        return with_blocks(with_latents(windowed, self.layers), self.layers)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -125,17 +128,45 @@ def with_latents(forward: Forward, layers: Sequence[Layer]) -> Forward:
     expansions = [layer.expansion for layer in layers if layer.expansion is not None]
     if not expansions:
         return forward
-    with_index = index_places(layers)
+    has_index = any(layer.index_size is not None for layer in layers)
 
     def handing_over(model: PreTrainedModel, *, paged_batch: PagedBatch, **inputs: Any) -> Any:
-        if with_index:
-            pages = {layer: paged_batch.pages[place] for layer, place in with_index.items()}
-            total, size, _ = next(iter(pages.values())).shape
-            most = torch.sym_min(-(-max_positions_of(model) // size), total)
-            rows = paged_batch.rows[0].indexed(size, most, model.config.get_text_config(decoder=True).index_topk)
+        if has_index:
+            rows, pages = _indexed(model, paged_batch, layers)
             latents, inputs = Latents(expansions, rows, pages), {**inputs, "attention_mask": rows.mask()}
         else:
             latents = Latents(expansions)
         return forward(model, paged_batch=paged_batch._replace(latents=latents), past_key_values=latents, **inputs)
 
     return handing_over
+
+
+def with_blocks(forward: Forward, layers: Sequence[Layer]) -> Forward:
+    """Return a ``forward`` whose layers keep index keys and choose blocks by them; mostly ``forward`` itself."""
+    if not any(layer.block_size is not None for layer in layers):
+        return forward
+
+    def choosing(model: PreTrainedModel, *, paged_batch: PagedBatch, **inputs: Any) -> Any:
+        rows, pages = _indexed(model, paged_batch, layers)
+        cache = BlockChoices(rows, len(layers), pages)
+        inputs["attention_mask"] = {"full_attention": None}  # or a mask would be made by the lengths of this cache
+        return forward(model, paged_batch=paged_batch._replace(indexed=rows), past_key_values=cache, **inputs)
+
+    return choosing
+
+
+def _indexed(
+    model: PreTrainedModel, batch: PagedBatch, layers: Sequence[Layer]
+) -> tuple[IndexedRows, dict[int, Tensor]]:
+    """Return where a batch's index keys lie, and the pages of each layer that has some."""
+    pages = {layer: batch.pages[place] for layer, place in index_places(layers).items()}
+    total, size, _ = next(iter(pages.values())).shape
+    most = cast(int, torch.sym_min(-(-max_positions_of(model) // size), total))
+    chosen, block_size = _chosen(model.config.get_text_config(decoder=True), layers)
+    return batch.rows[0].indexed(size, most, chosen, block_size), pages
+
+
+def _chosen(config: Any, layers: Sequence[Layer]) -> tuple[int, int]:
+    """Return how many tokens indexers choose for a query, and how many of these together."""
+    blocks = next((layer.block_size for layer in layers if layer.block_size is not None), None)
+    return (config.index_topk, 1) if blocks is None else (config.index_topk_blocks * blocks, blocks)

@@ -1,17 +1,20 @@
-"""Indexers of sparse attention (DSA): layers that keep a further key of each token, by which they choose what to read.
+"""Indexers of sparse attention: layers that keep a further key of each token, by which they choose what to read.
+
+They choose single tokens (DSA, in DeepSeek-V3.2), or blocks of them for each kv head (MiniMax-M3).
 
 Choosing is HuggingFace's code: its indexer hands the keys of new tokens to the cache, scores all of a row's keys under
 a causal mask, and takes the best. Here the cache is pages, a memory of their own for each layer with an indexer, and
 what it returns has a width that follows from no length: with packed tokens all pages of the table, else as many as a
-row may have. The mask shows each query the keys of its own row alone.
+row may have. The mask shows each query the keys of its own row alone. Indexers of blocks count keys from the row's
+first one, and take no mask; so packed tokens are those of one row, and of null tokens.
 
 Shapes: B rows, T packed tokens, q new tokens of each row in decode, I size of an index key, N page numbers, S page
-size, L keys that are scored, n tokens that are chosen.
+size, L keys that are scored, n tokens or blocks that are chosen, K kv heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +29,15 @@ INDEXED = "indexed_attention"
 
 INDEXED_BEFORE = ("deepseek_sparse_attention", "qwen_sparse_attention")
 """The same type before transformers 5.18, where such layers cache expanded keys and values instead of latents."""
+
+
+def scored_pages(pages: int, page_size: int, block_size: int, padding: int) -> int:
+    """Return how many pages are scored where rows have ``pages``, and an indexer takes ``padding`` tokens at least.
+
+    Null pages fill up the last block, and follow.
+    """
+    block = max(1, block_size // page_size)
+    return (-(-pages // block) - (-padding // (block * page_size))) * block
 
 
 def takes_masks(model: nn.Module) -> bool:
@@ -57,24 +69,35 @@ class IndexScores(NamedTuple):
 
     Attributes:
         heads: of the indexer.
-        chosen: n, how many tokens it chooses for a query.
+        chosen: how many tokens it chooses for a query.
         size: I.
         dtype: of the model.
+        block_size: tokens that it chooses together; 1 for single ones.
     """
 
     heads: int
     chosen: int
     size: int
     dtype: torch.dtype
+    block_size: int = 1
+
+    @property
+    def of_one_row(self) -> bool:
+        """Whether packed tokens must be those of one row."""
+        return self.block_size > 1
+
+    def keys(self, pages: int, page_size: int) -> int:
+        """Return L where rows have so many pages."""
+        return scored_pages(pages, page_size, self.block_size, self.chosen) * page_size
 
     def nbytes(self, queries: int, keys: int, rows: int = 1) -> int:
         """Return the bytes of ``queries`` that are scored with ``keys`` each; each row has keys of its own.
 
         Scores of all heads exist twice at a time, those that are summed over heads twice, and masks. Keys are gathered
-        from their pages, and copied to float32.
+        from their pages, and copied to float32; where blocks are chosen, for each head.
         """
         a_score = 8 * self.heads + 12
-        a_key = self.size * (self.dtype.itemsize + 4)
+        a_key = self.size * (self.dtype.itemsize + 4 + (4 * self.heads if self.block_size > 1 else 0))
         return keys * (queries * a_score + rows * a_key)
 
 
@@ -91,6 +114,7 @@ class IndexedRows(NamedTuple):
             the keys of all rows.
         padding: at least so many keys follow all others, of null pages, that no query may see. An indexer chooses as
             many for each query, and takes these where a row has fewer tokens.
+        block_size: keys are a multiple of so many tokens, which an indexer chooses together; 1 for single ones.
     """
 
     token_rows: Tensor
@@ -100,6 +124,7 @@ class IndexedRows(NamedTuple):
     page_size: int
     row_pages: int
     padding: int
+    block_size: int = 1
 
     def extended(self, keys: Tensor, memory: Tensor) -> Tensor:
         """Write the keys ``[1, T, I]`` or ``[B, q, I]`` of new tokens to pages ``[P, S, I]``.
@@ -117,8 +142,7 @@ class IndexedRows(NamedTuple):
 
     def mask(self) -> Tensor:
         """Return ``[1, 1, T, L]`` or ``[B, 1, q, L]`` bool: which keys each query may choose."""
-        pages = self.row_pages or self.indices.shape[0]
-        slots, width = pages * self.page_size, (pages + self._null_pages) * self.page_size
+        slots, width = self._pages * self.page_size, self.keys
         place = torch.arange(width, dtype=torch.int32, device=self.starts.device)
         own = place - self._first[:, None]
         seen = (own >= 0) & (own <= self.token_positions[:, None]) & (place < slots)
@@ -132,9 +156,27 @@ class IndexedRows(NamedTuple):
         """
         return indices.flatten(0, 1) - self._first[:, None]
 
+    def visible(self, blocks: Tensor) -> Tensor:
+        """Return ``[T, K, m]`` int32, pages of each token's row, of blocks ``[1, K, T, n]`` or ``[B, K, q, n]``.
+
+        Both have -1 for none. Some pages may be ones that the row does not have.
+        """
+        of_block = torch.arange(self.block_size // self.page_size, dtype=torch.int32, device=blocks.device)
+        chosen = blocks.transpose(1, 2).flatten(0, 1).int()[..., None]
+        return torch.where(chosen < 0, chosen, chosen * len(of_block) + of_block).flatten(2)
+
+    @property
+    def keys(self) -> int:
+        """L."""
+        return (self._pages + self._null_pages) * self.page_size
+
+    @property
+    def _pages(self) -> int:
+        return self.row_pages or self.indices.shape[0]
+
     @property
     def _null_pages(self) -> int:
-        return -(-self.padding // self.page_size)
+        return scored_pages(self._pages, self.page_size, self.block_size, self.padding) - self._pages
 
     @property
     def _first(self) -> Tensor:
@@ -142,3 +184,31 @@ class IndexedRows(NamedTuple):
         if self.row_pages:
             return torch.zeros_like(self.token_rows)
         return self.starts[self.token_rows] * self.page_size
+
+
+class BlockChoices:
+    """In place of HuggingFace's cache while a forward runs whose layers keep keys and values, and some index keys.
+
+    Attributes:
+        rows: where these lie.
+        layers: take them, one for each layer.
+    """
+
+    def __init__(self, rows: IndexedRows, layers: int, index_pages: Mapping[int, Tensor]) -> None:
+        """Make it for a forward; ``index_pages`` are the pages ``[P, S, I]`` of each layer that has an indexer."""
+        self.rows = rows
+        self.layers = [_KeptIndex(rows, index_pages.get(layer)) for layer in range(layers)]
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of new tokens, which attention writes into pages."""
+        return keys, values
+
+
+class _KeptIndex:
+    def __init__(self, rows: IndexedRows, pages: Tensor | None) -> None:
+        self._rows, self._pages = rows, pages
+
+    def update_index(self, keys: Tensor) -> Tensor:
+        """Take ``[B, 1, q, I]`` of new tokens; return ``[B, 1, L, I]``, or for packed ones ``[1, 1, L, I]``."""
+        assert self._pages is not None, "only layers with indexers call it"
+        return self._rows.extended(keys[:, 0], self._pages)[:, None]

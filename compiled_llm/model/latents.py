@@ -53,22 +53,26 @@ class Expansion(NamedTuple):
 
 
 class Latents:
-    """In place of HuggingFace's cache while a forward runs: takes each layer's new latents, and hands out no others."""
+    """In place of HuggingFace's cache while a forward runs: takes each layer's new latents, and hands out no others.
+
+    Attributes:
+        rows: where index keys lie; None if layers have no indexers.
+    """
 
     def __init__(
         self,
         expansions: Sequence[Expansion],
-        indexed: IndexedRows | None = None,
+        rows: IndexedRows | None = None,
         index_pages: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
         """Make it for a forward.
 
         Args:
             expansions: of each layer.
-            indexed: where index keys lie; None if layers have no indexers.
+            rows: where index keys lie; None if layers have no indexers.
             index_pages: the pages ``[P, S, I]`` of each layer that has one.
         """
-        self._expansions, self._indexed, self._index_pages = expansions, indexed, index_pages
+        self._expansions, self.rows, self._index_pages = expansions, rows, index_pages
         self._new: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, latent: Tensor, rope: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -78,12 +82,12 @@ class Latents:
 
     def update_indexer(self, keys: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         """Take the index keys ``[B, q, I]`` of a layer's new tokens, and return those that its indexer may score."""
-        assert self._indexed is not None, "only layers with indexers call it"
-        return self._indexed.extended(keys, self._index_pages[layer_idx])
+        assert self.rows is not None, "only layers with indexers call it"
+        return self.rows.extended(keys, self._index_pages[layer_idx])
 
     def chosen(self, indices: Tensor | None) -> Tensor | None:
         """Return ``[T, n]`` int32, the positions that queries read, of what an indexer has chosen; None for all."""
-        return None if indices is None or self._indexed is None else self._indexed.chosen(indices)
+        return None if indices is None or self.rows is None else self.rows.chosen(indices)
 
     def taken(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return what ``update`` was given by a layer."""

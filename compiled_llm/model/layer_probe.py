@@ -26,6 +26,8 @@ from compiled_llm.model.restore import attributes_restored, data_restored, resto
 
 # Sent to attention functions by some families and without effect on what the packed, paged form computes.
 _HARMLESS = frozenset({"position_ids", "is_causal"})
+_CHOSEN = ("indices", "block_indices")
+"""Arguments that indexers have made."""
 _TOKENS = 4
 """How many a trial forward runs on."""
 
@@ -42,6 +44,7 @@ class Layer(NamedTuple):
             the head size of its keys then, and E, that of the rotated part, of its values. None if it keeps keys and
             values.
         chooses: whether a query reads the tokens that an indexer has chosen for it alone, of this layer or one before.
+        block_size: tokens that an indexer chooses together, for each kv head; None if it chooses single ones, or none.
         index_size: size of the further key that its own indexer keeps of each token; None if it has none.
     """
 
@@ -55,6 +58,7 @@ class Layer(NamedTuple):
     expansion: Expansion | None = None
     chooses: bool = False
     index_size: int | None = None
+    block_size: int | None = None
 
     def visible(self, positions: int) -> int:
         """Return how many of ``positions`` tokens the last one sees, itself included."""
@@ -94,6 +98,7 @@ class LayerProbe:
         if not isinstance(index, int) or index in self.layers:
             raise UnsupportedModelError(f"{name} has layer_idx={index!r}; each attention layer needs one of its own")
         chooses = isinstance(others.get("indices"), Tensor)
+        block_size = _block_size(module, key.shape[1], others.get("block_indices"))
         if attention_mask is not None and not chooses:  # its indexer has read it
             raise UnsupportedModelError(f"{name} builds an attention mask of its own; paged attention cannot honour it")
         if key.shape[-1] != query.shape[-1]:
@@ -108,7 +113,7 @@ class LayerProbe:
         if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
             raise UnsupportedModelError(f"{name} is not causal; only decoder-only causal LMs can be wrapped")
         for argument, given in others.items():
-            if isinstance(given, Tensor) and argument not in _HARMLESS and argument != "indices":
+            if isinstance(given, Tensor) and argument not in (*_HARMLESS, *_CHOSEN):
                 raise UnsupportedModelError(f"{name} passes {argument!r} to its attention, which paged attention lacks")
         self.layers[index] = Layer(
             query_heads=query.shape[1],
@@ -117,9 +122,24 @@ class LayerProbe:
             window_left=-1 if sliding_window is None else int(sliding_window) - 1,
             logits_soft_cap=float(softcap or 0.0),
             value_head_dim=None if value.shape[-1] == key.shape[-1] else value.shape[-1],
-            chooses=chooses,
+            chooses=chooses or block_size is not None,
+            block_size=block_size,
         )
         return attended_like(query, value), None
+
+
+def _block_size(module: nn.Module, kv_heads: int, blocks: Tensor | None) -> int | None:
+    """Return how many tokens the blocks ``[B, K, T, n]`` have that a layer's indexer has chosen; None if it has not."""
+    if blocks is None:
+        return None
+    config: Any = module.config
+    if blocks.shape[1] != kv_heads or config.index_local_blocks < 1:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} chooses {blocks.shape[1]} lists of blocks for {kv_heads} kv heads, with "
+            f"index_local_blocks={config.index_local_blocks}; there must be a list for each kv head, with the block of "
+            "the query's own token"
+        )
+    return int(config.index_block_size)
 
 
 def attended_like(query: Tensor, value: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from packaging.version import Version
 from transformers import PreTrainedModel
 
 from support.latent_models import latent_model
+from support.tiny_models import randomised
 
 TOP, INDEX = 8, 16
 """Tokens that a query reads, and the size of index keys."""
@@ -26,6 +27,48 @@ needs_indexers = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.18"),
     reason="transformers before 5.18 has no models whose indexers choose among latents",
 )
+
+
+BLOCK = 8
+"""Tokens of a block of MiniMax-M3; a query reads three of them."""
+
+BLOCKS: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "dense_intermediate_size": 64,
+    "shared_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_block_size": BLOCK,
+    "index_topk_blocks": 3,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+
+needs_blocks = pytest.mark.skipif(
+    not hasattr(transformers, "MiniMaxM3VLForCausalLM"),
+    reason="this version of transformers has no model whose indexers choose blocks",
+)
+
+
+def block_model(seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """MiniMax-M3's text model in float32; it goes on for ever."""
+    config = transformers.MiniMaxM3VLTextConfig(**{**BLOCKS, **overrides})
+    model: PreTrainedModel = randomised(transformers.MiniMaxM3VLForCausalLM, config, seed)
+    return model
 
 
 def indexed_model(case: str = "DeepseekV32", seed: int = 0, **overrides: Any) -> PreTrainedModel:

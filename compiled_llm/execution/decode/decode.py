@@ -90,6 +90,11 @@ class Decode:
                 "be planned; wrap with a larger prefill_tokens"
             )
         scores = self._state.scores
+        if scores is not None and scores.scores.of_one_row:
+            raise ValueError(
+                f"{new_tokens} new tokens for each row: an indexer chooses the blocks that the newest one reads; feed "
+                "them one by one"
+            )
         if scores is not None and (needed := scores.of_decode(step.rows, new_tokens)) > scores.limit:
             raise ValueError(
                 f"{new_tokens} new tokens for each of {step.rows} rows need {needed} bytes for an indexer's scores, "

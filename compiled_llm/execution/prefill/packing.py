@@ -20,8 +20,8 @@ from compiled_llm.execution.batch import Extension, RowTag
 from compiled_llm.kvcache.table import HostTable, Span, build_table
 from compiled_llm_ops.contracts import CHAIN_ADOPTED, CHAIN_SKIPPED
 
-Holds = Callable[[int, int], bool]
-"""Whether a launch may have so many tokens, of rows with so many pages together."""
+Holds = Callable[[int, int, int], bool]
+"""Whether a launch may have so many tokens, pages and rows."""
 
 
 class Packed(NamedTuple):
@@ -123,8 +123,7 @@ def chunks(
 ) -> Iterator[list[Extension]]:
     """Cut packed tokens into chunks of at most ``most``; the rest of a row attends to its earlier chunks in pages.
 
-    ``holds`` tells whether a launch may have so many tokens, of rows with so many pages; it may always have one of any
-    row.
+    ``holds`` tells whether a launch may have so many tokens, pages and rows; it may always have one token of any row.
     """
     chunk: list[Extension] = []
     tokens = pages = 0
@@ -133,7 +132,7 @@ def chunks(
         while start < count:
             before, part = extension.row.length - count + start, min(count - start, most - tokens)
             if holds is not None:
-                part = _that_fit(part, before, tokens, pages, page_size, holds)
+                part = _that_fit(part, before, Taken(tokens, pages, len(chunk)), page_size, holds)
             if part:
                 chunk.append(_part(extension, start, start + part, page_size, groups))
                 start, tokens, pages = start + part, tokens + part, pages - -(before + part) // page_size
@@ -145,11 +144,19 @@ def chunks(
         yield chunk
 
 
-def _that_fit(part: int, before: int, tokens: int, pages: int, page_size: int, holds: Holds) -> int:
+class Taken(NamedTuple):
+    """What a chunk has already."""
+
+    tokens: int
+    pages: int
+    rows: int
+
+
+def _that_fit(part: int, before: int, taken: Taken, page_size: int, holds: Holds) -> int:
     """Return how many of ``part`` new tokens of a row, after ``before`` others, a launch holds beside what it has."""
 
     def is_too_large(new: int) -> bool:
-        return not holds(tokens + new, pages - -(before + new) // page_size)
+        return not holds(taken.tokens + new, taken.pages - -(before + new) // page_size, taken.rows + 1)
 
     return bisect.bisect_left(range(1, part + 1), True, key=is_too_large)
 

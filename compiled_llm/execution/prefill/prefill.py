@@ -333,7 +333,7 @@ class Prefill:
         if sum(queries) > self._state.config.prefill_tokens:
             return False
         pages = sum(-(-length // self._paging[0]) for length in lengths)
-        if self._holds is not None and not self._holds(sum(queries), pages):
+        if self._holds is not None and not self._holds(sum(queries), pages, len(queries)):
             return False
         captured = self._captures and self._shapes.smallest(sum(queries), len(queries)) is not None
         return not captured or self._shape_for(queries, lengths) is not None

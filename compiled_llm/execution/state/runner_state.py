@@ -93,6 +93,8 @@ class RunnerState:
             None if beside is None else lambda pages: beside(pages).limit,
         )
         self.scores = None if beside is None else beside(count)
+        if self.scores is not None:
+            self.scores.check_pool(count - 1)
         with torch.inference_mode(False):
             self.pages = allocate_pages(self.specs, count, self.device)
             self._memories = [self.pages[layers[0]] for layers in sharing_memory(self.specs)]

@@ -57,15 +57,23 @@ class ScoreRoom(NamedTuple):
     def of_decode(self, rows: int, new_tokens: int = 1) -> int:
         """Return the bytes of a decode step; with several new tokens, keys are copied for each of a row."""
         tokens = rows * new_tokens
-        return self.scores.nbytes(tokens, self._keys(self.row_pages), tokens)
+        return self.scores.nbytes(tokens, self.scores.keys(self.row_pages, self.page_size), tokens)
 
     def of_prefill(self, tokens: int, pages: int) -> int:
         """Return the bytes of a prefill of T tokens, whose rows have so many pages together."""
-        return self.scores.nbytes(tokens, self._keys(pages))
+        return self.scores.nbytes(tokens, self.scores.keys(pages, self.page_size))
 
-    def holds(self, tokens: int, pages: int) -> bool:
+    def check_pool(self, pages: int) -> None:
+        """Raise ValueError if a pool of so many pages holds less than a query reads of blocks."""
+        tokens = pages * self.page_size
+        if self.scores.of_one_row and tokens < self.scores.chosen:
+            raise ValueError(
+                f"kv_memory: {pages} pages hold {tokens} tokens, and a query reads {self.scores.chosen} in blocks of "
+                f"{self.scores.block_size}; give room for that many"
+            )
+
+    def holds(self, tokens: int, pages: int, rows: int) -> bool:
         """Whether a prefill may be launched, beside a row of one null token."""
+        if self.scores.of_one_row and rows > 1:
+            return False
         return self.of_prefill(tokens + 1, pages + 1) <= self.limit
-
-    def _keys(self, pages: int) -> int:
-        return (pages + -(-self.scores.chosen // self.page_size)) * self.page_size

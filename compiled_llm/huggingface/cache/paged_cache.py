@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache, DynamicCache, PretrainedConfig
 
+from compiled_llm.compat.huggingface import add_index_keys
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.huggingface.cache.cache_columns import (
@@ -110,7 +111,7 @@ class PagedCache(Cache):
             if keys is not None and values is not None:
                 theirs.update(keys, values, index)
         for index, keys in self.index_keys():
-            theirs.update_indexer(keys, index)
+            add_index_keys(theirs, keys, index)
         self.close()
         return theirs
 

@@ -22,7 +22,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from compiled_llm.compat.huggingface import indexed_layers
+from compiled_llm.compat.huggingface import add_index_keys, index_keys, indexed_layers
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.state.runner_state import RunnerState
@@ -92,7 +92,7 @@ class StandIn(PagedCache):
             keys, values = self.copied(index)
             original.update(keys[:, :, known:], values[:, :, known:], index)
         for index, keys in self.index_keys() if known < self.seen else ():
-            original.update_indexer(keys[:, known:], index)
+            add_index_keys(original, keys[:, known:], index)
         self.close()
         return original
 
@@ -106,7 +106,9 @@ def _states(layer: CacheLayerMixin, columns: int) -> tuple[Tensor, Tensor]:
 
 def _index_keys(layer: Any, columns: int) -> tuple[Tensor, Tensor]:
     """Return the index keys of a layer, as a head, and values of no size."""
-    keys = layer.indexer_keys[:, None, :columns]
+    kept = index_keys(layer)
+    assert kept is not None
+    keys = kept[:, None, :columns]
     return keys, keys[..., :0]
 
 
@@ -134,12 +136,12 @@ def _is_readable(layer: Any, like: Layer) -> bool:
     """Whether a layer of a cache is of a known type, that of layers with indexers where there are some."""
     if not like.chooses:
         return type(layer) in _READABLE_LAYERS
-    if type(layer) not in indexed_layers()[:1]:
+    if type(layer) not in indexed_layers():
         return False
     if like.index_size is None or layer.keys is None or not layer.keys.numel():
         return True
-    columns: int = layer.indexer_keys.shape[1]
-    return columns == int(layer.keys.shape[2])
+    kept = index_keys(layer)
+    return kept is not None and kept.shape[1] == layer.keys.shape[2]
 
 
 def _keeps(layer: CacheLayerMixin, like: Layer, most: int) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, PreTrainedModel
 
+from compiled_llm.compat.huggingface import index_keys
 from compiled_llm.model.inputs import vocabulary_of
 from compiled_llm.model.latents import Expansion
 from compiled_llm.model.layer_probe import Layer, attended_like, trial_forward
@@ -32,8 +33,7 @@ def with_latents(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer]
     """
     # Expanded latents are keys and values of all heads.
     if all(layer.kv_heads < layer.query_heads and layer.value_head_dim is None for layer in layers):
-        _check_choices(model, layers)
-        return [*layers]
+        return _with_choices(model, layers)
     try:
         found = _Expansions.of(model, layers, fake=True)
     except UnsupportedModelError:
@@ -41,7 +41,6 @@ def with_latents(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer]
     except Exception:  # a forward that looks at numbers does not take fake tensors
         found = _Expansions.of(model, layers, fake=False)
     latent = [number for number, layer in enumerate(found) if layer.expansion is not None]
-    _check_choices(model, found)
     if latent and len(latent) < len(found):
         raise UnsupportedModelError(
             f"{type(model).__name__}: attention layer {latent[0]} keeps latents in HuggingFace's cache, and others "
@@ -49,17 +48,33 @@ def with_latents(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer]
         )
     if latent:
         _ExpansionCheck.check(model, found[0])
-    return found
+    return _with_choices(model, found)
 
 
-def _check_choices(model: PreTrainedModel, layers: Sequence[Layer]) -> None:
+def _with_choices(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer]:
+    """Return the layers, those that choose blocks with the size of their index keys."""
+    blocks = [number for number, layer in enumerate(layers) if layer.block_size is not None]
     for number, layer in enumerate(layers):
-        if layer.chooses and layer.expansion is None:
+        if layer.chooses and layer.expansion is None and layer.block_size is None:
             raise UnsupportedModelError(
                 f"{type(model).__name__}: attention layer {number} reads tokens that an indexer chooses, and keeps "
                 "keys and values; that exists for latents alone (multi-head latent attention), so it stays usable "
                 "unwrapped"
             )
+    if not blocks:
+        return [*layers]
+    cache = DynamicCache(config=model.config)
+    trial_forward(model, fake=False, use_cache=True, past_key_values=cache)
+    found = [*layers]
+    for number in blocks:
+        keys = index_keys(cache.layers[number])
+        if keys is None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: attention layer {number} reads blocks of tokens, and HuggingFace's cache "
+                "keeps no keys by which they are chosen; it stays usable unwrapped"
+            )
+        found[number] = layers[number]._replace(index_size=keys.shape[-1])
+    return found
 
 
 class _WatchedCache(DynamicCache):

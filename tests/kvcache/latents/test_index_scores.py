@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,9 +26,10 @@ from compiled_llm.execution.state.score_room import SHARE, ScoreRoom
 from compiled_llm.kvcache import memory
 from compiled_llm.kvcache.memory import pages_to_allocate
 from compiled_llm.kvcache.table import Span
-from compiled_llm.model.indexers import IndexScores
+from compiled_llm.model.indexers import BlockChoices, IndexScores
+from compiled_llm.model.latents import Latents
 from support.engine import tiny_engines
-from support.indexed_models import FAMILIES, indexed_model, needs_indexers
+from support.indexed_models import FAMILIES, block_model, indexed_model, needs_indexers
 from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts
 
 pytestmark = needs_indexers
@@ -82,10 +85,13 @@ def choices(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Chosen
     forward, noted = kind.forward, list[Chosen]()
 
     def measured(self: Any, states: Tensor, *args: Any, **options: Any) -> Tensor:
-        mask = next(own for own in (*args, *options.values()) if isinstance(own, Tensor) and own.dtype == torch.bool)
-        with _Alive(mask.shape[-1]) as alive:
+        given = (own for own in (*args, *options.values()) if isinstance(own, (Latents, BlockChoices)))
+        rows = cache.rows if (cache := next(given, None)) else None
+        if rows is None:  # a trial of wrap's
+            return cast(Tensor, forward(self, states, *args, **options))
+        with _Alive(rows.keys) as alive:
             chosen: Tensor = forward(self, states, *args, **options)
-        noted.append(Chosen(*states.shape[:2], mask.shape[-1], alive.peak))
+        noted.append(Chosen(*states.shape[:2], rows.keys, alive.peak))
         return chosen
 
     with monkeypatch.context() as patched:
@@ -93,22 +99,28 @@ def choices(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Chosen
         yield noted
 
 
-@pytest.mark.parametrize("case", [case for case in FAMILIES if "," not in case])
+BUILD: dict[str, Callable[[int], Any]] = {
+    **{case: functools.partial(indexed_model, case) for case in FAMILIES if "," not in case},
+    "MiniMaxM3": block_model,
+}
+
+
+@pytest.mark.parametrize("case", BUILD)
 def test_scores_take_no_more_than_the_account_says(case: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = indexed_model(case, seed)
-    inputs = {**mixed_prompts([101, 3, 70, 97, 90], 128, seed), "pad_token_id": 0}
-    expected = greedy(plain, inputs, 9)
+    if case == "MiniMaxM3" and not hasattr(transformers, "MiniMaxM3VLForCausalLM"):
+        pytest.skip("this version of transformers has no model whose indexers choose blocks")
+    plain, lengths = BUILD[case](seed), [101, 3, 70, 97, 90]
+    inputs = {**mixed_prompts(lengths, 128, seed), "pad_token_id": 0}
     with choices(plain, monkeypatch) as noted:
-        model: Any = compiled_llm.wrap(indexed_model(case, seed), mode="eager", **FEW_PAGES)
-        noted.clear()
-        torch.testing.assert_close(greedy(model, inputs, 9), expected)
-        room = model.compiled.stats().memory["scores"]
+        model: Any = compiled_llm.wrap(BUILD[case](seed), mode="eager", **{**FEW_PAGES, "max_batch_size": 5})
+        greedy(model, inputs, 9)
+        room, scores = model.compiled.stats().memory["scores"], model.compiled.model_runner().state.scores.scores
     assert max(call.nbytes for call in noted) <= room
     prefills = [call for call in noted if call.new > 1]
     assert len({call.new for call in prefills}) > 2, "361 tokens at once would take more"
-    assert max(call.nbytes for call in prefills) > room / 3, "chunks are not smaller than they must be"
+    assert max(call.nbytes for call in prefills) > room / 4, "chunks are not smaller than they must be"
     for call in noted:
-        own = IndexScores(32, 8, 16, torch.float32).nbytes(call.rows * call.new, call.keys, call.rows)
+        own = scores.nbytes(call.rows * call.new, call.keys, call.rows)
         assert own / 3 < call.nbytes <= own, call
     assert_account_is_empty(model)
 
@@ -154,20 +166,20 @@ def test_chunks_of_any_rows_are_as_large_as_scores_allow(seed: int) -> None:
         for number, chunk in enumerate(pieces):
             tokens, pages = sum(len(part.ids) for part in chunk), sum(-(-part.row.length // size) for part in chunk)
             assert tokens <= most
-            assert own.holds(tokens, pages)
+            assert own.holds(tokens, pages, len(chunk))
             if number + 1 < len(pieces) and tokens < most:
                 following = pieces[number + 1][0]
                 with_one = -(-(following.row.length - len(following.ids) + 1) // size)
                 last = chunk[-1]
                 already = -(-last.row.length // size) if last.ids[0] // 1000 == following.ids[0] // 1000 else 0
-                assert not own.holds(tokens + 1, pages + with_one - already), "one token more would have fitted"
+                assert not own.holds(tokens + 1, pages + with_one - already, 1), "one token more would have fitted"
 
 
 def test_one_token_of_the_longest_row_always_fits() -> None:
     for positions, pages in ((1, 2), (100, 3), (100, 1000)):
         for rows in (1, 2, 7):
             own = room(positions, pages, max_batch_size=rows)
-            assert own.holds(1, own.row_pages)
+            assert own.holds(1, own.row_pages, 1)
             assert own.of_decode(rows) <= own.limit
             assert room(positions, pages, max_batch_size=rows, nbytes=SHARE * own.limit + SHARE).limit == own.limit + 1
 

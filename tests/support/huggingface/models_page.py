@@ -34,6 +34,7 @@ class Example(NamedTuple):
 
 OWN = {
     "Llama": Example("Llama", "HuggingFaceTB/SmolLM2-135M-Instruct", "real weights (this one's), all modes, CUDA"),
+    "MiniMaxM3VL": Example("MiniMax-M3, text alone", "MiniMaxAI/MiniMax-M3", "experts; chosen blocks of each prompt"),
     "Qwen3": Example("Qwen3", "Qwen/Qwen3-0.6B", "windows, all modes, options and paths, CUDA"),
 }
 """Families that most tests run, and not those of the families alone."""

@@ -1,0 +1,286 @@
+"""MiniMax-M3: queries read blocks of keys that an indexer chooses for each kv head, by index keys with their own pages.
+
+HuggingFace counts blocks from the first column, padding included, and our rows have no padding; so its tokens are those
+of each prompt by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+import compiled_llm
+from compiled_llm import Engine, WrapConfig
+from compiled_llm.model.attention import NewestTokens
+from compiled_llm.model.checks import check_layers
+from compiled_llm.model.indexers import IndexedRows
+from compiled_llm.model.layer_probe import Layer
+from compiled_llm.model.refusals import UnsupportedModelError
+from compiled_llm_ops.reference.backend import Reference
+from support.engine import tiny_engines
+from support.engine.random_requests import CAPTURES
+from support.indexed_models import BLOCK, BLOCKS, block_model, needs_blocks
+from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts, next_turn
+
+pytestmark = needs_blocks
+
+CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
+READ = BLOCKS["index_topk_blocks"] * BLOCK
+"""Tokens that a query reads."""
+LENGTHS = [5, 3 * READ + 5, BLOCK, 40]
+
+
+def pair(seed: int, mode: Any = "eager", **options: Any) -> tuple[PreTrainedModel, Any]:
+    return block_model(seed), compiled_llm.wrap(block_model(seed), mode=mode, **{**FEW_PAGES, **options})
+
+
+def prompts_of(lengths: list[int], seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 128, (length,), generator=generator).tolist() for length in lengths]
+
+
+def answer(plain: PreTrainedModel, prompt: list[int], new: int) -> list[int]:
+    out: list[int] = greedy(plain, {"input_ids": torch.tensor([prompt]), "pad_token_id": 0}, new)[0].tolist()
+    return out[len(prompt) :]
+
+
+def check_tokens(plain: PreTrainedModel, model: Any, seed: int) -> None:
+    for lengths in ([5], [BLOCK, BLOCK + 1, 1], LENGTHS):
+        inputs = {**mixed_prompts(lengths, 128, seed), "pad_token_id": 0}
+        shown = inputs["attention_mask"].bool()
+        found = greedy(model, inputs, 20)[:, max(lengths) :].tolist()
+        assert found == [
+            answer(plain, ids[own].tolist(), 20) for ids, own in zip(inputs["input_ids"], shown, strict=True)
+        ]
+    stats = model.compiled.stats()
+    assert (stats.generate_calls, stats.recompiles) == ({"fast loop": 3}, 0)
+    assert_account_is_empty(model)
+
+
+# ---- lists of pages
+
+
+def int32(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def test_blocks_become_pages_of_the_row() -> None:
+    rows = IndexedRows(int32(0, 0), int32(0, 1), int32(0, 1), int32(3), 4, 0, 16, block_size=8)
+    blocks = torch.tensor([[[[0, -1], [1, 0]], [[2, 1], [-1, -1]]]])  # [1, K, T, n]
+    assert rows.visible(blocks).tolist() == [[[0, 1, -1, -1], [4, 5, 2, 3]], [[2, 3, 0, 1], [-1, -1, -1, -1]]]
+    of_rows = rows.visible(blocks.transpose(0, 2))  # [B, K, 1, n]
+    assert torch.equal(of_rows, rows.visible(blocks))
+
+
+@pytest.mark.parametrize("pages", [1, 2, 3, 6])
+def test_keys_fill_whole_blocks_and_as_many_as_are_chosen(pages: int) -> None:
+    numbers = torch.arange(1, pages + 1, dtype=torch.int32)
+    rows = IndexedRows(int32(0), int32(0), int32(0, pages), numbers, 4, 0, 24, block_size=12)
+    keys = rows.extended(torch.ones(1, 1, 6), torch.zeros(8, 4, 6))
+    assert keys.shape[1] % 12 == 0
+    assert 4 * pages + 24 <= keys.shape[1] < 4 * pages + 24 + 12
+    assert keys[0].nonzero()[:, 0].unique().tolist() == [0]
+
+
+# ---- the same tokens
+
+
+def test_tokens_equal_huggingfaces(seed: int) -> None:
+    check_tokens(*pair(seed), seed)
+
+
+@pytest.mark.slow
+def test_compiled_steps_give_the_same_tokens(seed: int) -> None:
+    check_tokens(*pair(seed, "compile", prefill_tokens=32), seed)
+
+
+def test_prefills_in_chunks_and_decode_by_plan(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_tokens(*pair(seed, prefill_tokens=11), seed)
+    monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
+    check_tokens(*pair(seed), seed)
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("mode", CAPTURES)
+def test_captured_steps_give_the_same_tokens(mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    CAPTURES[mode](monkeypatch)
+    check_tokens(*pair(seed, mode), seed)
+
+
+def test_forward_gives_huggingfaces_logits(seed: int) -> None:
+    plain, model = pair(seed)
+    inputs = mixed_prompts([90, 90], 128, seed)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs).logits, plain(**inputs).logits, **CLOSE)
+    assert set(model.compiled.stats().forward_calls) == {"compiled"}
+
+
+def test_beams_and_drafts(seed: int) -> None:
+    plain, model = pair(seed)
+    inputs = {**mixed_prompts([80], 128, seed), "pad_token_id": 0}
+    torch.testing.assert_close(greedy(model, inputs, 12, num_beams=3), greedy(plain, inputs, 12, num_beams=3))
+    torch.testing.assert_close(greedy(model, inputs, 16, prompt_lookup_num_tokens=3), greedy(plain, inputs, 16))
+    assert_account_is_empty(model)
+
+
+def test_an_engine_begins_with_cached_pages_and_preempts(seed: int) -> None:
+    """Prefix hits find index keys, too; with few pages rows are put off and computed again."""
+    plain, model = pair(seed)
+    prompts = prompts_of([75, 27, 75], seed)
+    prompts.append([*prompts[0][:41], 5, 6])
+    expected = [answer(plain, own, 9) for own in prompts]
+    with Engine(model, mixed=True) as engine:
+        for _ in range(2):
+            outputs = engine.generate(prompts, tiny_engines.greedy(9))
+            assert [output.token_ids for output in outputs] == expected
+        assert [output.cached_tokens for output in outputs] == [72, 24, 72, 40]
+        engine.sleep()
+        engine.wake()
+        outputs = engine.generate(prompts, tiny_engines.greedy(9))
+        assert [output.token_ids for output in outputs] == expected
+    assert_account_is_empty(model)
+    _, scarce = pair(seed, kv_memory="160 tokens")
+    with Engine(scarce) as engine:
+        outputs = engine.generate(prompts, tiny_engines.greedy(9))
+        assert [output.token_ids for output in outputs] == expected
+
+
+# ---- HuggingFace's caches
+
+
+def index_keys_of(cache: Any) -> list[Tensor]:
+    kept = [getattr(layer, "idx_keys", None) for layer in cache.layers]
+    return [keys[:, 0] for keys in kept if keys is not None]
+
+
+def test_caches_are_handed_out_and_go_on(seed: int) -> None:
+    plain, model = pair(seed)
+    inputs = {**mixed_prompts([60, 60], 128, seed), "pad_token_id": 0}
+    words = torch.randint(3, 128, (2, 3), generator=torch.Generator().manual_seed(seed))
+    ours, theirs = (greedy(own, inputs, 6, return_dict_in_generate=True) for own in (model, plain))
+    own_keys = [keys for _, keys in ours.past_key_values.index_keys()]
+    for own, wanted in zip(own_keys, index_keys_of(theirs.past_key_values), strict=True):
+        torch.testing.assert_close(own, wanted, **CLOSE)
+    following = [
+        greedy(own, {**next_turn(inputs, out, words), "pad_token_id": 0}, 6)
+        for own, out in ((model, ours), (plain, theirs))
+    ]
+    assert torch.equal(*following)
+
+
+def test_huggingfaces_caches_are_read_in_and_written_back(seed: int) -> None:
+    plain, model = pair(seed)
+    answers: list[list[Tensor]] = [[], []]
+    for own, answers_of in zip((plain, model), answers, strict=True):
+        cache = DynamicCache(config=own.config)
+        inputs: dict[str, Any] = {"input_ids": mixed_prompts([37, 37], 128, seed)["input_ids"], "pad_token_id": 0}
+        for turn in range(3):
+            out = greedy(own, inputs, 9, past_key_values=cache)
+            answers_of.append(out)
+            inputs["input_ids"] = torch.cat([out, torch.full((2, 2), 5 + turn)], dim=1)
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])  # or tokens like padding would be hidden
+        answers_of += [states for layer in cache.layers for states in (layer.keys, layer.values)]
+        answers_of += index_keys_of(cache)
+    for found, wanted in zip(*answers, strict=True):
+        torch.testing.assert_close(found, wanted, **CLOSE)
+    assert model.compiled.stats().generate_calls == {"fast loop": 3}
+    assert_account_is_empty(model)
+
+
+def test_static_caches_take_huggingfaces_way(seed: int) -> None:
+    plain, model = pair(seed)
+    outs = []
+    for own in (plain, model):
+        inputs = {"input_ids": mixed_prompts([37], 128, seed)["input_ids"], "pad_token_id": 0}
+        outs.append(greedy(own, inputs, 9, past_key_values=StaticCache(config=own.config, max_cache_len=64)))
+    assert torch.equal(*outs)
+    assert "fast loop" not in model.compiled.stats().generate_calls
+
+
+# ---- what is refused
+
+
+class Placed:
+    device, dtype = torch.device("cuda:0"), torch.bfloat16
+
+
+def test_options_without_a_kernel_are_refused_by_name(seed: int) -> None:
+    layer = Layer(8, 2, 128, -1, 0.0, chooses=True, block_size=128)
+    model: Any = Placed()
+    check_layers(model, [layer], WrapConfig())
+    for options, reason in (
+        (
+            {"backend": "flashinfer"},
+            "backend='flashinfer': attention layer 0 reads blocks of 128 tokens that an indexer",
+        ),
+        ({"batch_invariant": True}, "batch_invariant=True: attention layer 0 reads blocks"),
+        ({"page_size": 48}, "page_size=48: .* wrap with a page_size that divides 128"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=reason):
+            check_layers(model, [layer], WrapConfig(**options))
+    with pytest.raises(UnsupportedModelError, match=r"page_size=16: attention layer 1 .* divides 8"):
+        compiled_llm.wrap(block_model(seed), mode="eager", page_size=16)
+
+
+@pytest.mark.parametrize("overrides", [{"index_n_heads": 1}, {"index_local_blocks": 0}], ids=str)
+def test_other_lists_of_blocks_are_refused(overrides: dict[str, Any], seed: int) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"list for each kv head, with the block of the query's own token"):
+        compiled_llm.wrap(block_model(seed, **overrides), mode="eager", **FEW_PAGES)
+
+
+def test_a_pool_holds_what_a_query_reads(seed: int) -> None:
+    _, model = pair(seed, kv_memory="20 tokens")
+    with pytest.raises(ValueError, match="kv_memory: 5 pages hold 20 tokens, and a query reads 24 in blocks of 8"):
+        greedy(model, {"input_ids": torch.tensor([[5, 6]])}, 2)
+    plain, least = pair(seed, kv_memory="24 tokens")
+    assert greedy(least, {"input_ids": torch.tensor([[5, 6]])}, 20)[0, 2:].tolist() == answer(plain, [5, 6], 20)
+
+
+def test_several_new_tokens_a_row_are_refused(seed: int) -> None:
+    _, model = pair(seed)
+    loop = model.compiled.generate_loop()
+    loop.admit([5, 6, 7], 40)
+    loop.step()
+    loop.drain()
+    with pytest.raises(ValueError, match="2 new tokens for each row: an indexer chooses the blocks"):
+        loop.verify(torch.full((1, 2), 5), lambda sampled: torch.ones(1, dtype=torch.int64))
+    assert loop.rows[0].length == 3
+    loop.close()
+    assert_account_is_empty(model)
+
+
+# ---- planted faults
+
+
+def faulty(seed: int, prompts: list[list[int]]) -> list[list[int]]:
+    _, model = pair(seed)
+    with Engine(model) as engine:
+        return [output.token_ids for output in engine.generate(prompts, tiny_engines.greedy(20))]
+
+
+def test_other_lists_than_those_of_the_step_show(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of the list before, and those of another row."""
+    prompts = prompts_of([3 * READ, 3 * READ], seed)
+    expected = [answer(block_model(seed), own, 20) for own in prompts]
+    assert faulty(seed, prompts) == expected
+    visible, last = IndexedRows.visible, dict[torch.Size, Tensor]()
+
+    def stale(self: IndexedRows, blocks: Tensor) -> Tensor:
+        own = visible(self, blocks)
+        before = last.get(own.shape, own)
+        last[own.shape] = own
+        return before
+
+    for fault in (stale, lambda self, blocks: visible(self, blocks).roll(1, 0)):
+        monkeypatch.setattr(IndexedRows, "visible", fault)
+        assert faulty(seed, prompts) != expected
+    monkeypatch.setattr(IndexedRows, "visible", visible)
+    attend = NewestTokens.attend
+    monkeypatch.setattr(
+        NewestTokens, "attend", lambda self, *args: attend(self._replace(indices=self.indices.roll(1)), *args)
+    )
+    assert faulty(seed, prompts) != expected, "pages of another row"
