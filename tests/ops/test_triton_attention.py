@@ -668,7 +668,7 @@ FP8_CASES = {
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("left_out", FP8_CASES)
 def test_fp8_is_read_as_it_is_and_converted(left_out, dtype, tmp_path):
-    """What is being loaded takes half of the shared memory, and is converted in registers."""
+    """What is being loaded takes half of the shared memory, and is converted in registers, not byte by byte."""
     from compiled_llm_ops.kernels.attention import decode as module
 
     kernel, tiling, absent = module._decode_paged_attention, choose(8, 8, 2, 128, 40_960, **H200), FP8_CASES[left_out]
@@ -694,6 +694,8 @@ def test_fp8_is_read_as_it_is_and_converted(left_out, dtype, tmp_path):
     assert made.metadata.shared <= 80 * 1024, "blocks of bfloat16 take 137 KB"
     ptx = made.asm["ptx"]
     assert "cvt.rn.f16x2.e4m3x2" in ptx, "from fp8"
+    assert "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16" in ptx, "pairs of values"
+    assert not re.findall(r"ld\.shared\.[bu]8\b", ptx), "values one by one"
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx, "to fp8"
     assert "min.NaN.xorsign.abs.f32" in ptx, "clamped before"
     assert ("div.rn.f32" in ptx) == ("key_scale" not in absent)

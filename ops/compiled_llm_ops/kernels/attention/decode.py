@@ -31,7 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_llm_ops.contracts import DecodeAttention
 from compiled_llm_ops.kernels.attention.decode_tiling import MAX_ROWS, MAX_SHARES, AttentionTiling
-from compiled_llm_ops.kernels.attention.fp8 import as_multiplied, as_stored
+from compiled_llm_ops.kernels.attention.fp8 import add_values, as_multiplied, as_stored, faded, no_values, summed
 from compiled_llm_ops.kernels.attention.rotary import prepared
 from compiled_llm_ops.kernels.counters import zeroed_counters
 from compiled_llm_ops.kernels.variant import KernelVariant, transformed
@@ -114,7 +114,7 @@ def _attend(
     largest = tl.full([q.shape[0]], -float("inf"), tl.float32)
     # One sum for each key of a block: threads exchange them once, at the end, not at each block.
     weight_sums = tl.zeros([q.shape[0], BLOCK], tl.float32)
-    acc = tl.zeros([q.shape[0], DIM], tl.float32)
+    sums = no_values(q.shape[0], DIM, keys_ptr)
     for block in tl.range(begin, end, num_stages=STAGES):
         position = first + block * BLOCK + offs_n
         if visible is not None:
@@ -141,13 +141,13 @@ def _attend(
             base = _base(larger, BLIND)
             weights = tl.exp2(logits - base[:, None])
             fade = tl.exp2(largest - base)
-        v = tl.load(keys_ptr + values_offset + slot[:, None] + offs_d[None, :], mask=mask[:, None], other=0.0)
         if SUMMED:
-            acc = tl.dot(logits.to(q.dtype), v.to(q.dtype), acc)
+            sums = add_values(sums, logits.to(q.dtype), keys_ptr + values_offset, slot, mask, DIM)
         else:
-            acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None])
+            sums = add_values(faded(sums, fade), weights.to(q.dtype), keys_ptr + values_offset, slot, mask, DIM)
             weight_sums = weight_sums * fade[:, None] + weights
             largest = larger
+    acc = summed(sums)
     if SUMMED:
         return acc, tl.zeros([q.shape[0]], tl.float32)
     total = tl.sum(weight_sums, 1)

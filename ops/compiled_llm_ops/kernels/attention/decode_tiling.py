@@ -36,15 +36,9 @@ MAX_LARGE = 0.75
 """Rows and kv heads for each multiprocessor up to which large programs are faster than several small ones.
 
 Measured in whole steps of Qwen3-0.6B, where 8 rows decode 6% faster with large ones, 16 rows 1% and 32 rows 3% slower;
-alone, launch after launch, attention of 8 long rows is faster with small ones.
-"""
-
-MAX_LARGE_OF_FP8 = 2
-"""The same for pages of fp8, whose blocks take half of the bytes.
-
-This and the other rules for fp8 follow from a sweep on an H100, of 8, 32 and 256 rows. Of 32 rows large programs take
-0.89 of the time of small ones on average, 0.72 over 1,024 keys. 8 rows are shared by blocks, not by shares as long as
-those of 16 bits: that takes 0.89 of the time.
+alone, launch after launch, attention of 8 long rows is faster with small ones. Of fp8, whose blocks take half of the
+bytes, large programs are as fast as any with all numbers of rows, 16 and more of them with half as many for a row: in a
+sweep on an H100 of 8 to 256 rows they took up to 1.06 of the time of the best.
 """
 
 MAX_DEEP = 3
@@ -115,20 +109,20 @@ def choose_attention_tiling(
         max_keys: a bound on the keys that a query can see.
         processors: multiprocessors of the device.
         shared_memory: bytes of a multiprocessor.
-        number_bytes: bytes of a number in the pages.
+        number_bytes: bytes of a number in the pages; 1 for fp8.
     """
     items, in_fp8 = rows * kv_heads, number_bytes == 1
     few = items <= MAX_LARGE * processors
     if gqa > MAX_GQA:
         values, stages, warps = SMALL_BLOCK, SHALLOW, 4
-    elif (few or (in_fp8 and items <= MAX_LARGE_OF_FP8 * processors)) and shared_memory >= LARGE_PROGRAM:
+    elif (few or in_fp8) and shared_memory >= LARGE_PROGRAM:
         values, stages, warps = LARGE_BLOCK, DEEP, 4
     else:
         between = MAX_DEEP * processors < items <= MANY * processors
         values, stages, warps = SMALL_BLOCK, SHALLOW if between else DEEP, 2
     splits, unsplit, min_share = processors // items, ALONE, 1
     if splits < FEW:
-        splits = FEW_OF_MANY if items > MANY * processors else FEW
+        splits = FEW_OF_MANY if items > MANY * processors or (in_fp8 and not few) else FEW
         if not (in_fp8 and few):
             unsplit = min_share = BUSY_VALUES // values
     block = values // head_dim
@@ -137,5 +131,5 @@ def choose_attention_tiling(
         return AttentionTiling(1, 1, unsplit, min_share, block, stages, warps)
     row_tile = -(-rows // -(-rows // MAX_ROWS))
     programs = row_tile * min(splits, blocks, MAX_SHARES)
-    share_equal = few or (not in_fp8 and items <= MAX_DEEP * processors)
+    share_equal = in_fp8 or items <= MAX_DEEP * processors
     return AttentionTiling(row_tile, programs, unsplit, min_share, block, stages, warps, share_equal)

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm_ops.kernels.attention.decode import DTYPES, capped
-from compiled_llm_ops.kernels.attention.fp8 import as_multiplied
+from compiled_llm_ops.kernels.attention.fp8 import add_values, as_multiplied, faded, no_values, summed
 from compiled_llm_ops.kernels.attention.invariant_tiling import InvariantTiling
 from compiled_llm_ops.kernels.variant import KernelVariant, transformed
 
@@ -120,7 +120,7 @@ def _invariant_attention(
         q, factor = as_multiplied(q, scale, pages)
         largest = tl.full([QUERIES], -float("inf"), tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
-        acc = tl.zeros([QUERIES, DIM], tl.float32)
+        sums, values_ptr = no_values(QUERIES, DIM, pages), head_pages + values_offset
         for block in tl.range(first // KEYS, last // KEYS + 1, num_stages=STAGES):
             position = block * KEYS + offs_n
             # Pages before all windows may be free, and hold values (NaN) whose product with zero is not zero.
@@ -145,18 +145,15 @@ def _invariant_attention(
                 base = tl.where(larger == -float("inf"), 0.0, larger)  # no key was seen yet
                 weights = tl.exp2(logits - base[:, None])
                 fade = tl.exp2(largest - base)
-            v = tl.load(
-                head_pages + values_offset + slot[:, None] + offs_d[None, :], mask=mask[:, None], other=0.0
-            )  # fmt: skip
             if SUMMED:
-                acc = tl.dot(logits.to(q.dtype), v.to(q.dtype), acc)
+                sums = add_values(sums, logits.to(q.dtype), values_ptr, slot, mask, DIM)
             else:
-                acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None])
+                sums = add_values(faded(sums, fade), weights.to(q.dtype), values_ptr, slot, mask, DIM)
                 total = total * fade + tl.sum(weights, 1)
                 largest = larger
         if VARIANT:
             total = tl.where(total == 0.0, 1.0, total)  # no key was seen, or none is counted
-        values = acc / total[:, None]
+        values = summed(sums) / total[:, None]
         if value_scale is not None:
             values *= tl.load(value_scale + head)
         offs_o = token.to(tl.int64) * (heads * GQA) + head_ids

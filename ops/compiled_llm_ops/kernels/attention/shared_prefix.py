@@ -27,7 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_llm_ops.contracts import CASCADE_QUERIES, CascadeAttention
 from compiled_llm_ops.kernels.attention.cascade_tiling import CascadeTiling
 from compiled_llm_ops.kernels.attention.decode import DTYPES, capped
-from compiled_llm_ops.kernels.attention.fp8 import as_multiplied
+from compiled_llm_ops.kernels.attention.fp8 import add_values, as_multiplied, faded, no_values, summed
 from compiled_llm_ops.kernels.attention.rotary import prepared
 
 
@@ -46,7 +46,7 @@ def _attend(
     offs_n, offs_d = tl.arange(0, BLOCK), tl.arange(0, DIM)
     largest = tl.full([q.shape[0]], -float("inf"), tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)
-    acc = tl.zeros([q.shape[0], DIM], tl.float32)
+    sums = no_values(q.shape[0], DIM, keys_ptr)
     for block in tl.range(first // BLOCK, tl.cdiv(count, BLOCK), num_stages=STAGES):
         position = block * BLOCK + offs_n
         mask = position < count
@@ -68,12 +68,11 @@ def _attend(
             base = tl.where(larger == -float("inf"), 0.0, larger)
         weights = tl.exp2(logits - base[:, None])
         fade = tl.exp2(largest - base)
-        v = tl.load(keys_ptr + values_offset + slot[:, None] + offs_d[None, :], mask=mask[:, None], other=0.0)
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None])
+        sums = add_values(faded(sums, fade), weights.to(q.dtype), keys_ptr + values_offset, slot, mask, DIM)
         total = total * fade + tl.sum(weights, 1)
         largest = larger
     total_or_one = tl.where(total == 0.0, 1.0, total)
-    return acc / total_or_one[:, None], largest + tl.log2(total_or_one)
+    return summed(sums) / total_or_one[:, None], largest + tl.log2(total_or_one)
 
 
 @triton.jit(do_not_specialize=["items", "window_left"])
