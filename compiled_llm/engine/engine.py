@@ -102,7 +102,9 @@ class Engine:
             raise ValueError(f"max_model_len={max_model_len}: the model has {positions} positions; give no more")
         config = self._runtime.config
         if mixed is True:
-            check_can_mix(max_num_seqs, config.prefill_tokens, config.batch_invariant)
+            scores = self._runtime.facts.scores
+            blocks = scores is not None and scores.of_one_row
+            check_can_mix(max_num_seqs, config.prefill_tokens, config.batch_invariant, blocks)
         if config.batch_invariant:
             mixed = False
         self._runtime.make_room(max_num_seqs)

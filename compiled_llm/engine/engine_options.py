@@ -38,10 +38,10 @@ def check_options(
         raise ValueError(f"grammar_timeout={grammar_timeout!r}: give seconds above 0")
 
 
-def check_can_mix(max_num_seqs: int, prefill_tokens: int, batch_invariant: bool) -> None:
+def check_can_mix(max_num_seqs: int, prefill_tokens: int, batch_invariant: bool, chooses_blocks: bool) -> None:
     """Check the options of an ``Engine`` with ``mixed=True``.
 
-    Modes, backends and layers are no matter: running rows are rows of a prefill, which all of them have.
+    Modes and backends are no matter, and but for blocks, layers: running rows are rows of a prefill.
 
     Raises:
         ValueError: no step could ever be mixed.
@@ -50,6 +50,11 @@ def check_can_mix(max_num_seqs: int, prefill_tokens: int, batch_invariant: bool)
         raise ValueError(
             "mixed=True with a model that is wrapped with batch_invariant=True: running requests and prompts have "
             "steps of their own there; leave mixed out"
+        )
+    if chooses_blocks:
+        raise ValueError(
+            "mixed=True with a model whose indexers choose blocks: they take new tokens of one request at a time; "
+            "leave mixed out"
         )
     if max_num_seqs < 2:
         raise ValueError(

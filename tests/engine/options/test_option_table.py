@@ -11,13 +11,15 @@ import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps import scheduler
 from compiled_llm.execution.decode import persistent_batch
+from compiled_llm.execution.state import score_room
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.engine.option_table import BETWEEN, CELLS, OPTIONS, PAGE, USUAL, Cell, table
-from support.engine.random_requests import KINDS, assert_same, requests
+from support.engine.option_table import BETWEEN, CELLS, LAYERS, OPTIONS, PAGE, USUAL, Cell, table
+from support.engine.random_requests import CHOOSING, assert_same, requests
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import PATIENCE, greedy, wrapped
+from support.indexed_models import needs_blocks
 from support.noting import note_calls
 from support.parity import assert_account_is_empty
 
@@ -29,9 +31,10 @@ TOKENS = 200
 
 @pytest.fixture
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests here share 32 tokens at most, and are admitted while others still grow."""
+    """Requests here share 32 tokens at most, and are admitted while others still grow; their pool is small."""
     monkeypatch.setattr(persistent_batch, "LEAST_KEYS", 8)
     monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
+    monkeypatch.setattr(score_room, "SHARE", 0.1)
 
 
 def crowd() -> list[tuple[list[int], SamplingParams]]:
@@ -41,7 +44,11 @@ def crowd() -> list[tuple[list[int], SamplingParams]]:
 
 def cases(refused: bool) -> list[Any]:
     return [
-        pytest.param(cell, id=str(cell), marks=[pytest.mark.whole] * (cell not in USUAL))
+        pytest.param(
+            cell,
+            id=str(cell),
+            marks=[pytest.mark.whole] * (cell not in USUAL) + [needs_blocks] * (cell.kind in CHOOSING),
+        )
         for cell in CELLS
         if bool(cell.refusals) == refused
     ]
@@ -51,7 +58,7 @@ def engine_of(kind: str, *names: str, plain: Any = None) -> Engine:
     options = {key: value for name in names for key, value in OPTIONS[name].items()}
     mixed = options.pop("mixed", False)
     sizes = {"page_size": 4, "max_batch_size": 8, "prefill_tokens": 32, "cascade": False, **options}
-    model = wrapped(TOKENS, KINDS[kind]() if plain is None else plain, **sizes)
+    model = wrapped(TOKENS, LAYERS[kind]() if plain is None else plain, **sizes)
     return Engine(model, tokenizer=byte_level(), max_num_seqs=8, mixed=mixed)
 
 
@@ -90,7 +97,7 @@ def test_two_options_give_the_answers_of_the_first(cell: Cell, seed: int) -> Non
 def test_what_does_not_go_together_is_refused_before_pages_are_allocated(
     cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = KINDS[cell.kind]()
+    plain = LAYERS[cell.kind]()
     allocated = note_calls(monkeypatch, RunnerState, "__init__", lambda *_, **__: True)
     with pytest.raises(ValueError, match="|".join(cell.refusals)):
         engine_of(cell.kind, cell.first, cell.second, plain=plain)

@@ -133,7 +133,7 @@ def test_an_engine_begins_with_cached_pages_and_preempts(seed: int) -> None:
     prompts = prompts_of([75, 27, 75], seed)
     prompts.append([*prompts[0][:41], 5, 6])
     expected = [answer(plain, own, 9) for own in prompts]
-    with Engine(model, mixed=True) as engine:
+    with Engine(model) as engine:
         for _ in range(2):
             outputs = engine.generate(prompts, tiny_engines.greedy(9))
             assert [output.token_ids for output in outputs] == expected

@@ -11,7 +11,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from support.engine.random_requests import KINDS
+from support.engine.random_requests import CHOOSING, KINDS
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "compatibility.md"
 BETWEEN = re.compile(
@@ -37,8 +37,11 @@ NAMES = {
     "Qwen2Moe": "experts",
     "values that are no keys": "values of another size than keys",
     "latents": "latents (MLA)",
+    "chosen tokens": "latents of chosen tokens (DSA)",
+    "chosen blocks": "chosen blocks (MiniMax-M3)",
 }
-assert NAMES.keys() == KINDS.keys()
+LAYERS = {**KINDS, **CHOOSING}
+assert NAMES.keys() == LAYERS.keys()
 
 REFUSED_TOGETHER = {
     ("batch_invariant", "cascade"): "batch_invariant=True with cascade=True",
@@ -49,8 +52,13 @@ REFUSED_KINDS = {
     ("batch_invariant", "Qwen2Moe"): "batch_invariant=True: Qwen2MoeForCausalLM multiplies by bmm",
     ("batch_invariant", "values that are no keys"): "batch_invariant=True: .* attention layer 0: its keys have",
     ("batch_invariant", "latents"): "batch_invariant=True: attention layer 0 keeps latents",
+    ("batch_invariant", "chosen tokens"): "batch_invariant=True: attention layer 0 keeps latents",
+    ("batch_invariant", "chosen blocks"): "batch_invariant=True: attention layer 1 reads blocks of 8 tokens",
     ("cascade", "latents"): "cascade=True: attention layer 0 keeps latents",
+    ("cascade", "chosen tokens"): "cascade=True: attention layer 0 keeps latents",
     ("kv_dtype", "latents"): "kv_dtype='fp8_e4m3': attention layer 0 keeps latents",
+    ("kv_dtype", "chosen tokens"): "kv_dtype='fp8_e4m3': attention layer 0 keeps latents",
+    ("mixed", "chosen blocks"): "mixed=True with a model whose indexers choose blocks",
     ("kv_dtype", "values that are no keys"): "kv_dtype='fp8_e4m3': attention layer 0 has keys with heads of size",
 }
 """What errors say, by options and kinds of layers, as patterns."""
@@ -78,7 +86,7 @@ class Cell(NamedTuple):
         return [name for name in self[:2] if (name, self.kind) not in REFUSED_KINDS][:1]
 
 
-CELLS = [Cell(*pair, kind) for pair in combinations(OPTIONS, 2) for kind in KINDS]
+CELLS = [Cell(*pair, kind) for pair in combinations(OPTIONS, 2) for kind in LAYERS]
 
 USUAL = [
     Cell("kv_dtype", "batch_invariant", "Gemma3"),
@@ -92,6 +100,8 @@ USUAL = [
     Cell("cascade", "check_pages", "GptOss"),
     Cell("mixed", "check_pages", "Qwen2Moe"),
     Cell("mixed", "check_pages", "latents"),
+    Cell("mixed", "check_pages", "chosen tokens"),
+    Cell("kv_dtype", "cascade", "chosen blocks"),
 ]
 """Each pair and each kind; the others run with `--whole`."""
 

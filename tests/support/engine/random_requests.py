@@ -22,6 +22,7 @@ from support.engine.tiny_engines import PATIENCE
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.execution.stand_in_piecewise import let_a_cpu_capture_pieces
 from support.huggingface.families import FAMILIES, make
+from support.indexed_models import block_model, indexed_model
 from support.latent_models import latent_model
 from support.tiny_models import tiny_qwen3
 from support.uneven_heads import uneven_llama
@@ -85,6 +86,13 @@ KINDS: dict[str, Callable[[], PreTrainedModel]] = {
 """Soft caps and windows in some layers, windows in all, sinks, experts, learned positions, values of another size
 than the keys, and latents.
 """
+
+
+CHOOSING: dict[str, Callable[[], PreTrainedModel]] = {
+    "chosen tokens": lambda: indexed_model(**WORDS, max_position_embeddings=256),
+    "chosen blocks": lambda: block_model(**WORDS, max_position_embeddings=256),
+}
+"""Layers with indexers, which newer versions of transformers have."""
 
 
 CAPTURES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
