@@ -7,7 +7,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -165,6 +165,10 @@ class WrapConfig:
             capability 8.9 on. None stores them in the model's dtype.
         kv_scales: for ``kv_dtype``, what keys and values are divided by before they are rounded, by layer and kv head:
             ``compiled_llm.kv_scales`` measures it. None for 1.
+        variants: for names of ``compiled_llm_ops.register_variant`` the layers that attend by them, as a list of
+            numbers from 0 on, or ``"all"``. A layer's attention module has the variant's tensors under their names, as
+            buffers or parameters, or calls its attention with them; those by query are ``[batch, tokens, ...]`` there.
+            Windows of layers remain. On CUDA only with ``backend="auto"``.
         check_pages: check in each step that rows read their own pages, by tags beside the slots of these, which take 8
             bytes a token. With ``"log"`` wrong tags are counted, and the first is logged: a row has read another row's
             page, or a slot that nobody wrote. With ``"raise"`` the call fails with ``WrongPageError``, or the requests
@@ -200,6 +204,7 @@ class WrapConfig:
     batch_invariant: bool = False
     kv_dtype: KVDtype | None = None
     kv_scales: KVScales | None = None
+    variants: Mapping[str, Sequence[int] | Literal["all"]] | None = None
     check_pages: CheckPages = "off"
     fuse_projections: bool | None = None
     workspace_bytes: int | None = None
@@ -240,6 +245,7 @@ class WrapConfig:
                 "artifacts, or with the mode that they were written for"
             )
         self._check_kv()
+        self._check_variants()
         if self.cascade is True and self.max_batch_size == 1:
             raise ValueError(
                 "cascade=True with max_batch_size=1: one row shares its pages with no other; leave cascade out, or "
@@ -264,6 +270,30 @@ class WrapConfig:
                 f"batch_invariant=True with backend={self.backend!r}: attention has kernels of its own then; leave "
                 "backend out"
             )
+
+    def _check_variants(self) -> None:
+        if self.variants is None:
+            return
+        if not isinstance(self.variants, Mapping) or not self.variants:
+            raise ValueError(
+                f'variants={self.variants!r}: must be a dict of layers by the names of variants, as in {{"alibi": '
+                '"all"}, or None'
+            )
+        layers = {name: own if own == "all" else _numbers(name, own) for name, own in self.variants.items()}
+        object.__setattr__(self, "variants", layers)  # a list may change later
+        _check_are_registered(layers)
+        taken: set[int] = set()
+        for name, own in layers.items():
+            numbers = set() if isinstance(own, str) else set(own)
+            if taken & numbers or (own == "all" and len(layers) > 1):
+                raise ValueError(f"variants={layers!r}: a layer has one variant, and {name!r} is for some of others")
+            taken |= numbers
+        for option, given in (("batch_invariant=True", self.batch_invariant), ("cascade=True", self.cascade is True)):
+            if given:
+                raise ValueError(
+                    f"variants={layers!r} with {option}: there are no such kernels for variants; leave "
+                    f"{option.partition('=')[0]} out"
+                )
 
     @property
     def attention_backend(self) -> str:
@@ -358,6 +388,21 @@ class WrapConfig:
             for name, mine, value in both
             if (type(mine), mine) != (type(value), value)  # 1 and 1.0 are different memories
         )
+
+
+def _numbers(name: str, layers: object) -> list[int]:
+    numbers = [*layers] if isinstance(layers, Sequence) and not isinstance(layers, str) else []
+    whole = all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers)
+    if not numbers or not whole:
+        raise ValueError(f'variants[{name!r}]={layers!r}: must be a list of layers, numbers from 0 on, or "all"')
+    return numbers
+
+
+def _check_are_registered(variants: Iterable[str]) -> None:
+    from compiled_llm_ops.attention.variants.registry import variant_named  # imports torch, as above
+
+    for name in variants:
+        variant_named("variants", name)
 
 
 def _check_is_registered(backend: str) -> None:

@@ -14,6 +14,7 @@ from compiled_llm.compilation.regions import (
     LATENT,
     PLANNED,
     PLANNED_CASCADE,
+    VARIANTS,
     Examples,
     attentions_in,
     cut,
@@ -58,7 +59,7 @@ class Inductor:
         """
         self._options = dict(options)
         self._passes = passes
-        self._attentions = (*PLANNED, *PLANNED_CASCADE, *LATENT, *decode_ops)
+        self._attentions = (*PLANNED, *PLANNED_CASCADE, *LATENT, *VARIANTS, *decode_ops)
         self._compile_graph = compile_graph
         self.layers_in_region = layers_in_region
 

@@ -38,6 +38,14 @@ LATENT: tuple[torch._ops.OpOverload, ...] = (
 )
 """The ops that attend over latents, or over what is expanded of them."""
 
+VARIANTS: tuple[torch._ops.OpOverload, ...] = (
+    torch.ops.compiled_llm.paged_attention_variant.default,
+    torch.ops.compiled_llm.paged_attention_variant_lse.default,
+    torch.ops.compiled_llm.decode_attention_variant.default,
+    torch.ops.compiled_llm.decode_attention_variant_lse.default,
+)
+"""The ops that attend by a function of their user's."""
+
 PLANNED_CASCADE: tuple[torch._ops.OpOverload, ...] = (
     torch.ops.compiled_llm.planned_cascade_attention.default,
     torch.ops.compiled_llm.planned_cascade_attention_lse.default,

@@ -126,7 +126,10 @@ class ModelRunner:
         self.readbacks = Readbacks()
         geometries = attention_geometries(facts.layers, config.page_size, model.dtype)
         self._planner = Planner(
-            [spec.planned(geometry) for spec, geometry in zip(self.state.specs, geometries, strict=False)],
+            [
+                spec.planned(geometry) if layer.variant is None else None
+                for layer, spec, geometry in zip(facts.layers, self.state.specs, geometries, strict=False)
+            ],
             config,
             self.device,
             max_row_tokens=self.max_positions,

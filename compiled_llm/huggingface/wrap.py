@@ -71,7 +71,8 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
         prepare_cudagraph_trees()
     with leading_to_explain():
         with paged_attention_in(attention_configs(checked)), LinearRecorder() as recorder:
-            layers = probe_layers(checked, BATCH_ARGUMENT, fake=not changes_in_first_call(checked))
+            fake = not changes_in_first_call(checked)
+            layers = probe_layers(checked, BATCH_ARGUMENT, fake, config.variants or {})
         layers = check_patterns(checked, layers)
     config = settled(config, layers, checked)
     check_layers(checked, layers, config)

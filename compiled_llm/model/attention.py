@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from compiled_llm.model.indexers import IndexedRows
 from compiled_llm.model.latents import Latents
 from compiled_llm.model.layer_probe import LayerProbe, UnpagedCallError
+from compiled_llm.model.variants import AppliedVariant, LayerVariant
 from compiled_llm_ops import (
     append_latent,
     append_paged_kv,
@@ -37,7 +38,7 @@ from compiled_llm_ops import (
     ragged_attention,
     ragged_attention_lse,
 )
-from compiled_llm_ops.contracts import CascadeAttention, DecodeAttention
+from compiled_llm_ops.contracts import CascadeAttention, DecodeAttention, PageTable
 from compiled_llm_ops.protocol import DecodeOps
 
 NAME = "compiled_llm"
@@ -125,6 +126,7 @@ class PackedTokens(NamedTuple):
             values; without latents, it makes no difference.
         cascade: the pages that each row shares, which are not in the table; None if the table has all. Only with q = 1.
         visible: ``[T, K, n]`` int32, which pages of its row each token reads, -1 for none; None for all.
+        variant: by which a layer attends; None in others.
     """
 
     token_rows: Tensor
@@ -138,6 +140,7 @@ class PackedTokens(NamedTuple):
     alone: bool = False
     cascade: PlannedCascade | None = None
     visible: Tensor | None = None
+    variant: AppliedVariant | None = None
 
     @property
     def table(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,6 +158,10 @@ class PackedTokens(NamedTuple):
         """Write the new keys and values into a layer's pages, and attend over them; as ``AttentionSpec.attend``."""
         if self.visible is not None:
             return self._attend_to_visible(layer, states, pages, options, wants_lse, scales, self.visible)
+        if self.variant is not None:
+            self._append(states, pages, scales)
+            table = PageTable(self.qo_indptr, *self.table)
+            return self.variant.over_packed(states[0], pages, table, options, scales[:2], wants_lse)
         if self.cascade is not None:
             return self._attend_in_levels(self.cascade, layer, states, pages, options, wants_lse, scales)
         arguments = (*self._appended(layer, states, pages, scales), *options, scales.key, scales.value)
@@ -263,10 +270,14 @@ class PackedTokens(NamedTuple):
         self, layer: int, states: States, pages: Tensor, scales: PageScales
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Write the new keys and values, and return all tensors that ``paged_attention`` takes."""
-        query, key, value = states
-        plans, table = self.plans, self.table
-        append_paged_kv(key, value, pages, self.token_rows, self.token_positions, *table, plans.backend, *scales)
-        return query, pages, self.qo_indptr, *table, plans.tensors[plans.groups[layer]], plans.workspace
+        self._append(states, pages, scales)
+        plans = self.plans
+        return states[0], pages, self.qo_indptr, *self.table, plans.tensors[plans.groups[layer]], plans.workspace
+
+    def _append(self, states: States, pages: Tensor, scales: PageScales) -> None:
+        _, key, value = states
+        places = (self.token_rows, self.token_positions, *self.table)
+        append_paged_kv(key, value, pages, *places, self.plans.backend, *scales)
 
 
 class CascadeBatch(NamedTuple):
@@ -298,6 +309,7 @@ class NewestTokens(NamedTuple):
         new_tokens: q.
         cascade: pages that rows share are read once; None if each row reads all of its own. Only with q = 1.
         visible: ``[B, K, n]`` int32, which of its pages each row reads, -1 for none; None for all. Only with q = 1.
+        variant: by which a layer attends, each row to all of its own; None in others.
     """
 
     starts: Tensor
@@ -307,6 +319,7 @@ class NewestTokens(NamedTuple):
     new_tokens: int = 1
     cascade: CascadeBatch | None = None
     visible: Tensor | None = None
+    variant: AppliedVariant | None = None
 
     def attend(
         self,
@@ -319,6 +332,8 @@ class NewestTokens(NamedTuple):
     ) -> tuple[Tensor, Tensor | None]:
         """Write the new keys and values into a layer's pages, and attend over them; as ``AttentionSpec.attend``."""
         table = (pages, self.starts, self.lengths, self.indices)
+        if self.variant is not None:
+            return self.variant.of_newest(states, table, options, scales, wants_lse)
         arguments: DecodeAttention | CascadeAttention
         if self.cascade is None or self.visible is not None:
             attend, attend_lse = self.ops.attend, self.ops.attend_lse
@@ -438,6 +453,7 @@ class PagedBatch(NamedTuple):
             empty to use those.
         latents: what layers of multi-head latent attention hand over; None if layers keep keys and values.
         indexed: where index keys lie by which blocks are chosen; None if no layer chooses blocks.
+        variants: of each layer; empty if none has one.
     """
 
     pages: list[Tensor]
@@ -446,6 +462,7 @@ class PagedBatch(NamedTuple):
     windows: tuple[int, ...] = ()
     latents: Latents | None = None
     indexed: IndexedRows | None = None
+    variants: tuple[LayerVariant | None, ...] = ()
 
 
 def attention_forward(
@@ -479,7 +496,7 @@ def attention_forward(
         block_indices: ``[1, K, T, n]`` or ``[B, K, q, n]`` integers, the blocks of its row that an indexer has chosen
             for each query and kv head, -1 for none; None for all tokens.
         paged_batch: handed through ``forward`` by our own calls.
-        kwargs: further arguments of the model; checked once, by the probe.
+        kwargs: further arguments of the model, tensors of variants among them; checked once, by the probe.
 
     Returns:
         ``[1, T, H, D]`` or ``[B, q, H, D]``, D that of ``value``, and None in place of attention weights.
@@ -495,10 +512,13 @@ def attention_forward(
     if isinstance(paged_batch, LayerProbe):
         chosen_by_indexers = {"indices": indices, "block_indices": block_indices}
         others = {**kwargs, **{name: given for name, given in chosen_by_indexers.items() if given is not None}}
-        return paged_batch.visit(module, query, key, value, attention_mask, sliding_window, softcap, others)
+        seen = (attention_mask, sliding_window, softcap, others, s_aux is not None)
+        return paged_batch.visit(module, query, key, value, *seen)
     layer = cast(int, module.layer_idx)
     spec, memory = paged_batch.specs[layer], paged_batch.pages[layer]
     rows = paged_batch.rows[spec.group]
+    if paged_batch.variants and (variant := paged_batch.variants[layer]) is not None:
+        rows = rows._replace(variant=variant.applied(module, kwargs))
     states = (_pack(query, rows.new_tokens), _pack(key, rows.new_tokens), _pack(value, rows.new_tokens))
     options = (
         query.shape[-1] ** -0.5 if scaling is None else scaling,

@@ -20,6 +20,7 @@ from compiled_llm.model.layer_probe import Layer, accepts_logits_to_keep
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm.model.sizes import attention_geometries
 from compiled_llm_ops import Geometry
+from compiled_llm_ops.attention.variants.ops import missing_kernel as missing_variant
 from compiled_llm_ops.backends import BACKENDS, backend_for, backend_named
 from compiled_llm_ops.contracts import CASCADE_QUERIES, FP8, FP8_CAPABILITY
 from compiled_llm_ops.kernels.latent.latent_tiling import OWN_HEADS, missing_kernel
@@ -182,6 +183,7 @@ def _check_backend(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
 
 def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapConfig) -> None:
     """Raise UnsupportedModelError if the backend has no kernels for a layer; it says why, and which backend has."""
+    _check_variants(model, layers, config)
     if any(layer.expansion is not None for layer in layers):
         _check_latents(model, layers, config)
         return
@@ -213,6 +215,28 @@ def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapCo
                 f"wrap: backend={name!r} cannot run attention layer {number}: {reason}; "
                 f"{_others(name, layer, geometry)}"
             )
+
+
+def _check_variants(model: PreTrainedModel, layers: Sequence[Layer], config: WrapConfig) -> None:
+    """Raise UnsupportedModelError if layers that attend by variants cannot."""
+    cuda = model.device.type == "cuda"
+    for number, layer in enumerate(layers):
+        if layer.variant is None:
+            continue
+        said, reason = f"wrap: variants: attention layer {number}", None
+        if cuda and config.backend != "auto":
+            reason = f"has kernels of our own, and backend={config.backend!r}; wrap with backend='auto'"
+        elif layer.expansion is not None:
+            reason = "keeps latents (multi-head latent attention), which variants do not read; leave it out"
+        elif layer.chooses:
+            reason = "reads what an indexer chooses, and variants read all keys; leave it out"
+        elif layer.logits_soft_cap > 0:
+            reason = "caps its logits, and variants have no cap beside their own function; leave it out"
+        elif cuda:
+            stored = backend_named("flashinfer").stored_head_dim(layer.head_dim)
+            reason = missing_variant(layer.query_heads // layer.kv_heads, stored)
+        if reason is not None:
+            raise UnsupportedModelError(f"{said} {reason}")
 
 
 def settled(config: WrapConfig, layers: Sequence[Layer], model: PreTrainedModel) -> WrapConfig:

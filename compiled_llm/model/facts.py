@@ -100,7 +100,8 @@ class ModelFacts:
     def forward(self) -> Forward:
         """The ``forward`` that the class defines now, taking pages."""
         windowed = with_windows(self.model_class.forward, self.layers)
-        return with_blocks(with_latents(windowed, self.layers), self.layers)
+        reading = with_blocks(with_latents(windowed, self.layers), self.layers)
+        return with_variants(reading, self.layers)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -121,6 +122,18 @@ def with_windows(forward: Forward, layers: Sequence[Layer]) -> Forward:
         return forward(model, paged_batch=paged_batch._replace(windows=windows), **inputs)
 
     return windowed
+
+
+def with_variants(forward: Forward, layers: Sequence[Layer]) -> Forward:
+    """Return a ``forward`` some of whose layers attend by variants; mostly ``forward`` itself."""
+    if not any(layer.variant for layer in layers):
+        return forward
+    variants = tuple(layer.variant for layer in layers)
+
+    def varied(model: PreTrainedModel, *, paged_batch: PagedBatch, **inputs: Any) -> Any:
+        return forward(model, paged_batch=paged_batch._replace(variants=variants), **inputs)
+
+    return varied
 
 
 def with_latents(forward: Forward, layers: Sequence[Layer]) -> Forward:

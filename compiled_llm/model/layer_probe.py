@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from compiled_llm.model.latents import Expansion
 from compiled_llm.model.places import line_of_model, stack_of
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm.model.restore import attributes_restored, data_restored, restored
+from compiled_llm.model.variants import LayerVariant, VariantLayers, check_numbers, layer_variant, variant_of
 
 # Sent to attention functions by some families and without effect on what the packed, paged form computes.
 _HARMLESS = frozenset({"position_ids", "is_causal"})
@@ -46,6 +48,7 @@ class Layer(NamedTuple):
         chooses: whether a query reads the tokens that an indexer has chosen for it alone, of this layer or one before.
         block_size: tokens that an indexer chooses together, for each kv head; None if it chooses single ones, or none.
         index_size: size of the further key that its own indexer keeps of each token; None if it has none.
+        variant: how it attends in place of softmax attention; None if it does not.
     """
 
     query_heads: int
@@ -59,6 +62,7 @@ class Layer(NamedTuple):
     chooses: bool = False
     index_size: int | None = None
     block_size: int | None = None
+    variant: LayerVariant | None = None
 
     def visible(self, positions: int) -> int:
         """Return how many of ``positions`` tokens the last one sees, itself included."""
@@ -78,8 +82,9 @@ class UnpagedCallError(RuntimeError):
 class LayerProbe:
     """Takes the batch's place and records each attention layer that calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, variants: VariantLayers) -> None:
         self.layers: dict[int, Layer] = {}
+        self._variants = variants
 
     def visit(
         self,
@@ -91,6 +96,7 @@ class LayerProbe:
         sliding_window: int | None,
         softcap: float | None,
         others: Mapping[str, Any],
+        sinks: bool = False,
     ) -> tuple[Tensor, None]:
         """Record a layer and answer with an output of the right shape."""
         name = type(module).__name__
@@ -112,8 +118,11 @@ class LayerProbe:
             )
         if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
             raise UnsupportedModelError(f"{name} is not causal; only decoder-only causal LMs can be wrapped")
+        chosen = variant_of(self._variants, index)
+        variant = None if chosen is None else layer_variant(chosen, module, query, others, sinks)
+        used = set() if variant is None else {*dict(variant.tensors)}
         for argument, given in others.items():
-            if isinstance(given, Tensor) and argument not in (*_HARMLESS, *_CHOSEN):
+            if isinstance(given, Tensor) and argument not in (*_HARMLESS, *_CHOSEN, *used):
                 raise UnsupportedModelError(f"{name} passes {argument!r} to its attention, which paged attention lacks")
         self.layers[index] = Layer(
             query_heads=query.shape[1],
@@ -124,6 +133,7 @@ class LayerProbe:
             value_head_dim=None if value.shape[-1] == key.shape[-1] else value.shape[-1],
             chooses=chooses or block_size is not None,
             block_size=block_size,
+            variant=variant,
         )
         return attended_like(query, value), None
 
@@ -148,19 +158,22 @@ def attended_like(query: Tensor, value: Tensor) -> Tensor:
     return query.new_zeros((rows, tokens, heads, value.shape[-1]))
 
 
-def probe_layers(model: PreTrainedModel, batch_argument: str, fake: bool = True) -> list[Layer]:
+def probe_layers(
+    model: PreTrainedModel, batch_argument: str, fake: bool = True, variants: VariantLayers = MappingProxyType({})
+) -> list[Layer]:
     """Return the attention layers, in order, of a model whose attention implementation is ours at the moment.
 
     Args:
         model: a causal language model.
         batch_argument: the keyword under which the probe travels through ``forward``.
         fake: use tensors without memory, which a forward that looks at numbers does not take.
+        variants: by which some layers attend.
 
     Raises:
         UnsupportedModelError: a layer's attention does not reach our function, or needs more than pages can do.
     """
     check_latents_are_cached(model)
-    probe = LayerProbe()
+    probe = LayerProbe(variants)
     try:
         trial_forward(model, fake, **{batch_argument: probe})
     except UnsupportedModelError:
@@ -181,6 +194,7 @@ def probe_layers(model: PreTrainedModel, batch_argument: str, fake: bool = True)
             "others would silently run without pages. Models with attention of their own (Falcon, BLOOM, MPT, GPT-J, "
             "...) or without attention (Mamba) cannot be wrapped"
         )
+    check_numbers(variants, expected)
     return [probe.layers[index] for index in range(expected)]
 
 
