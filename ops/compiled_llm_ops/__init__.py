@@ -39,6 +39,11 @@ from compiled_llm_ops.attention.sparse.wrappers import (
     BlockSparseAttentionWrapper,
     VariableBlockSparseAttentionWrapper,
 )
+from compiled_llm_ops.attention.variants.flashinfer_source import (
+    FlashInferVariant,
+    flashinfer_arguments,
+    flashinfer_variant,
+)
 from compiled_llm_ops.attention.variants.ops import (
     decode_attention_variant,
     decode_attention_variant_lse,
@@ -87,6 +92,7 @@ __all__ = [
     "PROMPTED",
     "BlockSparseAttentionWrapper",
     "CascadeTables",
+    "FlashInferVariant",
     "Geometry",
     "PageTable",
     "PlannedCascadeTables",
@@ -110,6 +116,8 @@ __all__ = [
     "decode_attention_lse",
     "decode_attention_variant",
     "decode_attention_variant_lse",
+    "flashinfer_arguments",
+    "flashinfer_variant",
     "invariant_attention",
     "invariant_attention_lse",
     "invariant_linear",
