@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -99,6 +100,28 @@ def test_a_captured_launch_is_replayed_with_any_lengths(overlap, chosen, seed):
         expected = latent_decode(*args._replace(pages=before))
         assert torch.equal(out, expected), lengths
         assert torch.equal(args.pages, before), lengths
+
+
+def test_replays_with_other_tables_lists_and_lengths_equal_launches(seed, whole):
+    """Rows change their places in the table, and pages, lengths and chosen tokens are drawn for each replay."""
+    rows = rows_of([2000] * 6, heads=16, rank=512, size=64, chosen=300, seed=seed)
+    args = rows.decode_arguments()
+    args.pages.nan_to_num_(0.5)
+    latent_decode(*args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = latent_decode(*args)
+    draw, starts = random.Random(seed), args.starts.clone()
+    numbers = args.indices[: 6 * 125].clone()
+    for replay in range(1000 if whole else 40):
+        args.lengths.copy_(torch.tensor([draw.choice([0, 1, 16, 17, draw.randint(0, 2000)]) for _ in range(6)]))
+        args.starts.copy_(starts[torch.randperm(6, device="cuda")])
+        args.indices[: len(numbers)].copy_(numbers[torch.randperm(len(numbers), device="cuda")])
+        args.chosen.copy_(torch.rand(6, 2000, device="cuda").argsort(-1)[:, :300] - 9)
+        before = args.pages.clone()
+        graph.replay()
+        assert torch.equal(out, latent_decode(*args._replace(pages=before))), replay
+        assert torch.equal(args.pages, before), replay
 
 
 def test_sizes_without_a_kernel_raise(seed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -63,3 +64,27 @@ def test_a_captured_launch_is_replayed_with_any_lengths_and_lists(overlap, new_t
         graph.replay()
         assert torch.equal(out, decode_attention(*args._replace(pages=before))), lengths
         assert torch.equal(args.pages, before), lengths
+
+
+def test_replays_with_other_tables_lists_and_lengths_equal_launches(seed, whole):
+    """Rows change their places in the table, and pages, lengths and lists are drawn for each replay."""
+    rows = rows_of([2000] * 6, head_dim=128, listed=40, seed=seed)
+    args = rows.arguments()
+    args.pages.nan_to_num_(0.5)
+    visible = args.visible
+    assert visible is not None
+    decode_attention(*args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode_attention(*args)
+    draw, starts = random.Random(seed), args.starts.clone()
+    numbers = args.indices[: 6 * 125].clone()
+    for replay in range(1000 if whole else 40):
+        args.lengths.copy_(torch.tensor([draw.choice([1, 16, 17, draw.randint(1, 2000)]) for _ in range(6)]))
+        args.starts.copy_(starts[torch.randperm(6, device="cuda")])
+        args.indices[: len(numbers)].copy_(numbers[torch.randperm(len(numbers), device="cuda")])
+        visible.copy_(torch.rand(6, 2, 130, device="cuda").argsort(-1)[..., :40] - 3)
+        before = args.pages.clone()
+        graph.replay()
+        assert torch.equal(out, decode_attention(*args._replace(pages=before))), replay
+        assert torch.equal(args.pages, before), replay

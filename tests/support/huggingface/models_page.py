@@ -87,6 +87,7 @@ WITH_IMAGES = {
     "Glm4v": Example("GLM-4.1V", "zai-org/GLM-4.1V-9B-Thinking"),
     "Idefics3": Example("Idefics3", "HuggingFaceM4/Idefics3-8B-Llama3"),
     "InternVL": Example("InternVL3", "OpenGVLab/InternVL3-1B-hf"),
+    "Kimi_K25": Example("Kimi-K2.5, Kimi-K2.6", "moonshotai/Kimi-K2.6"),
     "Llava": Example("LLaVA", "llava-hf/llava-1.5-7b-hf"),
     "LlavaOnevision": Example("LLaVA-OneVision", "llava-hf/llava-onevision-qwen2-0.5b-ov-hf"),
     "Mistral3": Example("Mistral Small 3.1", "mistralai/Mistral-Small-3.1-24B-Instruct-2503"),

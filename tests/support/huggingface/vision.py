@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from support.huggingface.families import TINY
+from support.huggingface.families import LATENTS, ROUTED, TINY
 
 IMAGE, VIDEO, START, END = 120, 121, 122, 123
 HEADS = {**TINY, "head_dim": 16}
@@ -93,6 +93,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "image_token_id": IMAGE,
         "scale_factor": 2,
         "pad_token_id": 0,
+    },
+    "Kimi_K25": {
+        "text_config": {"model_type": "kimi_k2", **TINY, **LATENTS, **ROUTED},
+        "vision_config": EYES,
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "vision_start_token_id": START,
+        "vision_end_token_id": END,
+        "projection_hidden_size": 64,
+        "tie_word_embeddings": False,
     },
     "AyaVision": {
         "text_config": {"model_type": "cohere2", **HEADS, "sliding_window": 8},
