@@ -21,6 +21,7 @@ from compiled_llm.model.indexers import IndexedRows
 from compiled_llm.model.layer_probe import Layer
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm_ops.reference.backend import Reference
+from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu
 from support.engine import tiny_engines
 from support.engine.random_requests import CAPTURES
 from support.indexed_models import BLOCK, BLOCKS, block_model, needs_blocks
@@ -109,6 +110,12 @@ def test_prefills_in_chunks_and_decode_by_plan(seed: int, monkeypatch: pytest.Mo
 def test_captured_steps_give_the_same_tokens(mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     CAPTURES[mode](monkeypatch)
     check_tokens(*pair(seed, mode), seed)
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_passes_for_gpus_leave_lists_as_they_are(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_passes_run_on_a_cpu(monkeypatch)
+    check_tokens(*pair(seed, "compile"), seed)
 
 
 def test_forward_gives_huggingfaces_logits(seed: int) -> None:

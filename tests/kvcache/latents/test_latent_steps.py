@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import compiled_llm
 from compiled_llm.commands.compile import compiled_into
@@ -33,6 +33,7 @@ from support.compilation.artifact_folders import compiled
 from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu
 from support.compilation.start_with_artifacts import answers
 from support.compilation.traced import traced
+from support.indexed_models import indexed_model, needs_indexers
 from support.latent_models import latent_model, needs_latents
 from support.ops.latent_rows import LatentRows
 from support.parity import wrap_and_compare
@@ -86,22 +87,32 @@ def test_a_table_that_was_written_before_is_not_read_early(written: str | None, 
 
 
 @pytest.mark.usefixtures("without_inductor")
-def test_all_programs_of_a_model_with_latents_are_compiled_into_artifacts(tmp_path: Path) -> None:
-    """Prefill of new rows and of others, from embeddings, and decode steps of one row and several."""
-    plain, model = (latent_model(num_hidden_layers=1) for _ in range(2))
+@pytest.mark.parametrize(
+    ("make", "graphs"), [(latent_model, 5), pytest.param(indexed_model, 4, marks=needs_indexers)], ids=["all", "chosen"]
+)
+def test_all_programs_of_a_model_with_latents_are_compiled_into_artifacts(
+    make: Callable[..., PreTrainedModel], graphs: int, tmp_path: Path
+) -> None:
+    """Prefill of new rows (where tokens are not chosen) and of others, from embeddings, and two decode steps."""
+    plain, model = (make(num_hidden_layers=1) for _ in range(2))
     with unfinished(tmp_path / "artifacts") as folder:
         compiled_into(folder, model, character_tokenizer(), {"mode": "compile", "progress": False}, 64, [], None)
-    assert model.compiled.stats().graphs == 5
+    assert model.compiled.stats().graphs == graphs
     assert answers(model) == answers(plain)
-    assert model.compiled.stats().graphs == 5
+    assert model.compiled.stats().graphs == graphs
 
 
 @pytest.mark.slow
 @pytest.mark.whole
-def test_a_process_with_artifacts_compiles_nothing_and_says_what_huggingface_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("make", "graphs"), [(latent_model, 5), pytest.param(indexed_model, 4, marks=needs_indexers)], ids=["all", "chosen"]
+)
+def test_a_process_with_artifacts_compiles_nothing_and_says_what_huggingface_says(
+    make: Callable[..., PreTrainedModel], graphs: int, tmp_path: Path
+) -> None:
     folder, artifacts, cache, programs = (tmp_path / name for name in ("model", "artifacts", "cache", "bin"))
     programs.mkdir()
-    latent_model(num_hidden_layers=1).save_pretrained(folder)
+    make(num_hidden_layers=1).save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
     model = compiled_llm.wrap(AutoModelForCausalLM.from_pretrained(folder), progress=False)
     made_for = sizes_made_for(model, model.compiled.facts.model_class, model.compiled.config, 64)
@@ -117,5 +128,5 @@ def test_a_process_with_artifacts_compiles_nothing_and_says_what_huggingface_say
     assert result["answers"] == answers(AutoModelForCausalLM.from_pretrained(folder))
     assert result["compiled"] == {"Inductor": 0, "AOTAutograd": 0}
     assert not any(result["builds"].values())
-    assert result["graphs"] == 5
+    assert result["graphs"] == graphs
     assert not [path for path in cache.rglob("*") if path.is_file()]
