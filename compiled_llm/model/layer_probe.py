@@ -123,7 +123,10 @@ class LayerProbe:
         used = set() if variant is None else {*dict(variant.tensors)}
         for argument, given in others.items():
             if isinstance(given, Tensor) and argument not in (*_HARMLESS, *_CHOSEN, *used):
-                raise UnsupportedModelError(f"{name} passes {argument!r} to its attention, which paged attention lacks")
+                raise UnsupportedModelError(
+                    f"{name} passes {argument!r} to its attention, which paged attention lacks; a variant can read "
+                    "tensors by query, head and position (compiled_llm_ops.register_variant, wrap(variants=...))"
+                )
         self.layers[index] = Layer(
             query_heads=query.shape[1],
             kv_heads=key.shape[1],

@@ -27,8 +27,10 @@ class Logits(NamedTuple):
     def of(cls, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor, scaling: float) -> Logits:
         keys = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
         length = key.shape[2]
-        own = torch.arange(length - query.shape[2], length)
-        return cls(query @ keys.transpose(2, 3) * scaling, own[:, None] - torch.arange(length), keys, mask)
+        own = torch.arange(length - query.shape[2], length, device=query.device)
+        return cls(
+            query @ keys.transpose(2, 3) * scaling, own[:, None] - torch.arange(length, device=query.device), keys, mask
+        )
 
     def attend(self, values: Tensor, value: Tensor) -> tuple[Tensor, None]:
         return self._times(torch.softmax(values + self.mask, -1), value)
@@ -38,7 +40,7 @@ class Logits(NamedTuple):
 
     def _times(self, weights: Tensor, value: Tensor) -> tuple[Tensor, None]:
         repeated = value.repeat_interleave(weights.shape[1] // value.shape[1], 1)
-        return (weights @ repeated).transpose(1, 2).contiguous(), None
+        return (weights.to(value.dtype) @ repeated).transpose(1, 2).contiguous(), None
 
 
 def alibi(
@@ -101,7 +103,7 @@ class RelativeAttention(LlamaAttention):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        bias = self.rel_proj(hidden_states).view(*shape, -1, FAR)
+        bias = self.rel_proj(hidden_states).view(*shape, -1, FAR).float()
         out, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling, rel_logits=bias, **kwargs)
         return self.o_proj(out.reshape(*shape, -1)), weights
 

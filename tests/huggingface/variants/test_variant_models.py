@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -20,6 +21,7 @@ from compiled_llm_ops import register_variant
 from support.engine.random_requests import WORDS, answers, requests
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import PATIENCE
+from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.huggingface.families import FAMILIES, make
 from support.ops.variants import registered
 from support.parity import FEW_PAGES, alone, assert_account_is_empty, greedy, mixed_prompts, wrap_and_compare
@@ -42,6 +44,9 @@ def test_tokens_are_huggingfaces(kind: str, seed: int) -> None:
 def test_programs_are_one_graph_each_and_traced_once(kind: str, seed: int) -> None:
     model = with_attention(kind, seed, num_hidden_layers=1)
     wrap_and_compare(model, seed, mode="compile", **variants_for(kind))
+    (layer,) = model.compiled.facts.layers
+    assert layer.variant is not None
+    assert layer.variant.key == registered(kind).key, "what compiled code is looked up by has the variant's meaning"
 
 
 @pytest.mark.slow
@@ -76,7 +81,7 @@ def test_logits_of_forward_are_huggingfaces(seed: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_of_an_engine_are_answered_as_alone(kind: str, seed: int) -> None:
-    """Whatever else runs beside them, and with a prefix cache; several known tokens of a row, too."""
+    """Whatever else runs beside them, and with a prefix cache."""
     plain, found = with_attention(kind, seed, **WORDS), []
     asked = requests(seed, 8)
     for options in ({"max_batch_size": 1}, {"max_batch_size": 8}):
@@ -88,6 +93,30 @@ def test_requests_of_an_engine_are_answered_as_alone(kind: str, seed: int) -> No
             found.append([output.outputs[0].token_ids for output in answers(engine, asked, seed)])
         assert_account_is_empty(model)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_tokens_in_a_step_are_as_many_steps(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a draft model proposes them; captured steps replay."""
+    let_a_cpu_capture(monkeypatch)
+    model = compiled_llm.wrap(with_attention(kind, seed), mode="eager", **FEW_PAGES, **variants_for(kind))
+    together, apart = (model.compiled.generate_loop() for _ in range(2))
+    for loop in (together, apart):
+        for length in (3, 4, 9):
+            loop.admit(np.arange(3, 3 + length), 40, None)
+        loop.step()
+        loop.drain()
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(4):
+        tokens, columns = torch.randint(3, 128, (3, 3), generator=generator), []
+        for at in range(3):
+            apart.step(tokens[:, at])
+            sampled = apart.drain()
+            columns.append([sampled[row] for row in apart.rows])
+        assert together.feed(tokens).T.tolist() == columns
+    for loop in (together, apart):
+        loop.close()
+    assert_account_is_empty(model)
 
 
 def test_an_engines_answer_is_huggingfaces(seed: int) -> None:
@@ -246,6 +275,12 @@ def test_on_cuda_kernels_are_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
     with pytest.raises(UnsupportedModelError, match=r"layer 0 has kernels of our own, and backend='flashinfer'; wrap"):
         checks.check_layers(model, layers, WrapConfig(backend="flashinfer"))
+    for changes, message in (
+        ({"chooses": True}, "reads what an indexer chooses, and variants read all keys"),
+        ({"expansion": object()}, "keeps latents"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=f"attention layer 0 {message}"):
+            checks.check_layers(model, [layers[0]._replace(**changes)], WrapConfig())
     large = [layer._replace(query_heads=layer.kv_heads * 65) for layer in layers]
     with pytest.raises(UnsupportedModelError, match="no kernel for 65 query heads of one kv head"):
         checks.check_layers(model, large, WrapConfig())
