@@ -64,7 +64,18 @@ class AppliedVariant(NamedTuple):
     ) -> tuple[Tensor, Tensor | None]:
         """Write the newest keys and values, and attend, as ``AttentionSpec.attend``; pages are first in ``table``."""
         scale, window_left, _ = options
-        arguments = DecodeAttentionVariant(*states, *table, self.key, self.tensors, scale, window_left, *scales)
+        key_scale, value_scale, saturated = scales
+        arguments = DecodeAttentionVariant(
+            *states,
+            *table,
+            self.key,
+            self.tensors,
+            scale,
+            window_left,
+            key_scale=key_scale,
+            value_scale=value_scale,
+            saturated=saturated,
+        )
         if wants_lse:
             return decode_attention_variant_lse(*arguments)
         return decode_attention_variant(*arguments), None

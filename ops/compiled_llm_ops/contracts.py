@@ -340,6 +340,12 @@ class DecodeAttentionVariant(NamedTuple):
     tensors: list[Tensor]
     scale: float
     window_left: int = -1
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    epsilon: float = 0.0
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    overlap: bool = False
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
     saturated: Tensor | None = None

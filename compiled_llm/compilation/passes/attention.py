@@ -16,10 +16,16 @@ from compiled_llm.compilation.passes.raw_heads import (
     raw_heads,
     table_is_settled,
 )
-from compiled_llm_ops.contracts import CascadeAttention, DecodeAttention, LatentDecode
+from compiled_llm_ops.contracts import CascadeAttention, DecodeAttention, DecodeAttentionVariant, LatentDecode
 from compiled_llm_ops.protocol import DecodeOps
 
+_VARIANTS = (
+    torch.ops.compiled_llm.decode_attention_variant.default,
+    torch.ops.compiled_llm.decode_attention_variant_lse.default,
+)
 _LATENT = torch.ops.compiled_llm.latent_decode.default, torch.ops.compiled_llm.latent_decode_lse.default
+
+_Contract = DecodeAttention | DecodeAttentionVariant | CascadeAttention | LatentDecode
 
 
 class PreparedInAttention:
@@ -38,8 +44,9 @@ class PreparedInAttention:
         """``ops`` are those of a backend that can."""
         self.matches: int | None = None
         cascades = (ops.cascade, ops.cascade_lse)
-        self._contracts: dict[Any, type[DecodeAttention | CascadeAttention | LatentDecode]] = {
+        self._contracts: dict[Any, type[_Contract]] = {
             **dict.fromkeys(_LATENT, LatentDecode),
+            **dict.fromkeys(_VARIANTS, DecodeAttentionVariant),
             **{op: CascadeAttention if op in cascades else DecodeAttention for op in ops.overloads},
         }
 

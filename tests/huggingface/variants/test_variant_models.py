@@ -18,6 +18,7 @@ from compiled_llm.compilation.artifacts.made_for import made_for
 from compiled_llm.model import checks
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm_ops import register_variant
+from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu
 from support.engine.random_requests import WORDS, answers, requests
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import PATIENCE
@@ -47,6 +48,15 @@ def test_programs_are_one_graph_each_and_traced_once(kind: str, seed: int) -> No
     (layer,) = model.compiled.facts.layers
     assert layer.variant is not None
     assert layer.variant.key == registered(kind).key, "what compiled code is looked up by has the variant's meaning"
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_rotary_embedding_of_queries_and_keys_is_the_ops(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, in decode steps."""
+    let_passes_run_on_a_cpu(monkeypatch)
+    model = with_attention("inkling", seed)
+    wrap_and_compare(model, seed, mode="compile", **variants_for("inkling"))
+    assert model.compiled.stats().patterns["rotary"] == 2
 
 
 @pytest.mark.slow

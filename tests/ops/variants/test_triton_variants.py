@@ -135,7 +135,7 @@ def of_variant(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return variant.constants, types
 
 
-STATES = dict.fromkeys(("query", "key", "value", "pages", "out"), "*bf16")
+STATES = dict.fromkeys(("query", "key", "value", "pages", "out", "query_norm", "key_norm", "cos", "sin"), "*bf16")
 TABLE = dict.fromkeys(("starts", "lengths", "indices", "arrivals", "qo_indptr"), "*i32")
 NUMBERS = dict.fromkeys(("rows", "row_tile", "window_left", "unsplit", "min_share"), "i32")
 NUMBERS |= dict.fromkeys(("scale", "cap", "epsilon"), "fp32")

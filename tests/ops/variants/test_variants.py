@@ -22,7 +22,7 @@ from compiled_llm_ops import (
 )
 from compiled_llm_ops.attention.variants import plain
 from compiled_llm_ops.attention.variants.registry import _variants, variant_named
-from support.ops.op_cases import MIXES, SCALES, Batch, fp8_arguments
+from support.ops.op_cases import MIXES, SCALES, Batch, fp8_arguments, preparation
 from support.ops.variants import EXAMPLES, alibi, expected, registered, slopes_of
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
@@ -145,10 +145,21 @@ def test_pages_of_fp8(seed: int) -> None:
     others = [(*batch.decode_arguments(),) for _ in range(2)]
     *scales, count = fp8_arguments()
     variant = register_variant("no_change")
-    out, lse = decode_attention_variant_lse(*others[0][:-1], variant.name, [], others[0][-1], 3, *scales, count)
+    how = {"key_scale": scales[0], "value_scale": scales[1], "saturated": count}
+    out, lse = decode_attention_variant_lse(*others[0][:-1], variant.name, [], others[0][-1], 3, **how)
     plain_out = decode_attention_lse(*others[1], 3, key_scale=SCALES[0], value_scale=SCALES[1])
     torch.testing.assert_close((out, lse), plain_out)
     torch.testing.assert_close(others[0][3].view(torch.uint8), others[1][3].view(torch.uint8))
+
+
+def test_queries_and_keys_are_normed_and_rotated_first(seed: int) -> None:
+    batch = Batch(*MIXES["several new tokens"], padded=16, seed=seed).filled()
+    own = dict(zip(("query_norm", "key_norm", "epsilon", "cos", "sin"), preparation(batch.query), strict=True))
+    *arguments, scale = batch.decode_arguments()
+    out = decode_attention_variant(*arguments, register_variant("no_change").name, [], scale, **own)
+    others = batch.decode_arguments()
+    torch.testing.assert_close(out, decode_attention(*others, **own))
+    torch.testing.assert_close(arguments[3], others[3])
 
 
 def test_compiled_whole_and_once_for_all_shapes(seed: int) -> None:

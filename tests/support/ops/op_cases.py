@@ -246,8 +246,10 @@ def decode_variant_cases() -> list[tuple[Any, ...]]:
     for mix, variant in zip(("decode", "several new tokens"), _variants(), strict=True):
         *arguments, scale = Batch(*MIXES[mix], padded=16).filled().decode_arguments()
         cases.append((*arguments, *variant, scale))
-    *arguments, scale = Batch(*MIXES["decode"]).in_fp8().filled().decode_arguments()
-    return [*cases, (*arguments, *_variants()[0], scale, 3, *fp8_arguments())]
+    batch = Batch(*MIXES["decode"]).in_fp8().filled()
+    *arguments, scale = batch.decode_arguments()
+    prepared = (*preparation(batch.query), True)
+    return [*cases, (*arguments, *_variants()[0], scale, 3, *prepared, *fp8_arguments())]
 
 
 def cascade_cases() -> list[tuple[Any, ...]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from compiled_llm_ops.attention import decode, prefill
 from compiled_llm_ops.attention.lse import define_with_lse
+from compiled_llm_ops.attention.preparation import prepared
 from compiled_llm_ops.attention.variants.plain import PlainRow, attend
 from compiled_llm_ops.attention.variants.registry import Variant, variant_named
 from compiled_llm_ops.attention.variants.triton_source import kernel_variant
@@ -113,6 +114,12 @@ def decode_attention_variant(
     tensors: list[Tensor],
     scale: float,
     window_left: int = -1,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    epsilon: float = 0.0,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    overlap: bool = False,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     saturated: Tensor | None = None,
@@ -137,6 +144,14 @@ def decode_attention_variant(
         scale: factor on the logits, before the variant has them.
         window_left: tokens visible to the left of each query, of which the variant may hide some; -1 for all. Keys
             before it are not read; those that the variant hides are.
+        query_norm: ``[D]`` of the query's dtype: first, each head of the query is divided by its root mean square and
+            multiplied with this. None if the query needs no norm.
+        key_norm: ``[D]``, the same for the key.
+        epsilon: added to both mean squares.
+        cos: ``[T, D]`` of the query's dtype: after their norm, query and key are rotated by their position. None if
+            they need no rotation.
+        sin: ``[T, D]``, belongs to ``cos``.
+        overlap: as of ``decode_attention``; the previous kernel may write ``tensors``.
         key_scale: ``[K]`` float32, by kv head, for pages of ``torch.float8_e4m3fn`` only: they hold each key divided by
             it, clamped to -448 to 448 and rounded, and are read times it. None for 1.
         value_scale: ``[K]`` float32, the same for values.
@@ -153,8 +168,10 @@ def decode_attention_variant(
         (https://pytorch.org/blog/flash-decoding/), with a function that is made of the variant's trace.
     """
     table = (pages, starts, lengths, indices)
-    how = (name, tensors, scale, window_left, key_scale, value_scale, saturated)
-    out: Tensor = _decode_attention_variant(query, key, value, *table, *how)
+    how = (name, tensors, scale, window_left)
+    preparation = (query_norm, key_norm, epsilon, cos, sin, overlap)
+    fp8 = (key_scale, value_scale, saturated)
+    out: Tensor = _decode_attention_variant(query, key, value, *table, *how, *preparation, *fp8)
     return out
 
 
@@ -268,13 +285,14 @@ def _check_decode(args: DecodeAttentionVariant, wants_lse: bool) -> Variant:
 def _decode_on_cpu(args: DecodeAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     variant, plain = _check_decode(args, wants_lse), args.without_variant
     decode.append(plain)
+    query = prepared(args.query, args.query_norm, plain)
     page_size, new = args.pages.shape[-2], plain.new_tokens
     rows = [
         PlainRow(row, slice(row * new, row * new + new), length, args.indices[start : start - (-length // page_size)])
         for row, (start, length) in enumerate(zip(args.starts.tolist(), args.lengths.tolist(), strict=True))
     ]
     how = (args.scale, args.window_left, args.key_scale, args.value_scale)
-    out, lse = attend(variant, args.tensors, args.query, args.pages, rows, *how)
+    out, lse = attend(variant, args.tensors, query, args.pages, rows, *how)
     return out, lse if wants_lse else None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import linecache
 import operator
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -95,14 +94,10 @@ class _Tracer(GraphAppendingTracer):
 
 def _place_of_caller() -> UserLine | None:
     """Return the innermost place that is neither PyTorch's nor this file's."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, line in traceback.walk_stack(None):
         path = frame.f_code.co_filename
         if path != __file__ and f"{_TORCH}/" not in path:
-            return UserLine(path, frame.f_lineno)
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
+            return UserLine(path, line)
     return None
 
 
