@@ -142,7 +142,9 @@ _objects = gc.get_objects
 
 def _objects_and_frozen_ones(generation: int | None = None) -> list[Any]:
     gc.unfreeze()
-    return _objects(generation)
+    found = _objects(generation)
+    gc.freeze()  # or each later collection would look through all of them
+    return found
 
 
 @pytest.fixture(autouse=True, scope="module")

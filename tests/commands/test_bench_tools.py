@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import subprocess
@@ -52,6 +53,7 @@ class LLM:
 def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a script in this process, on the tiny shape; returns its report and what it printed."""
     monkeypatch.syspath_prepend(str(TOOLS))
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)  # or each collection would look through all that tests have made
 
     def run(name: str, *arguments: str, code: int = 0) -> tuple[BenchReport, str]:
         app, path = typer.Typer(), tmp_path / "results.json"

@@ -196,7 +196,7 @@ def test_a_region_ends_with_the_op_and_equal_ones_are_compiled_once(layers, monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tiny", [tiny_qwen3, pytest.param(tiny_llama, marks=pytest.mark.whole)])
-@pytest.mark.parametrize("layers_in_region", [0, 1], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("layers_in_region", [0, pytest.param(1, marks=pytest.mark.whole)], ids=["whole", "in pieces"])
 def test_compiled_prefills_and_steps_choose_the_same_tokens(tiny, layers_in_region, seed, monkeypatch):
     def cut(*args, **options):
         return inductor.Inductor(*args, **options | {"layers_in_region": layers_in_region})

@@ -96,7 +96,7 @@ def test_steps_of_any_kind(options: dict[str, Any], windows: bool, seed: int) ->
 
 def test_rows_that_are_preempted(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
-    assert_options_change_nothing(lambda: tiny_qwen3(**WORDS), seed, count=40, preempts=True, tokens=200, cascade=True)
+    assert_options_change_nothing(lambda: tiny_qwen3(**WORDS), seed, count=25, preempts=True, tokens=200, cascade=True)
 
 
 @pytest.mark.parametrize("kind", BY_KIND)

@@ -223,7 +223,7 @@ def test_tokens_are_huggingfaces_and_those_of_one_group(
     one_group = pair(family, seed)[1]
     greedy(one_group, mixed_prompts([3], 128, seed), 2)
     monkeypatch.setattr(specs, "layer_groups", by_window)
-    for lengths in ([5], [4, 8, 1], [5, 19, 11, 16]):
+    for lengths in ([5], [5, 19, 11, 16]):
         inputs = mixed_prompts(lengths, 128, seed)
         expected = greedy(plain, inputs, 20)
         torch.testing.assert_close(greedy(model, inputs, 20), expected)
@@ -237,7 +237,7 @@ def test_tokens_are_huggingfaces_and_those_of_one_group(
 
 
 @pytest.mark.usefixtures("grouped", "without_inductor")
-@pytest.mark.parametrize("mode", ["eager", "compile"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.whole)])
 def test_decode_that_is_planned(mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
     plain, model = pair("Gemma3", seed, mode)

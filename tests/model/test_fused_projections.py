@@ -112,11 +112,12 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], tuple[int, int]]] = {
 }  # fmt: skip
 
 
-FURTHER = ("Mixtral", "OPT", "Phi")
-OTHERS = ["Cohere", "GptOss", *(pytest.param(name, marks=pytest.mark.whole) for name in FURTHER)]
+WHOLE = pytest.mark.whole
+FURTHER = ("Cohere", "Mixtral", "OPT", "Phi")
+OTHERS = ["Llama, two layers, all heads", "GptOss", *(pytest.param(name, marks=WHOLE) for name in FURTHER)]
 
 
-@pytest.mark.parametrize("family", [*list(FAMILIES)[:2], pytest.param(BIASED, marks=pytest.mark.whole), *OTHERS])
+@pytest.mark.parametrize("family", [*(pytest.param(name, marks=WHOLE) for name in ("Qwen3", BIASED)), *OTHERS])
 def test_tokens_equal_huggingface(family, products, request, seed):
     """Biases with Inductor; what it makes of the others is in the tests of decode's passes and of regions."""
     if family != BIASED:

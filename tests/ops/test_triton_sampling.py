@@ -106,6 +106,9 @@ def some_seeds(rows: int) -> Tensor:
 SETTINGS = BRANCHES + EDITED + FILTERED
 COUNTING = Sampling(presence_penalty=0.5)
 
+SETS_OF = [
+    own for own in SETTINGS if own.temperature and own.top_p != 0.999 and not (own.adjustments and own.top_k == 700)
+]
 SPREADS = [(0.3, torch.float32), (1.0, torch.float32), (5.0, torch.float32), (1.0, torch.bfloat16)]
 IN_EACH_RUN = {(5, *SPREADS[3]), (4097, *SPREADS[2])}
 SIZES_AND_SPREADS = [
@@ -132,7 +135,7 @@ def test_every_branch_follows_the_distribution(vocabulary: int, spread: float, d
 @interpreted
 @pytest.mark.parametrize(
     "setting",
-    [own for own in SETTINGS if own.temperature and own.top_p != 0.999 and not (own.adjustments and own.top_k == 700)],
+    [pytest.param(own, marks=[pytest.mark.whole] * (number % 2)) for number, own in enumerate(SETS_OF)],
     ids=lambda own: f"adjustments {own.adjustments}",
 )
 def test_sets_are_exact(setting: Sampling, seed: int) -> None:

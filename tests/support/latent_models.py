@@ -41,6 +41,9 @@ LATENT: dict[str, Any] = {
     "eos_token_id": None,
 }
 
+WITHOUT_EXPERTS: dict[str, Any] = {"num_hidden_layers": 2, "first_k_dense_replace": 2}
+"""Of layers that are alike: experts take most of what tracing and compiling a model with latents does."""
+
 YARN = {
     "rope_type": "yarn",
     "factor": 4.0,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,8 +31,16 @@ pytestmark = needs_indexers
 
 CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
 CASES = pytest.mark.parametrize("case", FAMILIES)
+_FEW = ("DeepseekV32", "GlmMoeDsa, shared choices")
+FEWER = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.whole] * (case not in _FEW)) for case in FAMILIES]
+)
+"""An engine sees of a family whether its layers share choices; all give HuggingFace's tokens."""
 LONG = [5, 3 * TOP + 2, 40, 11]
 """Texts of up to five times as many tokens as a query reads."""
+BATCHES = ([5], [4, 8, 1], LONG)
+SMALL: dict[str, Any] = {"num_hidden_layers": 1, "first_k_dense_replace": 1}
+"""A layer without experts, which would take most of compiling; --whole compiles three."""
 
 
 def pair(seed: int, case: str = "DeepseekV32", mode: Any = "eager", **options: Any) -> tuple[PreTrainedModel, Any]:
@@ -38,12 +48,12 @@ def pair(seed: int, case: str = "DeepseekV32", mode: Any = "eager", **options: A
     return indexed_model(case, seed), model
 
 
-def check_tokens(plain: PreTrainedModel, model: Any, seed: int) -> None:
-    for lengths in ([5], [4, 8, 1], LONG):
+def check_tokens(plain: PreTrainedModel, model: Any, seed: int, batches: Sequence[list[int]] = BATCHES) -> None:
+    for lengths in batches:
         inputs = {**mixed_prompts(lengths, 128, seed), "pad_token_id": 0}
         torch.testing.assert_close(greedy(model, inputs, 20), greedy(plain, inputs, 20))
     stats = model.compiled.stats()
-    assert (stats.generate_calls, stats.recompiles) == ({"fast loop": 3}, 0)
+    assert (stats.generate_calls, stats.recompiles) == ({"fast loop": len(batches)}, 0)
     assert_account_is_empty(model)
 
 
@@ -102,8 +112,15 @@ def test_tokens_equal_huggingfaces(case: str, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["DeepseekV32", pytest.param("GlmMoeDsa, shared choices", marks=pytest.mark.whole)])
-def test_compiled_steps_give_the_same_tokens(case: str, seed: int) -> None:
+def test_compiled_steps_give_the_same_tokens(seed: int) -> None:
+    model = partial(indexed_model, seed=seed, **SMALL)
+    check_tokens(model(), compiled_llm.wrap(model(), mode="compile", **FEW_PAGES), seed, [LONG])
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+@pytest.mark.parametrize("case", ["DeepseekV32", "GlmMoeDsa, shared choices"])
+def test_compiled_steps_of_three_layers_give_the_same_tokens(case: str, seed: int) -> None:
     check_tokens(*pair(seed, case, "compile"), seed)
 
 
@@ -117,7 +134,8 @@ def test_decode_by_plan_and_prefills_in_chunks(seed: int, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("mode", CAPTURES)
 def test_captured_steps_give_the_same_tokens(mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     CAPTURES[mode](monkeypatch)
-    check_tokens(*pair(seed, mode=mode), seed)
+    model = partial(indexed_model, seed=seed, **SMALL)
+    check_tokens(model(), compiled_llm.wrap(model(), mode=mode, **FEW_PAGES), seed, [[5], LONG])
 
 
 def test_checked_pages_are_the_rows_own(seed: int) -> None:
@@ -142,7 +160,7 @@ def test_beams_and_drafts(case: str, seed: int) -> None:
     assert_account_is_empty(model)
 
 
-@CASES
+@FEWER
 def test_an_engine_begins_with_cached_pages_and_preempts(case: str, seed: int) -> None:
     """Prefix hits find index keys, too; with few pages rows are put off and computed again."""
     plain, model = pair(seed, case)

@@ -17,7 +17,7 @@ from compiled_llm_ops.contracts import PlannedBatch, PlannedLatentAttention
 from compiled_llm_ops.kernels.latent import latent_tiling
 from compiled_llm_ops.reference.backend import Reference, ReferencePlan
 from support.engine import tiny_engines
-from support.latent_models import ROPE, latent_model, needs_latents
+from support.latent_models import ROPE, WITHOUT_EXPERTS, latent_model, needs_latents
 from support.parity import FEW_PAGES, greedy, mixed_prompts, next_turn
 
 pytestmark = needs_latents
@@ -93,7 +93,7 @@ def test_short_rows_may_be_left_to_latents(
 
 @pytest.mark.usefixtures("without_inductor")
 def test_prefill_is_two_programs_compiled_once_each(seed: int) -> None:
-    plain, model = compiled_pair(seed, num_hidden_layers=2)
+    plain, model = compiled_pair(seed, **WITHOUT_EXPERTS)
     inputs = mixed_prompts([9, 30], 128, seed)
     words = torch.randint(3, 128, (2, 5), generator=torch.Generator().manual_seed(seed))
     ours, theirs = (greedy(own, inputs, 4, return_dict_in_generate=True) for own in (model, plain))

@@ -34,7 +34,7 @@ from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu
 from support.compilation.start_with_artifacts import answers
 from support.compilation.traced import traced
 from support.indexed_models import indexed_model, needs_indexers
-from support.latent_models import latent_model, needs_latents
+from support.latent_models import WITHOUT_EXPERTS, latent_model, needs_latents
 from support.ops.latent_rows import LatentRows
 from support.parity import wrap_and_compare
 
@@ -61,7 +61,7 @@ def test_decode_attention_to_latents_begins_before_the_previous_kernel_has_ended
 
     let_passes_run_on_a_cpu(monkeypatch)
     monkeypatch.setattr(inductor, "compile_with_inductor", noted)
-    wrap_and_compare(latent_model(seed=seed, num_hidden_layers=2), seed, mode="cuda-graphs")
+    wrap_and_compare(latent_model(seed=seed, **WITHOUT_EXPERTS), seed, mode="cuda-graphs")
     (decodes,) = filter(None, map(decodes_in, graphs))
     assert len(decodes) == 2
     assert all(args.overlap for args in decodes)

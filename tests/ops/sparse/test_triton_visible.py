@@ -37,6 +37,7 @@ def check(rows: ListedRows, spare: int | None, window_left: int = -1, soft_cap: 
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize("spare", [None, 6], ids="spare={}".format)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -44,6 +45,7 @@ def test_lists_of_any_size(sizes, spare, seed):
     check(ListedRows(lengths_of(sizes), seed=seed, **sizes), spare)
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize(("window_left", "soft_cap"), OPTIONS[1:])
 @pytest.mark.parametrize("new_tokens", [1, 3])
@@ -85,7 +87,12 @@ def test_as_many_programs_as_listed_keys_need(seed, monkeypatch):
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
     ("group", "head_dim", "page_size", "new_tokens"),
-    [(2, 128, 16, 1), (8, 128, 64, 1), (4, 64, 16, 1), (2, 128, 16, 2)],
+    [
+        pytest.param(2, 128, 16, 1, marks=pytest.mark.whole),
+        (8, 128, 64, 1),
+        pytest.param(4, 64, 16, 1, marks=pytest.mark.whole),
+        (2, 128, 16, 2),
+    ],
 )
 def test_nothing_but_the_page_table_is_touched_before_waiting(group, head_dim, page_size, new_tokens, tmp_path):
     """Lists may be written by the kernel in front."""
