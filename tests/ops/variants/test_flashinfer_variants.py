@@ -41,7 +41,7 @@ struct half {
     return bits >> 15 ? -own : own;
   }
 };
-namespace math { constexpr float log2e = 1.44269504f; }
+namespace math { constexpr float log2e = 1.44269504f, inf = 5e4f; }
 #define REGISTER_LOGITS_TRANSFORM(params, logits, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, ...) \\
   template <typename Params, typename T> T LogitsTransform(const Params& params, T logits, uint32_t batch_idx, \\
   uint32_t qo_idx, uint32_t kv_idx, uint32_t qo_head_idx, uint32_t kv_head_idx) { __VA_ARGS__ }
@@ -124,10 +124,10 @@ def test_the_functor_computes_what_the_variant_says(name: str, window: int, libr
     for at, expression in enumerate((variant.logits, variant.visible)):
         if expression is not None:
             wanted[at] = evaluated(variant, expression, inputs, tensors, positions + ROW_BEGIN).expand(logits.shape)
-    if window >= 0:
-        wanted[1] = wanted[1] & (inputs["key_position"] >= inputs["query_position"] - window)
-    torch.testing.assert_close(found, wanted[0], rtol=1e-5, atol=1e-5)
-    assert torch.equal(seen, wanted[1])
+    hidden = -5e4 if variant.softmax else 0.0
+    torch.testing.assert_close(found, wanted[0].where(wanted[1], hidden), rtol=1e-5, atol=1e-5)
+    far = -1 if window < 0 else inputs["query_position"] - window
+    assert torch.equal(seen, (inputs["key_position"] >= far).expand(logits.shape))
 
 
 def test_arguments_are_flashinfers() -> None:
@@ -177,7 +177,8 @@ def test_flashinfer_attends_by_it(name: str) -> None:
     query, pages, qo_indptr, *table, _, _, scale = (
         own.cuda() if isinstance(own, Tensor) else own for own in batch.arguments()
     )
-    kinds = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+    kinds: dict[str, Any] = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+    kinds["disable_split_kv"] = not variant.softmax  # parts are summed wrongly
     wrapper.plan(qo_indptr, *table, 6, 2, 64, 16, causal=True, **kinds)
     out = wrapper.run(query, pages, *flashinfer_arguments(variant.name, given, scale))
     outputs, _ = expected(batch, EXAMPLES[name], tensors)

@@ -1,6 +1,10 @@
 """A variant for FlashInfer: its functor in C++, and the ``jit_args`` that FlashInfer's wrappers of prefill take.
 
-The functor is for the kernels of ``backend="fa2"``, over pages.
+The functor is for the kernels of ``backend="fa2"``, over pages. They ask for masks at the borders of a causal mask and of
+a window alone, so that a key that is not visible is hidden by its logit.
+
+FlashInfer 0.6.13 sums the parts of a row that several programs share into registers that nobody has cleared, where there
+is no softmax (``PersistentVariableLengthAttentionSumKernel``): plan these with ``disable_split_kv=True``.
 """
 
 from __future__ import annotations
@@ -130,10 +134,11 @@ def _declaration(
     softmax: bool,
 ) -> str:
     transform = ["return float(logits) * float(params.sm_scale);"] if logits is None else _body(logits, tensors)
-    shown = ["return in_window;"] if visible is None else _body(visible, tensors, "in_window && ")
-    mask = ["const bool in_window = kv_idx + qo_len + window_left >= kv_len + qo_idx;", *shown]
-    transformed = "\n".join(f"    {line}" for line in transform)
-    masked = "\n".join(f"    {line}" for line in mask)
+    if visible is not None:
+        hidden = "-math::inf" if softmax else "0.0f"
+        transform.insert(0, f"if (!Visible(params, batch_idx, qo_idx, kv_idx, qo_head_idx)) return {hidden};")
+    shown = ["return true;"] if visible is None else _body(visible, tensors)
+    transformed, seen = ("\n".join(f"    {line}" for line in lines) for lines in (transform, shown))
     summed = "" if softmax else _SUMMED
     return f"""
 struct {functor} : AttentionVariantBase {{
@@ -155,18 +160,24 @@ struct {functor} : AttentionVariantBase {{
     return quotient * divisor != number && (number < 0) != (divisor < 0) ? quotient - 1 : quotient;
   }}
 
+  template <typename Params>
+  __device__ __forceinline__ bool Visible(const Params& params, uint32_t batch_idx, uint32_t qo_idx, uint32_t kv_idx,
+                                          uint32_t qo_head_idx) const {{
+{seen}
+  }}
+
   REGISTER_LOGITS_TRANSFORM(params, logits, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {{
 {transformed}
   }})
 
   REGISTER_LOGITS_MASK(params, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {{
-{masked}
+    return kv_idx + qo_len + window_left >= kv_len + qo_idx;
   }})
 {summed}}};
 """
 
 
-def _body(expression: Expression, tensors: Sequence[VariantTensor], before: str = "") -> list[str]:
+def _body(expression: Expression, tensors: Sequence[VariantTensor]) -> list[str]:
     """Return the statements that return what an expression computes."""
     lines: list[str] = []
 
@@ -191,7 +202,7 @@ def _body(expression: Expression, tensors: Sequence[VariantTensor], before: str 
         return assigned(_TYPES[type], _SPELLED[name].format(*operands))
 
     result = expression.evaluate({name: f"({text})" for name, text in _INPUTS.items()}, read, constant, compute)
-    return [*lines, f"return {before}{result};"]
+    return [*lines, f"return {result};"]
 
 
 def _place(tensor: VariantTensor, indices: Sequence[str]) -> tuple[str, list[str]]:
