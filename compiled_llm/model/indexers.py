@@ -35,9 +35,13 @@ def scored_pages(pages: int, page_size: int, block_size: int, padding: int) -> i
     """Return how many pages are scored where rows have ``pages``, and an indexer takes ``padding`` tokens at least.
 
     Null pages fill up the last block, and follow.
+
+    One quotient, not a sum of two: Inductor takes products of a sum for other sizes than the same multiplied out (its
+    analysis of tilings in torch 2.11 asserts that their hints are equal).
     """
     block = max(1, block_size // page_size)
-    return (-(-pages // block) - (-padding // (block * page_size))) * block
+    null = -(-padding // (block * page_size)) * block
+    return (pages + null + block - 1) // block * block
 
 
 def takes_masks(model: nn.Module) -> bool:

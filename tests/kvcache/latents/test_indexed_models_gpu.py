@@ -43,7 +43,8 @@ def random_indexed(family: str, seed: int, **options: Any) -> PreTrainedModel:
 def test_logits_are_as_exact_as_huggingfaces(family: str, top: int, seed: int) -> None:
     """With all tokens chosen, and with fewer, where near ties of bfloat16 choose others in both."""
     twins = twins_of(random_indexed(family, seed, index_topk=top))
-    assert_parity(parity(twins, [1, 15, 16, 17, 33, 64, 100], 60, seed))
+    judge = assert_parity if top > 200 else assert_parity_together
+    judge(parity(twins, [1, 15, 16, 17, 33, 64, 100], 60, seed))
     assert twins.wrapped.compiled.stats().recompiles == 0
 
 
@@ -92,7 +93,8 @@ def random_blocks(seed: int, chosen: int) -> PreTrainedModel:
 def test_logits_with_chosen_blocks_are_as_exact_as_huggingfaces(chosen: int, seed: int) -> None:
     """With all blocks chosen, and with fewer, where near ties of bfloat16 choose others in both."""
     twins = twins_of(random_blocks(seed, chosen))
-    assert_parity(parity(twins, [1, 31, 32, 33, 64, 200], 60, seed))
+    judge = assert_parity if chosen * 32 > 260 else assert_parity_together
+    judge(parity(twins, [1, 31, 32, 33, 64, 200], 60, seed))
     assert twins.wrapped.compiled.stats().recompiles == 0
 
 

@@ -183,3 +183,15 @@ def assert_parity(rows: list[RowNoise]) -> None:
     assert worst <= 2 * theirs, f"a step with an error of {worst:.3e}, HuggingFace's worst {theirs:.3e}\n{report}"
     assert all(row.flips == 0 for row in rows), report
     assert sum(row.judged for row in rows) > sum(row.steps for row in rows) / 5, f"too few steps were judged\n{report}"
+
+
+def assert_parity_together(rows: list[RowNoise]) -> None:
+    """Of rows whose keys are chosen: bfloat16 turns near ties, at other steps in each model, and much follows from it.
+
+    So rows are not judged one by one, and in most steps noise explains another token.
+    """
+    report = "\n".join(map(str, rows))
+    print(report)
+    ours, theirs = (sum(getattr(row, name) ** 2 * row.steps for row in rows) ** 0.5 for name in ("ours", "huggingface"))
+    assert ours <= 1.1 * theirs, f"ratio {ours / theirs:.3f}\n{report}"
+    assert all(row.flips == 0 for row in rows), report
