@@ -11,7 +11,15 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.config import Mode
-from support.execution.twins import DEVICE, SMALL, assert_parity, assert_parity_together, parity, prompts_on_device, twins_of
+from support.execution.twins import (
+    DEVICE,
+    SMALL,
+    assert_parity,
+    assert_parity_together,
+    parity,
+    prompts_on_device,
+    twins_of,
+)
 from support.indexed_models import BLOCKS, needs_blocks, needs_indexers
 from support.parity import greedy
 

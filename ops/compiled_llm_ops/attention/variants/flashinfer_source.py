@@ -1,10 +1,10 @@
 """A variant for FlashInfer: its functor in C++, and the ``jit_args`` that FlashInfer's wrappers of prefill take.
 
-The functor is for the kernels of ``backend="fa2"``, over pages. They ask for masks at the borders of a causal mask and of
-a window alone, so that a key that is not visible is hidden by its logit.
+The functor is for the kernels of ``backend="fa2"``, over pages. They ask for masks at the borders of a causal mask and
+of a window alone, so that a key that is not visible is hidden by its logit.
 
-FlashInfer 0.6.13 sums the parts of a row that several programs share into registers that nobody has cleared, where there
-is no softmax (``PersistentVariableLengthAttentionSumKernel``): plan these with ``disable_split_kv=True``.
+FlashInfer 0.6.13 sums the parts of a row that several programs share into registers that nobody has cleared, where
+there is no softmax (``PersistentVariableLengthAttentionSumKernel``): plan these with ``disable_split_kv=True``.
 """
 
 from __future__ import annotations
