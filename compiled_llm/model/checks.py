@@ -233,8 +233,7 @@ def _check_variants(model: PreTrainedModel, layers: Sequence[Layer], config: Wra
         elif layer.logits_soft_cap > 0:
             reason = "caps its logits, and variants have no cap beside their own function; leave it out"
         elif cuda:
-            stored = backend_named("flashinfer").stored_head_dim(layer.head_dim)
-            reason = missing_variant(layer.query_heads // layer.kv_heads, stored)
+            reason = missing_variant(layer.head_dim)
         if reason is not None:
             raise UnsupportedModelError(f"{said} {reason}")
 

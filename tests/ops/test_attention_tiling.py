@@ -59,6 +59,11 @@ def test_programs_are_as_large_as_fit(rows: int, group: int, shared_memory: int,
     assert tiling.share_equal is (rows < 50)
 
 
+def test_float32_has_small_blocks_however_large_programs_could_be() -> None:
+    tilings = [choose(8, 8, 2, size, 4096, **H200, number_bytes=4, query_bytes=4) for size in (64, 128, 256, 512)]
+    assert [tiling.block for tiling in tilings] == [32, 16, 16, 16]
+
+
 def test_pages_of_fp8_are_read_by_large_programs_of_any_number_of_rows() -> None:
     """Their blocks take half of the bytes; few rows are shared by blocks, more by as many as keep the device busy."""
     tilings = {rows: choose(rows, 8, 2, 128, 40_960, **H200, number_bytes=1) for rows in (8, 16, 96, 256)}

@@ -141,7 +141,7 @@ def fewer(tiling: AttentionTiling) -> AttentionTiling:
 
 
 def check(
-    batch: Batch, tiling: int | AttentionTiling, window_left: int = -1, soft_cap: float = 0.0
+    batch: Batch, tiling: int | AttentionTiling, window_left: int = -1, soft_cap: float = 0.0, near: float = 2e-3
 ) -> tuple[Tensor, Tensor]:
     """Compare what this tiling gives, which is returned, with a dense computation."""
     pages = batch.appended()
@@ -160,7 +160,7 @@ def check(
     )
     assert expected.isfinite().all()
     assert out.is_contiguous()
-    torch.testing.assert_close(out.float(), expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(out.float(), expected, rtol=near, atol=near)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
     return out, lse
 
@@ -428,15 +428,29 @@ def test_batches_of_any_size_are_two_kernels(seed, monkeypatch):
     assert shared[0][14:17] == [torch.float32, torch.float32, torch.int32]
 
 
+@pytest.mark.drawn
+@interpreted
+@SPARE
+@pytest.mark.parametrize("sizes", [{"group": 2}, {"group": 7, "new_tokens": 3}, {"group": 1, "head_dim": 256}], ids=str)
+def test_float32_is_as_exact_as_it_can_be(sizes, spare, seed):
+    sizes = {"page_size": 16, "head_dim": 64, "new_tokens": 1, **sizes}
+    batch = batch_of([3, 16, 17, 65, 130], **sizes)
+    states = {name: getattr(batch, name).float() for name in ("query", "key", "value", "pages")}
+    batch = batch._replace(**{name: own * 1.001 for name, own in states.items()})  # more digits than 16 bits have
+    tiling = choose(5, KV_HEADS, sizes["group"] * sizes["new_tokens"], sizes["head_dim"], 700, **H200, query_bytes=4)
+    programs = {"row_tile": 5, "programs": 5 + spare} if spare else {"row_tile": 1, "programs": 1}
+    check(batch, tiling._replace(unsplit=1, min_share=1, **programs), 100, near=1e-5)
+
+
 @interpreted
 @pytest.mark.parametrize("change", ["dtype", "pages"])
 def test_what_the_kernel_cannot_read_raises(change, seed):
     batch = batch_of([40], 2, 16, 64)
     if change == "dtype":
-        batch = batch._replace(query=batch.query.float())
+        batch = batch._replace(query=batch.query.double())
     else:
         batch = batch._replace(pages=batch.pages.transpose(1, 2))
-    with pytest.raises(ValueError, match=r"torch\.bfloat16 or torch\.float16|must be contiguous"):
+    with pytest.raises(ValueError, match=r"torch\.bfloat16, float16 or float32|must be contiguous"):
         launch(batch, 0)
 
 
@@ -661,6 +675,33 @@ FP8_CASES = {
     "scales and a count": (),
 }
 """Which of the arguments that belong to fp8 are None."""
+
+
+@pytest.mark.drawn
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
+def test_float32_compiles_without_spilling(head_dim, tmp_path):
+    from compiled_llm_ops.kernels.attention.decode import _decode_paged_attention as kernel
+
+    tiling = choose(8, 8, 4, head_dim, 40_960, **H200, number_bytes=4, query_bytes=4)
+    constants = {
+        "ROWS": MAX_ROWS, "MOST": MAX_SHARES, "NEW": 1, "GQA": 4, "PADDED": 4, "HEAD": head_dim, "DIM": head_dim,
+        "PAGE": 16, "BLOCK": tiling.block, "CHUNK": 2, "STAGES": tiling.stages, "CAPPED": False,
+        "SHARE_EQUAL": tiling.share_equal, "PDL": True,
+    }  # fmt: skip
+    floats = ("query", "key", "value", "pages", "out", "query_norm", "key_norm", "cos", "sin", "partials")
+    types = dict.fromkeys((*floats, "partial_lses"), "*fp32")
+    types |= dict.fromkeys(("starts", "lengths", "indices", "arrivals"), "*i32")
+    types |= dict.fromkeys((name for name in kernel.arg_names if name.endswith("_stride")), "i32")
+    types |= dict.fromkeys(("rows", "row_tile", "window_left", "unsplit", "min_share"), "i32")
+    types |= dict.fromkeys(("scale", "cap", "epsilon"), "fp32")
+    made = compiled(kernel, constants, types, tiling.warps, ("query", "pages", "row_stride"), launch_pdl=True)
+    assert "tf32" not in made.asm["ptx"]
+    assert made.metadata.shared < H200["shared_memory"] // 2
+    (stack,) = re.findall(r"STACK:(\d+)", resources_of(made.asm["cubin"], tmp_path / "cubin"))
+    assert int(stack) <= 64, "registers spill"
 
 
 @pytest.mark.drawn

@@ -23,13 +23,13 @@ SPANS = [(0, 1), (0, 3), (30, 35), (7, 8), (0, 17), (4, 4)]
 WHOLE = pytest.mark.whole
 
 
-def run(args: RopeAppendPagedKv, numbers: int = 2048) -> None:
+def run(args: RopeAppendPagedKv, numbers: int = 2048, near: float = 3e-3) -> None:
     """In float16, which the interpreter computes with as it should."""
     from compiled_llm_ops.kernels.attention.rope_append import RopeAppendTiling, rope_append
 
     pages = args.pages.clone()
     out = rope_append(args._replace(pages=pages), pdl=False, tiling=RopeAppendTiling(numbers))
-    check(args, out, pages, 3e-3)
+    check(args, out, pages, near)
 
 
 @pytest.mark.drawn
@@ -49,6 +49,11 @@ MORE_SIZES = [Sizes(5, 5, 80, 128, 16), Sizes(71, 1, 64, 64, 64), Sizes(8, 4, 25
 @pytest.mark.parametrize("sizes", [*SIZES, *(pytest.param(sizes, marks=WHOLE) for sizes in MORE_SIZES)], ids=str)
 def test_heads_and_pages_of_any_size(sizes, seed):
     run(packed_tokens(SPANS, sizes, "all", torch.float16))
+
+
+@interpreted
+def test_float32_is_as_exact_as_it_can_be(seed):
+    run(packed_tokens(SPANS, Sizes(4, 2, 96, 128, 5), "all", torch.float32), near=1e-5)
 
 
 @interpreted
@@ -159,10 +164,10 @@ def test_prefills_of_any_length_are_one_kernel(seed, monkeypatch):
 def test_what_the_kernel_cannot_read_raises(change, seed):
     args = packed_tokens(SPANS, Sizes(), "nothing", torch.float16)
     if change == "dtype":
-        args = args._replace(query=args.query.float())
+        args = args._replace(query=args.query.double())
     else:
         args = args._replace(pages=args.pages.transpose(1, 2))
-    with pytest.raises(ValueError, match=r"torch\.bfloat16 or torch\.float16|must be contiguous"):
+    with pytest.raises(ValueError, match=r"torch\.bfloat16, float16 or float32|must be contiguous"):
         run(args)
 
 

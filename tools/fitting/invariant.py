@@ -12,7 +12,8 @@ import torch
 from bench.cold_launches import copies_of
 from torch import Tensor
 
-from compiled_llm_ops.kernels.attention.invariant_tiling import InvariantTiling, invariant_tiling
+from compiled_llm_ops.kernels.attention.invariant_tiling import invariant_tiling
+from compiled_llm_ops.kernels.attention.packed_tiling import PackedTiling
 from compiled_llm_ops.kernels.linear.invariant_tiling import InvariantLinearTiling, invariant_linear_tiling
 from fitting.cases import HEAD_DIM, KV_HEADS, PAGE_SIZE, Case, Machine, captured, case_of, pages_of, random
 from fitting.linear import products
@@ -62,17 +63,17 @@ def invariant_attention_cases(_: Machine, quick: bool) -> Iterator[Case]:
         yield case_of("invariant-attention", f"8 x 512 tokens, G={gqa}", attention_tilings(quick), chosen, prepare)
 
 
-def attention_tilings(quick: bool) -> list[InvariantTiling]:
+def attention_tilings(quick: bool) -> list[PackedTiling]:
     few = ((16, 64, 128), (64, 128), (2, 3), (4, 8))
     sizes = few if quick else ((16, 32, 64, 128), (32, 64, 128), (2, 3, 4), (2, 4, 8))
-    tilings = itertools.starmap(InvariantTiling, itertools.product(*sizes))
+    tilings = (PackedTiling(*given, fuses=False) for given in itertools.product(*sizes))
     return [
         tiling for tiling in tilings if tiling.keys * tiling.stages <= 256 and 4 <= tiling.queries // tiling.warps <= 16
     ]
 
 
-def attention_timer(queries: Sequence[int], lengths: Sequence[int], gqa: int) -> Callable[[InvariantTiling], float]:
-    from compiled_llm_ops.kernels.attention.invariant import PackedQueries, attend
+def attention_timer(queries: Sequence[int], lengths: Sequence[int], gqa: int) -> Callable[[PackedTiling], float]:
+    from compiled_llm_ops.kernels.attention.packed import PackedQueries, attend
 
     counts = [-(-length // PAGE_SIZE) for length in lengths]
     pages = pages_of(sum(counts))
@@ -85,7 +86,7 @@ def attention_timer(queries: Sequence[int], lengths: Sequence[int], gqa: int) ->
     query = random(sum(queries), KV_HEADS * gqa, HEAD_DIM)
     out = torch.empty_like(query)
 
-    def launch(tiling: InvariantTiling, number: int) -> None:
+    def launch(tiling: PackedTiling, number: int) -> None:
         table = (qo_indptr, starts, ends, indices)
         given = PackedQueries(query, pages[number % len(pages)], *table, HEAD_DIM**-0.5, -1, 0.0, None, None)
         attend(given, out, None, tiling)

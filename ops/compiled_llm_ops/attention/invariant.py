@@ -103,8 +103,8 @@ def _cpu(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]
 
 
 def _cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
-    from compiled_llm_ops.kernels.attention.invariant import PackedQueries, attend
     from compiled_llm_ops.kernels.attention.invariant_tiling import invariant_tiling
+    from compiled_llm_ops.kernels.attention.packed import PackedQueries, attend
     from compiled_llm_ops.kernels.attention.rope_append import rope_append
     from compiled_llm_ops.kernels.pdl import has_pdl
 

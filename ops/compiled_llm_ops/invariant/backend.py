@@ -21,17 +21,12 @@ class InvariantPlan(EmptyPlan):
         if not out.is_cuda:
             plain.attend_row_by_row(args, out, lse)
             return
-        from compiled_llm_ops.kernels.attention.invariant import PackedQueries, attend
         from compiled_llm_ops.kernels.attention.invariant_tiling import invariant_tiling
+        from compiled_llm_ops.kernels.attention.packed import PackedQueries, attend
 
-        page_size = args.pages.shape[3]
-        lengths = (args.indptr.diff() - 1) * page_size + args.last_page_len
-        queries = PackedQueries(
-            args.query, args.pages, args.qo_indptr, args.indptr, lengths, args.indices, args.scale, args.window_left,
-            args.logits_soft_cap, args.key_scale, args.value_scale,
-        )  # fmt: skip
+        queries, tiling = PackedQueries.of(args, args.logits_soft_cap), invariant_tiling(args.pages.shape[-1])
         with torch.cuda.device(out.device):  # Triton launches on the current one
-            attend(queries, out, lse, invariant_tiling(args.pages.shape[-1]))
+            attend(queries, out, lse, tiling)
 
 
 class Invariant(Unplanned):
@@ -45,16 +40,14 @@ class Invariant(Unplanned):
     rope_append = True  # by the kernel that decode has, too
 
     def missing_kernel(self, geometry: Geometry) -> str | None:
-        from compiled_llm_ops.kernels.attention.invariant_tiling import LARGE_HEAD, QUERIES
+        from compiled_llm_ops.kernels.attention.invariant_tiling import LARGE_HEAD
 
         if self.stored_head_dim(geometry.head_dim) > LARGE_HEAD:
             return f"there is no kernel for heads of size {geometry.head_dim}: the largest is {LARGE_HEAD}"
-        if (group := geometry.query_heads // geometry.kv_heads) > QUERIES:
-            return f"there is no kernel for {group} query heads of one kv head: at most {QUERIES}"
         return None
 
     def stored_head_dim(self, head_dim: int) -> int:
-        from compiled_llm_ops.kernels.attention.invariant_tiling import SMALLEST_HEAD
+        from compiled_llm_ops.kernels.attention.packed_tiling import SMALLEST_HEAD
 
         return max(SMALLEST_HEAD, 1 << (head_dim - 1).bit_length())
 

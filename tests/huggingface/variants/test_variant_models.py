@@ -291,6 +291,6 @@ def test_on_cuda_kernels_are_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(UnsupportedModelError, match=f"attention layer 0 {message}"):
             checks.check_layers(model, [layers[0]._replace(**changes)], WrapConfig())
-    large = [layer._replace(query_heads=layer.kv_heads * 65) for layer in layers]
-    with pytest.raises(UnsupportedModelError, match="no kernel for 65 query heads of one kv head"):
+    large = [layer._replace(head_dim=600) for layer in layers]
+    with pytest.raises(UnsupportedModelError, match="no kernel for heads of size 600: the largest is 512"):
         checks.check_layers(model, large, WrapConfig())

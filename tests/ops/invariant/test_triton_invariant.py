@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import DecodeAttention, PagedAttention
-from compiled_llm_ops.kernels.attention.invariant_tiling import InvariantTiling, invariant_tiling
+from compiled_llm_ops.kernels.attention.invariant_tiling import invariant_tiling
+from compiled_llm_ops.kernels.attention.packed_tiling import PackedTiling
 from compiled_llm_ops.kernels.linear.invariant_tiling import invariant_linear_tiling
 from support.ops.compiling import compiled, resources_of
 from support.ops.fp8_pages import KINDS, Fp8Batch
@@ -28,18 +29,16 @@ HALF = {"dtype": torch.half, "head_dim": 64, "page_size": 16}
 SHARED_MEMORY = 228 * 1024
 """Bytes of an H200's multiprocessor."""
 
+SMALL = PackedTiling(16, 64, 3, 4, fuses=False)
+"""So small that rows have several tiles."""
+
 
 def by_kernel(args: PagedAttention) -> tuple[Tensor, Tensor]:
     """Prefill by a launch of the kernel with a table, as the backend's plan launches it."""
-    from compiled_llm_ops.kernels.attention.invariant import PackedQueries, attend
+    from compiled_llm_ops.kernels.attention.packed import PackedQueries, attend
 
     out, lse = torch.full_like(args.query, torch.nan), torch.full(args.query.shape[:2], torch.nan)
-    lengths = (args.indptr.diff() - 1) * args.pages.shape[3] + args.last_page_len
-    packed = PackedQueries(
-        args.query, args.pages, args.qo_indptr, args.indptr, lengths, args.indices, args.scale, args.window_left,
-        args.logits_soft_cap, args.key_scale, args.value_scale,
-    )  # fmt: skip
-    attend(packed, out, lse, InvariantTiling(16, 64, 3, 4))  # small tiles, so that rows have several of them
+    attend(PackedQueries.of(args, args.logits_soft_cap), out, lse, SMALL)
     return out, lse
 
 
@@ -58,7 +57,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from compiled_llm_ops.kernels.attention import invariant_tiling as tilings
 
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(tilings, "invariant_tiling", lambda _: InvariantTiling(16, 64, 3, 4))
+    monkeypatch.setattr(tilings, "invariant_tiling", lambda _: SMALL)
 
 
 @pytest.mark.drawn
@@ -137,10 +136,10 @@ def test_rows_are_added(inputs, seed):
 @pytest.mark.parametrize("decodes", [False, True])
 @pytest.mark.parametrize(("head_dim", "gqa"), [(64, 3), (128, 2), (256, 8)])
 def test_the_attention_compiles_for_hopper_without_spilling(head_dim, gqa, decodes, tmp_path):
-    from compiled_llm_ops.kernels.attention import invariant as module
+    from compiled_llm_ops.kernels.attention import packed as module
 
     tiling = invariant_tiling(head_dim)
-    tables = ("starts", "lengths", "indices") if decodes else ("qo_indptr", "starts", "lengths", "indices")
+    tables = ("starts", "lengths", "indices") if decodes else ("qo_indptr", "starts", "last_page_len", "indices")
     types = dict.fromkeys(("query", "pages", "out"), "*bf16") | dict.fromkeys(tables, "*i32")
     types |= dict.fromkeys(("row_stride", "head_stride", "rows", "window_left"), "i32") | {
         "scale": "fp32",
@@ -151,7 +150,7 @@ def test_the_attention_compiles_for_hopper_without_spilling(head_dim, gqa, decod
         "STAGES": tiling.stages, "CAPPED": False, "NEW": int(decodes),
     }  # fmt: skip
     kernel = compiled(
-        module._invariant_attention, constants, types, tiling.warps, ("pages", "out"), enable_fp_fusion=False
+        module._packed_attention, constants, types, tiling.warps, ("pages", "out"), enable_fp_fusion=False
     )
     assert "wgmma" in kernel.asm["ptx"]
     assert "STACK:0" in resources_of(kernel.asm["cubin"], tmp_path / "kernel.cubin")

@@ -20,7 +20,7 @@ from compiled_llm_ops.kernels.attention.decode_tiling import (
     AttentionTiling,
     choose_attention_tiling as choose,
 )
-from compiled_llm_ops.kernels.attention.invariant_tiling import InvariantTiling, invariant_tiling
+from compiled_llm_ops.kernels.attention.packed_tiling import PackedTiling, packed_tiling
 from support.ops.compiling import compiled, resources_of
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
 from support.ops.op_cases import Batch
@@ -71,10 +71,11 @@ def test_examples_in_the_decode_kernel(name: str, spare: int, new_tokens: int, w
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is for CUDA launches on tensors of the CPU, with tiles so small that rows have several."""
-    from compiled_llm_ops.kernels.attention import invariant_tiling as tilings
+    from compiled_llm_ops.kernels.attention import packed
 
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(tilings, "invariant_tiling", lambda _: InvariantTiling(16, 16, 3, 4))
+    monkeypatch.setattr(packed, "_shared_memory", lambda _: 0)
+    monkeypatch.setattr(packed, "packed_tiling", lambda *_: PackedTiling(16, 16, 3, 4))
 
 
 @pytest.mark.drawn
@@ -175,16 +176,16 @@ def test_examples_in_the_decode_kernel_compile_for_hopper(name: str, new_tokens:
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_in_the_kernel_of_packed_queries_compile_for_hopper(name: str, tmp_path: Path) -> None:
-    from compiled_llm_ops.kernels.attention.invariant import _invariant_attention as kernel
+    from compiled_llm_ops.kernels.attention.packed import _packed_attention as kernel
 
     own, own_types = of_variant(name)
-    tiling = invariant_tiling(128)
+    tiling = packed_tiling(1000, 128, 2, 2, 228 * 1024)
     constants = {
         "QUERIES": tiling.queries, "GQA": 2, "HEAD": 128, "DIM": 128, "PAGE": 16, "KEYS": tiling.keys,
         "STAGES": tiling.stages, "CAPPED": False, "NEW": 0, **own,
     }  # fmt: skip
     types = {**STATES, **PARTS, **NUMBERS, **TABLE, **own_types, "row_stride": "i32", "head_stride": "i32"}
     types = {argument: type for argument, type in types.items() if argument in kernel.arg_names}
-    made = compiled(kernel, constants, types, tiling.warps, ("pages", "out"), enable_fp_fusion=False)
+    made = compiled(kernel, constants, types, tiling.warps, ("pages", "out"))
     (stack,) = re.findall(r"STACK:(\d+)", resources_of(made.asm["cubin"], tmp_path / "cubin"))
     assert int(stack) <= 16, "registers spill"

@@ -243,34 +243,29 @@ def _paged_on_cpu(args: PagedAttentionVariant, wants_lse: bool) -> tuple[Tensor,
     return out, lse if wants_lse else None
 
 
-def missing_kernel(group: int, head_dim: int) -> str | None:
-    """Return why there is no kernel on CUDA for so many query heads of one kv head, of this size; None if there is."""
-    from compiled_llm_ops.kernels.attention.invariant_tiling import LARGE_HEAD, QUERIES
+def missing_kernel(head_dim: int) -> str | None:
+    """Return why there is no kernel on CUDA for heads of this size; None if there is one."""
+    from compiled_llm_ops.kernels.attention.packed_tiling import LARGEST_HEAD
 
-    if head_dim > LARGE_HEAD:
-        return f"there is no kernel for heads of size {head_dim}: the largest is {LARGE_HEAD}"
-    return f"there is no kernel for {group} query heads of one kv head: at most {QUERIES}" if group > QUERIES else None
+    if head_dim <= LARGEST_HEAD:
+        return None
+    return f"there is no kernel for heads of size {head_dim}: the largest is {LARGEST_HEAD}"
 
 
 def _paged_on_cuda(args: PagedAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
-    from compiled_llm_ops.kernels.attention.invariant import PackedQueries, attend as attend_on_cuda
-    from compiled_llm_ops.kernels.attention.invariant_tiling import invariant_tiling
+    from compiled_llm_ops.kernels.attention.packed import PackedQueries, attend as attend_on_cuda
 
     variant = _check_paged(args, wants_lse)
     check_even_heads("paged_attention_variant", args.pages)
     check_capability("paged_attention_variant", args.pages)
-    (tokens, heads, _), (_, _, kv_heads, page_size, stored) = args.query.shape, args.pages.shape
-    if (reason := missing_kernel(heads // kv_heads, stored)) is not None:
+    tokens, heads, _ = args.query.shape
+    if (reason := missing_kernel(args.pages.shape[-1])) is not None:
         raise ValueError(f"paged_attention_variant: {reason}")
     out = torch.empty(args.query.shape, dtype=args.query.dtype, device=args.query.device)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=out.device) if wants_lse else None
-    lengths = (args.indptr.diff() - 1) * page_size + args.last_page_len
-    queries = PackedQueries(
-        args.query, args.pages, args.qo_indptr, args.indptr, lengths, args.indices, args.scale, args.window_left, 0.0,
-        args.key_scale, args.value_scale,
-    )  # fmt: skip
+    how = kernel_variant(variant, args.tensors)
     with torch.cuda.device(out.device):  # Triton launches on the current one
-        attend_on_cuda(queries, out, lse, invariant_tiling(stored), kernel_variant(variant, args.tensors))
+        attend_on_cuda(PackedQueries.of(args, 0.0), out, lse, variant=how)
     return out, lse
 
 

@@ -39,7 +39,8 @@ from compiled_llm_ops.kernels.variant import KernelVariant, transformed
 MERGED_VALUES = 2**12
 """Values of partial results that are summed at a time."""
 
-DTYPES = (torch.float16, torch.bfloat16)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""Of queries. float32 is multiplied as IEEE 754 says, without tensor cores."""
 
 
 @triton.jit
@@ -123,7 +124,7 @@ def _attend(
         page = tl.load(indices_ptr + position // PAGE, mask=mask, other=0)
         slot = page.to(tl.int64) * (2 * values_offset) + (position % PAGE) * DIM
         k = tl.load(keys_ptr + slot[None, :] + offs_d[:, None], mask=mask[None, :], other=0.0)
-        logits = tl.dot(q, k.to(q.dtype)) * scale
+        logits = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
         if CAPPED:
             logits = capped(logits, cap)
         if not BLIND:
@@ -430,7 +431,7 @@ def prepare_decode(
     Preparing may launch kernels that copy or clear; the launch itself is one kernel.
 
     Args:
-        args: of ``decode_attention``, checked; query in float16 or bfloat16, ``pages`` ``[P, 2, K, S, D']``
+        args: of ``decode_attention``, checked; query in one of DTYPES, ``pages`` ``[P, 2, K, S, D']``
             contiguous, with D' a power of two from 64 on; each row has a page at least.
         lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None to skip it.
         tiling: block times D' is a power of two.
@@ -452,7 +453,7 @@ def prepare_decode(
     """
     if args.query.dtype not in DTYPES:
         raise ValueError(
-            f"decode_attention: no kernel for {args.query.dtype} queries; use torch.bfloat16 or torch.float16"
+            f"decode_attention: no kernel for {args.query.dtype} queries; use torch.bfloat16, float16 or float32"
         )
     if not args.pages.is_contiguous():
         raise ValueError("decode_attention: pages must be contiguous")

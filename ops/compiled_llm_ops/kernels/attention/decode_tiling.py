@@ -29,6 +29,10 @@ MAX_ROWS = 32
 SMALL_BLOCK, LARGE_BLOCK = 2**13, 2**14
 """Values of keys in a block: 64 or 128 keys of size 128."""
 
+EXACT_BLOCK, SMALLEST_BLOCK = 2**11, 16
+"""Values in a block of float32, which is multiplied without tensor cores: threads hold whole rows of a block in their
+registers, and more of them spill. A block has so many keys at least."""
+
 LARGE_PROGRAM = 160 * 1024
 """Bytes of shared memory that a program with large blocks needs."""
 
@@ -93,6 +97,7 @@ def choose_attention_tiling(
     processors: int,
     shared_memory: int,
     number_bytes: int = 2,
+    query_bytes: int = 2,
 ) -> AttentionTiling:
     """Return how keys are shared, by constant properties: not by lengths, since a captured launch is replayed.
 
@@ -110,10 +115,13 @@ def choose_attention_tiling(
         processors: multiprocessors of the device.
         shared_memory: bytes of a multiprocessor.
         number_bytes: bytes of a number in the pages; 1 for fp8.
+        query_bytes: of a number of the queries; 4 for float32.
     """
-    items, in_fp8 = rows * kv_heads, number_bytes == 1
+    items, in_fp8 = rows * kv_heads, number_bytes == 1 and query_bytes == 2
     few = items <= MAX_LARGE * processors
-    if gqa > MAX_GQA:
+    if query_bytes > 2:
+        values, stages, warps = EXACT_BLOCK, SHALLOW, 4
+    elif gqa > MAX_GQA:
         values, stages, warps = SMALL_BLOCK, SHALLOW, 4
     elif (few or in_fp8) and shared_memory >= LARGE_PROGRAM:
         values, stages, warps = LARGE_BLOCK, DEEP, 4
@@ -125,7 +133,7 @@ def choose_attention_tiling(
         splits = FEW_OF_MANY if items > MANY * processors or (in_fp8 and not few) else FEW
         if not (in_fp8 and few):
             unsplit = min_share = BUSY_VALUES // values
-    block = values // head_dim
+    block = max(SMALLEST_BLOCK, values // head_dim)
     blocks = -(-max_keys // block)
     if blocks <= unsplit:
         return AttentionTiling(1, 1, unsplit, min_share, block, stages, warps)

@@ -63,7 +63,7 @@ def no_values(queries: tl.constexpr, DIM: tl.constexpr, pages):
 
 @triton.jit
 def add_values(sums, weights, values, slot, mask, DIM: tl.constexpr):
-    """Return ``sums``, and values at ``values + slot`` times their ``weights`` ``[M, N]`` in 16 bits.
+    """Return ``sums``, and values at ``values + slot`` times their ``weights`` ``[M, N]``.
 
     Tensor cores take values of several keys at a time. Those of 16 bits are loaded like that from shared memory, those
     of 8 bits one by one (``ldmatrix`` transposes 16 bits). So fp8 is loaded as pairs of 16 bits, and what lies at even
@@ -79,10 +79,14 @@ def add_values(sums, weights, values, slot, mask, DIM: tl.constexpr):
         pairs_ptr = values.to(tl.pointer_type(tl.int16), bitcast=True)
         places = (slot // 2)[:, None] + tl.arange(0, DIM // 2)[None, :]
         even, odd = _unpacked(tl.load(pairs_ptr + places, mask=mask[:, None], other=0))
-        return tl.dot(weights, even, sums[0]), tl.dot(weights, odd, sums[1])
+        even, odd = even.to(weights.dtype), odd.to(weights.dtype)
+        return (
+            tl.dot(weights, even, sums[0], input_precision="ieee"),
+            tl.dot(weights, odd, sums[1], input_precision="ieee"),
+        )
     else:  # noqa: RET505
         v = tl.load(values + slot[:, None] + tl.arange(0, DIM)[None, :], mask=mask[:, None], other=0.0)
-        return (tl.dot(weights, v.to(weights.dtype), sums[0]),)
+        return (tl.dot(weights, v.to(weights.dtype), sums[0], input_precision="ieee"),)
 
 
 @triton.jit

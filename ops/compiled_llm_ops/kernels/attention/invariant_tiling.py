@@ -10,7 +10,7 @@ Shapes: G query heads of one kv head, D' head dimension as stored.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from compiled_llm_ops.kernels.attention.packed_tiling import PackedTiling
 
 QUERIES = 64
 """Queries of a tile, those of G heads for each token: what one instruction of a tensor core takes."""
@@ -26,28 +26,9 @@ WARPS, WARPS_OF_LARGE_HEADS = 4, 8
 LARGE_HEAD = 256
 """Head sizes from which on four warps have too few registers."""
 
-SMALLEST_HEAD = 64
-"""Heads are stored with this size at least."""
 
-
-class InvariantTiling(NamedTuple):
-    """Tiles of the kernel.
-
-    Attributes:
-        queries: of a tile.
-        keys: of a tile.
-        stages: of the pipeline.
-        warps: in a program.
-    """
-
-    queries: int
-    keys: int
-    stages: int
-    warps: int
-
-
-def invariant_tiling(head_dim: int) -> InvariantTiling:
+def invariant_tiling(head_dim: int) -> PackedTiling:
     """Return the tiling for heads that are stored with this size, D'."""
     if head_dim >= LARGE_HEAD:
-        return InvariantTiling(QUERIES, KEYS_OF_LARGE_HEADS, STAGES, WARPS_OF_LARGE_HEADS)
-    return InvariantTiling(QUERIES, KEYS, STAGES, WARPS)
+        return PackedTiling(QUERIES, KEYS_OF_LARGE_HEADS, STAGES, WARPS_OF_LARGE_HEADS, fuses=False)
+    return PackedTiling(QUERIES, KEYS, STAGES, WARPS, fuses=False)

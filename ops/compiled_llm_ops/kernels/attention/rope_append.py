@@ -38,7 +38,7 @@ class RopeAppendTiling(NamedTuple):
 
 
 TILING = RopeAppendTiling()
-DTYPES = (torch.float16, torch.bfloat16)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def rope_append(
     """Launch the kernel. All is on one device, the current one.
 
     Args:
-        args: of ``rope_append_paged_kv``, checked; query in float16 or bfloat16, of no heads if only keys and values
+        args: of ``rope_append_paged_kv``, checked; query in one of DTYPES, of no heads if only keys and values
             are to be written; ``pages`` ``[P, 2, K, S, D']`` contiguous.
         pdl: begin before the previous kernel has ended; needs compute capability 9.0.
         tiling: its numbers are powers of two.
@@ -129,7 +129,7 @@ def rope_append(
     """
     if args.query.dtype not in DTYPES:
         raise ValueError(
-            f"rope_append_paged_kv: no kernel for {args.query.dtype} queries; use torch.bfloat16 or torch.float16"
+            f"rope_append_paged_kv: no kernel for {args.query.dtype} queries; use torch.bfloat16, float16 or float32"
         )
     if not args.pages.is_contiguous():
         raise ValueError("rope_append_paged_kv: pages must be contiguous")

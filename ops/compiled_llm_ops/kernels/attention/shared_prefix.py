@@ -26,9 +26,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_llm_ops.contracts import CASCADE_QUERIES, CascadeAttention
 from compiled_llm_ops.kernels.attention.cascade_tiling import CascadeTiling
-from compiled_llm_ops.kernels.attention.decode import DTYPES, capped
+from compiled_llm_ops.kernels.attention.decode import capped
 from compiled_llm_ops.kernels.attention.fp8 import add_values, as_multiplied, faded, no_values, summed
 from compiled_llm_ops.kernels.attention.rotary import prepared
+
+DTYPES = (torch.float16, torch.bfloat16)
 
 
 @triton.jit

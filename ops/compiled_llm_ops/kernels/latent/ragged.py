@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm_ops.kernels.attention.invariant import _row_of
+from compiled_llm_ops.kernels.attention.packed import row_of
 from compiled_llm_ops.kernels.latent.latent_tiling import (
     DTYPES,
     RaggedTiling,
@@ -69,7 +69,7 @@ def _ragged_attention(
     """Attend with one tile of queries of one row and head; axes of the grid: heads, tiles, the last ones first."""
     head, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     heads = tl.num_programs(0)
-    row = _row_of(tile, qo_indptr, rows, QUERIES)
+    row = row_of(tile, qo_indptr, rows, QUERIES, 1)
     begin, end = tl.load(qo_indptr + row), tl.load(qo_indptr + row + 1)
     first = (tile - begin // QUERIES - row) * QUERIES  # in the row
     count = end - begin

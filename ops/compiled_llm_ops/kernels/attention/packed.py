@@ -1,9 +1,10 @@
-"""A Triton kernel for causal attention over pages, in which a query's bits depend on its own row's tokens alone.
+"""A Triton kernel for causal attention of packed queries over pages, any number of each row, without a plan.
 
-It serves prefill and decode: packed queries, any number of each row; and prefill with a variant. A program has a tile
+It serves prefill with ``backend="triton"`` and with variants, and all batch-invariant attention. A program has a tile
 of queries of one row and kv head, and reads the row's keys in tiles that begin at fixed positions, in ascending order,
 each time in the same way. Tiles of which a query sees nothing change nothing for it, whatever other queries see of
-them, and nothing is divided by the number of rows or their lengths.
+them. So a query's bits depend on its own row's tokens and on the tiling alone: with one tiling for all batches, they
+are the same in each.
 
 Shapes: B rows, T packed tokens, H query heads, K kv heads, G query heads of one kv head, D head dimension, D' the same
 as stored, P pages, S page size, Q queries of a tile.
@@ -14,16 +15,19 @@ as stored, P pages, S page size, Q queries of a tile.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from compiled_llm_ops.contracts import PagedAttention, PagedAttentionVariant
 from compiled_llm_ops.kernels.attention.decode import DTYPES, capped
 from compiled_llm_ops.kernels.attention.fp8 import add_values, as_multiplied, faded, no_values, summed
-from compiled_llm_ops.kernels.attention.invariant_tiling import InvariantTiling
+from compiled_llm_ops.kernels.attention.packed_tiling import PackedTiling, packed_tiling
 from compiled_llm_ops.kernels.variant import KernelVariant, transformed
 
 
@@ -31,40 +35,60 @@ class PackedQueries(NamedTuple):
     """Queries of rows, and where the rows' tokens lie.
 
     Attributes:
-        query: ``[T, H, D]`` float16 or bfloat16, any strides.
+        query: ``[T, H, D]`` float16, bfloat16 or float32, any strides.
         pages: ``[P, 2, K, S, D']``, contiguous, with D' a power of two from 16 on.
         qo_indptr: ``[B + 1]`` int32, row b's queries are tokens ``qo_indptr[b]:qo_indptr[b + 1]``, its last ones. None
             if rows have equally many.
-        starts: ``[B]`` or longer, int32, where each row's pages begin in ``indices``.
-        lengths: ``[B]`` int32, tokens of each row, those of the queries included.
+        starts: ``[B]`` or longer, int32, where each row's pages begin in ``indices``; ``[B + 1]`` without ``lengths``.
+        lengths: ``[B]`` int32, tokens of each row, those of the queries included. None to go by ``last_page_len``.
         indices: ``[N]`` int32, page numbers.
         scale: factor on the logits.
         window_left: tokens visible to the left of each query; -1 for all.
         logits_soft_cap: ``cap * tanh(logits / cap)``; 0.0 for none.
         key_scale: ``[K]`` float32 for pages of fp8; None for 1.
         value_scale: ``[K]`` float32, the same for values.
+        last_page_len: ``[B]`` int32, tokens in each row's last page; None if there are ``lengths``.
     """
 
     query: Tensor
     pages: Tensor
     qo_indptr: Tensor | None
     starts: Tensor
-    lengths: Tensor
+    lengths: Tensor | None
     indices: Tensor
     scale: float
     window_left: int
     logits_soft_cap: float
     key_scale: Tensor | None
     value_scale: Tensor | None
+    last_page_len: Tensor | None = None
+
+    @classmethod
+    def of(cls, args: PagedAttention | PagedAttentionVariant, logits_soft_cap: float) -> PackedQueries:
+        """Return those of an op."""
+        return cls(
+            args.query, args.pages, args.qo_indptr, args.indptr, None, args.indices, args.scale, args.window_left,
+            logits_soft_cap, args.key_scale, args.value_scale, args.last_page_len,
+        )  # fmt: skip
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        counted = self.last_page_len if self.lengths is None else self.lengths
+        assert counted is not None, "lengths or last_page_len"
+        return len(counted)
 
 
 @triton.jit
-def _row_of(tile, qo_indptr, rows, TOKENS: tl.constexpr):
-    """Return the row of a tile: row b has the tiles from ``qo_indptr[b] // TOKENS + b`` on, one too many at times."""
+def row_of(tile, qo_indptr, rows, QUERIES: tl.constexpr, GQA: tl.constexpr):
+    """Return the row of a tile: row b has those from ``qo_indptr[b] * GQA // QUERIES + b`` on, one too many at times.
+
+    So many queries are in a tile, and GQA of each token.
+    """
     low, high = 0, rows
     while high - low > 1:
         middle = (low + high) // 2
-        if tl.load(qo_indptr + middle) // TOKENS + middle <= tile:
+        if tl.load(qo_indptr + middle) * GQA // QUERIES + middle <= tile:
             low = middle
         else:
             high = middle
@@ -74,10 +98,10 @@ def _row_of(tile, qo_indptr, rows, TOKENS: tl.constexpr):
 # One kernel for all batches: neither strides nor addresses that come with a batch make another one of it.
 @triton.jit(
     do_not_specialize=["row_stride", "head_stride", "rows", "window_left"],
-    do_not_specialize_on_alignment=["query", "qo_indptr", "starts", "lengths", "indices"],
+    do_not_specialize_on_alignment=["query", "qo_indptr", "starts", "lengths", "indices", "last_page_len"],
 )
-def _invariant_attention(
-    query, pages, qo_indptr, starts, lengths, indices, out, lse, key_scale, value_scale, tensors, sizes,
+def _packed_attention(
+    query, pages, qo_indptr, starts, lengths, indices, last_page_len, out, lse, key_scale, value_scale, tensors, sizes,
     row_stride, head_stride, rows, window_left, scale, cap,
     QUERIES: tl.constexpr, GQA: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     KEYS: tl.constexpr, STAGES: tl.constexpr, CAPPED: tl.constexpr, NEW: tl.constexpr,
@@ -86,35 +110,42 @@ def _invariant_attention(
 ):  # fmt: skip
     """Attend with one tile of queries of one row and kv head; axes of the grid: tiles, kv heads.
 
-    Query ``GQA * i + g`` of the tile is query head g of its token i. Without ``qo_indptr`` each row has NEW tokens.
+    A row's queries are counted from its first token on: GQA query heads of each. Without ``qo_indptr`` each row has NEW
+    tokens.
     """
-    TOKENS: tl.constexpr = QUERIES // GQA
     tile, head = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(1)
     if qo_indptr is None:
-        TILES: tl.constexpr = (NEW + TOKENS - 1) // TOKENS
+        TILES: tl.constexpr = (NEW * GQA + QUERIES - 1) // QUERIES
         row = tile // TILES
         row_begin, row_end = row * NEW, row * NEW + NEW
-        first_token = row_begin + tile % TILES * TOKENS
+        first_query = tile % TILES * QUERIES
     else:
-        row = _row_of(tile, qo_indptr, rows, TOKENS)
+        row = row_of(tile, qo_indptr, rows, QUERIES, GQA)
         row_begin, row_end = tl.load(qo_indptr + row), tl.load(qo_indptr + row + 1)
-        first_token = row_begin + (tile - row_begin // TOKENS - row) * TOKENS
-    if first_token < row_end:
-        length, own_indices = tl.load(lengths + row), indices + tl.load(starts + row)
+        first_query = (tile - row_begin * GQA // QUERIES - row) * QUERIES
+    end_query = tl.minimum(first_query + QUERIES, (row_end - row_begin) * GQA)
+    if first_query < end_query:
+        first_page = tl.load(starts + row)
+        own_indices = indices + first_page
+        if lengths is None:
+            length = (tl.load(starts + row + 1) - first_page - 1) * PAGE + tl.load(last_page_len + row)
+        else:
+            length = tl.load(lengths + row)
         values_offset = heads * (PAGE * DIM)
         head_pages = pages + head * (PAGE * DIM)
-        offs_m, offs_n, offs_d = tl.arange(0, QUERIES), tl.arange(0, KEYS), tl.arange(0, DIM)
-        token, in_head = first_token + offs_m // GQA, offs_d[None, :] < HEAD
-        used = (offs_m < TOKENS * GQA) & (token < row_end)
+        offs_m, offs_n, offs_d = first_query + tl.arange(0, QUERIES), tl.arange(0, KEYS), tl.arange(0, DIM)
+        token, in_head = row_begin + offs_m // GQA, offs_d[None, :] < HEAD
+        used = offs_m < end_query
         head_ids = head * GQA + offs_m % GQA
         offs_q = token.to(tl.int64) * row_stride + head_ids * head_stride
         q = tl.load(query + offs_q[:, None] + offs_d[None, :], mask=used[:, None] & in_head, other=0.0)
         # Where the queries are in the row; those of padding see what the last one does.
         own = length - row_end + tl.minimum(token, row_end - 1)
         nearest = tl.maximum(own - window_left, 0)
-        last = length - row_end + tl.minimum(first_token + TOKENS, row_end) - 1
-        first = tl.maximum(length - row_end + first_token - window_left, 0)
+        before = length - (row_end - row_begin)
+        last = before + (end_query - 1) // GQA
+        first = tl.maximum(before + first_query // GQA - window_left, 0)
         if key_scale is not None:
             scale *= tl.load(key_scale + head)
         q, factor = as_multiplied(q, scale, pages)
@@ -128,7 +159,7 @@ def _invariant_attention(
             page = tl.load(own_indices + position // PAGE, mask=mask, other=0)
             slot = page.to(tl.int64) * (2 * values_offset) + (position % PAGE) * DIM
             k = tl.load(head_pages + slot[None, :] + offs_d[:, None], mask=mask[None, :], other=0.0)
-            logits = tl.dot(q, k.to(q.dtype)) * factor
+            logits = tl.dot(q, k.to(q.dtype), input_precision="ieee") * factor
             if CAPPED:
                 logits = capped(logits, cap)
             seen = (position[None, :] <= own[:, None]) & (position[None, :] >= nearest[:, None])
@@ -163,8 +194,17 @@ def _invariant_attention(
             tl.store(lse + offs_o, largest + tl.log2(total), mask=used)
 
 
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+
+
 def attend(
-    args: PackedQueries, out: Tensor, lse: Tensor | None, tiling: InvariantTiling, variant: KernelVariant | None = None
+    args: PackedQueries,
+    out: Tensor,
+    lse: Tensor | None,
+    tiling: PackedTiling | None = None,
+    variant: KernelVariant | None = None,
 ) -> None:
     """Launch attention. All is on one device, the current one.
 
@@ -172,7 +212,7 @@ def attend(
         args: checked; each row that has queries has a page at least.
         out: ``[T, H, D]``, contiguous, written.
         lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None to skip it.
-        tiling: that of the heads' size; another one gives other bits.
+        tiling: another one gives other bits. None for the one of ``packed_tiling``.
         variant: what becomes of logits; without a cap. None if nothing does.
 
     Raises:
@@ -184,23 +224,24 @@ def attend(
     """
     if args.query.dtype not in DTYPES:
         raise ValueError(
-            f"invariant_attention: no kernel for {args.query.dtype} queries; use torch.bfloat16 or torch.float16"
+            f"paged_attention: no kernel for {args.query.dtype} queries; use torch.bfloat16, float16 or float32"
         )
     if not args.pages.is_contiguous():
-        raise ValueError("invariant_attention: pages must be contiguous")
+        raise ValueError("paged_attention: pages must be contiguous")
     query = args.query if args.query.stride(2) == 1 else args.query.contiguous()
     key_scale, value_scale = (
         scale if scale is None else scale.contiguous() for scale in (args.key_scale, args.value_scale)
     )
     (tokens, heads, head_dim), (_, _, kv_heads, page_size, stored) = query.shape, args.pages.shape
-    rows, gqa = len(args.lengths), heads // kv_heads
+    rows, gqa = args.rows, heads // kv_heads
     if not tokens:
         return
-    each, new = tiling.queries // gqa, 0  # tokens of a tile, and of a row if all have as many
-    tiles = tokens // each + rows  # at least as many as all rows have
-    if args.qo_indptr is None:
-        new = tokens // rows
-        tiles = rows * -(-new // each)
+    if tiling is None:
+        sizes_of_numbers = args.query.element_size(), args.pages.element_size()
+        tiling = packed_tiling(tokens * gqa / rows, stored, *sizes_of_numbers, _shared_memory(out.device))
+    new = 0 if args.qo_indptr is not None else tokens // rows
+    # Without the tokens of each row, at least as many tiles as all have.
+    tiles = rows * -(-new * gqa // tiling.queries) if new else tokens * gqa // tiling.queries + rows
     window_left = args.window_left if args.window_left >= 0 else 2**30
     factor, cap = args.scale * math.log2(math.e), 0.0
     if args.logits_soft_cap > 0:
@@ -211,9 +252,9 @@ def attend(
     constants: dict[str, Any] = {
         "QUERIES": tiling.queries, "GQA": gqa, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,
         "KEYS": tiling.keys, "STAGES": tiling.stages, "CAPPED": cap > 0, "NEW": new, "num_warps": tiling.warps,
-        "enable_fp_fusion": False, **({} if variant is None else variant.constants),
+        "enable_fp_fusion": tiling.fuses, **({} if variant is None else variant.constants),
     }  # fmt: skip
-    _invariant_attention[(tiles, kv_heads)](
-        query, args.pages, args.qo_indptr, args.starts, args.lengths, args.indices, out, lse, key_scale, value_scale,
-        tensors, sizes, *query.stride()[:2], rows, window_left, factor, cap, **constants,
+    _packed_attention[(tiles, kv_heads)](
+        query, args.pages, args.qo_indptr, args.starts, args.lengths, args.indices, args.last_page_len, out, lse,
+        key_scale, value_scale, tensors, sizes, *query.stride()[:2], rows, window_left, factor, cap, **constants,
     )  # fmt: skip
