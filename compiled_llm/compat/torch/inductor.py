@@ -132,16 +132,17 @@ def build_probes_early() -> None:
     """
     if (inductor_cache() / "locks").exists():
         return
-    from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401 (imports in two threads may cross)
+    from torch._inductor import codecache, config, cpp_builder, cpu_vec_isa  # noqa: F401 (imports in two threads may cross)
 
     keep_probes_from_current_folder()
+    common = ["_avx_code"] if config.cpp.vec_isa_ok is None else []  # else it is said: TORCHINDUCTOR_VEC_ISA_OK
 
     def build() -> None:
         with suppress(Exception):  # no thread waits for it, and Inductor says what is wrong when it needs them
             names = set(cpu_vec_isa.x86_isa_checker())
             for isa in cpu_vec_isa.supported_vec_isa_list:
                 if names.issuperset(str(isa).split()):
-                    for name in ("_avx_code", *(name for name in vars(type(isa)) if name.endswith("_code"))):
+                    for name in (*common, *(name for name in vars(type(isa)) if name.endswith("_code"))):
                         isa.check_build(getattr(isa, name))
 
     threading.Thread(target=build, name="compiled_llm vector instructions", daemon=True).start()
