@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -103,3 +104,33 @@ def leave_out_what_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_get_np_dtype", found)
     monkeypatch.setattr(core.tuple_type, "__init__", without_a_name)
     monkeypatch.setattr(core.tuple_type, "name", "tuple", raising=False)
+    _make_each_shape_once(monkeypatch, core)
+
+
+def _make_each_shape_once(monkeypatch: pytest.MonkeyPatch, core: Any) -> None:
+    """Each value that a kernel computes, and its type, had tuples of its own, of objects for each size: a third."""
+    block, scalar_shape, one = core.block_type.__init__, core.tuple([]), core.constexpr(1)
+    shapes = dict[tuple[int, ...], tuple[Any, int, str]]()
+    of_values = dict[tuple[int, ...], tuple[Any, Any]]()
+
+    def typed(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(core._unwrap_if_constexpr(size) for size in core._unwrap_if_constexpr(shape))
+        if sizes not in shapes:
+            block(self, element_ty, shape)  # which refuses some
+            shapes[sizes] = self.shape, self.numel, str(self.shape)
+        self.element_ty = element_ty
+        self.shape, self.numel, name = shapes[sizes]
+        self.name = f"<{name}, {element_ty}>"
+
+    def valued(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        if not type.is_block():
+            self.shape, self.numel = scalar_shape, one
+            return
+        sizes = tuple(type.shape.values)
+        if sizes not in of_values:
+            of_values[sizes] = core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
+        self.shape, self.numel = of_values[sizes]
+
+    monkeypatch.setattr(core.block_type, "__init__", typed)
+    monkeypatch.setattr(core.tensor, "__init__", valued)
