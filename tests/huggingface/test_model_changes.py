@@ -133,14 +133,13 @@ def captures(without_inductor: None, monkeypatch: pytest.MonkeyPatch) -> None:
     let_a_cpu_capture(monkeypatch)
 
 
-# Each traces for four seconds, so there is one or two of each kind; two more run compiled in a callback, below.
+# Each traces for four seconds, so there is one or two of each kind; three more run compiled in a callback, below.
 IN_EACH_RUN = {
     "values are written",
     "load_state_dict, assign",
     "another list of layers",
     "a dtype, first layer",
     "a parameter that is registered again, last layer",
-    "a method",
     "a function of the model's file",
 }
 NOT_DYNAMOS = "a function of torch's"  # torch.compile traces the original of it
