@@ -45,7 +45,7 @@ WITH_CODE = [page for page in PAGES if blocks_of(page)]
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, with a tokenizer of one token a character."""
     folder = tmp_path_factory.mktemp("docs") / "tiny"
-    tiny_qwen3(eos_token_id=None).save_pretrained(folder)
+    tiny_qwen3(eos_token_id=None, num_hidden_layers=1).save_pretrained(folder)
     tokenizer = character_tokenizer()
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder)
