@@ -11,7 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+if TYPE_CHECKING:
+    from compiled_llm_ops.backends import ChosenBackend
 
 Mode = Literal["eager", "compile", "reduce-overhead", "cuda-graphs", "piecewise"]
 KVDtype = Literal["fp8_e4m3"]
@@ -22,7 +25,7 @@ WAITING_MODES = ("eager", "piecewise")
 
 CheckPages = Literal["off", "log", "raise"]
 
-OWN_BACKENDS = ("auto", "flashinfer", "reference")
+OWN_BACKENDS = ("auto", "flashinfer", "triton", "reference")
 """Values of ``backend`` that need no other package; named here, too, so that checking them does not import torch."""
 
 INVARIANT_BACKEND = "invariant"
@@ -138,9 +141,11 @@ class WrapConfig:
             ``"eager"`` are the same.
         backend: whose kernels attend over the pages. ``"auto"`` takes the fastest: on CUDA FlashInfer for prefill and
             our own kernel for decode, on a CPU plain PyTorch. ``"flashinfer"`` decodes with FlashInfer, too; on CUDA
-            only. ``"reference"`` is plain PyTorch: what a CPU runs anyway, and on CUDA, with ``mode="eager"`` or
-            ``mode="piecewise"``, the oracle for all others. Other packages can bring further ones, by an entry point of
-            the group ``compiled_llm_ops.backends``.
+            only. ``"triton"`` has kernels of our own for both, which need no nvcc, and take float32, too; on CUDA only.
+            ``"auto"`` takes it where FlashInfer is missing or cannot be built, and says so once. ``"reference"`` is
+            plain PyTorch: what a CPU runs anyway, and on CUDA, with ``mode="eager"`` or ``mode="piecewise"``, the
+            oracle for all others. Other packages can bring further ones, by an entry point of the group
+            ``compiled_llm_ops.backends``.
         page_size: tokens in one page of the KV cache.
         max_batch_size: most rows that run at once; a call with more raises.
         kv_memory: what the pages may take. A float up to 1.0 is a fraction of the free memory, an int is bytes, a
@@ -299,6 +304,13 @@ class WrapConfig:
     def attention_backend(self) -> str:
         """Whose kernels attend."""
         return INVARIANT_BACKEND if self.batch_invariant else self.backend
+
+    def backend_on(self, device: str) -> ChosenBackend:
+        """Return whose kernels attend on a kind of device; artifacts may hold kernels that are not to be built then."""
+        from compiled_llm_ops.backends import backend_for  # imports torch, for which `--help` should not wait
+
+        builds = self.artifacts is None or not os.path.isdir(os.path.join(self.artifacts, "flashinfer"))
+        return backend_for(self.attention_backend, device, builds)
 
     def _check_kv(self) -> None:
         if self.kv_dtype is not None and self.kv_dtype not in get_args(KVDtype):

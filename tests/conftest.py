@@ -22,6 +22,7 @@ from transformers import LlamaForCausalLM as Llama, Qwen3ForCausalLM as Qwen3
 from compiled_llm.compilation import backend as inductor
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.generate_loop import GenerateLoop
+from compiled_llm_ops import backends
 from support.compilation.fast_linker import link_fast
 from support.drawing import leave_out_what_is_not_drawn
 from support.ops.interpreting import (
@@ -217,3 +218,17 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         round_to_fp8_as_gpus_do(monkeypatch)
         patch_the_language_once(monkeypatch)
         leave_out_what_nothing_reads(monkeypatch)
+
+
+@pytest.fixture
+def problems(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[str]]]:
+    """What the installations of backends lack, by name, once their kernels have to be built: nothing yet."""
+    found: dict[str, list[str]] = {}
+    for name in ("flashinfer", "triton"):
+        installation = type(backends.backend_named(name).installation)
+        monkeypatch.setattr(
+            installation, "problems", lambda self, builds=True, name=name: found.get(name, []) if builds else []
+        )
+    backends._fastest_that_runs.cache_clear()
+    yield found
+    backends._fastest_that_runs.cache_clear()

@@ -47,13 +47,13 @@ OPS = "compiled_llm_ops"
 MAY_IMPORT = {
     f"{OPS}.kernels": {f"{OPS}.kernels", f"{OPS}.contracts"},
     f"{OPS}.flashinfer": {f"{OPS}.contracts", f"{OPS}.protocol"},
-    f"{OPS}.invariant": {f"{OPS}.contracts", f"{OPS}.protocol", f"{OPS}.plain_attention", f"{OPS}.kernels"},
+    f"{OPS}.triton": {f"{OPS}.contracts", f"{OPS}.protocol", f"{OPS}.plain_attention", f"{OPS}.kernels"},
     f"{OPS}.reference": {f"{OPS}.contracts", f"{OPS}.protocol", f"{OPS}.plain_attention"},
 }
 LAZILY = {f"{OPS}.kernels", f"{OPS}.flashinfer"}  # they import Triton and FlashInfer, which a CPU need not have
-BACKENDS = (f"{OPS}.flashinfer", f"{OPS}.invariant", f"{OPS}.reference")
+BACKENDS = (f"{OPS}.flashinfer", f"{OPS}.triton", f"{OPS}.reference")
 DOORS = {folder: {f"{OPS}.backends"} for folder in BACKENDS}  # a backend, and the one module outside that imports it
-DOORS[f"{OPS}.invariant"].add(f"{OPS}.attention.invariant")  # an op for decode, with the same plain attention
+DOORS[f"{OPS}.triton"].add(f"{OPS}.attention.invariant")  # an op for decode, with the same plain attention
 
 MAX_ROOMS = 16
 MODULES_IN_A_FOLDER = 14

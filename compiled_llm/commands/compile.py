@@ -115,7 +115,6 @@ def compiled_into(
     from compiled_llm.compilation.artifacts.writing import PROFILE, seal
     from compiled_llm.execution.lifecycle.runner_lifecycle import prepare
     from compiled_llm.execution.state.decode_buffers import buckets_up_to
-    from compiled_llm_ops.backends import backend_for
 
     here = made_for(loaded, type(loaded), WrapConfig.from_options(options))
     model = compiled_llm.wrap(loaded, max_batch_size=max_num_seqs, **options)
@@ -129,7 +128,7 @@ def compiled_into(
         model_runner.thread.call(model_runner.prepare_deferred, sizes or default)
         _run_some_requests(engine)
     with Console(stderr=True).status("waiting for kernels of attention that are built for later processes"):
-        attention = backend_for(model.compiled.config.attention_backend, model.device.type)
+        attention = model.compiled.config.backend_on(model.device.type)
         attention.backend.installation.wait_for_builds()
     if (left_out := uncached_graphs()) > 0:
         raise RuntimeError(

@@ -15,7 +15,6 @@ from compiled_llm.compilation.passes.normed_products import NormedProducts
 from compiled_llm.compilation.passes.norms import NormedSums
 from compiled_llm.compilation.passes.products import OuterProducts, SkinnyProducts
 from compiled_llm.config import WrapConfig
-from compiled_llm_ops.backends import backend_for
 
 
 def passes_for(config: WrapConfig, device: torch.device, fused: Sequence[Pass], decodes: bool) -> list[Pass]:
@@ -24,7 +23,7 @@ def passes_for(config: WrapConfig, device: torch.device, fused: Sequence[Pass], 
         return [OuterProducts(), *_invariant_passes(config, device, decodes), *fused, InvariantProducts()]
     if device.type == "cpu":  # what Inductor makes of a norm is faster than the op
         return list(fused)
-    _, backend, ops = backend_for(config.attention_backend, device.type)
+    _, backend, ops = config.backend_on(device.type)
     if not decodes:
         appended: list[Pass] = [PreparedInAppend()] if backend.rope_append else []
         return [OuterProducts(), *appended, *fused]
@@ -38,7 +37,7 @@ def _invariant_passes(config: WrapConfig, device: torch.device, decodes: bool) -
     """Return the passes for a GPU: those of decode and prefill find the same, and make kernels of it that add alike."""
     if device.type == "cpu":
         return []
-    _, _, ops = backend_for(config.attention_backend, device.type)
+    _, _, ops = config.backend_on(device.type)
     assert ops is not None, "its decode steps are not planned"
     return [PreparedInAttention(ops) if decodes else PreparedInAppend(), NormedSums()]
 

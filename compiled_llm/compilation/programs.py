@@ -47,7 +47,6 @@ from compiled_llm.model.attention import AttentionSpec
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.version.code import places_of
 from compiled_llm.model.weights.fused_weights import FusedWeights
-from compiled_llm_ops.backends import backend_for
 
 logger = logging.getLogger("compiled_llm.graphs")
 
@@ -125,7 +124,7 @@ class Programs:
         self._code, self._forward = self._version.code, facts.forward
         self._config = config
         self._device = device
-        self._decode_ops = backend_for(config.attention_backend, device.type).decode_ops
+        self._decode_ops = config.backend_on(device.type).decode_ops
         self._layers = facts.layers
         self._outlines: dict[str, Outline] = {}
         self._passes: list[Pass] = []

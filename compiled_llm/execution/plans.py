@@ -18,7 +18,7 @@ from compiled_llm.kvcache.memory import free, mark_static
 from compiled_llm.kvcache.table import HostTable
 from compiled_llm.model.attention import AttentionPlans
 from compiled_llm_ops import Geometry
-from compiled_llm_ops.backends import backend_for, backend_named
+from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.contracts import CASCADE_RUNS, PlannedBatch, planned_members
 from compiled_llm_ops.kernels.latent.latent_tiling import worth_expanding
 from compiled_llm_ops.protocol import CapturedLaunch, Plan
@@ -67,7 +67,7 @@ class Planner:
             expands: whether layers keep latents, which they may expand for rows without cached tokens.
             cascade: whether decode steps, if they are planned, may read pages once that rows share.
         """
-        self._name, self._backend, decode_ops = backend_for(config.attention_backend, device.type)
+        self._name, self._backend, decode_ops = config.backend_on(device.type)
         self.decodes = decode_ops is None
         self._device = device
         self._max_row_tokens = max_row_tokens

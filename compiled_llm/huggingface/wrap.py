@@ -39,7 +39,8 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
     Large allocations and compilation happen later: at the first call, or in ``model.compiled.warmup()``.
 
     Args:
-        model: a decoder-only causal LM, whole on one CUDA device (16 bits) or on the CPU, in evaluation mode.
+        model: a decoder-only causal LM, whole on one CUDA device (16 bits, or float32 with ``backend="triton"``) or on
+            the CPU, in evaluation mode.
         options: the fields of ``WrapConfig``.
 
     Returns:

@@ -21,7 +21,7 @@ from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm.model.sizes import attention_geometries
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.attention.variants.ops import missing_kernel as missing_variant
-from compiled_llm_ops.backends import BACKENDS, backend_for, backend_named
+from compiled_llm_ops.backends import BACKENDS, backend_named
 from compiled_llm_ops.contracts import CASCADE_QUERIES, FP8, FP8_CAPABILITY
 from compiled_llm_ops.kernels.latent.latent_tiling import OWN_HEADS, missing_kernel
 from compiled_llm_ops.protocol import Backend
@@ -66,7 +66,8 @@ def check_placement(model: PreTrainedModel, config: WrapConfig) -> None:
 
     Raises:
         UnsupportedModelError: this process has only a part of the weights.
-        ValueError: parameters on several devices, offloaded, on a device of another kind, or fp32 on CUDA.
+        ValueError: parameters on several devices, offloaded, on a device of another kind, or of a type
+            that the backend has no kernels for on CUDA.
         RuntimeError: the compiler or a tool of it is not installed, or the device cannot be used in this process.
     """
     check_process(model)
@@ -147,7 +148,7 @@ def check_device(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
 
 
 def _check_backend(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
-    name, backend, ops = backend_for(config.attention_backend, kind)
+    name, backend, ops = config.backend_on(kind)
     if kind not in backend.devices:
         raise ValueError(
             f"wrap: backend={name!r} has kernels for {' and '.join(backend.devices)} only, and the model is on {kind}; "
@@ -175,10 +176,20 @@ def _check_backend(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
         raise ValueError(
             f"wrap: the model is {dtype} on CUDA, where backend={name!r} has kernels for "
             f"{', '.join(sorted(str(known).removeprefix('torch.') for known in backend.dtypes))} only; load it with "
-            "dtype=torch.bfloat16, or call model.to(torch.bfloat16)"
+            f"dtype=torch.bfloat16, or call model.to(torch.bfloat16){_with_kernels_for(dtype)}"
+        )
+    if config.cascade is True and ops is not None and dtype.itemsize > 2:
+        raise ValueError(
+            f"wrap: cascade=True: the model is {dtype} on CUDA, where pages that rows share are read once by kernels "
+            "for 16 bits only; wrap without cascade"
         )
     if missing := backend.installation.problems(builds=config.artifacts is None):
         raise RuntimeError("wrap: the model is on CUDA and something is missing there: " + "; ".join(missing))
+
+
+def _with_kernels_for(dtype: torch.dtype) -> str:
+    able = [name for name in BACKENDS if backend_named(name).capturable and dtype in backend_named(name).dtypes]
+    return "".join(f", or wrap with backend={name!r}" for name in able)
 
 
 def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapConfig) -> None:
@@ -188,7 +199,7 @@ def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapCo
         _check_latents(model, layers, config)
         return
     _check_blocks(model, layers, config)
-    name, backend, ops = backend_for(config.attention_backend, model.device.type)
+    name, backend, ops = config.backend_on(model.device.type)
     geometries = attention_geometries(layers, config.page_size, model.dtype)
     if config.cascade is True and ops is None and all(layer.window_left >= 0 for layer in layers):
         raise UnsupportedModelError(
@@ -219,12 +230,14 @@ def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapCo
 
 def _check_variants(model: PreTrainedModel, layers: Sequence[Layer], config: WrapConfig) -> None:
     """Raise UnsupportedModelError if layers that attend by variants cannot."""
-    cuda = model.device.type == "cuda"
+    kind = model.device.type
+    cuda = kind == "cuda"
+    own = config.backend_on(kind).decodes_by_our_own
     for number, layer in enumerate(layers):
         if layer.variant is None:
             continue
         said, reason = f"wrap: variants: attention layer {number}", None
-        if cuda and config.backend != "auto":
+        if cuda and not own:
             reason = f"has kernels of our own, and backend={config.backend!r}; wrap with backend='auto'"
         elif layer.expansion is not None:
             reason = "keeps latents (multi-head latent attention), which variants do not read; leave it out"
@@ -246,7 +259,10 @@ def settled(config: WrapConfig, layers: Sequence[Layer], model: PreTrainedModel)
     faster = all(layer.expansion is not None and layer.query_heads > OWN_HEADS for layer in layers)
     if not faster or model.device.type != "cuda" or config.attention_backend != "auto":
         return config
-    backend, sizes = backend_named("flashinfer"), (config.page_size, model.dtype)
+    name, backend, _ = config.backend_on("cuda")
+    if name != "flashinfer":
+        return config
+    sizes = config.page_size, model.dtype
     geometries = zip(layers, attention_geometries(layers, *sizes), strict=True)
     known = all(
         backend.missing_kernel(geometry._replace(rope_size=layer.value_head_dim or 0)) is None
@@ -258,8 +274,9 @@ def settled(config: WrapConfig, layers: Sequence[Layer], model: PreTrainedModel)
 def _check_latents(model: PreTrainedModel, layers: Sequence[Layer], config: WrapConfig) -> None:
     """Raise UnsupportedModelError if layers of multi-head latent attention cannot run as the options say."""
     cuda = model.device.type == "cuda"
-    name, backend, _ = backend_for(config.attention_backend, model.device.type)
-    by_plan = cuda and config.backend != "auto"
+    chosen = config.backend_on(model.device.type)
+    name, backend, _ = chosen
+    by_plan = cuda and not chosen.decodes_by_our_own
     for option, given in (
         ("cascade=True", config.cascade is True),
         (f"kv_dtype={config.kv_dtype!r}", config.kv_dtype is not None),
@@ -301,6 +318,7 @@ def _check_latents(model: PreTrainedModel, layers: Sequence[Layer], config: Wrap
 
 def _check_blocks(model: PreTrainedModel, layers: Sequence[Layer], config: WrapConfig) -> None:
     """Raise UnsupportedModelError if layers whose indexers choose blocks cannot run as the options say."""
+    own = config.backend_on(model.device.type).decodes_by_our_own
     for number, layer in enumerate(layers):
         if layer.block_size is None:
             continue
@@ -312,7 +330,7 @@ def _check_blocks(model: PreTrainedModel, layers: Sequence[Layer], config: WrapC
             )
         for option, given in (
             ("batch_invariant=True", config.batch_invariant),
-            (f"backend={config.backend!r}", model.device.type == "cuda" and config.backend != "auto"),
+            (f"backend={config.backend!r}", model.device.type == "cuda" and not own),
         ):
             if given:
                 raise UnsupportedModelError(

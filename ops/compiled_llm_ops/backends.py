@@ -7,12 +7,15 @@ A package registers a backend by an entry point of the group ``compiled_llm_ops.
 from __future__ import annotations
 
 import functools
+import logging
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
 
 from compiled_llm_ops.protocol import Backend, DecodeOps, own_decode_ops
 
-BACKENDS = ("flashinfer", "reference")
+logger = logging.getLogger("compiled_llm.graphs")
+
+BACKENDS = ("flashinfer", "triton", "reference")
 """The names of our own."""
 
 INVARIANT = "invariant"
@@ -34,20 +37,48 @@ class ChosenBackend(NamedTuple):
     backend: Backend
     decode_ops: DecodeOps | None
 
+    @property
+    def decodes_by_our_own(self) -> bool:
+        """Whether decode has our own ops: then latents, lists of pages and variants have some, too."""
+        return self.decode_ops == own_decode_ops()
 
-def backend_for(name: str, device: str) -> ChosenBackend:
+
+def backend_for(name: str, device: str, builds: bool = True) -> ChosenBackend:
     """Return whose kernels attend on a kind of device, ``"cpu"`` or ``"cuda"``.
 
-    With ``"auto"``, CUDA has FlashInfer for prefill and our own kernel for decode, and a CPU the reference. Any other
-    name is that of a backend, which says itself how decode steps attend.
+    With ``"auto"``, CUDA has FlashInfer for prefill and our own kernel for decode, and a CPU the reference. Where
+    FlashInfer is missing or cannot be built, ``"triton"`` takes its place, and the log says so once. Any other name is
+    that of a backend, which says itself how decode steps attend.
+
+    Args:
+        name: of a backend, or ``"auto"``.
+        device: its kind.
+        builds: whether FlashInfer's kernels have to be built, if they did not come so.
 
     Raises: as ``backend_named``.
     """
     if name == "auto" and device == "cuda":
-        return ChosenBackend("flashinfer", backend_named("flashinfer"), own_decode_ops())
+        name = _fastest_that_runs(builds)
+        return ChosenBackend(name, backend_named(name), own_decode_ops())
     name = "reference" if name == "auto" else name
     backend = backend_named(name)
     return ChosenBackend(name, backend, backend.decode_ops(device))
+
+
+@functools.cache
+def _fastest_that_runs(builds: bool) -> str:
+    """Return the backend of ``"auto"`` on CUDA: once for a process, since its calls are to have the same kernels.
+
+    If neither can run it is FlashInfer, whose problems are then said.
+    """
+    problems = backend_named("flashinfer").installation.problems(builds)
+    if not problems or backend_named("triton").installation.problems(builds):
+        return "flashinfer"
+    logger.warning(
+        "compiled_llm: backend='auto' prefills with our own kernels (backend='triton'), not FlashInfer's: %s",
+        "; ".join(problems),
+    )
+    return "triton"
 
 
 def backend_names() -> tuple[str, ...]:
@@ -68,12 +99,16 @@ def backend_named(name: str) -> Backend:
         from compiled_llm_ops.flashinfer import backend as flashinfer
 
         return flashinfer.BACKEND
+    if name == "triton":
+        from compiled_llm_ops.triton import backend as triton
+
+        return triton.BACKEND
     if name == "reference":
         from compiled_llm_ops.reference import backend as reference
 
         return reference.BACKEND
     if name == INVARIANT:
-        from compiled_llm_ops.invariant import backend as invariant
+        from compiled_llm_ops.triton import invariant
 
         return invariant.BACKEND
     match list(dict.fromkeys(entry_points(group=GROUP, name=name))):

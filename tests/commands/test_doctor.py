@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from compiled_llm.commands.app import app
 from compiled_llm.commands.doctor import command as doctor_command, trial as doctor_build
 from compiled_llm.commands.doctor.checks import DoctorFinding, Outcome, checks, essence, packages
+from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.flashinfer.install import missing_for_cuda
 from support.commands.foreign_folder import ForeignFolder
 from support.server.engine_processes import COMMAND
@@ -245,12 +246,19 @@ def test_device_that_cannot_be_asked_prevents(gpus: Gpus, monkeypatch: pytest.Mo
     assert (found.prevents, found.detail) == (True, "CUDA error: out of memory")
 
 
-def test_on_cuda_all_that_wrap_would_miss_prevents(bare: None, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("triton_runs", [False, True])
+def test_on_cuda_what_flashinfer_misses_prevents_if_nothing_takes_its_place(
+    triton_runs: bool, bare: None, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installation = type(backend_named("triton").installation)
+    monkeypatch.setattr(installation, "problems", lambda self, builds=True: [] if triton_runs else ["no Triton"])
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
-    prevents = [found for found in doctor_command.examine(cuda=True) if found.prevents]
+    found = {f"{one.detail}: {one.fix}": one for one in doctor_command.examine(cuda=True)}
     assert missing_for_cuda()
     for message in missing_for_cuda():
-        assert message in [f"{found.detail}: {found.fix}" for found in prevents]
+        assert (found[message].status, found[message].prevents) == (
+            ("warning", False) if triton_runs else ("missing", True)
+        )
 
 
 def test_kernels_that_are_installed_built_need_no_compiler(bare: None, module: Fake, gpus: Gpus) -> None:
@@ -261,10 +269,10 @@ def test_kernels_that_are_installed_built_need_no_compiler(bare: None, module: F
     assert "nvcc" not in [name for name, *_ in doctor_build.trials("cuda")]
 
 
-def test_flashinfer_of_another_version_prevents_on_cuda(module: Fake, gpus: Gpus) -> None:
+def test_flashinfer_of_another_version_is_said_on_cuda(module: Fake, gpus: Gpus) -> None:
     module("flashinfer", "__version__ = '0.5.3'")
     found = finding("packages: flashinfer", cuda=True)
-    assert_found(found, "missing", "*FlashInfer 0.5.3 is outside*", "pip install*", prevents=True)
+    assert_found(found, "warning", "*FlashInfer 0.5.3 is outside*", "pip install*")
     assert finding("packages: flashinfer", cuda=False).status == "warning"
 
 

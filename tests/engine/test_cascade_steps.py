@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from compiled_llm.config import Mode, WrapConfig
@@ -56,7 +57,7 @@ def automatic(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = Cascade.of
 
     def as_on_a_gpu(config: WrapConfig, device: str, *rest: Any) -> Cascade | None:
-        return chosen(config, "cuda", *rest)
+        return chosen(config, "cuda", *rest[:-1], torch.bfloat16)
 
     monkeypatch.setattr(Cascade, "of", as_on_a_gpu)
 

@@ -72,12 +72,14 @@ def placed(device: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     ("backend", "device", "name", "plans_decode"),
     [
         ("auto", "cuda", "flashinfer", False),
+        ("triton", "cuda", "triton", False),
         ("auto", "cpu", "reference", False),
         ("flashinfer", "cuda", "flashinfer", True),
         ("reference", "cuda", "reference", True),
         ("reference", "cpu", "reference", False),
     ],
 )
+@pytest.mark.usefixtures("problems")
 def test_whose_kernels_attend(backend: str, device: str, name: str, plans_decode: bool) -> None:
     chosen = backend_for(backend, device)
     decode_ops = None if plans_decode else own_decode_ops()
@@ -86,9 +88,47 @@ def test_whose_kernels_attend(backend: str, device: str, name: str, plans_decode
 
 def test_a_backend_is_found_by_its_name() -> None:
     assert ("auto", *BACKENDS) == OWN_BACKENDS
-    assert {type(backend_named(name)).__name__ for name in BACKENDS} == {"FlashInfer", "Reference"}
-    with pytest.raises(ValueError, match="'triton' does not exist; choose one of 'flashinfer', 'reference'"):
-        backend_named("triton")
+    assert {type(backend_named(name)).__name__ for name in BACKENDS} == {"FlashInfer", "Triton", "Reference"}
+    with pytest.raises(ValueError, match="'cudnn' does not exist; choose one of 'flashinfer', 'triton', 'reference'"):
+        backend_named("cudnn")
+
+
+def test_auto_takes_our_own_kernels_where_flashinfer_cannot_run_and_says_so_once(
+    problems: dict[str, list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    problems["flashinfer"] = ["nvcc is not found: install it"]
+    for _ in range(3):
+        chosen = backend_for("auto", "cuda")
+        assert chosen == ("triton", backend_named("triton"), own_decode_ops())
+    (said,) = caplog.messages
+    assert said.endswith("not FlashInfer's: nvcc is not found: install it")
+    check_placement(placed("cuda:0", torch.float32), WrapConfig())
+    with pytest.raises(RuntimeError, match=r"something is missing there: nvcc is not found: install it"):
+        check_placement(placed("cuda:0"), WrapConfig(backend="flashinfer"))
+
+
+def test_where_nothing_can_run_it_is_flashinfer_that_is_to_be_installed(problems: dict[str, list[str]]) -> None:
+    problems |= {"flashinfer": ["pip install X"], "triton": ["Triton compiles for compute capability 8.0"]}
+    assert backend_for("auto", "cuda").name == "flashinfer"
+    with pytest.raises(RuntimeError, match=r"something is missing there: pip install X"):
+        check_placement(placed("cuda:0"), WrapConfig())
+    with pytest.raises(RuntimeError, match=r"something is missing there: Triton compiles for compute capability 8\.0"):
+        check_placement(placed("cuda:0"), WrapConfig(backend="triton"))
+
+
+def test_kernels_that_artifacts_hold_are_not_built(problems: dict[str, list[str]], tmp_path: Path) -> None:
+    problems["flashinfer"] = ["nvcc is not found: install it"]
+    config = WrapConfig(artifacts=tmp_path)
+    assert config.backend_on("cuda").name == "triton", "what wrote them had no nvcc either"
+    (tmp_path / "flashinfer").mkdir()
+    assert config.backend_on("cuda").name == "flashinfer"
+
+
+def test_gpus_that_triton_does_not_compile_for_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    (message,) = backend_named("triton").installation.problems()
+    assert message.startswith("Triton compiles for compute capability 8.0 or newer, and the device has 7.5: use")
 
 
 # ---- one that another package brings
@@ -141,7 +181,7 @@ def test_a_package_brings_a_backend_that_is_imported_once_it_is_named(seed: int)
 
 @pytest.mark.usefixtures("installed")
 def test_a_backend_that_nobody_brings_is_refused_with_all_that_there_are() -> None:
-    message = r"'cudnn': choose one of 'auto', 'flashinfer', 'reference', 'counting', .*'planned', 'twice', 'unplanned'"
+    message = r"'cudnn': choose one of 'auto', 'flashinfer', 'triton', 'reference', 'counting', .*'twice', 'unplanned'"
     with pytest.raises(ValueError, match=message):
         WrapConfig(backend="cudnn")
 
@@ -274,7 +314,7 @@ def test_what_a_package_brings_that_is_no_backend_is_refused(name: str, error: t
 
 
 @pytest.mark.parametrize("mode", ["compile", "reduce-overhead", "cuda-graphs", "piecewise"])
-@pytest.mark.parametrize(("backend", "is_searched"), [("auto", True), ("flashinfer", False)])
+@pytest.mark.parametrize(("backend", "is_searched"), [("auto", True), ("triton", True), ("flashinfer", False)])
 def test_graphs_are_searched_for_what_decode_attention_prepares_only_if_they_have_it(
     mode: Any, backend: Any, is_searched: bool
 ) -> None:
@@ -284,7 +324,8 @@ def test_graphs_are_searched_for_what_decode_attention_prepares_only_if_they_hav
 
 
 @pytest.mark.parametrize(
-    ("backend", "is_searched"), [("auto", True), ("flashinfer", True), ("reference", False), ("unplanned", False)]
+    ("backend", "is_searched"),
+    [("auto", True), ("flashinfer", True), ("triton", True), ("reference", False), ("unplanned", False)],
 )
 @pytest.mark.usefixtures("installed")
 def test_backends_that_write_into_the_pages_themselves_still_do(backend: Any, is_searched: bool) -> None:
@@ -325,7 +366,7 @@ def test_the_reference_attends_as_the_cpu_kernels_do(window_left: int, seed: int
 
 
 def test_a_backend_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"backend='cudnn': choose one of 'auto', 'flashinfer', 'reference'"):
+    with pytest.raises(ValueError, match=r"backend='cudnn': choose one of 'auto', 'flashinfer', 'triton', 'reference'"):
         WrapConfig(backend=cast(Any, "cudnn"))
 
 
@@ -354,6 +395,7 @@ def test_the_reference_on_cuda_needs_nothing_installed_and_takes_any_type(monkey
         check_placement(placed("cuda:0"), WrapConfig(backend="flashinfer"))
 
 
+@pytest.mark.usefixtures("problems")
 def test_a_layer_without_a_kernel_is_named_with_the_reason_and_who_can() -> None:
     layers = [LAYER, LAYER._replace(head_dim=600)]
     message = r"'flashinfer' cannot run attention layer 1: head size 600 .*; backend='reference' with mode='eager' can"
@@ -361,7 +403,23 @@ def test_a_layer_without_a_kernel_is_named_with_the_reason_and_who_can() -> None
         with pytest.raises(UnsupportedModelError, match=message):
             check_layers(placed("cuda:0"), layers, WrapConfig(backend=cast(Any, backend)))
     check_layers(placed("cuda:0"), layers, WrapConfig(backend="reference", mode="eager"))
+    with pytest.raises(UnsupportedModelError, match=r"'triton' cannot run attention layer 1: .* the largest is 512"):
+        check_layers(placed("cuda:0"), layers, WrapConfig(backend="triton"))
     check_layers(placed("cpu"), layers, WrapConfig())
+
+
+@pytest.mark.usefixtures("problems")
+def test_float32_on_cuda_is_for_our_own_kernels() -> None:
+    model, many = placed("cuda:0", torch.float32), LAYER._replace(query_heads=71 * 2)
+    with pytest.raises(ValueError, match=r"backend='flashinfer' has kernels for .*, or wrap with backend='triton'"):
+        check_placement(model, WrapConfig())
+    config = WrapConfig(backend="triton")
+    check_placement(model, config)
+    check_layers(model, [LAYER, LAYER._replace(head_dim=512), many], config)
+    with pytest.raises(UnsupportedModelError, match=r"in float32 for 71 query heads of size 256 .*: at most 64; .*ref"):
+        check_layers(model, [many._replace(head_dim=256)], config)
+    with pytest.raises(ValueError, match=r"cascade=True: the model is torch.float32 on CUDA.*for 16 bits only"):
+        check_placement(model, WrapConfig(backend="triton", cascade=True))
 
 
 # ---- decode that is planned

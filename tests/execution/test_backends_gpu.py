@@ -10,7 +10,7 @@ import torch
 import compiled_llm
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm_ops.protocol import Plan
-from support.execution.twins import assert_parity, parity, prompts_on_device, small_qwen3, twins_of
+from support.execution.twins import assert_parity, in_float32, parity, prompts_on_device, small_qwen3, twins_of
 from support.parity import assert_account_is_empty, greedy
 
 pytestmark = pytest.mark.gpu
@@ -27,6 +27,11 @@ WINDOWED = {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window"
         ("flashinfer", "reduce-overhead"),
         ("flashinfer", "cuda-graphs"),
         ("flashinfer", "piecewise"),
+        ("triton", "eager"),
+        ("triton", "compile"),
+        ("triton", "reduce-overhead"),
+        ("triton", "cuda-graphs"),
+        ("triton", "piecewise"),
         ("reference", "piecewise"),
         ("reference", "eager"),
     ],
@@ -42,6 +47,24 @@ def test_logits_are_as_exact_as_huggingfaces_on_each_backend(backend: str, mode:
     assert stats.cuda_graphs == {"reduce-overhead": 2, "cuda-graphs": 3, "piecewise": 3}.get(mode, 0)
     assert_account_is_empty(twins.wrapped)
     compiled_llm.unwrap(twins.wrapped)
+
+
+def test_auto_runs_without_a_compiler_for_flashinfer(seed: int, problems: dict[str, list[str]]) -> None:
+    problems["flashinfer"] = ["nvcc is not found"]
+    twins = twins_of(small_qwen3(seed))
+    assert_parity(parity(twins, LENGTHS, 60, seed))
+    assert twins.wrapped.compiled.stats().backend == "triton"
+    compiled_llm.unwrap(twins.wrapped)
+
+
+@pytest.mark.parametrize("mode", ["eager", "cuda-graphs"])
+def test_float32_has_the_tokens_of_huggingface(mode: Any, seed: int) -> None:
+    plain = in_float32(small_qwen3(seed))
+    inputs = prompts_on_device([9, 100, 33], seed)
+    expected = greedy(plain, inputs, 60)
+    model = compiled_llm.wrap(plain, backend="triton", mode=mode, max_batch_size=4, kv_memory="16384 tokens")
+    assert torch.equal(greedy(model, inputs, 60), expected)
+    compiled_llm.unwrap(model)
 
 
 def test_a_captured_step_keeps_its_partition_while_rows_grow(seed: int) -> None:

@@ -29,7 +29,7 @@ from support.parity import assert_account_is_empty, greedy
 pytestmark = [pytest.mark.gpu, needs_cuda]
 
 
-@pytest.mark.parametrize("backend", ["auto", "flashinfer", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "flashinfer", "triton", "reference"])
 @pytest.mark.parametrize("overrides", [{}, WINDOWED], ids=["full", "sliding and full"])
 def test_steps_in_pieces_are_as_exact_as_huggingface(backend: Any, overrides: dict[str, Any], seed: int) -> None:
     twins = twins_of(small_qwen3(seed, **overrides), mode="piecewise", backend=backend, progress=False)

@@ -141,6 +141,7 @@ class Placed:
         (Placed(["cuda:0"], torch.float64), r"torch\.float64 on CUDA.*model\.to\(torch\.bfloat16\)"),
     ],
 )
+@pytest.mark.usefixtures("problems")
 def test_a_model_that_is_not_whole_on_one_device_in_a_fitting_type_is_refused(placed, message):
     with pytest.raises(ValueError, match=message):
         check_placement(placed, WrapConfig())

@@ -182,6 +182,7 @@ def test_huggingfaces_caches_of_it_are_read_in_and_written_back(kind: str, seed:
     assert_account_is_empty(model)
 
 
+@pytest.mark.usefixtures("problems")
 def test_a_backend_that_cannot_says_so_and_who_can() -> None:
     class Placed:
         device, dtype = torch.device("cuda:0"), torch.bfloat16

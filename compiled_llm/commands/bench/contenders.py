@@ -141,7 +141,7 @@ class Ours(Contender):
 
     def obstacle(self, setup: Setup) -> str | None:
         cuda = setup.device.type == "cuda"
-        if self.backend == "flashinfer" and not cuda:
+        if self.backend in ("flashinfer", "triton") and not cuda:
             return f"backend {self.backend} runs on CUDA only"
         captures = self.mode not in ("eager", "compile") and not cuda
         return "a CPU has no CUDA graphs: this mode is compiled-llm:compile there" if captures else None

@@ -187,13 +187,14 @@ def for_cuda(package: Package, cuda: bool) -> Outcome:
 
 
 def missing_for_cuda(what: str) -> Outcome | None:
-    """Return that `wrap` would miss this on CUDA, and the way out, if so it is."""
+    """Return that FlashInfer misses this on CUDA, and the way out; a warning if Triton's kernels can run."""
     from compiled_llm_ops.backends import backend_named
 
+    status: Status = "missing" if backend_named("triton").installation.problems() else "warning"
     for message in backend_named("flashinfer").installation.problems():
         if message.startswith(f"{what} "):
             detail, _, fix = " ".join(message.split()).rpartition(": ")
-            return Outcome("missing", detail, fix)
+            return Outcome(status, detail, fix)
     return None
 
 

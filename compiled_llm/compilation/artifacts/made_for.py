@@ -51,6 +51,7 @@ def made_for(model: PreTrainedModel, model_class: type[PreTrainedModel], config:
         "weights": _fingerprint(model),
         **{f"config.{name}": value for name, value in _config_of(model).items()},
         **{f"option {name}": getattr(config, name) for name in OPTIONS},
+        "attention kernels": _kernels(kind, config),
         **_of_variants(config),
     }
     plain: dict[str, Any] = json.loads(json.dumps(found))
@@ -69,10 +70,16 @@ def sizes_made_for(
         "weights": _fingerprint(model),
         "device": model.device.type,
         **{f"option {name}": getattr(config, name) for name in SIZE_OPTIONS},
+        "attention kernels": _kernels(model.device.type, config),
         "rows": rows,
     }
     plain: dict[str, Any] = json.loads(json.dumps(found))
     return plain
+
+
+def _kernels(device: str, config: WrapConfig) -> str:
+    """Return whose kernels attend in prefill, since ``backend="auto"`` stands for what a machine has."""
+    return config.backend_on(device).name
 
 
 def _of_variants(config: WrapConfig) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from compiled_llm.execution.threads.loop_lock import LoopLock
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.version.model_version import Placement
-from compiled_llm_ops.backends import backend_for
 
 
 class RunningEngine(Holder, Protocol):
@@ -121,6 +120,7 @@ class Runtime:
         calls = Stats(
             mode=self.config.mode,
             device=str(self.facts.model.device),
+            backend=self.config.backend_on(self.facts.model.device.type).name,
             generate_calls=dict(counters.generate_calls),
             forward_calls=dict(counters.forward_calls),
             slow_paths=counters.slow_paths,
@@ -258,7 +258,7 @@ def _artifacts_for(facts: ModelFacts, config: WrapConfig) -> Artifacts | None:
     if config.artifacts is None:
         return None
     here = made_for(facts.model, facts.model_class, config)
-    installation = backend_for(config.attention_backend, facts.model.device.type).backend.installation
+    installation = config.backend_on(facts.model.device.type).backend.installation
     artifacts = Artifacts.read(config.artifacts, here, installation)
     artifacts.check_rows(config.max_batch_size)
     return artifacts

@@ -35,6 +35,7 @@ class Stats:
     Attributes:
         mode: that of ``wrap``.
         device: where the model is.
+        backend: whose kernels attend in prefill, which ``wrap(backend="auto")`` leaves to what is installed.
         generate_calls: calls of ``generate`` by the path they took, and managers of ``generate_batch`` by whose runs.
         forward_calls: calls of the model itself by ``compiled`` or ``original``; those that ``generate`` makes are
             not among them.
@@ -83,6 +84,7 @@ class Stats:
 
     mode: Mode = "cuda-graphs"
     device: str = "cpu"
+    backend: str = ""
     generate_calls: dict[str, int] = field(default_factory=dict)
     forward_calls: dict[str, int] = field(default_factory=dict)
     slow_paths: dict[str, int] = field(default_factory=dict)
@@ -133,6 +135,8 @@ class Stats:
             yield "forward", _named(self.forward_calls)
             yield from _slow_rows(slow_forward)
         if self.pages is not None:
+            if self._on_cuda:
+                yield "attention", self.backend
             yield from self._step_rows()
             if self.wrong_tags:
                 yield "wrong pages", f"{self.wrong_tags} tags were not the reading row's: see the log"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
+
 from compiled_llm.config import WrapConfig
 from compiled_llm.kvcache.specs import KVCacheSpec
 from compiled_llm.model.layer_probe import Layer
@@ -34,6 +36,7 @@ class Cascade:
         layers: Sequence[Layer],
         specs: Sequence[KVCacheSpec],
         ops: DecodeOps | None,
+        dtype: torch.dtype,
     ) -> Cascade | None:
         """Return None if no step reads shared pages once: it is not wanted, or ``"auto"`` has no kernel for it.
 
@@ -45,7 +48,7 @@ class Cascade:
             if layer.variant is None  # it reads all pages of its rows
         ]
         if config.cascade == "auto":
-            has_kernel = ops is not None and ops.cascade is not None
+            has_kernel = ops is not None and ops.cascade is not None and dtype.itemsize == 2
             fits = all(
                 layer.expansion is None and layer.query_heads // layer.kv_heads <= CASCADE_QUERIES for layer in layers
             )

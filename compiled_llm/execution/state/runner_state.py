@@ -32,7 +32,6 @@ from compiled_llm.kvcache.specs import TokenPlaces, allocate_pages, kv_cache_spe
 from compiled_llm.kvcache.step_validity import StepValidity
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.sizes import logits_width
-from compiled_llm_ops.backends import backend_for
 from compiled_llm_ops.plain_attention import as_bytes
 
 
@@ -74,14 +73,14 @@ class RunnerState:
             changed=self.validity.invalidate,
             captures=config.captures_on(self.device.type),
         )
-        chosen = backend_for(config.attention_backend, self.device.type)
+        chosen = config.backend_on(self.device.type)
         with torch.inference_mode(False):
             in_fp8 = config.kv_dtype is not None
             self.page_scales = allocate_scales(facts.layers, config.kv_scales, self.device) if in_fp8 else ()
         paging, plans_decode = (config.page_size, model.dtype), chosen.decode_ops is None
         self.specs = kv_cache_specs(facts.layers, *paging, chosen.backend, self.page_scales, plans_decode)
         own_specs = self.specs[: len(facts.layers)]
-        self.cascade = Cascade.of(config, self.device.type, facts.layers, own_specs, chosen.decode_ops)
+        self.cascade = Cascade.of(config, self.device.type, facts.layers, own_specs, chosen.decode_ops, self.dtype)
         groups = 1 + max(spec.group for spec in self.specs)
         paged, beside = page_bytes(self.specs), self._score_room()
         count = pages_to_allocate(

@@ -13,7 +13,6 @@ from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.contracts import (
     FP8,
     AppendPagedKv,
-    RopeAppendPagedKv,
     check_capability,
     check_fp8,
     check_token_places,
@@ -115,14 +114,10 @@ def _append_fp8(args: AppendPagedKv) -> None:
 
     It is given no queries.
     """
-    from compiled_llm_ops.kernels.attention.rope_append import rope_append
+    from compiled_llm_ops.kernels.attention.rope_append import append
 
     check_capability("append_paged_kv", args.pages)
-    no_query, places = args.key[:, :0], (args.token_rows, args.token_positions, args.indptr, args.indices)
-    written = RopeAppendPagedKv(no_query, args.key, args.value, args.pages, *places)
-    written = written._replace(key_scale=args.key_scale, value_scale=args.value_scale, saturated=args.saturated)
-    with torch.cuda.device(args.key.device):  # Triton launches on the current one
-        rope_append(written, pdl=False)
+    append(args)
 
 
 _append_paged_kv = define(

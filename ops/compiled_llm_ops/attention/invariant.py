@@ -24,9 +24,9 @@ from compiled_llm_ops.contracts import (
     check_even_heads,
     value_size,
 )
-from compiled_llm_ops.invariant.plain import attend_row
 from compiled_llm_ops.library import same_arguments_as
 from compiled_llm_ops.plain_attention import store
+from compiled_llm_ops.triton.plain import attend_row
 
 
 @same_arguments_as(decode_attention)

@@ -385,8 +385,10 @@ def test_what_a_gpu_has_no_kernel_for_is_refused_by_its_numbers() -> None:
     ):
         with pytest.raises(UnsupportedModelError, match=message):
             check_layers(model, [latent._replace(**changes)], WrapConfig(**options))
+    check_layers(model, [latent], WrapConfig(backend="triton"))  # by the ops that need no plan, as with "auto"
 
 
+@pytest.mark.usefixtures("problems")
 def test_auto_is_the_backend_that_is_faster_for_so_many_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "OWN_HEADS", 64)
     model: Any = Placed()

@@ -4,6 +4,7 @@ see `test_packed_gpu.py`. `invariant` and `variants` have tests of what is their
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from pathlib import Path
@@ -13,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import PagedAttention
+from compiled_llm_ops import plain_attention
+from compiled_llm_ops.backends import backend_named
+from compiled_llm_ops.contracts import AppendPagedKv, PagedAttention
 from compiled_llm_ops.kernels.attention.packed_tiling import (
     FEWEST,
     LARGEST_HEAD,
@@ -21,6 +24,7 @@ from compiled_llm_ops.kernels.attention.packed_tiling import (
     PackedTiling,
     packed_tiling,
 )
+from compiled_llm_ops.protocol import owner_of
 from support.ops.compiling import compiled, resources_of
 from support.ops.fp8_pages import KINDS, Fp8Batch
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
@@ -125,6 +129,34 @@ def test_pages_before_all_windows_are_not_read(seed: int) -> None:
     first = (200 - 20 - 50) // 16
     batch.pages[batch.indices[:first].long()] = torch.nan
     check(batch, PackedTiling(16, 16, 2, 4), 50, 0.0)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_the_backend_appends_and_attends_by_its_own_kernels(
+    dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is for CUDA launches on tensors of the CPU; plain PyTorch is not there."""
+    from compiled_llm_ops.kernels.attention import packed
+
+    sizes: dict[str, Any] = {"group": 3, "head_dim": 80, "padded": 128, "page_size": 16, "dtype": dtype, "seed": seed}
+    batch, backend = Batch(LENGTHS, QUERIES, **sizes), backend_named("triton")
+    expected, sums = batch.expected(batch.scale, 20, 1.5), expected_lse(batch, 20, 1.5)
+    for name in ("attend_row_by_row", "append"):
+        monkeypatch.setattr(plain_attention, name, None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(packed, "_shared_memory", lambda _: SHARED_MEMORY)
+    key, value, places = torch.cat(batch.keys), torch.cat(batch.values), batch.slots([0] * len(LENGTHS), LENGTHS)
+    backend.append(AppendPagedKv(key, value, batch.pages, *places, *batch.table))
+    plan = backend.new_plan(backend.workspace(torch.device("cpu"), 0), 0)
+    args = PagedAttention(*batch.arguments(), 20, 1.5)._replace(plan=plan.tensor)
+    args = args._replace(query=torch.nn.functional.pad(args.query, (0, 48)))  # as the op does
+    out, lse = torch.empty_like(args.query), torch.empty(args.query.shape[:2])
+    owner_of(plan.tensor).launch(args, out, lse)
+    near = 5e-3 if dtype == torch.float16 else 1e-5
+    torch.testing.assert_close(out[..., :80].float(), expected, rtol=near, atol=near)
+    torch.testing.assert_close(lse, sums, rtol=near, atol=near)
+    assert not out[..., 80:].any()
 
 
 # ---- the rule

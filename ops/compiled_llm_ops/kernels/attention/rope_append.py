@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_llm_ops.contracts import RopeAppendPagedKv
+from compiled_llm_ops.contracts import AppendPagedKv, RopeAppendPagedKv
 from compiled_llm_ops.kernels.attention.fp8 import as_stored
 from compiled_llm_ops.kernels.attention.rotary import prepared
 
@@ -164,3 +164,10 @@ def rope_append(
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], args.epsilon, **constants,
     )  # fmt: skip
     return out
+
+
+def append(args: AppendPagedKv) -> None:
+    """Launch the kernel on the device of ``args``, which are checked, for keys and values alone."""
+    shared = {name: getattr(args, name) for name in RopeAppendPagedKv._fields if name in AppendPagedKv._fields}
+    with torch.cuda.device(args.key.device):  # Triton launches on the current one
+        rope_append(RopeAppendPagedKv(query=args.key[:, :0], **shared), pdl=False)

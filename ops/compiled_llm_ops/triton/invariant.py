@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import FP8, AppendPagedKv, Geometry, PagedAttention, RopeAppendPagedKv
-from compiled_llm_ops.invariant import plain
+from compiled_llm_ops.contracts import FP8, AppendPagedKv, Geometry, PagedAttention
 from compiled_llm_ops.protocol import DecodeOps, EmptyPlan, EmptyWorkspace, Unplanned, own
+from compiled_llm_ops.triton import plain
 
 
 class InvariantPlan(EmptyPlan):
@@ -55,11 +55,9 @@ class Invariant(Unplanned):
         return InvariantPlan(workspace.buffer.device)
 
     def append(self, args: AppendPagedKv) -> None:
-        from compiled_llm_ops.kernels.attention.rope_append import rope_append
+        from compiled_llm_ops.kernels.attention.rope_append import append
 
-        shared = {name: getattr(args, name) for name in RopeAppendPagedKv._fields if name in AppendPagedKv._fields}
-        with torch.cuda.device(args.key.device):  # Triton launches on the current one
-            rope_append(RopeAppendPagedKv(query=args.key[:, :0], **shared), pdl=False)
+        append(args)
 
     def decode_ops(self, device: str) -> DecodeOps | None:
         ops = torch.ops.compiled_llm

@@ -1,1 +1,0 @@
-"""Batch-invariant attention: the backend, and what it runs on a CPU."""

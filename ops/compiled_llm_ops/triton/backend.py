@@ -1,0 +1,84 @@
+"""Triton kernels of our own as a backend, in prefill and decode, without plans; see ``protocol.Backend``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_llm_ops.contracts import FP8, AppendPagedKv, Geometry, PagedAttention
+from compiled_llm_ops.protocol import (
+    DecodeOps,
+    EmptyPlan,
+    EmptyWorkspace,
+    Installation,
+    Unplanned,
+    own,
+    own_decode_ops,
+)
+from compiled_llm_ops.triton.install import TritonInstallation
+
+FLOAT32_VALUES = 2**14
+"""Values of a row's queries for one kv head that the decode kernel takes in float32, padded to powers of two."""
+
+
+class TritonPlan(EmptyPlan):
+    """An empty plan; see ``protocol.Plan``."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        own(self)
+
+    def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
+        from compiled_llm_ops.kernels.attention.packed import PackedQueries, attend
+
+        with torch.cuda.device(out.device):  # Triton launches on the current one
+            attend(PackedQueries.of(args, args.logits_soft_cap), out, lse)
+
+
+class Triton(Unplanned):
+    """See ``protocol.Backend``."""
+
+    devices: tuple[str, ...] = ("cuda",)
+    dtypes = frozenset({torch.float16, torch.bfloat16, torch.float32})
+    kv_dtypes = frozenset({FP8})
+    capturable = True
+    uneven_heads = False
+    rope_append = True
+    installation: Installation = TritonInstallation()
+
+    def missing_kernel(self, geometry: Geometry) -> str | None:
+        from compiled_llm_ops.kernels.attention.packed_tiling import LARGEST_HEAD
+
+        group, remainder = divmod(geometry.query_heads, geometry.kv_heads)
+        if remainder:
+            return f"{geometry.query_heads} query heads are no multiple of {geometry.kv_heads} kv heads"
+        if geometry.head_dim > LARGEST_HEAD:
+            return f"there is no kernel for heads of size {geometry.head_dim}: the largest is {LARGEST_HEAD}"
+        if geometry.dtype not in self.dtypes:
+            return f"there is no kernel for {geometry.dtype} queries; use torch.bfloat16, float16 or float32"
+        most = FLOAT32_VALUES // self.stored_head_dim(geometry.head_dim)
+        if geometry.dtype == torch.float32 and group > most:
+            return (
+                f"there is no kernel in float32 for {group} query heads of size {geometry.head_dim} of one kv head: "
+                f"at most {most}"
+            )
+        return None
+
+    def stored_head_dim(self, head_dim: int) -> int:
+        from compiled_llm_ops.kernels.attention.packed_tiling import SMALLEST_HEAD
+
+        return max(SMALLEST_HEAD, 1 << (head_dim - 1).bit_length())
+
+    def new_plan(self, workspace: EmptyWorkspace, nbytes: int) -> TritonPlan:
+        return TritonPlan(workspace.buffer.device)
+
+    def append(self, args: AppendPagedKv) -> None:
+        from compiled_llm_ops.kernels.attention.rope_append import append
+
+        append(args)
+
+    def decode_ops(self, device: str) -> DecodeOps:
+        return own_decode_ops()
+
+
+BACKEND = Triton()
