@@ -157,7 +157,7 @@ class PackedTokens(NamedTuple):
     ) -> tuple[Tensor, Tensor | None]:
         """Write the new keys and values into a layer's pages, and attend over them; as ``AttentionSpec.attend``."""
         if self.visible is not None:
-            return self._attend_to_visible(layer, states, pages, options, wants_lse, scales, self.visible)
+            return self._attend_to_visible(states, pages, options, wants_lse, scales, self.visible)
         if self.variant is not None:
             self._append(states, pages, scales)
             table = PageTable(self.qo_indptr, *self.table)
@@ -171,7 +171,6 @@ class PackedTokens(NamedTuple):
 
     def _attend_to_visible(
         self,
-        layer: int,
         states: States,
         pages: Tensor,
         options: Options,
@@ -181,7 +180,7 @@ class PackedTokens(NamedTuple):
     ) -> tuple[Tensor, Tensor | None]:
         """Write the new keys and values, and let each token attend as the newest one of a row, to be written again."""
         assert self.cascade is None, "wrap has refused other backends"
-        self._appended(layer, states, pages, scales)
+        self._append(states, pages, scales)
         starts, lengths = self.indptr[self.token_rows], self.token_positions + 1
         arguments = DecodeAttention(
             *states,

@@ -88,7 +88,7 @@ class ModelFacts:
 
     @cached_property
     def scores(self) -> IndexScores | None:
-        """What indexers take to choose tokens; None if layers have none."""
+        """The sizes that the memory of indexers' scores follows from; None if no layer has an indexer."""
         sizes = [layer.index_size for layer in self.layers if layer.index_size is not None]
         if not sizes:
             return None

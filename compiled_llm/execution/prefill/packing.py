@@ -145,7 +145,7 @@ def chunks(
 
 
 class Taken(NamedTuple):
-    """What a chunk has already."""
+    """How many tokens, pages and rows are in a chunk so far."""
 
     tokens: int
     pages: int

@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import FP8, AppendPagedKv, Geometry, PagedAttention
+from compiled_llm_ops.contracts import Geometry, PagedAttention
 from compiled_llm_ops.protocol import (
     DecodeOps,
     EmptyPlan,
     EmptyWorkspace,
     Installation,
-    Unplanned,
     own,
     own_decode_ops,
 )
 from compiled_llm_ops.triton.install import TritonInstallation
+from compiled_llm_ops.triton.paged_kernels import PagedKernels
 
 FLOAT32_VALUES = 2**14
 """Values of a row's queries for one kv head that the decode kernel takes in float32, padded to powers of two."""
@@ -35,15 +35,11 @@ class TritonPlan(EmptyPlan):
             attend(PackedQueries.of(args, args.logits_soft_cap), out, lse)
 
 
-class Triton(Unplanned):
+class Triton(PagedKernels):
     """See ``protocol.Backend``."""
 
     devices: tuple[str, ...] = ("cuda",)
     dtypes = frozenset({torch.float16, torch.bfloat16, torch.float32})
-    kv_dtypes = frozenset({FP8})
-    capturable = True
-    uneven_heads = False
-    rope_append = True
     installation: Installation = TritonInstallation()
 
     def missing_kernel(self, geometry: Geometry) -> str | None:
@@ -64,18 +60,8 @@ class Triton(Unplanned):
             )
         return None
 
-    def stored_head_dim(self, head_dim: int) -> int:
-        from compiled_llm_ops.kernels.attention.packed_tiling import SMALLEST_HEAD
-
-        return max(SMALLEST_HEAD, 1 << (head_dim - 1).bit_length())
-
     def new_plan(self, workspace: EmptyWorkspace, nbytes: int) -> TritonPlan:
         return TritonPlan(workspace.buffer.device)
-
-    def append(self, args: AppendPagedKv) -> None:
-        from compiled_llm_ops.kernels.attention.rope_append import append
-
-        append(args)
 
     def decode_ops(self, device: str) -> DecodeOps:
         return own_decode_ops()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import FP8, AppendPagedKv, Geometry, PagedAttention
-from compiled_llm_ops.protocol import DecodeOps, EmptyPlan, EmptyWorkspace, Unplanned, own
+from compiled_llm_ops.contracts import Geometry, PagedAttention
+from compiled_llm_ops.protocol import DecodeOps, EmptyPlan, EmptyWorkspace, own
 from compiled_llm_ops.triton import plain
+from compiled_llm_ops.triton.paged_kernels import PagedKernels
 
 
 class InvariantPlan(EmptyPlan):
@@ -29,15 +30,11 @@ class InvariantPlan(EmptyPlan):
             attend(queries, out, lse, tiling)
 
 
-class Invariant(Unplanned):
+class Invariant(PagedKernels):
     """See ``protocol.Backend``."""
 
     devices: tuple[str, ...] = ("cuda", "cpu")
     dtypes = frozenset({torch.float16, torch.bfloat16})
-    kv_dtypes = frozenset({FP8})
-    capturable = True
-    uneven_heads = False
-    rope_append = True  # by the kernel that decode has, too
 
     def missing_kernel(self, geometry: Geometry) -> str | None:
         from compiled_llm_ops.kernels.attention.invariant_tiling import LARGE_HEAD
@@ -46,18 +43,8 @@ class Invariant(Unplanned):
             return f"there is no kernel for heads of size {geometry.head_dim}: the largest is {LARGE_HEAD}"
         return None
 
-    def stored_head_dim(self, head_dim: int) -> int:
-        from compiled_llm_ops.kernels.attention.packed_tiling import SMALLEST_HEAD
-
-        return max(SMALLEST_HEAD, 1 << (head_dim - 1).bit_length())
-
     def new_plan(self, workspace: EmptyWorkspace, nbytes: int) -> InvariantPlan:
         return InvariantPlan(workspace.buffer.device)
-
-    def append(self, args: AppendPagedKv) -> None:
-        from compiled_llm_ops.kernels.attention.rope_append import append
-
-        append(args)
 
     def decode_ops(self, device: str) -> DecodeOps | None:
         ops = torch.ops.compiled_llm

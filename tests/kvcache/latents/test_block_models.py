@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import Engine, WrapConfig
@@ -24,12 +24,12 @@ from compiled_llm_ops.reference.backend import Reference
 from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu
 from support.engine import tiny_engines
 from support.engine.random_requests import CAPTURES
+from support.indexed_caches import CLOSE, PlacedOnCuda, check_dynamic_caches, check_static_caches, index_keys_of
 from support.indexed_models import BLOCK, BLOCKS, block_model, needs_blocks
 from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts, next_turn
 
 pytestmark = needs_blocks
 
-CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
 READ = BLOCKS["index_topk_blocks"] * BLOCK
 """Tokens that a query reads."""
 LENGTHS = [5, 3 * READ + 5, BLOCK, 40]
@@ -159,11 +159,6 @@ def test_an_engine_begins_with_cached_pages_and_preempts(seed: int) -> None:
 # ---- HuggingFace's caches
 
 
-def index_keys_of(cache: Any) -> list[Tensor]:
-    kept = [getattr(layer, "idx_keys", None) for layer in cache.layers]
-    return [keys[:, 0] for keys in kept if keys is not None]
-
-
 def test_caches_are_handed_out_and_go_on(seed: int) -> None:
     plain, model = pair(seed)
     inputs = {**mixed_prompts([60, 60], 128, seed), "pad_token_id": 0}
@@ -181,43 +176,20 @@ def test_caches_are_handed_out_and_go_on(seed: int) -> None:
 
 def test_huggingfaces_caches_are_read_in_and_written_back(seed: int) -> None:
     plain, model = pair(seed)
-    answers: list[list[Tensor]] = [[], []]
-    for own, answers_of in zip((plain, model), answers, strict=True):
-        cache = DynamicCache(config=own.config)
-        inputs: dict[str, Any] = {"input_ids": mixed_prompts([37, 37], 128, seed)["input_ids"], "pad_token_id": 0}
-        for turn in range(3):
-            out = greedy(own, inputs, 9, past_key_values=cache)
-            answers_of.append(out)
-            inputs["input_ids"] = torch.cat([out, torch.full((2, 2), 5 + turn)], dim=1)
-            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])  # or tokens like padding would be hidden
-        answers_of += [states for layer in cache.layers for states in (layer.keys, layer.values)]
-        answers_of += index_keys_of(cache)
-    for found, wanted in zip(*answers, strict=True):
-        torch.testing.assert_close(found, wanted, **CLOSE)
-    assert model.compiled.stats().generate_calls == {"fast loop": 3}
-    assert_account_is_empty(model)
+    check_dynamic_caches(plain, model, 37, 9, seed)
 
 
 def test_static_caches_take_huggingfaces_way(seed: int) -> None:
     plain, model = pair(seed)
-    outs = []
-    for own in (plain, model):
-        inputs = {"input_ids": mixed_prompts([37], 128, seed)["input_ids"], "pad_token_id": 0}
-        outs.append(greedy(own, inputs, 9, past_key_values=StaticCache(config=own.config, max_cache_len=64)))
-    assert torch.equal(*outs)
-    assert "fast loop" not in model.compiled.stats().generate_calls
+    check_static_caches(plain, model, 37, seed)
 
 
 # ---- what is refused
 
 
-class Placed:
-    device, dtype = torch.device("cuda:0"), torch.bfloat16
-
-
 def test_options_without_a_kernel_are_refused_by_name(seed: int) -> None:
     layer = Layer(8, 2, 128, -1, 0.0, chooses=True, block_size=128)
-    model: Any = Placed()
+    model: Any = PlacedOnCuda()
     check_layers(model, [layer], WrapConfig())
     for options, reason in (
         (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import Engine, WrapConfig
@@ -23,13 +23,13 @@ from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm_ops.reference.backend import Reference
 from support.engine import tiny_engines
 from support.engine.random_requests import CAPTURES
+from support.indexed_caches import CLOSE, PlacedOnCuda, check_dynamic_caches, check_static_caches, index_keys_of
 from support.indexed_models import FAMILIES, INDEX, TOP, indexed_model, needs_indexers
 from support.latent_models import RANK, ROPE
 from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts, next_turn
 
 pytestmark = needs_indexers
 
-CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
 CASES = pytest.mark.parametrize("case", FAMILIES)
 _FEW = ("DeepseekV32", "GlmMoeDsa, shared choices")
 FEWER = pytest.mark.parametrize(
@@ -188,10 +188,6 @@ def test_an_engine_begins_with_cached_pages_and_preempts(case: str, seed: int) -
 # ---- HuggingFace's caches
 
 
-def index_keys_of(cache: Any) -> list[Tensor]:
-    return [layer.indexer_keys for layer in cache.layers if layer.indexer_keys is not None]
-
-
 @CASES
 def test_caches_are_handed_out_and_go_on(case: str, seed: int) -> None:
     plain, model = pair(seed, case)
@@ -214,42 +210,20 @@ def test_caches_are_handed_out_and_go_on(case: str, seed: int) -> None:
 @CASES
 def test_huggingfaces_caches_are_read_in_and_written_back(case: str, seed: int) -> None:
     plain, model = pair(seed, case)
-    answers: list[list[Tensor]] = [[], []]
-    for own, answer in zip((plain, model), answers, strict=True):
-        cache = DynamicCache(config=own.config)
-        inputs: dict[str, Any] = {"input_ids": mixed_prompts([17, 17], 128, seed)["input_ids"], "pad_token_id": 0}
-        for turn in range(3):
-            out = greedy(own, inputs, 5, past_key_values=cache)
-            answer.append(out)
-            inputs["input_ids"] = torch.cat([out, torch.full((2, 2), 5 + turn)], dim=1)
-        answer += [states for layer in cache.layers for states in (layer.keys, layer.values)]
-        answer += index_keys_of(cache)
-    for found, wanted in zip(*answers, strict=True):
-        torch.testing.assert_close(found, wanted, **CLOSE)
-    assert model.compiled.stats().generate_calls == {"fast loop": 3}
-    assert_account_is_empty(model)
+    check_dynamic_caches(plain, model, 17, 5, seed)
 
 
 def test_static_caches_take_huggingfaces_way(seed: int) -> None:
     plain, model = pair(seed)
-    outs = []
-    for own in (plain, model):
-        inputs = {"input_ids": mixed_prompts([17], 128, seed)["input_ids"], "pad_token_id": 0}
-        outs.append(greedy(own, inputs, 9, past_key_values=StaticCache(config=own.config, max_cache_len=64)))
-    assert torch.equal(*outs)
-    assert "fast loop" not in model.compiled.stats().generate_calls
+    check_static_caches(plain, model, 17, seed)
 
 
 # ---- what is refused
 
 
-class Placed:
-    device, dtype = torch.device("cuda:0"), torch.bfloat16
-
-
 def test_backends_with_plans_are_refused_on_gpus() -> None:
     layer = Layer(16, 1, 512, -1, 0.0, value_head_dim=64, expansion=Expansion("up", 128, 128), chooses=True)
-    model: Any = Placed()
+    model: Any = PlacedOnCuda()
     check_layers(model, [layer], WrapConfig())
     with pytest.raises(UnsupportedModelError, match="backend='flashinfer': an indexer chooses the tokens"):
         check_layers(model, [layer], WrapConfig(backend="flashinfer"))

@@ -1,6 +1,6 @@
-"""What a variant's functions compute: operations on numbers, in order, which each kernel spells in its own language.
+"""The traced functions of a variant: a list of operations, which PyTorch, Triton and C++ are written from.
 
-Types are written out: an operation's operands have one type, and numbers change it by operations of their own.
+Nothing is cast implicitly: the operands of an operation have one type, and a cast is an operation of its own.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def add_values(sums, weights, values, slot, mask, DIM: tl.constexpr):
 
     Tensor cores take values of several keys at a time. Those of 16 bits are loaded like that from shared memory, those
     of 8 bits one by one (``ldmatrix`` transposes 16 bits). So fp8 is loaded as pairs of 16 bits, and what lies at even
-    places is summed apart from what lies at odd ones. That, with keys as they were, is 0.69 to 0.97 of the time.
+    places is summed apart from what lies at odd ones: 764 instructions for 64 keys of size 128, not 1,343.
 
     Args:
         sums: of ``no_values``, or of earlier values, multiplied by what they fade by.
