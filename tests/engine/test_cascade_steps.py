@@ -168,11 +168,11 @@ def test_steps_that_read_shared_pages_once_are_counted() -> None:
     prompt = [*range(3, 60)]
     with engine_for(tiny_qwen3(**WORDS), cascade=True) as engine:
         engine.generate([prompt], greedy(1))
-        handles = [engine.submit([*prompt, last], greedy(9)) for last in (3, 4)]
+        handles = [engine.submit([*prompt, last], greedy(40)) for last in (3, 4)]
         for handle in handles:
             handle.result(PATIENCE)
         stats = engine._model.compiled.stats()
-        assert 0 < stats.cascade_steps <= 8
+        assert 0 < stats.cascade_steps < 40
         assert f"{stats.cascade_steps} of them read shared pages once" in str(stats)
 
 
@@ -181,9 +181,9 @@ def test_warmup_prepares_steps_that_read_shared_pages_once(monkeypatch: pytest.M
     CAPTURES["cuda-graphs"](monkeypatch)
     prompt = [*range(3, 60)]
     with engine_for(tiny_qwen3(**{**WORDS, "num_hidden_layers": 1}), cascade=True, mode="cuda-graphs") as engine:
-        engine.warmup([2])
+        engine.warmup([1, 2])  # a request runs alone until the second comes
         engine.generate([prompt], greedy(1))
-        handles = [engine.submit([*prompt, last], greedy(9)) for last in (3, 4)]
+        handles = [engine.submit([*prompt, last], greedy(40)) for last in (3, 4)]
         for handle in handles:
             handle.result(PATIENCE)
         stats = engine._model.compiled.stats()
@@ -202,7 +202,7 @@ def test_requests_run_as_before_until_the_graph_that_reads_shared_pages_once_is_
     monkeypatch.setattr(rule, "TILE_READ", 0.0)
     prompt = [*range(3, 60)]
     with engine_for(tiny_qwen3(**{**WORDS, "num_hidden_layers": 1}), cascade="auto", mode="cuda-graphs") as engine:
-        engine.warmup([2])
+        engine.warmup([1, 2])  # a request runs alone until the second comes
         before = engine._model.compiled.stats()
         assert not [row for row in before.cuda_graph_table if row["phase"] == "decode" and row["variant"] == 1]
         engine.generate([prompt], greedy(1))
