@@ -54,7 +54,15 @@ from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel, cache_utils
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+    cache_utils,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -212,6 +220,18 @@ def indexed_layers() -> tuple[type, ...]:
     known = getattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING", {})
     found = (getattr(cache_utils, "DynamicIndexedLayer", None), known.get("minimax_m3_sparse"))
     return tuple(layer for layer in found if layer is not None)
+
+
+def state_beside_keys(config: PretrainedConfig) -> tuple[int, str] | None:
+    """Return the first layer that keeps a state of its row besides keys and values, and its class in a dynamic cache.
+
+    None if no layer does. Layers with a state alone have no attention, so that a trial forward does not reach them.
+    """
+    state: type | None = getattr(cache_utils, "LinearAttentionCacheLayerMixin", None)
+    for number, kept in enumerate(DynamicCache(config=config).layers if state is not None else ()):
+        if isinstance(kept, state) and isinstance(kept, cache_utils.CacheLayerMixin):
+            return number, type(kept).__name__
+    return None
 
 
 def index_keys(layer: Any) -> Tensor | None:

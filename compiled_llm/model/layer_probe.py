@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from compiled_llm.compat.huggingface import experts_implementation, set_experts_implementation
+from compiled_llm.compat.huggingface import experts_implementation, set_experts_implementation, state_beside_keys
 from compiled_llm.compat.torch.tensors import fake_tensors, has_unknown_sizes
 from compiled_llm.model.indexers import causal_mask, check_latents_are_cached, takes_masks
 from compiled_llm.model.latents import Expansion
@@ -176,6 +176,7 @@ def probe_layers(
         UnsupportedModelError: a layer's attention does not reach our function, or needs more than pages can do.
     """
     check_latents_are_cached(model)
+    _check_states(model)
     probe = LayerProbe(variants)
     try:
         trial_forward(model, fake, **{batch_argument: probe})
@@ -199,6 +200,17 @@ def probe_layers(
         )
     check_numbers(variants, expected)
     return [probe.layers[index] for index in range(expected)]
+
+
+def _check_states(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError if layers that attend keep more than keys and values, which nothing else shows."""
+    if (found := state_beside_keys(model.config)) is not None:
+        number, kind = found
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: attention layer {number} keeps a {kind} in HuggingFace's cache: besides keys and "
+            "values a state of its row, as that of a short convolution, which pages do not hold; it stays usable "
+            "unwrapped"
+        )
 
 
 def _untraceable(name: str, error: Exception) -> str:

@@ -67,6 +67,8 @@ UNSUPPORTED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_a_model_that_cannot_run_over_pages_is_refused_and_stays_usable(name):
     made, message = UNSUPPORTED[name]
+    if name == "Inkling" and not hasattr(transformers, "InklingForCausalLM"):
+        pytest.skip("this version of transformers has no Inkling")
     model = made().eval()
     before = type(model), set(model.__dict__), model.config._attn_implementation
     with pytest.raises(UnsupportedModelError, match=message) as caught:

@@ -14,6 +14,11 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 from support.ops.variants import FAR, registered, slopes_of
 from support.tiny_models import TINY, randomised
 
+try:
+    from transformers.models.inkling import modeling_inkling as inkling
+except ImportError:  # older versions
+    inkling = None
+
 
 class Logits(NamedTuple):
     """`[B, H, q, L]`, and how far each key is before each query `[q, L]`."""
@@ -68,9 +73,21 @@ def relative(
     **_: Any,
 ) -> Any:
     logits = Logits.of(module, query, key, attention_mask, scaling)
-    distance = logits.distance.clamp(0, FAR - 1).expand(*logits.values.shape)
-    bias = rel_logits.transpose(1, 2).gather(-1, distance)
-    return logits.attend(logits.values + bias * (logits.distance < FAR), value)
+    return logits.attend(logits.values + _inklings_bias(rel_logits, logits.distance), value)
+
+
+def _inklings_bias(rel_logits: Tensor, distance: Tensor) -> Tensor:
+    """Return the bias `[B, H, q, L]` of `[B, q, H, FAR]`, by Inkling's own code where this transformers has it."""
+    if inkling is None:
+        by_distance = rel_logits.transpose(1, 2)
+        places = distance.clamp(0, FAR - 1).expand(*by_distance.shape[:2], -1, -1)
+        return by_distance.gather(-1, places) * (distance < FAR)
+    bank = inkling.InklingRelativeLogits(FAR, FAR).to(rel_logits)
+    nn.init.eye_(bank.proj)  # so that its profiles are the logits
+    queries = distance[:, 0]
+    with torch.no_grad():
+        bias: Tensor = bank(rel_logits, queries, queries[0] - distance[0])
+    return bias
 
 
 ATTENTIONS = {"dense_alibi": alibi, "dense_sigmoid": sigmoid, "dense_inkling": relative}

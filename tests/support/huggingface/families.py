@@ -127,13 +127,32 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "GPTJForCausalLM has 2 layers, of which none reach the attention interface",
     ),
     "Mpt": ({"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 256}, "Mpt"),
+    "Inkling": (
+        {
+            "head_dim": 16,
+            "swa_head_dim": 16,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "layer_types": ["hybrid_sliding", "hybrid"],
+            "mlp_layer_types": ["dense", "dense"],
+            "sliding_window_size": 8,
+            "rel_extent": 12,
+            "d_rel": 4,
+        },
+        r"layer 0 keeps a LinearAttention\w+ in HuggingFace's cache: .*short convolution",
+    ),
     "Mamba": (
         {"state_size": 4, "num_hidden_layers": 1},
         "Mamba.* has 1 layer, of which none .*without attention",
     ),
 }
 """Families that `wrap` refuses, with their settings and a part of the reason."""
-CONFIGS = {"GPT2LMHead": "GPT2Config", "Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig"}
+CONFIGS = {
+    "GPT2LMHead": "GPT2Config",
+    "Gemma3": "Gemma3TextConfig",
+    "Inkling": "InklingTextConfig",
+    "Llama4": "Llama4TextConfig",
+}
 CLASSES = {"GPT2LMHead": "GPT2LMHeadModel"}
 
 

@@ -103,6 +103,9 @@ REFUSED = {
     "DeepseekV4": Example("DeepSeek-V4", "deepseek-ai/DeepSeek-V4-Flash-Base", "compressed tokens in its own cache"),
     "Falcon": Example("Falcon", "tiiuae/falcon-7b", _BYPASS),
     "GPTJ": Example("GPT-J", "EleutherAI/gpt-j-6b", _BYPASS),
+    "Inkling": Example(
+        "Inkling", "thinkingmachines/Inkling-NVFP4", "short convolutions, whose states pages do not hold"
+    ),
     "Llama4": Example("Llama 4", "meta-llama/Llama-4-Scout-17B-16E-Instruct", "attention in chunks"),
     "LongcatFlash": Example(
         "LongCat-Flash", "meituan-longcat/LongCat-Flash-Chat", "experts are looped over on the host, by tokens they get"
