@@ -39,6 +39,8 @@ from compiled_llm_ops.attention.sparse.wrappers import (
     BlockSparseAttentionWrapper,
     VariableBlockSparseAttentionWrapper,
 )
+from compiled_llm_ops.attention.strided.append import strided_append
+from compiled_llm_ops.attention.strided.attention import strided_attention
 from compiled_llm_ops.attention.variants.flashinfer_source import (
     FlashInferVariant,
     flashinfer_arguments,
@@ -146,6 +148,8 @@ __all__ = [
     "rope_append_paged_kv",
     "sample_tokens",
     "skinny_linear",
+    "strided_append",
+    "strided_attention",
     "top_logprobs",
     "variable_block_sparse_attention",
     "variable_block_sparse_attention_lse",

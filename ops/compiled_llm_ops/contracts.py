@@ -356,6 +356,51 @@ class DecodeAttentionVariant(NamedTuple):
         return DecodeAttention(**{name: own for name, own in self._asdict().items() if name in DecodeAttention._fields})
 
 
+class StridedAttention(NamedTuple):
+    """Arguments of ``strided_attention``."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    out: Tensor
+    lse: Tensor | None
+    qo_indptr: Tensor | None
+    indptr: Tensor | None
+    indices: Tensor | None
+    last_page_len: Tensor | None
+    scale: float
+    causal: bool = False
+    window_left: int = -1
+    logits_soft_cap: float = 0.0
+    value_scale: float = 1.0
+    logit_factors: Tensor | None = None
+    value_factors: Tensor | None = None
+    mask: Tensor | None = None
+    mask_indptr: Tensor | None = None
+    slopes: Tensor | None = None
+    rope_scale: float = 0.0
+    rope_theta: float = 0.0
+    one_order: bool = False
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return 1 if self.indptr is None else self.indptr.shape[0] - 1
+
+
+class StridedAppend(NamedTuple):
+    """Arguments of ``strided_append``."""
+
+    key: Tensor
+    value: Tensor
+    keys: Tensor
+    values: Tensor
+    token_rows: Tensor
+    token_positions: Tensor
+    indptr: Tensor
+    indices: Tensor
+
+
 def newest_pages(new_tokens: int, page_size: int) -> int:
     """Return in how many pages a row's newest tokens may lie."""
     return (new_tokens + page_size - 2) // page_size + 1

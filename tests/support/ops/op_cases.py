@@ -24,6 +24,7 @@ from support.ops.listed_pages import ListedRows
 from support.ops.packed_tokens import Sizes, packed_tokens
 from support.ops.sampling_cases import EVERYTHING, arguments
 from support.ops.sparse_blocks import Sizes as Sparse, SparseBlocks, VariableBlocks
+from support.ops.strided_rows import StridedRows, packed
 from support.ops.tagged_rows import some_rows
 
 UNWRITTEN = 1e4
@@ -328,6 +329,33 @@ def merge_in_place_cases() -> list[tuple[Any, ...]]:
     return [(*case, mask) for mask in (None, torch.tensor([True, False, True, False])) for case in merge_state_cases()]
 
 
+def strided_attention_cases() -> list[tuple[Any, ...]]:
+    rows = StridedRows([1, 5, 0, 9], [1, 2, 1, 3], seed=1)
+    mask = packed(rows.masks())
+    out, lse, factors = torch.zeros(7, 4, 16), torch.zeros(7, 4), torch.rand(3, 4)
+    paged = (rows.query, *rows.pools, out, lse, *rows.table, 0.3)
+    states = [states.unsqueeze(2) for states in rows.ragged]
+    table = (rows.qo_indptr, starts_of(rows.lengths), None, None)
+    one = (rows.query[:4], *states, out[:4], None, None, None, None, None, 0.3, True)
+    return [
+        (*paged, True, 3, 1.5),
+        (*paged, False, -1, 0.0, 0.5, factors[0], factors[1], *mask, factors[2]),
+        (rows.query, *states, out, None, *table, 0.3),
+        (*one, 2, 0.0, 1.0, None, None, None, None, None, 1.0, 1e4),
+    ]
+
+
+def strided_append_cases() -> list[tuple[Any, ...]]:
+    rows = StridedRows([5, 3], [1, 1], seed=1)
+    places = torch.tensor([0, 0, -1, 1]), torch.tensor([4, 2, 0, 0])
+    table = (*places, rows.indptr, rows.indices)
+    states = [states[:4] for states in rows.ragged]
+    return [
+        (*states, *rows.pools, *table),
+        (*states, *(pool.transpose(1, 2).contiguous().transpose(1, 2) for pool in rows.pools), *table),
+    ]
+
+
 def linear_cases() -> list[tuple[Any, ...]]:
     weight = torch.randn(7, 5)
     return [(torch.randn(count, 5), weight) for count in (1, 4, 5)] + [(torch.randn(5, 3).T, weight)]
@@ -455,6 +483,8 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "rope_append_paged_kv": rope_append_cases,
     "sample_tokens": sample_cases,
     "skinny_linear": linear_cases,
+    "strided_append": strided_append_cases,
+    "strided_attention": strided_attention_cases,
     "top_logprobs": logprob_cases,
     "variable_block_sparse_attention": variable_block_sparse_cases,
     "variable_block_sparse_attention_lse": variable_block_sparse_cases,

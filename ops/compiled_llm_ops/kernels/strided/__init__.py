@@ -1,0 +1,1 @@
+"""Triton kernels over keys and values that lie apart, in any layout."""
