@@ -76,6 +76,9 @@ from compiled_llm_ops.linear.linear import skinny_linear
 from compiled_llm_ops.linear.norm import add_rms_norm
 from compiled_llm_ops.linear.normed_linear import normed_linear
 from compiled_llm_ops.logprobs import top_logprobs
+from compiled_llm_ops.recurrent.conv import causal_conv1d
+from compiled_llm_ops.recurrent.delta_rule import gated_delta_rule
+from compiled_llm_ops.recurrent.selective_scan import selective_scan
 from compiled_llm_ops.sampling import NOT_A_TOKEN, build_sampling, sample_tokens
 
 __all__ = [
@@ -112,6 +115,7 @@ __all__ = [
     "cascade_attention",
     "cascade_attention_lse",
     "cascade_tables",
+    "causal_conv1d",
     "chained_linear",
     "check_pages",
     "decode_attention",
@@ -120,6 +124,7 @@ __all__ = [
     "decode_attention_variant_lse",
     "flashinfer_arguments",
     "flashinfer_variant",
+    "gated_delta_rule",
     "invariant_attention",
     "invariant_attention_lse",
     "invariant_linear",
@@ -147,6 +152,7 @@ __all__ = [
     "register_variant",
     "rope_append_paged_kv",
     "sample_tokens",
+    "selective_scan",
     "skinny_linear",
     "strided_append",
     "strided_attention",

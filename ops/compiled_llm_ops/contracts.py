@@ -844,3 +844,47 @@ class CheckPages(NamedTuple):
     slots: Tensor
     row_numbers: Tensor
     qo_indptr: Tensor | None = None
+
+
+class CausalConv1d(NamedTuple):
+    """Arguments of ``causal_conv1d``."""
+
+    tokens: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    states: Tensor
+    token_rows: Tensor
+    qo_indptr: Tensor
+    read: Tensor
+    write: Tensor
+    activation: str = "none"
+
+
+class GatedDeltaRule(NamedTuple):
+    """Arguments of ``gated_delta_rule``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    decay: Tensor
+    beta: Tensor
+    states: Tensor
+    qo_indptr: Tensor
+    read: Tensor
+    write: Tensor
+    scale: float
+    normalize: bool = False
+
+
+class SelectiveScan(NamedTuple):
+    """Arguments of ``selective_scan``."""
+
+    tokens: Tensor
+    dt: Tensor
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    states: Tensor
+    qo_indptr: Tensor
+    read: Tensor
+    write: Tensor

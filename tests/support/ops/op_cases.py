@@ -22,6 +22,7 @@ from support.ops.cascade_rows import CascadeRows
 from support.ops.latent_rows import MIXES as LATENT_MIXES, LatentRows, RaggedRows
 from support.ops.listed_pages import ListedRows
 from support.ops.packed_tokens import Sizes, packed_tokens
+from support.ops.recurrent_rows import COUNTS, RecurrentRows
 from support.ops.sampling_cases import EVERYTHING, arguments
 from support.ops.sparse_blocks import Sizes as Sparse, SparseBlocks, VariableBlocks
 from support.ops.strided_rows import StridedRows, packed
@@ -435,6 +436,21 @@ def variable_block_sparse_cases() -> list[tuple[Any, ...]]:
     return [tuple(VariableBlocks((3, 5), Sparse(12, 40), seed=number).arguments(1.5 * number)) for number in range(2)]
 
 
+def conv_cases() -> list[tuple[Any, ...]]:
+    rows = [RecurrentRows(COUNTS[name], seed=5) for name in ("decode", "mixed")]
+    return [*(tuple(own.conv()) for own in rows), tuple(rows[1].conv(bias=False, activation="none"))]
+
+
+def delta_rule_cases() -> list[tuple[Any, ...]]:
+    rows = [RecurrentRows(counts, seed=6) for counts in ([1, 1, 1], [3, 0, 5])]
+    return [tuple(own.delta(of_channels=of_channels)) for own in rows for of_channels in (False, True)]
+
+
+def selective_scan_cases() -> list[tuple[Any, ...]]:
+    rows = [RecurrentRows(counts, seed=7) for counts in ([1, 1, 1], [3, 0, 5])]
+    return [tuple(own.scan(of_numbers=of_numbers)) for own in rows for of_numbers in (False, True)]
+
+
 def _finite(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Without NaN, which opcheck does not compare."""
     return tuple(
@@ -451,12 +467,14 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "block_sparse_attention_lse": block_sparse_cases,
     "cascade_attention": cascade_cases,
     "cascade_attention_lse": cascade_cases,
+    "causal_conv1d": conv_cases,
     "chained_linear": chained_linear_cases,
     "check_pages": check_pages_cases,
     "decode_attention": listed_cases,
     "decode_attention_lse": listed_cases,
     "decode_attention_variant": decode_variant_cases,
     "decode_attention_variant_lse": decode_variant_cases,
+    "gated_delta_rule": delta_rule_cases,
     "invariant_attention": decode_cases,
     "invariant_attention_lse": decode_cases,
     "invariant_linear": invariant_linear_cases,
@@ -482,6 +500,7 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "ragged_attention_lse": ragged_cases,
     "rope_append_paged_kv": rope_append_cases,
     "sample_tokens": sample_cases,
+    "selective_scan": selective_scan_cases,
     "skinny_linear": linear_cases,
     "strided_append": strided_append_cases,
     "strided_attention": strided_attention_cases,

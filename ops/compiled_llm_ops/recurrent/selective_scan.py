@@ -1,0 +1,143 @@
+"""The selective scan of state-space models (Mamba 1 and 2), over packed rows.
+
+A state S ``[P, N]`` of a head decays with each token, takes it in, and is read::
+
+    S = exp(dt * a) * S + dt * token[:, None] * b
+    out = S @ c
+
+Mamba 1 has heads of a single number (P = 1), and a decay of each of the N; Mamba 2 has one decay of each head.
+
+Shapes: T packed tokens, H heads, P size of a head, N size of a state, G groups of heads that share b and c, B rows, E
+entries, R rows with equally many tokens, L tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from compiled_llm_ops.contracts import SelectiveScan
+from compiled_llm_ops.library import define
+from compiled_llm_ops.recurrent.rows import check_rows, check_shape, rows_by_count, states_before, write_states
+
+CHUNK = 64
+"""Tokens that the CPU kernel computes at once, with one decay of each head; else it is one."""
+
+
+def selective_scan(
+    tokens: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    states: Tensor,
+    qo_indptr: Tensor,
+    read: Tensor,
+    write: Tensor,
+) -> Tensor:
+    """Scan each row's new tokens, from the state that the row has.
+
+    Arithmetic is in float32. Skip connections, gates, and what is done to ``dt`` before, are left to the caller.
+
+    Args:
+        tokens: ``[T, H, P]``, any strides. Tokens after those of all rows are padding.
+        dt: ``[T, H]``, float32 or the tokens' dtype: the time step of each token.
+        a: ``[H]``, or ``[H, N]`` for a decay of each number of the state, float32 or the tokens' dtype; negative.
+        b: ``[T, G, N]``, any strides, float32 or the tokens' dtype; H a multiple of G.
+        c: ``[T, G, N]``, any strides, float32 or the tokens' dtype.
+        states: ``[E, H, P, N]`` float32, contiguous, written in place.
+        qo_indptr: ``[B + 1]`` int32, where each row's tokens begin; rows may have none, and are left as they are.
+        read: ``[B]`` int32, the entry of ``states`` that each row begins with; negative for zeros.
+        write: ``[B]`` int32, the entry that its new state is written to; negative to drop it. No row may write an entry
+            that any row reads.
+
+    Returns:
+        ``[T, H, P]``, contiguous, of the tokens' dtype; zeros for padding.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together.
+
+    Source:
+        Mamba (https://arxiv.org/abs/2312.00752) and Mamba-2 (https://arxiv.org/abs/2405.21060). On CUDA a Triton
+        kernel of our own.
+    """
+    out: Tensor = _selective_scan(tokens, dt, a, b, c, states, qo_indptr, read, write)
+    return out
+
+
+def _check(args: SelectiveScan) -> None:
+    op, tokens, b = "selective_scan", args.tokens, args.b
+    if tokens.dim() != 3 or b.dim() != 3 or len(b) != len(tokens) or tokens.shape[1] % b.shape[1]:
+        raise ValueError(
+            f"{op}: tokens and b must be [T, H, P] and [T, G, N], with H a multiple of G; got {tuple(tokens.shape)} "
+            f"and {tuple(b.shape)}"
+        )
+    (count, heads, size), numbers = tokens.shape, b.shape[2]
+    check_shape(op, "dt", args.dt, (count, heads), "[T, H]")
+    if args.a.shape != (heads,):
+        check_shape(op, "a", args.a, (heads, numbers), "[H] or [H, N]")
+    check_shape(op, "c", args.c, tuple(b.shape), "[T, G, N]")
+    check_shape(op, "states", args.states, (len(args.states), heads, size, numbers), "[E, H, P, N]")
+    for name in ("dt", "a", "b", "c"):
+        if getattr(args, name).dtype not in (tokens.dtype, torch.float32):
+            raise ValueError(f"{op}: {name} must be {tokens.dtype} or float32; got {getattr(args, name).dtype}")
+    if args.states.dtype != torch.float32:
+        raise ValueError(f"{op}: states must be float32; got {args.states.dtype}")
+    check_rows(op, args.states, args.qo_indptr, args.read, args.write)
+
+
+def _cpu(args: SelectiveScan) -> Tensor:
+    _check(args)
+    out = args.tokens.new_zeros(args.tokens.shape)
+    group = args.tokens.shape[1] // args.b.shape[1]
+    b, c = (states.float().repeat_interleave(group, dim=1) for states in (args.b, args.c))
+    a = args.a.float() if args.a.dim() == 2 else args.a.float()[:, None]
+    dt = args.dt.float()[..., None]
+    per_token = args.tokens.float() * dt, dt * a, b, c
+    most = CHUNK if args.a.dim() == 1 else 1
+    for rows, tokens in rows_by_count(args.qo_indptr):
+        state = states_before(args.states, args.read, rows)
+        for chunk in tokens.split(most, dim=1):
+            given = (states[chunk].transpose(1, 2) for states in per_token)
+            state, mixed = _chunk(state, *given)
+            out[chunk] = mixed.transpose(1, 2).to(out.dtype)
+        write_states(args.states, args.write, rows, state)
+    return out
+
+
+def _chunk(state: Tensor, tokens: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the state ``[R, H, P, N]`` after L tokens, and ``[R, H, L, P]`` of them.
+
+    Decays are ``[R, H, L, 1]``, or ``[R, H, 1, N]`` of a single token.
+    """
+    total = decay.cumsum(dim=2)
+    last = total[:, :, -1:]
+    ended = state * last.exp() + ((last - total).exp() * b).mT.matmul(tokens).mT
+    if tokens.shape[2] == 1:
+        return ended, (ended @ c.mT).mT
+    hidden = torch.ones(tokens.shape[2], tokens.shape[2], dtype=torch.bool, device=tokens.device).triu(1)
+    # Not the quotient of two exponentials: each could be too large, or 0, where their quotient is neither.
+    between = (total - total.mT).masked_fill(hidden, -math.inf).exp()
+    return ended, (c * total.exp()) @ state.mT + (c @ b.mT * between) @ tokens
+
+
+def _cuda(args: SelectiveScan) -> Tensor:
+    from compiled_llm_ops.kernels.recurrent.selective_scan import scan
+
+    _check(args)
+    out = args.tokens.new_empty(args.tokens.shape)
+    with torch.cuda.device(args.tokens.device):  # Triton launches on the current one
+        scan(args, out)
+    return out
+
+
+_selective_scan = define(
+    "selective_scan",
+    SelectiveScan,
+    writes=("states",),
+    fake=lambda args: args.tokens.new_empty(args.tokens.shape),
+    cpu=_cpu,
+    cuda=_cuda,
+)

@@ -1,0 +1,120 @@
+"""Kernels of recurrent layers under Triton's interpreter on the CPU, and compiled for Hopper without a GPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.ops.compiling import compiled, resources_of
+from support.ops.interpreting import interpreted, needs_triton, not_interpreted
+from support.ops.recurrent_rows import RecurrentRows, conv_expected, delta_expected, scan_expected
+
+pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
+
+COUNTS = pytest.mark.parametrize("counts", [[1, 1, 1, 1], [1, 7, 0, 3, 5], [0, 0]], ids=["decode", "mixed", "nothing"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def check(rows: RecurrentRows, args: Any, launch: Callable[[Any, Tensor], None], width: int, expected: Any) -> None:
+    before, out = args.states.clone(), torch.full((rows.total, width), torch.nan, dtype=rows.dtype)
+    launch(args, out)
+    tolerance = 1e-4 if rows.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.double(), expected[0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(args.states.double(), expected[1], rtol=tolerance, atol=tolerance)
+    untouched = sorted({*range(rows.entries)} - {*rows.write.tolist()})
+    assert torch.equal(args.states[untouched], before[untouched])
+
+
+@pytest.mark.drawn
+@interpreted
+@COUNTS
+@DTYPES
+@pytest.mark.parametrize("width", [4, 2])
+@pytest.mark.parametrize(("bias", "activation"), [(True, "silu"), (False, "none")])
+def test_convolution(counts: Any, dtype: Any, width: int, bias: bool, activation: str, seed: int) -> None:
+    from compiled_llm_ops.kernels.recurrent.conv import convolve
+
+    rows = RecurrentRows(counts, seed=seed, dtype=dtype)
+    args = rows.conv(channels=300, width=width, bias=bias, activation=activation)
+    check(rows, args, convolve, 300, conv_expected(rows, args))
+
+
+@pytest.mark.drawn
+@interpreted
+@COUNTS
+@DTYPES
+@pytest.mark.parametrize("of_channels", [False, True], ids=["gated delta net", "Kimi's"])
+@pytest.mark.parametrize(("key_heads", "size", "value"), [(1, 16, 40), (2, 12, 8)])
+def test_delta_rule(
+    counts: Any, dtype: Any, of_channels: bool, key_heads: int, size: int, value: int, seed: int
+) -> None:
+    from compiled_llm_ops.kernels.recurrent.delta_rule import apply
+
+    rows = RecurrentRows(counts, seed=seed, dtype=dtype)
+    args = rows.delta(key_heads, 2, size, value, of_channels)
+    check(rows, args, apply, 2 * value, delta_expected(rows, args))
+
+
+@pytest.mark.drawn
+@interpreted
+@COUNTS
+@DTYPES
+@pytest.mark.parametrize("sizes", [(4, 6, 8, 2), (80, 1, 16, 1), (6, 48, 20, 3)], ids=str)
+@pytest.mark.parametrize("of_numbers", [False, True], ids=["Mamba 2", "Mamba 1"])
+def test_selective_scan(counts: Any, dtype: Any, sizes: Any, of_numbers: bool, seed: int) -> None:
+    from compiled_llm_ops.kernels.recurrent.selective_scan import scan
+
+    rows = RecurrentRows(counts, seed=seed, dtype=dtype)
+    args = rows.scan(*sizes, of_numbers)
+    check(rows, args, scan, sizes[0] * sizes[1], scan_expected(rows, args))
+
+
+KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "conv": ("_causal_conv1d", {"WIDTH": 4, "BIASED": True, "SILU": True, "BLOCK": 256}),
+    "delta_rule": (
+        "_gated_delta_rule",
+        {
+            "GROUP": 2,
+            "SIZE": 128,
+            "VALUE": 128,
+            "BLOCK": 128,
+            "VALUES": 32,
+            "OF_CHANNELS": True,
+            "NORMALIZE": True,
+        },
+    ),
+    "selective_scan": ("_selective_scan", {"HEAD": 64, "GROUP": 8192, "SIZE": 128, "BLOCK": 128, "CHANNELS": 16}),
+}
+
+
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_fit_registers(name: str, tmp_path: Any) -> None:
+    import importlib
+
+    kernel_name, constants = KERNELS[name]
+    kernel = getattr(importlib.import_module(f"compiled_llm_ops.kernels.recurrent.{name}"), kernel_name)
+    in_16 = {"tokens", "weight", "bias", "query", "key", "value", "dt", "b", "c", "out"}
+    numbers = {"token_rows", "qo_indptr", "read", "write"}
+
+    def type_of(argument: str) -> str:
+        if argument in in_16 or (argument == "states" and name == "conv"):
+            return "*bf16"
+        if argument in numbers:
+            return "*i32"
+        if argument in {"decay", "beta", "a", "states"}:
+            return "*fp32"
+        return "fp32" if argument == "scale" else "i32"
+
+    types = {argument: type_of(argument) for argument in kernel.arg_names if argument not in constants}
+    made = compiled(kernel, constants, types, warps=2 if name == "conv" else 4)
+    used = resources_of(made.asm["cubin"], tmp_path / "kernel.cubin")
+    assert re.search(r"LOCAL:0\b", used), f"registers spill: {used}"
+    assert int(re.search(r"REG:(\d+)", used)[1]) <= 168  # type: ignore[index]
