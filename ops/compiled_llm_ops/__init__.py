@@ -75,11 +75,11 @@ from compiled_llm_ops.linear.invariant import invariant_linear, invariant_sum
 from compiled_llm_ops.linear.linear import skinny_linear
 from compiled_llm_ops.linear.norm import add_rms_norm
 from compiled_llm_ops.linear.normed_linear import normed_linear
-from compiled_llm_ops.logprobs import top_logprobs
 from compiled_llm_ops.recurrent.conv import causal_conv1d
 from compiled_llm_ops.recurrent.delta_rule import gated_delta_rule
 from compiled_llm_ops.recurrent.selective_scan import selective_scan
-from compiled_llm_ops.sampling import NOT_A_TOKEN, build_sampling, sample_tokens
+from compiled_llm_ops.sampling.logprobs import top_logprobs
+from compiled_llm_ops.sampling.sampling import NOT_A_TOKEN, build_sampling, sample_tokens
 
 __all__ = [
     "BIASED",

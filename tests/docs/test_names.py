@@ -69,4 +69,4 @@ def test_enough_names_are_read() -> None:
     assert len(set().union(*map(paths_in, PAGES))) > 40
     assert sum(len(_MODULE.findall(page.read_text())) for page in PAGES) > 40
     assert not exists("compiled_llm.no_such_module")
-    assert not exists("compiled_llm_ops.sampling.no_such_function")
+    assert not exists("compiled_llm_ops.sampling.sampling.no_such_function")

@@ -175,7 +175,7 @@ def test_many_rows_are_computed_some_at_a_time(drawn, monkeypatch, seed):
     given = arguments(logits, torch.randint(2**62, (len(EDITED),)), EDITED)
     tokens, draws = sample_tokens(*given), draws_of(given) if drawn else None
     whole = score_tokens(logits, tokens, 3, draws)
-    for module in ("compiled_llm.compilation.sampling.logprobs", "compiled_llm_ops.logprobs"):
+    for module in ("compiled_llm.compilation.sampling.logprobs", "compiled_llm_ops.sampling.logprobs"):
         monkeypatch.setattr(f"{module}._AT_ONCE", 1000)
     assert torch.equal(score_tokens(logits, tokens, 3, draws), whole)
 

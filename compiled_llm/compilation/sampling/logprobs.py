@@ -16,8 +16,8 @@ from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import SamplingTables
 from compiled_llm_ops import COUNTED, FILTERED, Seldom, top_logprobs
-from compiled_llm_ops.adjustments import AdjustmentTables, Places, adjusted
-from compiled_llm_ops.filters import Filters, filtered
+from compiled_llm_ops.sampling.adjustments import AdjustmentTables, Places, adjusted
+from compiled_llm_ops.sampling.filters import Filters, filtered
 
 _AT_ONCE = 2**24
 """Numbers of ``[R, V]`` float32 that are sorted together."""

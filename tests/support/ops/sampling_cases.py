@@ -40,7 +40,7 @@ from compiled_llm.execution.state.slot_settings import SlotSettings
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm_ops import COUNTED
 from compiled_llm_ops.contracts import OF_TILES, OF_TOKENS, TILE, SampleTokens
-from compiled_llm_ops.race import exponentials
+from compiled_llm_ops.sampling.race import exponentials
 
 BRANCHES = [
     Sampling(temperature=0.0),

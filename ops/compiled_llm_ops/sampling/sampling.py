@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.adjustments import AdjustmentTables, Places, adjusted
 from compiled_llm_ops.contracts import (
     COUNTED,
     DEFERRED,
@@ -29,9 +28,10 @@ from compiled_llm_ops.contracts import (
     SampleTokens,
     Seldom,
 )
-from compiled_llm_ops.filters import Filters, filtered
 from compiled_llm_ops.library import define
-from compiled_llm_ops.race import winners
+from compiled_llm_ops.sampling.adjustments import AdjustmentTables, Places, adjusted
+from compiled_llm_ops.sampling.filters import Filters, filtered
+from compiled_llm_ops.sampling.race import winners
 
 NOT_A_TOKEN = -1
 """Stands for the next token of a row that is to be drawn from logits that are NaN, +inf or all -inf: none can be."""
