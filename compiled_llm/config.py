@@ -411,7 +411,7 @@ def _numbers(name: str, layers: object) -> list[int]:
 
 
 def _check_are_registered(variants: Iterable[str]) -> None:
-    from compiled_llm_ops.attention.variants.registry import variant_named  # imports torch, as above
+    from compiled_llm_ops.variants.registry import variant_named  # imports torch, as above
 
     for name in variants:
         variant_named("variants", name)

@@ -63,6 +63,7 @@ from transformers import (
     PreTrainedModel,
     cache_utils,
 )
+from transformers.cache_utils import CacheLayerMixin
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -228,10 +229,11 @@ def state_beside_keys(config: PretrainedConfig) -> tuple[int, str] | None:
     None if no layer does. Layers with a state alone have no attention, so that a trial forward does not reach them.
     """
     state: type | None = getattr(cache_utils, "LinearAttentionCacheLayerMixin", None)
-    for number, kept in enumerate(DynamicCache(config=config).layers if state is not None else ()):
-        if isinstance(kept, state) and isinstance(kept, cache_utils.CacheLayerMixin):
-            return number, type(kept).__name__
-    return None
+    if state is None:
+        return None
+    layers = enumerate(DynamicCache(config=config).layers)
+    both = ((number, kept) for number, kept in layers if isinstance(kept, state) and isinstance(kept, CacheLayerMixin))
+    return next(((number, type(kept).__name__) for number, kept in both), None)
 
 
 def index_keys(layer: Any) -> Tensor | None:

@@ -124,10 +124,11 @@ class ModelRunner:
         self._token_bytes = sum(map(token_bytes, self.state.specs))
         self.prefixes = PrefixTree(self.pool)
         self.readbacks = Readbacks()
+        by_function = config.backend_on(self.device.type).plans_functions
         geometries = attention_geometries(facts.layers, config.page_size, model.dtype)
         self._planner = Planner(
             [
-                spec.planned(geometry) if layer.variant is None else None
+                spec.planned(geometry) if layer.variant is None or by_function else None
                 for layer, spec, geometry in zip(facts.layers, self.state.specs, geometries, strict=False)
             ],
             config,

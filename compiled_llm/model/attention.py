@@ -159,9 +159,7 @@ class PackedTokens(NamedTuple):
         if self.visible is not None:
             return self._attend_to_visible(states, pages, options, wants_lse, scales, self.visible)
         if self.variant is not None:
-            self._append(states, pages, scales)
-            table = PageTable(self.qo_indptr, *self.table)
-            return self.variant.over_packed(states[0], pages, table, options, scales[:2], wants_lse)
+            return self._attend_by_variant(self.variant, layer, states, pages, options, wants_lse, scales)
         if self.cascade is not None:
             return self._attend_in_levels(self.cascade, layer, states, pages, options, wants_lse, scales)
         arguments = (*self._appended(layer, states, pages, scales), *options, scales.key, scales.value)
@@ -196,6 +194,21 @@ class PackedTokens(NamedTuple):
         if wants_lse:
             return decode_attention_lse(*arguments)
         return decode_attention(*arguments), None
+
+    def _attend_by_variant(
+        self,
+        variant: AppliedVariant,
+        layer: int,
+        states: States,
+        pages: Tensor,
+        options: Options,
+        wants_lse: bool,
+        scales: PageScales,
+    ) -> tuple[Tensor, Tensor | None]:
+        self._append(states, pages, scales)
+        table, group = PageTable(self.qo_indptr, *self.table), self.plans.groups[layer]
+        planned = None if group < 0 else (self.plans.tensors[group], self.plans.workspace)
+        return variant.over_packed(states[0], pages, table, options, scales[:2], wants_lse, planned)
 
     def _attend_in_levels(
         self,

@@ -20,7 +20,7 @@ from compiled_llm.model.layer_probe import Layer, accepts_logits_to_keep
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm.model.sizes import attention_geometries
 from compiled_llm_ops import Geometry
-from compiled_llm_ops.attention.variants.ops import missing_kernel as missing_variant
+from compiled_llm_ops.attention.variants import missing_kernel as missing_variant
 from compiled_llm_ops.backends import BACKENDS, backend_named
 from compiled_llm_ops.contracts import CASCADE_QUERIES, FP8, FP8_CAPABILITY
 from compiled_llm_ops.kernels.latent.latent_tiling import OWN_HEADS, missing_kernel
@@ -232,20 +232,21 @@ def _check_variants(model: PreTrainedModel, layers: Sequence[Layer], config: Wra
     """Raise UnsupportedModelError if layers that attend by variants cannot."""
     kind = model.device.type
     cuda = kind == "cuda"
-    own = config.backend_on(kind).decodes_by_our_own
+    chosen = config.backend_on(kind)
+    own = chosen.decodes_by_our_own
     for number, layer in enumerate(layers):
         if layer.variant is None:
             continue
         said, reason = f"wrap: variants: attention layer {number}", None
-        if cuda and not own:
-            reason = f"has kernels of our own, and backend={config.backend!r}; wrap with backend='auto'"
+        if cuda and not own and not chosen.plans_functions:
+            reason = f"has no kernels with backend={config.backend!r}; wrap with backend='auto' or 'flashinfer'"
         elif layer.expansion is not None:
             reason = "keeps latents (multi-head latent attention), which variants do not read; leave it out"
         elif layer.chooses:
             reason = "reads what an indexer chooses, and variants read all keys; leave it out"
         elif layer.logits_soft_cap > 0:
             reason = "caps its logits, and variants have no cap beside their own function; leave it out"
-        elif cuda:
+        elif cuda and own:
             reason = missing_variant(layer.head_dim)
         if reason is not None:
             raise UnsupportedModelError(f"{said} {reason}")

@@ -90,6 +90,7 @@ def attention_geometries(layers: Sequence[Layer], page_size: int, dtype: torch.d
             layer.logits_soft_cap,
             dtype,
             dtype,
+            function="" if layer.variant is None else layer.variant.key,
         )
         for layer in layers
     ]

@@ -19,9 +19,9 @@ from compiled_llm_ops import (
     paged_attention_variant,
     paged_attention_variant_lse,
 )
-from compiled_llm_ops.attention.variants.expressions import VariantTensor
-from compiled_llm_ops.attention.variants.registry import variant_named
 from compiled_llm_ops.contracts import DecodeAttentionVariant, PagedAttentionVariant
+from compiled_llm_ops.variants.expressions import VariantTensor
+from compiled_llm_ops.variants.registry import variant_named
 
 VariantLayers = Mapping[str, Sequence[int] | str]
 """The layers of each variant, by its name; ``"all"`` for all."""
@@ -45,11 +45,15 @@ class AppliedVariant(NamedTuple):
         options: tuple[float, int, float],
         scales: tuple[Tensor | None, ...],
         wants_lse: bool,
+        planned: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend over pages that hold all keys and values, as ``AttentionSpec.attend``."""
+        """Attend over pages that hold all keys and values, as ``AttentionSpec.attend``.
+
+        ``planned``: the plan and its workspace; None for kernels that need none.
+        """
         scale, window_left, _ = options
         how = (self.key, self.tensors, scale, window_left)
-        arguments = PagedAttentionVariant(query, pages, *table, *how, *scales)
+        arguments = PagedAttentionVariant(query, pages, *table, *how, *scales, *(planned or ()))
         if wants_lse:
             return paged_attention_variant_lse(*arguments)
         return paged_attention_variant(*arguments), None

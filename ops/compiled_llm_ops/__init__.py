@@ -41,18 +41,12 @@ from compiled_llm_ops.attention.sparse.wrappers import (
 )
 from compiled_llm_ops.attention.strided.append import strided_append
 from compiled_llm_ops.attention.strided.attention import strided_attention
-from compiled_llm_ops.attention.variants.flashinfer_source import (
-    FlashInferVariant,
-    flashinfer_arguments,
-    flashinfer_variant,
-)
-from compiled_llm_ops.attention.variants.ops import (
+from compiled_llm_ops.attention.variants import (
     decode_attention_variant,
     decode_attention_variant_lse,
     paged_attention_variant,
     paged_attention_variant_lse,
 )
-from compiled_llm_ops.attention.variants.registry import Variant, register_variant
 from compiled_llm_ops.contracts import (
     BIASED,
     CLEANED,
@@ -80,6 +74,12 @@ from compiled_llm_ops.recurrent.delta_rule import gated_delta_rule
 from compiled_llm_ops.recurrent.selective_scan import selective_scan
 from compiled_llm_ops.sampling.logprobs import top_logprobs
 from compiled_llm_ops.sampling.sampling import NOT_A_TOKEN, build_sampling, sample_tokens
+from compiled_llm_ops.variants.flashinfer_source import (
+    FlashInferVariant,
+    flashinfer_arguments,
+    flashinfer_variant,
+)
+from compiled_llm_ops.variants.registry import Variant, register_variant
 
 __all__ = [
     "BIASED",

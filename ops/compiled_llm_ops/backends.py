@@ -42,6 +42,11 @@ class ChosenBackend(NamedTuple):
         """Whether decode has our own ops: then latents, lists of pages and variants have some, too."""
         return self.decode_ops == own_decode_ops()
 
+    @property
+    def plans_functions(self) -> bool:
+        """Whether layers that attend by variants are planned; if not, our own kernels attend there, without plans."""
+        return self.decode_ops is None and self.backend.functions
+
 
 def backend_for(name: str, device: str, builds: bool = True) -> ChosenBackend:
     """Return whose kernels attend on a kind of device, ``"cpu"`` or ``"cuda"``.

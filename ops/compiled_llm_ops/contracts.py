@@ -29,6 +29,7 @@ class Geometry(NamedTuple):
         dtype: type of the queries.
         kv_dtype: type of the pages.
         rope_size: E of latents of size D, in pages ``[P, S, D + E]`` that all heads share; 0 for keys and values.
+        function: key of the variant by which they attend (``register_variant``); empty for softmax attention.
     """
 
     query_heads: int
@@ -40,6 +41,7 @@ class Geometry(NamedTuple):
     dtype: torch.dtype
     kv_dtype: torch.dtype
     rope_size: int = 0
+    function: str = ""
 
 
 class PageTable(NamedTuple):
@@ -216,6 +218,7 @@ class PlanPagedAttention(NamedTuple):
     dtype: torch.dtype
     kv_dtype: torch.dtype
     rope_size: int = 0
+    function: str = ""
     captured_tokens: int = -1
     variant: int = -1
     causal: bool = True
@@ -320,6 +323,16 @@ class PagedAttentionVariant(NamedTuple):
     window_left: int = -1
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
+    plan: Tensor | None = None
+    workspace: Tensor | None = None
+
+    @property
+    def geometry(self) -> Geometry:
+        """The geometry of planned ones, whose ``name`` is a key."""
+        check_even_heads("paged_attention_variant", self.pages)
+        _, _, kv_heads, page_size, stored = self.pages.shape
+        sizes = (self.query.shape[1], kv_heads, stored, page_size, self.window_left, 0.0)
+        return Geometry(*sizes, self.query.dtype, self.pages.dtype, function=self.name)
 
     @property
     def table(self) -> PageTable:

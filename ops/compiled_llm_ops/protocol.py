@@ -22,6 +22,7 @@ from compiled_llm_ops.contracts import (
     AppendPagedKv,
     Geometry,
     PagedAttention,
+    PagedAttentionVariant,
     PlannedBatch,
     PlannedLatentAttention,
 )
@@ -64,6 +65,15 @@ class Plan(Protocol):
             args: ``query`` is ``[T, H, D]`` with D as it is stored.
             out: ``[T, H, D]``, contiguous, written.
             lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None to skip it.
+        """
+
+    def launch_variant(self, args: PagedAttentionVariant, out: Tensor, lse: Tensor | None) -> None:
+        """Attend by a variant as planned; called only if the backend has ``functions``.
+
+        Args:
+            args: as of ``launch``, with the variant's key for a name.
+            out: likewise.
+            lse: likewise.
         """
 
     def launch_latents(self, args: PlannedLatentAttention, out: Tensor, lse: Tensor | None) -> None:
@@ -183,6 +193,7 @@ class Backend(Protocol):
         latents: whether it has plans for latents on CUDA, made again for each token.
         cascades: whether its plans may be without a causal mask, so that decode steps that it plans can read pages
             which rows share once.
+        functions: whether its plans attend by variants that users register, too.
         rope_append: whether on CUDA ``rope_append_paged_kv`` may take the place of ``append`` before its attention; its
             kernel then writes all pages of fp8.
         variants: ways to divide a batch among thread blocks, the simplest first.
@@ -196,6 +207,7 @@ class Backend(Protocol):
     uneven_heads: bool
     latents: bool
     cascades: bool
+    functions: bool
     rope_append: bool
     variants: tuple[int, ...]
     installation: Installation
@@ -289,6 +301,9 @@ class EmptyPlan:
 
     def decide(self, batch: PlannedBatch) -> None: ...
 
+    def launch_variant(self, args: PagedAttentionVariant, out: Tensor, lse: Tensor | None) -> None:
+        raise NotImplementedError("paged_attention_variant: this backend has no kernel for variants; leave plan out")
+
     def launch_latents(self, args: PlannedLatentAttention, out: Tensor, lse: Tensor | None) -> None:
         raise NotImplementedError("planned_latent_attention: this backend has no kernel for latents")
 
@@ -306,7 +321,7 @@ class Unplanned:
     """The part of ``Backend`` that is about plans, where kernels read the page table as it is then."""
 
     variants: tuple[int, ...] = (0,)
-    latents = cascades = False
+    latents = cascades = functions = False
     installation: Installation = NothingToBuild()
 
     def best_variant(

@@ -108,9 +108,10 @@ def test_run_takes_what_is_passed(mocked: Mocked) -> None:
     plan.plan(HOST)
     query, pages, out, lse = tensors()
     plan.run(query, pages, out, lse, 0.1)
-    call = mocked.wrapper.run.call_args
-    assert call.args == ()
-    assert set(call.kwargs) <= set(inspect.signature(PREFILL.run).parameters)
+    call, (_, *parameters) = mocked.wrapper.run.call_args, inspect.signature(PREFILL.run).parameters
+    assert len(call.args) == 2
+    assert parameters[:3] == ["q", "paged_kv_cache", "args"]
+    assert set(call.kwargs) <= set(parameters[3:])
     assert call.kwargs["q_scale"] == 0.1
 
 

@@ -109,7 +109,7 @@ def test_run_reads_the_table_it_is_given(mocked):
     plan.plan(HOST)
     wrapper = mocked.wrapper
     read = []
-    wrapper.run.side_effect = lambda **_: read.append(wrapper._paged_kv_last_page_len_buf)
+    wrapper.run.side_effect = lambda *_, **__: read.append(wrapper._paged_kv_last_page_len_buf)
     advanced = HOST._replace(last_page_len=HOST.last_page_len + 1)
     plan.run(*tensors(), 0.1)
     plan.run(*tensors(), 0.1, table=advanced)
@@ -182,7 +182,7 @@ def test_two_threads_may_launch_at_once(mocked):
     mine, other = make_plan(mocked), make_plan(mocked, captured_tokens=2)
     thread, launched = Thread(target=lambda: other.run(*tensors(), 0.1)), []
 
-    def run(**_: Any) -> None:
+    def run(*_: Any, **__: Any) -> None:
         if not launched:
             thread.start()
             thread.join(0.5)  # the other one gets as far as it can meanwhile
@@ -225,13 +225,13 @@ def test_scales_by_head_go_into_queries_and_results(mocked):
     _, pages, out, lse = tensors()
     query = torch.randn(2, 4, 128).bfloat16()
     before, results = query.clone(), torch.randn(2, 4, 128).bfloat16()
-    mocked.wrapper.run.side_effect = lambda **given: given["out"].copy_(results)
+    mocked.wrapper.run.side_effect = lambda *_, out, **given: out.copy_(results)
     table = (HOST.qo_indptr, HOST.indptr, HOST.indices, HOST.last_page_len)
     args = PagedAttention(query, pages.to(torch.float8_e4m3fn), *table, plan.owner.tensor, mocked.workspace.buffer, 0.1)
     keys, values = torch.tensor([0.3, 2.0]), torch.tensor([0.5, 7.0])
     for key_scale, value_scale in ((keys, values), (keys, None), (None, values), (None, None)):
         plan.owner.launch(args._replace(key_scale=key_scale, value_scale=value_scale), out, lse)
-        found = mocked.wrapper.run.call_args.kwargs["q"], out
+        found = mocked.wrapper.run.call_args.args[0], out
         for states, scale, unscaled in zip(found, (key_scale, value_scale), (before, results), strict=True):
             of_heads = torch.ones(4) if scale is None else scale.repeat_interleave(2)
             assert torch.equal(states, (unscaled.float() * of_heads[:, None]).bfloat16())
@@ -354,7 +354,7 @@ def test_plans_of_a_model_have_one_size(mocked, monkeypatch):
 
 def test_a_plan_of_shared_pages_has_no_causal_mask_and_its_wrapper_in_common_with_others(mocked):
     seen: list[bool] = []
-    mocked.wrapper.run.side_effect = lambda **_: seen.append(mocked.wrapper._causal)
+    mocked.wrapper.run.side_effect = lambda *_, **__: seen.append(mocked.wrapper._causal)
     columns = (column.numpy() for column in (HOST.qo_indptr, HOST.indptr, HOST.last_page_len))
     batch = PlannedBatch(*columns, GEOMETRY, mocked.workspace.buffer, variant=SPLIT)
     plans = [make_plan(mocked) for _ in range(2)]

@@ -17,7 +17,7 @@ from compiled_llm.compat.own_version import OWN_VERSION
 from compiled_llm.compat.torch.inductor import cpp_compilers
 from compiled_llm.config import WrapConfig
 from compiled_llm.model.sizes import max_positions_of
-from compiled_llm_ops.attention.variants.registry import variant_named
+from compiled_llm_ops.variants.registry import variant_named
 
 OPTIONS = (
     *("mode", "backend", "page_size", "prefill_tokens", "cascade", "batch_invariant", "kv_dtype"),

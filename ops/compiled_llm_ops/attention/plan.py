@@ -29,6 +29,7 @@ def plan_paged_attention(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     rope_size: int = 0,
+    function: str = "",
     captured_tokens: int = -1,
     variant: int = -1,
     causal: bool = True,
@@ -57,6 +58,8 @@ def plan_paged_attention(
         dtype: of the queries.
         kv_dtype: of the pages.
         rope_size: E of latents, whose size D is then, in pages for ``planned_latent_attention``; 0 for keys and values.
+        function: key of the variant by which the layers attend, for ``paged_attention_variant``; empty for softmax
+            attention.
         captured_tokens: the T of launches that are captured in a CUDA graph, at least that of any batch planned for
             them; -1 if they are not captured.
         variant: one of the backend's ``variants``, which captured launches must name; -1 for the fastest one for this
@@ -75,7 +78,7 @@ def plan_paged_attention(
     """
     table = (qo_indptr, indptr, last_page_len)
     geometry = (query_heads, kv_heads, head_dim, page_size, window_left, logits_soft_cap, dtype, kv_dtype)
-    how = (rope_size, captured_tokens, variant, causal)
+    how = (rope_size, function, captured_tokens, variant, causal)
     _plan_paged_attention(plan, numbers, *table, workspace, *geometry, *how)
 
 

@@ -6,7 +6,8 @@ page table, L tokens of one row in the cache, Q queries of one row.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +24,9 @@ from compiled_llm_ops.contracts import (
 )
 from compiled_llm_ops.library import same_arguments_as
 from compiled_llm_ops.plain_attention import attend_row_by_row
-from compiled_llm_ops.protocol import Plan, owner_of, plan_of
+from compiled_llm_ops.protocol import owner_of, plan_of
+
+_Arguments = TypeVar("_Arguments", PagedAttention, PagedAttentionVariant)
 
 
 def paged_attention(
@@ -125,7 +128,7 @@ def attend_on_cpu(args: PagedAttention, wants_lse: bool, causal: bool = True) ->
     check("paged_attention", args)
     plan = plan_of(args.plan)
     if plan is not None:
-        return _launch(plan, args, wants_lse)
+        return launch(plan.launch, args, wants_lse)
     how = (args.scale, args.window_left, args.logits_soft_cap, wants_lse, args.key_scale, args.value_scale, causal)
     return attend_row_by_row(args.query, args.pages, args.table, *how)
 
@@ -136,16 +139,19 @@ def attend_on_cpu(args: PagedAttention, wants_lse: bool, causal: bool = True) ->
 def attend_on_cuda(args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Return what the kernel of ``paged_attention`` does, as planned."""
     check("paged_attention", args)
-    return _launch(owner_of(args.plan), args, wants_lse)
+    return launch(owner_of(args.plan).launch, args, wants_lse)
 
 
-def _launch(plan: Plan, args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+def launch(
+    planned: Callable[[_Arguments, Tensor, Tensor | None], None], args: _Arguments, wants_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return what a plan's launch gives for queries ``[T, H, D]``, whose heads may be stored larger, and its lse."""
     query, (tokens, heads, head_dim) = args.query, args.query.shape
     stored = head_dim if has_uneven_heads(args.pages) else args.pages.shape[4]
     query = torch.nn.functional.pad(query, (0, stored - head_dim)) if stored != head_dim else query.contiguous()
     out = torch.empty((tokens, heads, value_size(query, args.pages)), dtype=query.dtype, device=query.device)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=query.device) if wants_lse else None
-    plan.launch(args._replace(query=query), out, lse)
+    planned(args._replace(query=query), out, lse)
     return out if stored == head_dim else out[..., :head_dim].contiguous(), lse
 
 

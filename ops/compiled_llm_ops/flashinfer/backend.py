@@ -53,6 +53,7 @@ class FlashInfer:
     uneven_heads = False
     latents = True
     cascades = True
+    functions = True
     rope_append = True
     variants: tuple[int, ...] = (WHOLE, SPLIT, FA3)
     installation: Installation = FlashInferInstallation()

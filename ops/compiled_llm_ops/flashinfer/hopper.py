@@ -114,7 +114,8 @@ def _tiles(geometry: Geometry, tokens: int, rows: int) -> int:
 
 
 def _fits(geometry: Geometry) -> bool:
-    return geometry.head_dim in HEAD_DIMS and geometry.kv_dtype == geometry.dtype
+    # Functors of variants are for ``fa2``.
+    return geometry.head_dim in HEAD_DIMS and geometry.kv_dtype == geometry.dtype and not geometry.function
 
 
 @functools.cache

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import Geometry, PagedAttention, PlannedBatch, PlannedLatentAttention
+from compiled_llm_ops.contracts import (
+    Geometry,
+    PagedAttention,
+    PagedAttentionVariant,
+    PlannedBatch,
+    PlannedLatentAttention,
+)
 from compiled_llm_ops.flashinfer import latent
 from compiled_llm_ops.flashinfer.append import readable
 from compiled_llm_ops.flashinfer.planner import (
@@ -22,6 +28,21 @@ from compiled_llm_ops.flashinfer.planner import (
 from compiled_llm_ops.flashinfer.splitting import WHOLE
 from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace, pinned
 from compiled_llm_ops.protocol import own
+from compiled_llm_ops.variants.flashinfer_source import flashinfer_arguments
+
+_Arguments = PagedAttention | PagedAttentionVariant | PlannedLatentAttention
+
+
+class _Run(NamedTuple):
+    """What the wrapper's ``run`` takes besides queries, pages and results.
+
+    Attributes:
+        additional: a functor's tensors and numbers.
+        options: by name.
+    """
+
+    additional: tuple[Any, ...]
+    options: dict[str, Any]
 
 
 class FlashInferPlan:
@@ -90,11 +111,19 @@ class FlashInferPlan:
             RuntimeError: no batch was planned yet.
             ValueError: shapes or dtypes do not fit the plan.
         """
+        self._launch(args, _Run((), {"q_scale": args.scale}), out, lse)
+
+    def launch_variant(self, args: PagedAttentionVariant, out: Tensor, lse: Tensor | None) -> None:
+        """Launch attention by a variant's functor on the current stream; otherwise as ``launch``."""
+        further = flashinfer_arguments(args.name, args.tensors, args.scale)
+        self._launch(args, _Run(tuple(further), {}), out, lse)
+
+    def _launch(self, args: PagedAttention | PagedAttentionVariant, run: _Run, out: Tensor, lse: Tensor | None) -> None:
         wrapper, numbers = self._to_launch(args)
         with self._workspace.launching:  # a thread may capture while another one launches
             scaled = args._replace(query=_of_each_kv_head(args.query, args.key_scale))
             wrapper._causal = self._causal
-            _launch(wrapper, numbers, self._tokens, scaled, out, lse)
+            _launch(wrapper, numbers, self._tokens, scaled, run, out, lse)
         if args.value_scale is not None:
             _of_each_kv_head(out, args.value_scale, written=out)
 
@@ -104,7 +133,9 @@ class FlashInferPlan:
         with self._workspace.launching:
             latent.launch(wrapper, numbers, args, out, lse)
 
-    def _to_launch(self, args: PagedAttention | PlannedLatentAttention) -> tuple[Any, list[int]]:
+    def _to_launch(
+        self, args: PagedAttention | PagedAttentionVariant | PlannedLatentAttention
+    ) -> tuple[Any, list[int]]:
         """Return the wrapper that launches, and the numbers of the plan, which a capture bakes in."""
         if self._waiting is not None:
             self._decide(self._waiting)
@@ -135,7 +166,7 @@ class FlashInferPlan:
         assert self._geometry is not None, "a batch is planned"
         return fields_of(self._variant, self._geometry)
 
-    def _check_launch(self, args: PagedAttention | PlannedLatentAttention) -> None:
+    def _check_launch(self, args: _Arguments) -> None:
         launched = args.geometry, args.last_page_len.shape[0], args[0].shape[0]
         planned = self._geometry, self._rows, self._tokens
         if launched != planned:
@@ -162,7 +193,13 @@ def _of_each_kv_head(states: Tensor, scale: Tensor | None, written: Tensor | Non
 
 
 def _launch(
-    wrapper: Any, numbers: list[int], tokens: int, args: PagedAttention, out: Tensor, lse: Tensor | None
+    wrapper: Any,
+    numbers: list[int],
+    tokens: int,
+    args: PagedAttention | PagedAttentionVariant,
+    run: _Run,
+    out: Tensor,
+    lse: Tensor | None,
 ) -> None:
     wrapper._plan_info = numbers
     wrapper._qo_indptr_last = tokens
@@ -174,9 +211,10 @@ def _launch(
     wrapper._paged_kv_last_page_len_buf = args.last_page_len
     try:
         wrapper.run(
-            q=readable(args.query),
-            paged_kv_cache=args.pages,
-            q_scale=args.scale,
+            readable(args.query),
+            args.pages,
+            *run.additional,
+            **run.options,
             out=out,
             lse=lse,
             return_lse=lse is not None,

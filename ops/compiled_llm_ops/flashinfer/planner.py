@@ -18,7 +18,7 @@ from compiled_llm_ops.contracts import Geometry, PlannedBatch
 from compiled_llm_ops.flashinfer import hopper, latent
 from compiled_llm_ops.flashinfer.hopper import FA3, is_there, takes_fa3
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, max_tiles, worth_splitting
-from compiled_llm_ops.flashinfer.versions import idle_blocks_read_the_plan, uniform_q_len_argument
+from compiled_llm_ops.flashinfer.versions import idle_blocks_read_the_plan, sums_parts_wrongly, uniform_q_len_argument
 from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace, max_blocks_of, processors_of
 
 # What FlashInfer's planner returns, in its order: PrefillPlanInfo in scheduler.cuh.
@@ -78,7 +78,7 @@ class HostColumns(NamedTuple):
 
 def variant_of(batch: PlannedBatch, device: torch.device, processors: int) -> int:
     """Return the variant of a batch: the one that captured launches name, else the fastest."""
-    if batch.geometry.rope_size:
+    if batch.geometry.rope_size or sums_parts_wrongly(batch.geometry):
         return WHOLE
     if batch.variant >= 0:
         return batch.variant

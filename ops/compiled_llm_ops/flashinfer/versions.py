@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from compiled_llm_ops.contracts import FP8, Geometry
+from compiled_llm_ops.variants.registry import variant_named
 
 HEAD_DIMS = (64, 128, 256, 512)
 """Head sizes with kernels: ``DISPATCH_HEAD_DIM`` in FlashInfer's ``utils.cuh``."""
@@ -69,6 +70,14 @@ def missing_kernel(geometry: Geometry) -> str | None:
             'pip install "flashinfer-python>=0.7,<0.8"'
         )
     return None
+
+
+def sums_parts_wrongly(geometry: Geometry) -> bool:
+    """Whether rows must not be split: without a softmax the sum over parts begins with what lies in registers.
+
+    Ends with a FlashInfer that clears them (``PersistentVariableLengthAttentionSumKernel``).
+    """
+    return bool(geometry.function) and not variant_named("plan_paged_attention", geometry.function).softmax
 
 
 def import_flashinfer() -> Any:

@@ -21,6 +21,7 @@ from compiled_llm_ops.flashinfer.append import append
 from compiled_llm_ops.flashinfer.hopper import build_for_later, is_there
 from compiled_llm_ops.flashinfer.latent import make_latent_wrapper, missing_latent_kernel
 from compiled_llm_ops.flashinfer.versions import HEAD_DIMS, import_flashinfer, missing_kernel
+from compiled_llm_ops.variants.flashinfer_source import flashinfer_variant
 
 STAGING_BUFFERS = 16
 """Plans the host may be ahead of the device: three and more prefills of a model with several attention groups."""
@@ -136,7 +137,7 @@ def make_wrapper(geometry: Geometry, buffer: Tensor, kernels: str = "fa2") -> An
     )
     # Whether launches are captured is the planner's to know, not the wrapper's: run() is the same for both.
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-        float_workspace_buffer=buffer, kv_layout="HND", backend=kernels
+        float_workspace_buffer=buffer, kv_layout="HND", backend=kernels, jit_args=_functor(geometry)
     )
     wrapper.plan(
         qo_indptr=indptr,
@@ -161,6 +162,13 @@ def make_wrapper(geometry: Geometry, buffer: Tensor, kernels: str = "fa2") -> An
     wrapper.reset_workspace_buffer(float_workspace_buffer=buffer, int_workspace_buffer=small)
     importlib.import_module("flashinfer.utils")._get_cache_alibi_slopes_buf(geometry.query_heads, buffer.device)
     return wrapper
+
+
+def _functor(geometry: Geometry) -> list[Any] | None:
+    """Return the arguments by which FlashInfer builds kernels with the functor of a variant; None for its own ones."""
+    if not geometry.function:
+        return None
+    return flashinfer_variant(geometry.function).jit_args(geometry.dtype, geometry.kv_dtype, geometry.head_dim)
 
 
 def _check_geometry(geometry: Geometry) -> None:

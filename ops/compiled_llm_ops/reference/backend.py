@@ -6,8 +6,17 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops import plain_attention
-from compiled_llm_ops.contracts import FP8, AppendPagedKv, Geometry, PagedAttention, PlannedBatch
+from compiled_llm_ops.contracts import (
+    FP8,
+    AppendPagedKv,
+    Geometry,
+    PagedAttention,
+    PagedAttentionVariant,
+    PlannedBatch,
+)
 from compiled_llm_ops.protocol import DecodeOps, EmptyPlan, EmptyWorkspace, Unplanned, own, own_decode_ops
+from compiled_llm_ops.variants.plain import attend_packed
+from compiled_llm_ops.variants.registry import variant_named
 
 
 class ReferencePlan(EmptyPlan):
@@ -30,6 +39,12 @@ class ReferencePlan(EmptyPlan):
         if lse is not None and result_lse is not None:
             lse.copy_(result_lse)
 
+    def launch_variant(self, args: PagedAttentionVariant, out: Tensor, lse: Tensor | None) -> None:
+        result, result_lse = attend_packed(variant_named("paged_attention_variant", args.name), args)
+        out.copy_(result)
+        if lse is not None:
+            lse.copy_(result_lse)
+
 
 class Reference(Unplanned):
     """See ``protocol.Backend``."""
@@ -39,7 +54,7 @@ class Reference(Unplanned):
     kv_dtypes = frozenset({FP8})
     capturable = False  # it reads lengths from the device
     uneven_heads = True
-    cascades = True
+    cascades = functions = True
     rope_append = False  # it is to share no kernel with the others
 
     def missing_kernel(self, geometry: Geometry) -> str | None:

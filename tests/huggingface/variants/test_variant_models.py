@@ -18,12 +18,14 @@ from compiled_llm.compilation.artifacts.made_for import made_for
 from compiled_llm.model import checks
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm_ops import register_variant
+from compiled_llm_ops.reference.backend import Reference, ReferencePlan
 from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu
 from support.engine.random_requests import WORDS, answers, requests
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import PATIENCE
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.huggingface.families import FAMILIES, make
+from support.noting import note_calls
 from support.ops.variants import registered
 from support.parity import FEW_PAGES, alone, assert_account_is_empty, greedy, mixed_prompts, wrap_and_compare
 from support.tiny_models import WINDOWS, tiny_llama, tiny_qwen3
@@ -64,6 +66,54 @@ def test_rotary_embedding_of_queries_and_keys_is_the_ops(seed: int, monkeypatch:
 def test_compiled_by_inductor(seed: int) -> None:
     model = with_attention("inkling", seed, num_hidden_layers=1)
     wrap_and_compare(model, seed, mode="compile", **variants_for("inkling"))
+
+
+# ---- by plans of a backend, as with backend="flashinfer" on CUDA
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let the reference plan decode on a CPU; the variants of its launches."""
+    monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
+    return note_calls(monkeypatch, ReferencePlan, "launch_variant", lambda _, args, *rest: args.name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_planned_tokens_are_huggingfaces(kind: str, planned: list[str], seed: int) -> None:
+    wrap_and_compare(with_attention(kind, seed), seed, mode="eager", prefill_tokens=8, **variants_for(kind))
+    assert {*planned} == {registered(kind).key}
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_planned_programs_are_one_graph_each(planned: list[str], seed: int) -> None:
+    """Beside layers that attend as usual, which have plans of their own."""
+    model = with_attention("alibi", seed, layers=(1, 2), num_hidden_layers=3)
+    wrap_and_compare(model, seed, mode="compile", **variants_for("alibi", [1, 2]))
+    assert planned
+    groups = model.compiled.model_runner()._planner._groups
+    assert [group.function for group in groups] == ["", registered("alibi").key]
+
+
+def test_planned_sinks_take_part(planned: list[str], seed: int) -> None:
+    register_variant("no_change")
+    model = make("GptOss", FAMILIES["GptOss"], seed)
+    wrap_and_compare(model, seed, mode="eager", variants={"no_change": "all"})
+    assert planned
+
+
+def test_planned_requests_are_answered_as_alone(planned: list[str], seed: int) -> None:
+    """Sampled ones and greedy ones."""
+    plain, found = with_attention("inkling", seed, **WORDS), []
+    for size in (1, 8):
+        model = compiled_llm.wrap(
+            copy.deepcopy(plain), mode="eager", page_size=4, kv_memory="4000 tokens", prefill_tokens=32, progress=False,
+            max_batch_size=size, **variants_for("inkling"),
+        )  # fmt: skip
+        with Engine(model, tokenizer=byte_level(), max_num_seqs=8) as engine:
+            found.append([output.outputs[0].token_ids for output in answers(engine, requests(seed, 8), seed)])
+        assert_account_is_empty(model)
+    assert found[0] == found[1]
+    assert planned
 
 
 def test_variants_change_tokens(seed: int) -> None:
@@ -279,12 +329,17 @@ def test_a_bias_that_a_model_hands_to_its_attention_is_refused_without_a_variant
         compiled_llm.wrap(with_attention("inkling"), mode="eager", **FEW_PAGES)
 
 
-def test_on_cuda_kernels_are_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_cuda_kernels_are_our_own_or_those_that_the_backend_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     model = compiled_llm.wrap(with_attention("alibi"), mode="eager", **FEW_PAGES, **variants_for("alibi"))
     layers = model.compiled.facts.layers
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
-    with pytest.raises(UnsupportedModelError, match=r"layer 0 has kernels of our own, and backend='flashinfer'; wrap"):
+    checks.check_layers(model, layers, WrapConfig(backend="reference"))
+    with pytest.raises(UnsupportedModelError, match=r"'flashinfer' cannot run attention layer 0: .*float32 queries"):
         checks.check_layers(model, layers, WrapConfig(backend="flashinfer"))
+    monkeypatch.setattr(Reference, "functions", False)
+    message = "layer 0 has no kernels with backend='reference'; wrap with backend='auto' or 'flashinfer'"
+    with pytest.raises(UnsupportedModelError, match=message):
+        checks.check_layers(model, layers, WrapConfig(backend="reference"))
     for changes, message in (
         ({"chooses": True}, "reads what an indexer chooses, and variants read all keys"),
         ({"expansion": object()}, "keeps latents"),

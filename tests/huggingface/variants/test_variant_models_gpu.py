@@ -25,6 +25,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "eager": {"mode": "eager"},
     "reduce-overhead": {"mode": "reduce-overhead"},
     "fp8": {"kv_dtype": "fp8_e4m3"},
+    "flashinfer": {"backend": "flashinfer"},
+    "flashinfer, eager": {"backend": "flashinfer", "mode": "eager"},
+    "reference": {"backend": "reference", "mode": "eager"},
 }
 
 

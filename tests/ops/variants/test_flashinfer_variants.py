@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compiled_llm.compat.torch.inductor import cpp_compilers
 from compiled_llm_ops import flashinfer_arguments, flashinfer_variant, paged_attention_variant
-from compiled_llm_ops.attention.variants.plain import evaluated
+from compiled_llm_ops.variants.plain import evaluated
 from support.gpu import SEED, needs_cuda
 from support.ops.op_cases import Batch
 from support.ops.variants import EXAMPLES, expected, registered

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.attention.variants import ops
-from compiled_llm_ops.attention.variants.triton_source import kernel_variant, source_of
+from compiled_llm_ops.attention import variants as ops
 from compiled_llm_ops.contracts import DecodeAttention, PagedAttentionVariant
 from compiled_llm_ops.kernels.attention.decode_tiling import (
     MAX_ROWS,
@@ -21,6 +20,7 @@ from compiled_llm_ops.kernels.attention.decode_tiling import (
     choose_attention_tiling as choose,
 )
 from compiled_llm_ops.kernels.attention.packed_tiling import PackedTiling, packed_tiling
+from compiled_llm_ops.variants.triton_source import kernel_variant, source_of
 from support.ops.compiling import compiled, resources_of
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
 from support.ops.op_cases import Batch

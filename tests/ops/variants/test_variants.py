@@ -20,8 +20,8 @@ from compiled_llm_ops import (
     paged_attention_variant_lse,
     register_variant,
 )
-from compiled_llm_ops.attention.variants import plain
-from compiled_llm_ops.attention.variants.registry import _variants, variant_named
+from compiled_llm_ops.variants import plain
+from compiled_llm_ops.variants.registry import _variants, variant_named
 from support.ops.op_cases import MIXES, SCALES, Batch, fp8_arguments, preparation
 from support.ops.variants import EXAMPLES, alibi, expected, registered, slopes_of
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.fx.proxy import GraphAppendingTracer, TraceError
 
-from compiled_llm_ops.attention.variants.expressions import (
+from compiled_llm_ops.variants.expressions import (
     INPUTS,
     READ_AS,
     Expression,

@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from compiled_llm_ops.attention.variants.expressions import INPUTS, READ_AS, Expression, Type, VariantTensor, literal
-from compiled_llm_ops.attention.variants.registry import Variant
+from compiled_llm_ops.variants.expressions import INPUTS, READ_AS, Expression, Type, VariantTensor, literal
+from compiled_llm_ops.variants.registry import Variant
 
 if TYPE_CHECKING:
     from compiled_llm_ops.kernels.variant import KernelVariant

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.attention.variants.expressions import Expression, Type
-from compiled_llm_ops.attention.variants.registry import Variant
+from compiled_llm_ops.contracts import PagedAttentionVariant
 from compiled_llm_ops.plain_attention import gather, scaled
+from compiled_llm_ops.variants.expressions import Expression, Type
+from compiled_llm_ops.variants.registry import Variant
 
 MOST_LOGITS = 2**22
 """Logits that are in memory at a time."""
@@ -82,6 +83,23 @@ def attend(
         size = pages.shape[3] - head_dim if pages.dim() == 4 else head_dim
         return query.new_empty((0, heads, size)), query.new_empty((0, heads), dtype=torch.float32)
     return torch.cat(parts).to(query.dtype), torch.cat(sums)
+
+
+def attend_packed(variant: Variant, args: PagedAttentionVariant) -> tuple[Tensor, Tensor]:
+    """Return what ``attend`` does for packed queries; it reads where rows begin from the device."""
+    page_size, begins, firsts = args.pages.shape[-2], args.qo_indptr.tolist(), args.indptr.tolist()
+    rows = [
+        PlainRow(
+            row,
+            slice(begins[row], begins[row + 1]),
+            (firsts[row + 1] - firsts[row] - 1) * page_size + last,
+            args.indices[firsts[row] : firsts[row + 1]],
+        )
+        for row, last in enumerate(args.last_page_len.tolist())
+        if begins[row] < begins[row + 1]
+    ]
+    how = (args.scale, args.window_left, args.key_scale, args.value_scale)
+    return attend(variant, args.tensors, args.query, args.pages, rows, *how)
 
 
 def _blocks(row: PlainRow, heads: int) -> Iterator[slice]:

@@ -15,9 +15,6 @@ from torch import Tensor
 from compiled_llm_ops.attention import decode, prefill
 from compiled_llm_ops.attention.lse import define_with_lse
 from compiled_llm_ops.attention.preparation import prepared
-from compiled_llm_ops.attention.variants.plain import PlainRow, attend
-from compiled_llm_ops.attention.variants.registry import Variant, variant_named
-from compiled_llm_ops.attention.variants.triton_source import kernel_variant
 from compiled_llm_ops.contracts import (
     DecodeAttentionVariant,
     PagedAttentionVariant,
@@ -26,6 +23,10 @@ from compiled_llm_ops.contracts import (
     value_size,
 )
 from compiled_llm_ops.library import same_arguments_as
+from compiled_llm_ops.protocol import owner_of
+from compiled_llm_ops.variants.plain import PlainRow, attend, attend_packed
+from compiled_llm_ops.variants.registry import Variant, variant_named
+from compiled_llm_ops.variants.triton_source import kernel_variant
 
 
 def paged_attention_variant(
@@ -41,11 +42,14 @@ def paged_attention_variant(
     window_left: int = -1,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    plan: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of packed queries over the pages of their rows, with the logits of a variant.
 
     Row b's queries are ``query[qo_indptr[b]:qo_indptr[b + 1]]``; they are the last tokens of the row, whose keys and
-    values already lie in the pages. The op needs no plan. A query that sees no key has zeros.
+    values already lie in the pages. The op needs no plan, and follows one if it is given. A query that
+    sees no key has zeros.
 
     Args:
         query: ``[T, H, D]``, any strides; H a multiple of K.
@@ -63,19 +67,24 @@ def paged_attention_variant(
         key_scale: ``[K]`` float32, by kv head, for pages of ``torch.float8_e4m3fn`` only: what keys in the pages are to
             be multiplied with. None for 1.
         value_scale: ``[K]`` float32, the same for values.
+        plan: as of ``paged_attention``, made with the variant's key as ``function`` by a backend that has
+            ``functions``, whose kernels attend then; None for our own.
+        workspace: belongs to ``plan``, written.
 
     Returns:
         ``[T, H, D]``, contiguous, of the query's dtype; ``[T, H, E]`` for values of another size.
 
     Raises:
         ValueError: shapes or dtypes do not fit together, or the variant is not registered.
+        RuntimeError: ``plan`` holds no plan.
 
     Source:
-        On CUDA the Triton kernel of ``invariant_attention``, after FlashAttention-2
+        By FlashInfer's plan ``BatchPrefillWithPagedKVCacheWrapper`` with ``jit_args``; without a plan, on
+        CUDA the Triton kernel of ``invariant_attention``, after FlashAttention-2
         (https://arxiv.org/abs/2307.08691), with a function that is made of the variant's trace.
     """
     table = (qo_indptr, indptr, indices, last_page_len)
-    how = (name, tensors, scale, window_left, key_scale, value_scale)
+    how = (name, tensors, scale, window_left, key_scale, value_scale, plan, workspace)
     out: Tensor = _paged_attention_variant(query, pages, *table, *how)
     return out
 
@@ -227,20 +236,18 @@ def _check_paged(args: PagedAttentionVariant, wants_lse: bool) -> Variant:
 
 def _paged_on_cpu(args: PagedAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     variant = _check_paged(args, wants_lse)
-    page_size, begins, firsts = args.pages.shape[-2], args.qo_indptr.tolist(), args.indptr.tolist()
-    rows = [
-        PlainRow(
-            row,
-            slice(begins[row], begins[row + 1]),
-            (firsts[row + 1] - firsts[row] - 1) * page_size + last,
-            args.indices[firsts[row] : firsts[row + 1]],
-        )
-        for row, last in enumerate(args.last_page_len.tolist())
-        if begins[row] < begins[row + 1]
-    ]
-    how = (args.scale, args.window_left, args.key_scale, args.value_scale)
-    out, lse = attend(variant, args.tensors, args.query, args.pages, rows, *how)
+    if args.plan is not None:
+        return _as_planned(variant, args, wants_lse)
+    out, lse = attend_packed(variant, args)
     return out, lse if wants_lse else None
+
+
+def _as_planned(variant: Variant, args: PagedAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    assert args.plan is not None, "it is planned"
+    tensors = [tensor.contiguous() for tensor in args.tensors]
+    return prefill.launch(
+        owner_of(args.plan).launch_variant, args._replace(name=variant.key, tensors=tensors), wants_lse
+    )
 
 
 def missing_kernel(head_dim: int) -> str | None:
@@ -256,6 +263,8 @@ def _paged_on_cuda(args: PagedAttentionVariant, wants_lse: bool) -> tuple[Tensor
     from compiled_llm_ops.kernels.attention.packed import PackedQueries, attend as attend_on_cuda
 
     variant = _check_paged(args, wants_lse)
+    if args.plan is not None:
+        return _as_planned(variant, args, wants_lse)
     check_even_heads("paged_attention_variant", args.pages)
     check_capability("paged_attention_variant", args.pages)
     tokens, heads, _ = args.query.shape
@@ -301,6 +310,7 @@ def _decode_on_cuda(args: DecodeAttentionVariant, wants_lse: bool) -> tuple[Tens
 _paged_attention_variant, _paged_attention_variant_lse = define_with_lse(
     "paged_attention_variant",
     PagedAttentionVariant,
+    writes=("workspace",),
     cpu=_paged_on_cpu,
     cuda=_paged_on_cuda,
     sizes=_checked_sizes("paged_attention_variant"),

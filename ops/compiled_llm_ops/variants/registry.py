@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.attention.variants.expressions import INPUTS, READ_AS, Expression, Index, VariantTensor
-from compiled_llm_ops.attention.variants.trace import traced
+from compiled_llm_ops.variants.expressions import INPUTS, READ_AS, Expression, Index, VariantTensor
+from compiled_llm_ops.variants.trace import traced
 
 _INDICES = ("row", "query", "head", "position")
 

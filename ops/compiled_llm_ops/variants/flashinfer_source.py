@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.attention.variants.expressions import READ_AS, Expression, Type, VariantTensor, literal
-from compiled_llm_ops.attention.variants.registry import variant_named
+from compiled_llm_ops.variants.expressions import READ_AS, Expression, Type, VariantTensor, literal
+from compiled_llm_ops.variants.registry import variant_named
 
 _TYPES: dict[Type, str] = {"float": "float", "int": "int", "bool": "bool"}
 _STORED = {

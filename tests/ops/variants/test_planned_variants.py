@@ -1,0 +1,55 @@
+"""Variants by the plans of a backend: the reference's, which attends on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm_ops import paged_attention_variant
+from compiled_llm_ops.attention.variants import paged_attention_variant_lse
+from compiled_llm_ops.backends import backend_named
+from compiled_llm_ops.protocol import Plan
+from support.ops.op_cases import MIXES, SCALES, Batch
+from support.ops.variants import EXAMPLES, registered
+
+
+def planned_by_reference() -> tuple[Plan, Tensor]:
+    reference, cpu = backend_named("reference"), torch.device("cpu")
+    workspace = reference.workspace(cpu, 0)
+    return reference.new_plan(workspace, 16), workspace.buffer
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("name", ["alibi", "inkling", "blind", "sigmoid"])
+def test_a_plan_of_the_reference_attends_as_the_op_without_one(name: str, mix: str, seed: int) -> None:
+    batch, variant = Batch(*MIXES[mix], seed=seed).filled(), registered(name)
+    query, pages, qo_indptr, *table, _, _, scale = batch.arguments()
+    given = EXAMPLES[name].tensors(table[-1].shape[0], *query.shape[:2])
+    plan, workspace = planned_by_reference()
+    how = (query, pages, qo_indptr, *table, variant.key, given, scale, 5)
+    planned = {"plan": plan.tensor, "workspace": workspace}
+    assert torch.equal(paged_attention_variant(*how, **planned), paged_attention_variant(*how))
+    if variant.softmax:
+        found, expected = paged_attention_variant_lse(*how, **planned), paged_attention_variant_lse(*how)
+        assert all(map(torch.equal, found, expected))
+
+
+def test_pages_of_fp8_and_the_name_alone(seed: int) -> None:
+    query, pages, qo_indptr, *table, _, _, scale = Batch(*MIXES["mixed"], seed=seed).in_fp8().filled().arguments()
+    plan, workspace = planned_by_reference()
+    how = (query, pages, qo_indptr, *table, registered("window").name, [], scale, -1, *SCALES)
+    assert torch.equal(paged_attention_variant(*how, plan.tensor, workspace), paged_attention_variant(*how))
+
+
+def test_a_plan_that_nobody_owns_and_a_backend_without_functions_are_refused() -> None:
+    query, pages, qo_indptr, *table, _, _, scale = Batch(*MIXES["mixed"]).filled().arguments()
+    how = (query, pages, qo_indptr, *table, registered("window").key, [], scale)
+    nobodys = torch.zeros(16, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="no plan lies at"):
+        paged_attention_variant(*how, plan=nobodys, workspace=nobodys)
+    triton, cpu = backend_named("triton"), torch.device("cpu")
+    plan = triton.new_plan(triton.workspace(cpu, 0), 16)
+    with pytest.raises(NotImplementedError, match="no kernel for variants; leave plan out"):
+        paged_attention_variant(*how, plan=plan.tensor, workspace=nobodys)
+    assert [backend_named(name).functions for name in ("flashinfer", "reference", "triton")] == [True, True, False]
