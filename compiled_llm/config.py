@@ -25,8 +25,8 @@ WAITING_MODES = ("eager", "piecewise")
 
 CheckPages = Literal["off", "log", "raise"]
 
-OWN_BACKENDS = ("auto", "flashinfer", "triton", "reference")
-"""Values of ``backend`` that need no other package; named here, too, so that checking them does not import torch."""
+OWN_BACKENDS = ("auto", "flashinfer", "triton", "flash-attn", "torch", "reference")
+"""Values of ``backend`` that no other package brings; named here, too, so that checking them does not import torch."""
 
 INVARIANT_BACKEND = "invariant"
 """The backend of ``batch_invariant``, which is not chosen by its name."""
@@ -142,10 +142,12 @@ class WrapConfig:
         backend: whose kernels attend over the pages. ``"auto"`` takes the fastest: on CUDA FlashInfer for prefill and
             our own kernel for decode, on a CPU plain PyTorch. ``"flashinfer"`` decodes with FlashInfer, too; on CUDA
             only. ``"triton"`` has kernels of our own for both, which need no nvcc, and take float32, too; on CUDA only.
-            ``"auto"`` takes it where FlashInfer is missing or cannot be built, and says so once. ``"reference"`` is
-            plain PyTorch: what a CPU runs anyway, and on CUDA, with ``mode="eager"`` or ``mode="piecewise"``, the
-            oracle for all others. Other packages can bring further ones, by an entry point of the group
-            ``compiled_llm_ops.backends``.
+            ``"auto"`` takes it where FlashInfer is missing or cannot be built, and says so once. ``"flash-attn"`` and
+            ``"torch"`` prefill by the package flash-attn, or by ``torch.nn.attention.varlen`` of torch 2.13, in 16
+            bits, and decode by our own kernel; on CUDA only, and with ``page_size=256`` unless flash-attn 3 is
+            installed. ``"reference"`` is plain PyTorch: what a CPU runs anyway, and on CUDA, with ``mode="eager"`` or
+            ``mode="piecewise"``, the oracle for all others. Other packages can bring further ones, by an entry point of
+            the group ``compiled_llm_ops.backends``.
         page_size: tokens in one page of the KV cache.
         max_batch_size: most rows that run at once; a call with more raises.
         kv_memory: what the pages may take. A float up to 1.0 is a fraction of the free memory, an int is bytes, a

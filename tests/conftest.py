@@ -224,7 +224,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 def problems(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[str]]]:
     """What the installations of backends lack, by name, once their kernels have to be built: nothing yet."""
     found: dict[str, list[str]] = {}
-    for name in ("flashinfer", "triton"):
+    for name in ("flashinfer", "triton", "flash-attn", "torch"):
         installation = type(backends.backend_named(name).installation)
         monkeypatch.setattr(
             installation, "problems", lambda self, builds=True, name=name: found.get(name, []) if builds else []

@@ -49,9 +49,10 @@ MAY_IMPORT = {
     f"{OPS}.flashinfer": {f"{OPS}.contracts", f"{OPS}.protocol", f"{OPS}.variants"},
     f"{OPS}.triton": {f"{OPS}.contracts", f"{OPS}.protocol", f"{OPS}.plain_attention", f"{OPS}.kernels"},
     f"{OPS}.reference": {f"{OPS}.contracts", f"{OPS}.protocol", f"{OPS}.plain_attention", f"{OPS}.variants"},
+    f"{OPS}.varlen": {f"{OPS}.contracts", f"{OPS}.protocol", f"{OPS}.kernels"},
 }
 LAZILY = {f"{OPS}.kernels", f"{OPS}.flashinfer"}  # they import Triton and FlashInfer, which a CPU need not have
-BACKENDS = (f"{OPS}.flashinfer", f"{OPS}.triton", f"{OPS}.reference")
+BACKENDS = (f"{OPS}.flashinfer", f"{OPS}.triton", f"{OPS}.varlen", f"{OPS}.reference")
 DOORS = {folder: {f"{OPS}.backends"} for folder in BACKENDS}  # a backend, and the one module outside that imports it
 DOORS[f"{OPS}.triton"].add(f"{OPS}.attention.invariant")  # an op for decode, with the same plain attention
 

@@ -15,7 +15,7 @@ from compiled_llm_ops.protocol import Backend, DecodeOps, own_decode_ops
 
 logger = logging.getLogger("compiled_llm.graphs")
 
-BACKENDS = ("flashinfer", "triton", "reference")
+BACKENDS = ("flashinfer", "triton", "flash-attn", "torch", "reference")
 """The names of our own."""
 
 INVARIANT = "invariant"
@@ -108,6 +108,14 @@ def backend_named(name: str) -> Backend:
         from compiled_llm_ops.triton import backend as triton
 
         return triton.BACKEND
+    if name == "flash-attn":
+        from compiled_llm_ops.varlen.flash_attn import backend as flash_attn
+
+        return flash_attn.BACKEND
+    if name == "torch":
+        from compiled_llm_ops.varlen.torch import backend as torch_varlen
+
+        return torch_varlen.BACKEND
     if name == "reference":
         from compiled_llm_ops.reference import backend as reference
 

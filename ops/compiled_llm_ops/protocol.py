@@ -10,6 +10,7 @@ Shapes: B rows, T packed tokens, H query heads, K kv heads, D head dimension, P 
 
 from __future__ import annotations
 
+import importlib
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import (
+    FP8,
     AppendPagedKv,
     Geometry,
     PagedAttention,
@@ -339,3 +341,47 @@ class Unplanned:
 
     def workspace(self, device: torch.device, nbytes: int) -> EmptyWorkspace:
         return EmptyWorkspace(device)
+
+
+# ---- what backends have in common that append and decode by our kernels
+
+OLDEST_CAPABILITY = (8, 0)
+"""The compute capability from which on Triton compiles for a device, and its tensor cores multiply bfloat16."""
+
+
+class TritonInstallation(NothingToBuild):
+    """Triton, which brings its compiler along."""
+
+    def problems(self, builds: bool = True) -> list[str]:
+        missing = []
+        try:
+            importlib.import_module("triton")
+        except Exception as error:  # its compiler is a library, which may not load
+            missing.append(f"Triton does not import ({error}): pip install triton")
+        if torch.cuda.is_available() and (found := torch.cuda.get_device_capability()) < OLDEST_CAPABILITY:
+            wanted, has = (".".join(map(str, version)) for version in (OLDEST_CAPABILITY, found))
+            missing.append(
+                f"Triton compiles for compute capability {wanted} or newer, and the device has {has}: use another GPU, "
+                "or wrap with backend='reference' and mode='eager'"
+            )
+        return missing
+
+
+class PagedKernels(Unplanned):
+    """The part of ``protocol.Backend`` that does not depend on how attention is tiled."""
+
+    kv_dtypes = frozenset({FP8})
+    capturable = True
+    uneven_heads = False
+    rope_append = True  # by the kernel that decode has, too
+    installation: Installation = TritonInstallation()
+
+    def stored_head_dim(self, head_dim: int) -> int:
+        from compiled_llm_ops.kernels.attention.packed_tiling import SMALLEST_HEAD
+
+        return max(SMALLEST_HEAD, 1 << (head_dim - 1).bit_length())
+
+    def append(self, args: AppendPagedKv) -> None:
+        from compiled_llm_ops.kernels.attention.rope_append import append
+
+        append(args)

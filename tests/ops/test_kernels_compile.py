@@ -26,6 +26,8 @@ LATENT = dict.fromkeys(("latent", "rope", "pages"), "*bf16")
 LATENT |= dict.fromkeys(("token_rows", "token_positions", "indptr", "indices"), "*i32")
 LATENT |= {f"{name}_{of}": "i32" for name in ("latent", "rope") for of in ("stride", "step")}
 LATENT |= dict.fromkeys(("page_stride", "slot_stride"), "i32")
+BLOCK_TABLES = dict.fromkeys(("indptr", "indices", "last_page_len", "lengths", "starts", "table"), "*i32")
+BLOCK_TABLES |= dict.fromkeys(("rows", "width"), "i32")
 
 CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
     "check in decode": (
@@ -40,6 +42,7 @@ CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
         "attention.check_pages", "_check_pages", CHECKED,
         {"SIZE": 16, "WRITE": False, "CHECK": True, "BLOCK": 256, "NEW": 256},
     ),
+    "a table of lines": ("attention.block_tables", "_block_tables", BLOCK_TABLES, {"PAGE": 256, "BLOCK": 128}),
     "two states": ("attention.merge", "_merge_two", MERGED, {"DIM": 96, "BLOCK": 128}),
     "many states": ("attention.merge", "_merge_many", MERGED, {"DIM": 96, "BLOCK": 128}),
     "latents": (

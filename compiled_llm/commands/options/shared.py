@@ -95,7 +95,8 @@ Backend = Annotated[
     str,
     _model(
         "--backend",
-        help="The attention kernels: auto, flashinfer, triton, reference, or the name of one that you have installed.",
+        help="The attention kernels: auto, flashinfer, triton, flash-attn, torch, reference, or the name of one that "
+        "you have installed.",
     ),
 ]
 Artifacts = Annotated[

@@ -63,13 +63,21 @@ def missing_kernel(geometry: Geometry) -> str | None:
         return f"there is no kernel for {geometry.dtype} queries; use torch.bfloat16 or torch.float16"
     if padded_head_dim(geometry.head_dim) == 512 and geometry.kv_dtype == FP8:
         return f"FlashInfer has no kernel for heads of size {geometry.head_dim} in pages of {FP8}"
-    if padded_head_dim(geometry.head_dim) == 512 and version_of(import_flashinfer()) < (0, 7):
-        # Ends with 0.6, whose kernels reject 512 at their launch.
-        return (
-            f"FlashInfer {import_flashinfer().__version__} has no kernel for head size {geometry.head_dim}; "
-            'pip install "flashinfer-python>=0.7,<0.8"'
-        )
-    return None
+    return _missing_large_heads(geometry.head_dim) if padded_head_dim(geometry.head_dim) == 512 else None
+
+
+def _missing_large_heads(head_dim: int) -> str | None:
+    """Return why heads stored as 512 have no kernel. Ends with 0.6, whose kernels reject 512 at their launch."""
+    try:
+        flashinfer = import_flashinfer()
+    except ImportError as error:  # asked who else has a kernel, where FlashInfer need not be installed
+        return str(error)
+    if version_of(flashinfer) >= (0, 7):
+        return None
+    return (
+        f"FlashInfer {flashinfer.__version__} has no kernel for head size {head_dim}; "
+        'pip install "flashinfer-python>=0.7,<0.8"'
+    )
 
 
 def sums_parts_wrongly(geometry: Geometry) -> bool:

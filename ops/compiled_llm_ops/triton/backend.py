@@ -6,16 +6,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import Geometry, PagedAttention
-from compiled_llm_ops.protocol import (
-    DecodeOps,
-    EmptyPlan,
-    EmptyWorkspace,
-    Installation,
-    own,
-    own_decode_ops,
-)
-from compiled_llm_ops.triton.install import TritonInstallation
-from compiled_llm_ops.triton.paged_kernels import PagedKernels
+from compiled_llm_ops.protocol import DecodeOps, EmptyPlan, EmptyWorkspace, PagedKernels, own, own_decode_ops
 
 FLOAT32_VALUES = 2**14
 """Values of a row's queries for one kv head that the decode kernel takes in float32, padded to powers of two."""
@@ -40,7 +31,6 @@ class Triton(PagedKernels):
 
     devices: tuple[str, ...] = ("cuda",)
     dtypes = frozenset({torch.float16, torch.bfloat16, torch.float32})
-    installation: Installation = TritonInstallation()
 
     def missing_kernel(self, geometry: Geometry) -> str | None:
         from compiled_llm_ops.kernels.attention.packed_tiling import LARGEST_HEAD

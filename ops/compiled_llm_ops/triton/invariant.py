@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import Geometry, PagedAttention
-from compiled_llm_ops.protocol import DecodeOps, EmptyPlan, EmptyWorkspace, own
+from compiled_llm_ops.protocol import DecodeOps, EmptyPlan, EmptyWorkspace, PagedKernels, own
 from compiled_llm_ops.triton import plain
-from compiled_llm_ops.triton.paged_kernels import PagedKernels
 
 
 class InvariantPlan(EmptyPlan):

@@ -1,0 +1,79 @@
+"""flash-attn as a backend of prefill; see ``protocol.Backend``."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from compiled_llm_ops.contracts import Geometry
+from compiled_llm_ops.protocol import Installation
+from compiled_llm_ops.varlen.flash_attn.install import FlashAttnInstallation, flash_attn_2, flash_attn_3
+from compiled_llm_ops.varlen.rows import PackedRows, VarlenKernels, wrong_page_size
+
+
+class FlashAttn(VarlenKernels):
+    """``flash_attn_varlen_func`` of version 2, or ``flash_attn_with_kvcache`` of version 3, which takes any page size.
+
+    Neither waits for the device, so that a CUDA graph may capture them. Rows are not split: version 2 does not split
+    packed queries over pages (``num_splits > 1 is not supported for varlen paged KV``), and what version 3 would decide
+    by the bound of ``most_keys`` fits long rows alone.
+    """
+
+    installation: Installation = FlashAttnInstallation()
+
+    def missing_kernel(self, geometry: Geometry) -> str | None:
+        reason = super().missing_kernel(geometry)
+        return reason or (wrong_page_size(geometry) if flash_attn_3() is None else None)
+
+    def attend(self, rows: PackedRows, out: Tensor, wants_lse: bool) -> Tensor | None:
+        return _attend_by_3(rows, out, wants_lse) if flash_attn_3() else _attend_by_2(rows, out, wants_lse)
+
+
+def _attend_by_2(rows: PackedRows, out: Tensor, wants_lse: bool) -> Tensor | None:
+    found = flash_attn_2().flash_attn_varlen_func(
+        rows.query,
+        rows.keys,
+        rows.values,
+        cu_seqlens_q=rows.query_starts,
+        cu_seqlens_k=rows.keys_of.starts,  # with a block table, only their differences are read: the rows' lengths
+        max_seqlen_q=rows.most_queries,
+        max_seqlen_k=rows.most_keys,
+        softmax_scale=rows.scale,
+        causal=True,
+        window_size=rows.window,
+        softcap=rows.soft_cap,
+        return_attn_probs=wants_lse,  # without dropout, the log-sum-exp and no probabilities
+        block_table=rows.keys_of.table,
+    )
+    return _kept(found, out, wants_lse)
+
+
+def _attend_by_3(rows: PackedRows, out: Tensor, wants_lse: bool) -> Tensor | None:
+    found = flash_attn_3().flash_attn_with_kvcache(
+        rows.query,
+        rows.keys,
+        rows.values,
+        cache_seqlens=rows.keys_of.lengths,
+        page_table=rows.keys_of.table,
+        cu_seqlens_q=rows.query_starts,
+        max_seqlen_q=rows.most_queries,
+        softmax_scale=rows.scale,
+        causal=True,
+        window_size=rows.window,
+        softcap=rows.soft_cap,
+        num_splits=1,
+        return_softmax_lse=wants_lse,
+    )
+    return _kept(found, out, wants_lse)
+
+
+def _kept(found: Tensor | tuple[Tensor, ...], out: Tensor, wants_lse: bool) -> Tensor | None:
+    """Copy the results, which neither function writes to a tensor that it is given; return the log-sum-exp."""
+    if wants_lse:
+        out.copy_(found[0])
+        return found[1]
+    assert isinstance(found, Tensor)
+    out.copy_(found)
+    return None
+
+
+BACKEND = FlashAttn()
