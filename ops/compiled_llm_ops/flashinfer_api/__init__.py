@@ -1,8 +1,46 @@
 """FlashInfer's API over our ops: its names and arguments, on a CPU, too, and under ``torch.compile(fullgraph=True)``.
 
-``import compiled_llm_ops.flashinfer_api as flashinfer`` in place of ``import flashinfer``.
+``import compiled_llm_ops.flashinfer_api as flashinfer`` in place of ``import flashinfer``. Modules have FlashInfer's
+names, too: ``flashinfer.decode``, ``flashinfer.prefill``, ``flashinfer.page``, ``flashinfer.cascade``.
 """
 
+from compiled_llm_ops.flashinfer_api import cascade, decode, page, prefill, quantization
+from compiled_llm_ops.flashinfer_api.cascade import merge_state, merge_state_in_place, merge_states
+from compiled_llm_ops.flashinfer_api.decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    fast_decode_plan,
+    single_decode_with_kv_cache,
+)
+from compiled_llm_ops.flashinfer_api.page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
+from compiled_llm_ops.flashinfer_api.prefill import (
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+    single_prefill_with_kv_cache,
+    single_prefill_with_kv_cache_return_lse,
+)
 from compiled_llm_ops.flashinfer_api.quantization import packbits, segment_packbits
 
-__all__ = ["packbits", "segment_packbits"]
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "append_paged_kv_cache",
+    "cascade",
+    "decode",
+    "fast_decode_plan",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+    "packbits",
+    "page",
+    "prefill",
+    "quantization",
+    "segment_packbits",
+    "single_decode_with_kv_cache",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+]

@@ -44,6 +44,17 @@ def refuse(**given: Any) -> None:
             raise NotImplementedError(f"{name}={shown} is left out of this API; {LEFT_OUT[name]}")
 
 
+def fp8_scales(args: tuple[Scale, ...]) -> tuple[Scale, Scale, Scale]:
+    """Return what ``run`` takes after the states: nothing, or the scales of queries, keys and values.
+
+    Raises:
+        TypeError: there are others, as for a variant of FlashInfer's.
+    """
+    if len(args) not in (0, 3):
+        raise TypeError(f"run takes scale_q, scale_k and scale_v after the states, or none of them; got {len(args)}")
+    return (None, None, None) if not args else (args[0], args[1], args[2])
+
+
 def check_backend(backend: str) -> None:
     """Raise NotImplementedError for a backend of FlashInfer whose calls mean something else."""
     if backend not in BACKENDS:
@@ -123,8 +134,8 @@ class Scales(NamedTuple):
     factors: Tensor | None
 
 
-def product(heads: int, number: float = 1.0, **scales: Scale) -> Scales:
-    """Return the product of a number and of scales that may be tensors."""
+def product(heads: int, number: float, scales: dict[str, Scale]) -> Scales:
+    """Return the product of a number and of scales, by the names of their arguments, that may be tensors."""
     factors = None
     for name, scale in scales.items():
         if isinstance(scale, Tensor):

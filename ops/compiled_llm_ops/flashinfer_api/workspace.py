@@ -6,8 +6,13 @@ them, by ``plan`` or by the user.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from compiled_llm_ops.flashinfer_api.arguments import DataTypes
+from compiled_llm_ops.flashinfer_api.attend import BatchTable, Logits, logits
 
 
 class Planned:
@@ -69,6 +74,8 @@ class Planned:
     def _placed(self, table: Tensor, buffer: Tensor | None, non_blocking: bool) -> Tensor:
         if buffer is None:
             return table.to(self.device, non_blocking=non_blocking)
+        if table is buffer:
+            return buffer
         # From pageable memory, a copy that goes on might read what the caller has changed.
         buffer[: len(table)].copy_(table, non_blocking=non_blocking and table.device == buffer.device)
         return buffer
@@ -77,3 +84,77 @@ class Planned:
 def as_index(table: Tensor) -> Tensor:
     """Return a table of offsets or page numbers as int32 or int64, which ops read."""
     return table if table.dtype in (torch.int32, torch.int64) else table.to(torch.int32)
+
+
+class PlannedPrefill(Planned):
+    """A wrapper of prefill, whose plans may have masks."""
+
+    _heads: int
+    _tokens: int
+    _types: DataTypes
+    _how: Logits
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        use_cuda_graph: bool,
+        custom_mask_buf: Tensor | None,
+        mask_indptr_buf: Tensor | None,
+    ) -> None:
+        super().__init__(float_workspace_buffer, use_cuda_graph)
+        self._mask_buffers = (custom_mask_buf, mask_indptr_buf) if use_cuda_graph else (None, None)
+        self._rows = -1
+        self._table: BatchTable | None = None
+
+    def _check_rows(self, rows: int, **tables: tuple[Tensor | None, int]) -> None:
+        """Raise ValueError unless each table has an entry for each row, and as many more as are said."""
+        for name, (table, more) in tables.items():
+            if table is not None and len(table) != rows + more:
+                raise ValueError(f"{name} must be [{rows + more}] for {rows} rows; got [{len(table)}]")
+        if self._use_cuda_graph and self._rows not in (-1, rows):
+            raise ValueError(f"with CUDA graphs the batch is always {self._rows}, as buffers are; got {rows}")
+
+    def _place_with_mask(
+        self, non_blocking: bool, mask: tuple[Tensor, Tensor] | None, **tables: tuple[Tensor, Tensor | None]
+    ) -> list[Tensor | None]:
+        """Return tables as ``_place`` does, then the mask and where its rows begin, None without one.
+
+        With CUDA graphs, the buffer of a mask is read whether this plan has one or not, as FlashInfer does.
+        """
+        if mask is None:
+            return [*self._place(non_blocking, **tables), *self._mask_buffers]
+        names = ("custom_mask_buf", "mask_indptr_buf")
+        if self._use_cuda_graph:
+            for name, buffer in zip(names, self._mask_buffers, strict=True):
+                self._buffer(name, buffer)
+        masks = {name: (own, buffer) for name, own, buffer in zip(names, mask, self._mask_buffers, strict=True)}
+        return [*self._place(non_blocking, **tables, **masks)]
+
+    def _planned(
+        self, placed: list[Tensor | None], heads: int, qo_indptr: Tensor, types: DataTypes, how: Logits
+    ) -> None:
+        qo_indptr_buf, indptr, *rest = placed
+        indices, last_page_len = rest[:-2] or (None, None)
+        self._table = BatchTable(qo_indptr_buf, indptr, indices, last_page_len, *rest[-2:])
+        self._heads, self._tokens, self._types, self._how = heads, int(qo_indptr[-1]), types, how
+
+    def _checked(self, q: Tensor, window_left: int | None) -> BatchTable:
+        """Return where rows lie.
+
+        Raises:
+            RuntimeError: nothing was planned.
+            ValueError: there are other queries than planned, or another window.
+        """
+        if self._table is None:
+            raise RuntimeError("call plan() before run()")
+        if window_left is not None and window_left != self._how.window_left:
+            raise ValueError(f"window_left must be {self._how.window_left}, as planned; got {window_left}")
+        # A graph has one shape for all batches: it is not to have another for each number of tokens.
+        if not torch.compiler.is_compiling() and q.shape[0] != self._tokens:
+            raise ValueError(f"q must have {self._tokens} tokens, as planned with qo_indptr; got {tuple(q.shape)}")
+        return self._table
+
+    def _plan_logits(self, **how: Any) -> None:
+        if self._table is None:
+            raise RuntimeError("call plan() before forward()")
+        self._how = logits(self._heads, self.device, one_order=self._how.one_order, **how)
