@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from compiled_llm.model.indexers import IndexedRows
-from compiled_llm.model.latents import Latents
 from compiled_llm.model.layer_probe import LayerProbe, UnpagedCallError
-from compiled_llm.model.variants import AppliedVariant, LayerVariant
+from compiled_llm.model.layers.indexers import IndexedRows
+from compiled_llm.model.layers.latents import Latents
+from compiled_llm.model.layers.variants import AppliedVariant, LayerVariant
 from compiled_llm_ops import (
     append_latent,
     append_paged_kv,

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from compiled_llm.model.attention import PagedBatch
 from compiled_llm.model.attention_switch import AttentionSwitch
-from compiled_llm.model.indexers import BlockChoices, IndexedRows, IndexScores
-from compiled_llm.model.latents import Latents
 from compiled_llm.model.layer_probe import Layer, index_places
+from compiled_llm.model.layers.indexers import BlockChoices, IndexedRows, IndexScores
+from compiled_llm.model.layers.latents import Latents
 from compiled_llm.model.probes.position_probe import DefaultPositions
 from compiled_llm.model.sizes import max_positions_of
 from compiled_llm.model.version.model_version import ModelVersion

@@ -19,12 +19,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from compiled_llm.compat.huggingface import experts_implementation, set_experts_implementation, state_beside_keys
 from compiled_llm.compat.torch.tensors import fake_tensors, has_unknown_sizes
-from compiled_llm.model.indexers import causal_mask, check_latents_are_cached, takes_masks
-from compiled_llm.model.latents import Expansion
+from compiled_llm.model.layers.indexers import causal_mask, check_latents_are_cached, takes_masks
+from compiled_llm.model.layers.latents import Expansion
+from compiled_llm.model.layers.variants import LayerVariant, VariantLayers, check_numbers, layer_variant, variant_of
 from compiled_llm.model.places import line_of_model, stack_of
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm.model.restore import attributes_restored, data_restored, restored
-from compiled_llm.model.variants import LayerVariant, VariantLayers, check_numbers, layer_variant, variant_of
 
 # Sent to attention functions by some families and without effect on what the packed, paged form computes.
 _HARMLESS = frozenset({"position_ids", "is_causal"})

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.state.prefill_room import COMPILED_ROWS
-from compiled_llm.model.indexers import IndexScores
+from compiled_llm.model.layers.indexers import IndexScores
 
 SHARE = 8
 """Prefills may take this part of what the pages take, if decode steps do not take more anyway."""

@@ -20,8 +20,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from compiled_llm.compat.huggingface import index_keys
 from compiled_llm.model.inputs import vocabulary_of
-from compiled_llm.model.latents import Expansion
 from compiled_llm.model.layer_probe import Layer, attended_like, trial_forward
+from compiled_llm.model.layers.latents import Expansion
 from compiled_llm.model.probes.observing import observed
 from compiled_llm.model.refusals import UnsupportedModelError
 

@@ -17,8 +17,8 @@ import compiled_llm
 from compiled_llm import Engine, WrapConfig
 from compiled_llm.model.attention import NewestTokens
 from compiled_llm.model.checks import check_layers
-from compiled_llm.model.indexers import IndexedRows
 from compiled_llm.model.layer_probe import Layer
+from compiled_llm.model.layers.indexers import IndexedRows
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm_ops.reference.backend import Reference
 from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu

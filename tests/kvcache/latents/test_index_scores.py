@@ -26,8 +26,8 @@ from compiled_llm.execution.state.score_room import SHARE, ScoreRoom
 from compiled_llm.kvcache import memory
 from compiled_llm.kvcache.memory import pages_to_allocate
 from compiled_llm.kvcache.table import Span
-from compiled_llm.model.indexers import BlockChoices, IndexScores
-from compiled_llm.model.latents import Latents
+from compiled_llm.model.layers.indexers import BlockChoices, IndexScores
+from compiled_llm.model.layers.latents import Latents
 from support.engine import tiny_engines
 from support.indexed_models import FAMILIES, block_model, indexed_model, needs_indexers
 from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts

@@ -16,9 +16,9 @@ import compiled_llm
 from compiled_llm import Engine, WrapConfig
 from compiled_llm.kvcache.specs import IndexKeysSpec, TokenPlaces, allocate_pages
 from compiled_llm.model.checks import check_layers
-from compiled_llm.model.indexers import INDEXED_BEFORE, IndexedRows
-from compiled_llm.model.latents import Expansion
 from compiled_llm.model.layer_probe import Layer
+from compiled_llm.model.layers.indexers import INDEXED_BEFORE, IndexedRows
+from compiled_llm.model.layers.latents import Expansion
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm_ops.reference.backend import Reference
 from support.engine import tiny_engines

@@ -12,7 +12,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNo
 
 import compiled_llm
 from compiled_llm.model.attention import NewestTokens, PackedTokens
-from compiled_llm.model.latents import Expansion, Latents
+from compiled_llm.model.layers.latents import Expansion, Latents
 from support.latent_models import RANK, latent_model, needs_latents
 from support.parity import FEW_PAGES, greedy, mixed_prompts
 

@@ -17,8 +17,8 @@ from compiled_llm import Engine, WrapConfig
 from compiled_llm.kvcache.specs import LatentAttentionSpec, TokenPlaces, allocate_pages, page_size_bytes
 from compiled_llm.model import checks
 from compiled_llm.model.checks import check_layers, settled
-from compiled_llm.model.latents import Expansion
 from compiled_llm.model.layer_probe import Layer
+from compiled_llm.model.layers.latents import Expansion
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm_ops.reference.backend import Reference
 from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compiled_llm.model.indexers import IndexedRows
+from compiled_llm.model.layers.indexers import IndexedRows
 from compiled_llm.model.refusals import UnsupportedModelError
 
 

@@ -1,0 +1,236 @@
+"""Recurrent layers: linear attention and state-space models, whose rows have states of fixed size in place of keys.
+
+HuggingFace's layers hand states to its cache, and compute by functions that take padded rows, or one row. Here
+``RecurrentStates`` is in the cache's place. Layers find no earlier state in it, so they take the way of a prompt, for
+one token, too, and it stands in for the functions that they call there (``compat/recurrent_forwards.py``): ops that
+read and write the states of packed rows. A layer may keep several; each has a place, the layer's number and its own.
+
+Shapes: B rows, T packed tokens, [b, q] the tokens as the model has them (T = b * q), C channels, W width of a
+convolution, K heads of queries and keys, H heads, D size of a key, V size of a value, P size of a head, N size of a
+state, G groups of heads, E entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+from compiled_llm_ops import causal_conv1d, gated_delta_rule, selective_scan
+
+Place = tuple[int, int]
+"""A layer's number, and that of its state among those of the layer."""
+
+
+class StateRows(NamedTuple):
+    """Where the states of a batch lie.
+
+    Attributes:
+        token_rows: ``[T]`` int32, the row of each new token.
+        qo_indptr: ``[B + 1]`` int32, where each row's tokens begin.
+        read: ``[B]`` int32, the entry that a row begins with; negative for none.
+        write: ``[B]`` int32, the entry that its new state is written to; negative to drop it.
+    """
+
+    token_rows: Tensor
+    qo_indptr: Tensor
+    read: Tensor
+    write: Tensor
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.qo_indptr, self.read, self.write
+
+
+class StateMemory(NamedTuple):
+    """The states of one place; None for what it has not.
+
+    Attributes:
+        conv: ``[E, C, W]``, the newest inputs of a convolution, of the model's dtype.
+        recurrent: ``[E, H, D, V]`` or ``[E, H, P, N]`` float32.
+    """
+
+    conv: Tensor | None = None
+    recurrent: Tensor | None = None
+
+
+class RecurrentStates:
+    """In place of HuggingFace's cache while a forward runs whose layers keep states."""
+
+    def __init__(self, rows: StateRows, memory: Mapping[Place, StateMemory]) -> None:
+        self.rows, self._memory = rows, memory
+        self._place: Place = -1, 0
+
+    # ---- what HuggingFace's layers ask a cache
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return a layer's new keys and values: its attention function has pages."""
+        return key, value
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Return None: no layer is to compute with a state by itself."""
+        self._place = layer_idx, state_idx
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Return None, as ``get_conv_state``."""
+        self._place = layer_idx, state_idx
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
+        """Return False, for transformers before ``get_conv_state``."""
+        if layer_idx is not None:
+            self._place = layer_idx, state_idx
+        return False
+
+    def update_conv_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Return the inputs of a convolution as they are; ``causal_conv1d`` follows."""
+        self._place = layer_idx, state_idx
+        return states
+
+    def update_recurrent_state(self, states: None, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> None:
+        """Do nothing: the state has been written."""
+
+    # ---- what stands in for functions of its layers
+
+    def causal_conv1d(
+        self,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Return ``[b, C, q]`` of as many, by a weight ``[C, W]``."""
+        known = activation in (None, "silu", "swish")
+        tokens = states.transpose(1, 2).flatten(0, 1)
+        memory = self._conv(tokens, weight)
+        applied = "silu" if known and activation else "none"
+        out = causal_conv1d(
+            tokens.to(weight.dtype),
+            weight,
+            bias,
+            memory,
+            self.rows.token_rows,
+            *self.rows.places,
+            activation=applied,
+        )
+        out = out if known else _activated(out, activation)
+        mixed: Tensor = out.to(states.dtype).unflatten(0, (states.shape[0], states.shape[2])).transpose(1, 2)
+        return mixed
+
+    def delta_rule(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Return ``[b, q, H, V]``, of queries and keys ``[b, q, K, D]``, and no state.
+
+        ``g``, the decay, is ``[b, q, H]`` or ``[b, q, H, D]``.
+        """
+        tokens = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), g.flatten(0, 1), beta.flatten(0, 1)
+        memory = self._recurrent(value.shape[2], query.shape[3], value.shape[3], query.device)
+        scale = query.shape[3] ** -0.5
+        out = gated_delta_rule(*tokens, memory, *self.rows.places, scale, use_qk_l2norm_in_kernel)
+        return out.unflatten(0, query.shape[:2]), None
+
+    def selective_scan(
+        self,
+        states: Tensor,
+        dt: Tensor,
+        A: Tensor,  # noqa: N803
+        B: Tensor,  # noqa: N803
+        C: Tensor,  # noqa: N803
+        D: Tensor | None = None,  # noqa: N803
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        delta_softplus: bool = False,
+        return_last_state: bool = False,
+        **kwargs: Any,
+    ) -> Tensor | tuple[Tensor, None]:
+        """Return ``[b, H, q]`` of as many, by Mamba 1, whose heads have one number; B and C are ``[b, N, q]``."""
+        dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[:, None]
+        dt = softplus(dt) if delta_softplus else dt
+        tokens, steps, b, c = (each.transpose(1, 2).flatten(0, 1) for each in (states, dt, B, C))
+        memory = self._recurrent(A.shape[0], 1, A.shape[1], states.device)
+        out = selective_scan(tokens[..., None], steps, A, b[:, None], c[:, None], memory, *self.rows.places)[..., 0]
+        out = out.unflatten(0, (states.shape[0], states.shape[2])).transpose(1, 2)
+        out = out if D is None else out + states * D[:, None]
+        out = out if z is None else out * silu(z)
+        return (out, None) if return_last_state else out
+
+    def chunk_scan(
+        self,
+        states: Tensor,
+        dt: Tensor,
+        A: Tensor,  # noqa: N803
+        B: Tensor,  # noqa: N803
+        C: Tensor,  # noqa: N803
+        chunk_size: int,
+        D: Tensor | None = None,  # noqa: N803
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        return_final_states: bool = False,
+        **kwargs: Any,
+    ) -> Tensor | tuple[Tensor, None]:
+        """Return ``[b, q, H, P]`` float32 of as many, by Mamba 2; B and C are ``[b, q, G, N]``."""
+        dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+        dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+        states = states.float()
+        tokens, steps, b, c = (each.flatten(0, 1) for each in (states, dt, B, C))
+        memory = self._recurrent(states.shape[2], states.shape[3], B.shape[3], states.device)
+        out = selective_scan(tokens, steps, A, b, c, memory, *self.rows.places).unflatten(0, states.shape[:2])
+        out = out if D is None else out + states * D[:, None]
+        return (out, None) if return_final_states else out
+
+    def _conv(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        memory = self._memory[self._place].conv
+        assert memory is not None
+        return memory
+
+    def _recurrent(self, heads: int, size: int, width: int, device: torch.device) -> Tensor:
+        memory = self._memory[self._place].recurrent
+        assert memory is not None
+        return memory
+
+
+class StateProbe(RecurrentStates):
+    """Takes their place in a trial forward, and notes what each layer keeps.
+
+    Attributes:
+        memory: of each place that a layer has named so far, one entry for each row.
+    """
+
+    def __init__(self, rows: StateRows, memory: MutableMapping[Place, StateMemory] | None = None) -> None:
+        self.memory: MutableMapping[Place, StateMemory] = {} if memory is None else memory
+        super().__init__(rows, self.memory)
+
+    def _conv(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        memory = self.memory.get(self._place, StateMemory())
+        if memory.conv is None:
+            memory = memory._replace(conv=weight.new_zeros(len(self.rows.read), *weight.shape))
+            self.memory[self._place] = memory
+        return super()._conv(tokens, weight)
+
+    def _recurrent(self, heads: int, size: int, width: int, device: torch.device) -> Tensor:
+        memory = self.memory.get(self._place, StateMemory())
+        if memory.recurrent is None:
+            states = torch.zeros(len(self.rows.read), heads, size, width, dtype=torch.float32, device=device)
+            self.memory[self._place] = memory._replace(recurrent=states)
+        return super()._recurrent(heads, size, width, device)
+
+
+def _activated(states: Tensor, activation: str | None) -> Tensor:
+    """Apply an activation that the op does not have."""
+    from transformers.activations import ACT2FN
+
+    activated: Tensor = ACT2FN[activation](states)
+    return activated

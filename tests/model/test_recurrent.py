@@ -1,0 +1,148 @@
+"""Recurrent layers compute packed rows by the cache that is one of ours, and as ever by any other."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from compiled_llm.compat.recurrent_forwards import StatesNotFoundError, keeps_states, with_packed_rows
+from compiled_llm.model.layers.recurrent import RecurrentStates, StateMemory, StateProbe, StateRows
+from support.huggingface.dense_rows import NAME, DenseRows
+from support.huggingface.recurrent_families import ALL_RECURRENT, RECURRENT, recurrent_model
+
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
+
+COUNTS = [5, 1, 9, 3]
+NEW = 3
+
+
+def rows_of(counts: list[int], read: list[int], write: list[int]) -> StateRows:
+    token_rows = [row for row, count in enumerate(counts) for _ in range(count)]
+    starts = [sum(counts[:row]) for row in range(len(counts) + 1)]
+    return StateRows(*(torch.tensor(each, dtype=torch.int32) for each in (token_rows, starts, read, write)))
+
+
+def packed_layers(model: PreTrainedModel) -> list[nn.Module]:
+    layers = [module for module in model.modules() if keeps_states(type(module))]
+    for layer in layers:
+        layer.__class__ = with_packed_rows(type(layer), RecurrentStates)
+    return layers
+
+
+class Packed:
+    """Runs a model on packed rows."""
+
+    def __init__(self, model: PreTrainedModel, attends: bool) -> None:
+        self._model, self._dense = model, DenseRows()
+        if attends:
+            model.set_attn_implementation(NAME)
+        names = inspect.signature(model.forward).parameters
+        self._cache = "past_key_values" if "past_key_values" in names else "cache_params"
+
+    @torch.no_grad()
+    def run(self, ids: Tensor, positions: Tensor, cache: RecurrentStates) -> Tensor:
+        own: dict[str, Any] = {self._cache: cache}
+        if self._cache == "past_key_values":
+            own |= {"position_ids": positions, "dense": (self._dense, cache.rows)}
+        logits: Tensor = self._model(input_ids=ids, use_cache=True, **own).logits
+        return logits.flatten(0, 1)
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_packed_rows_have_the_logits_of_rows_alone(family: str, seed: int) -> None:
+    model = recurrent_model(family, seed)
+    ids = [torch.randint(3, 100, (count + NEW,)) for count in COUNTS]
+    with torch.no_grad():
+        expected = [model(input_ids=own[None]).logits[0] for own in ids]
+    assert packed_layers(model)
+    with torch.no_grad():
+        for own, logits in zip(ids, expected, strict=True):
+            assert torch.equal(model(input_ids=own[None]).logits[0], logits), "other callers see no difference"
+    packed, most = Packed(model, family not in ALL_RECURRENT), len(COUNTS)
+    tokens = torch.cat([own[:count] for own, count in zip(ids, COUNTS, strict=True)])[None]
+    positions = torch.cat([torch.arange(count) for count in COUNTS])[None]
+    probe = StateProbe(rows_of(COUNTS, [-1] * most, [*range(most)]))
+    found = packed.run(tokens, positions, probe).split(COUNTS)
+    for own, count, logits in zip(found, COUNTS, expected, strict=True):
+        torch.testing.assert_close(own, logits[:count], rtol=1e-4, atol=1e-4)
+    memory = {place: StateMemory(*map(with_entries_that_show, states)) for place, states in probe.memory.items()}
+    read, write = [*range(most)], [*range(most, 2 * most)]
+    for step in range(NEW):
+        at = [count + step for count in COUNTS]
+        new = torch.stack([own[place] for own, place in zip(ids, at, strict=True)])[:, None]
+        cache = RecurrentStates(rows_of([1] * most, read, write), memory)
+        logits = packed.run(new, torch.tensor(at)[:, None], cache)
+        torch.testing.assert_close(
+            logits, torch.stack([own[place] for own, place in zip(expected, at, strict=True)]), rtol=1e-4, atol=1e-4
+        )
+        read, write = write, read
+
+
+def with_entries_that_show(states: Tensor | None) -> Tensor | None:
+    """As many further entries, of NaN."""
+    return None if states is None else torch.cat([states, torch.full_like(states, torch.nan)])
+
+
+def test_layers_are_traced_whole(seed: int) -> None:
+    model = recurrent_model("Mamba2", seed)
+    packed_layers(model)
+    rows = rows_of([3, 2], [-1, -1], [0, 1])
+    probe, ids = StateProbe(rows), torch.randint(3, 100, (1, 5))
+    with torch.no_grad():
+        expected = model(input_ids=ids, cache_params=probe, use_cache=True).logits
+    memory = dict(probe.memory)
+    expected_states = copy.deepcopy(memory)
+
+    def run(ids: Tensor, rows: StateRows) -> Tensor:
+        logits: Tensor = model(input_ids=ids, cache_params=RecurrentStates(rows, memory), use_cache=True).logits
+        return logits
+
+    for states in memory.values():
+        for own in states:
+            own.fill_(torch.nan)  # type: ignore[union-attr]
+    torch._dynamo.reset()
+    with torch.no_grad():
+        found = torch.compile(run, backend="aot_eager", fullgraph=True)(ids, rows)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(memory, expected_states)
+
+
+def test_copies_are_of_the_layers_own_class(seed: int) -> None:
+    model = recurrent_model("Lfm2", seed)
+    classes = {type(module) for module in model.modules()}
+    layers = packed_layers(model)
+    assert {type(layer).__name__ for layer in layers} == {"Lfm2ShortConv"}
+    assert repr(copy.deepcopy(model)) == repr(model)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert {type(module) for module in again.modules()} == classes
+        assert all(torch.equal(*both) for both in zip(again.parameters(), model.parameters(), strict=True))
+
+
+class KeepsInItsOwnWay(nn.Module):
+    def forward(self, states: Tensor, cache: Any) -> Tensor:
+        kept: Tensor = cache.update_conv_state(states, 0)
+        return kept.sum(-1)
+
+
+class KeepsInNoArgument(nn.Module):
+    cache: Any
+
+    def forward(self, states: Tensor) -> Tensor:
+        kept: Tensor = self.cache.update_conv_state(states, 0)
+        return kept
+
+
+def test_layers_that_keep_states_in_another_way_are_told_apart() -> None:
+    assert keeps_states(KeepsInItsOwnWay)
+    assert not keeps_states(nn.Linear)
+    with pytest.raises(StatesNotFoundError, match=r"KeepsInItsOwnWay: forward calls none of causal_conv1d_fn"):
+        with_packed_rows(KeepsInItsOwnWay, RecurrentStates)
+    with pytest.raises(StatesNotFoundError, match="no argument of forward"):
+        with_packed_rows(KeepsInNoArgument, RecurrentStates)
