@@ -18,7 +18,9 @@ import typer
 from torch import Tensor
 from typer.testing import CliRunner
 
+from compiled_llm_ops.protocol import NothingToBuild
 from support.imports import CHECKOUT, module_at
+from support.ops.varlen_packages import PACKAGES, stand_in_for
 
 TOOLS = CHECKOUT / "tools" / "bench"
 pytestmark = pytest.mark.skipif(not TOOLS.is_dir(), reason="no checkout")
@@ -29,7 +31,10 @@ ROWS = {
     "decode": [(1, 1), (1, 16), (1, 17), (1, 300)],
     "prefill": [(16, 16), (5, 40), (33, 33)],
     "mixed": [(1, 40), (1, 1), (1, 300), (30, 50)],
+    "shared": [(1, 257), (1, 300), (1, 530)],
 }
+SHARED = 256
+"""Keys with which all rows of the last one begin."""
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +48,8 @@ def part_of(name: str) -> Any:
 
 def case_of(kind: str, rows: list[tuple[int, int]] | None = None) -> Any:
     cases = part_of("cases")
-    return cases.Case(kind, "by hand", tuple(cases.Row(*row) for row in rows or ROWS[kind]))
+    shared = SHARED if kind == "shared" and rows is None else 0
+    return cases.Case(kind, "by hand", tuple(cases.Row(*row) for row in rows or ROWS[kind]), shared)
 
 
 def inputs_of(kind: str) -> Any:
@@ -71,6 +77,17 @@ def test_bytes_and_work_are_those_counted_by_hand(rows: Any, nbytes: int, flops:
     case, heads = case_of("prefill", rows), part_of("cases").Heads(*QWEN)
     assert case.nbytes(heads, itemsize=2) == nbytes
     assert case.flops(heads) == flops
+
+
+def test_keys_that_rows_share_move_once() -> None:
+    case, heads = case_of("shared"), part_of("cases").Heads(*QWEN)
+    assert case.nbytes(heads, itemsize=2) == (257 + 44 + 274) * 4096 + 3 * 8192
+    assert case.flops(heads) == (257 + 300 + 530) * 8192
+    inputs = inputs_of("shared")
+    assert len(inputs.pages[0]) == 16 + 1 + 3 + 18
+    numbers = inputs.whole.host.indices.split([17, 19, 34])
+    assert len({tuple(own[:16].tolist()) for own in numbers}) == 1
+    assert len(inputs.whole.host.indices.unique()) == len(inputs.pages[0])
 
 
 def test_quick_cases_are_among_all_and_these_are_always_the_same() -> None:
@@ -136,6 +153,7 @@ OURS = [
     "paged_attention",
     "paged_attention:graph",
     "decode_attention+paged_attention",
+    "cascade_attention",
 ]
 
 
@@ -144,7 +162,7 @@ def test_our_ops_equal_dense_attention(kind: str) -> None:
     inputs = inputs_of(kind)
     torch.testing.assert_close(part_of("checking").dense(inputs), dense(inputs), rtol=1e-4, atol=1e-5)
     taking_part = [contenders()[name] for name in OURS if kind in contenders()[name].kinds]
-    assert len(taking_part) == (3 if kind == "mixed" else 2)
+    assert len(taking_part) == (3 if kind in ("mixed", "shared") else 2)
     for contender in taking_part:
         check(inputs, contender.prepare(inputs))
 
@@ -189,7 +207,7 @@ class StandIn:
     """Each of FlashInfer's wrappers: remembers what it was to plan, and computes it."""
 
     def __init__(self, name: str, *args: Any, **kwargs: Any) -> None:
-        self.name, self.layout = name, kwargs.get("kv_layout") or args[1]
+        self.name, self.layout = name, kwargs.get("kv_layout") or args[-1]
 
     def plan(self, *args: Any, **given: Any) -> None:
         self.table, self.given = args or tuple(given[name] for name in HOLISTIC), given
@@ -197,6 +215,9 @@ class StandIn:
     def run(self, query: Tensor, pages: Tensor, *rest: Any, out: Tensor | None = None, **given: Any) -> Any:
         assert self.layout == "HND"
         assert self.given["sm_scale"] == 16**-0.5
+        if self.name == "MultiLevelCascadeAttentionWrapper":
+            assert self.given["causal"]
+            return self.together(query, pages)
         if self.name == "BatchPODWithPagedKVCacheWrapper":
             assert given == {"causal_p": True}
             return attend(query, pages, *self.table[:4]), attend(rest[0], rest[1], *self.table[4:])
@@ -209,6 +230,17 @@ class StandIn:
         starts, indptr, indices, lengths = self.table
         return out.copy_(attend(query, pages, starts, indptr, indices, (lengths - 1) % 16 + 1)), given["lse"]
 
+    def together(self, query: Tensor, pages: Tensor) -> Tensor:
+        """Of each row what it shares, and then its own pages, as one row."""
+        starts, indptr, indices, last = (level[:2] for level in self.table[:4])
+        assert starts[0].tolist() == [0, len(query)]
+        shared, own = indices[0], indices[1].split(indptr[1].diff().tolist())
+        assert len(shared) == int(indptr[0][1])
+        assert last[0].tolist() == [16]
+        whole = [torch.cat([shared, numbers]) for numbers in own]
+        ends = torch.tensor([0, *(len(numbers) for numbers in whole)]).cumsum(0)
+        return attend(query, pages, starts[1], ends, torch.cat(whole), last[1])
+
 
 HOLISTIC = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 
@@ -220,6 +252,7 @@ FLASHINFER = [
     "flashinfer:fa3",
     "flashinfer:batch-attention",
     "flashinfer:batch-pod",
+    "flashinfer:cascade",
 ]
 
 
@@ -296,6 +329,71 @@ def test_flash_attn_is_given_the_right_batch(kind: str, monkeypatch: pytest.Monk
     check(inputs, flash_attention.with_table(inputs))
 
 
+@pytest.mark.parametrize("kind", ROWS)
+def test_flash_attn_3_is_given_the_right_batch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", FlashAttn3)
+    flash_attention, inputs = part_of("flash_attention"), inputs_of(kind)
+    monkeypatch.setattr(flash_attention, "needs_cuda", lambda _: False)
+    check(inputs, flash_attention.version_3(inputs))
+
+
+class FlashAttn3:
+    """flash-attn 3's function, which takes packed queries."""
+
+    @staticmethod
+    def flash_attn_with_kvcache(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor, page_table: Tensor, cu_seqlens_q: Tensor,
+        max_seqlen_q: int, softmax_scale: float, causal: bool,
+    ) -> Tensor:  # fmt: skip
+        assert (causal, softmax_scale, page_table.dtype) == (True, 16**-0.5, torch.int32)
+        assert max_seqlen_q == int(cu_seqlens_q.diff().max())
+        rows = [
+            [pages[page_table[row].long()].flatten(0, 1)[:length] for pages in (k_cache, v_cache)]
+            for row, length in enumerate(cache_seqlens.tolist())
+        ]
+        queries = q.split(cu_seqlens_q.diff().tolist())
+        return torch.cat([dense_row(query, *both) for query, both in zip(queries, rows, strict=True)])
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_torch_is_given_the_right_batch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_varlen, inputs, real = part_of("torch_varlen"), inputs_of(kind), importlib.import_module
+
+    def varlen_attn(
+        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+        scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: Tensor, block_table: Tensor,
+        num_splits: int | None,
+    ) -> Tensor:  # fmt: skip
+        assert (window_size, enable_gqa, num_splits) == ((-1, 0), True, None if max_q == 1 else 1)
+        assert cu_seq_k.diff().tolist() == seqused_k.tolist()
+        return FlashAttn.flash_attn_varlen_func(
+            query, key, value, cu_seqlens_q=cu_seq_q, cu_seqlens_k=cu_seq_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
+            softmax_scale=scale, causal=True, block_table=block_table,
+        )  # fmt: skip
+
+    stand_in = SimpleNamespace(varlen_attn=varlen_attn)
+    monkeypatch.setattr(torch_varlen, "importlib", SimpleNamespace(import_module=lambda name: stand_in))
+    monkeypatch.setattr(torch_varlen, "needs_cuda", lambda _: False)
+    monkeypatch.setattr(torch_varlen, "backend_named", lambda _: SimpleNamespace(installation=NothingToBuild()))
+    check(inputs, torch_varlen.with_table(inputs))
+    assert importlib.import_module is real
+
+
+@pytest.mark.parametrize("package", ["flash-attn 2", "flash-attn 3", "torch"])
+@pytest.mark.parametrize("kind", ["prefill", "mixed"])
+def test_backends_of_other_packages_are_given_pages_that_they_take(
+    package: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed = stand_in_for(package, monkeypatch)
+    monkeypatch.setattr(part_of("ours"), "needs_cuda", lambda _: False)
+    inputs, name = inputs_of(kind), f"paged_attention:{PACKAGES[package]}"
+    launch = contenders()[name].prepare(inputs)
+    for number in (0, 1):
+        found = launch(number)[0][: inputs.case.tokens]
+        torch.testing.assert_close(found, dense(inputs), rtol=1e-4, atol=1e-5)
+    assert {call.keys.shape[1] for call in handed.calls} == {16 if package == "flash-attn 3" else 256}
+
+
 # ---- how they are checked and timed
 
 
@@ -323,7 +421,7 @@ def test_what_rounds_to_bfloat16_passes_and_a_missing_key_does_not() -> None:
 
 
 def contender_of(prepare: Callable[[Any], Any], name: str = "one") -> Any:
-    return part_of("contenders").OpContender(name, ("decode", "prefill", "mixed"), prepare)
+    return part_of("contenders").OpContender(name, part_of("cases").KINDS, prepare)
 
 
 def raises(*_: object) -> Any:
@@ -485,7 +583,7 @@ def test_the_script_prints_tables_and_writes_json(script: Any, monkeypatch: pyte
     done, found = script("--check")
     assert done.exit_code == 0, done.output
     results = found["attention"]
-    assert len(results) == 6 + 6 + 8
+    assert len(results) == 9 + 11 + 13 + 11
     assert found["machine"]["commit"] == "none"
     assert {"torch", "triton"} & {*found["machine"]["versions"]}
     first = results[0]
@@ -498,15 +596,15 @@ def test_the_script_prints_tables_and_writes_json(script: Any, monkeypatch: pyte
     assert first["figures"]["of_product"] == pytest.approx(first["flops"] / 10e-6 / first["product"]["flops_per_s"])
     assert first["off"] < 1e-5
     printed = done.output
-    for title in ("Decode", "Prefill", "Mixed"):
+    for title in ("Decode", "Prefill", "Mixed", "Shared"):
         assert f"**{title}: 4 query heads, 2 kv heads of 16**" in printed
     lines = [line for line in printed.splitlines() if line.startswith("| decode by hand")]
     assert [line.split(" | ")[1:4] for line in lines[:2]] == [
         ["decode_attention", "10.0", "1.00"],
         ["paged_attention", "11.0", "1.10"],
     ]
-    assert len(lines) == 6
-    assert printed.count("needs CUDA") == 4 + 4 + 5
+    assert len(lines) == 9
+    assert printed.count("needs CUDA") == 7 + 9 + 10 + 8
 
 
 def result(contender: str, case: str, us: float | None = None, remark: str = "") -> dict[str, Any]:
@@ -596,7 +694,7 @@ def test_a_case_whose_check_fails_is_measured_without(script: Any, monkeypatch: 
     ("arguments", "message"),
     [
         (["--size", "70B"], "--size 70B: there are 0.6B, 8B, tiny"),
-        (["--only", "decode,speed"], "--only: no speed; there are decode, prefill, mixed"),
+        (["--only", "decode,speed"], "--only: no speed; there are decode, prefill, mixed, shared"),
         (["--only", ","], "--only: no kind is named; there are"),
         (["--contenders", "nosuch"], "--contenders: no nosuch; there are decode_attention, "),
         (

@@ -1,4 +1,4 @@
-"""Attention ops alone: ours, FlashInfer's and flash-attn's on the same keys and values, cold as they are in a model.
+"""Attention ops alone: ours, FlashInfer's, flash-attn's and torch's on the same keys and values, cold as in a model.
 
 python tools/bench/attention.py --check --json attention.json
 python tools/bench/attention.py --quick --only decode,mixed --size 8B --contenders decode_attention,flashinfer:decode

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-KINDS = ("decode", "prefill", "mixed")
+KINDS = ("decode", "prefill", "mixed", "shared")
 SEED = 0
 
 
@@ -26,11 +26,16 @@ class Row(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A batch. In a mixed one the rows that decode come first, and a chunk of a prompt last."""
+    """A batch. In a mixed one the rows that decode come first, and a chunk of a prompt last.
+
+    Attributes:
+        shared: keys that all rows begin with, in the same pages.
+    """
 
     kind: str
     name: str
     rows: tuple[Row, ...]
+    shared: int = 0
 
     @property
     def tokens(self) -> int:
@@ -41,8 +46,9 @@ class Case(NamedTuple):
         return sum(row.keys for row in self.rows)
 
     def nbytes(self, heads: Heads, itemsize: int) -> int:
-        """Return what has to move at least: keys and values of all rows, queries and results."""
-        return 2 * itemsize * heads.dim * (heads.kv * self.keys + heads.query * self.tokens)
+        """Return what has to move at least: keys and values of all rows, shared ones once, queries and results."""
+        keys = self.keys - self.shared * (len(self.rows) - 1)
+        return 2 * itemsize * heads.dim * (heads.kv * keys + heads.query * self.tokens)
 
     def flops(self, heads: Heads) -> int:
         """Return the work of both matrix products, a multiplication and an addition for each pair that is seen."""
@@ -52,7 +58,7 @@ class Case(NamedTuple):
 
 def cases_of(kinds: Sequence[str], quick: bool) -> list[Case]:
     """Return the cases of some kinds, or with ``quick`` a few of them; always the same."""
-    makers = {"decode": decode_cases, "prefill": prefill_cases, "mixed": mixed_cases}
+    makers = {"decode": decode_cases, "prefill": prefill_cases, "mixed": mixed_cases, "shared": shared_cases}
     return [case for kind in KINDS if kind in kinds for case in makers[kind](quick)]
 
 
@@ -61,6 +67,8 @@ def decode_cases(quick: bool) -> Iterator[Case]:
     for rows in (1, 8, 64, 256) if quick else (1, 8, 32, 64, 128, 192, 256):
         for keys in (607,) if quick else (100, 607, 1024, 2048, 8192):
             yield _decode(f"B={rows}, {keys} keys", [keys] * rows)
+        if rows <= 8 and not quick:
+            yield _decode(f"B={rows}, 32768 keys", [32_768] * rows)
         if rows == 8 or (rows > 1 and not quick):
             yield _decode(f"B={rows}, 8192 keys and 512", [8192] + [512] * (rows - 1))
         if rows == 64 or not quick:
@@ -90,9 +98,19 @@ def mixed_cases(quick: bool) -> Iterator[Case]:
         yield Case("mixed", f"B={rows}, {keys} keys, and {new} new", (*[Row(1, keys)] * rows, Row(new, new)))
 
 
+def shared_cases(quick: bool) -> Iterator[Case]:
+    """One new token a row, of rows that begin with the same keys; what comes after those is of random lengths."""
+    for rows in (8, 64) if quick else (8, 64, 256):
+        for shared in (2048,) if quick else (512, 2048, 8192):
+            lengths = tuple(Row(1, shared + own) for own in _drawn(rows, 16, 600))
+            yield Case("shared", f"B={rows}, {shared} shared keys, and 16 to 600", lengths, shared)
+
+
 def smallest(kind: str) -> Case:
     """Return a case of a kind that is there only to be computed once, so that everything is built."""
     rows = {"decode": (Row(1, 20),) * 2, "prefill": (Row(20, 20),), "mixed": (Row(1, 20), Row(20, 20))}
+    if kind == "shared":
+        return Case(kind, "the smallest", (Row(1, 300), Row(1, 270)), shared=256)
     return Case(kind, "the smallest", rows[kind])
 
 

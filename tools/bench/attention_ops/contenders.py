@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from attention_ops import flash_attention, flashinfer_wrappers as flashinfer, ours
+from attention_ops import flash_attention, flashinfer_wrappers as flashinfer, ours, torch_varlen
 from attention_ops.cases import KINDS
 from attention_ops.inputs import Inputs, Launch
 
@@ -29,18 +29,26 @@ class OpContender(NamedTuple):
 
 
 BATCHES = ("prefill", "mixed")
+ROWS_OF_ONE = ("decode", "shared")
 CONTENDERS = (
-    OpContender("decode_attention", ("decode",), ours.decode),
+    OpContender("decode_attention", ROWS_OF_ONE, ours.decode),
+    OpContender("cascade_attention", ("shared",), ours.cascade),
     OpContender("decode_attention+paged_attention", ("mixed",), ours.decode_then_planned, "fa2"),
     OpContender("paged_attention", KINDS, ours.planned, "fa2"),
     OpContender("paged_attention:graph", BATCHES, ours.planned_for_graphs, "fa2"),
-    OpContender("flashinfer:decode", ("decode",), flashinfer.decode, "decode"),
-    OpContender("flashinfer:decode-tensor-cores", ("decode",), flashinfer.decode_by_tensor_cores, "fa2"),
+    OpContender("paged_attention:triton", KINDS, ours.by_triton),
+    OpContender("paged_attention:flash-attn", BATCHES, ours.by_flash_attn),
+    OpContender("paged_attention:torch", BATCHES, ours.by_torch),
+    OpContender("flashinfer:decode", ROWS_OF_ONE, flashinfer.decode, "decode"),
+    OpContender("flashinfer:decode-tensor-cores", ROWS_OF_ONE, flashinfer.decode_by_tensor_cores, "fa2"),
+    OpContender("flashinfer:cascade", ("shared",), flashinfer.cascade, "fa2"),
     OpContender("flashinfer:fa2", BATCHES, flashinfer.prefill_fa2, "fa2"),
     OpContender("flashinfer:fa3", BATCHES, flashinfer.prefill_fa3, "fa3"),
     OpContender("flashinfer:batch-attention", KINDS, flashinfer.batch_attention, "holistic"),
     OpContender("flashinfer:batch-pod", ("mixed",), flashinfer.batch_pod, "pod", after="fa2"),
     OpContender("flash-attn:256", KINDS, flash_attention.with_table),
+    OpContender("flash-attn:3", KINDS, flash_attention.version_3),
+    OpContender("torch:varlen", KINDS, torch_varlen.with_table),
 )
 
 

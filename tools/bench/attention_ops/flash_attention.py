@@ -1,4 +1,4 @@
-"""flash-attn 2 over pages of 256 tokens, the smallest that it takes: the same keys and values in another order."""
+"""flash-attn: version 2 over pages of 256 tokens, the smallest that it takes, and version 3 over views of our own."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from cold_launches import copies_of
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from attention_ops.inputs import MOST_COPIES, Inputs, Launch, Part
-from compiled_llm_ops.plain_attention import gather
-
-LARGE_PAGE = 256
+from attention_ops.inputs import MOST_COPIES, Inputs, Launch
+from attention_ops.large_pages import large_pages
 
 
 def with_table(inputs: Inputs) -> Launch | str:
@@ -29,6 +28,32 @@ def with_table(inputs: Inputs) -> Launch | str:
     copies = copies_of(pages, most=MOST_COPIES)
     attend = _decode if inputs.others is None else _varlen
     return attend(flash_attn, inputs, copies, table)
+
+
+def version_3(inputs: Inputs) -> Launch | str:
+    """`flash_attn_with_kvcache` of flash-attn 3 for rows of any kind, which reads pages of any size and any strides."""
+    if needs_cuda(inputs):
+        return "flash-attn 3 needs CUDA"
+    try:
+        flash_attn = importlib.import_module("flash_attn_interface")
+    except ImportError as error:
+        return f"flash-attn 3 does not import: {error}"
+    part = inputs.whole
+    numbers = part.host.indices.split(part.host.indptr.diff().tolist())
+    given = {
+        "cache_seqlens": part.lengths,
+        "page_table": pad_sequence(numbers, batch_first=True).to(inputs.device),
+        "cu_seqlens_q": part.device.qo_indptr,
+        "max_seqlen_q": max(row.new for row in part.rows),
+        "softmax_scale": inputs.scale,
+        "causal": True,
+    }
+
+    def launch(number: int) -> Sequence[Tensor]:
+        keys, values = inputs.pages[number % len(inputs.pages)].transpose(2, 3).unbind(1)
+        return (flash_attn.flash_attn_with_kvcache(part.query, keys, values, **given),)
+
+    return launch
 
 
 def needs_cuda(inputs: Inputs) -> bool:
@@ -59,22 +84,3 @@ def _varlen(flash_attn: Any, inputs: Inputs, copies: list[Tensor], table: Tensor
         "block_table": table,
     }
     return lambda number: (flash_attn.flash_attn_varlen_func(part.query, *copies[number % len(copies)], **given),)
-
-
-def large_pages(inputs: Inputs, part: Part) -> tuple[Tensor, Tensor]:
-    """Return keys and values ``[2, P', 256, K, D]``, and the page numbers of rows ``[B, n]`` int32, 0 where unused."""
-    counts = [-(-row.keys // LARGE_PAGE) for row in part.rows]
-    first, dim, indptr = 0, inputs.heads.dim, part.host.indptr.tolist()
-    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).to(inputs.device)
-    size = (2, sum(counts), LARGE_PAGE, inputs.heads.kv, dim)
-    pages = torch.zeros(size, dtype=inputs.dtype, device=inputs.device)
-    table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=inputs.device)
-    for row, count in enumerate(counts):
-        own = order[first : first + count]
-        numbers = part.device.indices[indptr[row] : indptr[row + 1]]
-        both = torch.stack(gather(inputs.pages[0], numbers, dim, inputs.dtype)).transpose(1, 2)  # [2, L', K, D]
-        padded = torch.nn.functional.pad(both, (0, 0, 0, 0, 0, count * LARGE_PAGE - both.shape[1]))
-        pages[:, own] = padded.unflatten(1, (count, LARGE_PAGE))
-        table[row, :count] = own
-        first += count
-    return pages, table

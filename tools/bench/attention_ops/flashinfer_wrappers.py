@@ -76,6 +76,30 @@ def batch_pod(inputs: Inputs) -> Launch | str:
     return launch
 
 
+def cascade(inputs: Inputs) -> Launch | str:
+    """One launch for what all rows share, one for what each has alone, and one that merges their results."""
+    wrapper_class = _class_of("MultiLevelCascadeAttentionWrapper", inputs)
+    if isinstance(wrapper_class, str):
+        return wrapper_class
+    part, shared = inputs.whole, inputs.case.shared // PAGE_SIZE
+    starts, indptr, indices, last = _table(part)
+    rows = len(part.rows)
+    first = [torch.tensor([0, size], dtype=torch.int32) for size in (int(starts[-1]), shared)]
+    own = torch.cat([numbers[shared:] for numbers in indices.split(indptr.diff().tolist())])
+    wrapper = wrapper_class(2, _workspace(inputs), "HND")
+    levels = (
+        [first[0], starts],
+        [first[1], indptr - shared * torch.arange(rows + 1, dtype=torch.int32)],
+        [indices[:shared], own],
+        [torch.tensor([PAGE_SIZE], dtype=torch.int32), last],
+    )
+    given = (inputs.heads.query, inputs.heads.kv, inputs.heads.dim, PAGE_SIZE)
+    on_device = [[column.to(inputs.device) for column in columns] for columns in levels]
+    types = {"q_data_type": inputs.dtype, "kv_data_type": inputs.dtype}
+    wrapper.plan(*on_device, *given, causal=True, sm_scale=inputs.scale, **types)
+    return lambda number: (wrapper.run(part.query, _pages(inputs, number)),)
+
+
 def _decode(inputs: Inputs, tensor_cores: bool) -> Launch | str:
     wrapper_class = _class_of("BatchDecodeWithPagedKVCacheWrapper", inputs)
     if isinstance(wrapper_class, str):

@@ -61,8 +61,8 @@ class Inputs:
     def __init__(self, case: Case, heads: Heads, device: torch.device, dtype: torch.dtype) -> None:
         """Raises ``TooLargeError``."""
         self.case, self.heads, self.device, self.dtype = case, heads, device, dtype
-        self._counts = [-(-row.keys // PAGE_SIZE) for row in case.rows]
-        size = (sum(self._counts), 2, heads.kv, PAGE_SIZE, heads.dim)
+        self._counts, shared = [-(-row.keys // PAGE_SIZE) for row in case.rows], case.shared // PAGE_SIZE
+        size = (sum(self._counts) - shared * (len(case.rows) - 1), 2, heads.kv, PAGE_SIZE, heads.dim)
         self._check_room(torch.Size(size).numel() * dtype.itemsize)
         # Generators of its own: torch's own one may be left in disorder by a capture that fails.
         random = torch.Generator(device).manual_seed(SEED)
@@ -70,7 +70,9 @@ class Inputs:
         self.pages = copies_of(pages, most=MOST_COPIES if device.type == "cuda" else 1)
         query = (case.tokens, heads.query, heads.dim)
         self._query = torch.randn(query, generator=random, device=device, dtype=dtype)
-        self._order = torch.randperm(size[0], generator=torch.Generator().manual_seed(SEED)).int()
+        order = torch.randperm(size[0], generator=torch.Generator().manual_seed(SEED)).int()
+        owned = order[shared:].split([count - shared for count in self._counts])
+        self._numbers = [torch.cat([order[:shared], own]) for own in owned]
         single = sum(row.new == 1 for row in case.rows)
         self.whole = self._part(0, len(case.rows))
         self.one_each = self._part(0, single) if single else None
@@ -93,7 +95,7 @@ class Inputs:
 
     def _part(self, first: int, end: int) -> Part:
         rows, counts = self.case.rows[first:end], self._counts[first:end]
-        tokens, pages = sum(row.new for row in self.case.rows[:first]), sum(self._counts[:first])
+        tokens = sum(row.new for row in self.case.rows[:first])
         columns = (
             list(accumulate((row.new for row in rows), initial=0)),
             list(accumulate(counts, initial=0)),
@@ -101,7 +103,7 @@ class Inputs:
             [row.keys for row in rows],
         )
         starts, indptr, last, lengths = (torch.tensor(column, dtype=torch.int32) for column in columns)
-        host = PageTable(starts, indptr, self._order[pages : pages + sum(counts)].clone(), last)
+        host = PageTable(starts, indptr, torch.cat(self._numbers[first:end]), last)
         device = PageTable(*(column.to(self.device) for column in host))
         query = self._query[tokens : tokens + int(starts[-1])]
         return Part(rows, query, host, device, lengths.to(self.device))

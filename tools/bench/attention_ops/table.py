@@ -10,6 +10,7 @@ from compiled_llm.commands.bench.tables import Columns, Table, groups, number, p
 
 DEVICE_FIGURES = {
     "decode": ("of_bandwidth", "of the read bandwidth"),
+    "shared": ("of_bandwidth", "of the read bandwidth"),
     "prefill": ("of_product", "of a product"),
 }
 
