@@ -22,7 +22,7 @@ def tool() -> Iterator[ModuleType]:
 
 
 RULES = ["linear", "normed", "chained", "attention", "cascade", "cascade-rule", "splitting", "captured"]
-RULES += ["invariant-linear", "invariant-attention", "page-checks"]
+RULES += ["invariant-linear", "invariant-attention", "packed-attention", "page-checks"]
 RULES += ["latent-decode", "latent-prefill", "latent-ragged", "latent-backend", "cpu-linear"]
 
 
@@ -45,6 +45,14 @@ def test_cases_have_the_rules_choice_among_others(tool: ModuleType, rule: str) -
         assert case.chosen in case.candidates
     assert any(len(case.candidates) > 1 for case in cases[False])
     assert len({case.name for case in cases[False]}) == len(cases[False])
+
+
+def test_packed_tilings_of_16_bits_are_measured_in_four_minutes(tool: ModuleType) -> None:
+    """Of a compiled kernel all cases of its heads make use. At 3 seconds for each, and half a second for a time."""
+    cases = [case for case in tool.packed_cases(tool.Machine(), True) if "bfloat16" in case.name]
+    kernels = {(case.name.split(",")[0], name) for case in cases for name in case.candidates}
+    assert 3 * len(kernels) + 0.5 * sum(len(case.candidates) for case in cases) < 240
+    assert {case.name.split(",")[0] for case in cases} == {"D=64", "D=128", "D=256", "D=512"}
 
 
 def test_other_machines_get_other_choices(tool: ModuleType) -> None:

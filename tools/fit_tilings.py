@@ -10,6 +10,10 @@ To fit a rule to another GPU: run this, change the rule's constants (they say wh
 but `cpu-linear` need a GPU, and `splitting` and `latent-backend` need FlashInfer. The rules of latents in one go:
 
     python tools/fit_tilings.py --quick --only latent-decode,latent-prefill,latent-ragged,latent-backend
+
+That of packed queries in 16 bits, in about four minutes; `--cases "D=128, bf"` has one size of heads, in one:
+
+    python tools/fit_tilings.py --quick --only packed-attention --cases bfloat16
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from fitting.cpu_linear import cpu_linear_cases
 from fitting.invariant import invariant_attention_cases, invariant_linear_cases
 from fitting.latents import latent_backend_cases, latent_decode_cases, latent_prefill_cases, ragged_cases
 from fitting.linear import chained_cases, linear_cases, normed_cases
+from fitting.packed import packed_cases
 from fitting.page_checks import page_check_cases
 from fitting.prefill import captured_cases, splitting_cases
 from rich.console import Console
@@ -50,6 +55,7 @@ SWEEPS: dict[str, Callable[[Machine, bool], Iterator[Case]]] = {
     "captured": captured_cases,
     "invariant-linear": invariant_linear_cases,
     "invariant-attention": invariant_attention_cases,
+    "packed-attention": packed_cases,
     "page-checks": page_check_cases,
     "latent-decode": latent_decode_cases,
     "latent-prefill": latent_prefill_cases,

@@ -1,8 +1,9 @@
 """How the kernel that attends with packed queries is tiled for speed; ``invariant_tiling`` has one tiling for all.
 
-Nothing of it was measured yet. Sizes are the largest that ``ptxas`` gives registers to for Hopper, without spilling
-more than a few, and whose tiles a multiprocessor has shared memory for. float32 has no tensor cores, as its products
-are those of IEEE 754: threads hold whole rows of a tile in their registers, and tiles are small.
+Nothing of it was measured yet; ``tools/fit_tilings.py --only packed-attention`` does. Sizes are the largest that
+``ptxas`` gives registers to for Hopper, without spilling more than a few, and whose tiles a multiprocessor has shared
+memory for. float32 has no tensor cores, as its products are those of IEEE 754: threads hold whole rows of a tile in
+their registers, and tiles are small.
 
 Shapes: G query heads of one kv head, D' head dimension as stored.
 """
