@@ -41,6 +41,7 @@ from compiled_llm_ops.attention.sparse.wrappers import (
 )
 from compiled_llm_ops.attention.strided.append import strided_append
 from compiled_llm_ops.attention.strided.attention import strided_attention
+from compiled_llm_ops.attention.strided.latents import strided_latent_attention
 from compiled_llm_ops.attention.variants import (
     decode_attention_variant,
     decode_attention_variant_lse,
@@ -156,6 +157,7 @@ __all__ = [
     "skinny_linear",
     "strided_append",
     "strided_attention",
+    "strided_latent_attention",
     "top_logprobs",
     "variable_block_sparse_attention",
     "variable_block_sparse_attention_lse",

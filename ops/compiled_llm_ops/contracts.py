@@ -401,6 +401,28 @@ class StridedAttention(NamedTuple):
         return 1 if self.indptr is None else self.indptr.shape[0] - 1
 
 
+class StridedLatentAttention(NamedTuple):
+    """Arguments of ``strided_latent_attention``."""
+
+    query_latent: Tensor
+    query_rope: Tensor
+    latents: Tensor
+    ropes: Tensor
+    out: Tensor
+    lse: Tensor | None
+    qo_indptr: Tensor
+    indptr: Tensor
+    indices: Tensor
+    lengths: Tensor
+    scale: float
+    causal: bool = False
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return self.lengths.shape[0]
+
+
 class StridedAppend(NamedTuple):
     """Arguments of ``strided_append``."""
 

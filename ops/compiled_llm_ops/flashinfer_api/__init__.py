@@ -1,18 +1,31 @@
 """FlashInfer's API over our ops: its names and arguments, on a CPU, too, and under ``torch.compile(fullgraph=True)``.
 
 ``import compiled_llm_ops.flashinfer_api as flashinfer`` in place of ``import flashinfer``. Modules have FlashInfer's
-names, too: ``flashinfer.decode``, ``flashinfer.prefill``, ``flashinfer.page``, ``flashinfer.cascade``.
+names, too: ``flashinfer.decode``, ``flashinfer.prefill``, ``flashinfer.page``, ``flashinfer.mla`` and so on.
 """
 
-from compiled_llm_ops.flashinfer_api import cascade, decode, page, prefill, quantization
-from compiled_llm_ops.flashinfer_api.cascade import merge_state, merge_state_in_place, merge_states
+from compiled_llm_ops.flashinfer_api import cascade, decode, mla, page, prefill, quantization
+from compiled_llm_ops.flashinfer_api.cascade import (
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+    MultiLevelCascadeAttentionWrapper,
+    merge_state,
+    merge_state_in_place,
+    merge_states,
+)
 from compiled_llm_ops.flashinfer_api.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
     single_decode_with_kv_cache,
 )
-from compiled_llm_ops.flashinfer_api.page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
+from compiled_llm_ops.flashinfer_api.mla import BatchMLAPagedAttentionWrapper
+from compiled_llm_ops.flashinfer_api.page import (
+    append_paged_kv_cache,
+    append_paged_mla_kv_cache,
+    get_batch_indices_positions,
+    get_seq_lens,
+)
 from compiled_llm_ops.flashinfer_api.prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
@@ -23,10 +36,15 @@ from compiled_llm_ops.flashinfer_api.quantization import packbits, segment_packb
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+    "BatchMLAPagedAttentionWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "MultiLevelCascadeAttentionWrapper",
     "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
     "cascade",
     "decode",
     "fast_decode_plan",
@@ -35,6 +53,7 @@ __all__ = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "mla",
     "packbits",
     "page",
     "prefill",

@@ -22,9 +22,11 @@ LEFT_OUT = {
     "o_indptr": "outputs lie where the queries do: use qo_indptr",
     "o_scale": "multiply the result",
     "prefix_len_ptr": "give the items' mask as custom_mask",
+    "profiler_buffer": "use torch.profiler",
     "sinks": "multiply the result by torch.sigmoid(lse * math.log(2) - sinks)[..., None]",
     "skip_softmax_threshold_scale_factor": "leave it out: all keys are read",
     "token_pos_in_items_ptr": "give the items' mask as custom_mask",
+    "use_profiler": "use torch.profiler",
     "v_indptr": "values lie where the keys do: use kv_indptr",
 }
 """Arguments that are not here, and what to do instead."""

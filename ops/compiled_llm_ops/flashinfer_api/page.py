@@ -48,6 +48,47 @@ def append_paged_kv_cache(
     strided_append(append_key, append_value, keys, values, *table)
 
 
+def append_paged_mla_kv_cache(
+    append_ckv: Tensor,
+    append_kpe: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    ckv_cache: Tensor | None,
+    kpe_cache: Tensor | None,
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
+) -> None:
+    """Write latents and their rotated parts into pages.
+
+    Args:
+        append_ckv: ``[T, R]``, latents of new tokens.
+        append_kpe: ``[T, E]``, their rotated parts.
+        batch_indices: ``[T]`` int32, the row of each token; tokens of negative ones are left out.
+        positions: ``[T]`` int32, the position of each token in its row.
+        ckv_cache: ``[P, S, R]``, any strides, written.
+        kpe_cache: ``[P, S, E]``, likewise.
+        kv_indices: ``[N]`` int32, page numbers.
+        kv_indptr: ``[B + 1]`` int32, where each row's pages begin in ``kv_indices``.
+        kv_last_page_len: not read.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together; nothing is written.
+    """
+    given = {"append_ckv": append_ckv, "append_kpe": append_kpe, "ckv_cache": ckv_cache, "kpe_cache": kpe_cache}
+    for name, states in given.items():
+        axes = 2 if name.startswith("append") else 3
+        if states is None or states.dim() != axes:
+            found = None if states is None else tuple(states.shape)
+            raise ValueError(f"{name} must be {'[T, ...]' if axes == 2 else '[P, S, ...]'}; got {found}")
+    assert ckv_cache is not None, "it has been checked"
+    assert kpe_cache is not None, "it has been checked"
+    strided_append(
+        append_ckv.unsqueeze(1), append_kpe.unsqueeze(1), ckv_cache.unsqueeze(1), kpe_cache.unsqueeze(1),
+        as_index(batch_indices), as_index(positions), as_index(kv_indptr), as_index(kv_indices),
+    )  # fmt: skip
+
+
 def get_batch_indices_positions(
     append_indptr: Tensor,
     seq_lens: Tensor,

@@ -17,6 +17,7 @@ from torch import Tensor
 import compiled_llm_ops.flashinfer_api as flashinfer
 from compiled_llm_ops.flashinfer_api.arguments import LEFT_OUT, alibi_slopes
 from support.imports import CHECKOUT
+from support.ops.latent_pools import LatentPools
 from support.ops.strided_rows import StridedRows, dense, packed
 
 WORKSPACE = torch.empty(8, dtype=torch.uint8)
@@ -451,6 +452,9 @@ def calls() -> dict[str, Callable[..., Any]]:
     ragged.plan(rows.qo_indptr, starts(rows), 4, 2, 16, q_data_type="float32")
     out = torch.full_like(rows.query, 7.0)
     decoded = torch.full((5, 4, 16), 7.0)
+    latents = LatentPools()
+    mla = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    mla.plan(*latents.plan(causal=False))
 
     def bound(function: Callable[..., Any], *given: Any) -> Callable[..., Any]:
         return lambda **left_out: function(*given, **left_out)
@@ -461,6 +465,9 @@ def calls() -> dict[str, Callable[..., Any]]:
         "decode": bound(flashinfer.BatchDecodeWithPagedKVCacheWrapper, WORKSPACE),
         "prefill": bound(flashinfer.BatchPrefillWithPagedKVCacheWrapper, WORKSPACE),
         "ragged": bound(flashinfer.BatchPrefillWithRaggedKVCacheWrapper, WORKSPACE),
+        "mla": bound(flashinfer.BatchMLAPagedAttentionWrapper, WORKSPACE),
+        "mla.plan": bound(mla.plan, *latents.plan(causal=False)),
+        "mla.run": bound(mla.run, *latents.parts),
         "decode.plan": bound(decode.plan, *rows.table[1:], 4, 2, 16, 4),
         "prefill.plan": bound(prefill.plan, *rows.table, 4, 2, 16, 4),
         "ragged.plan": bound(ragged.plan, rows.qo_indptr, starts(rows), 4, 2, 16),
@@ -478,6 +485,7 @@ TAKERS = {
             ("decode", flashinfer.BatchDecodeWithPagedKVCacheWrapper),
             ("prefill", flashinfer.BatchPrefillWithPagedKVCacheWrapper),
             ("ragged", flashinfer.BatchPrefillWithRaggedKVCacheWrapper),
+            ("mla", flashinfer.BatchMLAPagedAttentionWrapper),
         )
         for method, suffix in (("__init__", ""), ("plan", ".plan"), ("run", ".run"))
     },
@@ -506,7 +514,9 @@ def test_the_page_says_what_is_left_out_and_what_is_there() -> None:
 
 @pytest.mark.parametrize(("taker", "name"), REFUSED, ids=str)
 def test_what_is_left_out_is_refused_by_name_with_a_way_out(taker: str, name: str) -> None:
-    value: Any = {"backend": "cudnn", "fixed_split_size": 4, "jit_args": ["x"]}.get(name, torch.zeros(3))
+    value: Any = {"backend": "cudnn", "fixed_split_size": 4, "jit_args": ["x"], "use_profiler": True}.get(
+        name, torch.zeros(3)
+    )
     shown = r"tensor of \(3,\)" if isinstance(value, Tensor) else repr(value).replace("[", r"\[")
     with pytest.raises(NotImplementedError, match=f"{name}={shown} is left out of this API; .{{10,}}"):
         calls()[taker](**{name: value})

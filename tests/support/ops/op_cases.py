@@ -19,6 +19,7 @@ from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm_ops import Geometry, append_paged_kv, register_variant
 from compiled_llm_ops.contracts import SampleTokens
 from support.ops.cascade_rows import CascadeRows
+from support.ops.latent_pools import LatentPools
 from support.ops.latent_rows import MIXES as LATENT_MIXES, LatentRows, RaggedRows
 from support.ops.listed_pages import ListedRows
 from support.ops.packed_tokens import Sizes, packed_tokens
@@ -346,6 +347,16 @@ def strided_attention_cases() -> list[tuple[Any, ...]]:
     ]
 
 
+def strided_latent_cases() -> list[tuple[Any, ...]]:
+    rows = LatentPools([1, 5, 0, 9], [1, 2, 1, 3], seed=1)
+    rows.pool = rows.pool.nan_to_num()
+    out, lse = torch.zeros(7, 4, 16), torch.zeros(7, 4)
+    return [
+        (*rows.parts, out, lse, *rows.table, 0.3, True),
+        (*rows.apart, out, None, *rows.table, 0.3),
+    ]
+
+
 def strided_append_cases() -> list[tuple[Any, ...]]:
     rows = StridedRows([5, 3], [1, 1], seed=1)
     places = torch.tensor([0, 0, -1, 1]), torch.tensor([4, 2, 0, 0])
@@ -504,6 +515,7 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "skinny_linear": linear_cases,
     "strided_append": strided_append_cases,
     "strided_attention": strided_attention_cases,
+    "strided_latent_attention": strided_latent_cases,
     "top_logprobs": logprob_cases,
     "variable_block_sparse_attention": variable_block_sparse_cases,
     "variable_block_sparse_attention_lse": variable_block_sparse_cases,

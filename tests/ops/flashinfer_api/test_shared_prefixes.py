@@ -1,0 +1,167 @@
+"""FlashInfer's wrappers of rows that share keys, against dense attention over each row's own and shared ones."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import compiled_llm_ops.flashinfer_api as flashinfer
+from support.ops.strided_rows import StridedRows, dense, starts_of
+
+WORKSPACE = torch.empty(1, dtype=torch.uint8)
+HEADS: dict[str, Any] = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+
+LEVELS = [[9], [7, 13], [3, 4, 5, 1, 8]]
+"""Keys of each level's rows; the last ones are the requests'."""
+MEMBERS = [[5], [3, 2], [1] * 5]
+"""Requests of each level's rows."""
+QUERIES = [1, 4, 2, 1, 3]
+
+
+class Levels:
+    """Levels of rows in one pool of pages."""
+
+    def __init__(self, levels: int = 3, queries: list[int] = QUERIES, page_size: int = 4, seed: int = 0) -> None:
+        self.lengths, self.members = LEVELS[-levels:], MEMBERS[-levels:]
+        self.queries, self.page_size = queries, page_size
+        segments = [*itertools.chain(*self.lengths)]
+        self.rows = StridedRows(segments, [0] * len(segments), page_size=page_size, seed=seed)
+        generator = torch.Generator().manual_seed(seed + 1)
+        self.query = torch.randn(sum(queries), 4, 16, generator=generator)
+
+    def tables(self) -> list[list[Tensor]]:
+        """FlashInfer's four lists."""
+        rows, first, found = self.rows, 0, []
+        for lengths, members in zip(self.lengths, self.members, strict=True):
+            end, request, counts = first + len(lengths), 0, []
+            for count in members:
+                counts.append(sum(self.queries[request : request + count]))
+                request += count
+            pages = rows.indptr[first : end + 1]
+            own = rows.indices[int(pages[0]) : int(pages[-1])]
+            found.append([starts_of(counts), pages - pages[0], own, rows.last_page_len[first:end]])
+            first = end
+        return [list(column) for column in zip(*found, strict=True)]
+
+    def plan(self, **how: Any) -> dict[str, Any]:
+        names = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len")
+        tables = dict(zip(names, self.tables(), strict=True))
+        return {**tables, **HEADS, "page_size": self.page_size, "q_data_type": torch.float32, **how}
+
+    def expected(self, **how: Any) -> Tensor:
+        found, begin = [], 0
+        for request, count in enumerate(self.queries):
+            own, first = [], 0
+            for lengths, members in zip(self.lengths, self.members, strict=True):
+                row = next(row for row in range(len(members)) if request < sum(members[: row + 1]))
+                own.append(first + row)
+                first += len(lengths)
+            keys, values = (torch.cat([states[row] for row in own]) for states in (self.rows.keys, self.rows.values))
+            found.append(dense(self.query[begin : begin + count], keys, values, self.rows.scale, **how)[0])
+            begin += count
+        return torch.cat(found)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("levels", [1, 2, 3])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_levels(page_size: int, levels: int, causal: bool, seed: int) -> None:
+    batch = Levels(levels, page_size=page_size, seed=seed)
+    for kv_layout, pages in batch.rows.layouts().values():
+        wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(levels, WORKSPACE, kv_layout)
+        wrapper.plan(**batch.plan(causal=causal))
+        close(wrapper.run(batch.query, pages), batch.expected(causal=causal))
+    assert torch.equal(wrapper.forward(batch.query, pages), wrapper.run(batch.query, pages))
+
+
+def test_caps_and_scales(seed: int) -> None:
+    batch = Levels(seed=seed)
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(3, WORKSPACE, "HND")
+    wrapper.plan(**batch.plan(logits_soft_cap=1.5, sm_scale=batch.rows.scale))
+    close(wrapper.run(batch.query, batch.rows.pools), batch.expected(logits_soft_cap=1.5))
+
+
+def test_plans_write_to_the_users_buffers(seed: int) -> None:
+    batch = Levels(seed=seed)
+    names = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
+    buffers = {
+        f"{name}_buf_arr": [torch.zeros_like(own) for own in column]
+        for name, column in zip(names, batch.tables(), strict=True)
+    }
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(3, WORKSPACE, "HND", use_cuda_graph=True, **buffers)
+    assert wrapper.is_cuda_graph_enabled
+    for other in (Levels(queries=[1, 2, 5, 1, 2], seed=seed), batch):
+        wrapper.plan(**other.plan(causal=False))
+        close(wrapper.run(other.query, other.rows.pools), other.expected(causal=False))
+        for column, own in zip(buffers.values(), other.tables(), strict=True):
+            assert all(map(torch.equal, column, own))
+    wrapper.reset_workspace_buffer(WORKSPACE, [WORKSPACE] * 3)
+    short = {**buffers, "paged_kv_indices_buf_arr": buffers["paged_kv_indices_buf_arr"][:2]}
+    with pytest.raises(ValueError, match="paged_kv_indices_buf_arr must have a tensor for each of 3 levels; got 2"):
+        flashinfer.MultiLevelCascadeAttentionWrapper(3, WORKSPACE, "HND", use_cuda_graph=True, **short)
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_prefix_of_all_rows(causal: bool, kv_layout: str, seed: int) -> None:
+    batch = Levels(seed=seed)
+    batch.lengths, batch.members = [LEVELS[0], LEVELS[2]], [MEMBERS[0], MEMBERS[2]]
+    batch.rows = StridedRows([*itertools.chain(*batch.lengths)], [0] * 6, seed=seed)
+    qo_indptr, *table = (column[1] for column in batch.tables())
+    prefix = batch.rows.keys[0], batch.rows.values[0]
+    shared = [states if kv_layout == "NHD" else states.transpose(0, 1) for states in prefix]
+    pages = tuple(pool if kv_layout == "HND" else pool.transpose(1, 2) for pool in batch.rows.pools)
+    prefill = flashinfer.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(WORKSPACE, kv_layout)
+    prefill.begin_forward(qo_indptr, *table, 4, 2, 16, 4)
+    close(prefill.forward(batch.query, *shared, pages, causal=causal), batch.expected(causal=causal))
+    scaled = prefill.forward(batch.query, *shared, pages, causal=causal, sm_scale=0.5 * batch.rows.scale)
+    batch.query = batch.query / 2
+    close(scaled, batch.expected(causal=causal))
+    decode = flashinfer.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(WORKSPACE, kv_layout)
+    decode.begin_forward(*table, 4, 2, 16, 4, data_type=torch.float32)
+    batch.query, batch.queries = batch.query[:5], [1] * 5
+    close(decode.forward(batch.query, *shared, pages), batch.expected())
+    decode.end_forward()
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_one_graph(seed: int) -> None:
+    batch = Levels(seed=seed)
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(3, WORKSPACE, "HND")
+    wrapper.plan(**batch.plan(causal=True))
+    compiled = torch.compile(lambda q, keys, values: wrapper.run(q, (keys, values)), fullgraph=True)
+    close(compiled(batch.query, *batch.rows.pools), batch.expected(causal=True))
+
+
+def test_bad_input_is_refused(seed: int) -> None:
+    batch = Levels(seed=seed)
+    with pytest.raises(ValueError, match="num_levels must be at least 1; got 0"):
+        flashinfer.MultiLevelCascadeAttentionWrapper(0, WORKSPACE)
+    with pytest.raises(KeyError, match="kv_layout='DNH' does not exist"):
+        flashinfer.MultiLevelCascadeAttentionWrapper(2, WORKSPACE, "DNH")
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, WORKSPACE, "HND")
+    with pytest.raises(ValueError, match="qo_indptr_arr must have a tensor for each of 2 levels; got 3"):
+        wrapper.plan(**batch.plan())
+    two, qo_indptr = Levels(2, seed=seed), torch.tensor([0, 3, 5], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"qo_indptr_arr must end with one number of queries .*; got \[5, 11\]"):
+        wrapper.plan(**{**two.plan(), "qo_indptr_arr": [qo_indptr, two.tables()[0][1]]})
+    with pytest.raises(RuntimeError, match=r"call plan\(\) before run\(\)"):
+        wrapper.run(two.query, two.rows.pools)
+    decode = flashinfer.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(WORKSPACE, "HND")
+    shared = torch.zeros(2, 3, 16)
+    with pytest.raises(RuntimeError, match=r"call begin_forward\(\) before forward\(\)"):
+        decode.forward(batch.query, shared, shared, batch.rows.pools)
+    table = [column[-1] for column in batch.tables()][1:]
+    with pytest.raises(ValueError, match=r"indptr must be \[6\] for 5 rows; got \[3\]"):
+        decode.begin_forward(table[0][:3], *table[1:], 4, 2, 16, 4)
+    decode.begin_forward(*table, 4, 2, 16, 4)
+    with pytest.raises(ValueError, match=r"q must be \[5, H, D\], as planned; got \(11, 4, 16\)"):
+        decode.forward(batch.query, shared, shared, batch.rows.pools)
