@@ -55,7 +55,7 @@ def test_what_is_built_early_is_what_is_launched(own_cache: None, monkeypatch: p
     from triton import knobs
     from triton.runtime import driver
 
-    from compiled_llm_ops import sampling
+    from compiled_llm_ops.sampling import sampling
     from compiled_llm_ops.kernels import sampling as kernels
 
     built: list[str] = []

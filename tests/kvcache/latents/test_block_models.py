@@ -95,6 +95,7 @@ def test_tokens_equal_huggingfaces(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 def test_compiled_steps_give_the_same_tokens(seed: int) -> None:
     check_tokens(*pair(seed, "compile", prefill_tokens=32), seed)
 

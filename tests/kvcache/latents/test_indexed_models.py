@@ -112,6 +112,7 @@ def test_tokens_equal_huggingfaces(case: str, seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 def test_compiled_steps_give_the_same_tokens(seed: int) -> None:
     model = partial(indexed_model, seed=seed, **SMALL)
     check_tokens(model(), compiled_llm.wrap(model(), mode="compile", **FEW_PAGES), seed, [LONG])
