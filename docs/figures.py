@@ -184,6 +184,9 @@ def _over(entry: Entry) -> str:
     return f"; ratios over {over}" if over else ""
 
 
+_PROMPTS = (10, *range(50, 401, 50))
+"""Lengths that ``tools/bench/graphs.py`` asks with."""
+
 CONTENDER = {"contender": _text("contender")}
 TABLES: dict[str, tuple[Callable[[Entry], str], dict[str, Read]]] = {
     "latency": (
@@ -273,11 +276,23 @@ TABLES: dict[str, tuple[Callable[[Entry], str], dict[str, Read]]] = {
             "tokens a piece": _number("figures/tokens_a_piece"),
         },
     ),
+    "graph_modes": (
+        lambda entry: f"The modes side by side, answers of {entry['new']} tokens",
+        CONTENDER
+        | {
+            "CUDA graphs": _text("recordings"),
+            "start, s": _number("start_s"),
+            "MiB": _number("nbytes", 2**-20),
+            **{f"first of {prompt}, ms": _number(f"figures/first_s/{prompt}", 1e3) for prompt in _PROMPTS},
+            "slowest first, ms": _number("figures/slowest_first_s", 1e3),
+            "between tokens, ms": _halves("figures/between_s"),
+        },
+    ),
     "graph_times": (
         _prompts_title,
         CONTENDER
         | {
-            "CUDA graphs": _text("cuda_graphs"),
+            "CUDA graphs": _text("recordings"),
             "prompt": _number("prompt"),
             "first token, ms": _halves("figures/first_s"),
             "between tokens, ms": _halves("between_s"),
@@ -288,7 +303,7 @@ TABLES: dict[str, tuple[Callable[[Entry], str], dict[str, Read]]] = {
         lambda _: "CUDA graphs",
         CONTENDER
         | {
-            "CUDA graphs": _text("cuda_graphs"),
+            "CUDA graphs": _text("recordings"),
             "graphs": _number("ready"),
             "MiB": _number("figures/mib"),
             "captures": _number("captures"),

@@ -14,8 +14,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from compiled_llm.commands.bench.contenders import Ours
 from compiled_llm.commands.bench.report import BenchReport
 from support.docs.pages import CHECKOUT
+from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
+from support.imports import module_at
 
 TOOLS = CHECKOUT / "tools" / "bench"
 pytestmark = pytest.mark.skipif(not TOOLS.is_dir(), reason="no checkout")
@@ -195,6 +198,48 @@ def test_graphs(tool: Any) -> None:
     report, _ = tool("graphs", *quick)
     found = [(one["recordings"], one["prompt"], len(one["running_s"])) for one in report.results["graph_times"]]
     assert found == [("prepared", 4, 1), ("prepared", 8, 1)]
+
+
+MODES_IN_SHORT = ("--prompts=10,50", "--new=8", "--requests=1", "--seconds=0")
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_a_cpu_has_one_of_the_modes(tool: Any) -> None:
+    report, _ = tool("graphs", *MODES_IN_SHORT)
+    assert [(one["contender"], one["recordings"]) for one in report.results["graph_modes"]] == [
+        ("compiled-llm:compile", "prepared")
+    ]
+    assert len(report.unavailable) == 3
+
+
+@pytest.mark.whole
+@pytest.mark.usefixtures("without_inductor")
+def test_graphs_in_each_state_side_by_side(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for CUDA graphs."""
+    monkeypatch.setattr(Ours, "obstacle", lambda self, setup: None)
+    let_a_cpu_capture(monkeypatch)
+    report, printed = tool("graphs", *MODES_IN_SHORT, "--few=2")
+    modes = report.results["graph_modes"]
+    assert [(one["contender"].removeprefix("compiled-llm:"), one["recordings"]) for one in modes] == [
+        ("compile", "prepared"),
+        ("reduce-overhead", "prepared"),
+        ("cuda-graphs", "prepared"),
+        ("cuda-graphs", "on demand"),
+        ("cuda-graphs", "rolling"),
+        ("piecewise", "prepared"),
+    ]
+    for one in modes:
+        assert {*one["figures"]["first_s"]} == {"10", "50"}
+        assert 0 < min(one["figures"]["first_s"].values()) <= one["figures"]["slowest_first_s"]
+        assert one["start_s"] > 0
+        assert one["nbytes"] > 0
+    use = {(one["contender"], one["recordings"]): one["evictions"] for one in report.results["graph_use"]}
+    assert use["compiled-llm:cuda-graphs", "rolling"] > use["compiled-llm:cuda-graphs", "prepared"] == 0
+    (line,) = [line for line in printed.splitlines() if line.startswith("| compiled-llm:cuda-graphs | rolling |")][:1]
+    figures = module_at(CHECKOUT / "docs" / "figures.py")
+    shown = figures._tables(modes, *figures.TABLES["graph_modes"])
+    assert "first of 50, ms" in "\n".join(shown)
+    assert line.count("|") == 2 + 4 + 2 + 1
 
 
 def test_beams_and_drafts(tool: Any) -> None:

@@ -1,6 +1,12 @@
-"""How long requests wait whose CUDA graphs are captured, are captured for them, or had to make room for others.
+"""The modes side by side: first tokens, between tokens, memory and start, with CUDA graphs in each state.
 
-python tools/bench/graphs.py --model qwen3-0.6b --requests 20 --seconds 6
+python tools/bench/graphs.py --model qwen3-0.6b --seconds 6 --json graphs.json
+
+With code that is compiled alone (`compile`), with torch's cudagraph trees (`reduce-overhead`), with CUDA graphs of our
+own that are captured before requests, for them, or had to make room for others (`cuda-graphs`), and with graphs of what
+lies between attention (`piecewise`). A run of Qwen3-0.6B is to take about five minutes on an H100: the first start of
+each mode compiles for 15 to 40 s, the six that are measured take about 12 s each, by the runs of `startup.py`, and each
+is then asked for twice `--seconds`.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
+import torch
 import typer
 from common import Bench, Commit, Contenders, DeviceName, Json, Model, bench, integers
 from engines import OurSession, params_of
@@ -22,10 +29,13 @@ from compiled_llm.commands.bench import contenders as ours
 from compiled_llm.commands.bench.contenders import Contender, Ours, wrapped
 from compiled_llm.commands.bench.load import Asked, Lengths, Load
 from compiled_llm.commands.bench.timing import BenchPercentiles, Workload
-from compiled_llm.config import WrapConfig
 from compiled_llm.engine.engine import Engine
 
 ROWS = 2
+MODES = "compiled-llm:compile,compiled-llm:reduce-overhead,compiled-llm:cuda-graphs,compiled-llm:piecewise"
+
+ON_DEMAND, PREPARED, ROLLING = "on demand", "prepared", "rolling"
+"""Graphs are captured for the request that needs them, by `warmup`, or where others have to make room for them."""
 
 
 class Asking:
@@ -40,6 +50,8 @@ class Asking:
 
     @contextmanager
     def engine(self, **options: Any) -> Iterator[None]:
+        self.run.setup.model()  # loaded before a start is timed
+        self._taken, self._begun = self._taken_bytes(), time.perf_counter()
         limits: dict[str, Any] = {"max_num_seqs": ROWS, "prefix_cache": False, "watch_model": False}  # as a server's
         with (
             wrapped(self.run.setup, ROWS, mode=self.contender.mode, **options) as model,
@@ -48,6 +60,11 @@ class Asking:
             self._session = OurSession(self.run.setup, engine)
             self._compiled: Any = model.compiled
             yield
+
+    def is_ready(self) -> None:
+        """Note that the start is over."""
+        self.run.setup.synchronize()
+        self._start_s = time.perf_counter() - self._begun
 
     def measure(self, state: str, requests: int, warm: bool = True, beside: bool = True) -> None:
         """Ask, and note results; `beside`: once more while another request runs."""
@@ -59,6 +76,7 @@ class Asking:
             (answer,) = self._session.stream([self.request(prompt)], 1)
             alone[prompt].append([when - answer.begun for when in answer.times])
         running = self.running(requests) if beside else {}
+        self._note_mode(state, alone)
         for prompt in sorted(alone):
             between, waits = BenchPercentiles.of(gaps(alone[prompt])), running.get(prompt, [])
             first = [times[0] for times in alone[prompt]]
@@ -84,6 +102,25 @@ class Asking:
                 "figures": {"mib": graphs.nbytes / 2**20, "seconds_a_capture": seconds / max(1, graphs.captures)},
             }
             self.run.add("graph_use", use)
+
+    def _note_mode(self, state: str, alone: dict[int, list[list[float]]]) -> None:
+        """Add one row for all lengths of prompts."""
+        firsts = {str(prompt): BenchPercentiles.of([times[0] for times in alone[prompt]]) for prompt in sorted(alone)}
+        between = BenchPercentiles.of(gaps([times for answers in alone.values() for times in answers]))
+        result = {"contender": self.contender.name, "recordings": state, "new": self.new, "start_s": self._start_s}
+        result["nbytes"] = self._taken_bytes() - self._taken
+        figures: dict[str, Any] = {"first_s": {prompt: first.p50 for prompt, first in firsts.items()}}
+        figures |= {"slowest_first_s": max(first.p99 for first in firsts.values()), "between_s": between._asdict()}
+        self.run.add("graph_modes", result | {"figures": figures})
+
+    def _taken_bytes(self) -> int:
+        """Return what is taken on the device, by the driver, too; on a CPU what the model's own statistics know of."""
+        self.run.setup.free_memory()
+        if self.run.is_cuda:
+            free, there = torch.cuda.mem_get_info(self.run.setup.device)
+            return there - free
+        model: Any = self.run.setup.model()
+        return sum(model.compiled.stats().memory.values()) if hasattr(model, "compiled") else 0
 
     def in_turn(self) -> list[int]:
         """The lengths, neighbours far apart: they may share a graph, which is to be gone when it is needed."""
@@ -138,6 +175,33 @@ def gaps(answers: Iterable[Sequence[float]]) -> list[float]:
     return [later - earlier for times in answers for earlier, later in itertools.pairwise(times)]
 
 
+def measure_mode(asking: Asking, longer: int, requests: int, few: int) -> None:
+    """Measure a mode in each state that its graphs can be in, each from a start of its own.
+
+    Args:
+        longer: a prompt that shares no graph with the others.
+        requests: of each length.
+        few: graphs that there may be where others take their place.
+    """
+    mode = asking.contender.mode
+    with asking.engine():
+        asking.warmup(only=longer)  # what is compiled here, later starts of this mode find in caches on disk
+    with asking.engine():
+        asking.warmup()
+        asking.is_ready()
+        asking.measure(PREPARED, requests)
+    if mode != "cuda-graphs":
+        return
+    with asking.engine():
+        asking.warmup(only=longer)
+        asking.is_ready()
+        asking.measure(ON_DEMAND, 1, warm=False, beside=False)
+    with asking.engine(max_graphs=few):
+        asking.warmup()
+        asking.is_ready()
+        asking.measure(ROLLING, requests)
+
+
 def main(
     model: Model = "qwen3-0.6b",
     prompts: Annotated[str, typer.Option(help="Prompt lengths, in tokens.")] = "10,50,100,150,200,250,300,350,400",
@@ -145,30 +209,19 @@ def main(
     requests: Annotated[int, typer.Option(min=1, help="Requests of each length, at most.")] = 20,
     seconds: Annotated[float, typer.Option(min=0.0, help="After so many, no more rounds are begun.")] = 10.0,
     few: Annotated[int, typer.Option(min=2, help="Graphs that there may be where others take their place.")] = 4,
-    contenders: Contenders = "ours",
+    contenders: Contenders = MODES,
     device: DeviceName = "auto",
     json: Json = None,
     commit: Commit = None,
 ) -> None:
-    """Measure how long requests wait whose CUDA graphs are captured, are missing, or had to make room for others."""
+    """Measure each mode, and how requests wait whose CUDA graphs are captured, missing, or had to make room."""
     lengths = integers(prompts)
     longer = 2 * max(lengths) + 1  # shares no graph with the others
     with bench(model, device, [Workload(ROWS, longer, new)], json, commit) as run:
 
         def measure(contender: Contender) -> None:
             assert isinstance(contender, Ours), "compiled-llm:MODE"
-            asking = Asking(run, contender, lengths, new, requests, seconds)
-            captures = WrapConfig(mode=contender.mode).captures_on(run.setup.device.type)
-            with asking.engine():
-                if captures:
-                    asking.warmup(only=longer)
-                    asking.measure("on demand", 1, warm=False, beside=False)
-                asking.warmup()
-                asking.measure("prepared", requests)
-            if captures:
-                with asking.engine(max_graphs=few):
-                    asking.warmup()
-                    asking.measure("evicted", requests)
+            measure_mode(Asking(run, contender, lengths, new, requests, seconds), longer, requests, few)
 
         run.each(ours.choose(contenders, run.setup.device.type), measure)
 

@@ -5,6 +5,7 @@ python tools/bench/tables.py startup.json
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -92,6 +93,27 @@ def offline(results: Sequence[Result]) -> Iterator[Table]:
         yield Table(group[0]["workload"], group, columns, "Best / median over the whole, prompts included.")
 
 
+def graph_modes(results: Sequence[Result]) -> Iterator[Table]:
+    prompts = list(dict.fromkeys(prompt for result in results for prompt in result["figures"]["first_s"]))
+    columns: Columns = {
+        "contender": lambda result: result["contender"],
+        "graphs": lambda result: result["recordings"],
+        "start, s": lambda result: number(result["start_s"]),
+        "MiB": lambda result: number(result["nbytes"] / 2**20),
+    }
+    for prompt in prompts:
+        columns[f"first of {prompt}"] = lambda result, prompt=prompt: number(  # type: ignore[misc]
+            1e3 * result["figures"]["first_s"].get(prompt, math.nan)
+        )
+    columns["slowest first"] = lambda result: number(1e3 * result["figures"]["slowest_first_s"])
+    columns["between tokens"] = lambda result: percentiles(result["figures"]["between_s"])
+    note = (
+        "First of: the median first token of prompts of so many tokens, in ms, like those to the right. Start: until "
+        "requests are answered, with compiled code on disk. MiB: what the device has less than with the model alone."
+    )
+    yield Table("The modes side by side", results, columns, note, leading=2)
+
+
 def graph_times(results: Sequence[Result]) -> Iterator[Table]:
     columns: Columns = {
         "contender": lambda result: result["contender"],
@@ -125,6 +147,7 @@ TABLES.update(
         "roofline": roofline,
         "beams_and_drafts": beams_and_drafts,
         "offline": offline,
+        "graph_modes": graph_modes,
         "graph_times": graph_times,
         "graph_use": graph_use,
     }

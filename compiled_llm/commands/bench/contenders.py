@@ -19,6 +19,7 @@ import compiled_llm
 from compiled_llm.commands.bench.timing import SAMPLING, CallTiming, TokenClock, Workload, timed
 from compiled_llm.commands.loading.load import load
 from compiled_llm.config import Mode, WrapConfig
+from compiled_llm_ops.backends import backend_named
 
 _WARM_TOKENS = 16
 
@@ -141,7 +142,7 @@ class Ours(Contender):
 
     def obstacle(self, setup: Setup) -> str | None:
         cuda = setup.device.type == "cuda"
-        if self.backend in ("flashinfer", "triton") and not cuda:
+        if self.backend != "auto" and setup.device.type not in backend_named(self.backend).devices:
             return f"backend {self.backend} runs on CUDA only"
         captures = self.mode not in ("eager", "compile") and not cuda
         return "a CPU has no CUDA graphs: this mode is compiled-llm:compile there" if captures else None
