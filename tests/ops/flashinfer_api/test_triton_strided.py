@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,12 +11,15 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import StridedAppend, StridedAttention
+from support.ops.compiling import compiled, resources_of
 from support.ops.interpreting import check_interpreted, interpreted, needs_triton, not_interpreted
 from support.ops.strided_rows import StridedRows, packed
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
 
 LENGTHS, QUERIES = [1, 16, 17, 40, 0, 33], [1, 16, 2, 21, 3, 0]
+SHARED_MEMORY = 228 * 1024
+"""Bytes of an H100's multiprocessor."""
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 
 
@@ -128,6 +133,79 @@ def test_append(dtype: torch.dtype, seed: int) -> None:
     append(StridedAppend(*padded, *pools, token_rows, positions, rows.indptr, rows.indices))
     for pool, written in zip(rows.pools, pools, strict=True):
         torch.testing.assert_close(written.float(), pool.float(), equal_nan=True, rtol=0, atol=0)
+
+
+# ---- compiled, without a GPU
+
+
+TABLES = ("qo_indptr", "indptr", "indices", "last_page_len", "mask_indptr")
+STRIDES = [f"{name}_{axis}" for name in ("query", "out", "lse") for axis in ("row", "head")]
+STRIDES += [f"{name}_{axis}" for name in ("keys", "values") for axis in ("page", "head", "slot")]
+
+
+@pytest.mark.drawn
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize(
+    ("kind", "query", "pages", "head_dim", "value_dim", "gqa", "row_queries"),
+    [
+        ("plain", "bf16", "bf16", 128, 128, 4, 1),
+        ("plain", "bf16", "bf16", 128, 128, 4, 1000),
+        ("plain", "fp16", "fp16", 64, 64, 3, 1000),
+        ("plain", "fp16", "fp8e4nv", 128, 128, 1, 1),
+        ("plain", "bf16", "fp8e5", 256, 256, 8, 1000),
+        ("plain", "bf16", "bf16", 192, 128, 1, 1000),
+        ("plain", "fp16", "fp16", 512, 512, 5, 1000),
+        ("plain", "fp32", "fp32", 128, 128, 4, 1000),
+        ("everything", "bf16", "bf16", 128, 128, 4, 1),
+        ("everything", "bf16", "fp8e4nv", 64, 64, 1, 1000),
+        ("everything", "fp32", "fp32", 64, 64, 3, 1000),
+    ],
+)
+def test_it_compiles_for_hopper(
+    kind: str, query: str, pages: str, head_dim: int, value_dim: int, gqa: int, row_queries: int, tmp_path: Path
+) -> None:
+    from compiled_llm_ops.kernels.strided.attention import _strided_attention as kernel, strided_tiling
+
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    dtypes |= {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+    whole = kind == "everything"
+    states = (
+        torch.empty(-(-row_queries // gqa), gqa, head_dim, dtype=dtypes[query]),
+        *(torch.empty(1, 1, 1, size, dtype=dtypes[pages]) for size in (head_dim, value_dim)),
+    )
+    unread = torch.empty(0), None, None, None, None, None
+    rotation = {"rope_scale": 1.0, "rope_theta": 1e4} if whole else {}
+    tiling = strided_tiling(StridedAttention(*states, *unread, 1.0, **rotation), SHARED_MEMORY)
+    types = {"query": f"*{query}", "out": f"*{query}", "lse": "*fp32"}
+    types |= dict.fromkeys(("keys", "values"), f"*{pages}")
+    types |= dict.fromkeys(TABLES[:-1], "*i32")
+    if whole:
+        types |= {"mask": "*u8", "mask_indptr": "*i64"}
+        types |= dict.fromkeys(("slopes", "logit_factors", "value_factors"), "*fp32")
+    types |= dict.fromkeys([*STRIDES, "out_part", "lse_part", "rows", "tokens", "all_keys", "window_left"], "i32")
+    types |= dict.fromkeys(("scale", "slope_scale", "cap", "value_scale", "rope_scale", "log_theta"), "fp32")
+    constants = {
+        "QUERIES": tiling.queries, "GQA": gqa, "HEAD": head_dim, "DIM": 1 << (head_dim - 1).bit_length(),
+        "VALUE": value_dim, "VALUE_DIM": 1 << (value_dim - 1).bit_length(), "PAGE": 16, "KEYS": tiling.keys,
+        "STAGES": tiling.stages, "CAUSAL": not whole, "CAPPED": whole, "ROTATED": whole, "CLAMPED": False,
+    }  # fmt: skip
+    made = compiled(kernel, constants, types, tiling.warps, ("query", "keys", "values", "out", *STRIDES))
+    (stack,) = re.findall(r"STACK:(\d+)", resources_of(made.asm["cubin"], tmp_path / "cubin"))
+    assert int(stack) <= 128, "registers spill"
+    assert made.metadata.shared <= SHARED_MEMORY - 1024
+    assert "tf32" not in made.asm["ptx"] or query != "fp32"
+
+
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+def test_append_compiles_for_hopper() -> None:
+    from compiled_llm_ops.kernels.strided.append import _strided_append as kernel
+
+    types = dict.fromkeys(("key", "value"), "*bf16") | dict.fromkeys(("keys", "values"), "*fp8e4nv")
+    types |= dict.fromkeys(("token_rows", "token_positions", "indptr", "indices"), "*i32")
+    types |= {name: "i32" for name in kernel.arg_names if "_" in name and name not in types}
+    compiled(kernel, {"PAGE": 16, "HEAD": 80, "VALUE": 64, "WIDE": 128}, types, 1)
 
 
 @not_interpreted

@@ -24,6 +24,7 @@ from compiled_llm_ops.kernels.attention.decode import capped
 from compiled_llm_ops.kernels.attention.merge import merge_many
 from compiled_llm_ops.kernels.attention.packed import row_of
 from compiled_llm_ops.kernels.attention.packed_tiling import (
+    FEWEST,
     LARGEST_HEAD,
     SMALLEST_HEAD,
     PackedTiling,
@@ -49,8 +50,9 @@ def _rotated(states, partners, position, offs_d, scale, log_theta, HEAD: tl.cons
     exponents = (offs_d % HALF).to(tl.float32) / HALF
     turns = position.to(tl.float32) * scale * tl.exp2(-exponents * log_theta) * 0.15915494309189535
     angles = (turns - tl.floor(turns)) * 6.283185307179586
-    signed = tl.where(offs_d >= HALF, partners, -partners)
-    return states.to(tl.float32) * tl.cos(angles) + signed.to(tl.float32) * tl.sin(angles)
+    others = partners.to(tl.float32)
+    signed = tl.where(offs_d >= HALF, others, -others)
+    return states.to(tl.float32) * tl.cos(angles) + signed * tl.sin(angles)
 
 
 @triton.jit(
@@ -143,8 +145,8 @@ def _strided_attention(
             k_mask = inside[None, :] & (offs_d < HEAD)[:, None]
             k = tl.load(k_ptrs[None, :] + offs_d[:, None], mask=k_mask, other=0.0)
             if ROTATED:
-                partners = tl.load(k_ptrs[None, :] + partner_d[:, None], mask=k_mask, other=0.0)
-                k = _rotated(k, partners, position[None, :], offs_d[:, None], rope_scale, log_theta, HEAD)
+                other_half = tl.load(k_ptrs[None, :] + partner_d[:, None], mask=k_mask, other=0.0)
+                k = _rotated(k, other_half, position[None, :], offs_d[:, None], rope_scale, log_theta, HEAD)
             logits = tl.dot(q, k.to(q.dtype), input_precision="ieee") * factor[:, None]
             if slopes is not None:
                 logits += slope[:, None] * (position[None, :] - number[:, None]).to(tl.float32)
@@ -194,11 +196,25 @@ def _stored(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def _tiling(args: StridedAttention, stored: int, device: torch.device) -> PackedTiling:
+def strided_tiling(args: StridedAttention, shared_memory: int) -> PackedTiling:
+    """Return the tiling of ``packed_tiling``, as far as registers go with strides and rotations.
+
+    Nothing of it was measured yet: sizes are those that ``ptxas`` gives registers to for Hopper.
+
+    Args:
+        args: checked.
+        shared_memory: of a multiprocessor, in bytes.
+    """
     queries = args.query.shape[0] * (args.query.shape[1] // args.keys.shape[1]) / max(1, args.rows)
+    stored = _stored(max(args.query.shape[2], args.values.shape[3]))
     sizes = args.query.element_size(), args.keys.element_size()
     # With one order of sums the batch must not decide on tiles.
-    return packed_tiling(1 if args.one_order else queries, max(SMALLEST_HEAD, stored), *sizes, _device(device)[1])
+    tiling = packed_tiling(1 if args.one_order else queries, max(SMALLEST_HEAD, stored), *sizes, shared_memory)
+    if tiling.queries == 128:
+        tiling = tiling._replace(warps=8)
+    if args.rope_scale:
+        tiling = tiling._replace(keys=max(FEWEST, tiling.keys // 2))
+    return tiling
 
 
 def _parts(args: StridedAttention, tiles: int, device: torch.device) -> int:
@@ -225,12 +241,12 @@ def attend(args: StridedAttention, tiling: PackedTiling | None = None, parts: in
     _check(args)
     query = args.query.to(torch.float16) if args.query.element_size() == 1 else args.query  # exact
     args = args._replace(query=query if query.stride(2) == 1 else query.contiguous())
-    (tokens, heads, head_dim), (_, kv_heads, _, value_dim) = query.shape, args.values.shape
+    (tokens, heads, _), (_, kv_heads, _, value_dim) = query.shape, args.values.shape
     if not tokens:
         return
     gqa, device = heads // kv_heads, args.out.device
     if tiling is None:
-        tiling = _tiling(args, _stored(max(head_dim, value_dim)), device)
+        tiling = strided_tiling(args, _device(device)[1])
     if args.qo_indptr is None:
         tiles = args.rows * -(-(tokens // args.rows * gqa) // tiling.queries)
     else:  # without the tokens of each row, at least as many as all have
