@@ -35,10 +35,6 @@ from compiled_llm_ops.attention.sparse.work_items import (
     block_sparse_items,
     variable_block_sparse_tables,
 )
-from compiled_llm_ops.attention.sparse.wrappers import (
-    BlockSparseAttentionWrapper,
-    VariableBlockSparseAttentionWrapper,
-)
 from compiled_llm_ops.attention.strided.append import strided_append
 from compiled_llm_ops.attention.strided.attention import strided_attention
 from compiled_llm_ops.attention.strided.latents import strided_latent_attention
@@ -96,7 +92,6 @@ __all__ = [
     "MAX_GROWING",
     "NOT_A_TOKEN",
     "PROMPTED",
-    "BlockSparseAttentionWrapper",
     "CascadeTables",
     "FlashInferVariant",
     "Geometry",
@@ -104,7 +99,6 @@ __all__ = [
     "PlannedCascadeTables",
     "Seldom",
     "SharedRun",
-    "VariableBlockSparseAttentionWrapper",
     "Variant",
     "add_rms_norm",
     "append_latent",

@@ -4,7 +4,7 @@
 names, too: ``flashinfer.decode``, ``flashinfer.prefill``, ``flashinfer.page``, ``flashinfer.mla`` and so on.
 """
 
-from compiled_llm_ops.flashinfer_api import cascade, decode, mla, page, prefill, quantization
+from compiled_llm_ops.flashinfer_api import cascade, decode, mla, page, prefill, quantization, sparse
 from compiled_llm_ops.flashinfer_api.cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
@@ -33,6 +33,7 @@ from compiled_llm_ops.flashinfer_api.prefill import (
     single_prefill_with_kv_cache_return_lse,
 )
 from compiled_llm_ops.flashinfer_api.quantization import packbits, segment_packbits
+from compiled_llm_ops.flashinfer_api.sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -41,8 +42,10 @@ __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "BlockSparseAttentionWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
+    "VariableBlockSparseAttentionWrapper",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",
     "cascade",
@@ -62,4 +65,5 @@ __all__ = [
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "sparse",
 ]

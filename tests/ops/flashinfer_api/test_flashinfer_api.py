@@ -465,6 +465,8 @@ def calls() -> dict[str, Callable[..., Any]]:
         "decode": bound(flashinfer.BatchDecodeWithPagedKVCacheWrapper, WORKSPACE),
         "prefill": bound(flashinfer.BatchPrefillWithPagedKVCacheWrapper, WORKSPACE),
         "ragged": bound(flashinfer.BatchPrefillWithRaggedKVCacheWrapper, WORKSPACE),
+        "sparse": bound(flashinfer.BlockSparseAttentionWrapper, WORKSPACE),
+        "variable": bound(flashinfer.VariableBlockSparseAttentionWrapper, WORKSPACE),
         "mla": bound(flashinfer.BatchMLAPagedAttentionWrapper, WORKSPACE),
         "mla.plan": bound(mla.plan, *latents.plan(causal=False)),
         "mla.run": bound(mla.run, *latents.parts),
@@ -486,6 +488,8 @@ TAKERS = {
             ("prefill", flashinfer.BatchPrefillWithPagedKVCacheWrapper),
             ("ragged", flashinfer.BatchPrefillWithRaggedKVCacheWrapper),
             ("mla", flashinfer.BatchMLAPagedAttentionWrapper),
+            ("sparse", flashinfer.BlockSparseAttentionWrapper),
+            ("variable", flashinfer.VariableBlockSparseAttentionWrapper),
         )
         for method, suffix in (("__init__", ""), ("plan", ".plan"), ("run", ".run"))
     },

@@ -1,4 +1,4 @@
-"""The ops of block-sparse attention and FlashInfer's wrappers of them, on the CPU against dense attention."""
+"""The ops of block-sparse attention on the CPU, against dense attention."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from compiled_llm_ops import (
-    BlockSparseAttentionWrapper,
-    VariableBlockSparseAttentionWrapper,
     block_sparse_attention,
     block_sparse_attention_lse,
     block_sparse_items,
@@ -54,85 +52,6 @@ def test_blocks_of_any_sizes_equal_a_dense_mask(count, soft_cap, seed):
     args = blocks.arguments(soft_cap)
     outs = variable_block_sparse_attention(*args), *variable_block_sparse_attention_lse(*args)
     check(blocks, *outs, soft_cap)
-
-
-# ---- FlashInfer's wrappers
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_wrapper_plans_and_runs(masked, seed):
-    blocks = SparseBlocks((4, 16), Sizes(20, 80), masked=masked, seed=seed)
-    wrapper = BlockSparseAttentionWrapper(torch.empty(8))
-    wrapper.plan(
-        blocks.indptr, blocks.indices.long(), 20, 80, 4, 16, 4, 2, 16, mask=blocks.mask, sm_scale=blocks.scale,
-        q_data_type=torch.float32,
-    )  # fmt: skip
-    expected, expected_lse = blocks.expected()
-    out = torch.empty_like(expected)
-    found, lse = wrapper.run(*blocks.states, out=out, return_lse=True)
-    assert found is out
-    torch.testing.assert_close(out, expected, **CLOSE)
-    torch.testing.assert_close(lse, expected_lse, **CLOSE)
-    torch.testing.assert_close(wrapper.run(*blocks.states), expected, **CLOSE)
-
-
-def test_a_wrapper_of_variable_blocks_has_heads_first(seed):
-    blocks = VariableBlocks((3, 5), Sizes(30, 70), seed=seed)
-    wrapper = VariableBlockSparseAttentionWrapper(torch.empty(8))
-    wrapper.plan(blocks.map, blocks.rows, blocks.columns, 4, 2, 16, sm_scale=blocks.scale)
-    expected, expected_lse = blocks.expected()
-    found, lse = wrapper.run(*(states.transpose(0, 1).contiguous() for states in blocks.states), return_lse=True)
-    torch.testing.assert_close(found.transpose(0, 1), expected, **CLOSE)
-    torch.testing.assert_close(lse.T, expected_lse, **CLOSE)
-
-
-def test_tables_of_fixed_sizes_stay_where_they_are(seed):
-    """And other blocks in them give what a new wrapper gives; what they have no room for is refused."""
-    wrapper = BlockSparseAttentionWrapper(torch.empty(8), max_items=40, max_parts=16, max_entries=60)
-    before = None
-    for number, density in enumerate((0.6, 0.1, 0.9)):
-        blocks = SparseBlocks((4, 16), Sizes(40, 80), density=density, masked=True, seed=seed + number)
-        plan = (blocks.indptr, blocks.indices, 40, 80, 4, 16, 4, 2, 16, blocks.mask)
-        wrapper.plan(*plan, sm_scale=blocks.scale)
-        arguments = wrapper._tables.arguments
-        assert arguments is not None
-        addresses = [own.data_ptr() for own in arguments if isinstance(own, Tensor)]
-        assert before in (None, addresses)
-        before = addresses
-        torch.testing.assert_close(wrapper.run(*blocks.states), blocks.expected()[0], **CLOSE)
-    full = SparseBlocks((4, 16), Sizes(80, 80), density=1.0, seed=seed)
-    with pytest.raises(ValueError, match=r"indices: there is room for \(60,\); got \(95,\)|indptr: there is room"):
-        wrapper.plan(full.indptr, full.indices, 80, 80, 4, 16, 4, 2, 16)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"causal": True}, "causal=True has no kernel here"),
-        ({"packed_mask": torch.zeros(3)}, r"packed_mask=\(3,\) tensor has no kernel here"),
-        ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode='ROPE_LLAMA' has no kernel here"),
-        ({"M": 21}, "R=4 rows and C=16 columns do not divide M=21 queries and N=80 keys"),
-        ({"C": 7}, "R=4 rows and C=7 columns do not divide"),
-    ],
-)
-def test_arguments_of_flashinfer_without_a_kernel_are_refused(given, message, seed):
-    blocks = SparseBlocks((4, 16), Sizes(20, 80), seed=seed)
-    plan = {"M": 20, "N": 80, "R": 4, "C": 16, "num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16, **given}
-    with pytest.raises(ValueError, match=message):
-        BlockSparseAttentionWrapper(torch.empty(8)).plan(blocks.indptr, blocks.indices, **plan)
-
-
-def test_a_run_needs_its_plan(seed):
-    blocks, wrapper = SparseBlocks((4, 16), Sizes(20, 80), seed=seed), BlockSparseAttentionWrapper(torch.empty(8))
-    with pytest.raises(RuntimeError, match=r"call plan\(\) before run\(\)"):
-        wrapper.run(*blocks.states)
-    wrapper.plan(blocks.indptr, blocks.indices, 20, 80, 4, 16, 4, 2, 16)
-    with pytest.raises(ValueError, match=r"q must be \(20, 4, 16\), as planned; got \(16, 4, 16\)"):
-        wrapper.run(blocks.states[0][:16], *blocks.states[1:])
-    with pytest.raises(ValueError, match=r"scale_q=\(4,\) tensor has no kernel"):
-        wrapper.run(*blocks.states, scale_q=torch.ones(4))
-    with pytest.raises(ValueError, match="give both"):
-        BlockSparseAttentionWrapper(torch.empty(8), max_items=3)
 
 
 # ---- the tables

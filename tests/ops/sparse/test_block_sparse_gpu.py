@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from compiled_llm_ops import (
-    BlockSparseAttentionWrapper,
-    VariableBlockSparseAttentionWrapper,
     block_sparse_attention_lse,
     variable_block_sparse_attention_lse,
 )
+from compiled_llm_ops.flashinfer_api import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
 from support.ops.sparse_blocks import BLOCKS, Sizes, SparseBlocks, VariableBlocks
 
 pytestmark = pytest.mark.gpu
