@@ -146,8 +146,8 @@ def test_the_attention_compiles_for_hopper_without_spilling(head_dim, gqa, decod
         "cap": "fp32",
     }
     constants = {
-        "QUERIES": tiling.queries, "GQA": gqa, "HEAD": head_dim, "DIM": head_dim, "PAGE": 16, "KEYS": tiling.keys,
-        "STAGES": tiling.stages, "CAPPED": False, "NEW": int(decodes),
+        "QUERIES": tiling.queries, "GQA": gqa, "KV_HEADS": 8, "HEAD": head_dim, "DIM": head_dim, "PAGE": 16,
+        "KEYS": tiling.keys, "STAGES": tiling.stages, "WINDOWED": True, "CAPPED": False, "NEW": int(decodes),
     }  # fmt: skip
     kernel = compiled(
         module._packed_attention, constants, types, tiling.warps, ("pages", "out"), enable_fp_fusion=False

@@ -189,8 +189,9 @@ def test_tilings_are_no_larger_than_rows_and_fit_into_shared_memory() -> None:
 )
 @pytest.mark.parametrize(("head_dim", "gqa"), [(64, 3), (128, 2), (128, 71), (256, 8), (512, 5)])
 @pytest.mark.parametrize("row_queries", [1, 1000])
+@pytest.mark.parametrize("windowed", [False, True])
 def test_it_compiles_for_hopper_without_spilling(
-    query: str, pages: str, head_dim: int, gqa: int, row_queries: int, tmp_path: Path
+    query: str, pages: str, head_dim: int, gqa: int, row_queries: int, windowed: bool, tmp_path: Path
 ) -> None:
     from compiled_llm_ops.kernels.attention.packed import _packed_attention as kernel
 
@@ -201,8 +202,8 @@ def test_it_compiles_for_hopper_without_spilling(
     types |= dict.fromkeys(("row_stride", "head_stride", "rows", "window_left"), "i32")
     types |= dict.fromkeys(("scale", "cap"), "fp32")
     constants = {
-        "QUERIES": tiling.queries, "GQA": gqa, "HEAD": head_dim, "DIM": head_dim, "PAGE": 16, "KEYS": tiling.keys,
-        "STAGES": tiling.stages, "CAPPED": False, "NEW": 0,
+        "QUERIES": tiling.queries, "GQA": gqa, "KV_HEADS": 8, "HEAD": head_dim, "DIM": head_dim, "PAGE": 16,
+        "KEYS": tiling.keys, "STAGES": tiling.stages, "WINDOWED": windowed, "CAPPED": False, "NEW": 0,
     }  # fmt: skip
     made = compiled(kernel, constants, types, tiling.warps, ("query", "pages", "out", "row_stride", "head_stride"))
     (stack,) = re.findall(r"STACK:(\d+)", resources_of(made.asm["cubin"], tmp_path / "cubin"))

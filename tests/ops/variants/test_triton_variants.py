@@ -185,8 +185,8 @@ def test_examples_in_the_kernel_of_packed_queries_compile_for_hopper(name: str, 
     own, own_types = of_variant(name)
     tiling = packed_tiling(1000, 128, 2, 2, 228 * 1024)
     constants = {
-        "QUERIES": tiling.queries, "GQA": 2, "HEAD": 128, "DIM": 128, "PAGE": 16, "KEYS": tiling.keys,
-        "STAGES": tiling.stages, "CAPPED": False, "NEW": 0, **own,
+        "QUERIES": tiling.queries, "GQA": 2, "KV_HEADS": 8, "HEAD": 128, "DIM": 128, "PAGE": 16, "KEYS": tiling.keys,
+        "STAGES": tiling.stages, "WINDOWED": True, "CAPPED": False, "NEW": 0, **own,
     }  # fmt: skip
     types = {**STATES, **PARTS, **NUMBERS, **TABLE, **own_types, "row_stride": "i32", "head_stride": "i32"}
     types = {argument: type for argument, type in types.items() if argument in kernel.arg_names}

@@ -73,19 +73,24 @@ def add_values(sums, weights, values, slot, mask, DIM: tl.constexpr):
         sums: of ``no_values``, or of earlier values, multiplied by what they fade by.
         values: where a head's values lie in a page.
         slot: ``[N]`` int64, where the values of each key lie from there, in numbers; multiples of D'.
-        mask: ``[N]``, the keys whose values are read; the others' weights are zeros.
+        mask: ``[N]``, the keys whose values are read; the others' weights are zeros. None to read all.
     """
     if values.dtype.element_ty == tl.float8e4nv:
         pairs_ptr = values.to(tl.pointer_type(tl.int16), bitcast=True)
         places = (slot // 2)[:, None] + tl.arange(0, DIM // 2)[None, :]
-        even, odd = _unpacked(tl.load(pairs_ptr + places, mask=mask[:, None], other=0))
+        if mask is None:
+            pairs = tl.load(pairs_ptr + places)
+        else:
+            pairs = tl.load(pairs_ptr + places, mask=mask[:, None], other=0)
+        even, odd = _unpacked(pairs)
         even, odd = even.to(weights.dtype), odd.to(weights.dtype)
         return (
             tl.dot(weights, even, sums[0], input_precision="ieee"),
             tl.dot(weights, odd, sums[1], input_precision="ieee"),
         )
     else:  # noqa: RET505
-        v = tl.load(values + slot[:, None] + tl.arange(0, DIM)[None, :], mask=mask[:, None], other=0.0)
+        places = values + slot[:, None] + tl.arange(0, DIM)[None, :]
+        v = tl.load(places) if mask is None else tl.load(places, mask=mask[:, None], other=0.0)
         return (tl.dot(weights, v.to(weights.dtype), sums[0], input_precision="ieee"),)
 
 

@@ -95,6 +95,55 @@ def row_of(tile, qo_indptr, rows, QUERIES: tl.constexpr, GQA: tl.constexpr):
     return low
 
 
+@triton.jit
+def with_block(
+    sums, total, largest, block, q, factor, head_pages, values_ptr, own_indices, first, last, own, nearest,
+    row, token, head_ids, tensors, sizes, cap, values_offset,
+    DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr, VARIANT: tl.constexpr, LOGITS: tl.constexpr, VISIBLE: tl.constexpr, SUMMED: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of values, those of weights and the largest logits with those of a block of keys.
+
+    Unless MASKED, all queries see all of its keys. Both ways round alike: a sum of the same blocks has the same bits.
+    """
+    position, offs_d = block * KEYS + tl.arange(0, KEYS), tl.arange(0, DIM)
+    if MASKED:
+        # Pages before all windows may be free, and hold values (NaN) whose product with zero is not zero.
+        mask = (position >= first) & (position <= last)
+        page = tl.load(own_indices + position // PAGE, mask=mask, other=0)
+    else:
+        mask = None
+        page = tl.load(own_indices + position // PAGE)
+    slot = page.to(tl.int64) * (2 * values_offset) + (position % PAGE) * DIM
+    if MASKED:
+        k = tl.load(head_pages + slot[None, :] + offs_d[:, None], mask=mask[None, :], other=0.0)
+    else:
+        k = tl.load(head_pages + slot[None, :] + offs_d[:, None])
+    logits = tl.dot(q, k.to(q.dtype), input_precision="ieee") * factor
+    if CAPPED:
+        logits = capped(logits, cap)
+    if MASKED or VARIANT:
+        seen = position[None, :] <= own[:, None]
+        if WINDOWED:
+            seen = seen & (position[None, :] >= nearest[:, None])
+        if VARIANT:
+            logits = transformed(
+                logits, seen, row, head_ids[:, None], token[:, None], own[:, None], position[None, :], tensors, sizes,
+                LOGITS, VISIBLE, SUMMED,
+            )  # fmt: skip
+        else:
+            logits = tl.where(seen, logits, -float("inf"))
+    if SUMMED:
+        return add_values(sums, logits.to(q.dtype), values_ptr, slot, mask, DIM), total, largest
+    else:  # noqa: RET505  the kernel has one branch, known when it is compiled
+        larger = tl.maximum(largest, tl.max(logits, 1))
+        base = tl.where(larger == -float("inf"), 0.0, larger)  # no key was seen yet
+        weights = tl.exp2(logits - base[:, None])
+        fade = tl.exp2(largest - base)
+        sums = add_values(faded(sums, fade), weights.to(q.dtype), values_ptr, slot, mask, DIM)
+        return sums, total * fade + tl.sum(weights, 1), larger
+
+
 # One kernel for all batches: neither strides nor addresses that come with a batch make another one of it.
 @triton.jit(
     do_not_specialize=["row_stride", "head_stride", "rows", "window_left"],
@@ -103,18 +152,17 @@ def row_of(tile, qo_indptr, rows, QUERIES: tl.constexpr, GQA: tl.constexpr):
 def _packed_attention(
     query, pages, qo_indptr, starts, lengths, indices, last_page_len, out, lse, key_scale, value_scale, tensors, sizes,
     row_stride, head_stride, rows, window_left, scale, cap,
-    QUERIES: tl.constexpr, GQA: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    KEYS: tl.constexpr, STAGES: tl.constexpr, CAPPED: tl.constexpr, NEW: tl.constexpr,
-    VARIANT: tl.constexpr = None, LOGITS: tl.constexpr = None, VISIBLE: tl.constexpr = None,
+    QUERIES: tl.constexpr, GQA: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr,
+    PAGE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    NEW: tl.constexpr, VARIANT: tl.constexpr = None, LOGITS: tl.constexpr = None, VISIBLE: tl.constexpr = None,
     SUMMED: tl.constexpr = None,
 ):  # fmt: skip
-    """Attend with one tile of queries of one row and kv head; axes of the grid: tiles, kv heads.
+    """Attend with one tile of queries of one row and kv head. Later tiles of a row see more keys, so they begin first.
 
     A row's queries are counted from its first token on: GQA query heads of each. Without ``qo_indptr`` each row has NEW
     tokens.
     """
-    tile, head = tl.program_id(0), tl.program_id(1)
-    heads = tl.num_programs(1)
+    tile, head = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS, tl.program_id(0) % KV_HEADS
     if qo_indptr is None:
         TILES: tl.constexpr = (NEW * GQA + QUERIES - 1) // QUERIES
         row = tile // TILES
@@ -132,62 +180,58 @@ def _packed_attention(
             length = (tl.load(starts + row + 1) - first_page - 1) * PAGE + tl.load(last_page_len + row)
         else:
             length = tl.load(lengths + row)
-        values_offset = heads * (PAGE * DIM)
+        values_offset = KV_HEADS * (PAGE * DIM)
         head_pages = pages + head * (PAGE * DIM)
-        offs_m, offs_n, offs_d = first_query + tl.arange(0, QUERIES), tl.arange(0, KEYS), tl.arange(0, DIM)
+        offs_m, offs_d = first_query + tl.arange(0, QUERIES), tl.arange(0, DIM)
         token, in_head = row_begin + offs_m // GQA, offs_d[None, :] < HEAD
         used = offs_m < end_query
         head_ids = head * GQA + offs_m % GQA
         offs_q = token.to(tl.int64) * row_stride + head_ids * head_stride
         q = tl.load(query + offs_q[:, None] + offs_d[None, :], mask=used[:, None] & in_head, other=0.0)
         # Where the queries are in the row; those of padding see what the last one does.
-        own = length - row_end + tl.minimum(token, row_end - 1)
-        nearest = tl.maximum(own - window_left, 0)
+        token = tl.minimum(token, row_end - 1)
+        own = length - row_end + token
+        nearest = tl.maximum(own - window_left, 0) if WINDOWED else own
         before = length - (row_end - row_begin)
-        last = before + (end_query - 1) // GQA
-        first = tl.maximum(before + first_query // GQA - window_left, 0)
+        first_own, last = before + first_query // GQA, before + (end_query - 1) // GQA
+        first = tl.maximum(first_own - window_left, 0) if WINDOWED else 0
         if key_scale is not None:
             scale *= tl.load(key_scale + head)
         q, factor = as_multiplied(q, scale, pages)
         largest = tl.full([QUERIES], -float("inf"), tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         sums, values_ptr = no_values(QUERIES, DIM, pages), head_pages + values_offset
-        for block in tl.range(first // KEYS, last // KEYS + 1, num_stages=STAGES):
-            position = block * KEYS + offs_n
-            # Pages before all windows may be free, and hold values (NaN) whose product with zero is not zero.
-            mask = (position >= first) & (position <= last)
-            page = tl.load(own_indices + position // PAGE, mask=mask, other=0)
-            slot = page.to(tl.int64) * (2 * values_offset) + (position % PAGE) * DIM
-            k = tl.load(head_pages + slot[None, :] + offs_d[:, None], mask=mask[None, :], other=0.0)
-            logits = tl.dot(q, k.to(q.dtype), input_precision="ieee") * factor
-            if CAPPED:
-                logits = capped(logits, cap)
-            seen = (position[None, :] <= own[:, None]) & (position[None, :] >= nearest[:, None])
-            if VARIANT:
-                tokens = tl.minimum(token, row_end - 1)[:, None]
-                logits = transformed(
-                    logits, seen, row, head_ids[:, None], tokens, own[:, None], position[None, :], tensors, sizes,
-                    LOGITS, VISIBLE, SUMMED,
+        # Blocks that a window or the diagonal cuts are masked; in between, all queries see all keys. Blocks stay in
+        # order, whichever they are: that depends on what else is in the tile.
+        begin, end = first // KEYS, last // KEYS + 1
+        whole = begin
+        if WINDOWED:
+            whole = tl.minimum((tl.maximum(last - window_left, 0) + KEYS - 1) // KEYS, end)
+            for block in tl.range(begin, whole, num_stages=STAGES):
+                sums, total, largest = with_block(
+                    sums, total, largest, block, q, factor, head_pages, values_ptr, own_indices, first, last, own,
+                    nearest, row, token, head_ids, tensors, sizes, cap, values_offset,
+                    DIM, PAGE, KEYS, True, WINDOWED, CAPPED, VARIANT, LOGITS, VISIBLE, SUMMED,
                 )  # fmt: skip
-            else:
-                logits = tl.where(seen, logits, -float("inf"))
-            if not SUMMED:
-                larger = tl.maximum(largest, tl.max(logits, 1))
-                base = tl.where(larger == -float("inf"), 0.0, larger)  # no key was seen yet
-                weights = tl.exp2(logits - base[:, None])
-                fade = tl.exp2(largest - base)
-            if SUMMED:
-                sums = add_values(sums, logits.to(q.dtype), values_ptr, slot, mask, DIM)
-            else:
-                sums = add_values(faded(sums, fade), weights.to(q.dtype), values_ptr, slot, mask, DIM)
-                total = total * fade + tl.sum(weights, 1)
-                largest = larger
+        cut = tl.maximum((first_own + 1) // KEYS, whole)
+        for block in tl.range(whole, cut, num_stages=STAGES):
+            sums, total, largest = with_block(
+                sums, total, largest, block, q, factor, head_pages, values_ptr, own_indices, first, last, own, nearest,
+                row, token, head_ids, tensors, sizes, cap, values_offset,
+                DIM, PAGE, KEYS, False, WINDOWED, CAPPED, VARIANT, LOGITS, VISIBLE, SUMMED,
+            )  # fmt: skip
+        for block in tl.range(cut, end, num_stages=STAGES):
+            sums, total, largest = with_block(
+                sums, total, largest, block, q, factor, head_pages, values_ptr, own_indices, first, last, own, nearest,
+                row, token, head_ids, tensors, sizes, cap, values_offset,
+                DIM, PAGE, KEYS, True, WINDOWED, CAPPED, VARIANT, LOGITS, VISIBLE, SUMMED,
+            )  # fmt: skip
         if VARIANT:
             total = tl.where(total == 0.0, 1.0, total)  # no key was seen, or none is counted
         values = summed(sums) / total[:, None]
         if value_scale is not None:
             values *= tl.load(value_scale + head)
-        offs_o = token.to(tl.int64) * (heads * GQA) + head_ids
+        offs_o = token.to(tl.int64) * (KV_HEADS * GQA) + head_ids
         out_ptrs = out + offs_o[:, None] * HEAD + offs_d[None, :]
         tl.store(out_ptrs, values.to(out.dtype.element_ty), mask=used[:, None] & in_head)
         if lse is not None:
@@ -242,7 +286,6 @@ def attend(
     new = 0 if args.qo_indptr is not None else tokens // rows
     # Without the tokens of each row, at least as many tiles as all have.
     tiles = rows * -(-new * gqa // tiling.queries) if new else tokens * gqa // tiling.queries + rows
-    window_left = args.window_left if args.window_left >= 0 else 2**30
     factor, cap = args.scale * math.log2(math.e), 0.0
     if args.logits_soft_cap > 0:
         factor, cap = args.scale / args.logits_soft_cap, args.logits_soft_cap * math.log2(math.e)
@@ -250,11 +293,11 @@ def attend(
     if variant is not None:
         factor, (tensors, sizes) = args.scale, variant.arguments
     constants: dict[str, Any] = {
-        "QUERIES": tiling.queries, "GQA": gqa, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,
-        "KEYS": tiling.keys, "STAGES": tiling.stages, "CAPPED": cap > 0, "NEW": new, "num_warps": tiling.warps,
-        "enable_fp_fusion": tiling.fuses, **({} if variant is None else variant.constants),
+        "QUERIES": tiling.queries, "GQA": gqa, "KV_HEADS": kv_heads, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,
+        "KEYS": tiling.keys, "STAGES": tiling.stages, "WINDOWED": args.window_left >= 0, "CAPPED": cap > 0, "NEW": new,
+        "num_warps": tiling.warps, "enable_fp_fusion": tiling.fuses, **({} if variant is None else variant.constants),
     }  # fmt: skip
-    _packed_attention[(tiles, kv_heads)](
+    _packed_attention[(tiles * kv_heads,)](
         query, args.pages, args.qo_indptr, args.starts, args.lengths, args.indices, args.last_page_len, out, lse,
-        key_scale, value_scale, tensors, sizes, *query.stride()[:2], rows, window_left, factor, cap, **constants,
+        key_scale, value_scale, tensors, sizes, *query.stride()[:2], rows, args.window_left, factor, cap, **constants,
     )  # fmt: skip
