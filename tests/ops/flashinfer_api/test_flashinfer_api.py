@@ -235,6 +235,29 @@ def test_16_bits_and_fp8(dtype: torch.dtype, kv_dtype: torch.dtype | None, seed:
     assert wrapper.run(rows.query, pages).dtype == torch.float32
 
 
+def test_scales_of_heads_come_after_the_states(seed: int) -> None:
+    """As FlashInfer's kernels for fp8 take them."""
+    rows = StridedRows(LENGTHS, [1] * 5, dtype=torch.float8_e4m3fn, seed=seed)
+    scales = torch.rand(4), torch.rand(2), torch.rand(2)
+    name, pages = rows.layouts()["HND"]
+    found = [
+        planned(rows, name, o_data_type="float32").run(rows.query, pages, *scales)
+        for planned in (planned_decode, planned_prefill)
+    ]
+    with pytest.raises(TypeError, match="or none of them; got 1"):
+        planned_decode(rows, name).run(rows.query, pages, scales[0])
+    rows.query = rows.query.float() * (scales[0] * scales[1].repeat_interleave(2))[:, None]
+    expected = rows.expected()[0] * scales[2].repeat_interleave(2)[:, None]
+    for out in found:
+        assert isinstance(out, Tensor)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
+    ragged.plan(rows.qo_indptr, starts(rows), 4, 2, 16, q_data_type=torch.float8_e4m3fn)
+    out = ragged.run(rows.query.to(torch.float8_e4m3fn), *rows.ragged)
+    assert isinstance(out, Tensor)
+    assert out.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
 def test_forward_plans_its_logits_anew(kind: str, seed: int) -> None:
     rows = StridedRows(LENGTHS, [1] * 5, seed=seed)
@@ -287,6 +310,11 @@ def test_prefill_reads_the_buffers_that_it_was_made_with(seed: int) -> None:
         close(wrapper.run_return_lse(rows.query, rows.layouts()["NHD"][1]), rows.expected(own))
         ragged.plan(rows.qo_indptr, starts(rows), 4, 2, 16, q_data_type="float32", causal=True)
         close(ragged.run_return_lse(rows.query, *rows.ragged), rows.expected(causal=True))
+    smaller = StridedRows([1, 2], [1, 1])
+    with pytest.raises(ValueError, match="always 3, as buffers are; got 2"):
+        wrapper.plan(*smaller.table, 4, 2, 16, 4)
+    with pytest.raises(ValueError, match="always 3, as buffers are; got 2"):
+        ragged.plan(smaller.qo_indptr, starts(smaller), 4, 2, 16)
     with pytest.raises(ValueError, match="custom_mask_buf must be a tensor"):
         ragged.plan(rows.qo_indptr, starts(rows), 4, 2, 16, custom_mask=flat)
     with pytest.raises(ValueError, match="paged_kv_indices_buf must be a tensor with use_cuda_graph=True; got None"):

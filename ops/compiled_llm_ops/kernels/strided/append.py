@@ -22,7 +22,7 @@ def _strided_append(
     PAGE: tl.constexpr, HEAD: tl.constexpr, VALUE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Write one head of one token; axes of the grid: tokens, kv heads."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row = tl.load(token_rows + token)
     if row >= 0:
         position = tl.load(token_positions + token)

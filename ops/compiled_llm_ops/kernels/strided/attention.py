@@ -103,6 +103,7 @@ def _strided_attention(
         token = (row_begin + number).to(tl.int64)
         used = (offs_m < end_query) & (token < tokens)
         head_ids = head * GQA + offs_m % GQA
+        kv_head = head.to(tl.int64)  # where heads come first, one has all tokens
         q_ptrs = query + token * query_row + head_ids * query_head
         in_head = used[:, None] & (offs_d < HEAD)[None, :]
         q = tl.load(q_ptrs[:, None] + offs_d[None, :], mask=in_head, other=0.0)
@@ -141,7 +142,7 @@ def _strided_attention(
             if indices is not None:
                 page = tl.load(indices + page, mask=inside, other=0)
             page, slot = page.to(tl.int64), position % PAGE
-            k_ptrs = keys + page * keys_page + head * keys_head + slot * keys_slot
+            k_ptrs = keys + page * keys_page + kv_head * keys_head + slot * keys_slot
             k_mask = inside[None, :] & (offs_d < HEAD)[:, None]
             k = tl.load(k_ptrs[None, :] + offs_d[:, None], mask=k_mask, other=0.0)
             if ROTATED:
@@ -164,7 +165,7 @@ def _strided_attention(
             base = tl.where(larger == -float("inf"), 0.0, larger)  # no key was seen yet
             weights = tl.exp2(logits - base[:, None])
             fade = tl.exp2(largest - base)
-            v_ptrs = values + page * values_page + head * values_head + slot * values_slot
+            v_ptrs = values + page * values_page + kv_head * values_head + slot * values_slot
             v_mask = inside[:, None] & (offs_e < VALUE)[None, :]
             v = tl.load(v_ptrs[:, None] + offs_e[None, :], mask=v_mask, other=0.0)
             sums = tl.dot(weights.to(q.dtype), v.to(q.dtype), sums * fade[:, None], input_precision="ieee")
