@@ -364,7 +364,8 @@ def test_torch_is_given_the_right_batch(kind: str, monkeypatch: pytest.MonkeyPat
         scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: Tensor, block_table: Tensor,
         num_splits: int | None,
     ) -> Tensor:  # fmt: skip
-        assert (window_size, enable_gqa, num_splits) == ((-1, 0), True, None if max_q == 1 else 1)
+        how = ((-1, -1), None) if max_q == 1 else ((-1, 0), 1)
+        assert (window_size, num_splits, enable_gqa) == (*how, True)
         assert cu_seq_k.diff().tolist() == seqused_k.tolist()
         return FlashAttn.flash_attn_varlen_func(
             query, key, value, cu_seqlens_q=cu_seq_q, cu_seqlens_k=cu_seq_k, max_seqlen_q=max_q, max_seqlen_k=max_k,

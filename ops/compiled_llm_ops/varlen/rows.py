@@ -35,10 +35,6 @@ PAGE_TOKENS = 256
 ``csrc/flash_attn/flash_api.cpp``, and in PyTorch's ``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``.
 """
 
-FEWEST_QUERIES = 2
-"""With one new token of the longest row flash-attn 2 folds query heads into tokens, and takes it that all rows have one
-(``seqlenq_ngroups_swapped``, the same function); a captured batch has rows without any."""
-
 
 class BlockTables(NamedTuple):
     """The rows of a packed page table as lines.
@@ -97,7 +93,9 @@ class PackedRows(NamedTuple):
         keys_of: the rows' keys.
         most_queries: new tokens that a row has at most.
         scale: factor on the logits before the softmax.
-        window: tokens that a query sees to its left, -1 for all, and to its right.
+        window: tokens that a query sees to its left, -1 for all, and to its right: none. Were that -1, flash-attn 2
+            would take it of a longest row with one new token that all rows have one (``seqlenq_ngroups_swapped``), and
+            those of a captured batch may have none.
         soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
     """
 
@@ -154,7 +152,7 @@ class VarlenPlan(EmptyPlan):
         if not tokens or not len(args.last_page_len):
             return
         most = tokens if self._most_queries is None else self._most_queries
-        found = self._attend(PackedRows.of(args, max(most, FEWEST_QUERIES)), out, lse is not None)
+        found = self._attend(PackedRows.of(args, max(most, 1)), out, lse is not None)
         if lse is not None and found is not None:
             # A query sees itself at least, so there is none without keys, for which these kernels say infinity.
             torch.mul(found.T, math.log2(math.e), out=lse)

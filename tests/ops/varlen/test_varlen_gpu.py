@@ -62,7 +62,7 @@ def test_functions_have_the_arguments_that_they_are_given(backend: str) -> None:
     if backend == "torch":
         from torch.nn.attention.varlen import varlen_attn_out as function
     else:
-        from flash_attn import flash_attn_varlen_func as function
+        function = pytest.importorskip("flash_attn").flash_attn_varlen_func
     wanted = {"block_table", "seqused_k"} if backend == "torch" else {"block_table", "softcap", "window_size"}
     assert wanted <= {*inspect.signature(function).parameters}
 

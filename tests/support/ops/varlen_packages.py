@@ -61,7 +61,7 @@ class Packages:
         assert cu_seqlens_k.dtype == torch.int32
         assert cu_seqlens_k.is_contiguous()
         assert cu_seqlens_k[0] == 0
-        _check_of_version_2(q, k, max_seqlen_q)
+        _check_of_version_2(k, max_seqlen_q, window_size)
         self.calls.append(Handed(k, v, max_seqlen_q, max_seqlen_k))
         how = (softmax_scale, window_size, softcap)
         out, lse = _attend(q, k, v, cu_seqlens_q, cu_seqlens_k.diff(), block_table, max_seqlen_q, max_seqlen_k, *how)
@@ -106,7 +106,7 @@ class Packages:
         assert num_splits == 1, "parts of packed rows are not added up rightly"
         assert torch.equal(cu_seq_k.diff(), seqused_k)
         assert out.is_contiguous()
-        _check_of_version_2(query, key, max_q)
+        _check_of_version_2(key, max_q, window_size)
         self.calls.append(Handed(key, value, max_q, max_k))
         table, how = (seqused_k, block_table, max_q, max_k), (scale, window_size, 0.0)
         found, lse = _attend(query, key, value, cu_seq_q, *table, *how)
@@ -114,9 +114,9 @@ class Packages:
         return (out, lse) if return_aux is not None and return_aux.lse else out
 
 
-def _check_of_version_2(query: Tensor, key: Tensor, most_queries: int) -> None:
+def _check_of_version_2(key: Tensor, most_queries: int, window: Sequence[int]) -> None:
     assert key.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256"
-    assert most_queries > 1, "all rows have one query then"
+    assert most_queries > 1 or max(window) >= 0, "all rows have one query then"
 
 
 def _attend(

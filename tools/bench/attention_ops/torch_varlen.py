@@ -28,13 +28,14 @@ def with_table(inputs: Inputs) -> Launch | str:
     ends = list(accumulate((row.keys for row in part.rows), initial=0))
     most = max(row.new for row in part.rows), max(row.keys for row in part.rows)
     starts = part.device.qo_indptr, torch.tensor(ends, dtype=torch.int32, device=inputs.device)
+    single = inputs.others is None
     given: dict[str, Any] = {
         "scale": inputs.scale,
-        "window_size": (-1, 0),
+        "window_size": (-1, -1) if single else (-1, 0),  # without one, query heads are folded into the one token
         "enable_gqa": True,
         "seqused_k": part.lengths,
         "block_table": table,
-        "num_splits": None if inputs.others is None else 1,
+        "num_splits": None if single else 1,
     }
 
     def launch(number: int) -> Sequence[Tensor]:
