@@ -88,7 +88,7 @@ class BatchMLAPagedAttentionWrapper(Planned):
 
         Args:
             qo_indptr: ``[B + 1]`` int32, where each row's queries begin, the last ones of the row.
-            kv_indptr: ``[B + 1]`` int32, where each row's pages begin in ``kv_indices``.
+            kv_indptr: ``[B + 1]`` int32, where each row's pages begin in ``kv_indices``; more are not read.
             kv_indices: ``[N]`` int32, page numbers.
             kv_len_arr: ``[B]`` int32, tokens of each row.
             num_heads: H.
@@ -108,8 +108,9 @@ class BatchMLAPagedAttentionWrapper(Planned):
         refuse(use_profiler=use_profiler or None)
         rows = len(kv_len_arr)
         for name, table in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr)):
-            if len(table) != rows + 1:
+            if len(table) <= rows:
                 raise ValueError(f"{name} must be [{rows + 1}] for {rows} rows of kv_len_arr; got [{len(table)}]")
+        qo_indptr, kv_indptr = qo_indptr[: rows + 1], kv_indptr[: rows + 1]
         tables = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
         for name in ("qo_indptr", "kv_indptr", "kv_len_arr"):
             buffer = self._buffers[name]
@@ -145,7 +146,7 @@ class BatchMLAPagedAttentionWrapper(Planned):
             ckv_cache: ``[P, S, R]``, latents, any strides.
             kpe_cache: ``[P, S, E]``, their rotated parts, any strides.
             out: ``[T, H, R]``, written and returned if given.
-            lse: ``[T, H]`` float32, likewise.
+            lse: ``[T, H]`` float32, written if given.
             return_lse: whether the log-sum-exp is returned, too.
             profiler_buffer: must be None.
             kv_len: ``[B]``, tokens of each row, with ``backend="cutlass"``: one query a row.
@@ -167,13 +168,13 @@ class BatchMLAPagedAttentionWrapper(Planned):
         else:
             table = self._checked(q_nope, q_pe, ckv_cache, kpe_cache)
         out = result_like("out", out, tuple(q_nope.shape), q_nope.dtype, q_nope)
-        if return_lse:
+        if return_lse or lse is not None:
             lse = result_like("lse", lse, tuple(q_nope.shape[:2]), torch.float32, q_nope)
         states = (q_nope, q_pe, ckv_cache, kpe_cache)
-        strided_latent_attention(*states, out, lse if return_lse else None, *table, self._scale, self._causal)
-        if not return_lse or lse is None:
-            return out
-        return out, lse.mul_(math.log(2)) if return_lse_base_on_e else lse
+        strided_latent_attention(*states, out, lse, *table, self._scale, self._causal)
+        if lse is not None and return_lse_base_on_e:
+            lse.mul_(math.log(2))
+        return (out, lse) if return_lse and lse is not None else out
 
     def _checked(self, q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor) -> _Table:
         if self._table is None or self._types is None:

@@ -152,7 +152,7 @@ class BlockSparseAttentionWrapper(SparseWrapper):
             scale_k: ``[K]`` float32, as ``scale_q``.
             scale_v: ``[K]`` float32, factors on the results, likewise.
             out: ``[M, H, D]``, written and returned if given.
-            lse: ``[M, H]`` float32, likewise.
+            lse: ``[M, H]`` float32, written if given.
             return_lse: whether the log-sum-exp, in base 2, is returned, too.
             enable_pdl: not read.
 
@@ -169,15 +169,15 @@ class BlockSparseAttentionWrapper(SparseWrapper):
                 raise ValueError(f"{name} must be {self._keys}, as planned; got {tuple(states.shape)}")
         dtype = torch.float16 if q.dtype.itemsize == 1 else q.dtype
         out = result_like("out", out, self._shape, self._result or dtype, q)
-        if return_lse:
+        if return_lse or lse is not None:
             lse = result_like("lse", lse, self._shape[:2], torch.float32, q)
         if self._table is None:
             refuse_scales(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
-            self._run_own(q, k, v, out, lse if return_lse else None)
+            self._run_own(q, k, v, out, lse)
         else:
             keys, values = (states.unflatten(0, (-1, self._blocks[1])).transpose(1, 2) for states in (k, v))
             attend(
-                q, keys, values, out, lse if return_lse else None, self._table, self._how,
+                q, keys, values, out, lse, self._table, self._how,
                 logit_scales={"scale_q": scale_q, "scale_k": scale_k}, value_scales={"scale_v": scale_v},
             )  # fmt: skip
         return (out, lse) if return_lse and lse is not None else out
@@ -319,7 +319,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
             k: ``[K, N, D]``.
             v: ``[K, N, D]``.
             out: ``[H, M, D]``, written and returned if given.
-            lse: ``[H, M]`` float32, likewise.
+            lse: ``[H, M]`` float32, written if given.
             return_lse: whether the log-sum-exp, in base 2, is returned, too.
             enable_pdl: not read.
 
@@ -332,13 +332,13 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         """
         self._check_run("q, its first two axes exchanged,", q.transpose(0, 1))
         out = result_like("out", out, tuple(q.shape), q.dtype, q)
-        if return_lse:
+        if return_lse or lse is not None:
             lse = result_like("lse", lse, tuple(q.shape[:2]), torch.float32, q)
-        results = self._own(q, k, v, return_lse) if self._table is None else self._strided(q, k, v, self._table)
+        results = self._own(q, k, v, lse is not None) if self._table is None else self._strided(q, k, v, self._table)
         out.copy_(results[0])
-        if not return_lse or lse is None:
-            return out
-        return out, lse.copy_(results[1])
+        if lse is not None:
+            lse.copy_(results[1])
+        return (out, lse) if return_lse and lse is not None else out
 
     def _own(self, q: Tensor, k: Tensor, v: Tensor, wants_lse: bool) -> tuple[Tensor, ...]:
         assert self._arguments is not None, "it is planned"

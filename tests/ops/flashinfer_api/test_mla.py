@@ -64,6 +64,9 @@ def test_results_are_written_where_they_are_wanted(seed: int) -> None:
     assert found[0] is out
     assert found[1] is lse
     check((out, lse), expected)
+    lse.zero_()
+    assert wrapper.run(*rows.apart, lse=lse) is not lse, "it is written, and not returned"
+    check((out, lse), expected)
     natural = wrapper.run(*rows.apart, return_lse=True, return_lse_base_on_e=True)[1]
     torch.testing.assert_close(natural.double(), expected[1] * math.log(2))
 
