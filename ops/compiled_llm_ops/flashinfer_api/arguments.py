@@ -14,7 +14,6 @@ from torch import Tensor
 LEFT_OUT = {
     "backend": 'use "auto": kernels are those of compiled_llm_ops; with cuDNN, offsets count numbers, not tokens',
     "block_tables": "give the pages in indices: FlashInfer's fa2 does not read block_tables either",
-    "fixed_split_size": "use disable_split_kv=True: then keys are summed in one order for any batch",
     "jit_args": "register_variant, and call paged_attention_variant or decode_attention_variant",
     "jit_kwargs": "register_variant, and call paged_attention_variant or decode_attention_variant",
     "kv_cache_sf": "use pages of 16 bits, or of torch.float8_e4m3fn with k_scale and v_scale",

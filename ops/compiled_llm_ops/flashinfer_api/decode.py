@@ -183,7 +183,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Planned):
             non_blocking: whether copies to the device may go on after the return.
             block_tables: must be None.
             seq_lens: not read: lengths follow from the tables, which captured launches read.
-            fixed_split_size: must be None.
+            fixed_split_size: if given, keys are summed in one order for any batch, as with ``disable_split_kv``.
             disable_split_kv: whether keys are summed in one order, whatever the batch is.
             q_len_per_req: not read: ``run`` counts the queries.
 
@@ -192,7 +192,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Planned):
             ValueError: sizes do not fit together, or tables not into the buffers; nothing is written.
             NotImplementedError: an argument is left out here; nothing is written.
         """
-        refuse(block_tables=block_tables, fixed_split_size=fixed_split_size)
+        refuse(block_tables=block_tables)
         self._check_rows(indptr, last_page_len, "table")
         types = data_types(
             (data_type or "float16") if q_data_type is None else q_data_type,
@@ -202,7 +202,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Planned):
         how = logits(
             num_qo_heads, self.device, causal=True, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
-            one_order=disable_split_kv,
+            one_order=disable_split_kv or fixed_split_size is not None,
         )  # fmt: skip
         tables = self._place(
             non_blocking,
@@ -438,7 +438,7 @@ def fast_decode_plan(
         rope_scale: as of ``plan``.
         rope_theta: as of ``plan``.
         non_blocking: as of ``plan``.
-        fixed_split_size: must be None.
+        fixed_split_size: if given, keys are summed in one order for any batch, as with ``disable_split_kv``.
         disable_split_kv: as of ``plan``.
         global_override_indptr_cpu: not read: no table is read on the host.
 

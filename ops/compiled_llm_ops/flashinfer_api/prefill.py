@@ -262,7 +262,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedPrefill):
             block_tables: must be None.
             max_token_per_sequence: not read.
             max_sequence_kv: not read.
-            fixed_split_size: must be None.
+            fixed_split_size: if given, keys are summed in one order for any batch, as with ``disable_split_kv``.
             disable_split_kv: whether keys are summed in one order, whatever the batch is.
 
         Raises:
@@ -275,7 +275,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedPrefill):
             token_pos_in_items_ptr=token_pos_in_items_ptr,
             max_item_len_ptr=max_item_len_ptr,
             block_tables=block_tables,
-            fixed_split_size=fixed_split_size,
         )
         self._check_rows(
             len(qo_indptr) - 1, paged_kv_indptr=(paged_kv_indptr, 1), paged_kv_last_page_len=(paged_kv_last_page_len, 0)
@@ -284,7 +283,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedPrefill):
         how = logits(
             num_qo_heads, self.device, causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
-            one_order=disable_split_kv,
+            one_order=disable_split_kv or fixed_split_size is not None,
         )  # fmt: skip
         mask = None
         if custom_mask is not None or packed_custom_mask is not None:

@@ -128,7 +128,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedPrefill):
             token_pos_in_items_ptr: must be None.
             token_pos_in_items_len: not read.
             max_item_len_ptr: must be None.
-            fixed_split_size: must be None.
+            fixed_split_size: if given, keys are summed in one order for any batch, as with ``disable_split_kv``.
             disable_split_kv: whether keys are summed in one order, whatever the batch is.
             seq_lens: not read: lengths follow from the tables, which captured launches read.
             seq_lens_q: not read.
@@ -146,7 +146,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedPrefill):
             prefix_len_ptr=prefix_len_ptr,
             token_pos_in_items_ptr=token_pos_in_items_ptr,
             max_item_len_ptr=max_item_len_ptr,
-            fixed_split_size=fixed_split_size,
             v_indptr=v_indptr,
             o_indptr=o_indptr,
         )
@@ -155,7 +154,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedPrefill):
         how = logits(
             num_qo_heads, self.device, causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
-            one_order=disable_split_kv,
+            one_order=disable_split_kv or fixed_split_size is not None,
         )  # fmt: skip
         mask = packed_mask(custom_mask, packed_custom_mask, qo_indptr, kv_indptr[1:] - kv_indptr[:-1])
         placed = self._place_with_mask(

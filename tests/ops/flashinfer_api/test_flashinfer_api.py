@@ -546,9 +546,7 @@ def test_the_page_says_what_is_left_out_and_what_is_there() -> None:
 
 @pytest.mark.parametrize(("taker", "name"), REFUSED, ids=str)
 def test_what_is_left_out_is_refused_by_name_with_a_way_out(taker: str, name: str) -> None:
-    value: Any = {"backend": "cudnn", "fixed_split_size": 4, "jit_args": ["x"], "use_profiler": True}.get(
-        name, torch.zeros(3)
-    )
+    value: Any = {"backend": "cudnn", "jit_args": ["x"], "use_profiler": True}.get(name, torch.zeros(3))
     shown = r"tensor of \(3,\)" if isinstance(value, Tensor) else repr(value).replace("[", r"\[")
     with pytest.raises(NotImplementedError, match=f"{name}={shown} is left out of this API; .{{10,}}"):
         calls()[taker](**{name: value})

@@ -135,6 +135,22 @@ def test_append(dtype: torch.dtype, layout: str, seed: int) -> None:
         torch.testing.assert_close(own.float(), exact, equal_nan=True, rtol=0, atol=0)
 
 
+def test_without_split_rows_a_batch_changes_no_bits(seed: int) -> None:
+    rows = rows_of([1, 3, 17, 40, 1, 2], torch.bfloat16, seed)
+    pages, begin = rows.layouts()["NHD"][1].cuda(), 0
+    wrapper = ours.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    how: dict[str, Any] = {"causal": True, "window_left": 30, "q_data_type": torch.bfloat16, "disable_split_kv": True}
+    wrapper.plan(*rows.table, 4, 2, 64, 16, **how)
+    whole = wrapper.run(rows.query.cuda(), pages)
+    for row, count in enumerate(rows.counts):
+        own = rows.indices[rows.indptr[row] : rows.indptr[row + 1]]
+        table = starts_of([count]), starts_of([len(own)]), own, rows.last_page_len[row : row + 1]
+        wrapper.plan(*table, 4, 2, 64, 16, **how)
+        alone = wrapper.run(rows.query[begin : begin + count].cuda(), pages)
+        assert torch.equal(alone, whole[begin : begin + count]), row
+        begin += count
+
+
 # ---- beside FlashInfer
 
 

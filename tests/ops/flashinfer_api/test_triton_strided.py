@@ -157,6 +157,7 @@ STRIDES += [f"{name}_{axis}" for name in ("keys", "values") for axis in ("page",
         ("plain", "bf16", "bf16", 192, 128, 1, 1000),
         ("plain", "fp16", "fp16", 512, 512, 5, 1000),
         ("plain", "fp32", "fp32", 128, 128, 4, 1000),
+        ("one row", "fp16", "fp16", 128, 128, 4, 1),
         ("everything", "bf16", "bf16", 128, 128, 4, 1),
         ("everything", "bf16", "fp8e4nv", 64, 64, 1, 1000),
         ("everything", "fp32", "fp32", 64, 64, 3, 1000),
@@ -179,7 +180,8 @@ def test_it_compiles_for_hopper(
     tiling = strided_tiling(StridedAttention(*states, *unread, 1.0, **rotation), SHARED_MEMORY)
     types = {"query": f"*{query}", "out": f"*{query}", "lse": "*fp32"}
     types |= dict.fromkeys(("keys", "values"), f"*{pages}")
-    types |= dict.fromkeys(TABLES[:-1], "*i32")
+    if kind != "one row":
+        types |= dict.fromkeys(TABLES[:-1], "*i32")
     if whole:
         types |= {"mask": "*u8", "mask_indptr": "*i64"}
         types |= dict.fromkeys(("slopes", "logit_factors", "value_factors"), "*fp32")
