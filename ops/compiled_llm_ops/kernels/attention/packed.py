@@ -11,7 +11,7 @@ as stored, P pages, S page size, Q queries of a tile.
 """
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
-# pyright: reportIndexIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportIndexIssue=false, reportOptionalSubscript=false, reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
