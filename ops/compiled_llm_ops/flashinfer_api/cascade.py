@@ -123,6 +123,7 @@ class MultiLevelCascadeAttentionWrapper:
                 paged_kv_last_page_len_buf_arr=paged_kv_last_page_len_buf_arr,
             )
             buffers = [(first, second, third, fourth) for first, second, third, fourth in zip(*columns, strict=True)]
+        self._buffers = buffers
         self._wrappers = [
             BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, *own)
             for own in buffers
@@ -202,6 +203,8 @@ class MultiLevelCascadeAttentionWrapper:
         ends = [int(own[-1]) for own in qo_indptr_arr]
         if len(set(ends)) > 1:
             raise ValueError(f"qo_indptr_arr must end with one number of queries in all levels; got {ends}")
+        for level in range(self._levels):
+            self._check_tables(level, [column[level] for column in tables])
         for level, wrapper in enumerate(self._wrappers):
             qo_indptr, indptr, indices, last_page_len = (column[level] for column in tables)
             wrapper.plan(
@@ -234,6 +237,16 @@ class MultiLevelCascadeAttentionWrapper:
         return out
 
     forward = run
+
+    def _check_tables(self, level: int, tables: Sequence[Tensor]) -> None:
+        """Raise ValueError if a level's tables fit neither each other nor their buffers; nothing is written before."""
+        rows = len(tables[0]) - 1
+        if len(tables[1]) != rows + 1 or len(tables[3]) != rows:
+            found = [len(table) for table in tables]
+            raise ValueError(f"level {level} must have tables of {rows} rows: [B + 1], [B + 1], [N], [B]; got {found}")
+        for table, buffer in zip(tables, self._buffers[level], strict=True):
+            if buffer is not None and len(table) > len(buffer):
+                raise ValueError(f"buffers of level {level} have room for {len(buffer)} entries; got {len(table)}")
 
     def _checked_levels(self, **columns: Sequence[Tensor] | None) -> list[Sequence[Tensor]]:
         """Return columns; ValueError if one has not a tensor for each level."""

@@ -107,22 +107,19 @@ class BlockSparseAttentionWrapper(SparseWrapper):
         host = on_host(indptr), on_host(indices)
         items = block_sparse_items(*host, *sizes, self._room_for_items(whole), self._max_parts)
         entries = self._max_entries
-        begins = self._write("indptr", indptr.int(), len(indptr))
-        numbers = self._write("indices", indices.int(), entries)
-        self._arguments = self._table = None
+        matrix = {"indptr": (indptr.int(), len(indptr)), "indices": (indices.int(), entries)}
         if plain and self._has_own_kernel(head_dim, types.query, types.states):
-            own = None if mask is None else self._write("mask", mask.bool().contiguous(), entries)
-            self._arguments = (begins, numbers, self._write_items(items), own)
+            masks = {} if mask is None else {"mask": (mask.bool().contiguous(), entries)}
+            begins, numbers, work, *own = self._write(**matrix, work_items=self._items(items), **masks)
+            self._arguments, self._table = (begins, numbers, work, *(own or (None,))), None
         else:
             starts = torch.arange(len(indptr), dtype=torch.int32) * R
             starts[-1] = M
             bits = bits_of(mask, packed_mask, starts, indptr.cpu(), C)
             room = None if entries is None else entries * -(-R * C // 8) + len(indptr)
-            masks = (None, None) if bits is None else (
-                self._write("mask_bits", bits[0], room), self._write("mask_indptr", bits[1], len(indptr))
-            )  # fmt: skip
-            table = (self._write("qo_indptr", starts, len(indptr)), begins, numbers, None)
-            self._table = BatchTable(*table, *masks)
+            masks = {} if bits is None else {"mask_bits": (bits[0], room), "mask_indptr": (bits[1], len(indptr))}
+            begins, numbers, queries, *own = self._write(**matrix, qo_indptr=(starts, len(indptr)), **masks)
+            self._arguments, self._table = None, BatchTable(queries, begins, numbers, None, *own)
         self._how, self._mode, self._blocks = how, pos_encoding_mode, (R, C)
         self._result = None if o_data_type is None else as_dtype(o_data_type)
         self._shape, self._keys = (M, num_qo_heads, head_dim), (N, num_kv_heads, head_dim)
@@ -281,18 +278,16 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         most = most_pieces(host[0], host[2]) if entries is None or not own else entries
         sizes = (num_qo_heads, head_dim, self._processors)
         made = variable_block_sparse_tables(*host, *sizes, room, self._max_parts, most)
-        self._arguments = self._table = None
         if own:
-            self._arguments = (
-                *(states.to(self.device) for states in blocks),
-                self._write_items(made.work_items),
-                self._write("pieces", torch.from_numpy(made.pieces), entries),
-            )
+            tables = {"work_items": self._items(made.work_items), "pieces": (torch.from_numpy(made.pieces), entries)}
+            placed = self._write(**tables)
+            self._arguments, self._table = (*(states.to(self.device) for states in blocks), *placed), None
         else:
-            tables = tokens_of(*(torch.from_numpy(states) for states in host))
-            sizes_of_tables = (len(tables[0]), len(tables[1]), entries)
-            names = zip(("qo_indptr", "kv_indptr", "kv_indices"), tables, sizes_of_tables, strict=True)
-            self._table = BatchTable(*(self._write(*named) for named in names))
+            starts, begins, keys = tokens_of(*(torch.from_numpy(states) for states in host))
+            placed = self._write(
+                qo_indptr=(starts, len(starts)), kv_indptr=(begins, len(begins)), kv_indices=(keys, entries)
+            )
+            self._arguments, self._table = None, BatchTable(*placed)
         self._how, self._mode, self._kv_heads, self._result = how, pos_encoding_mode, num_kv_heads, None
         self._shape = (int(host[1][0].sum()), num_qo_heads, head_dim)
 

@@ -74,22 +74,29 @@ class SparseWrapper(Planned):
     def _room_for_items(self, most: int) -> int:
         return most + self._max_parts if self._max_items is None else self._max_items
 
-    def _write(self, name: str, rows: Tensor, size: int | None) -> Tensor:
-        """Return a tensor that begins with these rows, the same each time if there is a ``size``.
+    def _write(self, **tables: tuple[Tensor, int | None]) -> list[Tensor]:
+        """Return tensors that begin with these rows, the same ones each time where there is a size.
 
-        ValueError if they have no room there.
+        ValueError if some have no room there; then none is written.
         """
+        held = [self._held_for(name, rows, size) for name, (rows, size) in tables.items()]
+        for (rows, _), own in zip(tables.values(), held, strict=True):
+            if own is not None:
+                own[: len(rows)].copy_(rows)
+        pairs = zip(tables.values(), held, strict=True)
+        return [rows.to(self.device) if own is None else own for (rows, _), own in pairs]
+
+    def _held_for(self, name: str, rows: Tensor, size: int | None) -> Tensor | None:
         if size is None or self._max_entries is None:
-            return rows.to(self.device)
+            return None
         held = self._held.setdefault(name, torch.zeros((size, *rows.shape[1:]), dtype=rows.dtype, device=self.device))
         if len(rows) > len(held) or rows.shape[1:] != held.shape[1:]:
             raise ValueError(f"{name}: there is room for {tuple(held.shape)}; got {tuple(rows.shape)}")
-        held[: len(rows)].copy_(rows)
         return held
 
-    def _write_items(self, items: NDArray[np.int32]) -> Tensor:
+    def _items(self, items: NDArray[np.int32]) -> tuple[Tensor, int | None]:
         used = items if self._max_items is not None else items[items[:, 2] > 0]
-        return self._write("work_items", torch.from_numpy(used), self._max_items)
+        return torch.from_numpy(used), self._max_items
 
     def _has_own_kernel(self, head_dim: int, query: torch.dtype, keys: torch.dtype) -> bool:
         """Whether the sparse ops have a kernel for such heads; those of a CPU take any floats of one dtype."""

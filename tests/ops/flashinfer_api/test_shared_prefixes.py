@@ -53,6 +53,16 @@ def test_plans_write_to_the_users_buffers(seed: int) -> None:
         for column, own in zip(buffers.values(), other.tables(), strict=True):
             assert all(map(torch.equal, column, own))
     wrapper.reset_workspace_buffer(WORKSPACE, [WORKSPACE] * 3)
+    before = [own.clone() for column in buffers.values() for own in column]
+    wide = Levels(page_size=1, seed=seed)
+    with pytest.raises(ValueError, match="buffers of level 0 have room for 3 entries; got 9"):
+        wrapper.plan(**wide.plan())
+    tables = batch.plan()
+    tables["paged_kv_last_page_len"] = [*tables["paged_kv_last_page_len"][:2], torch.ones(3)]
+    with pytest.raises(ValueError, match=r"level 2 must have tables of 5 rows: .*; got \[6, 6, \d+, 3\]"):
+        wrapper.plan(**tables)
+    after = [own for column in buffers.values() for own in column]
+    assert all(map(torch.equal, before, after)), "nothing is written of any level"
     short = {**buffers, "paged_kv_indices_buf_arr": buffers["paged_kv_indices_buf_arr"][:2]}
     with pytest.raises(ValueError, match="paged_kv_indices_buf_arr must have a tensor for each of 3 levels; got 2"):
         flashinfer.MultiLevelCascadeAttentionWrapper(3, WORKSPACE, "HND", use_cuda_graph=True, **short)

@@ -102,6 +102,7 @@ def test_tables_of_fixed_sizes_stay_where_they_are(seed: int) -> None:
     full = SparseBlocks((4, 16), Sizes(80, 80), density=1.0, seed=seed)
     with pytest.raises(ValueError, match=r"indices: there is room for \(60,\); got \(95,\)|indptr: there is room"):
         wrapper.plan(full.indptr, full.indices, 80, 80, 4, 16, 4, 2, 16)
+    torch.testing.assert_close(wrapper.run(*blocks.states), blocks.expected()[0], **CLOSE)
 
 
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
