@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from compiled_llm.explaining.explainer import explain
     from compiled_llm.huggingface.kv_scales import kv_scales
     from compiled_llm.huggingface.wrap import unwrap, wrap
-    from compiled_llm.kvcache.pool import OutOfPagesError
+    from compiled_llm.kvcache.errors import OutOfPagesError
     from compiled_llm.model.refusals import UnsupportedModelError
     from compiled_llm.requests.outputs import RequestOutput
     from compiled_llm.requests.sampling_params import SamplingParams
@@ -62,7 +62,7 @@ _HOMES = {
     "EngineDescription": "compiled_llm.engine.metrics",
     "EngineStats": "compiled_llm.engine.metrics",
     "KVScales": "compiled_llm.config",
-    "OutOfPagesError": "compiled_llm.kvcache.pool",
+    "OutOfPagesError": "compiled_llm.kvcache.errors",
     "QueueFullError": "compiled_llm.engine.engine",
     "RequestError": "compiled_llm.engine.steps.request",
     "RequestHandle": "compiled_llm.engine.thread.handle",

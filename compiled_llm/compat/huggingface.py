@@ -223,6 +223,21 @@ def indexed_layers() -> tuple[type, ...]:
     return tuple(layer for layer in found if layer is not None)
 
 
+def add_states(cache: Cache, layer: int, number: int, conv: Tensor | None, recurrent: Tensor | None) -> None:
+    """Give a layer of HuggingFace's dynamic cache states ``[B, ...]`` as if its own forward had left them there."""
+    given: Any = cache
+    if conv is not None:
+        given.update_conv_state(conv, layer, state_idx=number, conv_kernel_size=conv.shape[-1])
+    if recurrent is not None:
+        given.update_recurrent_state(recurrent, layer, state_idx=number)
+
+
+def keeps_state(layer: Any) -> bool:
+    """Return whether a layer of HuggingFace's cache keeps a state of each row."""
+    state: type | None = getattr(cache_utils, "LinearAttentionCacheLayerMixin", None)
+    return state is not None and isinstance(layer, state)
+
+
 def state_beside_keys(config: PretrainedConfig) -> tuple[int, str] | None:
     """Return the first layer that keeps a state of its row besides keys and values, and its class in a dynamic cache.
 

@@ -18,7 +18,6 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable
-from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -45,16 +44,27 @@ class StatesNotFoundError(Exception):
 
 def keeps_states(layer: type[nn.Module]) -> bool:
     """Whether a class's ``forward`` hands states to the cache."""
-    return bool(KEPT.intersection(_written(layer.forward).__code__.co_names))
+    code = getattr(inspect.unwrap(layer.forward), "__code__", None)
+    return code is not None and bool(KEPT.intersection(code.co_names))
 
 
-@cache
+def own_class(layer: type[nn.Module]) -> type[nn.Module] | None:
+    """Return the class that ``with_packed_rows`` was given; None if it has not made this one."""
+    return layer.__bases__[0] if layer in _made.values() else None
+
+
+_made: dict[tuple[type[nn.Module], type], type[nn.Module]] = {}
+"""The classes that were made, so that all layers of a class share one, and its compiled code."""
+
+
 def with_packed_rows(layer: type[nn.Module], states: type) -> type[nn.Module]:
     """Return a class of a layer's name whose ``forward`` lets a cache of the class ``states`` compute.
 
     Raises:
         StatesNotFoundError: the layer keeps states, and there is no function that the cache stands in for.
     """
+    if (layer, states) in _made:
+        return _made[layer, states]
     argument, packed = _packed_forward(layer)
     place = [*inspect.signature(layer.forward).parameters].index(argument)
 
@@ -67,7 +77,10 @@ def with_packed_rows(layer: type[nn.Module], states: type) -> type[nn.Module]:
         return object.__new__, (layer,), *state  # what is copied or saved is a layer of its own class
 
     own = {"forward": forward, "__reduce_ex__": __reduce_ex__, "__doc__": layer.__doc__}
-    return type(layer.__name__, (layer,), {**own, "__module__": layer.__module__, "__qualname__": layer.__qualname__})
+    own |= {"__module__": layer.__module__, "__qualname__": layer.__qualname__}
+    made: type[nn.Module] = type(layer.__name__, (layer,), own)
+    _made[layer, states] = made
+    return made
 
 
 def _packed_forward(layer: type[nn.Module]) -> tuple[str, Callable[..., Any]]:

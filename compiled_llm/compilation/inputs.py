@@ -50,6 +50,8 @@ class PrefillInputs(NamedTuple):
         chain_slots: ``[B]`` int64, its slot, or -1; None without.
         row_numbers: ``[B]`` int32, its number; None without.
         alone: whether rows have no other tokens, and layers with latents attend to expanded keys and values.
+        read: ``[B]`` int32, the entry of each row's state; None without recurrent layers.
+        write: ``[B]`` int32, the entry of the state that it has afterwards; None without.
     """
 
     ids: Tensor
@@ -69,6 +71,8 @@ class PrefillInputs(NamedTuple):
     chain_slots: Tensor | None = None
     row_numbers: Tensor | None = None
     alone: bool = False
+    read: Tensor | None = None
+    write: Tensor | None = None
 
 
 class PlannedRuns(NamedTuple):
@@ -133,6 +137,8 @@ class DecodeInputs(NamedTuple):
         cascade: pages that rows share are read once, by this; None if each row reads all of its own, or ``planned`` has
             them.
         page_check: as of ``PrefillInputs``; rows' chains lie in their slots.
+        states: ``[X]`` int32 twice, the entries of each slot's row after an even and an odd number of tokens; None
+            without recurrent layers.
     """
 
     slots: Tensor
@@ -145,6 +151,7 @@ class DecodeInputs(NamedTuple):
     fed: Tensor | None = None
     cascade: CascadeBatch | None = None
     page_check: PageCheck | None = None
+    states: tuple[Tensor, Tensor] | None = None
 
     @property
     def reads_shared_pages_once(self) -> bool:

@@ -25,6 +25,7 @@ from compiled_llm.model.attention import (
     PlannedCascade,
 )
 from compiled_llm.model.facts import Forward
+from compiled_llm.model.layers.recurrent import StateRows
 
 
 def prefill_step(
@@ -47,7 +48,10 @@ def prefill_step(
         PackedTokens(*tokens, indices, inputs.last_page_len, inputs.plans, alone=inputs.alone)
         for indices in inputs.indices
     )
-    batch = PagedBatch(pages, specs, tuple(rows))
+    states = None
+    if inputs.read is not None and inputs.write is not None:
+        states = StateRows(inputs.token_rows, inputs.qo_indptr, inputs.read, inputs.write)
+    batch = PagedBatch(pages, specs, tuple(rows), states=states)
     embedded = inputs.ids.dim() == 3
     ids = inputs.ids if embedded else _known(inputs.ids, tables)
     out = forward(
@@ -87,7 +91,7 @@ def decode_step(
     positions, new = inputs.positions[:, None], ids.shape[1]
     if new > 1:
         positions = positions + torch.arange(new, device=ids.device)
-    batch = PagedBatch(pages, specs, _rows(inputs, new))
+    batch = PagedBatch(pages, specs, _rows(inputs, new), states=_states(inputs))
     out = forward(model, input_ids=ids, position_ids=positions, use_cache=False, **{BATCH_ARGUMENT: batch})
     if inputs.page_check is not None:
         check_decode(inputs, ids)
@@ -107,6 +111,19 @@ def decode_step(
 def _known(ids: Tensor, tables: SamplingTables) -> Tensor:
     """Return token ids: in place of a negative one, which the host did not know, what the slot ``-1 - id`` has next."""
     return torch.where(ids < 0, tables.next_token[(-1 - ids).clamp(min=0)], ids)
+
+
+def _states(inputs: DecodeInputs) -> StateRows | None:
+    """Return where the states of rows lie that have a new token each: in one of a row's places, and then in the other.
+
+    The state after n tokens is in the place n % 2 (``kvcache/state_pool.py``).
+    """
+    if inputs.states is None:
+        return None
+    even, odd = (entries[inputs.slots] for entries in inputs.states)
+    ends_odd = inputs.lengths % 2 == 1
+    numbers = torch.arange(inputs.slots.shape[0] + 1, dtype=torch.int32, device=inputs.slots.device)
+    return StateRows(numbers[:-1], numbers, torch.where(ends_odd, even, odd), torch.where(ends_odd, odd, even))
 
 
 def _rows(inputs: DecodeInputs, new: int) -> tuple[PackedTokens | NewestTokens, ...]:

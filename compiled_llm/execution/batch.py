@@ -14,6 +14,7 @@ from torch import Tensor
 
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.row import Row
+from compiled_llm.kvcache.state_pool import NO_ENTRY
 from compiled_llm.kvcache.table import Stored
 from compiled_llm_ops.contracts import CHAIN_SKIPPED
 
@@ -44,6 +45,7 @@ class Extension(NamedTuple):
         positions: ``[Q]`` int64, rotary positions.
         is_last: whether a token is sampled after them; not after a chunk that others follow.
         tag: where pages are checked, what they follow; that of padding is skipped.
+        states: while they are packed, the entries that hold the row's state before them and after.
     """
 
     row: Stored
@@ -51,6 +53,7 @@ class Extension(NamedTuple):
     positions: NDArray[np.int64]
     is_last: bool = True
     tag: RowTag = _UNTAGGED
+    states: tuple[int, int] = NO_ENTRY, NO_ENTRY
 
     @classmethod
     def of(cls, row: Row, ids: NDArray[np.int64], is_last: bool = True) -> Extension:

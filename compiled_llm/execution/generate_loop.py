@@ -28,6 +28,7 @@ from compiled_llm.execution.state.staging import Readback, Readbacks
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.row import Row
+from compiled_llm.model.layers.recurrent import Place, StateMemory
 
 _NOTHING: Mapping[Row, int] = {}
 _INTEGERS = (torch.int64, torch.int32)
@@ -276,6 +277,10 @@ class GenerateLoop:
         """Return copies of a layer's keys and values for each row, each ``[K, length, D]``."""
         make_exact(self.rows)
         return self._thread.call(lambda: [self.model_runner.state.read(layer, row) for row in self.rows])
+
+    def states(self) -> dict[Place, StateMemory]:
+        """Return copies of the rows' states at each place of recurrent layers, ``[B, ...]``."""
+        return self._thread.call(self.model_runner.state.read_states, self.rows)
 
     def decode(self, tokens: Tensor, positions: Sequence[int] | None = None, unchanged: bool = False) -> Tensor:
         """Run one decode step of all rows with these tokens, and read nothing back.

@@ -429,6 +429,7 @@ class ModelRunner:
             "buffers": self.state.buffer_bytes + self.decode.table_bytes,
             "graphs": self.graph_manager.cuda_graphs.nbytes,
             **({} if scores is None else {"scores": scores.limit}),
+            **({} if not self.state.states else {"states": self.state.state_bytes}),
         }
 
 

@@ -82,11 +82,13 @@ def fast_loop(call: PagedCall, settings: Sequence[Sampling | None]) -> Tensor | 
             generate_loop.begin(call.logits, settings)
         ends: dict[Row, int] = {}
         watched = sequences.may_change_model
+        # Scores of later steps are to be those of HuggingFace's pads, and a state does not go back by several tokens.
+        pads = observer is not None or bool(call.runtime.facts.states)
         while not sequences.done:
             if watched:
                 check_hooks(call)
             unchanged = generate_loop.steps > 0 and not watched
-            fed = _padded(sequences, ends, generate_loop.steps) if ends and observer is not None else {}
+            fed = _padded(sequences, ends, generate_loop.steps) if ends and pads else {}
             sampled = (
                 generate_loop.step(None, unchanged, fed)
                 if generate_loop.steps < sequences.max_new
@@ -104,7 +106,7 @@ def fast_loop(call: PagedCall, settings: Sequence[Sampling | None]) -> Tensor | 
                     generate_loop.release(rows[index])
         generate_loop.look_at_pages()
         if call.returns_cache:
-            settle(call, rows, ends if observer is None else {}, sequences)
+            settle(call, rows, {} if pads else ends, sequences)
     call.runtime.counters.add_steps(generate_loop.steps)
     if call.returns_cache:
         cache.count(sequences.generated - 1)

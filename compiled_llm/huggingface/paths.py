@@ -55,7 +55,8 @@ def _reasons_of_call(choice: CacheChoice, placement: Placement) -> Iterator[Reas
     runtime, config = choice.runtime, choice.config
     if runtime.asleep:
         yield Reason("asleep")
-    if choice.mode not in _PAGED_MODES:
+    drafts_of_states = runtime.facts.states and choice.mode is GenerationMode.ASSISTED_GENERATION
+    if choice.mode not in _PAGED_MODES or drafts_of_states:  # a state does not go back by several tokens
         yield Reason("generation_mode", choice.mode.value)
     if config.output_attentions:
         yield Reason("output_attentions")

@@ -18,7 +18,8 @@ from compiled_llm.model.attention import BATCH_ARGUMENT
 from compiled_llm.model.attention_switch import attention_configs, paged_attention_in
 from compiled_llm.model.checks import check_layers, check_model, check_placement, settled
 from compiled_llm.model.facts import ModelFacts
-from compiled_llm.model.layer_probe import probe_layers
+from compiled_llm.model.layer_probe import probe_layers, probe_states
+from compiled_llm.model.layers.recurrent import as_they_were, let_layers_pack
 from compiled_llm.model.probes.mask_probe import check_patterns
 from compiled_llm.model.probes.position_probe import default_positions
 from compiled_llm.model.refusals import leading_to_explain
@@ -74,14 +75,17 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
         with paged_attention_in(attention_configs(checked)), LinearRecorder() as recorder:
             fake = not changes_in_first_call(checked)
             layers = probe_layers(checked, BATCH_ARGUMENT, fake, config.variants or {})
+        with paged_attention_in(attention_configs(checked)):
+            states = probe_states(checked, BATCH_ARGUMENT, fake, config.variants or {})
         layers = check_patterns(checked, layers)
     config = settled(config, layers, checked)
-    check_layers(checked, layers, config)
+    check_layers(checked, layers, config, states)
     if config.batch_invariant:
         check_invariance(checked, recorder)
     base = type(checked)
     groups, positions = recorder.groups(checked), default_positions(checked)
-    runtime = CompiledModel(ModelFacts.of(checked, base, layers, groups, positions), config)
+    let_layers_pack(checked)
+    runtime = CompiledModel(ModelFacts.of(checked, base, layers, groups, positions, states), config)
     checked.__class__ = wrapped_class(base)
     checked.compiled = runtime  # type: ignore[assignment]
     return cast(ModelT, checked)
@@ -103,5 +107,6 @@ def unwrap(model: ModelT) -> ModelT:
         model.compiled.separate_weights()
         _, model.__class__ = type(model).__bases__  # as ``wrapped_class`` put them
         del model.compiled
+        as_they_were(model)
         gc.collect()  # cycles that tracing left behind refer to the buffers
     return model

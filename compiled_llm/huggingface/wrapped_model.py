@@ -34,6 +34,7 @@ from compiled_llm.huggingface.inspection.signatures import MethodSignature
 from compiled_llm.huggingface.paths import original_path, run_huggingfaces_loop, run_our_loop
 from compiled_llm.model.facts import Learnt, ModelFacts
 from compiled_llm.model.inputs import check_prompt, check_ready, has_tokens
+from compiled_llm.model.layers.recurrent import let_layers_pack
 
 
 class WrappedModel:
@@ -257,6 +258,7 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         def setstate(self: Any, payload: tuple[dict[str, Any], Learnt, WrapConfig]) -> None:
             state, learnt, config = payload
             base.__setstate__(self, state)
+            let_layers_pack(self)
             self.compiled = CompiledModel(ModelFacts.of(self, base, *learnt), config)
 
         members = {

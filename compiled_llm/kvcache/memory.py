@@ -28,6 +28,7 @@ def pages_to_allocate(
     max_positions: int,
     groups: int = 1,
     beside: Callable[[int], int] | None = None,
+    what: str = "",
 ) -> int:
     """Return P, with the null page, by ``config.kv_memory`` and the free memory.
 
@@ -39,6 +40,7 @@ def pages_to_allocate(
         groups: each ``page_size`` tokens take one page for each of them.
         beside: the bytes that steps over P pages need beside them, never less with more pages; None if they need none
             that depend on them. A fraction of the free memory has to hold both.
+        what: ``beside`` is for.
 
     Raises:
         ValueError: no page fits, or nothing that has to lie beside them.
@@ -59,7 +61,7 @@ def pages_to_allocate(
             pages = bisect.bisect_right(counts, budget, key=lambda count: count * one + needed(count + 1))
     if pages < groups:
         unit = " (an int is bytes: 1 is one byte, 1.0 is all that is free)" if memory.nbytes is not None else ""
-        also = "" if beside is None else f", an indexer's scores {_in_units(beside(groups + 1))} beside it,"
+        also = "" if beside is None else f", {what} {_in_units(beside(groups + 1))} beside it,"
         raise ValueError(
             f"kv_memory={config.kv_memory!r} holds no page{unit}: one page of {config.page_size} tokens takes "
             f"{_in_units(one * groups)}{also} and {_in_units(free_bytes(device))} are free on {device}; give more "
@@ -68,7 +70,7 @@ def pages_to_allocate(
     pages = pages // groups * groups + 1
     if beside is not None and memory.fraction is None and pages * one + beside(pages) > free_bytes(device):
         raise ValueError(
-            f"kv_memory={config.kv_memory!r}: pages of {_in_units(pages * one)} leave no room for an indexer's scores, "
+            f"kv_memory={config.kv_memory!r}: pages of {_in_units(pages * one)} leave no room for {what}, "
             f"which take {_in_units(beside(pages))} with max_batch_size={config.max_batch_size}; "
             f"{_in_units(free_bytes(device))} are free on {device}; give less kv_memory or a smaller max_batch_size"
         )
@@ -117,7 +119,7 @@ def ended_marker(device: torch.device) -> Callable[[], bool]:
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros that are no view, in memory of their own."""
-    if device.type != "cpu":
+    if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     # PyTorch writes its zeros; NumPy asks the operating system for memory that is zero. And no view of it: Dynamo would
     # trace its base as well, with a symbolic size.

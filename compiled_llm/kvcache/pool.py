@@ -8,16 +8,14 @@ from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from compiled_llm.compat.forks import lock
+from compiled_llm.kvcache.errors import OutOfPagesError
+from compiled_llm.kvcache.state_pool import StatePool
 from compiled_llm.kvcache.step_validity import StepValidity
 
 logger = logging.getLogger("compiled_llm.pages")
 
 NULL_PAGE = 0
 """Page 0 has no owner: padding rows and padding tokens read and write it."""
-
-
-class OutOfPagesError(RuntimeError):
-    """There are not enough free pages; nothing was taken."""
 
 
 class PageAccount(NamedTuple):
@@ -52,6 +50,7 @@ class PagePool:
 
     Attributes:
         groups: how many groups of layers have pages of their own.
+        states: of recurrent layers; None if there are none.
         tagged: whether the slots of pages have tags by which rows are checked.
         peak_used: the most pages that rows have owned at one time.
         validity: of decode steps. It ends when rows share pages (no row writes into them any more) or forget tokens,
@@ -60,8 +59,15 @@ class PagePool:
     """
 
     def __init__(
-        self, pages: int, page_size: int, validity: StepValidity | None = None, groups: int = 1, tagged: bool = False
+        self,
+        pages: int,
+        page_size: int,
+        validity: StepValidity | None = None,
+        groups: int = 1,
+        tagged: bool = False,
+        states: StatePool | None = None,
     ) -> None:
+        self.states = states
         self.validity = StepValidity() if validity is None else validity
         self.page_size = page_size
         self.groups, self.tagged = groups, tagged

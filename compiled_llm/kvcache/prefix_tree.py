@@ -75,6 +75,8 @@ class PrefixTree:
             ValueError: there are more tokens than fit the pages, a page has no owner or is in the tree with other
                 tokens before it, or another tree holds pages of the pool; nothing has changed.
         """
+        if self._pool.states is not None:  # pages are of no use to a row that lacks the state after them
+            return
         texts, groups = self._texts(ids), self._pool.groups
         if len(pages) < len(texts) * groups:
             raise ValueError(f"insert: {len(ids)} tokens fill {len(texts) * groups} pages; got {len(pages)}")

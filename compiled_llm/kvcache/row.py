@@ -9,7 +9,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled_llm.kvcache.errors import OutOfPagesError
 from compiled_llm.kvcache.pool import PagePool
+from compiled_llm.kvcache.state_pool import NO_ENTRY, RowStates
 from compiled_llm_ops.attention.check_pages import chain_after
 from compiled_llm_ops.contracts import CHAIN_ADOPTED, CHAIN_KNOWN, CHAIN_ORIGIN
 
@@ -57,6 +59,8 @@ class Row:
         uncounted: how many tokens by which it has grown turned out not to count.
         number: its own, by which a check of pages names it.
         name: whose row it is, for people; empty if nobody has said.
+        states: those of recurrent layers; None if the model has none.
+        states_listed: the ``period`` of its states whose entries are in its slot; None if they are not there.
         chain: of its tokens and ``CHAIN_KNOWN``, see ``check_pages`` of the ops; ``CHAIN_ADOPTED`` if only its last tag
             says it, None if the device has it, in the row's slot or where the row waits for one. Used only where pages
             are checked.
@@ -68,7 +72,10 @@ class Row:
             raise ValueError(f"a row cannot have room for {tokens} tokens")
         self._pool = pool
         self._reserved = pool.pages_for(tokens)
+        self.states = None if pool.states is None else RowStates(pool.states)
         pool.reserve(self._reserved)
+        if tokens:
+            self._reserve_states()
         self.pages: list[int] = []
         self.page_period = object()  # tells rows apart as well, and keeps none alive
         self.length = 0
@@ -76,12 +83,21 @@ class Row:
         self.ahead: list[int] = []
         self.slot: int | None = None
         self.listed = 0
+        self.states_listed: object = None
         self.has_next = False
         self.unread: list[TokenCount] = []
         self.uncounted = 0
         self.number, self.name = next(_numbers), ""
         self.chain: int | None = CHAIN_KNOWN + CHAIN_ORIGIN
         self._free_slots: list[int] = []
+
+    @property
+    def entry(self) -> int:
+        """The entry of its state; ``NO_ENTRY`` if it has no tokens, or there are no recurrent layers."""
+        if self.states is None:
+            return NO_ENTRY
+        self.states.has_grown(self.length)
+        return self.states.of(self.length)
 
     @property
     def limit(self) -> int:
@@ -98,11 +114,23 @@ class Row:
         return len(self.pages) // self._pool.groups * self._pool.page_size - self.length
 
     def reserve(self, tokens: int) -> None:
-        """Have room for ``tokens`` in all; OutOfPagesError if the missing pages are not available."""
+        """Have room for ``tokens`` in all; OutOfPagesError if the missing pages or states are not available."""
         missing = self._pool.pages_for(tokens) - len(self.pages) - self._promised
         if missing > 0:
             self._pool.reserve(missing)
             self._reserved += missing
+        self._reserve_states(max(0, missing))
+
+    def _reserve_states(self, pages: int | None = None) -> None:
+        """Have what a running row needs, or give ``pages`` that were promised now, all if None, back and raise."""
+        if self.states is not None:
+            try:
+                self.states.reserve()
+            except OutOfPagesError:
+                given = self._reserved if pages is None else pages
+                self._pool.give_back((), given)
+                self._reserved -= given
+                raise
 
     def missing(self, tokens: int, kept: int | None = None) -> int:
         """Return how many pages it takes to hold ``tokens`` in all, beyond those taken and promised.
@@ -125,6 +153,9 @@ class Row:
         Raises:
             OutOfPagesError: pages that were not promised are needed and not free; nothing changed.
         """
+        if self.states is not None and tokens:
+            self.states.has_grown(self.length)
+            self.states.grow(self.length, tokens)
         copies = tokens > 0 and self._writes_into_shared(
             self.length
         )  # checked once: other threads may fork and free rows
@@ -149,7 +180,7 @@ class Row:
         The rows begin with ``tokens`` equal ones; those that fill pages are shared, at least one is not. Both are still
         empty, and ``other``, with room for the tokens, is computed before this row, or with it.
         """
-        full = self._pool.filled_by(tokens - 1)
+        full = 0 if self.states is not None else self._pool.filled_by(tokens - 1)
         other.pages += other._take(max(0, full - len(other.pages)))
         self._pool.share(other.pages[:full])
         self.pages, self.listed = other.pages[:full], 0
@@ -224,6 +255,9 @@ class Row:
         """Return another row with the same tokens in the same pages, without promised ones."""
         self.exact()
         row = Row(self._pool, 0)
+        if self.states is not None:
+            self.states.has_grown(self.length)
+            row.states = self.states.fork(self.length)
         self._pool.share(self.pages)
         row.pages, row.length, row.position = list(self.pages), self.length, self.position
         row.chain = CHAIN_ADOPTED if self.chain is None else self.chain
@@ -247,6 +281,9 @@ class Row:
         """Forget the last ``tokens``; pages left empty that no other row owns become promised ones again."""
         if not 0 <= tokens <= self.length:
             raise ValueError(f"a row of {self.length} tokens cannot forget {tokens}")
+        if self.states is not None and tokens:
+            self.states.has_grown(self.length)
+            self.states.shrink(self.length - tokens)
         self.length -= tokens
         if tokens:
             self._forget_chain()
@@ -268,6 +305,9 @@ class Row:
         """Give back the pages that were promised and not entered, and the slot."""
         self.exact()
         self.leave_slot()
+        if self.states is not None:
+            self.states.has_grown(self.length)
+            self.states.settle(self.length)
         ahead, reserved = self.ahead, self._reserved
         self.ahead, self._reserved = [], 0
         if ahead:  # a step may have entered them and gone back, and others come there next
@@ -297,13 +337,15 @@ class Row:
         """Give the slot back, if there is one."""
         if self.slot is not None:
             self._free_slots.append(self.slot)
-        self.slot, self.listed, self.has_next = None, 0, False
+        self.slot, self.listed, self.states_listed, self.has_next = None, 0, None, False
         self.lose_chain()
 
     def free(self) -> None:
         """Give all pages back; the row holds nothing afterwards, and freeing it again does nothing."""
         self.leave_slot()
         self.unread = []
+        if self.states is not None:
+            self.states.free()
         pages, reserved = self.pages + self.ahead, self._reserved
         self.page_period = object()
         self.pages, self.ahead, self._reserved, self.length, self.position = [], [], 0, 0, 0

@@ -375,6 +375,54 @@ class IndexKeysSpec(NamedTuple):
         return keys, keys[..., :0]
 
 
+class NoKeysSpec(NamedTuple):
+    """Nothing of any token: a layer without attention.
+
+    Attributes:
+        page_size: S.
+        dtype: of the model.
+        group: that of all layers.
+    """
+
+    page_size: int
+    dtype: torch.dtype
+    group: int = 0
+
+    def in_group(self, group: int) -> KVCacheSpec:
+        return self._replace(group=group)
+
+    @property
+    def layout(self) -> Hashable:
+        return self._replace(group=0)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return ()
+
+    def shape(self, pages: int) -> tuple[int, ...]:
+        return pages, 0
+
+    def planned(self, geometry: Geometry) -> Geometry | None:
+        return None
+
+    def attend(
+        self,
+        rows: PackedTokens | NewestTokens,
+        layer: int,
+        states: States,
+        memory: Tensor,
+        options: Options,
+        wants_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        raise NotImplementedError("a layer without attention does not attend")
+
+    def write(self, memory: Tensor, places: TokenPlaces, keys: Tensor, values: Tensor) -> None: ...
+
+    def read(self, memory: Tensor, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        nothing = memory.new_zeros((0, length, 0))
+        return nothing, nothing
+
+
 def _columns(states: Tensor, width: int) -> Tensor:
     """Return the last ``width`` columns of ``[..., C', D]``, with zeros before them if there are fewer."""
     states = states[..., -width:, :]
@@ -411,6 +459,8 @@ def kv_cache_specs(
 
 
 def _spec_of(layer: Layer, page_size: int, dtype: torch.dtype, backend: Backend, plans_decode: bool) -> KVCacheSpec:
+    if not layer.attends:
+        return NoKeysSpec(page_size, dtype)
     if layer.expansion is not None:
         assert layer.value_head_dim is not None, "latents have a rotated part"
         sizes = layer.head_dim, layer.value_head_dim, page_size

@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from compiled_llm.model.layer_probe import LayerProbe, UnpagedCallError
 from compiled_llm.model.layers.indexers import IndexedRows
 from compiled_llm.model.layers.latents import Latents
+from compiled_llm.model.layers.recurrent import StateRows
 from compiled_llm.model.layers.variants import AppliedVariant, LayerVariant
 from compiled_llm_ops import (
     append_latent,
@@ -466,6 +467,7 @@ class PagedBatch(NamedTuple):
         latents: what layers of multi-head latent attention hand over; None if layers keep keys and values.
         indexed: where index keys lie by which blocks are chosen; None if no layer chooses blocks.
         variants: of each layer; empty if none has one.
+        states: where the states of rows lie; None if no layer is recurrent. Their memories follow those of ``specs``.
     """
 
     pages: list[Tensor]
@@ -475,6 +477,7 @@ class PagedBatch(NamedTuple):
     latents: Latents | None = None
     indexed: IndexedRows | None = None
     variants: tuple[LayerVariant | None, ...] = ()
+    states: StateRows | None = None
 
 
 def attention_forward(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from transformers import PreTrainedModel
@@ -17,6 +18,7 @@ from compiled_llm.compat.torch.inductor import cpp_compilers, default_inductor_c
 from compiled_llm.compat.torch.modes import cuda_is_lost
 from compiled_llm.config import WAITING_MODES, KVScales, WrapConfig
 from compiled_llm.model.layer_probe import Layer, accepts_logits_to_keep
+from compiled_llm.model.layers.recurrent import Place, StateSpec
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm.model.sizes import attention_geometries
 from compiled_llm_ops import Geometry
@@ -192,8 +194,18 @@ def _with_kernels_for(dtype: torch.dtype) -> str:
     return "".join(f", or wrap with backend={name!r}" for name in able)
 
 
-def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapConfig) -> None:
+def check_layers(
+    model: PreTrainedModel,
+    layers: Sequence[Layer],
+    config: WrapConfig,
+    states: Mapping[Place, StateSpec] = MappingProxyType({}),
+) -> None:
     """Raise UnsupportedModelError if the backend has no kernels for a layer; it says why, and which backend has."""
+    if states and config.batch_invariant:
+        raise UnsupportedModelError(
+            f"wrap: batch_invariant=True: layer {min(states)[0]} of {type(model).__name__} is recurrent, and there is "
+            "no such kernel for it; wrap without batch_invariant"
+        )
     _check_variants(model, layers, config)
     if any(layer.expansion is not None for layer in layers):
         _check_latents(model, layers, config)
@@ -210,6 +222,8 @@ def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapCo
         geometries = [geometry._replace(kv_dtype=FP8) for geometry in geometries]
         _check_fp8_layers(layers, config)
     for number, (layer, geometry) in enumerate(zip(layers, geometries, strict=True)):
+        if not layer.attends:
+            continue
         if config.cascade is True and (group := geometry.query_heads // geometry.kv_heads) > CASCADE_QUERIES:
             raise UnsupportedModelError(
                 f"wrap: cascade=True: attention layer {number} has {group} query heads for each kv head, and at most "

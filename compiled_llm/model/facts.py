@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from compiled_llm.model.attention_switch import AttentionSwitch
 from compiled_llm.model.layer_probe import Layer, index_places
 from compiled_llm.model.layers.indexers import BlockChoices, IndexedRows, IndexScores
 from compiled_llm.model.layers.latents import Latents
+from compiled_llm.model.layers.recurrent import Place, RecurrentStates, StateSpec, memories
 from compiled_llm.model.probes.position_probe import DefaultPositions
 from compiled_llm.model.sizes import max_positions_of
 from compiled_llm.model.version.model_version import ModelVersion
@@ -26,7 +28,7 @@ from compiled_llm_ops.kernels.latent.latent_tiling import missing_expanded
 Forward = Callable[..., Any]
 """A model class's own ``forward``."""
 
-Learnt = tuple[Sequence[Layer], Sequence[FusedGroup], DefaultPositions]
+Learnt = tuple[Sequence[Layer], Sequence[FusedGroup], DefaultPositions, Mapping[Place, StateSpec]]
 """The arguments of ``ModelFacts.of`` after a model and its forward."""
 
 
@@ -40,6 +42,7 @@ class ModelFacts:
         fused_groups: its linear layers that read one input.
         version: tells whether it has changed.
         default_positions: how it numbers tokens without ``position_ids``.
+        states: what recurrent layers keep of a row.
     """
 
     reference: weakref.ref[PreTrainedModel]
@@ -49,6 +52,7 @@ class ModelFacts:
     attention: AttentionSwitch
     version: ModelVersion
     default_positions: DefaultPositions = "columns"
+    states: Mapping[Place, StateSpec] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -58,17 +62,25 @@ class ModelFacts:
         layers: Sequence[Layer],
         fused_groups: Sequence[FusedGroup] = (),
         default_positions: DefaultPositions = "columns",
+        states: Mapping[Place, StateSpec] = MappingProxyType({}),
     ) -> ModelFacts:
         switch = AttentionSwitch(model)
         version = ModelVersion(model, len(layers), walked=switch.find_configs)
         return cls(
-            weakref.ref(model), model_class, tuple(layers), tuple(fused_groups), switch, version, default_positions
+            weakref.ref(model),
+            model_class,
+            tuple(layers),
+            tuple(fused_groups),
+            switch,
+            version,
+            default_positions,
+            states,
         )
 
     @property
     def learnt(self) -> Learnt:
         """The part that a copy of the model, or one read from a file, need not learn again."""
-        return self.layers, self.fused_groups, self.default_positions
+        return self.layers, self.fused_groups, self.default_positions, self.states
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
@@ -101,7 +113,7 @@ class ModelFacts:
         """The ``forward`` that the class defines now, taking pages."""
         windowed = with_windows(self.model_class.forward, self.layers)
         reading = with_blocks(with_latents(windowed, self.layers), self.layers)
-        return with_variants(reading, self.layers)
+        return with_states(with_variants(reading, self.layers), self.states)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -152,6 +164,20 @@ def with_latents(forward: Forward, layers: Sequence[Layer]) -> Forward:
         return forward(model, paged_batch=paged_batch._replace(latents=latents), past_key_values=latents, **inputs)
 
     return handing_over
+
+
+def with_states(forward: Forward, specs: Mapping[Place, StateSpec]) -> Forward:
+    """Return a ``forward`` whose recurrent layers have states, in place of a cache; mostly ``forward`` itself."""
+    if not specs:
+        return forward
+
+    def recurring(model: PreTrainedModel, *, paged_batch: PagedBatch, **inputs: Any) -> Any:
+        assert paged_batch.states is not None, "steps of such models have some"
+        tensors = paged_batch.pages[len(paged_batch.specs) :]
+        cache = RecurrentStates(paged_batch.states, memories(specs, tensors))
+        return forward(model, paged_batch=paged_batch, past_key_values=cache, **inputs)
+
+    return recurring
 
 
 def with_blocks(forward: Forward, layers: Sequence[Layer]) -> Forward:

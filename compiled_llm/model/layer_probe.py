@@ -8,7 +8,7 @@ call that reaches our attention function is recorded.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compiled_llm.compat.huggingface import experts_implementation, set_experts_implementation, state_beside_keys
+from compiled_llm.compat.recurrent_forwards import StatesNotFoundError
 from compiled_llm.compat.torch.tensors import fake_tensors, has_unknown_sizes
 from compiled_llm.model.layers.indexers import causal_mask, check_latents_are_cached, takes_masks
 from compiled_llm.model.layers.latents import Expansion
+from compiled_llm.model.layers.recurrent import Place, StateProbe, StateSpec, has_states, packing
 from compiled_llm.model.layers.variants import LayerVariant, VariantLayers, check_numbers, layer_variant, variant_of
 from compiled_llm.model.places import line_of_model, stack_of
 from compiled_llm.model.refusals import UnsupportedModelError
@@ -49,6 +51,7 @@ class Layer(NamedTuple):
         block_size: tokens that an indexer chooses together, for each kv head; None if it chooses single ones, or none.
         index_size: size of the further key that its own indexer keeps of each token; None if it has none.
         variant: how it attends in place of softmax attention; None if it does not.
+        attends: whether it has attention; of a recurrent layer, or one of neither kind, nothing else is said here.
     """
 
     query_heads: int
@@ -63,10 +66,14 @@ class Layer(NamedTuple):
     index_size: int | None = None
     block_size: int | None = None
     variant: LayerVariant | None = None
+    attends: bool = True
 
     def visible(self, positions: int) -> int:
         """Return how many of ``positions`` tokens the last one sees, itself included."""
         return positions if self.window_left < 0 else min(positions, self.window_left + 1)
+
+
+WITHOUT_ATTENTION = Layer(0, 0, 0, -1, 0.0, attends=False)
 
 
 def index_places(layers: Sequence[Layer]) -> dict[int, int]:
@@ -176,10 +183,12 @@ def probe_layers(
         UnsupportedModelError: a layer's attention does not reach our function, or needs more than pages can do.
     """
     check_latents_are_cached(model)
-    _check_states(model)
+    recurrent = has_states(model)
+    if not recurrent:
+        _check_states(model)
     probe = LayerProbe(variants)
     try:
-        trial_forward(model, fake, **{batch_argument: probe})
+        trial_forward(model, fake, lambda: {batch_argument: probe})
     except UnsupportedModelError:
         raise
     except UnpagedCallError as error:
@@ -191,6 +200,9 @@ def probe_layers(
     except Exception as error:
         raise UnsupportedModelError(_untraceable(type(model).__name__, error), error) from None
     expected = model.config.get_text_config(decoder=True).num_hidden_layers
+    if recurrent and probe.layers:
+        for number in set(range(expected)) - set(probe.layers):
+            probe.layers[number] = WITHOUT_ATTENTION
     if sorted(probe.layers) != list(range(expected)):
         raise UnsupportedModelError(
             f"{type(model).__name__} has {expected} layer{'s' * (expected != 1)}, of which "
@@ -200,6 +212,36 @@ def probe_layers(
         )
     check_numbers(variants, expected)
     return [probe.layers[index] for index in range(expected)]
+
+
+def probe_states(
+    model: PreTrainedModel, batch_argument: str, fake: bool, variants: VariantLayers = MappingProxyType({})
+) -> dict[Place, StateSpec]:
+    """Return what recurrent layers keep of a row; arguments as of ``probe_layers``.
+
+    UnsupportedModelError if a layer keeps states in a way that is not known.
+    """
+    if not has_states(model):
+        return {}
+    name = type(model).__name__
+    if "past_key_values" not in inspect.signature(type(model).forward).parameters:
+        raise UnsupportedModelError(f"{name} takes no past_key_values, by which recurrent layers get their states")
+    probes: list[StateProbe] = []
+
+    def inputs() -> dict[str, Any]:
+        probes.append(StateProbe.of_one_row(_TOKENS, model.device))
+        return {"past_key_values": probes[0], batch_argument: LayerProbe(variants)}
+
+    try:
+        with packing(model):
+            trial_forward(model, fake, inputs)
+    except StatesNotFoundError as error:
+        raise UnsupportedModelError(
+            f"{name} has recurrent layers that keep states in a way of their own: {error}"
+        ) from None
+    except Exception as error:
+        raise UnsupportedModelError(_untraceable(name, error), error) from None
+    return probes[0].specs
 
 
 def _check_states(model: PreTrainedModel) -> None:
@@ -222,15 +264,17 @@ def _untraceable(name: str, error: Exception) -> str:
     return f"{name} cannot be traced with packed tokens, and stays usable unwrapped ({reason})"
 
 
-def trial_forward(model: PreTrainedModel, fake: bool, **inputs: Any) -> None:
+def trial_forward(
+    model: PreTrainedModel, fake: bool, made: Callable[[], Mapping[str, Any]] = dict, **inputs: Any
+) -> None:
     """Run an unwrapped model's forward on a few tokens, without a cache; all that it stores in the model is removed.
 
-    ``fake`` tensors have no memory; ``inputs`` take precedence over ours.
+    ``fake`` tensors have no memory; ``inputs``, and those that ``made`` returns, take precedence over ours.
     """
     with _on_fakes(model) if fake else restored(model), torch.inference_mode(False), torch.no_grad():
         ids = torch.zeros((1, _TOKENS), dtype=torch.long, device=model.device)
         positions = torch.arange(_TOKENS, device=model.device)[None]
-        given = {"input_ids": ids, "position_ids": positions, "use_cache": False, **inputs}
+        given = {"input_ids": ids, "position_ids": positions, "use_cache": False, **inputs, **made()}
         if takes_masks(model):
             given["attention_mask"] = causal_mask(given["input_ids"].shape[1], model.device)
         type(model).forward(model, **given)

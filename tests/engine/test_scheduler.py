@@ -21,7 +21,8 @@ from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.engine.steps.token_budget import TokenBudget
-from compiled_llm.kvcache.pool import OutOfPagesError, PagePool
+from compiled_llm.kvcache.errors import OutOfPagesError
+from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
 from support.engine.naive_device import BAD, NaiveDevice, PlantedError, PoisonedPool, answer, seen_in

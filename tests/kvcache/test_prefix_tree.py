@@ -17,7 +17,8 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.typing import NDArray
 
-from compiled_llm.kvcache.pool import NULL_PAGE, OutOfPagesError, PagePool, Promise
+from compiled_llm.kvcache.errors import OutOfPagesError
+from compiled_llm.kvcache.pool import NULL_PAGE, PagePool, Promise
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
 

@@ -19,7 +19,8 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from compiled_llm.kvcache import shared_runs
-from compiled_llm.kvcache.pool import NULL_PAGE, OutOfPagesError, PagePool
+from compiled_llm.kvcache.errors import OutOfPagesError
+from compiled_llm.kvcache.pool import NULL_PAGE, PagePool
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.shared_runs import Paged, SharedRuns

@@ -19,7 +19,8 @@ from compiled_llm.engine.steps.latencies import Latencies
 from compiled_llm.engine.steps.plan import Chunk, StepPlan
 from compiled_llm.engine.steps.queue import Queue
 from compiled_llm.engine.steps.request import Request, RequestError
-from compiled_llm.kvcache.pool import OutOfPagesError, PagePool
+from compiled_llm.kvcache.errors import OutOfPagesError
+from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
 from compiled_llm.requests.outputs import FinishReason
@@ -232,7 +233,7 @@ class Scheduler:
                 row.begin_from(self._prefixes.match(known, request.salt))
                 row.identify(known)
             request.generation = self.generation
-        elif (leader := request.leader) is not None and leader.row is not None and leader.prefilled:
+        elif row.states is None and (leader := request.leader) and leader.row is not None and leader.prefilled:
             row.begin_from(self._shared_with(leader.row, len(request.prompt)))
             row.identify(known)
         rest = min(request.stored - len(known) + 1, round(self._likely))

@@ -75,6 +75,7 @@ class PersistentBatch:
         if self._decode.follows_pages:  # whose plan needs exact lengths
             make_exact(rows)
         listed = self._slots.list_pages(rows)
+        self._slots.list_states(rows)
         if self._page_watch is not None:
             self._page_watch.enter(rows, step.new_tokens_per_row)
         placed = None if self.step is None else self.step.placed

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.page_checks import CHAIN_IN_SLOT
 from compiled_llm.execution.batch import Extension, RowTag
+from compiled_llm.kvcache.state_pool import NO_ENTRY
 from compiled_llm.kvcache.table import HostTable, Span, build_table
 from compiled_llm_ops.contracts import CHAIN_ADOPTED, CHAIN_SKIPPED
 
@@ -40,6 +41,8 @@ class Packed(NamedTuple):
     indptr: NDArray[np.int32]  # [B + 1]
     last_page_len: NDArray[np.int32]  # [B]
     row_numbers: NDArray[np.int32]  # [B]
+    read: NDArray[np.int32]  # [B], or [0] without recurrent layers, as the next one
+    write: NDArray[np.int32]  # [B]
 
 
 def padded(batch: Sequence[Extension], shape: StepKey, page_size: int, groups: int = 1) -> list[Extension]:
@@ -68,6 +71,7 @@ def pack(
     page_size: int,
     groups: int = 1,
     tagged: bool = False,
+    recurrent: bool = False,
 ) -> tuple[Packed, HostTable]:
     """Lay out rows one after the other; returns the inputs of the program, and the page table that is planned.
 
@@ -78,10 +82,11 @@ def pack(
         page_size: S.
         groups: of layers, with page numbers of their own.
         tagged: whether pages are checked.
+        recurrent: whether rows have states.
     """
     queries = [len(extension.ids) for extension in batch]
     table = build_table([extension.row for extension in batch], queries, page_size, len(batch), groups=groups)
-    packed = _allocated(sum(queries), len(keep), len(slots), len(batch), len(batch) * tagged)
+    packed = _allocated(sum(queries), len(keep), len(slots), len(batch), len(batch) * tagged, len(batch) * recurrent)
     np.concatenate([extension.ids for extension in batch], out=packed.ids)
     np.concatenate([extension.positions for extension in batch], out=packed.positions)
     start = 0
@@ -95,13 +100,16 @@ def pack(
     if tagged:
         for at, extension in enumerate(batch):
             packed.begins[at], packed.chain_slots[at], packed.row_numbers[at] = extension.tag
+    if recurrent:
+        for at, extension in enumerate(batch):
+            packed.read[at], packed.write[at] = extension.states
     return packed, table
 
 
-def _allocated(tokens: int, wanted: int, sampled: int, rows: int, tagged: int) -> Packed:
+def _allocated(tokens: int, wanted: int, sampled: int, rows: int, tagged: int, recurrent: int) -> Packed:
     """Return columns that lie one after the other in one piece of memory."""
     wide = (tokens, tokens, wanted, sampled, sampled, tagged, tagged)
-    narrow = (tokens, tokens, rows + 1, rows + 1, rows, tagged)
+    narrow = (tokens, tokens, rows + 1, rows + 1, rows, tagged, recurrent, recurrent)
     memory = np.empty(8 * sum(wide) + 4 * sum(narrow), np.uint8)
     columns: list[NDArray[Any]] = []
     for sizes, words in (
@@ -119,11 +127,17 @@ def as_bytes(packed: Packed) -> NDArray[np.uint8]:
 
 
 def chunks(
-    batch: Sequence[Extension], most: int, page_size: int, groups: int = 1, holds: Holds | None = None
+    batch: Sequence[Extension],
+    most: int,
+    page_size: int,
+    groups: int = 1,
+    holds: Holds | None = None,
+    spare_states: tuple[int, int] = (NO_ENTRY, NO_ENTRY),
 ) -> Iterator[list[Extension]]:
     """Cut packed tokens into chunks of at most ``most``; the rest of a row attends to its earlier chunks in pages.
 
     ``holds`` tells whether a launch may have so many tokens, pages and rows; it may always have one token of any row.
+    The states of a row in between two chunks lie in ``spare_states``: at most one row is in two of them.
     """
     chunk: list[Extension] = []
     tokens = pages = 0
@@ -134,7 +148,9 @@ def chunks(
             if holds is not None:
                 part = _that_fit(part, before, Taken(tokens, pages, len(chunk)), page_size, holds)
             if part:
-                chunk.append(_part(extension, start, start + part, page_size, groups))
+                cut = _part(extension, start, start + part, page_size, groups)
+                spare_states = spare_states[::-1]
+                chunk.append(cut._replace(states=_states_of(extension, start, start + part, spare_states)))
                 start, tokens, pages = start + part, tokens + part, pages - -(before + part) // page_size
             if tokens == most or start < count:
                 assert chunk, "one token of any row fits"
@@ -142,6 +158,12 @@ def chunks(
                 chunk, tokens, pages = [], 0, 0
     if chunk:
         yield chunk
+
+
+def _states_of(extension: Extension, start: int, stop: int, spare: tuple[int, int]) -> tuple[int, int]:
+    """Return what a part of a row reads and writes: of ``spare`` the first, and the second, if it is cut there."""
+    read, write = extension.states
+    return spare[0] if start else read, write if stop == len(extension.ids) else spare[1]
 
 
 class Taken(NamedTuple):

@@ -67,6 +67,7 @@ class Prefill:
         self._shapes = shapes
         self._paging = state.config.page_size, state.pool.groups
         self._page_watch = state.page_watch
+        self._recurrent = state.pool.states is not None
         self._table.when_dropped.append(planner.forget)
         self._anchors = self._find_anchors()
         self._table.anchors["prefill"] = [*self._anchors]
@@ -179,8 +180,11 @@ class Prefill:
         watch = self._page_watch
         if watch is not None:
             extensions = [watch.tagged(extension) for extension in extensions]
+        if self._recurrent:
+            extensions = [_with_states(extension) for extension in extensions]
         start, parts = 0, []
-        for chunk in chunks(extensions, self._state.config.prefill_tokens, *self._paging, self._holds):
+        spare = self._state.spare_states
+        for chunk in chunks(extensions, self._state.config.prefill_tokens, *self._paging, self._holds, spare):
             end = start + token_count(chunk)
             inside = (keep >= start) & (keep < end)
             part = None if embeddings is None else embeddings[start:end]
@@ -239,7 +243,8 @@ class Prefill:
     ) -> PrefillInputs:
         """Copy a prefill into new tensors on the device, and plan it, which chooses its own variant."""
         state = self._state
-        packed, table = pack(chunk, keep, slots, *self._paging, tagged=self._page_watch is not None)
+        tagged = self._page_watch is not None
+        packed, table = pack(chunk, keep, slots, *self._paging, tagged=tagged, recurrent=self._recurrent)
         alone = self._planner.attends_alone(variant)
         inputs = self._as_inputs(state.staging.to_device(packed), None)._replace(alone=alone)
         if embeddings is not None:
@@ -260,6 +265,8 @@ class Prefill:
             named |= dict.fromkeys(("begins", "chain_slots", "row_numbers"))
         else:
             named["page_check"] = self._page_watch.inputs
+        if not self._recurrent:
+            named |= {"read": None, "write": None}
         alone = shape is not None and self._planner.attends_alone(shape.variant)
         plans = self._planner.for_prefill(shape)
         return PrefillInputs(indices=self._state.prefill_indices, plans=plans, alone=alone, **named)
@@ -396,7 +403,8 @@ class Prefill:
         keep = np.concatenate([keep, np.zeros(missing, dtype=np.int64)])
         slots = np.concatenate([slots, self._state.slots.of([], missing)])
         tagged = self._page_watch is not None
-        return pack(padded(chunk, shape, *self._paging), keep, slots, *self._paging, tagged=tagged)
+        chunk = padded(chunk, shape, *self._paging)
+        return pack(chunk, keep, slots, *self._paging, tagged=tagged, recurrent=self._recurrent)
 
     def _in_new_tensors(self, shape: StepKey, packed: Packed) -> tuple[PrefillInputs, Tensor]:
         """Return the inputs of a captured prefill, and the tensor from which they are filled."""
@@ -415,6 +423,12 @@ class Prefill:
         state = self._state
         state.staging.upload([(as_bytes(packed), filled), *zip(table.indices, state.prefill_indices, strict=True)])
         self._planner.plan_prefill(table, shape)
+
+
+def _with_states(extension: Extension) -> Extension:
+    states = cast(Row, extension.row).states
+    assert states is not None, "its pool has some"
+    return extension._replace(states=states.step)
 
 
 def _of_any_size(tensor: Tensor) -> Tensor:

@@ -45,12 +45,14 @@ class Cascade:
         known = [
             CascadeLayer(layer.query_heads, layer.kv_heads, layer.head_dim, spec.dtype.itemsize, layer.window_left >= 0)
             for layer, spec in zip(layers, specs, strict=True)
-            if layer.variant is None  # it reads all pages of its rows
+            if layer.attends and layer.variant is None  # that reads all pages of its rows
         ]
         if config.cascade == "auto":
             has_kernel = ops is not None and ops.cascade is not None and dtype.itemsize == 2
             fits = all(
-                layer.expansion is None and layer.query_heads // layer.kv_heads <= CASCADE_QUERIES for layer in layers
+                layer.expansion is None and layer.query_heads // layer.kv_heads <= CASCADE_QUERIES
+                for layer in layers
+                if layer.attends
             )
             wanted = device == "cuda" and has_kernel and fits and bool(known) and config.max_batch_size > 1
         else:

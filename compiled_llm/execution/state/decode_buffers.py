@@ -41,7 +41,7 @@ class DecodeBuffers:
         self._slots = slots
         self._max_rows = len(arena["decode_slot"])
         columns = (arena["decode_slot"], arena["decode_position"], arena["decode_length"], arena["decode_start"])
-        self._whole = DecodeInputs(*columns, slots.pages, ops)
+        self._whole = DecodeInputs(*columns, slots.pages, ops, states=slots.states)
         self._views: dict[StepKey, DecodeInputs] = {}
         self._fed: dict[int, Tensor] = {}  # known tokens, by q
 
@@ -54,7 +54,9 @@ class DecodeBuffers:
             whole, rows = self._whole, step.rows
             batch_indices = (whole.slots[:rows], whole.positions[:rows], whole.lengths[:rows], whole.starts[:rows])
             mark_columns(batch_indices, rows)
-            self._views[step] = DecodeInputs(*batch_indices, whole.indices, whole.ops, fed=self._fed_of(step))
+            self._views[step] = DecodeInputs(
+                *batch_indices, whole.indices, whole.ops, fed=self._fed_of(step), states=whole.states
+            )
         return self._views[step]
 
     def _fed_of(self, step: StepKey) -> Tensor | None:

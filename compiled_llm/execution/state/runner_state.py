@@ -22,15 +22,25 @@ from compiled_llm.execution.state.page_watch import PageWatch
 from compiled_llm.execution.state.prefill_room import compiled_length
 from compiled_llm.execution.state.sampling_graphs import SamplingGraphs
 from compiled_llm.execution.state.score_room import ScoreRoom
-from compiled_llm.execution.state.slots import Slots
+from compiled_llm.execution.state.slots import SLOTS_FOR_A_ROW, Slots
 from compiled_llm.execution.state.staging import Staging
-from compiled_llm.kvcache.memory import ended_marker, free, mark_for_any_room, pages_to_allocate, wait_for
+from compiled_llm.kvcache.memory import (
+    ended_marker,
+    free,
+    mark_for_any_room,
+    mark_static,
+    pages_to_allocate,
+    wait_for,
+    zeros,
+)
 from compiled_llm.kvcache.page_scales import allocate_scales
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import PageCopy, Row
 from compiled_llm.kvcache.specs import TokenPlaces, allocate_pages, kv_cache_specs, page_bytes, sharing_memory
+from compiled_llm.kvcache.state_pool import ENTRIES_OF_A_ROW, NO_ENTRY, StatePool
 from compiled_llm.kvcache.step_validity import StepValidity
 from compiled_llm.model.facts import ModelFacts
+from compiled_llm.model.layers.recurrent import Place, StateMemory, memories, shapes as shapes_of_states
 from compiled_llm.model.sizes import logits_width
 from compiled_llm_ops.plain_attention import as_bytes
 
@@ -48,6 +58,9 @@ class RunnerState:
         pool: which row has which page.
         arena: the columns of slots and decode buffers.
         step_table: all steps, and their CUDA graphs within their budget.
+        states: the memory of recurrent layers, a tensor for each that their specs name; empty if there are none.
+        memories: ``pages`` and ``states``, as programs take them.
+        spare_states: entries for the states of a row whose prompt is cut into several launches.
         page_watch: checks that rows read their own pages; None if nothing does.
         scores: what choosing tokens may take; None if layers have no indexers.
         prefill_indices: the page numbers of the prefill that runs, for each group of layers; none with ``scores``,
@@ -83,24 +96,29 @@ class RunnerState:
         self.cascade = Cascade.of(config, self.device.type, facts.layers, own_specs, chosen.decode_ops, self.dtype)
         groups = 1 + max(spec.group for spec in self.specs)
         paged, beside = page_bytes(self.specs), self._score_room()
+        entries = 2 + ENTRIES_OF_A_ROW * SLOTS_FOR_A_ROW * config.max_batch_size if facts.states else 0
+        states = entries * sum(spec.nbytes for spec in facts.states.values())
         count = pages_to_allocate(
             config,
             paged,
             self.device,
             self.max_positions,
             groups,
-            None if beside is None else lambda pages: beside(pages).limit,
+            _beside(beside, states),
+            "an indexer's scores" if beside is not None else f"states of {entries - 2} rows",
         )
         self.scores = None if beside is None else beside(count)
         if self.scores is not None:
             self.scores.check_pool(count - 1)
         with torch.inference_mode(False):
             self.pages = allocate_pages(self.specs, count, self.device)
+            self.states = self._allocate_states(entries)
+            self.memories = [*self.pages, *self.states]
             self._memories = [self.pages[layers[0]] for layers in sharing_memory(self.specs)]
             self.staging = Staging(self.device)
             pages_each = -(-self.max_positions // config.page_size) + 1
             columns = DecodeBuffers.columns(config.max_batch_size)
-            columns |= Slots.columns(config.max_batch_size, pages_each, groups)
+            columns |= Slots.columns(config.max_batch_size, pages_each, groups, bool(facts.states))
             if config.checks_pages:
                 columns |= PageWatch.columns(columns["next_token"][0])
             self.arena = Arena(columns, self.device, self.staging)
@@ -108,14 +126,29 @@ class RunnerState:
             if config.checks_pages:
                 self.page_watch = PageWatch(config, count, self.arena, self.staging, self.device)
             chains = None if self.page_watch is None else self.page_watch.inputs.chains
-            self.slots = Slots(self.arena, self.staging, logits_width(model), self.validity, groups, chains)
+            self.slots = Slots(
+                self.arena, self.staging, logits_width(model), self.validity, groups, chains, bool(facts.states)
+            )
             self.decode_buffers = DecodeBuffers(self.arena, self.slots, chosen.decode_ops)
             self.sampling_graphs = SamplingGraphs(self.device, config.captures_on(self.device.type), self.step_table)
             self.prefill_indices = tuple(
                 mark_for_any_room(torch.zeros(prefill_pages, dtype=torch.int32, device=self.device))
                 for _ in range(groups if self.scores is None else 0)
             )
-        self.pool = PagePool(count, config.page_size, self.validity, groups, config.checks_pages)
+        entries_of_rows = StatePool(entries, self.validity) if facts.states else None
+        self.spare_states = NO_ENTRY, NO_ENTRY
+        if entries_of_rows is not None:
+            entries_of_rows.reserve(2)
+            self.spare_states = entries_of_rows.take_reserved(), entries_of_rows.take_reserved()
+        self.pool = PagePool(count, config.page_size, self.validity, groups, config.checks_pages, entries_of_rows)
+
+    def _allocate_states(self, entries: int) -> list[Tensor]:
+        """Return the memory of recurrent layers' states."""
+        states = [zeros((entries, *shape), dtype, self.device) for shape, dtype in shapes_of_states(self.facts.states)]
+        for memory in states:
+            mark_static(memory)
+            torch._dynamo.mark_dynamic(memory, 0)
+        return states
 
     def _score_room(self) -> Callable[[int], ScoreRoom] | None:
         """Return what tells, for a pool of P pages, how much choosing may take; None if layers have no indexers."""
@@ -125,6 +158,11 @@ class RunnerState:
         one, most, size = page_bytes(self.specs), self.max_positions, self.config.page_size
         compiled = compiled_length(self.facts.layers, self.device, most, size)
         return lambda pages: ScoreRoom.of(scores, self.config, most, compiled, pages, pages * one)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of recurrent layers."""
+        return sum(memory.nbytes for memory in self.states)
 
     def fit_vocabulary(self) -> None:
         """Follow a model whose vocabulary has changed."""
@@ -145,7 +183,11 @@ class RunnerState:
         """Give most of the memory back; nothing may be run afterwards."""
         for memory in self._memories:
             free(memory)
+        for memory in self.states:
+            free(memory)
         self.pages.clear()
+        self.states.clear()
+        self.memories.clear()
         if self.page_watch is not None:
             self.page_watch.release()
         self.slots.release()
@@ -187,8 +229,23 @@ class RunnerState:
         if self.page_watch is not None:
             self.page_watch.imported(rows, counts, groups)
 
+    def read_states(self, rows: Sequence[Row]) -> dict[Place, StateMemory]:
+        """Return copies of rows' states at each place of recurrent layers, ``[B, ...]``; they hold tokens."""
+        if not self.facts.states:
+            return {}
+        entries = [row.entry for row in rows]
+        (at,) = self.staging.to_device([np.array(entries, dtype=np.int64)])
+        return memories(self.facts.states, [memory.index_select(0, at) for memory in self.states])
+
     def read(self, layer: int, row: Row) -> tuple[Tensor, Tensor]:
         """Return copies of a row's keys and values in one layer, each ``[K, length, D]``."""
         spec = self.specs[layer]
         (pages,) = self.staging.to_device([np.array(row.pages[spec.group :: self.pool.groups], dtype=np.int64)])
         return spec.read(self.pages[layer], pages, row.length)
+
+
+def _beside(scores: Callable[[int], ScoreRoom] | None, states: int) -> Callable[[int], int] | None:
+    """Return how many bytes lie beside so many pages; None if nothing does."""
+    if scores is None:
+        return (lambda _: states) if states else None
+    return lambda pages: scores(pages).limit + states

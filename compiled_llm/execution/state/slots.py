@@ -23,13 +23,17 @@ from compiled_llm.execution.state.slot_settings import SlotSettings
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.row import Row
+from compiled_llm.kvcache.state_pool import NO_ENTRY, RowStates
 from compiled_llm.kvcache.step_validity import StepValidity
 
 # Loops that interleave (a callback calls the model again, an engine and calls run) have slots at the same time.
-_ROOM = 2
+SLOTS_FOR_A_ROW = 2
 
 _AHEAD = 8
 """Pages whose numbers are written before rows enter them: a row that only goes on is written to once in so many."""
+
+
+_STATES = "states_even", "states_odd"
 
 
 class _Waiting(NamedTuple):
@@ -51,14 +55,19 @@ class Slots:
         padding: the slot of padding rows, which is greedy and has the null page alone.
         pages: ``[X * N]`` int32 for each group of layers, the page numbers of each slot.
         pages_each: N.
+        states: ``[X]`` int32 twice, the entries of each slot's row after an even and an odd number of tokens; None
+            without recurrent layers.
     """
 
     @staticmethod
-    def columns(max_rows: int, pages_each: int, groups: int = 1) -> dict[str, tuple[int, torch.dtype]]:
-        """Return the columns of an arena for slots for this many rows."""
-        count = _ROOM * max_rows + 1
+    def columns(
+        max_rows: int, pages_each: int, groups: int = 1, recurrent: bool = False
+    ) -> dict[str, tuple[int, torch.dtype]]:
+        """Return the columns of an arena for slots for this many rows, with states if there are recurrent layers."""
+        count = SLOTS_FOR_A_ROW * max_rows + 1
         pages = dict.fromkeys(_columns_of_pages(groups), (count * pages_each, torch.int32))
-        return SlotSettings.columns(count) | pages
+        states = dict.fromkeys(_STATES if recurrent else (), (count, torch.int32))
+        return SlotSettings.columns(count) | pages | states
 
     def __init__(
         self,
@@ -68,6 +77,7 @@ class Slots:
         validity: StepValidity | None = None,
         groups: int = 1,
         chains: Tensor | None = None,
+        recurrent: bool = False,
     ) -> None:
         """All slots begin free, and greedy.
 
@@ -75,6 +85,7 @@ class Slots:
             validity: of decode steps.
             groups: of layers.
             chains: ``[X + 1]``, those of the rows in the slots, where pages are checked.
+            recurrent: whether rows have states.
         """
         self._arena = arena
         self._validity = StepValidity() if validity is None else validity
@@ -82,9 +93,13 @@ class Slots:
         self._chains = chains
         self._groups, self._columns = groups, _columns_of_pages(groups)
         self.pages = tuple(arena[name] for name in self._columns)
+        self.states = (arena[_STATES[0]], arena[_STATES[1]]) if recurrent else None
         self.padding = len(self.tables.next_token) - 1
         self.pages_each = len(self.pages[0]) // (self.padding + 1)
         self._free = list(range(self.padding - 1, -1, -1))
+        if self.states is not None:
+            for name in _STATES:
+                arena.write(name, np.array([self.padding]), np.array([NO_ENTRY], dtype=np.int32))
         self._rows: dict[int, weakref.ref[Row]] = {}  # in the order in which they took them
         self._waiting: weakref.WeakKeyDictionary[Row, _Waiting] = weakref.WeakKeyDictionary()
 
@@ -126,7 +141,7 @@ class Slots:
         if rows <= self.padding:  # as always while one loop runs, or two
             return True
         keeping += self._keeping
-        return keeping + min(self.padding // _ROOM, rows - keeping) <= self.padding
+        return keeping + min(self.padding // SLOTS_FOR_A_ROW, rows - keeping) <= self.padding
 
     @property
     def _keeping(self) -> int:
@@ -274,6 +289,20 @@ class Slots:
             for group, column in enumerate(self._columns):
                 self._arena.write(column, np.concatenate(where), np.ascontiguousarray(numbers[:, group]))
         return True
+
+    def list_states(self, rows: Sequence[Row]) -> None:
+        """Write the entries of rows' states that are others than those in their slots."""
+        if self.states is None:
+            return
+        new = [row for row in rows if row.states is not None and row.states_listed is not row.states.period]
+        if new:
+            with deferred():
+                places = [cast(RowStates, row.states).places for row in new]
+                slots = np.array(self.numbers(new), dtype=np.int64)
+                for name, entries in zip(_STATES, zip(*places, strict=True), strict=True):
+                    self._arena.write(name, slots, np.array(entries, dtype=np.int32))
+                for row in new:
+                    row.states_listed = cast(RowStates, row.states).period
 
     def of(self, rows: Sequence[Row], padded: int) -> NDArray[np.int64]:
         """Return ``[padded]``, ``numbers`` and padding."""

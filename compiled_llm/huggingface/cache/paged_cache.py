@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache, DynamicCache, PretrainedConfig
 
-from compiled_llm.compat.huggingface import add_index_keys
+from compiled_llm.compat.huggingface import add_index_keys, add_states
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.huggingface.cache.cache_columns import (
@@ -33,6 +33,7 @@ from compiled_llm.huggingface.cache.paged_layer import PagedLayer
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.inputs import check_range
 from compiled_llm.model.layer_probe import index_places
+from compiled_llm.model.layers.recurrent import Place, StateMemory
 
 
 class PagedCache(Cache):
@@ -96,6 +97,10 @@ class PagedCache(Cache):
         places = index_places(self.generate_loop.model_runner.state.facts.layers) if self.seen else {}
         return ((layer, self.copied(place)[0][:, 0]) for layer, place in places.items())
 
+    def states(self) -> dict[Place, StateMemory]:
+        """Return copies of the rows' states ``[B, ...]`` at each place; none while there are no rows."""
+        return self.generate_loop.states() if self.seen else {}
+
     def _in_columns(self, rows: Sequence[Tensor]) -> Tensor:
         """Return ``[B, K, C, D]`` from the stored tokens of each row, ``[K, length, D]``."""
         heads, _, head_dim = rows[0].shape
@@ -108,10 +113,12 @@ class PagedCache(Cache):
         """Return HuggingFace's cache with the same tokens, and give all pages back."""
         theirs = DynamicCache(config=config.get_text_config(decoder=True))
         for index, (keys, values, _) in enumerate(self):
-            if keys is not None and values is not None:
+            if keys is not None and values is not None and keys.numel():
                 theirs.update(keys, values, index)
         for index, keys in self.index_keys():
             add_index_keys(theirs, keys, index)
+        for (layer, number), (conv, recurrent) in self.states().items():
+            add_states(theirs, layer, number, conv, recurrent)
         self.close()
         return theirs
 

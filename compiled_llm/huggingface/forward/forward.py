@@ -28,7 +28,7 @@ from compiled_llm.huggingface.call.current_call import copies, current_call, ori
 from compiled_llm.huggingface.call.other_inputs import one_a_token
 from compiled_llm.huggingface.forward.forward_obstacles import by_name, forward_obstacle, keeps_cache, tokens_in
 from compiled_llm.huggingface.handle import CompiledModel
-from compiled_llm.kvcache.pool import OutOfPagesError
+from compiled_llm.kvcache.errors import OutOfPagesError
 from compiled_llm.model.inputs import check_ids, check_ready
 
 _counted: ContextVar[list[str] | None] = ContextVar("counted", default=None)

@@ -12,14 +12,20 @@ state, G groups of heads, E entries.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
+from compiled_llm.compat.recurrent_forwards import keeps_states, own_class, with_packed_rows
 from compiled_llm_ops import causal_conv1d, gated_delta_rule, selective_scan
+
+NO_STATE = -1
+"""In place of an entry: a row begins."""
 
 Place = tuple[int, int]
 """A layer's number, and that of its state among those of the layer."""
@@ -43,6 +49,26 @@ class StateRows(NamedTuple):
     @property
     def places(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.qo_indptr, self.read, self.write
+
+
+class StateSpec(NamedTuple):
+    """What a layer keeps of a row at one place.
+
+    Attributes:
+        conv: C and W of a convolution; None if there is none.
+        recurrent: H, D and V, or H, P and N, of a recurrence; None if there is none.
+        dtype: of the convolution's inputs.
+    """
+
+    conv: tuple[int, int] | None
+    recurrent: tuple[int, int, int] | None
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a row."""
+        conv = 0 if self.conv is None else math.prod(self.conv) * self.dtype.itemsize
+        return conv + (0 if self.recurrent is None else 4 * math.prod(self.recurrent))
 
 
 class StateMemory(NamedTuple):
@@ -209,9 +235,20 @@ class StateProbe(RecurrentStates):
         memory: of each place that a layer has named so far, one entry for each row.
     """
 
-    def __init__(self, rows: StateRows, memory: MutableMapping[Place, StateMemory] | None = None) -> None:
-        self.memory: MutableMapping[Place, StateMemory] = {} if memory is None else memory
+    def __init__(self, rows: StateRows) -> None:
+        self.memory: dict[Place, StateMemory] = {}
         super().__init__(rows, self.memory)
+
+    @classmethod
+    def of_one_row(cls, tokens: int, device: torch.device) -> StateProbe:
+        """Make it for a row of so many tokens, on tensors of the kind that is made at the moment."""
+        numbers = ([0] * tokens, [0, tokens], [NO_STATE], [0])
+        return cls(StateRows(*(torch.tensor(own, dtype=torch.int32, device=device) for own in numbers)))
+
+    @property
+    def specs(self) -> dict[Place, StateSpec]:
+        """What was noted, in the order of layers."""
+        return {place: _spec_of(*self.memory[place]) for place in sorted(self.memory)}
 
     def _conv(self, tokens: Tensor, weight: Tensor) -> Tensor:
         memory = self.memory.get(self._place, StateMemory())
@@ -226,6 +263,63 @@ class StateProbe(RecurrentStates):
             states = torch.zeros(len(self.rows.read), heads, size, width, dtype=torch.float32, device=device)
             self.memory[self._place] = memory._replace(recurrent=states)
         return super()._recurrent(heads, size, width, device)
+
+
+def _spec_of(conv: Tensor | None, recurrent: Tensor | None) -> StateSpec:
+    sizes = None if conv is None else (conv.shape[1], conv.shape[2])
+    matrix = None if recurrent is None else (recurrent.shape[1], recurrent.shape[2], recurrent.shape[3])
+    return StateSpec(sizes, matrix, torch.float32 if conv is None else conv.dtype)
+
+
+def has_states(model: nn.Module) -> bool:
+    """Whether a model has recurrent layers."""
+    return any(keeps_states(type(module)) for module in model.modules())
+
+
+def let_layers_pack(model: nn.Module) -> None:
+    """Give recurrent layers classes that compute packed rows by ``RecurrentStates``, and as before without.
+
+    StatesNotFoundError if one keeps states in a way that is not known; none has changed.
+    """
+    layers = [module for module in model.modules() if keeps_states(type(module))]
+    classes = [with_packed_rows(type(module), RecurrentStates) for module in layers]
+    for module, packed in zip(layers, classes, strict=True):
+        module.__class__ = packed
+
+
+@contextmanager
+def packing(model: nn.Module) -> Iterator[None]:
+    """Let recurrent layers pack rows for the block; errors as ``let_layers_pack``."""
+    let_layers_pack(model)
+    try:
+        yield
+    finally:
+        as_they_were(model)
+
+
+def as_they_were(model: nn.Module) -> None:
+    """Give recurrent layers their own classes again."""
+    for module in model.modules():
+        if (own := own_class(type(module))) is not None:
+            module.__class__ = own
+
+
+def memories(specs: Mapping[Place, StateSpec], tensors: Sequence[Tensor]) -> dict[Place, StateMemory]:
+    """Return the memory of each place, of tensors that follow one another as ``shapes`` does."""
+    left = iter(tensors)
+    return {
+        place: StateMemory(None if spec.conv is None else next(left), None if spec.recurrent is None else next(left))
+        for place, spec in specs.items()
+    }
+
+
+def shapes(specs: Mapping[Place, StateSpec]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Return the shape of each tensor of a row's states, and its type."""
+    found: list[tuple[tuple[int, ...], torch.dtype]] = []
+    for spec in specs.values():
+        found += [] if spec.conv is None else [(spec.conv, spec.dtype)]
+        found += [] if spec.recurrent is None else [(spec.recurrent, torch.float32)]
+    return found
 
 
 def _activated(states: Tensor, activation: str | None) -> Tensor:

@@ -32,7 +32,8 @@ def with_latents(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer]
     UnsupportedModelError if the cache keeps something that is neither keys and values nor such latents.
     """
     # Expanded latents are keys and values of all heads.
-    if all(layer.kv_heads < layer.query_heads and layer.value_head_dim is None for layer in layers):
+    attending = [layer for layer in layers if layer.attends]
+    if all(layer.kv_heads < layer.query_heads and layer.value_head_dim is None for layer in attending):
         return _with_choices(model, layers)
     try:
         found = _Expansions.of(model, layers, fake=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from compiled_llm.compat.huggingface import indexed_layers
+from compiled_llm.compat.huggingface import indexed_layers, keeps_state
 from compiled_llm.model.layer_probe import Layer, attended_like, trial_forward
 from compiled_llm.model.probes.latent_probe import with_latents
 from compiled_llm.model.probes.mask_pattern import MaskFunction, PatternError, window_of
@@ -30,7 +30,7 @@ def check_patterns(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Laye
 
     UnsupportedModelError if a layer sees something else than all tokens before it, or the last ones.
     """
-    found = _windows(model, len(layers))
+    found = _windows(model, len(layers), [number for number, layer in enumerate(layers) if layer.attends])
     positions = max_positions_of(model)
     windowed = [_seeing(layer, window, positions) for layer, window in zip(layers, found, strict=True)]
     _check_cache(model, windowed)
@@ -43,18 +43,20 @@ _UNMASKED = -1
 
 def _seeing(layer: Layer, window: int | None, positions: int) -> Layer:
     """Return a layer that sees the tokens its mask shows; mostly ``layer`` itself."""
-    if window == _UNMASKED or (window or positions) == layer.visible(positions):
+    if not layer.attends or window == _UNMASKED or (window or positions) == layer.visible(positions):
         return layer
     return layer._replace(window_left=-1 if window is None else window - 1, window_in_mask=True)
 
 
-def _windows(model: PreTrainedModel, layers: int) -> list[int | None]:
-    """Return how many tokens each layer's mask shows, ``_UNMASKED`` if it has none."""
+def _windows(model: PreTrainedModel, layers: int, attending: Sequence[int]) -> list[int | None]:
+    """Return how many tokens each layer's mask shows, ``_UNMASKED`` if it has none; some layers are ``attending``."""
     functions = _First.masks_of(model)
     patterns = [_pattern(function, model) for function in functions]
     if not patterns:
         return [_UNMASKED] * layers
-    handed = [0] * layers if len(set(map(str, patterns))) == 1 else _Handed.of(model, len(patterns), layers)
+    handed: list[int | None] = [0] * layers
+    if len(set(map(str, patterns))) > 1:
+        handed = _Handed.of(model, len(patterns), layers, attending)
     windows: list[int | None] = []
     for index, number in enumerate(handed):
         pattern = _UNMASKED if number is None else patterns[number]
@@ -106,17 +108,17 @@ class _Handed:
         self.of_layer: dict[int, int | None] = {}
 
     @classmethod
-    def of(cls, model: PreTrainedModel, masks: int, layers: int) -> list[int | None]:
+    def of(cls, model: PreTrainedModel, masks: int, layers: int, attending: Sequence[int]) -> list[int | None]:
         """Return the number of each layer's mask, None if it gets none; raise if a layer makes its own."""
         observer = cls()
         with observed(model, observer):
             trial_forward(model, fake=True)
-        if len(observer.masks) != masks or sorted(observer.of_layer) != list(range(layers)):
+        if len(observer.masks) != masks or sorted(observer.of_layer) != [*attending]:
             raise UnsupportedModelError(
                 f"{type(model).__name__} makes masks inside its layers, which cannot be compared with what pages "
                 "serve; it stays usable unwrapped"
             )
-        return [observer.of_layer[index] for index in range(layers)]
+        return [observer.of_layer.get(index) for index in range(layers)]
 
     def mask(self, arguments: dict[str, Any]) -> Tensor:
         self.masks.append(torch.empty(1, 1, arguments["q_length"], arguments["kv_length"], device=arguments["device"]))
@@ -141,7 +143,8 @@ def _check_cache(model: PreTrainedModel, layers: Sequence[Layer]) -> None:
     kept = DynamicCache(config=model.config).layers
     for index, (layer, cached) in enumerate(zip(layers, kept, strict=False)):
         indexed = layer.chooses and isinstance(cached, indexed_layers())
-        if not indexed and type(cached) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        recurrent = any(not own.attends for own in layers) or keeps_state(cached)
+        if not (indexed or recurrent) and type(cached) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise UnsupportedModelError(
                 f"{name}: attention layer {index} keeps a {type(cached).__name__} in HuggingFace's cache; pages hold "
                 "keys and values of tokens, so it stays usable unwrapped"

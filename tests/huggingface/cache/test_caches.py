@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 import compiled_llm
 from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.huggingface.cache.cache_columns import row_updates, with_only_kept, with_updates
-from compiled_llm.kvcache.pool import OutOfPagesError
+from compiled_llm.kvcache.errors import OutOfPagesError
 from support.huggingface.callbacks import Raising
 from support.huggingface.pairs import OPTIONS, pair
 from support.noting import note_calls

@@ -139,7 +139,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "rel_extent": 12,
             "d_rel": 4,
         },
-        r"layer 0 keeps a LinearAttention\w+ in HuggingFace's cache: .*short convolution",
+        "passes 'position_bias' to its attention, which paged attention lacks; a variant can read",
     ),
     "Mamba": (
         {"state_size": 4, "num_hidden_layers": 1},

@@ -1,0 +1,249 @@
+"""Entries for the states of recurrent layers: which row has which. Plain numbers on the host, no device.
+
+A state is never changed where it lies. A step reads the entry that holds a row's state, and writes another one, which
+becomes the row's; the earlier one stays until the next step. So rows that begin alike share an entry, as they share
+pages, and a row can forget the tokens of its last step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from compiled_llm.compat.forks import lock
+from compiled_llm.kvcache.errors import OutOfStatesError
+from compiled_llm.kvcache.step_validity import StepValidity
+
+NO_ENTRY = -1
+"""In place of an entry: a row that begins, and what is not to be kept."""
+ENTRIES_OF_A_ROW = 2
+"""While it runs: the state that a step reads, and the one that it writes."""
+
+
+class StateAccount(NamedTuple):
+    """The pool at one moment; ``used + free`` is always ``total``."""
+
+    total: int
+    used: int
+    free: int
+
+
+class StatePool:
+    """Hands out entries, and promises them ahead of time, so that a row that was admitted never runs out.
+
+    An entry may have several owners; it is free again once the last of them gives it back.
+    """
+
+    def __init__(self, entries: int, validity: StepValidity | None = None) -> None:
+        """``validity`` of decode steps ends when rows share entries: those are not written any more."""
+        self.total = entries
+        self._validity = StepValidity() if validity is None else validity
+        self._free = list(range(entries - 1, -1, -1))
+        self._owners = [0] * entries
+        self._reserved = 0
+        # Re-entrant: the garbage collector may give back a dropped row's entries in the middle of any call.
+        self._lock = lock()
+
+    @property
+    def available(self) -> int:
+        """Entries neither used nor promised."""
+        with self._lock:
+            return len(self._free) - self._reserved
+
+    def account(self) -> StateAccount:
+        with self._lock:
+            return StateAccount(self.total, self.total - len(self._free), len(self._free))
+
+    def reserve(self, entries: int) -> None:
+        """Promise entries to a caller; OutOfStatesError if fewer are available."""
+        with self._lock:
+            if entries > self.available:
+                raise OutOfStatesError(
+                    f"{entries} states of rows are needed and {self.available} of {self.total} are available"
+                )
+            self._reserved += entries
+
+    def take_reserved(self) -> int:
+        """Turn a promised entry into a taken one."""
+        with self._lock:
+            self._reserved -= 1
+            entry = self._free.pop()
+            self._owners[entry] = 1
+            return entry
+
+    def share(self, entry: int) -> None:
+        """Count one more owner of an entry that has some."""
+        with self._lock:
+            self._validity.invalidate()
+            self._owners[entry] += 1
+
+    def is_shared(self, entry: int) -> bool:
+        """Whether an entry has several owners; then none of them may write it."""
+        return self._owners[entry] > 1
+
+    def give_back(self, entry: int = NO_ENTRY, reserved: int = 0) -> None:
+        """Return a taken entry, and promised ones that were never taken."""
+        with self._lock:
+            if entry != NO_ENTRY:
+                self._disown(entry)
+            self._reserved -= reserved
+
+    def _disown(self, entry: int) -> bool:
+        """Remove one owner; return whether the entry is free now."""
+        self._owners[entry] -= 1
+        if self._owners[entry] > 0:
+            return False
+        self._free.append(entry)
+        return True
+
+
+class RowStates:
+    """The entries of one row.
+
+    What a step of one token writes lies in the place ``n % 2`` of the row's two, n its tokens with the new one, and it
+    reads the other place. So a step that is run again finds both by the row's length, which it has on the device.
+
+    Attributes:
+        period: an object of its own for as long as the entries are the same.
+        step: what the last step reads and writes.
+    """
+
+    def __init__(self, pool: StatePool) -> None:
+        self._pool = pool
+        self._reserved = 0
+        self._entries = [NO_ENTRY, NO_ENTRY]
+        self._lengths = [0, 0]  # after how many tokens each entry is the state; 0 if there is none
+        self.period = object()
+        self.step = NO_ENTRY, NO_ENTRY
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """The entries in both places; ``NO_ENTRY`` where there is none. ``period`` is another object if they change."""
+        even, odd = self._entries
+        return even, odd
+
+    def has_grown(self, length: int) -> None:
+        """Follow a row that steps of one token, made once, have grown to ``length``."""
+        if length > max(self._lengths):
+            self._lengths[length % 2], self._lengths[1 - length % 2] = length, length - 1
+
+    def of(self, length: int) -> int:
+        """Return the entry of the state after ``length`` tokens; ``NO_ENTRY`` of none.
+
+        Raises:
+            ValueError: there is no such state any more.
+        """
+        return NO_ENTRY if length == 0 else self._entries[self._place_of(length)]
+
+    def _place_of(self, length: int) -> int:
+        if length not in self._lengths:
+            held = " and ".join(str(own) for own in sorted(filter(None, self._lengths))) or "none"
+            raise ValueError(f"the state after {length} tokens is needed; the row has those after {held}")
+        return self._lengths.index(length)
+
+    def reserve(self) -> None:
+        """Have promised what a running row needs; OutOfStatesError if that is not available."""
+        needed = self._needed()
+        if needed > self._reserved:
+            self._pool.reserve(needed - self._reserved)
+            self._reserved = needed
+
+    def _needed(self) -> int:
+        """Return how many entries the row may still take: none of those that others own is written."""
+        own = [entry for entry in self._entries if entry != NO_ENTRY]
+        return ENTRIES_OF_A_ROW - len(own) + sum(map(self._pool.is_shared, own))
+
+    def grow(self, length: int, tokens: int) -> tuple[int, int]:
+        """Have an entry for the state after ``tokens`` more than ``length``; return what a step reads and writes.
+
+        What it reads stays as it was until the row grows again.
+
+        Raises:
+            ValueError: there is no state after ``length`` tokens any more; nothing has changed.
+            OutOfStatesError: an entry that was not promised is not available; nothing has changed.
+        """
+        now = self.of(length)
+        self.reserve()
+        place = (length + tokens) % 2
+        if now != NO_ENTRY and self._entries[place] == now:  # what is read makes way
+            self._entries.reverse()
+            self._lengths.reverse()
+            self.period = object()
+        if self._entries[place] == NO_ENTRY or self._pool.is_shared(self._entries[place]):
+            self._drop(place)
+            self._entries[place] = self._pool.take_reserved()
+            self._reserved -= 1
+        self._lengths[place] = length + tokens
+        self.step = now, self._entries[place]
+        return self.step
+
+    def lend(self, length: int) -> int:
+        """Return the entry of the state after ``length`` tokens, of which the caller is one more owner from now on.
+
+        OutOfStatesError if the row could not go on then; nothing has changed.
+        """
+        entry = self.of(length)
+        if entry != NO_ENTRY:
+            self._pool.share(entry)
+            try:
+                self.reserve()
+            except OutOfStatesError:
+                self._pool.give_back(entry)
+                raise
+        return entry
+
+    def begin_with(self, entry: int, length: int) -> None:
+        """Be one more owner of an entry that holds the state after ``length`` tokens; the row has none yet.
+
+        OutOfStatesError if the row could not go on then; nothing has changed.
+        """
+        self._entries[length % 2], self._lengths[length % 2] = entry, length
+        self._pool.share(entry)
+        try:
+            self.reserve()
+        except OutOfStatesError:
+            self._drop(length % 2)
+            raise
+        self.period = object()
+
+    def fork(self, length: int) -> RowStates:
+        """Return those of another row, with the same state after ``length`` tokens; OutOfStatesError as ``lend``."""
+        forked, lent, reserved = RowStates(self._pool), NO_ENTRY, self._reserved
+        try:
+            lent = self.lend(length)
+            if lent != NO_ENTRY:
+                forked.begin_with(lent, length)
+        except OutOfStatesError:
+            self._pool.give_back(reserved=self._reserved - reserved)
+            self._reserved = reserved
+            raise
+        finally:
+            self._pool.give_back(lent)
+        return forked
+
+    def shrink(self, length: int) -> None:
+        """Forget the states after more than ``length`` tokens; ValueError if there is none after as many."""
+        self.of(length)
+        self._lengths = [own if own <= length else 0 for own in self._lengths]
+
+    def settle(self, length: int) -> None:
+        """Give back all but the state after ``length`` tokens."""
+        kept = self.of(length)
+        for place in (0, 1):
+            if self._entries[place] != kept:
+                self._drop(place)
+        self._give_promises_back()
+
+    def free(self) -> None:
+        """Give all back; freeing again does nothing."""
+        self._drop(0)
+        self._drop(1)
+        self._give_promises_back()
+
+    def _give_promises_back(self) -> None:
+        reserved, self._reserved = self._reserved, 0
+        self._pool.give_back(reserved=reserved)
+
+    def _drop(self, place: int) -> None:
+        entry, self._entries[place], self._lengths[place] = self._entries[place], NO_ENTRY, 0
+        self._pool.give_back(entry)
+        self.period = object()
