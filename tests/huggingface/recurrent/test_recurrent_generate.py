@@ -1,0 +1,184 @@
+"""Models with recurrent layers generate what HuggingFace gives each row alone, whatever else is in its batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessorList
+
+from support.engine.random_requests import CAPTURES
+from support.huggingface.callbacks import Collected, Halve
+from support.huggingface.recurrent_pairs import (
+    HYBRIDS,
+    LENGTHS,
+    PAD,
+    left_padded,
+    new_tokens_of,
+    of_rows_alone,
+    plain_family,
+    poison_released_states,
+    prompts_of,
+    wrapped_family,
+)
+from support.parity import assert_account_is_empty
+
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
+
+LOOPS = {"Bamba": "compiled forward", "FalconH1": "compiled forward"}
+"""Families that prepare inputs by methods of their own; all others take our loop."""
+TWO = ["Lfm2", "Qwen3_5"]
+
+
+def check_tokens(family: str, model: Any, seed: int, new: int = 12) -> None:
+    """Each row alone, and all in one batch, twice."""
+    prompts = prompts_of(LENGTHS, seed)
+    expected = of_rows_alone(family, prompts, new)
+    assert any(len(set(own)) > 3 for own in expected), "text that repeats one token shows little"
+    for _ in range(2):
+        assert new_tokens_of(model, prompts, new, eos_token_id=None) == expected
+    for own, wanted in zip(prompts[1:], expected[1:], strict=True):
+        assert new_tokens_of(model, [own], new, eos_token_id=None) == [wanted]
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_each_family_gives_huggingfaces_tokens(family: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are longer than a chunk and end on and beside pages; released states are NaN."""
+    model = wrapped_family(family)
+    released = poison_released_states(model, monkeypatch)
+    check_tokens(family, model, seed)
+    assert released
+    stats = model.compiled.stats()
+    assert set(stats.generate_calls) == {LOOPS.get(family, "fast loop")}
+    assert stats.recompiles == 0
+    assert_account_is_empty(model)
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("mode", CAPTURES)
+def test_captured_steps_read_and_write_states(mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    CAPTURES[mode](monkeypatch)
+    model = wrapped_family("Lfm2", mode)
+    check_tokens("Lfm2", model, seed)
+    stats = model.compiled.stats()
+    assert (stats.graph_breaks, stats.recompiles) == (0, 0)
+    assert_account_is_empty(model)
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_compiled_steps_give_the_same_tokens_of_states(family: str, seed: int) -> None:
+    model = wrapped_family(family, "compile")
+    check_tokens(family, model, seed)
+    stats = model.compiled.stats()
+    assert (stats.graph_breaks, stats.recompiles) == (0, 0)
+
+
+@pytest.mark.parametrize("family", TWO)
+@pytest.mark.parametrize("length", [3, 4, 5, 8, 16, 17, 32, 33])
+@pytest.mark.drawn
+def test_prompts_on_and_beside_pages_and_chunks(family: str, length: int, seed: int) -> None:
+    prompts = prompts_of([length, length + 1, 1], seed)
+    model = wrapped_family(family)
+    assert new_tokens_of(model, prompts, 9, eos_token_id=None) == of_rows_alone(family, prompts, 9)
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["a cache is returned", "none is"])
+@pytest.mark.parametrize("family", TWO)
+def test_rows_that_end_early(family: str, cached: bool, reading: None, seed: int) -> None:
+    prompts = prompts_of(LENGTHS, seed)
+    expected = of_rows_alone(family, prompts, 16)
+    ends = [expected[0][4], expected[3][9]]
+    model = wrapped_family(family)
+    for _ in range(2):
+        found = new_tokens_of(model, prompts, 16, eos_token_id=ends, return_dict_in_generate=cached)
+        assert found == padded_after(expected, ends)
+    assert set(model.compiled.stats().generate_calls) == {"fast loop"}
+    assert_account_is_empty(model)
+
+
+def padded_after(rows: list[list[int]], ends: list[int]) -> list[list[int]]:
+    """Rows with pads after the first of the ends, as wide as the longest."""
+    stops = [next((at + 1 for at, token in enumerate(row) if token in ends), len(row)) for row in rows]
+    return [(row[:stop] + [PAD] * len(row))[: max(stops)] for row, stop in zip(rows, stops, strict=True)]
+
+
+@pytest.mark.parametrize("family", TWO)
+def test_sampled_rows_follow_the_seed_and_their_scores_are_huggingfaces(family: str, seed: int) -> None:
+    """Of the tokens that were drawn, HuggingFace's logits are those that they were drawn from."""
+    prompts, model = prompts_of([5, 9, 20], seed), wrapped_family(family)
+    inputs, drawn = left_padded(prompts), []
+    for number in (3, 3, 4):
+        torch.manual_seed(number)
+        drawn.append(
+            model.generate(
+                **inputs, do_sample=True, top_k=20, max_new_tokens=10, eos_token_id=None, pad_token_id=PAD,
+                output_logits=True, return_dict_in_generate=True,
+            )
+        )  # fmt: skip
+    assert torch.equal(drawn[0].sequences, drawn[1].sequences)
+    assert not torch.equal(drawn[0].sequences, drawn[2].sequences)
+    for out in drawn[::2]:
+        for row, prompt in enumerate(prompts):
+            text = torch.tensor([prompt + out.sequences[row, 20:].tolist()])
+            with torch.no_grad():
+                wanted = plain_family(family)(text).logits[0, len(prompt) - 1 : -1]
+            found = torch.stack([step[row] for step in out.logits])
+            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+            best = wanted.topk(20).indices
+            assert (best == out.sequences[row, 20:, None]).any(-1).all()
+    del drawn, out
+    assert_account_is_empty(model)
+
+
+@pytest.mark.parametrize("family", TWO)
+def test_beams_fork_states(family: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, model = prompts_of([9, 22], seed), wrapped_family(family)
+    poison_released_states(model, monkeypatch)
+    options = {"num_beams": 3, "eos_token_id": None}
+    for own in prompts:
+        expected = new_tokens_of(plain_family(family), [own], 10, **options)
+        assert new_tokens_of(model, [own], 10, **options) == expected
+    both = new_tokens_of(model, prompts, 10, **options)
+    assert both == [new_tokens_of(plain_family(family), [own], 10, **options)[0] for own in prompts]
+    assert_account_is_empty(model)
+
+
+def test_copies_of_a_row_are_drawn_each_for_itself(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (prompt,) = wrapped_family("Qwen3_5"), prompts_of([21], seed)
+    poison_released_states(model, monkeypatch)
+    sampled = {"do_sample": True, "max_new_tokens": 8, "eos_token_id": None, "pad_token_id": PAD}
+    out = model.generate(**left_padded([prompt]), num_return_sequences=4, **sampled)
+    assert len({tuple(row) for row in out.tolist()}) == 4
+    cold = model.generate(**left_padded([prompt]), num_return_sequences=4, temperature=1e-4, **sampled)
+    assert cold[:, 21:].tolist() == of_rows_alone("Qwen3_5", [prompt], 8) * 4
+    assert_account_is_empty(model)
+
+
+def test_a_processor_sees_the_scores_that_huggingface_gives_it(seed: int) -> None:
+    model, prompts = wrapped_family("Lfm2"), prompts_of([5, 18], seed)
+    options: dict[str, Any] = {"logits_processor": LogitsProcessorList([Halve()]), "eos_token_id": None}
+    expected = [new_tokens_of(plain_family("Lfm2"), [own], 10, **options)[0] for own in prompts]
+    assert new_tokens_of(model, prompts, 10, **options) == expected
+    repeated: dict[str, Any] = {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "eos_token_id": None}
+    for own in prompts:
+        assert new_tokens_of(model, [own], 10, **repeated) == new_tokens_of(plain_family("Lfm2"), [own], 10, **repeated)
+    assert set(model.compiled.stats().generate_calls) <= {"fast loop", "processed loop"}
+    assert_account_is_empty(model)
+
+
+def test_a_streamer_gets_huggingfaces_tokens(seed: int) -> None:
+    model, (prompt,) = wrapped_family("Lfm2"), prompts_of([18], seed)
+    theirs, ours = Collected(), Collected()
+    for own, streamer in ((plain_family("Lfm2"), theirs), (model, ours)):
+        new_tokens_of(own, [prompt], 6, streamer=streamer, eos_token_id=None)
+    assert ours.calls == theirs.calls
+
+
+def test_drafts_take_huggingfaces_loop(seed: int) -> None:
+    model, (prompt,) = wrapped_family("Lfm2"), prompts_of([18], seed)
+    found = new_tokens_of(model, [prompt * 2], 12, prompt_lookup_num_tokens=3, eos_token_id=None)
+    assert found == of_rows_alone("Lfm2", [prompt * 2], 12)
+    assert dict(model.compiled.stats().generate_calls) == {"original": 1}
