@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from support.huggingface import families, vision
+from support.huggingface import families, recurrent_families, vision
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "models.md"
 BETWEEN = re.compile(
@@ -81,6 +81,19 @@ TESTED = {
     "Starcoder2": Example("StarCoder2", "bigcode/starcoder2-3b"),
     "Youtu": Example("Youtu-LLM", "tencent/Youtu-LLM-2B", "latents in pages"),
 }
+RECURRENT = {
+    "Bamba": Example("Bamba", "ibm-ai-platform/Bamba-9B-v2", "Mamba 2; in HuggingFace's loop"),
+    "FalconH1": Example("Falcon-H1", "tiiuae/Falcon-H1-1.5B-Deep-Instruct", "Mamba 2; in HuggingFace's loop"),
+    "GraniteMoeHybrid": Example("Granite 4.0 H", "ibm-granite/granite-4.0-h-tiny", "Mamba 2; experts: not tried"),
+    "Jamba": Example("Jamba", "ai21labs/Jamba-v0.1", "Mamba 1"),
+    "Lfm2": Example("LFM2", "LiquidAI/LFM2-1.2B", "short convolutions"),
+    "Lfm2Moe": Example("LFM2-MoE", "LiquidAI/LFM2-8B-A1B", "short convolutions"),
+    "OlmoHybrid": Example("OLMo hybrid", "allenai/Olmo-Hybrid-7B", "gated delta nets"),
+    "Qwen3Next": Example("Qwen3-Next", "Qwen/Qwen3-Next-80B-A3B-Instruct", "gated delta nets"),
+    "Qwen3_5": Example("Qwen3.5, text alone", "Qwen/Qwen3.5-27B", "gated delta nets"),
+    "Qwen3_5Moe": Example("Qwen3.5-MoE, text alone", "Qwen/Qwen3.5-35B-A3B", "gated delta nets"),
+}
+"""Families with recurrent layers beside attention, and what these are."""
 WITH_IMAGES = {
     "AyaVision": Example("Aya Vision", "CohereLabs/aya-vision-8b"),
     "Gemma3": Example("Gemma 3", "google/gemma-3-4b-it"),
@@ -103,9 +116,7 @@ REFUSED = {
     "DeepseekV4": Example("DeepSeek-V4", "deepseek-ai/DeepSeek-V4-Flash-Base", "compressed tokens in its own cache"),
     "Falcon": Example("Falcon", "tiiuae/falcon-7b", _BYPASS),
     "GPTJ": Example("GPT-J", "EleutherAI/gpt-j-6b", _BYPASS),
-    "Inkling": Example(
-        "Inkling", "thinkingmachines/Inkling-NVFP4", "short convolutions, whose states pages do not hold"
-    ),
+    "Inkling": Example("Inkling", "thinkingmachines/Inkling-NVFP4", "`position_bias` of its own in attention"),
     "Llama4": Example("Llama 4", "meta-llama/Llama-4-Scout-17B-16E-Instruct", "attention in chunks"),
     "LongcatFlash": Example(
         "LongCat-Flash", "meituan-longcat/LongCat-Flash-Chat", "experts are looped over on the host, by tokens they get"
@@ -123,7 +134,7 @@ REFUSED = {
 
 CLASSES = {**families.CLASSES, "Bert": "BertLMHeadModel", "T5": "T5ForConditionalGeneration"}
 """Those that are not named as the others."""
-EXAMPLES = [example for group in (OWN, TESTED, WITH_IMAGES, REFUSED) for example in group.values()]
+EXAMPLES = [example for group in (OWN, TESTED, RECURRENT, WITH_IMAGES, REFUSED) for example in group.values()]
 
 
 def class_of(family: str) -> str:
@@ -154,6 +165,12 @@ def text_models() -> Iterator[str]:
         yield line(example, class_of(family), compared(family) + remark)
 
 
+def recurrent_models() -> Iterator[str]:
+    for family, example in RECURRENT.items():
+        experts = ", experts" if any("experts_per" in name for name in recurrent_families.RECURRENT[family]) else ""
+        yield line(example, class_of(family), f"eager{experts}; {example.remark}")
+
+
 def models_that_see() -> Iterator[str]:
     for family, example in WITH_IMAGES.items():
         said = "text, images" if family in vision.SEEING else "text"
@@ -173,6 +190,7 @@ def table(title: str, column: str, lines: Iterable[str]) -> str:
 def tables() -> str:
     parts = [
         table("Text", "compared with HuggingFace", text_models()),
+        table("Recurrent layers", "compared with HuggingFace", recurrent_models()),
         table("Text and images", "compared with HuggingFace", models_that_see()),
         table("Refused", "because", refused_models()),
     ]
