@@ -91,12 +91,13 @@ _SERVED_CLASSES = frozenset(
     {
         *("GenerationMixin", "PreTrainedModel", "Module"),
         *("Gemma3ForConditionalGeneration", "Phi3ForCausalLM", "PhimoeForCausalLM"),
+        *("BambaForCausalLM", "FalconH1ForCausalLM"),
     }
 )
 """Classes of transformers and torch whose methods of these names our loops do the work of.
 
 Gemma 3 gives the types of tokens to the prompt alone. Phi-3 and PhiMoE begin again without a cache where they switch to
-longrope, which ``wrap`` refuses.
+longrope, which ``wrap`` refuses. Bamba and Falcon-H1 ask for the last logits, which is what our loops compute.
 """
 
 

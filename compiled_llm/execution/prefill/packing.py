@@ -149,7 +149,7 @@ def chunks(
                 part = _that_fit(part, before, Taken(tokens, pages, len(chunk)), page_size, holds)
             if part:
                 cut = _part(extension, start, start + part, page_size, groups)
-                spare_states = spare_states[::-1]
+                spare_states = spare_states[1], spare_states[0]
                 chunk.append(cut._replace(states=_states_of(extension, start, start + part, spare_states)))
                 start, tokens, pages = start + part, tokens + part, pages - -(before + part) // page_size
             if tokens == most or start < count:
