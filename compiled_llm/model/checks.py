@@ -271,7 +271,7 @@ def settled(config: WrapConfig, layers: Sequence[Layer], model: PreTrainedModel)
 
     That is FlashInfer if its kernels are faster than ours for so many heads, and else ``"auto"``.
     """
-    faster = all(layer.expansion is not None and layer.query_heads > OWN_HEADS for layer in layers)
+    faster = all(layer.expansion is not None and layer.query_heads > OWN_HEADS for layer in layers if layer.attends)
     if not faster or model.device.type != "cuda" or config.attention_backend != "auto":
         return config
     name, backend, _ = config.backend_on("cuda")
@@ -282,6 +282,7 @@ def settled(config: WrapConfig, layers: Sequence[Layer], model: PreTrainedModel)
     known = all(
         backend.missing_kernel(geometry._replace(rope_size=layer.value_head_dim or 0)) is None
         for layer, geometry in geometries
+        if layer.attends
     )
     return replace(config, backend="flashinfer") if known else config
 
@@ -309,6 +310,8 @@ def _check_latents(model: PreTrainedModel, layers: Sequence[Layer], config: Wrap
             "knows; wrap with backend='auto'"
         )
     for number, layer in enumerate(layers):
+        if not layer.attends:
+            continue
         assert layer.value_head_dim is not None, "latents have a rotated part"
         if layer.window_left >= 0 or layer.logits_soft_cap > 0:
             what = f"a window of {layer.window_left + 1}" if layer.window_left >= 0 else "capped logits"

@@ -150,8 +150,8 @@ def with_variants(forward: Forward, layers: Sequence[Layer]) -> Forward:
 
 def with_latents(forward: Forward, layers: Sequence[Layer]) -> Forward:
     """Return a ``forward`` whose layers hand over latents, in place of a cache; mostly ``forward`` itself."""
-    expansions = [layer.expansion for layer in layers if layer.expansion is not None]
-    if not expansions:
+    expansions = [layer.expansion for layer in layers]
+    if not any(expansions):
         return forward
     has_index = any(layer.index_size is not None for layer in layers)
 
@@ -161,7 +161,10 @@ def with_latents(forward: Forward, layers: Sequence[Layer]) -> Forward:
             latents, inputs = Latents(expansions, rows, pages), {**inputs, "attention_mask": rows.mask()}
         else:
             latents = Latents(expansions)
-        return forward(model, paged_batch=paged_batch._replace(latents=latents), past_key_values=latents, **inputs)
+        if isinstance(states := inputs.pop("past_key_values", None), RecurrentStates):
+            states.latents = latents
+        cache = latents if states is None else states
+        return forward(model, paged_batch=paged_batch._replace(latents=latents), past_key_values=cache, **inputs)
 
     return handing_over
 

@@ -61,14 +61,14 @@ class Latents:
 
     def __init__(
         self,
-        expansions: Sequence[Expansion],
+        expansions: Sequence[Expansion | None],
         rows: IndexedRows | None = None,
         index_pages: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
         """Make it for a forward.
 
         Args:
-            expansions: of each layer.
+            expansions: of each layer; None of one without attention.
             rows: where index keys lie; None if layers have no indexers.
             index_pages: the pages ``[P, S, I]`` of each layer that has one.
         """
@@ -95,12 +95,17 @@ class Latents:
 
     def absorbed(self, module: nn.Module, layer: int, query: Tensor) -> Tensor:
         """Return ``[T, H, R + E]`` of queries ``[T, H, N + E]``, to be multiplied with latents."""
-        weight, _ = self._expansions[layer].halves(module)
+        weight, _ = self._halves(module, layer)
         plain, rope = query.split([weight.shape[1], query.shape[2] - weight.shape[1]], dim=-1)
         latent = torch.bmm(plain.transpose(0, 1), weight).transpose(0, 1)
         return torch.cat([latent, rope], dim=-1)
 
     def expanded(self, module: nn.Module, layer: int, out: Tensor) -> Tensor:
         """Return ``[T, H, V]`` of weighted latents ``[T, H, R]``."""
-        _, weight = self._expansions[layer].halves(module)
+        _, weight = self._halves(module, layer)
         return torch.bmm(out.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
+
+    def _halves(self, module: nn.Module, layer: int) -> tuple[Tensor, Tensor]:
+        expansion = self._expansions[layer]
+        assert expansion is not None, "the layer attends"
+        return expansion.halves(module)

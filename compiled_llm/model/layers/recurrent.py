@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
 from compiled_llm.compat.recurrent_forwards import keeps_states, own_class, with_packed_rows
+from compiled_llm.model.layers.latents import Latents
 from compiled_llm_ops import causal_conv1d, gated_delta_rule, selective_scan
 
 NO_STATE = -1
@@ -84,17 +85,23 @@ class StateMemory(NamedTuple):
 
 
 class RecurrentStates:
-    """In place of HuggingFace's cache while a forward runs whose layers keep states."""
+    """In place of HuggingFace's cache while a forward runs whose layers keep states.
+
+    Attributes:
+        rows: where they lie.
+        latents: take what layers of multi-head latent attention hand over; None if the others keep keys and values.
+    """
 
     def __init__(self, rows: StateRows, memory: Mapping[Place, StateMemory]) -> None:
         self.rows, self._memory = rows, memory
+        self.latents: Latents | None = None
         self._place: Place = -1, 0
 
     # ---- what HuggingFace's layers ask a cache
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return a layer's new keys and values: its attention function has pages."""
-        return key, value
+        return (key, value) if self.latents is None else self.latents.update(key, value, layer_idx)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """Return None: no layer is to compute with a state by itself."""
@@ -115,7 +122,7 @@ class RecurrentStates:
         self._place = layer_idx, state_idx
         return states
 
-    def update_recurrent_state(self, states: None, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> None:
+    def update_recurrent_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> None:
         """Do nothing: the state has been written."""
 
     # ---- what stands in for functions of its layers
@@ -156,8 +163,8 @@ class RecurrentStates:
         *,
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        """Return ``[b, q, H, V]``, of queries and keys ``[b, q, K, D]``, and no state.
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``[b, q, H, V]``, of queries and keys ``[b, q, K, D]``, and no numbers for a state.
 
         ``g``, the decay, is ``[b, q, H]`` or ``[b, q, H, D]``.
         """
@@ -165,7 +172,7 @@ class RecurrentStates:
         memory = self._recurrent(value.shape[2], query.shape[3], value.shape[3], query.device)
         scale = query.shape[3] ** -0.5
         out = gated_delta_rule(*tokens, memory, *self.rows.places, scale, use_qk_l2norm_in_kernel)
-        return out.unflatten(0, query.shape[:2]), None
+        return out.unflatten(0, query.shape[:2]), out.new_empty(0)
 
     def selective_scan(
         self,
@@ -180,7 +187,7 @@ class RecurrentStates:
         delta_softplus: bool = False,
         return_last_state: bool = False,
         **kwargs: Any,
-    ) -> Tensor | tuple[Tensor, None]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Return ``[b, H, q]`` of as many, by Mamba 1, whose heads have one number; B and C are ``[b, N, q]``."""
         dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[:, None]
         dt = softplus(dt) if delta_softplus else dt
@@ -190,7 +197,7 @@ class RecurrentStates:
         out = out.unflatten(0, (states.shape[0], states.shape[2])).transpose(1, 2)
         out = out if D is None else out + states * D[:, None]
         out = out if z is None else out * silu(z)
-        return (out, None) if return_last_state else out
+        return (out, out.new_empty(0)) if return_last_state else out
 
     def chunk_scan(
         self,
@@ -206,7 +213,7 @@ class RecurrentStates:
         dt_limit: tuple[float, float] = (0.0, float("inf")),
         return_final_states: bool = False,
         **kwargs: Any,
-    ) -> Tensor | tuple[Tensor, None]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Return ``[b, q, H, P]`` float32 of as many, by Mamba 2; B and C are ``[b, q, G, N]``."""
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
         dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
@@ -215,7 +222,7 @@ class RecurrentStates:
         memory = self._recurrent(states.shape[2], states.shape[3], B.shape[3], states.device)
         out = selective_scan(tokens, steps, A, b, c, memory, *self.rows.places).unflatten(0, states.shape[:2])
         out = out if D is None else out + states * D[:, None]
-        return (out, None) if return_final_states else out
+        return (out, out.new_empty(0)) if return_final_states else out
 
     def _conv(self, tokens: Tensor, weight: Tensor) -> Tensor:
         memory = self._memory[self._place].conv

@@ -42,13 +42,13 @@ def with_latents(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer]
     except Exception:  # a forward that looks at numbers does not take fake tensors
         found = _Expansions.of(model, layers, fake=False)
     latent = [number for number, layer in enumerate(found) if layer.expansion is not None]
-    if latent and len(latent) < len(found):
+    if latent and len(latent) < len(attending):
         raise UnsupportedModelError(
             f"{type(model).__name__}: attention layer {latent[0]} keeps latents in HuggingFace's cache, and others "
             "keep keys and values; pages hold the same of all layers, so it stays usable unwrapped"
         )
     if latent:
-        _ExpansionCheck.check(model, found[0])
+        _ExpansionCheck.check(model, found[latent[0]])
     return _with_choices(model, found)
 
 

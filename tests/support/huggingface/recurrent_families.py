@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from support.huggingface.families import TINY
+from support.huggingface.families import LATENTS, TINY
 
 SMALL = {**TINY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8}
 HYBRID = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
@@ -28,7 +28,21 @@ ROUTED = {
 }
 CONV = {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3}
 MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
-RECURRENT: dict[str, dict[str, Any]] = {
+OF_CHANNELS = {
+    **HYBRID,
+    **LATENTS,
+    "q_lora_rank": None,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+}
+"""Delta attention with a decay of each channel, beside latent attention."""
+KNOWN: dict[str, dict[str, Any]] = {
+    "BailingHybrid": {**OF_CHANNELS, "layer_group_size": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
     "Bamba": {"attn_layer_indices": [1], **MAMBA_2},
     "FalconH1": {**MAMBA_2, "mamba_n_heads": 4, "mamba_d_ssm": 32},
     "FalconMamba": {"state_size": 8},
@@ -47,15 +61,27 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "mamba_d_state": 8,
         "mamba_dt_rank": 4,
     },
+    "KimiLinear": {**OF_CHANNELS, "mlp_layer_types": ["dense", "sparse", "sparse"], "n_shared_experts": 1},
     "Lfm2": CONV,
     "Lfm2Moe": {**CONV, **ROUTED, "num_dense_layers": 1},
     "Mamba": {"state_size": 8},
     "Mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "expand": 2, "chunk_size": 8},
+    "Lfm3": CONV,
+    "NemotronH": {
+        "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 8,
+    },
     "OlmoHybrid": DELTA,
     "Qwen3Next": {**DELTA, **ROUTED},
     "Qwen3_5": DELTA,
     "Qwen3_5Moe": {**DELTA, **ROUTED},
 }
+RECURRENT = {family: options for family, options in KNOWN.items() if hasattr(transformers, f"{family}ForCausalLM")}
+"""Those of the installed version."""
 ALL_RECURRENT = frozenset({"FalconMamba", "Mamba", "Mamba2"})
 """Families without attention."""
 CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
