@@ -60,7 +60,7 @@ class KVScales:
     Any nested sequences of numbers will do; they are kept as tuples.
 
     Attributes:
-        keys: of each layer, for each kv head.
+        keys: of each layer, for each kv head; none of a layer without attention.
         values: likewise.
 
     Raises:
@@ -79,7 +79,7 @@ class KVScales:
                 raise ValueError(
                     f"kv_scales: {name} must be numbers, [layers][kv heads]; got {_shortly(given)}"
                 ) from None
-            if not layers or not all(layers):
+            if not any(layers):
                 raise ValueError(f"kv_scales: {name} must have a scale for each layer and kv head; got {given!r}")
             for layer, heads in enumerate(layers):
                 for head, scale in enumerate(heads):

@@ -231,7 +231,8 @@ def add_states(cache: Cache, layer: int, number: int, conv: Tensor | None, recur
     if conv is not None:
         given.update_conv_state(conv, layer, state_idx=number, conv_kernel_size=conv.shape[-1])
     if recurrent is not None:
-        given.update_recurrent_state(recurrent, layer, state_idx=number)
+        heads_of_one = recurrent.shape[2] == 1  # Mamba 1, whose states have no dimension for it
+        given.update_recurrent_state(recurrent.squeeze(2) if heads_of_one else recurrent, layer, state_idx=number)
 
 
 def keeps_state(layer: Any) -> bool:

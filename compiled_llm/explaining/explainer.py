@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ from compiled_llm.model.attention_switch import attention_configs, paged_attenti
 from compiled_llm.model.checks import check_model, check_placement
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.inputs import check_prompt
-from compiled_llm.model.layer_probe import UnpagedCallError, probe_layers
+from compiled_llm.model.layer_probe import UnpagedCallError, probe_layers, probe_states
+from compiled_llm.model.layers.recurrent import packing
 from compiled_llm.model.places import blame, stack_of
 from compiled_llm.model.probes.mask_probe import check_patterns
 from compiled_llm.model.refusals import UnsupportedModelError
@@ -92,10 +93,11 @@ def explain(
         facts = subject.facts(findings)
         if facts is not None:
             sandbox = Sandbox(facts, subject.config, prompts)
-            traces = _trace(model, dumped, sandbox, findings)
-            if timings and _whole(traces):
-                given = None if example_inputs is None else prompts
-                timed = sandbox.timed(sizes, given) if runtime is None else timings_of(runtime, timings, given)
+            with packing(model) if runtime is None else nullcontext():
+                traces = _trace(model, dumped, sandbox, findings)
+                if timings and _whole(traces):
+                    given = None if example_inputs is None else prompts
+                    timed = sandbox.timed(sizes, given) if runtime is None else timings_of(runtime, timings, given)
     if not findings.entries and subject.refusal:
         findings.add(general("refused", subject.refusal, "Use the model unwrapped, or report this as a bug."))
     findings.extend(happened)
@@ -143,8 +145,11 @@ class _Subject:
                 # No fake tensor may stay.
                 with restored(self.model), self._paged(), LinearRecorder() as recorder:
                     layers = probe_layers(self.model, BATCH_ARGUMENT, fake=fake)
+                with restored(self.model), self._paged():
+                    states = probe_states(self.model, BATCH_ARGUMENT, fake)
                 layers = check_patterns(self.model, layers)
-                return ModelFacts.of(self.model, type(self.model), layers, recorder.groups(self.model))
+                groups = recorder.groups(self.model)
+                return ModelFacts.of(self.model, type(self.model), layers, groups, states=states)
             except UnsupportedModelError as error:
                 self.refusal, cause = str(error), error.cause
                 if cause is None:

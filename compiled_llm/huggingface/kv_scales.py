@@ -52,10 +52,11 @@ def kv_scales(model: PreTrainedModel, prompts: Sequence[Sequence[int] | Tensor])
 
 
 class _Largest:
-    """The largest absolute keys and values of each layer so far, ``[2, K]`` by its number."""
+    """The largest absolute keys and values of each layer so far, ``[2, K]`` by its number; none without attention."""
 
     def __init__(self) -> None:
         self._of_layers: dict[int, Tensor] = {}
+        self.layers = 0
 
     def see(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Take in ``[B, K, C, D]``."""
@@ -67,7 +68,11 @@ class _Largest:
         """Return the scales of keys, part 0, or values, part 1."""
         if not self._of_layers:
             raise RuntimeError("kv_scales: the model has put nothing into the cache that it was given")
-        return [_scales_of(layer, self._of_layers[layer][part].tolist()) for layer in range(len(self._of_layers))]
+        nothing = torch.zeros(2, 0, device="cpu")
+        return [
+            _scales_of(layer, self._of_layers.get(layer, nothing)[part].tolist())
+            for layer in range(max(self.layers, len(self._of_layers)))
+        ]
 
 
 def _scales_of(layer: int, largest: Sequence[float]) -> list[float]:
@@ -83,7 +88,7 @@ class _Watched(DynamicCache):
 
     def __init__(self, model: PreTrainedModel, largest: _Largest) -> None:
         super().__init__(config=model.config.get_text_config(decoder=True))
-        self._largest = largest
+        self._largest, largest.layers = largest, len(self.layers)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         self._largest.see(layer_idx, key_states, value_states)

@@ -284,6 +284,9 @@ class Row:
         if self.states is not None and tokens:
             self.states.has_grown(self.length)
             self.states.shrink(self.length - tokens)
+        self._shrink_pages(tokens)
+
+    def _shrink_pages(self, tokens: int) -> None:
         self.length -= tokens
         if tokens:
             self._forget_chain()
@@ -293,6 +296,27 @@ class Row:
             self.page_period = object()
         self._reserved += self._pool.untake(self.pages[keep:])
         del self.pages[keep:]
+
+    def lend_state(self) -> int:
+        """Return the entry of its state, which stays as it is until it comes back, by ``go_back`` or otherwise.
+
+        OutOfStatesError if the row could not go on; nothing has changed.
+        """
+        if self.states is None:
+            return NO_ENTRY
+        self.states.has_grown(self.length)
+        return self.states.lend(self.length)
+
+    def return_state(self, entry: int) -> None:
+        """Give back what ``lend_state`` returned."""
+        if self.states is not None:
+            self.states.give_back(entry)
+
+    def go_back(self, length: int, entry: int) -> None:
+        """Forget all tokens after the first ``length``, when ``lend_state`` returned ``entry``."""
+        if self.states is not None:
+            self.states.go_back(entry, length)
+        self._shrink_pages(self.length - length)
 
     def rewind(self, length: int) -> None:
         """Forget all tokens after the first ``length``."""

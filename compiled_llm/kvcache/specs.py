@@ -473,6 +473,8 @@ def _spec_of(layer: Layer, page_size: int, dtype: torch.dtype, backend: Backend,
 
 
 def _in_fp8(spec: KVCacheSpec, scales: PageScales) -> KVCacheSpec:
+    if isinstance(spec, NoKeysSpec):
+        return spec
     assert isinstance(spec, FullAttentionSpec), "wrap has refused other layers"
     return Fp8AttentionSpec(spec, scales)
 

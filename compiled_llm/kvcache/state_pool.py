@@ -121,6 +121,11 @@ class RowStates:
         even, odd = self._entries
         return even, odd
 
+    @property
+    def alternates(self) -> bool:
+        """Whether steps of one token may write both places in turn: the entries there are the row's alone."""
+        return not any(entry == NO_ENTRY or self._pool.is_shared(entry) for entry in self._entries)
+
     def has_grown(self, length: int) -> None:
         """Follow a row that steps of one token, made once, have grown to ``length``."""
         if length > max(self._lengths):
@@ -190,6 +195,15 @@ class RowStates:
                 self._pool.give_back(entry)
                 raise
         return entry
+
+    def give_back(self, entry: int) -> None:
+        """Give back what was lent."""
+        self._pool.give_back(entry)
+
+    def go_back(self, entry: int, length: int) -> None:
+        """Take over, in place of all others, an entry that was lent as the state after ``length`` tokens."""
+        self.free()
+        self._entries[length % 2], self._lengths[length % 2] = entry, length
 
     def begin_with(self, entry: int, length: int) -> None:
         """Be one more owner of an entry that holds the state after ``length`` tokens; the row has none yet.

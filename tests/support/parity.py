@@ -42,7 +42,13 @@ def assert_account_is_empty(model: PreTrainedModel) -> None:
         return
     assert account.used == 0
     assert account.used + account.free + account.cached == account.total
-    assert model.compiled.model_runner().pool.available == account.free + account.cached, "pages are promised to nobody"
+    pool = model.compiled.model_runner().pool
+    assert pool.available == account.free + account.cached, "pages are promised to nobody"
+    if pool.states is not None:
+        spare = len(set(model.compiled.model_runner().state.spare_states))
+        states = pool.states.account()
+        assert (states.used, states.used + states.free) == (spare, states.total)
+        assert pool.states.available == states.free, "states are promised to nobody"
 
 
 def wrap_and_compare(model: PreTrainedModel, seed: int, **options: Any) -> None:

@@ -35,7 +35,8 @@ class CascadeTable:
     def __init__(self, state: RunnerState) -> None:
         self._staging, self._slots = state.staging, state.slots
         self._page_size, max_rows = state.config.page_size, state.config.max_batch_size
-        geometries = attention_geometries(state.facts.layers, self._page_size, state.dtype)
+        attending = [layer for layer in state.facts.layers if layer.attends]
+        geometries = attention_geometries(attending, self._page_size, state.dtype)
         self._kv_heads = min(geometry.kv_heads for geometry in geometries)
         self._heads = self._kv_heads * max(geometry.query_heads // geometry.kv_heads for geometry in geometries)
         on_cuda = state.device.type == "cuda"

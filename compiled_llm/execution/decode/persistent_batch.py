@@ -156,7 +156,7 @@ class PersistentBatch:
 
     def _room(self, row: Row) -> int:
         """Tokens that a row can grow by before anything has to be written."""
-        if self._decode.follows_tokens:
+        if self._decode.follows_tokens or (row.states is not None and not row.states.alternates):
             return 0
         return row.room if self._decode.follows_pages else row.listed // self._groups * self._page_size - row.length
 

@@ -36,7 +36,9 @@ class RowUpdate(NamedTuple):
         return self.kept + len(self.columns)
 
 
-def row_updates(stored: NDArray[np.bool_], mask: NDArray[np.bool_] | None, first: int, last: int) -> list[RowUpdate]:
+def row_updates(
+    stored: NDArray[np.bool_], mask: NDArray[np.bool_] | None, first: int, last: int, recurrent: bool = False
+) -> list[RowUpdate]:
     """Return the changes in each row of a cache.
 
     Args:
@@ -44,6 +46,7 @@ def row_updates(stored: NDArray[np.bool_], mask: NDArray[np.bool_] | None, first
         mask: ``[B, C']`` that ends with column ``last``, False where hidden; None hides nothing new.
         first: the column of the first token at hand.
         last: one past the column of the last.
+        recurrent: a row that is to forget a token begins again, as it has no state from before it.
 
     Raises:
         ValueError: the mask shows a token again that is neither stored nor at hand.
@@ -56,7 +59,7 @@ def row_updates(stored: NDArray[np.bool_], mask: NDArray[np.bool_] | None, first
     if mask is not None:
         covered = min(last, mask.shape[1])
         wanted[:, last - covered :] = mask[:, mask.shape[1] - covered :]
-    rows = [_row_update(*row) for row in zip(stored, wanted, strict=True)]
+    rows = [_row_update(*row, recurrent) for row in zip(stored, wanted, strict=True)]
     for row, update in enumerate(rows):
         if len(update.columns) and update.columns[0] < first:
             raise ValueError(
@@ -66,9 +69,11 @@ def row_updates(stored: NDArray[np.bool_], mask: NDArray[np.bool_] | None, first
     return rows
 
 
-def _row_update(stored: NDArray[np.bool_], wanted: NDArray[np.bool_]) -> RowUpdate:
+def _row_update(stored: NDArray[np.bool_], wanted: NDArray[np.bool_], recurrent: bool) -> RowUpdate:
     changed = np.flatnonzero(wanted[: len(stored)] != stored)
     unchanged = int(changed[0]) if len(changed) else len(stored)
+    if recurrent and stored[unchanged:].any():
+        unchanged = 0
     return RowUpdate(int(stored[:unchanged].sum()), unchanged, unchanged + np.flatnonzero(wanted[unchanged:]))
 
 

@@ -30,6 +30,7 @@ from compiled_llm.huggingface.cache.cache_columns import (
 )
 from compiled_llm.huggingface.cache.hidden_columns import check_windows
 from compiled_llm.huggingface.cache.paged_layer import PagedLayer
+from compiled_llm.kvcache.errors import OutOfPagesError
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.inputs import check_range
 from compiled_llm.model.layer_probe import index_places
@@ -47,7 +48,10 @@ class PagedCache(Cache):
     def __init__(self, generate_loop: GenerateLoop) -> None:
         state = generate_loop.model_runner.state
         super().__init__(
-            layers=[PagedLayer(self, index, state.dtype, state.device) for index in range(len(state.facts.layers))]
+            layers=[
+                PagedLayer(self, index, state.dtype, state.device, not state.facts.states)
+                for index in range(len(state.facts.layers))
+            ]
         )
         self.generate_loop = generate_loop
         self.stored = _NOTHING
@@ -73,6 +77,14 @@ class PagedCache(Cache):
     def seen(self) -> int:
         """C, how many tokens each row has been given, masked ones (which are not stored) included."""
         return int(self.stored.shape[1])
+
+    @property
+    def _rows(self) -> Sequence[Row]:
+        return self.generate_loop.rows
+
+    @property
+    def _is_recurrent(self) -> bool:
+        return bool(self.generate_loop.model_runner.state.facts.states)
 
     @property
     def is_compileable(self) -> bool:
@@ -139,15 +151,22 @@ class PagedCache(Cache):
             tokens_to_remove: their number, masked ones included, as a negative number, as in HuggingFace.
 
         Raises:
-            ValueError: the number is positive, or exceeds the tokens that the cache was given.
+            ValueError: the number is positive, or exceeds the tokens that the cache was given, or layers are recurrent
+                and a row would keep some of its tokens; nothing has changed.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop: tokens_to_remove={tokens_to_remove} must be a negative number of tokens")
         left = self.seen + tokens_to_remove
         if left < 0:
             raise ValueError(f"crop: tokens_to_remove={tokens_to_remove} and the cache was given {self.seen} tokens")
+        lengths = self.stored[:, :left].sum(axis=1).tolist()
+        if self._is_recurrent and any(0 < kept < row.length for row, kept in zip(self._rows, lengths, strict=True)):
+            raise ValueError(
+                f"crop: tokens_to_remove={tokens_to_remove}: recurrent layers have no states from before the last "
+                "token; go on with a copy of the cache (copy.deepcopy) that was made there, or compute the text again"
+            )
         with self.generate_loop.promise.drawn_on():
-            for row, length in zip(self.generate_loop.rows, self.stored[:, :left].sum(axis=1).tolist(), strict=True):
+            for row, length in zip(self._rows, lengths, strict=True):
                 row.rewind(length)
                 row.settle()
         self.stored = self.stored[:, :left]
@@ -177,7 +196,7 @@ class PagedCache(Cache):
         if self.seen and len(self.stored) != batch:
             raise ValueError(f"input_ids: {batch} rows do not fit a cache of {len(self.stored)} rows")
         stored = self.stored if self.seen else np.zeros((batch, 0), dtype=bool)
-        return row_updates(stored, None if mask is None else on_host(mask) != 0, first, last)
+        return row_updates(stored, None if mask is None else on_host(mask) != 0, first, last, self._is_recurrent)
 
     def check_windows(self, updates: Sequence[RowUpdate], last: int, growth: int = 0) -> None:
         """Raise HiddenInWindowError if a hidden token lies between others in a sliding window.
@@ -202,16 +221,19 @@ class PagedCache(Cache):
         stored = self.stored if self.seen else np.zeros((len(rows), 0), dtype=bool)
         for row, update in zip(rows, updates, strict=True):
             row.rewind(update.kept)
-        positions = [row.position for row in rows]
+        positions, lent = [row.position for row in rows], _lent(rows)
         self.stored = with_only_kept(stored, updates)
         try:
             yield rows
         except BaseException:
-            for row, update, row.position in zip(rows, updates, positions, strict=True):
-                row.shrink(row.length - update.kept)
+            for row, update, entry, row.position in zip(rows, updates, lent, positions, strict=True):
+                row.go_back(update.kept, entry)
             if not self.seen:
                 self.close()
             raise
+        else:
+            for row, entry in zip(rows, lent, strict=True):
+                row.return_state(entry)
         finally:
             with self.generate_loop.promise.drawn_on():
                 for row in rows:
@@ -337,3 +359,16 @@ _NOTHING: NDArray[np.bool_] = np.zeros((0, 0), dtype=bool)
 
 def _on(like: Tensor, indices: NDArray[np.int64]) -> Tensor:
     return torch.from_numpy(indices).to(like.device)
+
+
+def _lent(rows: Sequence[Row]) -> list[int]:
+    """Return the entries of rows' states, lent; OutOfStatesError if one could not go on, and none is lent then."""
+    lent: list[int] = []
+    try:
+        for row in rows:
+            lent.append(row.lend_state())  # noqa: PERF401  # those before an error are given back
+    except OutOfPagesError:
+        for row, entry in zip(rows, lent, strict=False):
+            row.return_state(entry)
+        raise
+    return lent

@@ -38,9 +38,11 @@ class PagedLayer(CacheLayerMixin):
     """One layer with HuggingFace's interface; its keys and values lie in the pages."""
 
     is_sliding = False
-    is_croppable = True
 
-    def __init__(self, cache: LayerSource, index: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, cache: LayerSource, index: int, dtype: torch.dtype, device: torch.device, is_croppable: bool = True
+    ) -> None:
+        self.is_croppable = is_croppable
         self._cache = weakref.ref(cache)  # a cycle would keep the rows' pages until the garbage collector comes by
         self._index = index
         self.dtype: torch.dtype = dtype

@@ -121,16 +121,20 @@ def test_sampled_rows_follow_the_seed_and_their_scores_are_huggingfaces(family: 
     assert torch.equal(drawn[0].sequences, drawn[1].sequences)
     assert not torch.equal(drawn[0].sequences, drawn[2].sequences)
     for out in drawn[::2]:
-        for row, prompt in enumerate(prompts):
-            text = torch.tensor([prompt + out.sequences[row, 20:].tolist()])
-            with torch.no_grad():
-                wanted = plain_family(family)(text).logits[0, len(prompt) - 1 : -1]
-            found = torch.stack([step[row] for step in out.logits])
-            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
-            best = wanted.topk(20).indices
-            assert (best == out.sequences[row, 20:, None]).any(-1).all()
+        assert_drawn_from_huggingfaces_logits(family, prompts, out)
     del drawn, out
     assert_account_is_empty(model)
+
+
+def assert_drawn_from_huggingfaces_logits(family: str, prompts: list[list[int]], out: Any) -> None:
+    width = max(map(len, prompts))
+    for row, prompt in enumerate(prompts):
+        text = torch.tensor([prompt + out.sequences[row, width:].tolist()])
+        with torch.no_grad():
+            wanted = plain_family(family)(text).logits[0, len(prompt) - 1 : -1]
+        found = torch.stack([step[row] for step in out.logits])
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+        assert (wanted.topk(20).indices == out.sequences[row, width:, None]).any(-1).all()
 
 
 @pytest.mark.parametrize("family", TWO)
@@ -149,11 +153,13 @@ def test_beams_fork_states(family: str, seed: int, monkeypatch: pytest.MonkeyPat
 def test_copies_of_a_row_are_drawn_each_for_itself(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, (prompt,) = wrapped_family("Qwen3_5"), prompts_of([21], seed)
     poison_released_states(model, monkeypatch)
-    sampled = {"do_sample": True, "max_new_tokens": 8, "eos_token_id": None, "pad_token_id": PAD}
-    out = model.generate(**left_padded([prompt]), num_return_sequences=4, **sampled)
-    assert len({tuple(row) for row in out.tolist()}) == 4
-    cold = model.generate(**left_padded([prompt]), num_return_sequences=4, temperature=1e-4, **sampled)
-    assert cold[:, 21:].tolist() == of_rows_alone("Qwen3_5", [prompt], 8) * 4
+    out = model.generate(
+        **left_padded([prompt]), num_return_sequences=4, do_sample=True, top_k=20, max_new_tokens=8,
+        eos_token_id=None, pad_token_id=PAD, output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    assert len({tuple(row) for row in out.sequences.tolist()}) == 4
+    assert_drawn_from_huggingfaces_logits("Qwen3_5", [prompt] * 4, out)
+    del out
     assert_account_is_empty(model)
 
 

@@ -11,7 +11,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from support.engine.random_requests import CHOOSING, KINDS
+from support.engine.random_requests import CHOOSING, KEEPING_STATES, KINDS
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "compatibility.md"
 BETWEEN = re.compile(
@@ -39,9 +39,12 @@ NAMES = {
     "latents": "latents (MLA)",
     "chosen tokens": "latents of chosen tokens (DSA)",
     "chosen blocks": "chosen blocks (MiniMax-M3)",
+    "recurrent layers": "recurrent layers beside attention",
 }
-LAYERS = {**KINDS, **CHOOSING}
+LAYERS = {**KINDS, **CHOOSING, **KEEPING_STATES}
 assert NAMES.keys() == LAYERS.keys()
+SHARING_NOTHING = frozenset(KEEPING_STATES)
+"""Kinds whose requests have all of their pages to themselves, so that there is nothing to read once either."""
 
 REFUSED_TOGETHER = {
     ("batch_invariant", "cascade"): "batch_invariant=True with cascade=True",
@@ -58,6 +61,7 @@ REFUSED_KINDS = {
     ("cascade", "chosen tokens"): "cascade=True: attention layer 0 keeps latents",
     ("kv_dtype", "latents"): "kv_dtype='fp8_e4m3': attention layer 0 keeps latents",
     ("kv_dtype", "chosen tokens"): "kv_dtype='fp8_e4m3': attention layer 0 keeps latents",
+    ("batch_invariant", "recurrent layers"): "batch_invariant=True: layer 0 of Qwen3_5ForCausalLM is recurrent",
     ("mixed", "chosen blocks"): "mixed=True with a model whose indexers choose blocks",
     ("kv_dtype", "values that are no keys"): "kv_dtype='fp8_e4m3': attention layer 0 has keys with heads of size",
 }
@@ -102,6 +106,8 @@ USUAL = [
     Cell("mixed", "check_pages", "latents"),
     Cell("mixed", "check_pages", "chosen tokens"),
     Cell("kv_dtype", "cascade", "chosen blocks"),
+    Cell("mixed", "check_pages", "recurrent layers"),
+    Cell("kv_dtype", "batch_invariant", "recurrent layers"),
 ]
 """Each pair and each kind; the others run with `--whole`."""
 

@@ -22,6 +22,7 @@ from support.engine.tiny_engines import PATIENCE
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.execution.stand_in_piecewise import let_a_cpu_capture_pieces
 from support.huggingface.families import FAMILIES, make
+from support.huggingface.recurrent_families import recurrent_model
 from support.indexed_models import block_model, indexed_model
 from support.latent_models import latent_model
 from support.tiny_models import tiny_qwen3
@@ -93,6 +94,12 @@ CHOOSING: dict[str, Callable[[], PreTrainedModel]] = {
     "chosen blocks": lambda: block_model(**WORDS, max_position_embeddings=256),
 }
 """Layers with indexers, which newer versions of transformers have."""
+
+
+KEEPING_STATES: dict[str, Callable[[], PreTrainedModel]] = {
+    "recurrent layers": lambda: recurrent_model("Qwen3_5", **WORDS),
+}
+"""Layers of which a row has a state, beside one that attends."""
 
 
 CAPTURES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

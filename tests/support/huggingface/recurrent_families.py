@@ -87,9 +87,11 @@ ALL_RECURRENT = frozenset({"FalconMamba", "Mamba", "Mamba2"})
 CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 
 
-def recurrent_model(family: str, seed: int = 0) -> PreTrainedModel:
+def recurrent_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """In float32; its weights are large enough for states to matter."""
-    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**{**SMALL, **RECURRENT[family]})
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(
+        **{**SMALL, **RECURRENT[family], **overrides}
+    )
     torch.manual_seed(seed)
     model: PreTrainedModel = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     return model
