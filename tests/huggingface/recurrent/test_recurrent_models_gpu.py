@@ -1,0 +1,66 @@
+"""Models with recurrent layers on a GPU: as exact as HuggingFace's in every mode, captured once."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from compiled_llm import Engine
+from compiled_llm.config import Mode
+from support.engine import tiny_engines
+from support.execution.twins import DEVICE, assert_parity, parity, twins_of
+from support.huggingface.recurrent_families import ALL_RECURRENT, CONFIGS, RECURRENT, SMALL
+from support.parity import assert_account_is_empty
+
+pytestmark = pytest.mark.gpu
+
+FAMILIES = sorted({*RECURRENT} - ALL_RECURRENT)
+LARGER: dict[str, Any] = {"vocab_size": 2048, "max_position_embeddings": 2048}
+
+
+def random_model(family: str, seed: int) -> PreTrainedModel:
+    """In bfloat16; heads are as small as in float32, and tokens are many."""
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**{**SMALL, **RECURRENT[family], **LARGER})
+    torch.manual_seed(seed)
+    with torch.device(DEVICE):
+        model: PreTrainedModel = getattr(transformers, f"{family}ForCausalLM")._from_config(
+            config, dtype=torch.bfloat16
+        )
+    return model.eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_as_exact_as_huggingfaces(family: str, seed: int) -> None:
+    twins = twins_of(random_model(family, seed))
+    assert_parity(parity(twins, [1, 15, 16, 17, 33, 64, 100, 250], 60, seed))
+    assert twins.wrapped.compiled.stats().recompiles == 0
+
+
+@pytest.mark.parametrize("mode", get_args(Mode))
+@pytest.mark.parametrize("family", ["Qwen3_5", "GraniteMoeHybrid"])
+def test_every_mode_is_as_exact(family: str, mode: Mode, seed: int) -> None:
+    assert_parity(parity(twins_of(random_model(family, seed), mode=mode), [5, 100, 33], 40, seed))
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5", "Lfm2", "KimiLinear"])
+def test_long_prompts_in_chunks(family: str, seed: int) -> None:
+    twins = twins_of(random_model(family, seed), prefill_tokens=64)
+    assert_parity(parity(twins, [300, 10, 128, 64, 47], 40, seed))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_an_engine_gives_all_states_back(mixed: bool, seed: int) -> None:
+    twins = twins_of(random_model("Qwen3_5", seed))
+    prompts = torch.randint(3, 2048, (12, 90), generator=torch.Generator().manual_seed(seed)).tolist()
+    with Engine(twins.wrapped, mixed=mixed) as engine:
+        first, again = (engine.generate(prompts, tiny_engines.greedy(40)) for _ in range(2))
+    assert len(first) == len(again) == 12
+    assert twins.wrapped.compiled.stats().recompiles == 0
+    assert_account_is_empty(twins.wrapped)
+    states = twins.wrapped.compiled.generate_loop().model_runner.pool.states
+    assert states is not None
+    assert states.account().used == 2, "the spare ones"

@@ -1,0 +1,65 @@
+"""Ops of recurrent layers on a GPU: as on the CPU, and in a CUDA graph with other rows and entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm_ops import causal_conv1d, gated_delta_rule, selective_scan
+from support.ops.recurrent_rows import COUNTS, RecurrentRows
+
+pytestmark = pytest.mark.gpu
+
+CASES: dict[str, tuple[Callable[..., Tensor], Callable[[RecurrentRows], Any]]] = {
+    "convolution": (causal_conv1d, lambda rows: rows.conv(channels=8192)),
+    "gated delta net": (gated_delta_rule, lambda rows: rows.delta(16, 32, 128, 128)),
+    "Kimi's": (gated_delta_rule, lambda rows: rows.delta(32, 32, 128, 128, of_channels=True)),
+    "Mamba 1": (selective_scan, lambda rows: rows.scan(4096, 1, 16, 1, True)),
+    "Mamba 2": (selective_scan, lambda rows: rows.scan(64, 64, 128, 8)),
+}
+
+
+def on_gpu(args: Any) -> Any:
+    return type(args)(*(own.cuda() if isinstance(own, Tensor) else own for own in args))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("counts", ["decode", "mixed", "chunks"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_results_and_states_are_those_of_the_cpu(name: str, counts: str, dtype: torch.dtype, seed: int) -> None:
+    op, made = CASES[name]
+    args = made(RecurrentRows(COUNTS[counts], seed=seed, dtype=dtype))
+    there = on_gpu(args)
+    before = there.states.clone()
+    out, expected = op(*there), op(*args)
+    tolerance = 1e-3 if dtype == torch.float32 else 2e-2
+    size = max(1.0, float(expected.float().abs().max()))
+    torch.testing.assert_close(out.cpu().float() / size, expected.float() / size, rtol=tolerance, atol=tolerance)
+    size = max(1.0, float(args.states.abs().max()))
+    torch.testing.assert_close(there.states.cpu() / size, args.states / size, rtol=tolerance, atol=tolerance)
+    untouched = sorted({*range(len(before))} - {*args.write.tolist()})
+    assert torch.equal(there.states[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replays_follow_entries_and_lengths(name: str, seed: int) -> None:
+    op, made = CASES[name]
+    first = on_gpu(made(RecurrentRows([3, 5, 1, 7], seed=seed, dtype=torch.bfloat16)))
+    op(*first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = op(*first)
+    for number, counts in enumerate(([1, 1, 1, 1], [9, 0, 4, 3], [16, 0, 0, 0])):
+        rows = RecurrentRows(counts, padding=18 - sum(counts), seed=seed + number + 1, dtype=torch.bfloat16)
+        other = on_gpu(made(rows))
+        for own, new in zip(first, other, strict=True):
+            if isinstance(own, Tensor):
+                own.copy_(new)
+        graph.replay()
+        expected = op(*other)
+        torch.testing.assert_close(out, expected, rtol=0, atol=0)
+        torch.testing.assert_close(first.states, other.states, rtol=0, atol=0)
