@@ -20,11 +20,14 @@ pytestmark = pytest.mark.gpu
 
 FAMILIES = sorted({*RECURRENT} - ALL_RECURRENT)
 LARGER: dict[str, Any] = {"vocab_size": 2048, "max_position_embeddings": 2048}
+LATENT_SIZES = {"kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+"""Of latent attention, for which there are kernels."""
 
 
 def random_model(family: str, seed: int) -> PreTrainedModel:
-    """In bfloat16; heads are as small as in float32, and tokens are many."""
-    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**{**SMALL, **RECURRENT[family], **LARGER})
+    """In bfloat16; most heads are as small as in float32, and tokens are many."""
+    sizes = {**SMALL, **RECURRENT[family], **LARGER, **(LATENT_SIZES if "kv_lora_rank" in RECURRENT[family] else {})}
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**sizes)
     torch.manual_seed(seed)
     with torch.device(DEVICE):
         model: PreTrainedModel = getattr(transformers, f"{family}ForCausalLM")._from_config(
