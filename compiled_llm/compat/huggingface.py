@@ -92,13 +92,14 @@ _SERVED_CLASSES = frozenset(
         *("GenerationMixin", "PreTrainedModel", "Module"),
         *("Gemma3ForConditionalGeneration", "Phi3ForCausalLM", "PhimoeForCausalLM"),
         *("BambaForCausalLM", "FalconH1ForCausalLM", "NemotronHForCausalLM"),
+        *("FalconMambaForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM"),
     }
 )
 """Classes of transformers and torch whose methods of these names our loops do the work of.
 
 Gemma 3 gives the types of tokens to the prompt alone. Phi-3 and PhiMoE begin again without a cache where they switch to
-longrope, which ``wrap`` refuses. Bamba, Falcon-H1
-and Nemotron-H ask for the last logits, which is what our loops compute.
+longrope, which ``wrap`` refuses. Bamba, Falcon-H1 and Nemotron-H ask for the last logits, which is what our loops
+compute. Models without attention leave the mask out after the prompt.
 """
 
 

@@ -22,9 +22,7 @@ from compiled_llm.huggingface.forward.forward_obstacles import ignored_inputs
 from compiled_llm.huggingface.forward.prefills import OF_PREFILLS, prefill_obstacle, prefill_reason
 from compiled_llm.huggingface.handle import CompiledModel
 
-_KNOWN_INPUTS = frozenset(
-    {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "inputs_embeds"}
-)
+_KNOWN_INPUTS = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep", "inputs_embeds"})
 _APPENDING_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
@@ -50,7 +48,7 @@ class CacheChoice:
     @cached_property
     def others(self) -> list[str]:
         """The names of inputs that the model reads besides tokens, mask, positions and cache."""
-        known = _KNOWN_INPUTS | ignored_inputs(type(self.model).forward)
+        known = _KNOWN_INPUTS | {self.runtime.facts.cache_argument} | ignored_inputs(type(self.model).forward)
         given = without_what_says_nothing(self.model, self.inputs, copies())
         return [name for name, value in given.items() if name not in known and value is not None]
 

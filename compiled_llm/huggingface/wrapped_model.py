@@ -65,7 +65,7 @@ class WrappedModel:
             input_ids = inputs if inputs is not None else kwargs.get("input_ids")
             if has_tokens(input_ids, kwargs.get("inputs_embeds")):
                 read, mask = call.copies.of(input_ids), call.copies.of(kwargs.get("attention_mask"))
-                check_prompt(model, read, mask, kwargs.get("past_key_values") is not None)
+                check_prompt(model, read, mask, kwargs.get(self.compiled.facts.cache_argument) is not None)
             token = current_call.set(call)
             try:
                 result = super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
@@ -147,10 +147,10 @@ class WrappedModel:
         batch_size: int,
         max_cache_length: int,
     ) -> Any:
-        model = cast(PreTrainedModel, self)
-        cache = model_kwargs.get("past_key_values")
+        model, argument = cast(PreTrainedModel, self), self.compiled.facts.cache_argument
+        cache = model_kwargs.get(argument)
         if generation_config.use_cache is False and isinstance(cache, PagedCache):
-            raise ValueError("generate: use_cache=False, and past_key_values is a PagedCache; leave one of them out")
+            raise ValueError(f"generate: use_cache=False, and {argument} is a PagedCache; leave one of them out")
         rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         choice = CacheChoice(
             self.compiled, model, generation_config, model_kwargs, cache, generation_mode, rows, max_cache_length
@@ -160,14 +160,14 @@ class WrappedModel:
         if reason is not None and isinstance(cache, PagedCache):
             raise ValueError(
                 f"generate: {reason}; that takes HuggingFace's own forward, which cannot use a PagedCache; pass a "
-                "DynamicCache as past_key_values, or none"
+                f"DynamicCache as {argument}, or none"
             )
         if reason is not None:
             goes_original(self.compiled, reason)
         elif generation_config.use_cache is False:
             took(self.compiled, "compiled forward", Reason("use_cache"))
         elif cache is None and not choice.stands_in:
-            model_kwargs["past_key_values"] = new_cache(self.compiled, placement)
+            model_kwargs[argument] = new_cache(self.compiled, placement)
             return None
         elif isinstance(cache, PagedCache):
             check_belongs(self.compiled, cache)
@@ -175,7 +175,7 @@ class WrappedModel:
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
         if reason is None and generation_config.use_cache is not False and choice.stands_in:
-            model_kwargs["past_key_values"] = choice.stand_in()
+            model_kwargs[argument] = choice.stand_in()
         return result
 
     def _sample(

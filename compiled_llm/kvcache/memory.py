@@ -34,7 +34,7 @@ def pages_to_allocate(
 
     Args:
         config: has ``kv_memory``.
-        one: bytes of a page over all layers.
+        one: bytes of a page over all layers; 0 if none has any. Pages then only count tokens.
         device: where they lie.
         max_positions: tokens that a row may have.
         groups: each ``page_size`` tokens take one page for each of them.
@@ -52,10 +52,10 @@ def pages_to_allocate(
     if memory.tokens is not None:
         pages = -(-memory.tokens // config.page_size) * groups
     elif memory.nbytes is not None:
-        pages = memory.nbytes // one
+        pages = memory.nbytes // one if one else longest
     else:
         budget = int(free_bytes(device) * (memory.fraction or 0.0))
-        pages = min(budget // one, longest)
+        pages = min(budget // one, longest) if one else longest
         if beside is not None:
             counts, needed = range(1, pages + 1), beside
             pages = bisect.bisect_right(counts, budget, key=lambda count: count * one + needed(count + 1))

@@ -206,6 +206,9 @@ def check_layers(
             f"wrap: batch_invariant=True: layer {min(states)[0]} of {type(model).__name__} is recurrent, and there is "
             "no such kernel for it; wrap without batch_invariant"
         )
+    if not any(layer.attends for layer in layers):
+        _check_without_attention(model, config)
+        return
     _check_variants(model, layers, config)
     if any(layer.expansion is not None for layer in layers):
         _check_latents(model, layers, config)
@@ -239,6 +242,20 @@ def check_layers(
             raise UnsupportedModelError(
                 f"wrap: backend={name!r} cannot run attention layer {number}: {reason}; "
                 f"{_others(name, layer, geometry)}"
+            )
+
+
+def _check_without_attention(model: PreTrainedModel, config: WrapConfig) -> None:
+    """Raise UnsupportedModelError if options are about keys and values, which no layer has."""
+    for option, given in (
+        ("cascade=True", config.cascade is True),
+        (f"kv_dtype={config.kv_dtype!r}", config.kv_dtype is not None),
+        ("variants", bool(config.variants)),
+    ):
+        if given:
+            raise UnsupportedModelError(
+                f"wrap: {option}: {type(model).__name__} has no attention, which that is for; wrap without "
+                f"{option.partition('=')[0]}"
             )
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.model.attention import PagedBatch
 from compiled_llm.model.attention_switch import AttentionSwitch
-from compiled_llm.model.layer_probe import Layer, index_places
+from compiled_llm.model.layer_probe import Layer, cache_argument, index_places
 from compiled_llm.model.layers.indexers import BlockChoices, IndexedRows, IndexScores
 from compiled_llm.model.layers.latents import Latents
 from compiled_llm.model.layers.recurrent import Place, RecurrentStates, StateSpec, memories
@@ -113,7 +113,12 @@ class ModelFacts:
         """The ``forward`` that the class defines now, taking pages."""
         windowed = with_windows(self.model_class.forward, self.layers)
         reading = with_blocks(with_latents(windowed, self.layers), self.layers)
-        return with_states(with_variants(reading, self.layers), self.states)
+        return with_states(with_variants(reading, self.layers), self.states, self.cache_argument)
+
+    @cached_property
+    def cache_argument(self) -> str:
+        """The name under which ``forward`` takes a cache."""
+        return cache_argument(self.model_class.forward)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -169,8 +174,8 @@ def with_latents(forward: Forward, layers: Sequence[Layer]) -> Forward:
     return handing_over
 
 
-def with_states(forward: Forward, specs: Mapping[Place, StateSpec]) -> Forward:
-    """Return a ``forward`` whose recurrent layers have states, in place of a cache; mostly ``forward`` itself."""
+def with_states(forward: Forward, specs: Mapping[Place, StateSpec], argument: str) -> Forward:
+    """Return a ``forward`` that is given states of recurrent layers as its ``argument``; mostly ``forward`` itself."""
     if not specs:
         return forward
 
@@ -178,7 +183,7 @@ def with_states(forward: Forward, specs: Mapping[Place, StateSpec]) -> Forward:
         assert paged_batch.states is not None, "steps of such models have some"
         tensors = paged_batch.pages[len(paged_batch.specs) :]
         cache = RecurrentStates(paged_batch.states, memories(specs, tensors))
-        return forward(model, paged_batch=paged_batch, past_key_values=cache, **inputs)
+        return forward(model, paged_batch=paged_batch, **{argument: cache}, **inputs)
 
     return recurring
 

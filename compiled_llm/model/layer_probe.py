@@ -200,7 +200,7 @@ def probe_layers(
     except Exception as error:
         raise UnsupportedModelError(_untraceable(type(model).__name__, error), error) from None
     expected = model.config.get_text_config(decoder=True).num_hidden_layers
-    if recurrent and probe.layers:
+    if recurrent and (probe.layers or _all_keep_states(model, batch_argument, fake, expected)):
         for number in set(range(expected)) - set(probe.layers):
             probe.layers[number] = WITHOUT_ATTENTION
     if sorted(probe.layers) != list(range(expected)):
@@ -208,7 +208,7 @@ def probe_layers(
             f"{type(model).__name__} has {expected} layer{'s' * (expected != 1)}, of which "
             f"{len(probe.layers) or 'none'} reach the attention interface of transformers (AttentionInterface); the "
             "others would silently run without pages. Models with attention of their own (Falcon, BLOOM, MPT, GPT-J, "
-            "...) or without attention (Mamba) cannot be wrapped"
+            "...) cannot be wrapped"
         )
     check_numbers(variants, expected)
     return [probe.layers[index] for index in range(expected)]
@@ -223,14 +223,12 @@ def probe_states(
     """
     if not has_states(model):
         return {}
-    name = type(model).__name__
-    if "past_key_values" not in inspect.signature(type(model).forward).parameters:
-        raise UnsupportedModelError(f"{name} takes no past_key_values, by which recurrent layers get their states")
+    name, argument = type(model).__name__, cache_argument(type(model).forward)
     probes: list[StateProbe] = []
 
     def inputs() -> dict[str, Any]:
         probes.append(StateProbe.of_one_row(_TOKENS, model.device))
-        return {"past_key_values": probes[0], batch_argument: LayerProbe(variants)}
+        return {argument: probes[0], batch_argument: LayerProbe(variants)}
 
     try:
         with packing(model):
@@ -242,6 +240,16 @@ def probe_states(
     except Exception as error:
         raise UnsupportedModelError(_untraceable(name, error), error) from None
     return probes[0].specs
+
+
+def _all_keep_states(model: PreTrainedModel, batch_argument: str, fake: bool, layers: int) -> bool:
+    """Whether each of so many layers is recurrent: then none has attention that would not be seen."""
+    return {layer for layer, _ in probe_states(model, batch_argument, fake)} == {*range(layers)}
+
+
+def cache_argument(forward: Callable[..., Any]) -> str:
+    """Return the name under which a model's ``forward`` takes a cache."""
+    return "cache_params" if "cache_params" in inspect.signature(forward).parameters else "past_key_values"
 
 
 def _check_states(model: PreTrainedModel) -> None:

@@ -33,6 +33,7 @@ from compiled_llm.compat import huggingface as compat
 from compiled_llm.huggingface.wrapped_model import WrappedModel
 from support.huggingface import vision
 from support.huggingface.families import CLASSES, FAMILIES, make
+from support.huggingface.recurrent_families import ALL_RECURRENT
 from support.in_threads import in_thread
 from support.tiny_models import tiny_llama
 
@@ -164,6 +165,7 @@ def test_what_huggingface_calls_of_a_model_is_told_from_what_a_user_overrides(na
 CLASSES_OF_FAMILIES = [
     *(CLASSES.get(family, f"{family}ForCausalLM") for family in FAMILIES),
     *(f"{family}ForConditionalGeneration" for family in vision.FAMILIES),
+    *(f"{family}ForCausalLM" for family in ALL_RECURRENT),
 ]
 
 
@@ -175,7 +177,7 @@ def test_a_family_overrides_nothing_that_our_loops_stand_in_for_or_they_do_its_w
 
 
 def test_a_method_of_a_family_that_the_table_lacks_is_not_taken_for_the_general_one():
-    assert not compat.is_stood_in_for(transformers.MambaForCausalLM.prepare_inputs_for_generation)
+    assert not compat.is_stood_in_for(transformers.CTRLLMHeadModel.prepare_inputs_for_generation)
 
 
 # ---- attributes

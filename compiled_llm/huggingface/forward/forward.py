@@ -44,7 +44,7 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
     runtime.runner_lifecycle.check_weights()
     if current_call.get() is not None:
         runtime.calls.moves += 1
-    cache = arguments.get("past_key_values")
+    cache = arguments.get(runtime.facts.cache_argument)
     if isinstance(cache, StandIn) and cache.prefill is not None:
         return _run_prefill(original, self, arguments, cache)
     with _in_progress(runtime):
@@ -82,7 +82,7 @@ def _run_prefill(original: Any, self: Any, arguments: Mapping[str, Any], cache: 
     """Run HuggingFace's own forward over the original of a cache, and read in the tokens that it leaves there."""
     assert cache.original is not None
     with self.compiled.facts.attention.original():
-        output = original(self, **{**arguments, "past_key_values": cache.original})
+        output = original(self, **{**arguments, self.compiled.facts.cache_argument: cache.original})
     rows, columns = tokens_in(arguments)[0], int(cache.original.get_seq_length())
     mask, position_ids = arguments.get("attention_mask"), arguments.get("position_ids")
     last = None if position_ids is None else one_a_token(position_ids[..., -1:], self.config)
@@ -93,7 +93,7 @@ def _run_prefill(original: Any, self: Any, arguments: Mapping[str, Any], cache: 
         return output
     shown = np.ones((rows, columns), dtype=bool) if mask is None else copies().of(mask).numpy() != 0
     cache.end_prefill(shown, (on_host(last.expand(rows, 1))[:, 0] + 1).tolist())
-    output["past_key_values"] = cache
+    output[self.compiled.facts.cache_argument] = cache
     return output
 
 
@@ -120,7 +120,7 @@ def _run_over(cache: PagedCache, original: Any, self: Any, arguments: Mapping[st
         )
     took(runtime, "original", reason)
     with runtime.facts.attention.original():
-        return original(self, **{**arguments, "past_key_values": cache.handed_over(self.config)})
+        return original(self, **{**arguments, runtime.facts.cache_argument: cache.handed_over(self.config)})
 
 
 def run_own_forward(forward: Callable[[], Any], runtime: CompiledModel, own: str) -> Any:
@@ -161,10 +161,10 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
         HiddenInWindowError: a sliding window would see other tokens than HuggingFace's; nothing was stored.
         OutOfPagesError: the pages for the tokens are not free; nothing was stored.
     """
-    model = runtime.facts.model
+    model, argument = runtime.facts.model, runtime.facts.cache_argument
     if "position_ids" in arguments:
         arguments = {**arguments, "position_ids": one_a_token(arguments["position_ids"], model.config)}
-    cache: PagedCache | None = arguments.get("past_key_values")
+    cache: PagedCache | None = arguments.get(argument)
     if cache is None and keeps_cache(model, arguments):
         cache = runtime.new_cache()
     logits = _score(runtime, arguments) if cache is None else _checked_forward(runtime, cache, arguments)
@@ -172,7 +172,7 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
     if labels is not None:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         loss = model.loss_function(logits=logits, labels=labels, vocab_size=vocabulary)
-    output = _output_class(original)(loss=loss, logits=logits, past_key_values=cache)
+    output = _output_class(original)(loss=loss, logits=logits, **{argument: cache})
     returns_dict = arguments.get("return_dict", getattr(model.config, "return_dict", True))
     return output if returns_dict else output.to_tuple()
 

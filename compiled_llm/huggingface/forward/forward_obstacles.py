@@ -24,7 +24,7 @@ from compiled_llm.model.sizes import max_positions_of
 
 _TAKEN = frozenset(
     {
-        *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values"),
+        *("input_ids", "inputs_embeds", "attention_mask", "position_ids"),
         *("labels", "use_cache", "logits_to_keep", "return_dict"),
     }
 )
@@ -58,16 +58,17 @@ def forward_obstacle(
 
 
 def _obstacles(original: Callable[..., Any], model: PreTrainedModel, arguments: Mapping[str, Any]) -> Iterator[Reason]:
-    cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
-    paged = isinstance(cache, PagedCache)
     compiled = cast(CompiledModel, model.compiled)
+    argument = compiled.facts.cache_argument
+    cache, mask = arguments.get(argument), arguments.get("attention_mask")
+    paged = isinstance(cache, PagedCache)
     if compiled.asleep:
         yield Reason("asleep")
     yield from inner_reasons(compiled.facts.version)
     for name in MORE_OUTPUTS:
         if arguments.get(name, getattr(model.config, name, False)):
             yield Reason(name)
-    known = _KNOWN | ignored_inputs(original)
+    known = _KNOWN | {argument} | ignored_inputs(original)
     if isinstance(cache, StandIn) and current_call.get() is not None:  # which has computed the prompt
         known |= OF_PREFILLS
     given = without_what_says_nothing(model, arguments)
@@ -105,7 +106,7 @@ def keeps_cache(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
 def _packs_sequences(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
     """Whether HuggingFace takes a row for several sequences, since its positions start again or skip some."""
     positions = arguments.get("position_ids")
-    keeps = keeps_cache(model, arguments) or "past_key_values" in arguments
+    keeps = keeps_cache(model, arguments) or cast(CompiledModel, model.compiled).facts.cache_argument in arguments
     if keeps or "attention_mask" in arguments or not isinstance(positions, Tensor):
         return False
     return bool((positions.diff(dim=-1) != 1).any())

@@ -141,10 +141,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "passes 'position_bias' to its attention, which paged attention lacks; a variant can read",
     ),
-    "Mamba": (
-        {"state_size": 4, "num_hidden_layers": 1},
-        "Mamba.* has 1 layer, of which none .*without attention",
-    ),
 }
 """Families that `wrap` refuses, with their settings and a part of the reason."""
 CONFIGS = {

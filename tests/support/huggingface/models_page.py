@@ -84,16 +84,19 @@ TESTED = {
 RECURRENT = {
     "Bamba": Example("Bamba", "ibm-ai-platform/Bamba-9B-v2", "Mamba 2; in HuggingFace's loop"),
     "FalconH1": Example("Falcon-H1", "tiiuae/Falcon-H1-1.5B-Deep-Instruct", "Mamba 2; in HuggingFace's loop"),
+    "FalconMamba": Example("Falcon Mamba", "tiiuae/falcon-mamba-7b", "Mamba 1 alone"),
     "GraniteMoeHybrid": Example("Granite 4.0 H", "ibm-granite/granite-4.0-h-tiny", "Mamba 2; experts: not tried"),
     "Jamba": Example("Jamba", "ai21labs/Jamba-v0.1", "Mamba 1"),
     "Lfm2": Example("LFM2", "LiquidAI/LFM2-1.2B", "short convolutions"),
     "Lfm2Moe": Example("LFM2-MoE", "LiquidAI/LFM2-8B-A1B", "short convolutions"),
+    "Mamba": Example("Mamba", "state-spaces/mamba-130m-hf", "Mamba 1 alone"),
+    "Mamba2": Example("Mamba 2, Codestral Mamba", "mistralai/Mamba-Codestral-7B-v0.1", "Mamba 2 alone"),
     "OlmoHybrid": Example("OLMo hybrid", "allenai/Olmo-Hybrid-7B", "gated delta nets"),
     "Qwen3Next": Example("Qwen3-Next", "Qwen/Qwen3-Next-80B-A3B-Instruct", "gated delta nets"),
     "Qwen3_5": Example("Qwen3.5, text alone", "Qwen/Qwen3.5-27B", "gated delta nets"),
     "Qwen3_5Moe": Example("Qwen3.5-MoE, text alone", "Qwen/Qwen3.5-35B-A3B", "gated delta nets"),
 }
-"""Families with recurrent layers beside attention, and what these are."""
+"""Families with recurrent layers, and what these are."""
 WITH_IMAGES = {
     "AyaVision": Example("Aya Vision", "CohereLabs/aya-vision-8b"),
     "Gemma3": Example("Gemma 3", "google/gemma-3-4b-it"),
@@ -121,7 +124,6 @@ REFUSED = {
     "LongcatFlash": Example(
         "LongCat-Flash", "meituan-longcat/LongCat-Flash-Chat", "experts are looped over on the host, by tokens they get"
     ),
-    "Mamba": Example("Mamba", "state-spaces/mamba-130m-hf", "no attention"),
     "MiniMax": Example("MiniMax-Text", "MiniMaxAI/MiniMax-Text-01-hf", "layers without softmax attention"),
     "Moshi": Example("Moshi", "kmhf/hf-moshika", "a window that its cache alone knows"),
     "Mpt": Example("MPT", "mosaicml/mpt-7b", _BYPASS),
