@@ -16,7 +16,7 @@ from compiled_llm.env import Env
 from support.docs.pages import CHECKOUT, DOCS, hooks, rendered
 from support.huggingface import models_page, vision
 from support.huggingface.families import FAMILIES, REFUSED
-from support.huggingface.recurrent_families import RECURRENT
+from support.huggingface.recurrent_families import KNOWN
 from support.imports import sources
 from support.tiny_models import tiny_qwen3
 
@@ -73,7 +73,7 @@ def test_the_models_page_has_each_family_that_is_tested_and_what_was_compared() 
     assert written is not None
     assert written[0] == models_page.tables(), "run `python tests/support/huggingface/models_page.py`"
     assert models_page.TESTED.keys() == FAMILIES.keys()
-    assert models_page.RECURRENT.keys() == RECURRENT.keys()
+    assert models_page.RECURRENT.keys() == KNOWN.keys()
     assert models_page.WITH_IMAGES.keys() == vision.FAMILIES.keys()
     assert models_page.REFUSED.keys() >= REFUSED.keys()
 

@@ -26,8 +26,6 @@ from support.parity import assert_account_is_empty
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 
-LOOPS = {"Bamba": "compiled forward", "FalconH1": "compiled forward"}
-"""Families that prepare inputs by methods of their own; all others take our loop."""
 TWO = ["Lfm2", "Qwen3_5"]
 
 
@@ -50,7 +48,7 @@ def test_each_family_gives_huggingfaces_tokens(family: str, seed: int, monkeypat
     check_tokens(family, model, seed)
     assert released
     stats = model.compiled.stats()
-    assert set(stats.generate_calls) == {LOOPS.get(family, "fast loop")}
+    assert set(stats.generate_calls) == {"fast loop"}
     assert stats.recompiles == 0
     assert_account_is_empty(model)
 

@@ -82,15 +82,25 @@ TESTED = {
     "Youtu": Example("Youtu-LLM", "tencent/Youtu-LLM-2B", "latents in pages"),
 }
 RECURRENT = {
-    "Bamba": Example("Bamba", "ibm-ai-platform/Bamba-9B-v2", "Mamba 2; in HuggingFace's loop"),
-    "FalconH1": Example("Falcon-H1", "tiiuae/Falcon-H1-1.5B-Deep-Instruct", "Mamba 2; in HuggingFace's loop"),
+    "BailingHybrid": Example(
+        "Ling 3.0", "inclusionAI/Ling-3.0-Flash", "gated delta nets, decays of channels; latents in pages"
+    ),
+    "Bamba": Example("Bamba", "ibm-ai-platform/Bamba-9B-v2", "Mamba 2"),
+    "FalconH1": Example("Falcon-H1", "tiiuae/Falcon-H1-1.5B-Deep-Instruct", "Mamba 2"),
     "FalconMamba": Example("Falcon Mamba", "tiiuae/falcon-mamba-7b", "Mamba 1 alone"),
     "GraniteMoeHybrid": Example("Granite 4.0 H", "ibm-granite/granite-4.0-h-tiny", "Mamba 2; experts: not tried"),
     "Jamba": Example("Jamba", "ai21labs/Jamba-v0.1", "Mamba 1"),
+    "KimiLinear": Example(
+        "Kimi Linear",
+        "moonshotai/Kimi-Linear-48B-A3B-Instruct",
+        "gated delta nets, decays of channels; latents in pages",
+    ),
     "Lfm2": Example("LFM2", "LiquidAI/LFM2-1.2B", "short convolutions"),
     "Lfm2Moe": Example("LFM2-MoE", "LiquidAI/LFM2-8B-A1B", "short convolutions"),
+    "Lfm3": Example("LFM3", "LiquidAI/LFM3-1.7B", "short convolutions"),
     "Mamba": Example("Mamba", "state-spaces/mamba-130m-hf", "Mamba 1 alone"),
     "Mamba2": Example("Mamba 2, Codestral Mamba", "mistralai/Mamba-Codestral-7B-v0.1", "Mamba 2 alone"),
+    "NemotronH": Example("Nemotron-H", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "Mamba 2; experts: not tried"),
     "OlmoHybrid": Example("OLMo hybrid", "allenai/Olmo-Hybrid-7B", "gated delta nets"),
     "Qwen3Next": Example("Qwen3-Next", "Qwen/Qwen3-Next-80B-A3B-Instruct", "gated delta nets"),
     "Qwen3_5": Example("Qwen3.5, text alone", "Qwen/Qwen3.5-27B", "gated delta nets"),
@@ -169,7 +179,7 @@ def text_models() -> Iterator[str]:
 
 def recurrent_models() -> Iterator[str]:
     for family, example in RECURRENT.items():
-        experts = ", experts" if any("experts_per" in name for name in recurrent_families.RECURRENT[family]) else ""
+        experts = ", experts" if any("experts_per" in name for name in recurrent_families.KNOWN[family]) else ""
         yield line(example, class_of(family), f"eager{experts}; {example.remark}")
 
 
