@@ -83,6 +83,25 @@ def test_a_row_that_is_admitted_never_runs_out() -> None:
     assert (pool.account().used, pool.available) == (0, 5)
 
 
+def test_what_is_lent_stays_and_is_gone_back_to() -> None:
+    pool = StatePool(6)
+    row = running(pool)
+    row.grow(0, 4)
+    assert not row.alternates, "it has one entry"
+    lent = row.lend(4)
+    row.grow(4, 1)
+    assert not row.alternates, "a step that is repeated would write what is lent"
+    for length in range(5, 9):
+        assert lent not in row.grow(length, 1)[1:]
+        assert row.alternates
+    row.go_back(lent, 4)
+    assert (row.of(4), pool.account().used, pool.available) == (lent, 1, 5)
+    assert row.grow(4, 2)[0] == lent
+    row.give_back(row.lend(6))
+    row.free()
+    assert (pool.account().used, pool.available) == (0, 6)
+
+
 ENTRIES = 12
 
 

@@ -31,6 +31,8 @@ pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 
 CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
 KINDS = ["Lfm2", "Qwen3_5", "Jamba", "GraniteMoeHybrid"]
+TWO = [pytest.param(family, marks=[pytest.mark.whole] * (number > 1)) for number, family in enumerate(KINDS)]
+"""And all with ``--whole``."""
 
 
 def begun(model: Any, prompts: list[list[int]], new: int = 6, cache: Any = None, **options: Any) -> Any:
@@ -124,7 +126,7 @@ def test_a_cache_goes_on_after_each_kind_of_end(
     assert_nothing_left(model)
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", TWO)
 def test_a_chat_of_several_rows_goes_on(family: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of other lengths, questions of one token and of more than a chunk; the same words fresh, in the end."""
     model, rows = wrapped_family(family), prompts_of([5, 18, 9], seed)
@@ -215,7 +217,7 @@ def test_rows_of_a_cache_are_chosen(change: str, seed: int) -> None:
     assert_nothing_left(model)
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", TWO)
 def test_forward_goes_on_in_a_cache(family: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks and single tokens, with an error between them that leaves the cache as it was."""
     model, plain = wrapped_family(family), plain_family(family)

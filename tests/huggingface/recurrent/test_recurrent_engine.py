@@ -1,0 +1,171 @@
+"""Engines over models with recurrent layers: each request gets what HuggingFace gives it alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+import compiled_llm
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.steps import scheduler
+from compiled_llm.requests.sampling_params import SamplingParams
+from support.engine.tiny_engines import PATIENCE, greedy
+from support.huggingface.recurrent_families import recurrent_model
+from support.huggingface.recurrent_pairs import (
+    FEW,
+    new_tokens_of,
+    of_rows_alone,
+    plain_family,
+    poison_released_states,
+    prompts_of,
+    wrapped_family,
+)
+from support.parity import assert_account_is_empty
+
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
+
+LENGTHS = [5, 17, 33, 1, 40, 21]
+FAMILIES = ["Qwen3_5", "Lfm2", "Jamba"]
+
+
+def tokens_of(outputs: Any) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("mixed", [False, True], ids=["", "mixed steps"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_requests_that_lose_their_pages_begin_again(
+    family: str, mixed: bool, reading: None, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts are cut into chunks beside running requests; some are cancelled; released states are NaN."""
+    monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
+    model, prompts = wrapped_family(family, kv_memory="120 tokens"), prompts_of(LENGTHS, seed)
+    released = poison_released_states(model, monkeypatch)
+    expected = of_rows_alone(family, prompts, 30)
+    with Engine(model, max_num_seqs=8, mixed=mixed) as engine:
+        for _ in range(2):
+            handles = []
+            for prompt in prompts:
+                handles.append(engine.submit(prompt, greedy(30)))
+                cancelled = engine.submit(prompt[::-1], greedy(30))
+                next(iter(cancelled))
+                cancelled.cancel()
+            assert tokens_of(handle.result(PATIENCE) for handle in handles) == expected
+        stats = engine.stats()
+        said = str(engine.describe())
+    assert stats.preemptions > 0
+    assert (stats.mixed_steps > 0) == mixed
+    assert "states" in said
+    assert released
+    assert_account_is_empty(model)
+
+
+def test_samples_of_a_prompt_have_states_of_their_own(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (prompt,) = wrapped_family("Qwen3_5"), prompts_of([21], seed)
+    poison_released_states(model, monkeypatch)
+    params = SamplingParams(temperature=1.0, max_tokens=12, n=3, seed=seed, logprobs=1, ignore_eos=True)
+    with Engine(model, max_num_seqs=8) as engine:
+        (output,) = engine.generate([prompt], params)
+        (first,) = engine.generate([prompt], greedy(12, n=2))
+    assert [list(own.token_ids) for own in first.outputs] == of_rows_alone("Qwen3_5", [prompt], 12) * 2
+    assert len({tuple(own.token_ids) for own in output.outputs}) == 3
+    for own in output.outputs:
+        ids = list(own.token_ids)
+        with torch.no_grad():
+            logits = plain_family("Qwen3_5")(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        wanted = logits.log_softmax(-1)[range(len(ids)), ids]
+        assert own.logprobs is not None
+        found = [place[token].logprob for place, token in zip(own.logprobs, ids, strict=True)]
+        torch.testing.assert_close(torch.tensor(found), wanted, rtol=1e-3, atol=1e-3)
+    assert_account_is_empty(model)
+
+
+def test_an_engine_sleeps_and_gets_new_weights(seed: int, tmp_path: Path) -> None:
+    model, prompts = wrapped_family("Qwen3_5"), prompts_of([5, 33], seed)
+    recurrent_model("Qwen3_5", 1).save_pretrained(tmp_path)
+    with Engine(model, max_num_seqs=4) as engine:
+        for _ in range(2):
+            assert tokens_of(engine.generate(prompts, greedy(9))) == of_rows_alone("Qwen3_5", prompts, 9)
+            engine.sleep()
+            engine.wake()
+        engine.update_weights(tmp_path)
+        found = tokens_of(engine.generate(prompts, greedy(9)))
+    other = recurrent_model("Qwen3_5", 1)
+    assert found == [new_tokens_of(other, [own], 9, eos_token_id=None)[0] for own in prompts]
+    assert_account_is_empty(model)
+
+
+# ---- options of wrap
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "cascade": {"cascade": True},
+    "checked pages": {"check_pages": "raise"},
+    "reference": {"backend": "reference"},
+    "fp8": {"kv_dtype": "fp8_e4m3"},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("family", ["Qwen3_5", pytest.param("FalconH1", marks=pytest.mark.whole)])
+def test_options_of_pages_leave_states_alone(family: str, option: str, seed: int) -> None:
+    """With pages of fp8, the first tokens are equal, as one layer's keys and values are rounded."""
+    model, prompts = wrapped_family(family, **OPTIONS[option]), prompts_of([5, 17, 33], seed)
+    new = 2 if option == "fp8" else 10
+    assert new_tokens_of(model, prompts, new, eos_token_id=None) == of_rows_alone(family, prompts, new)
+    assert model.compiled.stats().wrong_tags == 0
+    assert_account_is_empty(model)
+
+
+def test_scales_are_measured_of_layers_that_attend(seed: int) -> None:
+    prompts = prompts_of([5, 17, 33], seed)
+    scales = compiled_llm.kv_scales(plain_family("Qwen3_5"), prompts)
+    assert scales.kv_heads == ([0, 2, 0], [0, 2, 0])
+    model = wrapped_family("Qwen3_5", kv_dtype="fp8_e4m3", kv_scales=scales)
+    assert new_tokens_of(model, prompts, 2, eos_token_id=None) == of_rows_alone("Qwen3_5", prompts, 2)
+    assert model.compiled.stats().kv_saturated == 0
+
+
+def test_batch_invariant_is_refused_by_name() -> None:
+    model = recurrent_model("Lfm2")
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(compiled_llm.UnsupportedModelError, match=r"batch_invariant=True: layer 0 .*wrap without batch"):
+        compiled_llm.wrap(model, batch_invariant=True, mode="compile", progress=False, **FEW)
+    assert [type(module) for module in model.modules()] == classes
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+def test_explain_sees_the_programs_of_a_wrapped_model() -> None:
+    model = recurrent_model("Lfm2")
+    classes = [type(module) for module in model.modules()]
+    before = str(compiled_llm.explain(model))
+    assert [type(module) for module in model.modules()] == classes
+    after = str(compiled_llm.explain(compiled_llm.wrap(model, mode="eager", progress=False, **FEW)))
+    shown, again = ([line for line in text.splitlines() if " yes " in line] for text in (before, after))
+    assert len(shown) == 3
+    assert shown == again
+    assert "Every program is one graph" in before
+
+
+@pytest.mark.parametrize("first", ["adapter", "wrap"])
+def test_adapters_of_recurrent_layers(first: str, seed: int) -> None:
+    prompts = prompts_of([5, 18], seed)
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    models: list[Any] = []
+    for wraps in (False, True):
+        model = recurrent_model("Qwen3_5")
+        if wraps and first == "wrap":
+            compiled_llm.wrap(model, mode="eager", progress=False, **FEW)
+        torch.manual_seed(seed)
+        models.append(get_peft_model(model, lora).eval())
+        if wraps and first == "adapter":
+            compiled_llm.wrap(model, mode="eager", progress=False, **FEW)
+    expected = [new_tokens_of(models[0], [own], 6, eos_token_id=None)[0] for own in prompts]
+    assert expected != of_rows_alone("Qwen3_5", prompts, 6)
+    assert new_tokens_of(models[1], prompts, 6, eos_token_id=None) == expected

@@ -1,0 +1,97 @@
+"""Planted faults of where states lie: each gives other tokens than HuggingFace's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from compiled_llm.compilation import steps
+from compiled_llm.execution.prefill import packing
+from compiled_llm.kvcache.state_pool import RowStates
+from compiled_llm.model.layers.recurrent import RecurrentStates
+from support.huggingface.recurrent_pairs import (
+    new_tokens_of,
+    of_rows_alone,
+    poison_released_states,
+    prompts_of,
+    wrapped_family,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def swapped_in_decode(patch: pytest.MonkeyPatch) -> None:
+    """Read and write are exchanged."""
+    original = steps._states
+    patch.setattr(steps, "_states", lambda inputs: exchanged(original(inputs)))
+
+
+def exchanged(rows: Any) -> Any:
+    return rows._replace(read=rows.write, write=rows.read)
+
+
+def swapped_in_chunks(patch: pytest.MonkeyPatch) -> None:
+    """A part of a prompt begins with the entry that it writes."""
+    original = packing._states_of
+
+    def states_of(extension: Any, start: int, stop: int, spare: tuple[int, int]) -> tuple[int, int]:
+        read, write = original(extension, start, stop, spare)
+        return (write if start else read), write
+
+    patch.setattr(packing, "_states_of", states_of)
+
+
+def one_step_too_many(patch: pytest.MonkeyPatch) -> None:
+    """States are written once more, from what has just been written."""
+    original = RecurrentStates.causal_conv1d
+
+    def twice(self: RecurrentStates, *args: Any, **kwargs: Any) -> Any:
+        result, rows = original(self, *args, **kwargs), self.rows
+        self.rows = rows._replace(read=rows.write)
+        original(self, *args, **kwargs)
+        self.rows = rows
+        return result
+
+    patch.setattr(RecurrentStates, "causal_conv1d", twice)
+
+
+def wrong_parity_after_even_chunks(patch: pytest.MonkeyPatch) -> None:
+    """What a step reads does not make way where an even number of tokens leads to its own place."""
+    grow = RowStates.grow
+
+    def grown(self: RowStates, length: int, tokens: int) -> tuple[int, int]:
+        read, written = grow(self, length, tokens)
+        if tokens > 1 and tokens % 2 == 0:
+            self._entries.reverse()
+        return read, written
+
+    patch.setattr(RowStates, "grow", grown)
+
+
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "swapped in decode": swapped_in_decode,
+    "swapped in chunks": swapped_in_chunks,
+    "one step too many": one_step_too_many,
+    "wrong parity after even chunks": wrong_parity_after_even_chunks,
+}
+
+
+def tokens_are_huggingfaces(seed: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    prompts = prompts_of([6, 1, 18, 37], seed)
+    model = wrapped_family("Qwen3_5")
+    poison_released_states(model, monkeypatch)
+    try:
+        return new_tokens_of(model, prompts, 10, eos_token_id=None) == of_rows_alone("Qwen3_5", prompts, 10)
+    except (ValueError, RuntimeError) as error:  # NaN
+        print(error)
+        return False
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_gives_other_tokens(fault: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        FAULTS[fault](patch)
+        assert not tokens_are_huggingfaces(seed, patch)
+    assert tokens_are_huggingfaces(seed, monkeypatch)
