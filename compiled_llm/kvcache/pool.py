@@ -80,7 +80,7 @@ class PagePool:
         self._in_tree: set[int] = set()
         self._cached = 0  # pages that the tree owns and no row
         # Re-entrant: the garbage collector may give back a dropped row's pages in the middle of any call.
-        self.lock = lock()
+        self.lock = lock() if states is None else states.lock
 
     @property
     def available(self) -> int:

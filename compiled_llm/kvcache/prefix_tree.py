@@ -5,18 +5,40 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from compiled_llm.kvcache.pool import PagePool
+from compiled_llm.kvcache.state_pool import NO_ENTRY, StatePool
 
 # The page before a page; of a first one the salt, in a tuple so that it never equals a page's number.
 _Above = int | tuple[Hashable]
 # The key of a page: the node above it, and the ids of its tokens. A plain tuple, which the garbage collector
 # passes over.
 _Node = tuple[_Above, bytes]
+
+_PAGES_OF_A_CUT = 4
+"""Others that begin alike have to save as many to be worth the launch that ends where they part."""
+
+
+class PrefixMatch(NamedTuple):
+    """The longest beginning of a prompt that a row can take over, and what is known of it beyond.
+
+    Attributes:
+        pages: that hold it; their taker owns them.
+        state: the entry of the state after it, which its taker owns; ``NO_ENTRY`` without recurrent layers, and if
+            nothing was found.
+        cuts: after how many tokens of the prompt the tree lacks a state that others could begin with.
+        parts: the page at the end of what the tree knows of the prompt; None if it knows no more than was found, or if
+            no cut is there.
+    """
+
+    pages: list[int]
+    state: int = NO_ENTRY
+    cuts: tuple[int, ...] = ()
+    parts: int | None = None
 
 
 class PrefixTree:
@@ -25,6 +47,10 @@ class PrefixTree:
     The tree is one owner of each of its pages. No row writes into them: rows copy a shared page before they do.
     When the pool runs out, the least recently used pages go first, those at the ends of sequences before
     those they continue.
+
+    Where there are recurrent layers, a row can begin only where the tree has the state after its pages, too. The tree
+    is one owner of the entries of such states, which no row writes either. They go with their pages, or before them if
+    entries run out, the least recently used first.
 
     Any thread may call; the pool's lock is held. A finalizer may not: it may run in the middle of another call.
 
@@ -40,15 +66,16 @@ class PrefixTree:
         # Each has one page of each group of layers. A node needs no list of its children: they are found by its first
         # page, which no other node has.
         self._pages: OrderedDict[_Node, tuple[int, ...]] = OrderedDict()
+        self._states: OrderedDict[_Node, int] = OrderedDict()  # the least recently used first
 
     def __len__(self) -> int:
         return len(self._pages)
 
-    def match(self, ids: NDArray[np.int64], salt: Hashable = None) -> list[int]:
+    def match(self, ids: NDArray[np.int64], salt: Hashable = None) -> PrefixMatch:
         """Return the pages that hold the beginning of a prompt, as many as there are; the caller owns them as well.
 
         At least one token is left to compute. Pages that only the tree owns are left out as far as they are promised
-        to other rows.
+        to other rows. With recurrent layers they end where the tree has a state.
 
         Args:
             ids: ``[L]`` token ids.
@@ -57,11 +84,64 @@ class PrefixTree:
         texts = self._texts(ids[:-1])
         with self._pool.lock:
             nodes, pages = self._walk(texts, salt)
-            matched = self._pool.share_cached(pages)
-            self._touch(nodes[: matched // self._pool.groups])
-        return pages[:matched]
+            if self._pool.states is None:
+                matched = self._pool.share_cached(pages)
+                self._touch(nodes[: matched // self._pool.groups])
+                return PrefixMatch(pages[:matched])
+            found, state = self._share_with_state(nodes, pages)
+            self._touch(nodes[: len(found) // self._pool.groups])
+        return self._with_cuts(PrefixMatch(found, state), pages, len(texts))
 
-    def insert(self, ids: NDArray[np.int64], pages: Sequence[int], salt: Hashable = None) -> None:
+    def parts(self, ids: NDArray[np.int64], salt: Hashable = None) -> int | None:
+        """Return what ``match`` says of a prompt in ``parts``; nobody owns more."""
+        texts = self._texts(ids[:-1])
+        with self._pool.lock:
+            nodes, pages = self._walk(texts, salt)
+            found = self._depth(nodes) * self._pool.groups
+        return self._with_cuts(PrefixMatch(pages[:found]), pages, len(texts)).parts
+
+    def _with_cuts(self, match: PrefixMatch, known: Sequence[int], most: int) -> PrefixMatch:
+        """Add the cuts of a prompt that fills ``most`` pages a group, of which ``known`` are in the tree.
+
+        They are where it parts from what is known, and where it ends.
+        """
+        size, groups = self._pool.page_size, self._pool.groups
+        at, cuts, parts = len(match.pages) // groups, list[int](), None
+        for border in (len(known) // groups, most):
+            if border - at >= _PAGES_OF_A_CUT:
+                cuts.append(border * size)
+                at = border
+                if border * groups == len(known):
+                    parts = known[-1]
+        return match._replace(cuts=tuple(cuts), parts=parts)
+
+    def _depth(self, nodes: Sequence[_Node]) -> int:
+        """Return after how many of ``nodes`` the last state is."""
+        return next((depth for depth in range(len(nodes), 0, -1) if nodes[depth - 1] in self._states), 0)
+
+    def _share_with_state(self, nodes: Sequence[_Node], pages: list[int]) -> tuple[list[int], int]:
+        """Return the first of ``pages`` that end with a state, and its entry; the caller owns them as well."""
+        groups, states = self._pool.groups, self._pool.states
+        assert states is not None, "there are recurrent layers"
+        shared = self._pool.share_cached(pages[: self._depth(nodes) * groups])
+        depth = self._depth(nodes[: shared // groups])
+        if depth and not states.share_cached(self._states[nodes[depth - 1]]):
+            depth = 0
+        self._pool.give_back(pages[depth * groups : shared])
+        if not depth:
+            return [], NO_ENTRY
+        self._states.move_to_end(nodes[depth - 1])
+        return pages[: depth * groups], self._states[nodes[depth - 1]]
+
+    def give_back(self, match: PrefixMatch) -> None:
+        """Give back what ``match`` has found, if no row begins with it."""
+        self._pool.give_back(match.pages)
+        if self._pool.states is not None:
+            self._pool.states.give_back(match.state)
+
+    def insert(
+        self, ids: NDArray[np.int64], pages: Sequence[int], salt: Hashable = None, state: int = NO_ENTRY
+    ) -> None:
         """Keep a row's full pages. Where the tree has equal ones, it keeps those, and the row its own.
 
         The pages' keys and values have to be computed, or queued on the device before anything that will read them.
@@ -70,18 +150,24 @@ class PrefixTree:
             ids: ``[L]`` ids of the tokens that the row holds, or of the first of them.
             pages: the row's pages; those beyond the last one that ``ids`` fill are left out.
             salt: ``match`` finds them with the same one alone.
+            state: the entry of the state after ``ids``, which fill pages. The tree owns it in the caller's place; it is
+                given back if the tree has one there.
 
         Raises:
             ValueError: there are more tokens than fit the pages, a page has no owner or is in the tree with other
-                tokens before it, or another tree holds pages of the pool; nothing has changed.
+                tokens before it, or another tree holds pages of the pool; or the tokens before ``state`` do not fill
+                pages, or it is in the tree after others; nothing has changed.
         """
-        if self._pool.states is not None:  # pages are of no use to a row that lacks the state after them
-            return
         texts, groups = self._texts(ids), self._pool.groups
+        if state != NO_ENTRY and (not texts or len(ids) % self._pool.page_size):
+            raise ValueError(f"insert: a state after {len(ids)} tokens; it has to be at the end of a page")
         if len(pages) < len(texts) * groups:
             raise ValueError(f"insert: {len(ids)} tokens fill {len(texts) * groups} pages; got {len(pages)}")
         with self._pool.lock:
             nodes, there = self._walk(texts, salt)
+            has_state = len(nodes) == len(texts) > 0 and nodes[-1] in self._states
+            if state != NO_ENTRY and not has_state:
+                self._checked_states().check(state, self)
             self._pool.cache(pages[len(there) : len(texts) * groups], self)
             above: _Above = there[-groups] if there else (salt,)
             for number in range(len(nodes), len(texts)):
@@ -89,14 +175,45 @@ class PrefixTree:
                 self._pages[nodes[-1]] = own = tuple(pages[number * groups : (number + 1) * groups])
                 above = own[0]
             self._touch(nodes)
+            if state != NO_ENTRY:
+                self._keep_state(nodes[-1], state)
+
+    def _keep_state(self, node: _Node, state: int) -> None:
+        states = self._checked_states()
+        if node in self._states:
+            states.give_back(state)
+        else:
+            states.cache(state, self)
+            self._states[node] = state
+        self._states.move_to_end(node)
+
+    def _checked_states(self) -> StatePool:
+        if self._pool.states is None:
+            raise ValueError("insert: a state is given, and there are no recurrent layers")
+        return self._pool.states
 
     def forget_oldest(self) -> Sequence[int]:
         """Remove the least recently used leaf and return its pages, which the tree may not use any more."""
-        return self._pages.popitem(last=False)[1]
+        node, pages = self._pages.popitem(last=False)
+        if (state := self._states.pop(node, None)) is not None:
+            self._checked_states().uncache(state)
+        return pages
+
+    def forget_state(self) -> int:
+        """Remove the least recently used state that no row owns; return its entry, which the tree may not use any more.
+
+        Its pages stay: others may go on from there.
+        """
+        states = self._checked_states()
+        node = next(node for node, state in self._states.items() if states.is_cached(state))
+        return self._states.pop(node)
 
     def clear(self) -> None:
-        """Remove all pages; those that no row holds are free again."""
+        """Remove all pages and states; those that no row holds are free again."""
         with self._pool.lock:
+            for state in self._states.values():
+                self._checked_states().uncache(state)
+            self._states.clear()
             pages = list(chain.from_iterable(self._pages.values()))
             self._pages.clear()
             self.generation += 1

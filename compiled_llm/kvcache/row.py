@@ -188,16 +188,24 @@ class Row:
         self._forget_chain()
         return self.length
 
-    def begin_from(self, pages: list[int]) -> None:
+    def begin_from(self, pages: Sequence[int], state: int = NO_ENTRY) -> None:
         """Take over full pages of ``PrefixTree.match``, which hold the first tokens of this row, still empty.
 
-        The row is their owner already. The pages promised to it stay promised: call ``reserve`` afterwards for the
-        tokens beyond ``pages``. ValueError if the row has pages; those given stay the caller's.
+        The row is their owner already, and that of the ``state`` after these tokens, where there are recurrent layers.
+        The pages promised to it stay promised: call ``reserve`` afterwards for the tokens beyond ``pages``.
+
+        Raises:
+            ValueError: the row has pages; what is given stays the caller's.
+            OutOfStatesError: the row could not go on from its state; what is given stays the caller's.
         """
         if self.pages:
             raise ValueError(f"a row of {self.length} tokens cannot begin again; free it, or take an empty one")
+        length = self._pool.tokens_in(len(pages))
+        if self.states is not None and state != NO_ENTRY:
+            self.states.begin_with(state, length)
+            self.states.give_back(state)
         self.pages, self.listed = list(pages), 0
-        self.length = self.position = len(pages) // self._pool.groups * self._pool.page_size
+        self.length = self.position = length
         self._forget_chain()
 
     def _unshare(self) -> Sequence[PageCopy]:

@@ -2,12 +2,13 @@
 
 A state is never changed where it lies. A step reads the entry that holds a row's state, and writes another one, which
 becomes the row's; the earlier one stays until the next step. So rows that begin alike share an entry, as they share
-pages, and a row can forget the tokens of its last step.
+pages, and a row can forget the tokens of its last step. A prefix tree keeps the states after beginnings that may come
+again in the same way: it is one more owner of their entries.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from compiled_llm.compat.forks import lock
 from compiled_llm.kvcache.errors import OutOfStatesError
@@ -20,17 +21,34 @@ ENTRIES_OF_A_ROW = 2
 
 
 class StateAccount(NamedTuple):
-    """The pool at one moment; ``used + free`` is always ``total``."""
+    """The pool at one moment; ``used + free + cached`` is always ``total``.
+
+    Cached entries hold states after beginnings of earlier sequences, and are free for any row that needs them.
+    """
 
     total: int
     used: int
     free: int
+    cached: int
+
+
+class _TreeOfStates(Protocol):
+    """The methods of a prefix tree that the pool calls."""
+
+    def forget_state(self) -> int:
+        """Remove the least recently used state that no row owns from the tree and return its entry."""
+        ...
 
 
 class StatePool:
     """Hands out entries, and promises them ahead of time, so that a row that was admitted never runs out.
 
-    An entry may have several owners; it is free again once the last of them gives it back.
+    An entry may have several owners; it is free again once the last of them gives it back. One of them may be a prefix
+    tree; an entry that only the tree owns is cached. It counts as available, and the tree gives it up once none is
+    free.
+
+    Attributes:
+        lock: a thread that holds it keeps all others from changing anything; the pool of pages has the same one.
     """
 
     def __init__(self, entries: int, validity: StepValidity | None = None) -> None:
@@ -40,22 +58,26 @@ class StatePool:
         self._free = list(range(entries - 1, -1, -1))
         self._owners = [0] * entries
         self._reserved = 0
+        self._tree: _TreeOfStates | None = None
+        self._in_tree: set[int] = set()
+        self._cached = 0  # entries that the tree owns and no row
         # Re-entrant: the garbage collector may give back a dropped row's entries in the middle of any call.
-        self._lock = lock()
+        self.lock = lock()
 
     @property
     def available(self) -> int:
-        """Entries neither used nor promised."""
-        with self._lock:
-            return len(self._free) - self._reserved
+        """Entries neither used nor promised; cached ones are among them."""
+        with self.lock:
+            return len(self._free) + self._cached - self._reserved
 
     def account(self) -> StateAccount:
-        with self._lock:
-            return StateAccount(self.total, self.total - len(self._free), len(self._free))
+        with self.lock:
+            free, cached = len(self._free), self._cached
+            return StateAccount(self.total, self.total - free - cached, free, cached)
 
     def reserve(self, entries: int) -> None:
         """Promise entries to a caller; OutOfStatesError if fewer are available."""
-        with self._lock:
+        with self.lock:
             if entries > self.available:
                 raise OutOfStatesError(
                     f"{entries} states of rows are needed and {self.available} of {self.total} are available"
@@ -63,16 +85,18 @@ class StatePool:
             self._reserved += entries
 
     def take_reserved(self) -> int:
-        """Turn a promised entry into a taken one."""
-        with self._lock:
+        """Turn a promised entry into a taken one; the tree gives one up if none is free."""
+        with self.lock:
             self._reserved -= 1
+            if not self._free and self._tree is not None:
+                self.uncache(self._tree.forget_state())
             entry = self._free.pop()
             self._owners[entry] = 1
             return entry
 
     def share(self, entry: int) -> None:
-        """Count one more owner of an entry that has some."""
-        with self._lock:
+        """Count one more owner of an entry that rows own already."""
+        with self.lock:
             self._validity.invalidate()
             self._owners[entry] += 1
 
@@ -82,7 +106,7 @@ class StatePool:
 
     def give_back(self, entry: int = NO_ENTRY, reserved: int = 0) -> None:
         """Return a taken entry, and promised ones that were never taken."""
-        with self._lock:
+        with self.lock:
             if entry != NO_ENTRY:
                 self._disown(entry)
             self._reserved -= reserved
@@ -90,10 +114,57 @@ class StatePool:
     def _disown(self, entry: int) -> bool:
         """Remove one owner; return whether the entry is free now."""
         self._owners[entry] -= 1
-        if self._owners[entry] > 0:
-            return False
-        self._free.append(entry)
-        return True
+        left = self._owners[entry]
+        if left == 0:
+            self._free.append(entry)
+        elif left == 1 and entry in self._in_tree:
+            self._cached += 1
+        return left == 0
+
+    # ---- a prefix tree's entries
+
+    def cache(self, entry: int, tree: _TreeOfStates) -> None:
+        """Let ``tree`` be an owner of an entry in the caller's place.
+
+        Raises:
+            ValueError: the entry has no owner or is in the tree already, or another tree has entries of this pool;
+                nothing has changed.
+        """
+        with self.lock:
+            self.check(entry, tree)
+            self._tree = tree
+            self._in_tree.add(entry)
+            self._cached += self._owners[entry] == 1
+
+    def check(self, entry: int, tree: _TreeOfStates) -> None:
+        """Raise as ``cache`` would."""
+        if self._in_tree and self._tree is not tree:
+            raise ValueError("insert: another prefix tree holds states of this pool; clear() that one first")
+        if self._owners[entry] == 0 or entry in self._in_tree:
+            raise ValueError(f"insert: the state {entry} belongs to no row, or is in the tree after other tokens")
+
+    def share_cached(self, entry: int) -> bool:
+        """Make a row one more owner of an entry of the tree's; False if it is cached and promised to other rows."""
+        with self.lock:
+            if self._owners[entry] == 1:
+                if self.available <= 0:
+                    return False
+                self._cached -= 1
+            self._owners[entry] += 1
+            return True
+
+    def is_cached(self, entry: int) -> bool:
+        """Whether an entry of the tree's has no other owner."""
+        return self._owners[entry] == 1
+
+    def uncache(self, entry: int) -> None:
+        """Remove the tree as an owner of an entry."""
+        with self.lock:
+            self._owners[entry] -= 1
+            if self._owners[entry] == 0:
+                self._cached -= 1
+                self._free.append(entry)
+            self._in_tree.remove(entry)
 
 
 class RowStates:
@@ -197,7 +268,7 @@ class RowStates:
         return entry
 
     def give_back(self, entry: int) -> None:
-        """Give back what was lent."""
+        """Give back what was lent, or what a caller owns of an entry besides the row."""
         self._pool.give_back(entry)
 
     def go_back(self, entry: int, length: int) -> None:

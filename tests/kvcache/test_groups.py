@@ -99,7 +99,7 @@ class Walk:
     def begin(self) -> None:
         text = [self.random.randrange(2) for _ in range(self.random.randint(1, 20))]
         row = Row(self.pool, 0)
-        row.begin_from(self.tree.match(np.array(text, dtype=np.int64)))
+        row.begin_from(self.tree.match(np.array(text, dtype=np.int64)).pages)
         self.rows[row] = text[: row.length]
         self.write(row, text[row.length :])
 

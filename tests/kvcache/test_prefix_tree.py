@@ -176,7 +176,7 @@ class Requests(RuleBasedStateMachine):
                 break
             spare -= page in cached
             expected.append(page)
-        pages = self.tree.match(np.array(tokens, dtype=np.int64), salt)
+        pages = self.tree.match(np.array(tokens, dtype=np.int64), salt).pages
         assert pages == expected
         row = Row(self.pool, 0)
         row.begin_from(pages)
@@ -506,7 +506,7 @@ def store(tree: PrefixTree, pool: PagePool, ids: NDArray[np.int64]) -> list[int]
 def test_ids_of_another_type_match_too(tree, pool):
     pages, ids = store(tree, pool, text(1, 2)), text(1, 2, more=1)
     for other in (ids.astype(np.int32), np.repeat(ids, 2)[::2]):
-        assert tree.match(other) == pages
+        assert tree.match(other).pages == pages
 
 
 @pytest.mark.parametrize(
@@ -545,7 +545,7 @@ def test_one_tree_a_pool_until_it_is_cleared(tree, pool):
 
 def test_only_an_empty_row_begins_from_pages(tree, pool):
     store(tree, pool, text(1))
-    row, pages = row_of(pool, text(2)), tree.match(text(1, 2))
+    row, pages = row_of(pool, text(2)), tree.match(text(1, 2)).pages
     with pytest.raises(ValueError, match="a row of 4 tokens cannot begin again"):
         row.begin_from(pages)
     pool.give_back(pages)
@@ -555,7 +555,7 @@ def test_only_an_empty_row_begins_from_pages(tree, pool):
 def test_another_row_begins_as_one_that_began_from_pages(tree, pool):
     store(tree, pool, text(1))
     leader, row = Row(pool, 0), Row(pool, 0)
-    leader.begin_from(tree.match(text(1, 2, 3)))
+    leader.begin_from(tree.match(text(1, 2, 3)).pages)
     leader.reserve(3 * SIZE)
     assert row.begin_as(leader, 3 * SIZE) == 2 * SIZE
     assert row.pages == leader.pages
@@ -568,7 +568,7 @@ def test_running_batches_are_not_disturbed(tree, pool):
     """A step that repeats itself stays valid: what a tree owns, no row writes into."""
     store(tree, pool, text(1, 2))
     period, row = pool.validity.period, Row(pool, 0)
-    row.begin_from(tree.match(text(1, 2, 3)))
+    row.begin_from(tree.match(text(1, 2, 3)).pages)
     row.grow(8 * SIZE)
     tree.insert(text(1, 2, 3, 4), row.pages)
     tree.clear()
@@ -584,7 +584,7 @@ def test_threads_use_one_tree():
         for _ in range(60):
             ids = text(*rng.integers(0, 2, rng.integers(1, 5)), more=1)
             row = Row(pool, 0)
-            row.begin_from(tree.match(ids))
+            row.begin_from(tree.match(ids).pages)
             row.grow(len(ids) - row.length)
             tree.insert(ids, row.pages)
             row.free()

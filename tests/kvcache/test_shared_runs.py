@@ -223,7 +223,7 @@ class Batches(RuleBasedStateMachine):
     def admit(self, data: st.DataObject, ahead: int) -> None:
         tokens = (*self.a_beginning(data), *self.some_tokens(data), 3)
         row = Row(self.pool, 0)
-        row.begin_from(self.tree.match(np.array(tokens)))
+        row.begin_from(self.tree.match(np.array(tokens)).pages)
         self.come(row, tokens[: row.length])
         self.write(row, tokens[row.length :])
         if self.pool.available > ahead * self.pool.groups:
@@ -324,7 +324,7 @@ class Batches(RuleBasedStateMachine):
         self.read(row)
         tokens = self.texts[row]
         row.free()
-        row.begin_from(self.tree.match(np.array((*tokens, 3), dtype=np.int64)))
+        row.begin_from(self.tree.match(np.array((*tokens, 3), dtype=np.int64)).pages)
         self.texts[row] = tokens[: row.length]
         self.write(row, tokens[row.length :])
 
@@ -499,7 +499,7 @@ def test_a_page_says_nothing_about_those_before_it() -> None:
     rows[1].grow(2 * SIZE + 1)
     tree.insert(tokens[: SIZE + 1], rows[0].pages)
     tree.insert(tokens, rows[1].pages)
-    rows[2].begin_from(tree.match(tokens))
+    rows[2].begin_from(tree.match(tokens).pages)
     rows[2].grow(1)
     assert rows[2].pages[0] == rows[0].pages[0] != rows[1].pages[0]
     assert rows[2].pages[1] == rows[1].pages[1]

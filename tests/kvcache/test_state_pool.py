@@ -37,7 +37,7 @@ def test_a_step_of_one_token_reads_one_place_and_writes_the_other() -> None:
     assert (row.of(30), row.of(29)) == row.places
     row.free()
     row.free()
-    assert (pool.account(), pool.available) == (StateAccount(4, 0, 4), 4)
+    assert (pool.account(), pool.available) == (StateAccount(4, 0, 4, 0), 4)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4])

@@ -174,7 +174,7 @@ def prefix_of_other_tokens(scene: Scene) -> Planted:
     wrong = np.array([*FIRST[:6], 77, *FIRST[7:12]])
     prefixes.insert(wrong, scene.first.pages[:3])
     row = scene.loop.add_row(0)
-    row.begin_from(prefixes.match(np.append(wrong, 1)))
+    row.begin_from(prefixes.match(np.append(wrong, 1)).pages)
     row.identify(wrong)
     scene.loop.resume(row, np.array([1, 2]), 4)
     return Planted(row, scene.first.pages[2], 11)

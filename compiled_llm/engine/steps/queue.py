@@ -41,6 +41,11 @@ class Queue:
         else:
             self._followers.setdefault(leader, []).append(request)
 
+    def wait(self, request: Request, leader: Request) -> None:
+        """Let one that may run wait until ``leader`` has computed what both begin with."""
+        self.ready.remove(request)
+        self._followers.setdefault(leader, []).append(request)
+
     def remove(self, request: Request) -> None:
         if request in self.ready:
             self.ready.remove(request)

@@ -56,6 +56,8 @@ class Request:
             ``time.monotonic``'s clock.
         last_token: when its latest one was before it went on in its present group (``Latencies``).
         preemptions: how often it lost its pages.
+        cuts: as of ``PrefixMatch``, while its text is computed.
+        parts: as of ``PrefixMatch``, until its row is so long.
     """
 
     prompt: NDArray[np.int64]
@@ -86,6 +88,8 @@ class Request:
     last_token: float | None = None
     finished: float | None = None
     preemptions: int = 0
+    cuts: tuple[int, ...] = ()
+    parts: int | None = None
     # All that is known of its text when it was last admitted; computed as far as the row is long.
     known: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
@@ -127,6 +131,15 @@ class Request:
     def fed(self) -> bool:
         """Whether its row has all the tokens that it ever will, and the last token follows from them."""
         return self.row is not None and self.row.length == self.stored
+
+    def cut_after(self, start: int, end: int) -> int:
+        """Return where a chunk from ``start`` to ``end`` has to end: at the first cut in between."""
+        return min((cut for cut in self.cuts if start < cut < end), default=end)
+
+    @property
+    def computes_parts(self) -> bool:
+        """Whether others that part from known texts where it does can soon begin there."""
+        return self.parts is not None and self.row is not None and self.row.length < self.cuts[0]
 
     def unscored(self, start: int) -> bool:
         """Whether log-probabilities are missing that follow from its prompt's tokens from ``start`` on."""

@@ -23,6 +23,7 @@ from compiled_llm.kvcache.errors import OutOfPagesError
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
+from compiled_llm.kvcache.state_pool import NO_ENTRY
 from compiled_llm.requests.outputs import FinishReason
 
 logger = logging.getLogger("compiled_llm.engine")
@@ -196,12 +197,15 @@ class Scheduler:
         """Add as much of a prompt as there is room for, and return the room that is left."""
         start = request.running_row.length
         scored = request.unscored(start)
-        ids = request.known[start : start + (min(room, _SCORED) if scored else room)]
+        end = request.cut_after(start, start + (min(room, _SCORED) if scored else room))
+        ids = request.known[start:end]
         extend.append(Chunk(request, ids, start + len(ids) == len(request.known), scored))
         return room - len(ids)
 
     def _admit(self) -> Request | None:
         """Give the next waiting request its row; None if none may begin."""
+        if self._prefixes is not None and self._pool.states is not None:
+            self._let_wait(self._prefixes)
         if not self._has_room:
             return None
         ready = self._queue.ready
@@ -229,9 +233,9 @@ class Scheduler:
         row.name = f"request {request.arrival}"
         self.rows.add(row)
         if self._prefixes is not None:
+            request.cuts, request.parts = (), None
             if not request.unscored(0):
-                row.begin_from(self._prefixes.match(known, request.salt))
-                row.identify(known)
+                self._begin_with_known(request, row, known, self._prefixes)
             request.generation = self.generation
         elif row.states is None and (leader := request.leader) and leader.row is not None and leader.prefilled:
             row.begin_from(self._shared_with(leader.row, len(request.prompt)))
@@ -246,6 +250,26 @@ class Scheduler:
             self.cached_tokens += row.length
         request.known = known
         return row
+
+    @staticmethod
+    def _begin_with_known(request: Request, row: Row, known: NDArray[np.int64], prefixes: PrefixTree) -> None:
+        match = prefixes.match(known, request.salt)
+        try:
+            row.begin_from(match.pages, match.state)
+        except OutOfPagesError:  # it may have just enough room without
+            prefixes.give_back(match)
+        row.identify(known)
+        request.cuts, request.parts = match.cuts, match.parts
+
+    def _let_wait(self, prefixes: PrefixTree) -> None:
+        """Let those wait for a running request that is about to compute the state with which they can begin, too."""
+        leaders = {request.parts: request for request in self.running if request.computes_parts}
+        ready = self._queue.ready
+        while leaders and ready and not ready[0].unscored(0):
+            leader = leaders.get(prefixes.parts(ready[0].text, ready[0].salt))
+            if leader is None:
+                return
+            self._queue.wait(ready[0], leader)
 
     @staticmethod
     def _reserved(row: Row, tokens: int) -> bool:
@@ -274,6 +298,7 @@ class Scheduler:
             raise OutOfPagesError("no page is free, and no request has any")
         victim = max(self.running, key=lambda request: (request.priority, -request.running_row.length, request.arrival))
         self._retire(victim)
+        self._queue.release(victim)
         victim.preemptions += 1
         self.preemptions += 1
         self.add(victim)
@@ -301,8 +326,9 @@ class Scheduler:
             return []
         for chunk in plan.extend:
             request, row = chunk.request, chunk.request.running_row
-            self._keep(request, request.known[: row.length])
-            if chunk.is_last:
+            is_cut = row.length in request.cuts
+            self._keep(request, request.known[: row.length], row if is_cut else None)
+            if chunk.is_last or is_cut:
                 self._queue.release(request)
         ended = [request for request in plan.sampled if request.fed]
         for request in ended:
@@ -377,9 +403,19 @@ class Scheduler:
         row.free()
         self.rows.discard(row)
 
-    def _keep(self, request: Request, ids: NDArray[np.int64]) -> None:
+    def _keep(self, request: Request, ids: NDArray[np.int64], ends: Row | None = None) -> None:
+        """Keep the pages of a request's text, and the state after it if its row ``ends`` there."""
         if self._prefixes is not None and request.generation == self._prefixes.generation:
-            self._prefixes.insert(ids, request.running_row.pages, request.salt)
+            state = NO_ENTRY if ends is None else _lent(ends)
+            self._prefixes.insert(ids, request.running_row.pages, request.salt, state)
+
+
+def _lent(row: Row) -> int:
+    """Return the entry of a row's state, which the caller owns as well; ``NO_ENTRY`` if too few are left."""
+    try:
+        return row.lend_state()
+    except OutOfPagesError:
+        return NO_ENTRY
 
 
 def _steps_alike(request: Request) -> int:

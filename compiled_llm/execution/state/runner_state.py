@@ -44,6 +44,10 @@ from compiled_llm.model.layers.recurrent import Place, StateMemory, memories, sh
 from compiled_llm.model.sizes import logits_width
 from compiled_llm_ops.plain_attention import as_bytes
 
+_SPARE_STATES = 2
+_KEPT_STATES_FOR_A_ROW, _MOST_KEPT_STATES = 2, 32
+"""Entries for states after beginnings of texts, which a prefix tree keeps: for each row of a batch, and at most."""
+
 
 class RunnerState:
     """Tensors that are allocated once, before anything is captured, and copies into and out of them.
@@ -96,7 +100,7 @@ class RunnerState:
         self.cascade = Cascade.of(config, self.device.type, facts.layers, own_specs, chosen.decode_ops, self.dtype)
         groups = 1 + max(spec.group for spec in self.specs)
         paged, beside = page_bytes(self.specs), self._score_room()
-        entries = 2 + ENTRIES_OF_A_ROW * SLOTS_FOR_A_ROW * config.max_batch_size if facts.states else 0
+        entries = _entries_of_states(config.max_batch_size) if facts.states else 0
         states = entries * sum(spec.nbytes for spec in facts.states.values())
         count = pages_to_allocate(
             config,
@@ -105,7 +109,7 @@ class RunnerState:
             self.max_positions,
             groups,
             _beside(beside, states),
-            "an indexer's scores" if beside is not None else f"states of {entries - 2} rows",
+            "an indexer's scores" if beside is not None else f"{entries} states of rows and prefixes",
         )
         self.scores = None if beside is None else beside(count)
         if self.scores is not None:
@@ -138,7 +142,7 @@ class RunnerState:
         entries_of_rows = StatePool(entries, self.validity) if facts.states else None
         self.spare_states = NO_ENTRY, NO_ENTRY
         if entries_of_rows is not None:
-            entries_of_rows.reserve(2)
+            entries_of_rows.reserve(_SPARE_STATES)
             self.spare_states = entries_of_rows.take_reserved(), entries_of_rows.take_reserved()
         self.pool = PagePool(count, config.page_size, self.validity, groups, config.checks_pages, entries_of_rows)
 
@@ -242,6 +246,15 @@ class RunnerState:
         spec = self.specs[layer]
         (pages,) = self.staging.to_device([np.array(row.pages[spec.group :: self.pool.groups], dtype=np.int64)])
         return spec.read(self.pages[layer], pages, row.length)
+
+
+def _entries_of_states(rows: int) -> int:
+    """Return how many states there are: of a cut prompt, of rows with slots, and of beginnings that a tree keeps.
+
+    The tree has all that no row needs: of many rows, seldom all run.
+    """
+    kept = min(_MOST_KEPT_STATES, _KEPT_STATES_FOR_A_ROW * rows)
+    return _SPARE_STATES + ENTRIES_OF_A_ROW * SLOTS_FOR_A_ROW * rows + kept
 
 
 def _beside(scores: Callable[[int], ScoreRoom] | None, states: int) -> Callable[[int], int] | None:

@@ -64,15 +64,24 @@ def poison_released_states(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[
     """Fill entries of states with NaN once nobody owns them; return which ones, as they come."""
     state = model.compiled.generate_loop().model_runner.state
     released: list[int] = []
-    disown = state.pool.states._disown
+    disown, uncache = state.pool.states._disown, state.pool.states.uncache
+
+    def poison(entry: int) -> None:
+        released.append(entry)
+        for memory in state.states:
+            memory[entry] = torch.nan
 
     def poisons(entry: int) -> bool:
         free: bool = disown(entry)
         if free:
-            released.append(entry)
-            for memory in state.states:
-                memory[entry] = torch.nan
+            poison(entry)
         return free
 
+    def poisons_uncached(entry: int) -> None:
+        uncache(entry)
+        if not state.pool.states._owners[entry]:
+            poison(entry)
+
     monkeypatch.setattr(state.pool.states, "_disown", poisons)
+    monkeypatch.setattr(state.pool.states, "uncache", poisons_uncached)
     return released
