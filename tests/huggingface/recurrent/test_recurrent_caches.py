@@ -29,7 +29,7 @@ from support.parity import assert_account_is_empty
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 
-CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
 KINDS = ["Lfm2", "Qwen3_5", "Jamba", "GraniteMoeHybrid"]
 TWO = [pytest.param(family, marks=[pytest.mark.whole] * (number > 1)) for number, family in enumerate(KINDS)]
 """And all with ``--whole``."""
@@ -188,13 +188,14 @@ def test_copies_of_a_cache_go_on_for_themselves(words: list[int], seed: int, mon
     caches = [out.past_key_values, copy.deepcopy(out.past_key_values), copy.deepcopy(out.past_key_values)]
     said = [text + words for text in texts(prompts, out)]
     expected = of_rows_alone("Qwen3_5", said, 7)
-    for cache in caches[::-1]:
+    again: list[list[int]] = []
+    for cache in reversed(caches):
         again = texts(said, begun(model, said, 7, cache))
         assert [text[-7:] for text in again] == expected
     for cache in caches:
         assert_goes_on("Qwen3_5", model, cache, again, seed)
         cache.close()
-    del out, cache
+    del out
     assert_nothing_left(model)
 
 
@@ -241,8 +242,8 @@ def test_a_cache_that_is_handed_over_holds_huggingfaces_states(family: str, seed
     model, prompts = wrapped_family(family), prompts_of([18, 18], seed)
     out = begun(model, prompts, 4)
     text = out.sequences[:, :-1]
-    theirs = out.past_key_values.handed_over(model.config)
-    expected = plain_family(family)(text, use_cache=True).past_key_values
+    theirs: Any = out.past_key_values.handed_over(model.config)
+    expected: Any = plain_family(family)(text, use_cache=True).past_key_values
     assert isinstance(theirs, DynamicCache)
     for own, wanted in zip(theirs.layers, expected.layers, strict=True):
         assert type(own) is type(wanted)
