@@ -302,3 +302,19 @@ def test_a_prompt_is_cut_where_it_parts_and_where_it_ends() -> None:
     assert tree.parts(array(text)) is None
     row.free()
     assert (pool.account().cached, pool.states and pool.states.account().cached) == (10, 1)
+
+
+def test_a_match_takes_nothing_that_is_promised_to_others() -> None:
+    states = StatePool(6)
+    pool = PagePool(13, 2, states=states)
+    tree, row, text = PrefixTree(pool), Row(pool, 0), tuple(range(9))
+    row.grow(8)
+    tree.insert(array(text[:8]), row.pages, state=row.lend_state())
+    row.free()
+    states.reserve(states.available)
+    assert tree.match(array(text)).pages == []
+    assert (pool.account(), states.account(), states.available) == ((12, 0, 8, 4), (6, 0, 5, 1), 0)
+    states.give_back(reserved=6)
+    pool.reserve(pool.available - 2)
+    assert tree.match(array(text)).pages == [], "two of its pages are promised, and there is no state before them"
+    assert (pool.account(), states.account(), pool.available) == ((12, 0, 8, 4), (6, 0, 5, 1), 2)
