@@ -80,7 +80,8 @@ class StatePool:
         with self.lock:
             if entries > self.available:
                 raise OutOfStatesError(
-                    f"{entries} states of rows are needed and {self.available} of {self.total} are available"
+                    f"{entries} states of rows are needed and {self.available} of {self.total} are available; "
+                    "drop caches that are kept, or wrap with a larger max_batch_size"
                 )
             self._reserved += entries
 
