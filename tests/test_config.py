@@ -180,6 +180,19 @@ def test_each_group_of_layers_has_as_many_pages() -> None:
         pages_to_allocate(WrapConfig(kv_memory=2 * one), one, CPU, 4096, groups=3)
 
 
+def test_states_of_recurrent_layers_are_part_of_the_memory_unless_it_counts_tokens() -> None:
+    one, states = bytes_of_a_page(16), 12_345_678
+    for memory, count in ((10 * one + states, 10), ("160 tokens", 10)):
+        assert pages_to_allocate(WrapConfig(kv_memory=memory), one, CPU, 4096, states=states) == count + 1
+    for memory in (states + one - 1, states, 1, 1e-9):
+        with pytest.raises(
+            ValueError, match=r"holds no page.*, states of recurrent layers 11\.8 MiB, .*max_batch_size"
+        ):
+            pages_to_allocate(WrapConfig(kv_memory=memory), one, CPU, 4096, states=states)
+    with pytest.raises(ValueError, match=r"leave no room for states of recurrent layers, which take 1048576\.0 GiB"):
+        pages_to_allocate(WrapConfig(kv_memory="160 tokens"), one, CPU, 4096, states=2**50)
+
+
 def test_a_fraction_is_of_what_is_free_and_at_most_what_rows_can_use(monkeypatch):
     one = bytes_of_a_page(16)
     monkeypatch.setattr(kv_cache, "free_bytes", lambda device: 1000 * one)

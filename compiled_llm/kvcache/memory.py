@@ -28,7 +28,7 @@ def pages_to_allocate(
     max_positions: int,
     groups: int = 1,
     beside: Callable[[int], int] | None = None,
-    what: str = "",
+    states: int = 0,
 ) -> int:
     """Return P, with the null page, by ``config.kv_memory`` and the free memory.
 
@@ -40,7 +40,7 @@ def pages_to_allocate(
         groups: each ``page_size`` tokens take one page for each of them.
         beside: the bytes that steps over P pages need beside them, never less with more pages; None if they need none
             that depend on them. A fraction of the free memory has to hold both.
-        what: ``beside`` is for.
+        states: bytes of the states of recurrent layers, which are part of ``kv_memory`` unless it counts tokens.
 
     Raises:
         ValueError: no page fits, or nothing that has to lie beside them.
@@ -52,25 +52,33 @@ def pages_to_allocate(
     if memory.tokens is not None:
         pages = -(-memory.tokens // config.page_size) * groups
     elif memory.nbytes is not None:
-        pages = memory.nbytes // one if one else longest
+        left = memory.nbytes - states
+        pages = (left // one if one else longest) if left > 0 else 0
     else:
-        budget = int(free_bytes(device) * (memory.fraction or 0.0))
-        pages = min(budget // one, longest) if one else longest
+        budget = int(free_bytes(device) * (memory.fraction or 0.0)) - states
+        pages = (min(budget // one, longest) if one else longest) if budget > 0 else 0
         if beside is not None:
             counts, needed = range(1, pages + 1), beside
             pages = bisect.bisect_right(counts, budget, key=lambda count: count * one + needed(count + 1))
     if pages < groups:
         unit = " (an int is bytes: 1 is one byte, 1.0 is all that is free)" if memory.nbytes is not None else ""
-        also = "" if beside is None else f", {what} {_in_units(beside(groups + 1))} beside it,"
+        also = "" if beside is None else f", an indexer's scores {_in_units(beside(groups + 1))} beside it,"
+        also += f", states of recurrent layers {_in_units(states)}," if states else ""
         raise ValueError(
             f"kv_memory={config.kv_memory!r} holds no page{unit}: one page of {config.page_size} tokens takes "
             f"{_in_units(one * groups)}{also} and {_in_units(free_bytes(device))} are free on {device}; give more "
-            f"memory or a smaller page_size{'' if beside is None else ', or a smaller max_batch_size'}"
+            f"memory or a smaller page_size{', or a smaller max_batch_size' if also else ''}"
         )
     pages = pages // groups * groups + 1
+    if states and memory.tokens is not None and pages * one + states > free_bytes(device):
+        raise ValueError(
+            f"kv_memory={config.kv_memory!r}: pages of {_in_units(pages * one)} leave no room for states of recurrent "
+            f"layers, which take {_in_units(states)} with max_batch_size={config.max_batch_size}; "
+            f"{_in_units(free_bytes(device))} are free on {device}; give fewer tokens or a smaller max_batch_size"
+        )
     if beside is not None and memory.fraction is None and pages * one + beside(pages) > free_bytes(device):
         raise ValueError(
-            f"kv_memory={config.kv_memory!r}: pages of {_in_units(pages * one)} leave no room for {what}, "
+            f"kv_memory={config.kv_memory!r}: pages of {_in_units(pages * one)} leave no room for an indexer's scores, "
             f"which take {_in_units(beside(pages))} with max_batch_size={config.max_batch_size}; "
             f"{_in_units(free_bytes(device))} are free on {device}; give less kv_memory or a smaller max_batch_size"
         )

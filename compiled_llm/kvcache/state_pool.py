@@ -112,15 +112,14 @@ class StatePool:
                 self._disown(entry)
             self._reserved -= reserved
 
-    def _disown(self, entry: int) -> bool:
-        """Remove one owner; return whether the entry is free now."""
+    def _disown(self, entry: int) -> None:
+        """Remove one owner; the entry is free, or cached, once no row owns it."""
         self._owners[entry] -= 1
         left = self._owners[entry]
         if left == 0:
             self._free.append(entry)
         elif left == 1 and entry in self._in_tree:
             self._cached += 1
-        return left == 0
 
     # ---- a prefix tree's entries
 

@@ -108,8 +108,8 @@ class RunnerState:
             self.device,
             self.max_positions,
             groups,
-            _beside(beside, states),
-            "an indexer's scores" if beside is not None else f"{entries} states of rows and prefixes",
+            None if beside is None else lambda pages: beside(pages).limit,
+            states,
         )
         self.scores = None if beside is None else beside(count)
         if self.scores is not None:
@@ -255,10 +255,3 @@ def _entries_of_states(rows: int) -> int:
     """
     kept = min(_MOST_KEPT_STATES, _KEPT_STATES_FOR_A_ROW * rows)
     return _SPARE_STATES + ENTRIES_OF_A_ROW * SLOTS_FOR_A_ROW * rows + kept
-
-
-def _beside(scores: Callable[[int], ScoreRoom] | None, states: int) -> Callable[[int], int] | None:
-    """Return how many bytes lie beside so many pages; None if nothing does."""
-    if scores is None:
-        return (lambda _: states) if states else None
-    return lambda pages: scores(pages).limit + states

@@ -21,6 +21,7 @@ import compiled_llm
 from compiled_llm import WrapConfig
 from compiled_llm.model.checks import check_layers, check_placement
 from compiled_llm.model.layer_probe import Layer
+from compiled_llm.model.layers.latents import Expansion
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm_ops import paged_attention, paged_attention_lse
 from compiled_llm_ops.backends import BACKENDS, backend_for, backend_named
@@ -239,7 +240,7 @@ def test_what_fits_is_taken_in_any_mode(backend: str) -> None:
         ),
         ({"block_size": 256}, {}, r"backend='\S+': attention layer 1 reads blocks .* no such kernel.*without back"),
         (
-            {"expansion": object(), "value_head_dim": 64},
+            {"expansion": Expansion("kv_b_proj", 16, 64), "value_head_dim": 64},
             {},
             r"backend='\S+': attention layer 0 keeps latents .*with",
         ),
