@@ -113,7 +113,7 @@ class BlockSparseAttentionWrapper(SparseWrapper):
             begins, numbers, work, *own = self._write(**matrix, work_items=self._items(items), **masks)
             self._arguments, self._table = (begins, numbers, work, *(own or (None,))), None
         else:
-            starts = torch.arange(len(indptr), dtype=torch.int32) * R
+            starts = torch.arange(len(indptr), dtype=torch.int32, device="cpu") * R
             starts[-1] = M
             bits = bits_of(mask, packed_mask, starts, indptr.cpu(), C)
             room = None if entries is None else entries * -(-R * C // 8) + len(indptr)

@@ -156,8 +156,10 @@ def tokens_of(seen: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tens
     lengths = (seen * columns[:, None]).sum(2).flatten()
     head, _, column = seen.nonzero(as_tuple=True)
     counts = columns[head, column].long()
-    firsts = (torch.arange(heads) * columns[0].sum())[head] + starts[head, column]
-    within = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    firsts = (torch.arange(heads, device=columns.device) * columns[0].sum())[head] + starts[head, column]
+    within = torch.arange(int(counts.sum()), device=columns.device) - (counts.cumsum(0) - counts).repeat_interleave(
+        counts
+    )
     keys = firsts.repeat_interleave(counts) + within
     qo_indptr, kv_indptr = (torch.nn.functional.pad(own.cumsum(0), (1, 0)).int() for own in (rows.flatten(), lengths))
     return qo_indptr, kv_indptr, keys.int()

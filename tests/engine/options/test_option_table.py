@@ -15,7 +15,7 @@ from compiled_llm.execution.state import score_room
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.engine.option_table import BETWEEN, CELLS, LAYERS, OPTIONS, PAGE, SHARING_NOTHING, USUAL, Cell, table
+from support.engine.option_table import BETWEEN, CELLS, LAYERS, OPTIONS, PAGE, USUAL, Cell, table
 from support.engine.random_requests import CHOOSING, assert_same, requests
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import PATIENCE, greedy, wrapped
@@ -70,11 +70,11 @@ def answers_with(kind: str, seed: int, *names: str) -> list[RequestOutput]:
         stats, model = engine.stats(), engine._model
         state, steps = model.compiled.model_runner().state, model.compiled.stats()
     assert stats.preemptions > 0
-    assert (stats.cached_tokens > 0) == (kind not in SHARING_NOTHING)
+    assert stats.cached_tokens > 0
     assert (model.compiled.config.attention_backend == "invariant") == ("batch_invariant" in names)
     assert any(pages.dtype.itemsize == 1 for pages in state.pages) == ("kv_dtype" in names)
     assert (state.page_watch is not None) == ("check_pages" in names)
-    assert (steps.cascade_steps > 0) == ("cascade" in names and kind not in SHARING_NOTHING)
+    assert (steps.cascade_steps > 0) == ("cascade" in names)
     assert (stats.mixed_steps > 0) == ("mixed" in names)
     assert steps.recompiles == steps.wrong_tags == 0
     assert_account_is_empty(model)

@@ -43,8 +43,6 @@ NAMES = {
 }
 LAYERS = {**KINDS, **CHOOSING, **KEEPING_STATES}
 assert NAMES.keys() == LAYERS.keys()
-SHARING_NOTHING = frozenset(KEEPING_STATES)
-"""Kinds whose requests have all of their pages to themselves, so that there is nothing to read once either."""
 
 REFUSED_TOGETHER = {
     ("batch_invariant", "cascade"): "batch_invariant=True with cascade=True",

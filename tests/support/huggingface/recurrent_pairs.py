@@ -71,11 +71,10 @@ def poison_released_states(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[
         for memory in state.states:
             memory[entry] = torch.nan
 
-    def poisons(entry: int) -> bool:
-        free: bool = disown(entry)
-        if free:
+    def poisons(entry: int) -> None:
+        disown(entry)
+        if not state.pool.states._owners[entry]:
             poison(entry)
-        return free
 
     def poisons_uncached(entry: int) -> None:
         uncache(entry)
