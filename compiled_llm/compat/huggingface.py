@@ -247,11 +247,8 @@ def state_beside_keys(config: PretrainedConfig) -> tuple[int, str] | None:
 
     None if no layer does. Layers with a state alone have no attention, so that a trial forward does not reach them.
     """
-    state: type | None = getattr(cache_utils, "LinearAttentionCacheLayerMixin", None)
-    if state is None:
-        return None
     layers = enumerate(DynamicCache(config=config).layers)
-    both = ((number, kept) for number, kept in layers if isinstance(kept, state) and isinstance(kept, CacheLayerMixin))
+    both = ((number, kept) for number, kept in layers if isinstance(kept, CacheLayerMixin) and keeps_state(kept))
     return next(((number, type(kept).__name__) for number, kept in both), None)
 
 

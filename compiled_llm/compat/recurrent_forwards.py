@@ -39,7 +39,7 @@ KEPT = frozenset({"update_conv_state", "update_recurrent_state"})
 
 
 class StatesNotFoundError(Exception):
-    """A ``forward`` keeps states in another way than it is known."""
+    """A layer keeps states in a way that is not known."""
 
 
 def keeps_states(layer: type[nn.Module]) -> bool:
@@ -140,7 +140,7 @@ def _compiled(tree: ast.Module, function: ast.FunctionDef, written: FunctionType
     arguments = function.args
     arguments.defaults, arguments.kw_defaults = [], [None] * len(arguments.kwonlyargs)
     ast.increment_lineno(tree, written.__code__.co_firstlineno - 1)
-    # Annotations stay text, which nobody evaluates.
+    # Annotations stay strings: they may name what is imported for type checkers alone.
     code = compile(tree, written.__code__.co_filename, "exec", annotations.compiler_flag, True)
     made: dict[str, Any] = {}
     exec(code, written.__globals__, made)

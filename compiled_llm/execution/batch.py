@@ -14,9 +14,8 @@ from torch import Tensor
 
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.row import Row
-from compiled_llm.kvcache.state_pool import NO_ENTRY
 from compiled_llm.kvcache.table import Stored
-from compiled_llm_ops.contracts import CHAIN_SKIPPED
+from compiled_llm_ops.contracts import CHAIN_SKIPPED, NO_ENTRY
 
 
 class RowTag(NamedTuple):

@@ -155,10 +155,12 @@ class GenerateLoop:
 
         Raises:
             ValueError: they are more than ``max_batch_size``; nothing has changed.
+            OutOfStatesError: too few states of recurrent layers are free; the rows are as they were.
         """
         self._check_room(len(indices))
         old = list(self.rows)
-        rows = [old[index] if index == batch_index else old[index].fork() for batch_index, index in enumerate(indices)]
+        copies = iter(_forks([old[index] for batch_index, index in enumerate(indices) if index != batch_index]))
+        rows = [old[index] if index == batch_index else next(copies) for batch_index, index in enumerate(indices)]
         self.rows[:] = rows
         with self.promise.drawn_on():
             for row in old:
@@ -166,9 +168,9 @@ class GenerateLoop:
                     row.free()
 
     def fork(self) -> GenerateLoop:
-        """Return another loop with the same rows; pages are shared, not copied."""
+        """Return another loop with the same rows; pages are shared, not copied. OutOfStatesError as ``select``."""
         generate_loop = GenerateLoop(self.model_runner)
-        generate_loop.rows += [row.fork() for row in self.rows]
+        generate_loop.rows += _forks(self.rows)
         return generate_loop
 
     # ---- around them
@@ -477,6 +479,18 @@ class _Unread:
         for rows, readback in self.steps.popleft():
             tokens.update(zip(rows, readback.result(), strict=True))
         return tokens
+
+
+def _forks(rows: Sequence[Row]) -> list[Row]:
+    """Return a fork of each row; OutOfStatesError if too few states are free, and there is none then."""
+    forks: list[Row] = []
+    try:
+        for row in rows:
+            forks.append(row.fork())  # noqa: PERF401  # those before an error are freed
+    except BaseException:
+        _free(forks)
+        raise
+    return forks
 
 
 @deferred()

@@ -105,7 +105,9 @@ class CacheChoice:
         if self.runtime.facts.states and self.stands_in:  # only HuggingFace's forward reads its states
             if self.prefill is not None:
                 return self._why_original(self.prefill)
-            return Reason("cache_implementation") if self.is_static else Reason("past_key_values", "recurrent states")
+            if self.is_static:
+                return Reason("cache_implementation")
+            return Reason("past_key_values", type(self.users).__name__)
         if self.returned and not self._appends:
             return Reason("cache_implementation") if self.is_static else Reason("past_key_values", "static cache")
         if self.prefill is not None and (self.config.use_cache is False or self._cannot_follow()):

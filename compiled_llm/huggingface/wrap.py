@@ -85,7 +85,11 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
     base = type(checked)
     groups, positions = recorder.groups(checked), default_positions(checked)
     let_layers_pack(checked)
-    runtime = CompiledModel(ModelFacts.of(checked, base, layers, groups, positions, states), config)
+    try:
+        runtime = CompiledModel(ModelFacts.of(checked, base, layers, groups, positions, states), config)
+    except BaseException:  # artifacts may be of another model
+        as_they_were(checked)
+        raise
     checked.__class__ = wrapped_class(base)
     checked.compiled = runtime  # type: ignore[assignment]
     return cast(ModelT, checked)

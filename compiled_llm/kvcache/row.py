@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from compiled_llm.kvcache.errors import OutOfPagesError
 from compiled_llm.kvcache.pool import PagePool
-from compiled_llm.kvcache.state_pool import NO_ENTRY, RowStates
+from compiled_llm.kvcache.state_pool import RowStates
 from compiled_llm_ops.attention.check_pages import chain_after
-from compiled_llm_ops.contracts import CHAIN_ADOPTED, CHAIN_KNOWN, CHAIN_ORIGIN
+from compiled_llm_ops.contracts import CHAIN_ADOPTED, CHAIN_KNOWN, CHAIN_ORIGIN, NO_ENTRY
 
 _numbers = itertools.count(1)
 

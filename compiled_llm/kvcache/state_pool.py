@@ -13,9 +13,8 @@ from typing import NamedTuple, Protocol
 from compiled_llm.compat.forks import lock
 from compiled_llm.kvcache.errors import OutOfStatesError
 from compiled_llm.kvcache.step_validity import StepValidity
+from compiled_llm_ops.contracts import NO_ENTRY
 
-NO_ENTRY = -1
-"""In place of an entry: a row that begins, and what is not to be kept."""
 ENTRIES_OF_A_ROW = 2
 """While it runs: the state that a step reads, and the one that it writes."""
 

@@ -881,6 +881,10 @@ class CheckPages(NamedTuple):
     qo_indptr: Tensor | None = None
 
 
+NO_ENTRY = -1
+"""In place of an entry of a pool of states: a row begins with zeros, or its state is not kept."""
+
+
 class CausalConv1d(NamedTuple):
     """Arguments of ``causal_conv1d``."""
 

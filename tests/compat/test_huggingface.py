@@ -33,7 +33,7 @@ from compiled_llm.compat import huggingface as compat
 from compiled_llm.huggingface.wrapped_model import WrappedModel
 from support.huggingface import vision
 from support.huggingface.families import CLASSES, FAMILIES, make
-from support.huggingface.recurrent_families import ALL_RECURRENT
+from support.huggingface.recurrent_families import ALL_RECURRENT, recurrent_model
 from support.in_threads import in_thread
 from support.tiny_models import tiny_llama
 
@@ -342,3 +342,10 @@ def test_a_checkpoint_becomes_the_tensors_of_a_model(misfit: str) -> None:
         if name != norm:
             assert torch.equal(tensor, expected[name])
             assert tensor.dtype == expected[name].dtype
+
+
+def test_layers_that_keep_a_state_beside_keys_are_found() -> None:
+    found = compat.state_beside_keys(recurrent_model("FalconH1").config)
+    assert found == (0, "LinearAttentionAndFullAttentionLayer")
+    assert compat.state_beside_keys(recurrent_model("Lfm2").config) is None
+    assert compat.state_beside_keys(tiny_llama().config) is None

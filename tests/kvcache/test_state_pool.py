@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from compiled_llm.kvcache.errors import OutOfStatesError
-from compiled_llm.kvcache.state_pool import NO_ENTRY, RowStates, StateAccount, StatePool
+from compiled_llm.kvcache.state_pool import RowStates, StateAccount, StatePool
+from compiled_llm_ops.contracts import NO_ENTRY
 
 pytestmark = pytest.mark.core
 

@@ -23,8 +23,8 @@ from compiled_llm.kvcache.errors import OutOfPagesError
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
-from compiled_llm.kvcache.state_pool import NO_ENTRY
 from compiled_llm.requests.outputs import FinishReason
+from compiled_llm_ops.contracts import NO_ENTRY
 
 logger = logging.getLogger("compiled_llm.engine")
 

@@ -89,6 +89,10 @@ class Decode:
                 f"{new_tokens} new tokens for each of {step.rows} rows are more than the {self._max_planned} that can "
                 "be planned; wrap with a larger prefill_tokens"
             )
+        if self._state.states:
+            raise ValueError(
+                f"{new_tokens} new tokens for each row: a step of recurrent layers has one; feed them one by one"
+            )
         scores = self._state.scores
         if scores is not None and scores.scores.of_one_row:
             raise ValueError(

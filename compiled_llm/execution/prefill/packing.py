@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.page_checks import CHAIN_IN_SLOT
 from compiled_llm.execution.batch import Extension, RowTag
-from compiled_llm.kvcache.state_pool import NO_ENTRY
 from compiled_llm.kvcache.table import HostTable, Span, build_table
-from compiled_llm_ops.contracts import CHAIN_ADOPTED, CHAIN_SKIPPED
+from compiled_llm_ops.contracts import CHAIN_ADOPTED, CHAIN_SKIPPED, NO_ENTRY
 
 Holds = Callable[[int, int, int], bool]
 """Whether a launch may have so many tokens, pages and rows."""

@@ -37,11 +37,12 @@ from compiled_llm.kvcache.page_scales import allocate_scales
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import PageCopy, Row
 from compiled_llm.kvcache.specs import TokenPlaces, allocate_pages, kv_cache_specs, page_bytes, sharing_memory
-from compiled_llm.kvcache.state_pool import ENTRIES_OF_A_ROW, NO_ENTRY, StatePool
+from compiled_llm.kvcache.state_pool import ENTRIES_OF_A_ROW, StatePool
 from compiled_llm.kvcache.step_validity import StepValidity
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.layers.recurrent import Place, StateMemory, memories, shapes as shapes_of_states
 from compiled_llm.model.sizes import logits_width
+from compiled_llm_ops.contracts import NO_ENTRY
 from compiled_llm_ops.plain_attention import as_bytes
 
 _SPARE_STATES = 2

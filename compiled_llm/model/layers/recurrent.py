@@ -24,9 +24,7 @@ from torch.nn.functional import silu, softplus
 from compiled_llm.compat.recurrent_forwards import keeps_states, own_class, with_packed_rows
 from compiled_llm.model.layers.latents import Latents
 from compiled_llm_ops import causal_conv1d, gated_delta_rule, selective_scan
-
-NO_STATE = -1
-"""In place of an entry: a row begins."""
+from compiled_llm_ops.contracts import NO_ENTRY
 
 Place = tuple[int, int]
 """A layer's number, and that of its state among those of the layer."""
@@ -138,7 +136,7 @@ class RecurrentStates:
         """Return ``[b, C, q]`` of as many, by a weight ``[C, W]``."""
         known = activation in (None, "silu", "swish")
         tokens = states.transpose(1, 2).flatten(0, 1)
-        memory = self._conv(tokens, weight)
+        memory = self._conv(weight)
         applied = "silu" if known and activation else "none"
         out = causal_conv1d(
             tokens.to(weight.dtype),
@@ -224,7 +222,7 @@ class RecurrentStates:
         out = out if D is None else out + states * D[:, None]
         return (out, out.new_empty(0)) if return_final_states else out
 
-    def _conv(self, tokens: Tensor, weight: Tensor) -> Tensor:
+    def _conv(self, weight: Tensor) -> Tensor:
         memory = self._memory[self._place].conv
         assert memory is not None
         return memory
@@ -249,7 +247,7 @@ class StateProbe(RecurrentStates):
     @classmethod
     def of_one_row(cls, tokens: int, device: torch.device) -> StateProbe:
         """Make it for a row of so many tokens, on tensors of the kind that is made at the moment."""
-        numbers = ([0] * tokens, [0, tokens], [NO_STATE], [0])
+        numbers = ([0] * tokens, [0, tokens], [NO_ENTRY], [0])
         return cls(StateRows(*(torch.tensor(own, dtype=torch.int32, device=device) for own in numbers)))
 
     @property
@@ -257,12 +255,12 @@ class StateProbe(RecurrentStates):
         """What was noted, in the order of layers."""
         return {place: _spec_of(*self.memory[place]) for place in sorted(self.memory)}
 
-    def _conv(self, tokens: Tensor, weight: Tensor) -> Tensor:
+    def _conv(self, weight: Tensor) -> Tensor:
         memory = self.memory.get(self._place, StateMemory())
         if memory.conv is None:
             memory = memory._replace(conv=weight.new_zeros(len(self.rows.read), *weight.shape))
             self.memory[self._place] = memory
-        return super()._conv(tokens, weight)
+        return super()._conv(weight)
 
     def _recurrent(self, heads: int, size: int, width: int, device: torch.device) -> Tensor:
         memory = self.memory.get(self._place, StateMemory())

@@ -143,7 +143,7 @@ def _check_cache(model: PreTrainedModel, layers: Sequence[Layer]) -> None:
     kept = DynamicCache(config=model.config).layers
     for index, (layer, cached) in enumerate(zip(layers, kept, strict=False)):
         indexed = layer.chooses and isinstance(cached, indexed_layers())
-        recurrent = any(not own.attends for own in layers) or keeps_state(cached)
+        recurrent = not layer.attends or keeps_state(cached)
         if not (indexed or recurrent) and type(cached) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise UnsupportedModelError(
                 f"{name}: attention layer {index} keeps a {type(cached).__name__} in HuggingFace's cache; pages hold "

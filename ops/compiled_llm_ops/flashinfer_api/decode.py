@@ -17,13 +17,11 @@ from compiled_llm_ops.flashinfer_api.arguments import (
     Scale,
     check_backend,
     data_types,
-    fp8_scales,
     refuse,
-    result_like,
 )
 from compiled_llm_ops.flashinfer_api.attend import BatchTable, Logits, attend, logits
 from compiled_llm_ops.flashinfer_api.layouts import Pages, check_layout, paged, ragged
-from compiled_llm_ops.flashinfer_api.workspace import Planned, as_index
+from compiled_llm_ops.flashinfer_api.workspace import PlannedRun, as_index
 
 
 def single_decode_with_kv_cache(
@@ -85,7 +83,7 @@ def single_decode_with_kv_cache(
     return out[0] if lse is None else (out[0], lse[0])
 
 
-class BatchDecodeWithPagedKVCacheWrapper(Planned):
+class BatchDecodeWithPagedKVCacheWrapper(PlannedRun):
     """Decode over pages: ``plan`` says where they lie, ``run`` attends."""
 
     def __init__(
@@ -289,17 +287,10 @@ class BatchDecodeWithPagedKVCacheWrapper(Planned):
         keys, values = paged(paged_kv_cache, self._kv_layout)
         self._types.check(q, keys)
         self._check_run(q, window_left, q_len_per_req)
-        shape = (*q.shape[:2], values.shape[3])
-        out = result_like("out", out, shape, self._types.result, q)
-        if return_lse or lse is not None:
-            lse = result_like("lse", lse, shape[:2], torch.float32, q)
-        scale_q, scale_k, scale_v = fp8_scales(args)
-        attend(
-            q, keys, values, out, lse, self._table, self._how,
-            logit_scales={"q_scale": q_scale, "k_scale": k_scale, "scale_q": scale_q, "scale_k": scale_k},
-            value_scales={"v_scale": v_scale, "scale_v": scale_v},
+        return self._attend(
+            q, keys, values, self._table, out, lse, return_lse, self._types.result, args,
+            q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
-        return (out, lse) if return_lse and lse is not None else out
 
     def _check_run(self, q: Tensor, window_left: int | None, q_len_per_req: int | None) -> None:
         rows = self._paged_kv_last_page_len_buf.shape[0]
@@ -314,11 +305,6 @@ class BatchDecodeWithPagedKVCacheWrapper(Planned):
             raise ValueError(
                 f"q must have {rows} * {q_len_per_req} queries, rows times q_len_per_req; got {tuple(q.shape)}"
             )
-
-    def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """``run`` with ``return_lse=True``."""
-        out, lse = self.run(*args, **kwargs, return_lse=True)
-        return out, lse
 
     def forward(
         self,

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.flashinfer_api.arguments import Scale, check_backend, data_types, fp8_scales, refuse, result_like
-from compiled_llm_ops.flashinfer_api.attend import attend, logits
+from compiled_llm_ops.flashinfer_api.arguments import Scale, check_backend, data_types, refuse
+from compiled_llm_ops.flashinfer_api.attend import logits
 from compiled_llm_ops.flashinfer_api.layouts import check_layout, ragged
 from compiled_llm_ops.flashinfer_api.masks import packed_mask
 from compiled_llm_ops.flashinfer_api.workspace import PlannedPrefill, as_index
@@ -213,23 +213,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedPrefill):
         table = self._checked(q, None)
         keys, values = ragged("k", k, self._kv_layout), ragged("v", v, self._kv_layout)
         self._types.check(q, keys)
-        shape = (*q.shape[:2], values.shape[3])
-        dtype = torch.bfloat16 if q.element_size() == 1 else q.dtype
-        out = result_like("out", out, shape, dtype if out is None else self._types.result, q)
-        if return_lse or lse is not None:
-            lse = result_like("lse", lse, shape[:2], torch.float32, q)
-        scale_q, scale_k, scale_v = fp8_scales(args)
-        attend(
-            q, keys, values, out, lse, table, self._how,
-            logit_scales={"q_scale": q_scale, "k_scale": k_scale, "scale_q": scale_q, "scale_k": scale_k},
-            value_scales={"v_scale": v_scale, "scale_v": scale_v},
+        result = torch.bfloat16 if q.element_size() == 1 else q.dtype
+        return self._attend(
+            q, keys, values, table, out, lse, return_lse, result if out is None else self._types.result, args,
+            q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
-        return (out, lse) if return_lse and lse is not None else out
-
-    def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """``run`` with ``return_lse=True``."""
-        out, lse = self.run(*args, **kwargs, return_lse=True)
-        return out, lse
 
     def forward(
         self,

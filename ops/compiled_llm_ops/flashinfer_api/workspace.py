@@ -6,13 +6,14 @@ them, by ``plan`` or by the user.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.flashinfer_api.arguments import DataTypes
-from compiled_llm_ops.flashinfer_api.attend import BatchTable, Logits, logits
+from compiled_llm_ops.flashinfer_api.arguments import DataTypes, Scale, fp8_scales, result_like
+from compiled_llm_ops.flashinfer_api.attend import BatchTable, Logits, attend, logits
 
 
 class Planned:
@@ -86,13 +87,68 @@ def as_index(table: Tensor) -> Tensor:
     return table if table.dtype in (torch.int32, torch.int64) else table.to(torch.int32)
 
 
-class PlannedPrefill(Planned):
+class PlannedRun(Planned):
+    """A wrapper whose ``run`` is one call of ``attend``."""
+
+    run: Callable[..., Any]
+    _types: DataTypes
+    _how: Logits
+
+    def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """``run`` with ``return_lse=True``."""
+        out, lse = self.run(*args, **kwargs, return_lse=True)
+        return out, lse
+
+    def _attend(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        table: BatchTable,
+        out: Tensor | None,
+        lse: Tensor | None,
+        return_lse: bool,
+        result: torch.dtype,
+        args: tuple[Scale, ...],
+        *,
+        q_scale: Scale,
+        k_scale: Scale,
+        v_scale: Scale,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return what ``run`` returns, written to ``out`` and ``lse`` where they are given.
+
+        Args:
+            q: ``[T, H, D]``.
+            keys: ``[P, K, S, D]``.
+            values: ``[P, K, S, E]``.
+            table: where rows lie.
+            out: as of ``run``, like ``lse``, ``return_lse``, ``args`` and the scales.
+            lse: as ``out``.
+            return_lse: as ``out``.
+            result: dtype of results.
+            args: as ``out``.
+            q_scale: as ``out``.
+            k_scale: as ``out``.
+            v_scale: as ``out``.
+        """
+        scale_q, scale_k, scale_v = fp8_scales(args)
+        shape = (*q.shape[:2], values.shape[3])
+        out = result_like("out", out, shape, result, q)
+        if return_lse or lse is not None:
+            lse = result_like("lse", lse, shape[:2], torch.float32, q)
+        attend(
+            q, keys, values, out, lse, table, self._how,
+            logit_scales={"q_scale": q_scale, "k_scale": k_scale, "scale_q": scale_q, "scale_k": scale_k},
+            value_scales={"v_scale": v_scale, "scale_v": scale_v},
+        )  # fmt: skip
+        return (out, lse) if return_lse and lse is not None else out
+
+
+class PlannedPrefill(PlannedRun):
     """A wrapper of prefill, whose plans may have masks."""
 
     _heads: int
     _tokens: int
-    _types: DataTypes
-    _how: Logits
 
     def __init__(
         self,

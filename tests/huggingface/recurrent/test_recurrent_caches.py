@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, StoppingCriteriaList
 
+import compiled_llm
+from compiled_llm.kvcache.errors import OutOfStatesError
 from support.characters import character_tokenizer
 from support.execution.callbacks import Callback
 from support.huggingface.callbacks import Raising, Until
@@ -291,11 +294,47 @@ def test_a_call_that_fails_in_its_prompt_can_be_made_again(seed: int, monkeypatc
 
 
 def test_models_are_copied_and_unwrapped_with_their_states(seed: int) -> None:
-    import compiled_llm
-
     model, prompts = wrapped_family("Lfm2"), prompts_of([9], seed)
     expected = of_rows_alone("Lfm2", prompts, 6)
     for own in (model, copy.deepcopy(model), compiled_llm.unwrap(model)):
         assert new_tokens_of(own, prompts, 6, eos_token_id=None) == expected
     classes = [{type(module) for module in own.modules()} for own in (model, recurrent_model("Lfm2"))]
     assert classes[0] == classes[1]
+
+
+def test_a_wrap_that_fails_leaves_layers_as_they_were(tmp_path: Path) -> None:
+    model = recurrent_model("Lfm2")
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match="artifacts"):
+        compiled_llm.wrap(model, artifacts=tmp_path, progress=False)
+    assert [type(module) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [copy.deepcopy, lambda cache: cache.batch_repeat_interleave(2)],
+    ids=["copied", "repeated"],
+)
+def test_where_states_run_out_nothing_leaks(change: Callable[[Any], Any], seed: int) -> None:
+    model, prompts = wrapped_family("Qwen3_5"), prompts_of([9, 17, 4], seed)
+    out = begun(model, prompts)
+    cache, so_far = out.past_key_values, texts(prompts, out)
+    states = model.compiled.model_runner().pool.states
+    left = states.available
+    states.reserve(left - 5)  # a row and its copy need four
+    with pytest.raises(OutOfStatesError) as kept:
+        change(cache)
+    # The row that was copied keeps the two that it may need to go on.
+    assert states.available == 3, f"copies made before wait for whoever keeps {kept}"
+    del kept
+    states.give_back(reserved=left - 5)
+    assert_goes_on("Qwen3_5", model, cache, so_far, seed)
+    cache.close()
+    del out
+    assert_nothing_left(model)
+
+
+def test_several_tokens_at_once_are_refused() -> None:
+    model = wrapped_family("Lfm2")
+    with pytest.raises(ValueError, match="2 new tokens for each row: a step of recurrent layers has one"):
+        model.compiled.model_runner().decode.step_of_several(1, 2)
