@@ -41,6 +41,8 @@ LATENT: tuple[torch._ops.OpOverload, ...] = (
 VARIANTS: tuple[torch._ops.OpOverload, ...] = (
     torch.ops.compiled_llm.paged_attention_variant.default,
     torch.ops.compiled_llm.paged_attention_variant_lse.default,
+    torch.ops.compiled_llm.planned_attention_variant.default,
+    torch.ops.compiled_llm.planned_attention_variant_lse.default,
     torch.ops.compiled_llm.decode_attention_variant.default,
     torch.ops.compiled_llm.decode_attention_variant_lse.default,
 )

@@ -85,7 +85,8 @@ def paged_attention_variant(
     """
     table = (qo_indptr, indptr, indices, last_page_len)
     how = (name, tensors, scale, window_left, key_scale, value_scale, plan, workspace)
-    out: Tensor = _paged_attention_variant(query, pages, *table, *how)
+    op = _paged_attention_variant if workspace is None else _planned_attention_variant
+    out: Tensor = op(query, pages, *table, *how)
     return out
 
 
@@ -107,7 +108,9 @@ def paged_attention_variant_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tens
     Source:
         On CUDA the kernel of ``paged_attention_variant``, after FlashAttention-2 (https://arxiv.org/abs/2307.08691).
     """
-    out, lse = _paged_attention_variant_lse(*args, **kwargs)
+    given = PagedAttentionVariant(*args, **kwargs)
+    op = _paged_attention_variant_lse if given.workspace is None else _planned_attention_variant_lse
+    out, lse = op(*given)
     return out, lse
 
 
@@ -307,8 +310,16 @@ def _decode_on_cuda(args: DecodeAttentionVariant, wants_lse: bool) -> tuple[Tens
     return decode.attend_on_cuda(args.without_variant, wants_lse, kernel_variant(variant, args.tensors))
 
 
+# Two ops, since Inductor of torch 2.11 cannot compile one that writes an argument where that argument is None.
 _paged_attention_variant, _paged_attention_variant_lse = define_with_lse(
     "paged_attention_variant",
+    PagedAttentionVariant,
+    cpu=_paged_on_cpu,
+    cuda=_paged_on_cuda,
+    sizes=_checked_sizes("paged_attention_variant"),
+)
+_planned_attention_variant, _planned_attention_variant_lse = define_with_lse(
+    "planned_attention_variant",
     PagedAttentionVariant,
     writes=("workspace",),
     cpu=_paged_on_cpu,

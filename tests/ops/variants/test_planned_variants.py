@@ -42,6 +42,12 @@ def test_pages_of_fp8_and_the_name_alone(seed: int) -> None:
     assert torch.equal(paged_attention_variant(*how, plan.tensor, workspace), paged_attention_variant(*how))
 
 
+def test_without_a_plan_nothing_is_written() -> None:
+    """Inductor of torch 2.11 cannot compile an op that writes an argument where that is None."""
+    for name in ("paged_attention_variant", "paged_attention_variant_lse"):
+        assert not getattr(torch.ops.compiled_llm, name).default._schema.is_mutable
+
+
 def test_a_plan_that_nobody_owns_and_a_backend_without_functions_are_refused() -> None:
     query, pages, qo_indptr, *table, _, _, scale = Batch(*MIXES["mixed"]).filled().arguments()
     how = (query, pages, qo_indptr, *table, registered("window").key, [], scale)

@@ -244,6 +244,14 @@ def variant_cases() -> list[tuple[Any, ...]]:
     return [*cases, (query, pages, qo_indptr, *table, *_variants()[1], scale, 3, *SCALES)]
 
 
+def planned_variant_cases() -> list[tuple[Any, ...]]:
+    cases: list[tuple[Any, ...]] = []
+    for name, tensors in _variants():
+        query, pages, qo_indptr, *table, plan, workspace, scale = Batch(*MIXES["mixed"], padded=16).filled().arguments()
+        cases.append((query, pages, qo_indptr, *table, name, tensors, scale, -1, None, None, plan, workspace))
+    return cases
+
+
 def decode_variant_cases() -> list[tuple[Any, ...]]:
     cases: list[tuple[Any, ...]] = []
     for mix, variant in zip(("decode", "several new tokens"), _variants(), strict=True):
@@ -503,6 +511,8 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "paged_attention_variant": variant_cases,
     "paged_attention_variant_lse": variant_cases,
     "plan_paged_attention": plan_cases,
+    "planned_attention_variant": planned_variant_cases,
+    "planned_attention_variant_lse": planned_variant_cases,
     "planned_cascade_attention": planned_cascade_cases,
     "planned_cascade_attention_lse": planned_cascade_cases,
     "planned_latent_attention": planned_latent_cases,
