@@ -43,6 +43,8 @@ from compiled_llm_ops.attention.variants import (
     decode_attention_variant_lse,
     paged_attention_variant,
     paged_attention_variant_lse,
+    planned_attention_variant,
+    planned_attention_variant_lse,
 )
 from compiled_llm_ops.contracts import (
     BIASED,
@@ -137,6 +139,8 @@ __all__ = [
     "paged_attention_variant",
     "paged_attention_variant_lse",
     "plan_paged_attention",
+    "planned_attention_variant",
+    "planned_attention_variant_lse",
     "planned_cascade_attention",
     "planned_cascade_attention_lse",
     "planned_cascade_tables",

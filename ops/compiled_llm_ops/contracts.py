@@ -323,13 +323,30 @@ class PagedAttentionVariant(NamedTuple):
     window_left: int = -1
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
-    plan: Tensor | None = None
-    workspace: Tensor | None = None
+
+
+class PlannedAttentionVariant(NamedTuple):
+    """Arguments of ``planned_attention_variant`` and ``planned_attention_variant_lse``."""
+
+    query: Tensor
+    pages: Tensor
+    qo_indptr: Tensor
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+    plan: Tensor
+    workspace: Tensor
+    name: str
+    tensors: list[Tensor]
+    scale: float
+    window_left: int = -1
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
 
     @property
     def geometry(self) -> Geometry:
-        """The geometry of planned ones, whose ``name`` is a key."""
-        check_even_heads("paged_attention_variant", self.pages)
+        """The geometry of a launch, whose ``name`` is a key."""
+        check_even_heads("planned_attention_variant", self.pages)
         _, _, kv_heads, page_size, stored = self.pages.shape
         sizes = (self.query.shape[1], kv_heads, stored, page_size, self.window_left, 0.0)
         return Geometry(*sizes, self.query.dtype, self.pages.dtype, function=self.name)

@@ -24,7 +24,7 @@ from compiled_llm_ops.contracts import (
     AppendPagedKv,
     Geometry,
     PagedAttention,
-    PagedAttentionVariant,
+    PlannedAttentionVariant,
     PlannedBatch,
     PlannedLatentAttention,
 )
@@ -69,7 +69,7 @@ class Plan(Protocol):
             lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None to skip it.
         """
 
-    def launch_variant(self, args: PagedAttentionVariant, out: Tensor, lse: Tensor | None) -> None:
+    def launch_variant(self, args: PlannedAttentionVariant, out: Tensor, lse: Tensor | None) -> None:
         """Attend by a variant as planned; called only if the backend has ``functions``.
 
         Args:
@@ -303,8 +303,10 @@ class EmptyPlan:
 
     def decide(self, batch: PlannedBatch) -> None: ...
 
-    def launch_variant(self, args: PagedAttentionVariant, out: Tensor, lse: Tensor | None) -> None:
-        raise NotImplementedError("paged_attention_variant: this backend has no kernel for variants; leave plan out")
+    def launch_variant(self, args: PlannedAttentionVariant, out: Tensor, lse: Tensor | None) -> None:
+        raise NotImplementedError(
+            "planned_attention_variant: this backend has no kernel for variants; call paged_attention_variant"
+        )
 
     def launch_latents(self, args: PlannedLatentAttention, out: Tensor, lse: Tensor | None) -> None:
         raise NotImplementedError("planned_latent_attention: this backend has no kernel for latents")

@@ -18,8 +18,10 @@ from compiled_llm_ops import (
     decode_attention_variant_lse,
     paged_attention_variant,
     paged_attention_variant_lse,
+    planned_attention_variant,
+    planned_attention_variant_lse,
 )
-from compiled_llm_ops.contracts import DecodeAttentionVariant, PagedAttentionVariant
+from compiled_llm_ops.contracts import DecodeAttentionVariant
 from compiled_llm_ops.variants.expressions import VariantTensor
 from compiled_llm_ops.variants.registry import variant_named
 
@@ -52,11 +54,14 @@ class AppliedVariant(NamedTuple):
         ``planned``: the plan and its workspace; None for kernels that need none.
         """
         scale, window_left, _ = options
-        how = (self.key, self.tensors, scale, window_left)
-        arguments = PagedAttentionVariant(query, pages, *table, *how, *scales, *(planned or ()))
+        how = (self.key, self.tensors, scale, window_left, *scales)
+        if planned is not None:
+            if wants_lse:
+                return planned_attention_variant_lse(query, pages, *table, *planned, *how)
+            return planned_attention_variant(query, pages, *table, *planned, *how), None
         if wants_lse:
-            return paged_attention_variant_lse(*arguments)
-        return paged_attention_variant(*arguments), None
+            return paged_attention_variant_lse(query, pages, *table, *how)
+        return paged_attention_variant(query, pages, *table, *how), None
 
     def of_newest(
         self,

@@ -16,6 +16,7 @@ from compiled_llm_ops.attention.lse import define_with_lse
 from compiled_llm_ops.contracts import (
     PagedAttention,
     PagedAttentionVariant,
+    PlannedAttentionVariant,
     check_fp8,
     check_int32,
     check_pages,
@@ -26,7 +27,7 @@ from compiled_llm_ops.library import same_arguments_as
 from compiled_llm_ops.plain_attention import attend_row_by_row
 from compiled_llm_ops.protocol import owner_of, plan_of
 
-_Arguments = TypeVar("_Arguments", PagedAttention, PagedAttentionVariant)
+_Arguments = TypeVar("_Arguments", PagedAttention, PlannedAttentionVariant)
 
 
 def paged_attention(
@@ -106,7 +107,7 @@ def paged_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def check(op: str, args: PagedAttention | PagedAttentionVariant) -> None:
+def check(op: str, args: PagedAttention | PagedAttentionVariant | PlannedAttentionVariant) -> None:
     """Raise ValueError, in the name of ``op``, if shapes or dtypes do not fit together."""
     table = args.table
     check_pages(op, args.query, args.pages)

@@ -18,6 +18,7 @@ from compiled_llm_ops.attention.preparation import prepared
 from compiled_llm_ops.contracts import (
     DecodeAttentionVariant,
     PagedAttentionVariant,
+    PlannedAttentionVariant,
     check_capability,
     check_even_heads,
     value_size,
@@ -42,14 +43,11 @@ def paged_attention_variant(
     window_left: int = -1,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
-    plan: Tensor | None = None,
-    workspace: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of packed queries over the pages of their rows, with the logits of a variant.
 
     Row b's queries are ``query[qo_indptr[b]:qo_indptr[b + 1]]``; they are the last tokens of the row, whose keys and
-    values already lie in the pages. The op needs no plan, and follows one if it is given. A query that
-    sees no key has zeros.
+    values already lie in the pages. The op needs no plan. A query that sees no key has zeros.
 
     Args:
         query: ``[T, H, D]``, any strides; H a multiple of K.
@@ -67,26 +65,20 @@ def paged_attention_variant(
         key_scale: ``[K]`` float32, by kv head, for pages of ``torch.float8_e4m3fn`` only: what keys in the pages are to
             be multiplied with. None for 1.
         value_scale: ``[K]`` float32, the same for values.
-        plan: as of ``paged_attention``, made with the variant's key as ``function`` by a backend that has
-            ``functions``, whose kernels attend then; None for our own.
-        workspace: belongs to ``plan``, written.
 
     Returns:
         ``[T, H, D]``, contiguous, of the query's dtype; ``[T, H, E]`` for values of another size.
 
     Raises:
         ValueError: shapes or dtypes do not fit together, or the variant is not registered.
-        RuntimeError: ``plan`` holds no plan.
 
     Source:
-        By FlashInfer's plan ``BatchPrefillWithPagedKVCacheWrapper`` with ``jit_args``; without a plan, on
-        CUDA the Triton kernel of ``invariant_attention``, after FlashAttention-2
+        On CUDA the Triton kernel of ``invariant_attention``, after FlashAttention-2
         (https://arxiv.org/abs/2307.08691), with a function that is made of the variant's trace.
     """
     table = (qo_indptr, indptr, indices, last_page_len)
-    how = (name, tensors, scale, window_left, key_scale, value_scale, plan, workspace)
-    op = _paged_attention_variant if workspace is None else _planned_attention_variant
-    out: Tensor = op(query, pages, *table, *how)
+    how = (name, tensors, scale, window_left, key_scale, value_scale)
+    out: Tensor = _paged_attention_variant(query, pages, *table, *how)
     return out
 
 
@@ -108,9 +100,81 @@ def paged_attention_variant_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tens
     Source:
         On CUDA the kernel of ``paged_attention_variant``, after FlashAttention-2 (https://arxiv.org/abs/2307.08691).
     """
-    given = PagedAttentionVariant(*args, **kwargs)
-    op = _paged_attention_variant_lse if given.workspace is None else _planned_attention_variant_lse
-    out, lse = op(*given)
+    out, lse = _paged_attention_variant_lse(*args, **kwargs)
+    return out, lse
+
+
+def planned_attention_variant(
+    query: Tensor,
+    pages: Tensor,
+    qo_indptr: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    plan: Tensor,
+    workspace: Tensor,
+    name: str,
+    tensors: list[Tensor],
+    scale: float,
+    window_left: int = -1,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> Tensor:
+    """``paged_attention_variant`` by the kernels of a backend that has ``functions``, which are planned.
+
+    Args:
+        query: ``[T, H, D]``, any strides; H a multiple of K.
+        pages: ``[P, 2, K, S, D']`` with D' >= D; columns past D are zero. For values of another size E
+            ``[P, K, S, D + E]``, each key followed by its value, on a CPU only.
+        qo_indptr: ``[B + 1]`` int32, where each row's queries begin.
+        indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
+        indices: ``[N]`` int32, page numbers.
+        last_page_len: ``[B]`` int32, tokens in each row's last page, 1 to S.
+        plan: ``[N]`` uint8, as of ``paged_attention``, made with the variant's key as ``function``.
+        workspace: ``[M]`` uint8, belongs to ``plan``, written.
+        name: of a variant that ``register_variant`` has registered, or its ``key``.
+        tensors: those of the variant, as of ``paged_attention_variant``.
+        scale: factor on the logits, before the variant has them.
+        window_left: tokens visible to the left of each query, of which the variant may hide some; -1 for all.
+        key_scale: ``[K]`` float32, by kv head, for pages of ``torch.float8_e4m3fn`` only: what keys in the pages are to
+            be multiplied with. None for 1.
+        value_scale: ``[K]`` float32, the same for values.
+
+    Returns:
+        ``[T, H, D]``, contiguous, of the query's dtype; ``[T, H, E]`` for values of another size.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together, or the variant is not registered.
+        RuntimeError: ``plan`` holds no plan.
+
+    Source:
+        FlashInfer's ``BatchPrefillWithPagedKVCacheWrapper`` with ``jit_args``
+        (https://docs.flashinfer.ai/api/attention.html).
+    """
+    table = (qo_indptr, indptr, indices, last_page_len, plan, workspace)
+    how = (name, tensors, scale, window_left, key_scale, value_scale)
+    out: Tensor = _planned_attention_variant(query, pages, *table, *how)
+    return out
+
+
+@same_arguments_as(planned_attention_variant)
+def planned_attention_variant_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """``planned_attention_variant`` that also returns the log-sum-exp of each query's logits.
+
+    Args: those of ``planned_attention_variant``.
+
+    Returns:
+        ``[T, H, D]`` of the query's dtype, and ``[T, H]`` float32: the log-sum-exp in base 2 (multiply by ln 2 for
+        the natural one), minus infinity for a query that sees no key. Both contiguous.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together, or the variant is not registered or has no softmax.
+        RuntimeError: ``plan`` holds no plan.
+
+    Source:
+        As ``planned_attention_variant`` (https://docs.flashinfer.ai/api/attention.html).
+    """
+    out, lse = _planned_attention_variant_lse(*args, **kwargs)
     return out, lse
 
 
@@ -208,7 +272,8 @@ def decode_attention_variant_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Ten
     return out, lse
 
 
-_Arguments = PagedAttentionVariant | DecodeAttentionVariant
+_Packed = PagedAttentionVariant | PlannedAttentionVariant
+_Arguments = _Packed | DecodeAttentionVariant
 
 
 def _checked_sizes(op: str) -> Callable[[_Arguments], tuple[int, int, int]]:
@@ -232,21 +297,18 @@ def _variant(op: str, args: _Arguments, rows: int, wants_lse: bool) -> Variant:
 # ---- packed queries
 
 
-def _check_paged(args: PagedAttentionVariant, wants_lse: bool) -> Variant:
-    prefill.check("paged_attention_variant", args)
-    return _variant("paged_attention_variant", args, args.last_page_len.shape[0], wants_lse)
+def _check_packed(op: str, args: _Packed, wants_lse: bool) -> Variant:
+    prefill.check(op, args)
+    return _variant(op, args, args.last_page_len.shape[0], wants_lse)
 
 
 def _paged_on_cpu(args: PagedAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
-    variant = _check_paged(args, wants_lse)
-    if args.plan is not None:
-        return _as_planned(variant, args, wants_lse)
-    out, lse = attend_packed(variant, args)
+    out, lse = attend_packed(_check_packed("paged_attention_variant", args, wants_lse), args)
     return out, lse if wants_lse else None
 
 
-def _as_planned(variant: Variant, args: PagedAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
-    assert args.plan is not None, "it is planned"
+def _as_planned(args: PlannedAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    variant = _check_packed("planned_attention_variant", args, wants_lse)
     tensors = [tensor.contiguous() for tensor in args.tensors]
     return prefill.launch(
         owner_of(args.plan).launch_variant, args._replace(name=variant.key, tensors=tensors), wants_lse
@@ -265,9 +327,7 @@ def missing_kernel(head_dim: int) -> str | None:
 def _paged_on_cuda(args: PagedAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     from compiled_llm_ops.kernels.attention.packed import PackedQueries, attend as attend_on_cuda
 
-    variant = _check_paged(args, wants_lse)
-    if args.plan is not None:
-        return _as_planned(variant, args, wants_lse)
+    variant = _check_packed("paged_attention_variant", args, wants_lse)
     check_even_heads("paged_attention_variant", args.pages)
     check_capability("paged_attention_variant", args.pages)
     tokens, heads, _ = args.query.shape
@@ -310,7 +370,6 @@ def _decode_on_cuda(args: DecodeAttentionVariant, wants_lse: bool) -> tuple[Tens
     return decode.attend_on_cuda(args.without_variant, wants_lse, kernel_variant(variant, args.tensors))
 
 
-# Two ops, since Inductor of torch 2.11 cannot compile one that writes an argument where that argument is None.
 _paged_attention_variant, _paged_attention_variant_lse = define_with_lse(
     "paged_attention_variant",
     PagedAttentionVariant,
@@ -320,11 +379,11 @@ _paged_attention_variant, _paged_attention_variant_lse = define_with_lse(
 )
 _planned_attention_variant, _planned_attention_variant_lse = define_with_lse(
     "planned_attention_variant",
-    PagedAttentionVariant,
+    PlannedAttentionVariant,
     writes=("workspace",),
-    cpu=_paged_on_cpu,
-    cuda=_paged_on_cuda,
-    sizes=_checked_sizes("paged_attention_variant"),
+    cpu=_as_planned,
+    cuda=_as_planned,
+    sizes=_checked_sizes("planned_attention_variant"),
 )
 _decode_attention_variant, _decode_attention_variant_lse = define_with_lse(
     "decode_attention_variant",

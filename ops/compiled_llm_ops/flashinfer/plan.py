@@ -10,7 +10,7 @@ from torch import Tensor
 from compiled_llm_ops.contracts import (
     Geometry,
     PagedAttention,
-    PagedAttentionVariant,
+    PlannedAttentionVariant,
     PlannedBatch,
     PlannedLatentAttention,
 )
@@ -30,7 +30,7 @@ from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace, pinned
 from compiled_llm_ops.protocol import own
 from compiled_llm_ops.variants.flashinfer_source import flashinfer_arguments
 
-_Arguments = PagedAttention | PagedAttentionVariant | PlannedLatentAttention
+_Arguments = PagedAttention | PlannedAttentionVariant | PlannedLatentAttention
 
 
 class _Run(NamedTuple):
@@ -113,12 +113,14 @@ class FlashInferPlan:
         """
         self._launch(args, _Run((), {"q_scale": args.scale}), out, lse)
 
-    def launch_variant(self, args: PagedAttentionVariant, out: Tensor, lse: Tensor | None) -> None:
+    def launch_variant(self, args: PlannedAttentionVariant, out: Tensor, lse: Tensor | None) -> None:
         """Launch attention by a variant's functor on the current stream; otherwise as ``launch``."""
         further = flashinfer_arguments(args.name, args.tensors, args.scale)
         self._launch(args, _Run(tuple(further), {}), out, lse)
 
-    def _launch(self, args: PagedAttention | PagedAttentionVariant, run: _Run, out: Tensor, lse: Tensor | None) -> None:
+    def _launch(
+        self, args: PagedAttention | PlannedAttentionVariant, run: _Run, out: Tensor, lse: Tensor | None
+    ) -> None:
         wrapper, numbers = self._to_launch(args)
         with self._workspace.launching:  # a thread may capture while another one launches
             scaled = args._replace(query=_of_each_kv_head(args.query, args.key_scale))
@@ -134,7 +136,7 @@ class FlashInferPlan:
             latent.launch(wrapper, numbers, args, out, lse)
 
     def _to_launch(
-        self, args: PagedAttention | PagedAttentionVariant | PlannedLatentAttention
+        self, args: PagedAttention | PlannedAttentionVariant | PlannedLatentAttention
     ) -> tuple[Any, list[int]]:
         """Return the wrapper that launches, and the numbers of the plan, which a capture bakes in."""
         if self._waiting is not None:
@@ -196,7 +198,7 @@ def _launch(
     wrapper: Any,
     numbers: list[int],
     tokens: int,
-    args: PagedAttention | PagedAttentionVariant,
+    args: PagedAttention | PlannedAttentionVariant,
     run: _Run,
     out: Tensor,
     lse: Tensor | None,

@@ -8,6 +8,7 @@ Shapes: M queries of a tile (query heads of one kv head), N keys of a tile.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import triton
@@ -38,6 +39,10 @@ class KernelVariant(NamedTuple):
         """The kernel's arguments ``tensors`` and ``sizes``."""
         return self.tensors or None, self.sizes or None
 
+    def factor(self, scale: float) -> float:
+        """What products of queries and keys are multiplied with: ``logits`` has them without log2(e)."""
+        return scale if self.logits is not None or not self.softmax else scale * math.log2(math.e)
+
     @property
     def constants(self) -> dict[str, Any]:
         """The kernel's constants."""
@@ -51,16 +56,17 @@ def transformed(
 ):  # fmt: skip
     """Return logits ``[M, N]`` as a variant makes them, times log2(e), and minus infinity where a key is not seen.
 
-    If SUMMED, they are weights: not multiplied, and 0 where a key is not seen.
+    If SUMMED, they are weights: not multiplied, and 0 where a key is not seen. ``seen`` is None if all are. Without
+    LOGITS, they come multiplied; see ``KernelVariant.factor``.
     """
-    if VISIBLE is not None:
-        seen = seen & VISIBLE(row, head, query, query_position, key_position, tensors, sizes)
     if LOGITS is not None:
         logits = LOGITS(logits, row, head, query, query_position, key_position, tensors, sizes)
-    if SUMMED:
-        return tl.where(seen, logits, 0.0)
-    else:  # noqa: RET505  the kernel has one branch, known when it is compiled
-        return tl.where(seen, logits * 1.4426950408889634, -float("inf"))
+        if not SUMMED:
+            logits *= 1.4426950408889634
+    hidden = 0.0 if SUMMED else -float("inf")
+    if VISIBLE is not None:
+        logits = tl.where(VISIBLE(row, head, query, query_position, key_position, tensors, sizes), logits, hidden)
+    return logits if seen is None else tl.where(seen, logits, hidden)
 
 
 @triton.jit

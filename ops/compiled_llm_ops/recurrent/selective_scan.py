@@ -22,6 +22,8 @@ from compiled_llm_ops.contracts import SelectiveScan
 from compiled_llm_ops.library import define
 from compiled_llm_ops.recurrent.rows import check_rows, check_shape, rows_by_count, states_before, write_states
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of all but the states: models turn some to float32 before the scan, and leave others as they are."""
 CHUNK = 64
 """Tokens that the CPU kernel computes at once, with one decay of each head; else it is one."""
 
@@ -43,10 +45,10 @@ def selective_scan(
 
     Args:
         tokens: ``[T, H, P]``, any strides. Tokens after those of all rows are padding.
-        dt: ``[T, H]``, float32 or the tokens' dtype: the time step of each token.
-        a: ``[H]``, or ``[H, N]`` for a decay of each number of the state, float32 or the tokens' dtype; negative.
-        b: ``[T, G, N]``, any strides, float32 or the tokens' dtype; H a multiple of G.
-        c: ``[T, G, N]``, any strides, float32 or the tokens' dtype.
+        dt: ``[T, H]``, float32, bfloat16 or float16: the time step of each token.
+        a: ``[H]``, or ``[H, N]`` for a decay of each number of the state, of such a dtype, too; negative.
+        b: ``[T, G, N]``, any strides, of such a dtype; H a multiple of G.
+        c: ``[T, G, N]``, any strides, of such a dtype.
         states: ``[E, H, P, N]`` float32, contiguous, written in place.
         qo_indptr: ``[B + 1]`` int32, where each row's tokens begin; rows may have none, and are left as they are.
         read: ``[B]`` int32, the entry of ``states`` that each row begins with; negative for zeros.
@@ -80,9 +82,9 @@ def _check(args: SelectiveScan) -> None:
         check_shape(op, "a", args.a, (heads, numbers), "[H] or [H, N]")
     check_shape(op, "c", args.c, tuple(b.shape), "[T, G, N]")
     check_shape(op, "states", args.states, (len(args.states), heads, size, numbers), "[E, H, P, N]")
-    for name in ("dt", "a", "b", "c"):
-        if getattr(args, name).dtype not in (tokens.dtype, torch.float32):
-            raise ValueError(f"{op}: {name} must be {tokens.dtype} or float32; got {getattr(args, name).dtype}")
+    for name in ("tokens", "dt", "a", "b", "c"):
+        if (found := getattr(args, name).dtype) not in DTYPES:
+            raise ValueError(f"{op}: {name} must be float32, bfloat16 or float16; got {found}")
     if args.states.dtype != torch.float32:
         raise ValueError(f"{op}: states must be float32; got {args.states.dtype}")
     check_rows(op, args.states, args.qo_indptr, args.read, args.write)

@@ -11,7 +11,7 @@ from compiled_llm_ops.contracts import (
     AppendPagedKv,
     Geometry,
     PagedAttention,
-    PagedAttentionVariant,
+    PlannedAttentionVariant,
     PlannedBatch,
 )
 from compiled_llm_ops.protocol import DecodeOps, EmptyPlan, EmptyWorkspace, Unplanned, own, own_decode_ops
@@ -39,8 +39,8 @@ class ReferencePlan(EmptyPlan):
         if lse is not None and result_lse is not None:
             lse.copy_(result_lse)
 
-    def launch_variant(self, args: PagedAttentionVariant, out: Tensor, lse: Tensor | None) -> None:
-        result, result_lse = attend_packed(variant_named("paged_attention_variant", args.name), args)
+    def launch_variant(self, args: PlannedAttentionVariant, out: Tensor, lse: Tensor | None) -> None:
+        result, result_lse = attend_packed(variant_named("planned_attention_variant", args.name), args)
         out.copy_(result)
         if lse is not None:
             lse.copy_(result_lse)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import PagedAttentionVariant
+from compiled_llm_ops.contracts import PagedAttentionVariant, PlannedAttentionVariant
 from compiled_llm_ops.plain_attention import gather, scaled
 from compiled_llm_ops.variants.expressions import Expression, Type
 from compiled_llm_ops.variants.registry import Variant
@@ -85,7 +85,7 @@ def attend(
     return torch.cat(parts).to(query.dtype), torch.cat(sums)
 
 
-def attend_packed(variant: Variant, args: PagedAttentionVariant) -> tuple[Tensor, Tensor]:
+def attend_packed(variant: Variant, args: PagedAttentionVariant | PlannedAttentionVariant) -> tuple[Tensor, Tensor]:
     """Return what ``attend`` does for packed queries; it reads where rows begin from the device."""
     page_size, begins, firsts = args.pages.shape[-2], args.qo_indptr.tolist(), args.indptr.tolist()
     rows = [

@@ -9,9 +9,12 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
+import compiled_llm
 from support.engine.random_requests import CAPTURES
 from support.huggingface.callbacks import Collected, Halve
+from support.huggingface.recurrent_families import recurrent_model
 from support.huggingface.recurrent_pairs import (
+    FEW,
     HYBRIDS,
     LENGTHS,
     PAD,
@@ -52,6 +55,14 @@ def test_each_family_gives_huggingfaces_tokens(family: str, seed: int, monkeypat
     assert set(stats.generate_calls) == {"fast loop"}
     assert stats.recompiles == 0
     assert_account_is_empty(model)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_each_family_runs_in_16_bits(family: str, seed: int) -> None:
+    """Some turn what they hand to a recurrence to float32, and some do so to a part of it."""
+    model = compiled_llm.wrap(recurrent_model(family).to(torch.bfloat16), mode="eager", progress=False, **FEW)
+    new_tokens_of(model, prompts_of([5, 1], seed), 3, eos_token_id=None)
+    assert set(model.compiled.stats().generate_calls) == {"fast loop"}
 
 
 @pytest.mark.usefixtures("without_inductor")

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from compiled_llm import Engine
 from compiled_llm.config import Mode
 from support.engine import tiny_engines
-from support.execution.twins import DEVICE, assert_parity, parity, twins_of
+from support.execution.twins import DEVICE, RowNoise, assert_parity, assert_parity_together, parity, twins_of
 from support.huggingface.recurrent_families import ALL_RECURRENT, CONFIGS, RECURRENT, SMALL
 from support.parity import assert_account_is_empty
 
@@ -36,10 +36,16 @@ def random_model(family: str, seed: int) -> PreTrainedModel:
     return model.eval()
 
 
+def assert_as_exact(family: str, rows: list[RowNoise]) -> None:
+    """Routers turn near ties, at other steps in each model, so that rows with experts are judged together."""
+    routed = any("experts" in name and number > 1 for name, number in RECURRENT[family].items())
+    (assert_parity_together if routed else assert_parity)(rows)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_as_exact_as_huggingfaces(family: str, seed: int) -> None:
     twins = twins_of(random_model(family, seed))
-    assert_parity(parity(twins, [1, 15, 16, 17, 33, 64, 100, 250], 60, seed))
+    assert_as_exact(family, parity(twins, [1, 15, 16, 17, 33, 64, 100, 250], 60, seed))
     assert twins.wrapped.compiled.stats().recompiles == 0
 
 
@@ -52,7 +58,7 @@ def test_every_mode_is_as_exact(family: str, mode: Mode, seed: int) -> None:
 @pytest.mark.parametrize("family", ["Qwen3_5", "Lfm2", "KimiLinear"])
 def test_long_prompts_in_chunks(family: str, seed: int) -> None:
     twins = twins_of(random_model(family, seed), prefill_tokens=64)
-    assert_parity(parity(twins, [300, 10, 128, 64, 47], 40, seed))
+    assert_as_exact(family, parity(twins, [300, 10, 128, 64, 47], 40, seed))
 
 
 @pytest.mark.parametrize("mixed", [False, True])

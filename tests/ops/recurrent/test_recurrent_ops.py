@@ -62,6 +62,14 @@ def test_16_bits_are_computed_in_32(seed: int) -> None:
     check(rows, args, selective_scan, scan_expected(rows, args), 2e-2)
 
 
+@pytest.mark.parametrize("exact", ["tokens", "dt", "b"])
+def test_models_turn_some_of_a_scans_states_to_32_bits_first(exact: str, seed: int) -> None:
+    rows = RecurrentRows(COUNTS["mixed"], seed=seed, dtype=torch.bfloat16)
+    args = rows.scan()
+    args = args._replace(**{exact: getattr(args, exact).float()})
+    check(rows, args, selective_scan, scan_expected(rows, args), 2e-2)
+
+
 def test_decays_that_leave_nothing_give_no_nan() -> None:
     rows = RecurrentRows([130, 1])
     args = rows.delta()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops import flashinfer_arguments, flashinfer_variant
-from compiled_llm_ops.contracts import FP8, Geometry, PagedAttentionVariant
+from compiled_llm_ops.contracts import FP8, Geometry, PlannedAttentionVariant
 from compiled_llm_ops.flashinfer import hopper
 from compiled_llm_ops.flashinfer.plan import FlashInferPlan
 from compiled_llm_ops.flashinfer.splitting import SPLIT
@@ -25,8 +25,8 @@ def of(name: str) -> Geometry:
 def launched(mocked: Mocked, owner: FlashInferPlan, name: str, given: list[Tensor]) -> Any:
     query, pages, out, lse = tensors()
     key, wants_lse = registered(name).key, registered(name).softmax
-    arguments = (query, pages, *HOST, key, given, 0.25, -1, None, None, owner.tensor, mocked.workspace.buffer)
-    owner.launch_variant(PagedAttentionVariant(*arguments), out, lse if wants_lse else None)
+    arguments = (query, pages, *HOST, owner.tensor, mocked.workspace.buffer, key, given, 0.25)
+    owner.launch_variant(PlannedAttentionVariant(*arguments), out, lse if wants_lse else None)
     return mocked.wrapper.run.call_args
 
 

@@ -6,8 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm_ops import paged_attention_variant
-from compiled_llm_ops.attention.variants import paged_attention_variant_lse
+from compiled_llm_ops import (
+    paged_attention_variant,
+    paged_attention_variant_lse,
+    planned_attention_variant,
+    planned_attention_variant_lse,
+)
 from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.protocol import Plan
 from support.ops.op_cases import MIXES, SCALES, Batch
@@ -27,35 +31,36 @@ def test_a_plan_of_the_reference_attends_as_the_op_without_one(name: str, mix: s
     query, pages, qo_indptr, *table, _, _, scale = batch.arguments()
     given = EXAMPLES[name].tensors(table[-1].shape[0], *query.shape[:2])
     plan, workspace = planned_by_reference()
-    how = (query, pages, qo_indptr, *table, variant.key, given, scale, 5)
-    planned = {"plan": plan.tensor, "workspace": workspace}
-    assert torch.equal(paged_attention_variant(*how, **planned), paged_attention_variant(*how))
+    states, how = (query, pages, qo_indptr, *table), (variant.key, given, scale, 5)
+    out = planned_attention_variant(*states, plan.tensor, workspace, *how)
+    assert torch.equal(out, paged_attention_variant(*states, *how))
     if variant.softmax:
-        found, expected = paged_attention_variant_lse(*how, **planned), paged_attention_variant_lse(*how)
-        assert all(map(torch.equal, found, expected))
+        found = planned_attention_variant_lse(*states, plan.tensor, workspace, *how)
+        assert all(map(torch.equal, found, paged_attention_variant_lse(*states, *how)))
 
 
 def test_pages_of_fp8_and_the_name_alone(seed: int) -> None:
     query, pages, qo_indptr, *table, _, _, scale = Batch(*MIXES["mixed"], seed=seed).in_fp8().filled().arguments()
     plan, workspace = planned_by_reference()
-    how = (query, pages, qo_indptr, *table, registered("window").name, [], scale, -1, *SCALES)
-    assert torch.equal(paged_attention_variant(*how, plan.tensor, workspace), paged_attention_variant(*how))
+    states, how = (query, pages, qo_indptr, *table), (registered("window").name, [], scale, -1, *SCALES)
+    out = planned_attention_variant(*states, plan.tensor, workspace, *how)
+    assert torch.equal(out, paged_attention_variant(*states, *how))
 
 
 def test_without_a_plan_nothing_is_written() -> None:
-    """Inductor of torch 2.11 cannot compile an op that writes an argument where that is None."""
+    """Inductor of torch 2.11 cannot compile an op that may write an argument where that argument is None."""
     for name in ("paged_attention_variant", "paged_attention_variant_lse"):
         assert not getattr(torch.ops.compiled_llm, name).default._schema.is_mutable
 
 
 def test_a_plan_that_nobody_owns_and_a_backend_without_functions_are_refused() -> None:
     query, pages, qo_indptr, *table, _, _, scale = Batch(*MIXES["mixed"]).filled().arguments()
-    how = (query, pages, qo_indptr, *table, registered("window").key, [], scale)
+    states, how = (query, pages, qo_indptr, *table), (registered("window").key, [], scale)
     nobodys = torch.zeros(16, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="no plan lies at"):
-        paged_attention_variant(*how, plan=nobodys, workspace=nobodys)
+        planned_attention_variant(*states, nobodys, nobodys, *how)
     triton, cpu = backend_named("triton"), torch.device("cpu")
     plan = triton.new_plan(triton.workspace(cpu, 0), 16)
-    with pytest.raises(NotImplementedError, match="no kernel for variants; leave plan out"):
-        paged_attention_variant(*how, plan=plan.tensor, workspace=nobodys)
+    with pytest.raises(NotImplementedError, match="no kernel for variants; call paged_attention_variant"):
+        planned_attention_variant(*states, plan.tensor, nobodys, *how)
     assert [backend_named(name).functions for name in ("flashinfer", "reference", "triton")] == [True, True, False]

@@ -248,7 +248,7 @@ def planned_variant_cases() -> list[tuple[Any, ...]]:
     cases: list[tuple[Any, ...]] = []
     for name, tensors in _variants():
         query, pages, qo_indptr, *table, plan, workspace, scale = Batch(*MIXES["mixed"], padded=16).filled().arguments()
-        cases.append((query, pages, qo_indptr, *table, name, tensors, scale, -1, None, None, plan, workspace))
+        cases.append((query, pages, qo_indptr, *table, plan, workspace, name, tensors, scale))
     return cases
 
 

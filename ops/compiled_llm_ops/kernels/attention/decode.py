@@ -484,7 +484,7 @@ def prepare_decode(
         factor, cap = args.scale / args.logits_soft_cap, args.logits_soft_cap * math.log2(math.e)
     tensors, sizes = None, None
     if variant is not None:
-        factor, (tensors, sizes) = args.scale, variant.arguments
+        factor, (tensors, sizes) = variant.factor(args.scale), variant.arguments
     constants: dict[str, Any] = {
         "ROWS": 1 if tiling.row_tile == 1 else MAX_ROWS, "MOST": MAX_SHARES,
         "NEW": new_tokens, "GQA": gqa, "PADDED": padded, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,

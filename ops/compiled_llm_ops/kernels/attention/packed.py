@@ -122,17 +122,18 @@ def with_block(
     logits = tl.dot(q, k.to(q.dtype), input_precision="ieee") * factor
     if CAPPED:
         logits = capped(logits, cap)
-    if MASKED or VARIANT:
+    seen = None
+    if MASKED:
         seen = position[None, :] <= own[:, None]
         if WINDOWED:
             seen = seen & (position[None, :] >= nearest[:, None])
-        if VARIANT:
-            logits = transformed(
-                logits, seen, row, head_ids[:, None], token[:, None], own[:, None], position[None, :], tensors, sizes,
-                LOGITS, VISIBLE, SUMMED,
-            )  # fmt: skip
-        else:
-            logits = tl.where(seen, logits, -float("inf"))
+    if VARIANT:
+        logits = transformed(
+            logits, seen, row, head_ids[:, None], token[:, None], own[:, None], position[None, :], tensors, sizes,
+            LOGITS, VISIBLE, SUMMED,
+        )  # fmt: skip
+    elif MASKED:
+        logits = tl.where(seen, logits, -float("inf"))
     if SUMMED:
         return add_values(sums, logits.to(q.dtype), values_ptr, slot, mask, DIM), total, largest
     else:  # noqa: RET505  the kernel has one branch, known when it is compiled
@@ -291,7 +292,7 @@ def attend(
         factor, cap = args.scale / args.logits_soft_cap, args.logits_soft_cap * math.log2(math.e)
     tensors, sizes = None, None
     if variant is not None:
-        factor, (tensors, sizes) = args.scale, variant.arguments
+        factor, (tensors, sizes) = variant.factor(args.scale), variant.arguments
     constants: dict[str, Any] = {
         "QUERIES": tiling.queries, "GQA": gqa, "KV_HEADS": kv_heads, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,
         "KEYS": tiling.keys, "STAGES": tiling.stages, "WINDOWED": args.window_left >= 0, "CAPPED": cap > 0, "NEW": new,
