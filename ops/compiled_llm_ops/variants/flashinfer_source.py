@@ -52,8 +52,9 @@ _INPUTS = {
     "query_position": "int(kv_len) - int(qo_len) + int(qo_idx)",
     "key_position": "int(kv_idx)",
 }
-_QUERY = "int64_t(params.q_indptr[batch_idx]) + (qo_idx < qo_len ? qo_idx : qo_len - 1)"
-"""Tiles are filled up with queries that the row does not have."""
+_QUERY = "(int64_t(params.q_indptr[batch_idx]) + (qo_idx < qo_len ? qo_idx : qo_len - (qo_len > 0)))"
+"""Tiles are filled up with queries that the row does not have. In a captured launch programs may be left over, which
+compute nothing that is kept, for rows that have no queries at all, behind all others."""
 
 
 _SUMMED = """
@@ -69,7 +70,7 @@ class FlashInferVariant(NamedTuple):
         declaration: its source.
         tensor_names: additional tensors.
         tensor_dtypes: theirs, in C++.
-        scalar_names: additional numbers: the scale, and sizes of tensors by head and by position.
+        scalar_names: additional numbers: the scale, and sizes of tensors by query, by head and by position.
         scalar_dtypes: theirs, in C++.
         key: of the variant.
     """
@@ -100,7 +101,7 @@ class FlashInferVariant(NamedTuple):
 def flashinfer_variant(name: str) -> FlashInferVariant:
     """Return a variant that is registered as FlashInfer takes it; ValueError if there is none."""
     variant = variant_named("flashinfer_variant", name)
-    sizes = [f"variant_{own.name}_size_{axis}" for own in variant.tensors for axis in own.sized]
+    sizes = [f"variant_{own.name}_size_{axis}" for own in variant.tensors for axis in _checked_axes(own)]
     functor = f"Variant_{variant.name}_{variant.hash}"
     return FlashInferVariant(
         functor,
@@ -123,7 +124,12 @@ def flashinfer_arguments(name: str, tensors: Sequence[Tensor], scale: float) -> 
     """
     variant = variant_named("flashinfer_arguments", name)
     pairs = zip(variant.tensors, tensors, strict=True)
-    return [*tensors, scale, *(tensor.shape[axis] for own, tensor in pairs for axis in own.sized)]
+    return [*tensors, scale, *(tensor.shape[axis] for own, tensor in pairs for axis in _checked_axes(own))]
+
+
+def _checked_axes(tensor: VariantTensor) -> tuple[int, ...]:
+    """The axes whose sizes the functor looks at before it reads an entry."""
+    return (0, *tensor.sized) if tensor.axes[0] == "query" else tensor.sized
 
 
 def _declaration(
@@ -208,8 +214,10 @@ def _body(expression: Expression, tensors: Sequence[VariantTensor]) -> list[str]
 def _place(tensor: VariantTensor, indices: Sequence[str]) -> tuple[str, list[str]]:
     """Return where an entry lies in a contiguous tensor, and what tells that it is inside."""
     place, given, inside = "", list(indices), []
-    if tensor.axes[0] in ("row", "query"):
-        place = f"({_QUERY})" if tensor.axes[0] == "query" else f"int64_t({given.pop(0)})"
+    if tensor.axes[0] == "query":
+        place, inside = _QUERY, [f"{_QUERY} < params.variant_{tensor.name}_size_0"]
+    elif tensor.axes[0] == "row":
+        place = f"int64_t({given.pop(0)})"
     for index, axis in zip(given, tensor.sized, strict=True):
         size = f"params.variant_{tensor.name}_size_{axis}"
         place = f"({place} * {size} + {index})" if place else f"int64_t({index})"
