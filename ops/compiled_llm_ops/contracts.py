@@ -324,6 +324,10 @@ class PagedAttentionVariant(NamedTuple):
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
 
+    @property
+    def table(self) -> PageTable:
+        return PageTable(self.qo_indptr, self.indptr, self.indices, self.last_page_len)
+
 
 class PlannedAttentionVariant(NamedTuple):
     """Arguments of ``planned_attention_variant`` and ``planned_attention_variant_lse``."""
