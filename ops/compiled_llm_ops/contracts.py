@@ -133,11 +133,17 @@ FP8_CAPABILITY = (8, 9)
 
 
 def check_fp8(
-    op: str, args: AppendPagedKv | RopeAppendPagedKv | DecodeAttention | PagedAttention | PagedAttentionVariant
+    op: str,
+    args: AppendPagedKv
+    | RopeAppendPagedKv
+    | DecodeAttention
+    | PagedAttention
+    | PagedAttentionVariant
+    | PlannedAttentionVariant,
 ) -> None:
     """Raise ValueError if pages of fp8 have another shape, or scales or the count of clamped numbers do not fit."""
     pages, kv_heads = args.pages, args.pages.shape[-3]
-    saturated = None if isinstance(args, (PagedAttention, PagedAttentionVariant)) else args.saturated
+    saturated = getattr(args, "saturated", None)
     optional = {"key_scale": args.key_scale, "value_scale": args.value_scale, "saturated": saturated}
     given = {name: tensor for name, tensor in optional.items() if tensor is not None}
     if pages.dtype != FP8:

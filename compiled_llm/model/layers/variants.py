@@ -21,7 +21,7 @@ from compiled_llm_ops import (
     planned_attention_variant,
     planned_attention_variant_lse,
 )
-from compiled_llm_ops.contracts import DecodeAttentionVariant
+from compiled_llm_ops.contracts import DecodeAttentionVariant, PagedAttentionVariant, PlannedAttentionVariant
 from compiled_llm_ops.variants.expressions import VariantTensor
 from compiled_llm_ops.variants.registry import variant_named
 
@@ -54,14 +54,17 @@ class AppliedVariant(NamedTuple):
         ``planned``: the plan and its workspace; None for kernels that need none.
         """
         scale, window_left, _ = options
-        how = (self.key, self.tensors, scale, window_left, *scales)
-        if planned is not None:
+        how = (self.key, self.tensors, scale, window_left)
+        if planned is None:
+            unplanned = PagedAttentionVariant(query, pages, *table, *how, *scales)
             if wants_lse:
-                return planned_attention_variant_lse(query, pages, *table, *planned, *how)
-            return planned_attention_variant(query, pages, *table, *planned, *how), None
+                return paged_attention_variant_lse(*unplanned)
+            return paged_attention_variant(*unplanned), None
+        plan, workspace = planned
+        arguments = PlannedAttentionVariant(query, pages, *table, plan, workspace, *how, *scales)
         if wants_lse:
-            return paged_attention_variant_lse(query, pages, *table, *how)
-        return paged_attention_variant(query, pages, *table, *how), None
+            return planned_attention_variant_lse(*arguments)
+        return planned_attention_variant(*arguments), None
 
     def of_newest(
         self,

@@ -24,7 +24,7 @@ from compiled_llm_ops.contracts import (
     value_size,
 )
 from compiled_llm_ops.library import same_arguments_as
-from compiled_llm_ops.protocol import owner_of
+from compiled_llm_ops.protocol import owner_of, plan_of
 from compiled_llm_ops.variants.plain import PlainRow, attend, attend_packed
 from compiled_llm_ops.variants.registry import Variant, variant_named
 from compiled_llm_ops.variants.triton_source import kernel_variant
@@ -145,7 +145,7 @@ def planned_attention_variant(
 
     Raises:
         ValueError: shapes or dtypes do not fit together, or the variant is not registered.
-        RuntimeError: ``plan`` holds no plan.
+        RuntimeError: on CUDA, ``plan`` holds no plan.
 
     Source:
         FlashInfer's ``BatchPrefillWithPagedKVCacheWrapper`` with ``jit_args``
@@ -307,6 +307,13 @@ def _paged_on_cpu(args: PagedAttentionVariant, wants_lse: bool) -> tuple[Tensor,
     return out, lse if wants_lse else None
 
 
+def _planned_on_cpu(args: PlannedAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    if plan_of(args.plan) is not None:
+        return _as_planned(args, wants_lse)
+    out, lse = attend_packed(_check_packed("planned_attention_variant", args, wants_lse), args)
+    return out, lse if wants_lse else None
+
+
 def _as_planned(args: PlannedAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     variant = _check_packed("planned_attention_variant", args, wants_lse)
     tensors = [tensor.contiguous() for tensor in args.tensors]
@@ -381,7 +388,7 @@ _planned_attention_variant, _planned_attention_variant_lse = define_with_lse(
     "planned_attention_variant",
     PlannedAttentionVariant,
     writes=("workspace",),
-    cpu=_as_planned,
+    cpu=_planned_on_cpu,
     cuda=_as_planned,
     sizes=_checked_sizes("planned_attention_variant"),
 )
