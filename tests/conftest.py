@@ -28,6 +28,7 @@ from support.drawing import leave_out_what_is_not_drawn
 from support.ops.interpreting import (
     INTERPRETED,
     leave_out_what_nothing_reads,
+    multiply_bfloat16_as_numbers,
     patch_the_language_once,
     round_to_fp8_as_gpus_do,
     take_scalars_as_numbers,
@@ -216,6 +217,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         take_scalars_as_numbers(monkeypatch)
         round_to_fp8_as_gpus_do(monkeypatch)
+        multiply_bfloat16_as_numbers(monkeypatch)
         patch_the_language_once(monkeypatch)
         leave_out_what_nothing_reads(monkeypatch)
 

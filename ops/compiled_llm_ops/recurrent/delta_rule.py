@@ -45,7 +45,8 @@ def gated_delta_rule(
 ) -> Tensor:
     """Apply the gated delta rule to each row's new tokens, from the state that the row has.
 
-    Arithmetic is in float32.
+    States and sums are float32. On CUDA, prompts are computed in chunks of 64 tokens, whose products take bfloat16 from
+    bfloat16; else all arithmetic is in float32. Which it is depends on shapes alone.
 
     Args:
         query: ``[T, K, D]``, any strides; H a multiple of K. Tokens after those of all rows are padding.
@@ -70,7 +71,7 @@ def gated_delta_rule(
 
     Source:
         Gated Delta Networks (https://arxiv.org/abs/2412.06464); with a decay of each channel Kimi Linear
-        (https://arxiv.org/abs/2510.26692). On CUDA a Triton kernel of our own.
+        (https://arxiv.org/abs/2510.26692). On CUDA Triton kernels of our own.
     """
     out: Tensor = _gated_delta_rule(query, key, value, decay, beta, states, qo_indptr, read, write, scale, normalize)
     return out
@@ -150,12 +151,15 @@ def _products(left: Tensor, right: Tensor, between: Tensor) -> Tensor:
 
 
 def _cuda(args: GatedDeltaRule) -> Tensor:
+    from compiled_llm_ops.kernels.recurrent.chunked_delta_rule import apply_in_chunks
+    from compiled_llm_ops.kernels.recurrent.chunking import takes_chunks
     from compiled_llm_ops.kernels.recurrent.delta_rule import apply
 
     _check(args)
     out = args.value.new_empty(args.value.shape)
+    in_chunks = takes_chunks(len(args.query), len(args.read), args.query.shape[2]) and args.decay.dim() == 2
     with torch.cuda.device(args.query.device):  # Triton launches on the current one
-        apply(args, out)
+        (apply_in_chunks if in_chunks else apply)(args, out)
     return out
 
 

@@ -14,6 +14,8 @@ from support.ops.recurrent_rows import COUNTS, RecurrentRows
 
 pytestmark = pytest.mark.gpu
 
+LONG = {"prompts": [1000, 64, 1, 129]}
+
 CASES: dict[str, tuple[Callable[..., Tensor], Callable[[RecurrentRows], Any]]] = {
     "convolution": (causal_conv1d, lambda rows: rows.conv(channels=8192)),
     "gated delta net": (gated_delta_rule, lambda rows: rows.delta(16, 32, 128, 128)),
@@ -28,11 +30,11 @@ def on_gpu(args: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("counts", ["decode", "mixed", "chunks"])
+@pytest.mark.parametrize("counts", ["decode", "mixed", "chunks", "prompts"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_results_and_states_are_those_of_the_cpu(name: str, counts: str, dtype: torch.dtype, seed: int) -> None:
     op, made = CASES[name]
-    args = made(RecurrentRows(COUNTS[counts], seed=seed, dtype=dtype))
+    args = made(RecurrentRows({**COUNTS, **LONG}[counts], seed=seed, dtype=dtype))
     there = on_gpu(args)
     before = there.states.clone()
     out, expected = op(*there), op(*args)
@@ -46,16 +48,24 @@ def test_results_and_states_are_those_of_the_cpu(name: str, counts: str, dtype: 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_replays_follow_entries_and_lengths(name: str, seed: int) -> None:
+@pytest.mark.parametrize("total", [18, 400], ids=["token by token", "in chunks"])
+def test_replays_follow_entries_and_lengths(name: str, total: int, seed: int) -> None:
     op, made = CASES[name]
-    first = on_gpu(made(RecurrentRows([3, 5, 1, 7], seed=seed, dtype=torch.bfloat16)))
+    each = total // 18
+    counts = [[each * count for count in own] for own in ([3, 5, 1, 7], [1, 1, 1, 1], [9, 0, 4, 3], [16, 0, 0, 0])]
+
+    def rows_of(number: int) -> Any:
+        own = counts[number]
+        rows = RecurrentRows(own, padding=total - sum(own), seed=seed + number, dtype=torch.bfloat16)
+        return on_gpu(made(rows))
+
+    first = rows_of(0)
     op(*first)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = op(*first)
-    for number, counts in enumerate(([1, 1, 1, 1], [9, 0, 4, 3], [16, 0, 0, 0])):
-        rows = RecurrentRows(counts, padding=18 - sum(counts), seed=seed + number + 1, dtype=torch.bfloat16)
-        other = on_gpu(made(rows))
+    for number in range(1, len(counts)):
+        other = rows_of(number)
         for own, new in zip(first, other, strict=True):
             if isinstance(own, Tensor):
                 own.copy_(new)

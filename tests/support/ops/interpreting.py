@@ -67,6 +67,23 @@ def round_to_fp8_as_gpus_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_convert_float", converted)
 
 
+def multiply_bfloat16_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It multiplies the 16 bits of bfloat16 as integers."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    builder, language = interpreter.InterpreterBuilder, interpreter.tl
+    create_dot = builder.create_dot
+
+    def multiplied(own: Any) -> Any:
+        if own.dtype.scalar != language.bfloat16:
+            return own
+        return interpreter.TensorHandle((own.data.astype("uint32") << 16).view("float32"), language.float32)
+
+    def dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        return create_dot(self, multiplied(a), multiplied(b), *others)
+
+    monkeypatch.setattr(builder, "create_dot", dot)
+
+
 def patch_the_language_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks for what to patch at each call of a function in a kernel, which took a third of the time."""
     interpreter = importlib.import_module("triton.runtime.interpreter")

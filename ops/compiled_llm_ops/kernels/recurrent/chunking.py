@@ -1,0 +1,74 @@
+"""When kernels of recurrent layers compute chunks of a row's tokens at once, and how these are tiled.
+
+Nothing of it was measured yet; ``tools/bench/recurrent.py`` does. All of it follows from shapes, so a CUDA graph that
+was captured for some rows is right for any others of these shapes.
+
+Shapes: T packed tokens, B rows, D size of a key, V size of a value.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+CHUNK = 64
+"""Tokens of a chunk: as many as one instruction of a warp group has rows."""
+
+LARGEST_KEY = 256
+"""D of the largest keys that are computed in chunks: registers hold a state's D numbers for each column."""
+
+FEW = 16
+"""So many tokens, beside one of each row, are fewer than chunks pay off for."""
+
+PROGRAMS = 264
+"""Programs at once that keep a GPU busy: two for each multiprocessor of an H100."""
+
+
+def takes_chunks(count: int, rows: int, size: int) -> bool:
+    """Whether kernels that compute chunks are faster than one that walks from token to token.
+
+    Shapes do not tell how many tokens the longest row has. That walk is short where rows have one each, and as long as
+    a prompt where one row has all others.
+
+    Args:
+        count: T, those of padding included.
+        rows: B.
+        size: D.
+    """
+    return size <= LARGEST_KEY and count > rows + FEW
+
+
+def chunks_of(count: int, rows: int) -> int:
+    """Return how many chunks there are at most: those of row b are numbered from ``qo_indptr[b] // CHUNK + b`` on."""
+    return count // CHUNK + rows
+
+
+class ChunkTiling(NamedTuple):
+    """Tiles of the kernel that walks over chunks.
+
+    Attributes:
+        columns: of the state that a program has; a power of two.
+        stages: of the pipeline: chunks that are loaded or used at a time.
+        warps: in a program.
+    """
+
+    columns: int
+    stages: int
+    warps: int
+
+
+def chunk_tiling(rows_and_heads: int, size: int, value_size: int, number_bytes: int) -> ChunkTiling:
+    """Return the tiling of the delta rule's walk.
+
+    Wide programs read keys and queries less often, narrow ones are more: a GPU that is not full takes narrow ones.
+
+    Args:
+        rows_and_heads: B times the heads of values.
+        size: D.
+        value_size: V.
+        number_bytes: of a number that is multiplied; 4 for float32.
+    """
+    in_16 = number_bytes == 2
+    columns, stages, warps = (64, 2, 4) if size <= 128 and in_16 else (32, 1, 8) if size <= 128 or in_16 else (16, 1, 8)
+    while columns > 16 and (columns >= 2 * value_size or rows_and_heads * value_size < PROGRAMS // 2 * columns):
+        columns //= 2
+    return ChunkTiling(columns, stages, warps)
