@@ -447,7 +447,7 @@ def test_whatever_goes_wrong_is_the_remark_of_a_row() -> None:
 
 
 def on_cuda(copies: int) -> Any:
-    return SimpleNamespace(device=torch.device("cuda"), pages=[None] * copies)
+    return torch.device("cuda"), copies
 
 
 @pytest.mark.parametrize(
@@ -459,7 +459,7 @@ def test_launches_go_through_all_copies_unless_they_are_long(
     measuring = part_of("measuring")
     monkeypatch.setattr(measuring, "launched", lambda *_, **__: us)
     monkeypatch.setattr(measuring, "captured", lambda launch, launches: us)
-    found = measuring.timed_launches(lambda number: (), on_cuda(copies))
+    found = measuring.timed_launches(lambda number: (), *on_cuda(copies))
     assert found == (us, f"a graph of {launches}", "")
 
 
@@ -468,11 +468,11 @@ def test_what_cannot_be_captured_is_timed_by_the_host(monkeypatch: pytest.Monkey
     monkeypatch.setattr(measuring, "launched", lambda *_, **__: 50.0)
     monkeypatch.setattr(measuring, "captured", raises)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    found = measuring.timed_launches(lambda number: (), on_cuda(1))
+    found = measuring.timed_launches(lambda number: (), *on_cuda(1))
     assert found == (50.0, "20 by the host", "not captured: RuntimeError: no kernel")
     monkeypatch.setattr(torch.cuda, "synchronize", raises)
     with pytest.raises(measuring.LostDeviceError):
-        measuring.timed_launches(lambda number: (), on_cuda(1))
+        measuring.timed_launches(lambda number: (), *on_cuda(1))
 
 
 @pytest.mark.parametrize(

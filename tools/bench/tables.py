@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 from attention_ops.table import attention_tables
+from recurrent_ops.table import recurrent_tables
 
 from compiled_llm.commands.bench.report import BenchReport, Result
 from compiled_llm.commands.bench.tables import (
@@ -143,6 +144,7 @@ def graph_use(results: Sequence[Result]) -> Iterator[Table]:
 TABLES.update(
     {
         "attention": attention_tables,
+        "recurrent": recurrent_tables,
         "startup": startup,
         "roofline": roofline,
         "beams_and_drafts": beams_and_drafts,

@@ -6,7 +6,7 @@ import time
 from typing import Any, NamedTuple
 
 import torch
-from cold_launches import LAUNCHES, captured, launched
+from cold_launches import LAUNCHES, NumberedLaunch, captured, launched
 from torch import Tensor
 
 from attention_ops.cases import Case, Heads
@@ -71,27 +71,27 @@ def measure(contender: OpContender, inputs: Inputs, expected: Tensor | None) -> 
         result = launch(0)
         if expected is not None:
             found = found._replace(off=deviation(result, expected))
-        us, timed, remark = timed_launches(launch, inputs)
+        us, timed, remark = timed_launches(launch, inputs.device, len(inputs.pages))
         return found._replace(us=us, timed=timed, remark=remark)
     except Exception as error:
         check_device(inputs.device)
         return found._replace(remark=reason(error))
 
 
-def timed_launches(launch: Launch, inputs: Inputs) -> tuple[float, str, str]:
-    """Return microseconds of a launch, how they were measured, and why not in a graph."""
-    if inputs.device.type != "cuda":
+def timed_launches(launch: NumberedLaunch, device: torch.device, copies: int) -> tuple[float, str, str]:
+    """Return microseconds of a launch, how they were measured, and why not in a graph; so many read other copies."""
+    if device.type != "cuda":
         return by_the_clock(launch), "by the clock", ""
     once = launched(launch, launches=1, replays=2)
-    launches = max(FEWEST, min(max(LAUNCHES, len(inputs.pages)), int(LONGEST_GRAPH / once)))
+    launches = max(FEWEST, min(max(LAUNCHES, copies), int(LONGEST_GRAPH / once)))
     try:
         return captured(launch, launches), f"a graph of {launches}", ""
     except Exception as error:
-        check_device(inputs.device)
+        check_device(device)
         return launched(launch, launches), f"{launches} by the host", f"not captured: {reason(error)}"
 
 
-def by_the_clock(launch: Launch, runs: int = 3) -> float:
+def by_the_clock(launch: NumberedLaunch, runs: int = 3) -> float:
     """Return the microseconds of a launch on a CPU, the best of some."""
     times = []
     for number in range(runs):

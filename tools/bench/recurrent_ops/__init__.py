@@ -1,0 +1,1 @@
+"""Cases, contenders and tables of `recurrent.py`."""
