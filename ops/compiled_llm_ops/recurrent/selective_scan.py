@@ -41,7 +41,9 @@ def selective_scan(
 ) -> Tensor:
     """Scan each row's new tokens, from the state that the row has.
 
-    Arithmetic is in float32. Skip connections, gates, and what is done to ``dt`` before, are left to the caller.
+    States and sums are float32. On CUDA, prompts are computed in chunks of 64 tokens if there is one decay of each
+    head, whose products take bfloat16 from bfloat16; else all arithmetic is in float32. Which it is depends on shapes
+    alone. Skip connections, gates, and what is done to ``dt`` before, are left to the caller.
 
     Args:
         tokens: ``[T, H, P]``, any strides. Tokens after those of all rows are padding.
@@ -62,8 +64,8 @@ def selective_scan(
         ValueError: shapes or dtypes do not fit together.
 
     Source:
-        Mamba (https://arxiv.org/abs/2312.00752) and Mamba-2 (https://arxiv.org/abs/2405.21060). On CUDA a Triton
-        kernel of our own.
+        Mamba (https://arxiv.org/abs/2312.00752) and Mamba-2 (https://arxiv.org/abs/2405.21060). On CUDA Triton
+        kernels of our own.
     """
     out: Tensor = _selective_scan(tokens, dt, a, b, c, states, qo_indptr, read, write)
     return out
@@ -126,12 +128,15 @@ def _chunk(state: Tensor, tokens: Tensor, decay: Tensor, b: Tensor, c: Tensor) -
 
 
 def _cuda(args: SelectiveScan) -> Tensor:
+    from compiled_llm_ops.kernels.recurrent.chunked_scan import scan_in_chunks
+    from compiled_llm_ops.kernels.recurrent.chunking import takes_chunks
     from compiled_llm_ops.kernels.recurrent.selective_scan import scan
 
     _check(args)
     out = args.tokens.new_empty(args.tokens.shape)
+    in_chunks = takes_chunks(len(args.tokens), len(args.read), args.b.shape[2]) and args.a.dim() == 1
     with torch.cuda.device(args.tokens.device):  # Triton launches on the current one
-        scan(args, out)
+        (scan_in_chunks if in_chunks else scan)(args, out)
     return out
 
 
