@@ -14,6 +14,7 @@ entries, R rows with equally many tokens, L tokens of a chunk.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -151,16 +152,24 @@ def _products(left: Tensor, right: Tensor, between: Tensor) -> Tensor:
 
 
 def _cuda(args: GatedDeltaRule) -> Tensor:
+    _check(args)
+    out = args.value.new_empty(args.value.shape)
+    with torch.cuda.device(args.query.device):  # Triton launches on the current one
+        _launcher(args)(args, out)
+    return out
+
+
+def _launcher(args: GatedDeltaRule) -> Callable[[GatedDeltaRule, Tensor], None]:
+    """Return what launches the kernels for these shapes, into ``out``."""
+    from compiled_llm_ops.kernels.recurrent.chunked_channel_rule import apply_channels_in_chunks
     from compiled_llm_ops.kernels.recurrent.chunked_delta_rule import apply_in_chunks
     from compiled_llm_ops.kernels.recurrent.chunking import takes_chunks
     from compiled_llm_ops.kernels.recurrent.delta_rule import apply
 
-    _check(args)
-    out = args.value.new_empty(args.value.shape)
-    in_chunks = takes_chunks(len(args.query), len(args.read), args.query.shape[2]) and args.decay.dim() == 2
-    with torch.cuda.device(args.query.device):  # Triton launches on the current one
-        (apply_in_chunks if in_chunks else apply)(args, out)
-    return out
+    of_channels = args.decay.dim() == 3
+    if not takes_chunks(len(args.query), len(args.read), args.query.shape[2], of_channels):
+        return apply
+    return apply_channels_in_chunks if of_channels else apply_in_chunks
 
 
 _gated_delta_rule = define(

@@ -149,6 +149,60 @@ def test_inverses(equal: bool, seed: int) -> None:
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
+# ---- with a decay of each channel
+
+
+@pytest.mark.drawn
+@interpreted
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("key_heads", "size", "value"), [(2, 16, 24), (1, 40, 16)], ids=str)
+@pytest.mark.parametrize("normalize", [True, False], ids=["normalize", "as they are"])
+def test_channel_rule(
+    counts: str, dtype: torch.dtype, key_heads: int, size: int, value: int, normalize: bool, seed: int
+) -> None:
+    from compiled_llm_ops.kernels.recurrent.chunked_channel_rule import apply_channels_in_chunks
+
+    rows = RecurrentRows(COUNTS[counts], padding=3, seed=seed, dtype=dtype)
+    args = rows.delta(key_heads, 2, size, value, of_channels=True, normalize=normalize)
+    if not normalize:  # what is not of length 1 may grow without end
+        args = args._replace(key=args.key / args.key.norm(dim=-1, keepdim=True))
+    check(rows, args, apply_channels_in_chunks, 2 * value, delta_expected(rows, args))
+
+
+@interpreted
+def test_channel_rule_is_that_of_the_cpu(seed: int) -> None:
+    from compiled_llm_ops.kernels.recurrent.chunked_channel_rule import apply_channels_in_chunks
+
+    args = RecurrentRows([70, 1, 65], padding=130, seed=seed).delta(1, 2, 16, 16, of_channels=True)
+    there = args._replace(states=args.states.clone())
+    out = launched(there, apply_channels_in_chunks, 32)
+    torch.testing.assert_close(out, gated_delta_rule(*args).flatten(1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(there.states, args.states, rtol=1e-4, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("change", ["decays", "no decays", "some decays", "-inf", "in turn", "all", "same keys"])
+def test_channel_rule_at_its_limits(change: str, dtype: torch.dtype, seed: int) -> None:
+    from compiled_llm_ops.kernels.recurrent.chunked_channel_rule import apply_channels_in_chunks
+
+    rows = RecurrentRows([130, 1], seed=seed, dtype=dtype)
+    args = rows.delta(1, 1, 16, 16, of_channels=True)
+    strong = torch.rand(args.decay.shape, generator=rows.generator) < 0.1
+    changed = {
+        "decays": {"decay": torch.full_like(args.decay, -300.0)},
+        "no decays": {"decay": torch.zeros_like(args.decay)},
+        "some decays": {"decay": args.decay.masked_fill(strong, -3000.0) / 10},
+        "-inf": {"decay": args.decay.masked_fill(strong, -torch.inf)},
+        "in turn": {"decay": torch.where(torch.arange(16) % 2 == 0, -30.0, args.decay / 100)},
+        "all": {"beta": torch.ones_like(args.beta)},
+        "same keys": {"key": args.key[:1].expand_as(args.key), "decay": args.decay / 100},
+    }[change]
+    args = args._replace(**changed)
+    check(rows, args, apply_channels_in_chunks, 16, delta_expected(rows, args))
+
+
 # ---- the selective scan
 
 
@@ -217,6 +271,8 @@ def test_kernels_are_chosen_by_shapes() -> None:
     assert not takes_chunks(9, 1, 128), "the last piece of a prompt"
     assert takes_chunks(1024, 1, 128)
     assert not takes_chunks(1024, 1, 512), "there is no kernel for such keys"
+    assert takes_chunks(1024, 1, 128, of_channels=True)
+    assert not takes_chunks(1024, 1, 256, of_channels=True)
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
         counts = torch.randint(0, 200, (int(torch.randint(1, 9, (), generator=generator)),), generator=generator)
@@ -241,9 +297,17 @@ ALIGNED_TO_NOTHING = {
 TYPES = dict.fromkeys(("decay", "beta", "dt", "a", "states", "on_query", "on_value", "kept"), "*fp32")
 TYPES |= dict.fromkeys(("qo_indptr", "read", "write"), "*i32") | {"scale": "fp32"}
 GIVEN = {"query", "key", "value", "tokens", "b", "c", "out"}
-SCRATCH = {"w", "u", "attention"}
-PREPARED = {"delta rule": "chunked_delta_rule._prepare_delta_rule", "scan": "chunked_scan._prepare_scan"}
-LACKING: dict[str, set[str]] = {"delta rule": set(), "scan": {"w"}}
+SCRATCH = {"w", "u", "attention", "folded_query", "folded_key"}
+PREPARED = {
+    "delta rule": "chunked_delta_rule._prepare_delta_rule",
+    "with decays of channels": "chunked_channel_rule._prepare_channel_rule",
+    "scan": "chunked_scan._prepare_scan",
+}
+LACKING: dict[str, set[str]] = {
+    "delta rule": set(),
+    "with decays of channels": {"on_query", "on_value"},
+    "scan": {"w"},
+}
 """Arguments of the walk that are None."""
 
 
@@ -257,13 +321,11 @@ def made_for_hopper(name: str, dtype: str, path: Any, absent: set[str], warps: i
     sizes |= {"CHUNK": 64, "GROUP": 2, "NORMALIZE": True, "PRECISION": "tf32x3" if dtype == "fp32" else "tf32"}
     sizes |= {argument: 1 for argument in kernel.arg_names if argument.endswith("_step")}
     constants = {argument: value for argument, value in sizes.items() if argument in kernel.arg_names}
+    of_chunks = SCRATCH | ({"value"} if kernel_name == "_walk_over_chunks" and "w" not in absent else set())
+    of_chunks |= {"query", "key"} if "on_query" in absent else set()
     types = {}
-    for argument in {*kernel.arg_names} - {*constants} - absent:
-        own = (
-            scratch
-            if argument in SCRATCH or (argument == "value" and "w" in kernel.arg_names and not absent)
-            else dtype
-        )
+    for argument in sorted({*kernel.arg_names} - {*constants} - absent):
+        own = scratch if argument in of_chunks else dtype
         types[argument] = f"*{own}" if argument in GIVEN | SCRATCH else TYPES.get(argument, "i32")
     aligned = [argument for argument in types if argument not in ALIGNED_TO_NOTHING]
     made = compiled(kernel, constants, types, warps=warps, aligned=aligned, num_stages=stages)
@@ -278,6 +340,7 @@ def check_registers(used: str, dtype: str) -> None:
 
 
 SIZES = pytest.mark.parametrize("size", [64, 128, 256])
+OF_CHANNELS = "with decays of channels"
 DTYPES = pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 
 
@@ -289,9 +352,15 @@ DTYPES = pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @SIZES
 @DTYPES
 def test_what_prepares_chunks_fits_registers(name: str, size: int, dtype: str, tmp_path: Any) -> None:
-    warps = 8 if name == "delta rule" and dtype != "bf16" else 4
-    sizes = {"SIZE": 64 if name == "scan" else size, "VALUE": size, "NUMBERS": size, "BLOCK": 64}
-    check_registers(made_for_hopper(PREPARED[name], dtype, tmp_path, set(), warps, 3, **sizes), dtype)
+    block, warps = {
+        "delta rule": (64, 4 if dtype == "bf16" else 8),
+        "with decays of channels": (32, 8 if dtype == "fp32" else 4),
+        "scan": (64, 4),
+    }[name]
+    if name == OF_CHANNELS and size > 128:
+        pytest.skip("such keys have no chunks")
+    sizes = {"SIZE": 64 if name == "scan" else size, "VALUE": size, "NUMBERS": size, "BLOCK": block, "LEVELS": 6}
+    check_registers(made_for_hopper(PREPARED[name], dtype, tmp_path, set(), warps, 1, **sizes), dtype)
 
 
 @pytest.mark.slow
@@ -307,6 +376,8 @@ def test_the_walk_over_chunks_fits_registers(
 ) -> None:
     from compiled_llm_ops.kernels.recurrent.chunking import chunk_tiling
 
+    if name == OF_CHANNELS and size > 128:
+        pytest.skip("such keys have no chunks")
     value = 64 if name == "scan" else size
     columns, stages, warps = chunk_tiling(rows_and_heads, size, value, 2 if dtype == "bf16" else 4)
     sizes = {"SIZE": size, "VALUE": value, "BLOCK": size, "COLUMNS": columns, "TRANSPOSED": name == "scan"}

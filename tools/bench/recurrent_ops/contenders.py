@@ -47,7 +47,7 @@ def by_tokens(inputs: Inputs) -> Launch | str:
 
 def in_chunks(inputs: Inputs) -> Launch | str:
     """The kernels that compute chunks."""
-    return _kernel(inputs, "chunked_delta_rule.apply_in_chunks", "chunked_scan.scan_in_chunks")
+    return _in_chunks(inputs)
 
 
 def tiled(columns: int, stages: int, warps: int) -> Contender:
@@ -56,7 +56,7 @@ def tiled(columns: int, stages: int, warps: int) -> Contender:
     def prepare(inputs: Inputs) -> Launch | str:
         name = "compiled_llm_ops.kernels.recurrent.chunking"
         tiling = importlib.import_module(name).ChunkTiling(columns, stages, warps)
-        return _kernel(inputs, "chunked_delta_rule.apply_in_chunks", "chunked_scan.scan_in_chunks", tiling)
+        return _in_chunks(inputs, tiling)
 
     return Contender(f"ours:chunks:{columns}x{stages}x{warps}", BOTH, prepare)
 
@@ -154,6 +154,11 @@ def named(names: str, fit: bool) -> list[Contender]:
 
 def _args(inputs: Inputs, number: int) -> Any:
     return inputs.args[number % len(inputs.args)]
+
+
+def _in_chunks(inputs: Inputs, *tiling: Any) -> Launch | str:
+    rules = "chunked_channel_rule.apply_channels_in_chunks", "chunked_delta_rule.apply_in_chunks"
+    return _kernel(inputs, rules[0 if inputs.layer.finer else 1], "chunked_scan.scan_in_chunks", *tiling)
 
 
 def _kernel(inputs: Inputs, delta_rule: str, scan: str, *more: Any) -> Launch | str:

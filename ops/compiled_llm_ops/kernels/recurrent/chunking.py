@@ -13,8 +13,10 @@ from typing import NamedTuple
 CHUNK = 64
 """Tokens of a chunk: as many as one instruction of a warp group has rows."""
 
-LARGEST_KEY = 256
-"""D of the largest keys that are computed in chunks: registers hold a state's D numbers for each column."""
+LARGEST_KEY, LARGEST_KEY_OF_CHANNELS = 256, 128
+"""D of the largest keys that are computed in chunks: registers hold a state's D numbers for each column. With a decay
+of each channel, shared memory holds three matrices of D columns, which have 32 bits unless they have bfloat16.
+"""
 
 FEW = 16
 """So many tokens, beside one of each row, are fewer than chunks pay off for."""
@@ -23,7 +25,7 @@ PROGRAMS = 264
 """Programs at once that keep a GPU busy: two for each multiprocessor of an H100."""
 
 
-def takes_chunks(count: int, rows: int, size: int) -> bool:
+def takes_chunks(count: int, rows: int, size: int, of_channels: bool = False) -> bool:
     """Whether kernels that compute chunks are faster than one that walks from token to token.
 
     Shapes do not tell how many tokens the longest row has. That walk is short where rows have one each, and as long as
@@ -33,8 +35,9 @@ def takes_chunks(count: int, rows: int, size: int) -> bool:
         count: T, those of padding included.
         rows: B.
         size: D.
+        of_channels: whether each channel has a decay of its own.
     """
-    return size <= LARGEST_KEY and count > rows + FEW
+    return size <= (LARGEST_KEY_OF_CHANNELS if of_channels else LARGEST_KEY) and count > rows + FEW
 
 
 def chunks_of(count: int, rows: int) -> int:
