@@ -14,6 +14,7 @@ entries, R rows with equally many tokens, L tokens of a chunk.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -128,16 +129,25 @@ def _chunk(state: Tensor, tokens: Tensor, decay: Tensor, b: Tensor, c: Tensor) -
 
 
 def _cuda(args: SelectiveScan) -> Tensor:
-    from compiled_llm_ops.kernels.recurrent.chunked_scan import scan_in_chunks
-    from compiled_llm_ops.kernels.recurrent.chunking import takes_chunks
-    from compiled_llm_ops.kernels.recurrent.selective_scan import scan
-
     _check(args)
     out = args.tokens.new_empty(args.tokens.shape)
-    in_chunks = takes_chunks(len(args.tokens), len(args.read), args.b.shape[2]) and args.a.dim() == 1
     with torch.cuda.device(args.tokens.device):  # Triton launches on the current one
-        (scan_in_chunks if in_chunks else scan)(args, out)
+        _launcher(args)(args, out)
     return out
+
+
+def _launcher(args: SelectiveScan) -> Callable[[SelectiveScan, Tensor], None]:
+    """Return what launches the kernels for these shapes, into ``out``."""
+    from compiled_llm_ops.kernels.recurrent.chunked_scan import scan_in_chunks
+    from compiled_llm_ops.kernels.recurrent.chunking import takes_chunks
+    from compiled_llm_ops.kernels.recurrent.number_scan import scan_numbers, scans_numbers
+    from compiled_llm_ops.kernels.recurrent.selective_scan import scan
+
+    if not takes_chunks(len(args.tokens), len(args.read), args.b.shape[2]):
+        return scan
+    if args.a.dim() == 1:
+        return scan_in_chunks
+    return scan_numbers if scans_numbers(args) else scan
 
 
 _selective_scan = define(

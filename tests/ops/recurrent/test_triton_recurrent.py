@@ -74,6 +74,28 @@ def test_selective_scan(counts: Any, dtype: Any, sizes: Any, of_numbers: bool, s
     check(rows, args, scan, sizes[0] * sizes[1], scan_expected(rows, args))
 
 
+@pytest.mark.drawn
+@interpreted
+@pytest.mark.parametrize("counts", [[1, 7, 0, 3, 8], [9, 16], [0, 0]], ids=["mixed", "borders", "nothing"])
+@DTYPES
+@pytest.mark.parametrize("sizes", [(80, 1, 16, 1), (64, 1, 12, 2), (16, 4, 8, 2)], ids=str)
+def test_prompts_through_a_scan_with_decays_of_numbers(counts: Any, dtype: Any, sizes: Any, seed: int) -> None:
+    from compiled_llm_ops.kernels.recurrent.number_scan import scan_numbers, scans_numbers
+
+    rows = RecurrentRows(counts, padding=10, seed=seed, dtype=dtype)
+    args = rows.scan(*sizes, True)
+    assert scans_numbers(args)
+    check(rows, args, scan_numbers, sizes[0] * sizes[1], scan_expected(rows, args))
+
+
+def test_programs_have_channels_of_one_group() -> None:
+    from compiled_llm_ops.kernels.recurrent.number_scan import scans_numbers
+
+    rows = RecurrentRows([40])
+    assert not scans_numbers(rows.scan(8, 1, 16, 2, True))
+    assert not scans_numbers(rows.scan(64, 1, 16, 1, False))
+
+
 KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
     "conv": ("_causal_conv1d", {"WIDTH": 4, "BIASED": True, "SILU": True, "BLOCK": 256}),
     "delta_rule": (
@@ -87,6 +109,10 @@ KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
             "OF_CHANNELS": True,
             "NORMALIZE": True,
         },
+    ),
+    "number_scan": (
+        "_scan_numbers",
+        {"HEAD": 1, "GROUP": 8192, "SIZE": 16, "BLOCK": 16, "CHANNELS": 32, "AHEAD": 8},
     ),
     "selective_scan": ("_selective_scan", {"HEAD": 64, "GROUP": 8192, "SIZE": 128, "BLOCK": 128, "CHANNELS": 16}),
 }
@@ -114,7 +140,7 @@ def test_kernels_fit_registers(name: str, tmp_path: Any) -> None:
         return "fp32" if argument == "scale" else "i32"
 
     types = {argument: type_of(argument) for argument in kernel.arg_names if argument not in constants}
-    made = compiled(kernel, constants, types, warps=2 if name == "conv" else 4)
+    made = compiled(kernel, constants, types, warps={"conv": 2, "number_scan": 1}.get(name, 4))
     used = resources_of(made.asm["cubin"], tmp_path / "kernel.cubin")
     assert re.search(r"LOCAL:0\b", used), f"registers spill: {used}"
-    assert int(re.search(r"REG:(\d+)", used)[1]) <= 168  # type: ignore[index]
+    assert int(re.search(r"REG:(\d+)", used)[1]) <= (255 if name == "number_scan" else 168)  # type: ignore[index]

@@ -22,6 +22,7 @@ COUNTS = {
     "borders": [64, 0, 1, 65, 63],
     "short ones": [2, 3, 0, 5, 60, 1],
     "three chunks": [129],
+    "at the end of 64": [63, 64, 2],
     "chunks begin in the middle": [30, 70, 100],
     "none": [0, 0],
 }

@@ -46,7 +46,7 @@ def by_tokens(inputs: Inputs) -> Launch | str:
 
 
 def in_chunks(inputs: Inputs) -> Launch | str:
-    """The kernels that compute chunks."""
+    """The kernels for prompts: those that compute chunks, or Mamba 1's."""
     return _in_chunks(inputs)
 
 
@@ -158,7 +158,9 @@ def _args(inputs: Inputs, number: int) -> Any:
 
 def _in_chunks(inputs: Inputs, *tiling: Any) -> Launch | str:
     rules = "chunked_channel_rule.apply_channels_in_chunks", "chunked_delta_rule.apply_in_chunks"
-    return _kernel(inputs, rules[0 if inputs.layer.finer else 1], "chunked_scan.scan_in_chunks", *tiling)
+    scans = "number_scan.scan_numbers", "chunked_scan.scan_in_chunks"
+    number = 0 if inputs.layer.finer else 1
+    return _kernel(inputs, rules[number], scans[number], *tiling)
 
 
 def _kernel(inputs: Inputs, delta_rule: str, scan: str, *more: Any) -> Launch | str:
