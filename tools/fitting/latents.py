@@ -18,14 +18,11 @@ from torch import Tensor
 from compiled_llm_ops import latent_attention, plan_paged_attention, planned_latent_attention, ragged_attention
 from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.contracts import Geometry, LatentDecode
-from compiled_llm_ops.kernels.attention.decode_tiling import MAX_ROWS, AttentionTiling
 from compiled_llm_ops.kernels.latent import latent_tiling
 from compiled_llm_ops.kernels.latent.latent_tiling import (
-    BUSY_KEYS,
-    SHARED_KEYS,
+    LatentTiling,
     RaggedTiling,
     choose_decode_tiling,
-    query_tile,
     ragged_tiling,
     worth_expanding,
 )
@@ -33,7 +30,7 @@ from fitting.cases import Case, Machine, captured, case_of, random
 
 RANK, ROPE, PLAIN, VALUE, PAGE = 512, 64, 128, 128, 16
 
-HEADS, QUICK_HEADS = (16, 20, 64, 128), (16, 128)
+HEADS, QUICK_HEADS, DECODE_HEADS = (16, 20, 64, 128), (16, 128), (16, 20, 128)
 
 MOST_KEYS = 2**19
 """Keys of all rows, at most: 0.6 GB a layer."""
@@ -45,12 +42,31 @@ MAX_KEYS = 65_536
 # ---- latent-decode
 
 
+class Tile(NamedTuple):
+    """Fields of ``LatentTiling`` that make another kernel."""
+
+    heads: int
+    block: int
+    stages: int
+    warps: int
+    keys_first: bool
+
+
+TILES = {
+    16: (Tile(16, 32, 5, 4, False), Tile(16, 64, 3, 8, True), Tile(64, 64, 3, 8, False)),
+    32: (Tile(32, 32, 5, 8, False), Tile(64, 64, 3, 8, False), Tile(32, 64, 3, 8, True)),
+    64: (Tile(64, 32, 5, 8, False), Tile(32, 64, 3, 4, True), Tile(16, 64, 3, 4, True)),
+}
+"""Other tiles than the rule's, by the heads of its own; the first one or two are the likely ones."""
+
+
 def latent_decode_cases(machine: Machine, quick: bool) -> Iterator[Case]:
-    for heads, (rows, keys) in itertools.product(QUICK_HEADS if quick else HEADS, contexts(quick)):
+    given = ((1, 8192), (8, 1024), (64, 1024), (64, 8192)) if quick else contexts(quick)
+    for heads, (rows, keys) in itertools.product(DECODE_HEADS if quick else HEADS, given):
         chosen = choose_decode_tiling(rows, heads, RANK, MAX_KEYS, machine.processors)
         prepare = functools.partial(decode_timer, rows, keys, heads)
         name = f"H={heads}, B={rows}, {keys} keys"
-        yield case_of("latent-decode", name, decode_tilings(rows, heads, quick), chosen, prepare)
+        yield case_of("latent-decode", name, decode_tilings(chosen, quick), chosen, prepare)
 
 
 def contexts(quick: bool) -> list[tuple[int, int]]:
@@ -58,18 +74,25 @@ def contexts(quick: bool) -> list[tuple[int, int]]:
     return [(rows, keys) for rows, keys in both if rows * keys <= MOST_KEYS]
 
 
-def decode_tilings(rows: int, heads: int, quick: bool) -> list[AttentionTiling]:
-    """Programs for a row, sizes of shares, blocks and pipelines; each of the latter two is a kernel to compile."""
-    row_tile = -(-rows // -(-rows // MAX_ROWS))
-    tile = query_tile(heads, RANK)
-    shapes = [(tile.block, 3, tile.warps), (tile.block, 5, tile.warps)]
+def decode_tilings(chosen: LatentTiling, quick: bool) -> list[LatentTiling]:
+    """The rule's tile with other programs for a row and sizes of shares, and other tiles: kernels to compile."""
+    least, share = chosen.row_tile, chosen.min_share
+    programs = [max(least, chosen.programs // 2), 2 * chosen.programs]
+    shares = [max(1, share // 2), 2 * share]
+    tiles = TILES[chosen.heads][:2] if quick else TILES[chosen.heads]
     if not quick:
-        shapes += [(tile.block // 2, 5, tile.warps), (tile.block, 5, 4), (2 * tile.block, 3, 8)]
-    found = []
-    for block, stages, warps in shapes:
-        for splits, alone in itertools.product((1, 4, 16, 64), (1, SHARED_KEYS // block, BUSY_KEYS // block)):
-            found.append(AttentionTiling(row_tile, row_tile * splits, alone, alone, block, stages, warps))
-    return found
+        programs += [least * times for times in (1, 2, 3, 6, 8, 16, 32, 64)]
+        shares += [4 * share, 16 * share]
+    found = [chosen._replace(programs=own) for own in programs]
+    found += [chosen._replace(unsplit=own, min_share=own) for own in shares]
+    return found + [tile_as(chosen, tile) for tile in tiles]
+
+
+def tile_as(chosen: LatentTiling, tile: Tile) -> LatentTiling:
+    """The same shares of keys in another tile; programs that fit side by side on a multiprocessor are twice as many."""
+    share = max(1, chosen.min_share * chosen.block // tile.block)
+    programs = chosen.programs * (2 if tile.block < chosen.block and tile.heads < 64 else 1)
+    return chosen._replace(**tile._asdict(), programs=programs, unsplit=share, min_share=share)
 
 
 class CachedRows(NamedTuple):
@@ -104,7 +127,7 @@ class CachedRows(NamedTuple):
         return LatentDecode(*states, self.pages[number % len(self.pages)], *table, (PLAIN + ROPE) ** -0.5)
 
 
-def decode_timer(rows: int, keys: int, heads: int) -> Callable[[AttentionTiling], float]:
+def decode_timer(rows: int, keys: int, heads: int) -> Callable[[LatentTiling], float]:
     from compiled_llm_ops.kernels.latent.decode import decode
 
     cached = CachedRows.of(rows, keys, heads)
@@ -181,7 +204,7 @@ def ragged_timer(tokens: int, head_dim: int, value_dim: int, heads: int = 16) ->
 
 
 def latent_backend_cases(_: Machine, quick: bool) -> Iterator[Case]:
-    for heads, (rows, keys) in itertools.product(QUICK_HEADS if quick else HEADS, contexts(quick)):
+    for heads, (rows, keys) in itertools.product(DECODE_HEADS if quick else HEADS, contexts(quick)):
         chosen = "ours" if heads <= latent_tiling.OWN_HEADS else "FlashInfer"
         prepare = functools.partial(backend_timer, rows, keys, heads)
         yield case_of("latent-backend", f"H={heads}, B={rows}, {keys} keys", ("ours", "FlashInfer"), chosen, prepare)

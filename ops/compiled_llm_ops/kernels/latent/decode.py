@@ -1,8 +1,9 @@
-"""A Triton kernel for latent attention in decode: one query a row and head, in one launch and without a plan.
+"""Triton kernels for latent attention in decode: one query a row and head, without a plan.
 
-As in ``kernels.attention.decode``, the programs of a tile of rows share its keys by the current page table, and the
-last one to end merges what those of a row have found. Here all heads read the same latents, so a tile of heads takes
-the place of a kv head. Each of them writes the row's newest latent before it reads it: they write the same.
+As in ``kernels.attention.decode``, the programs of a tile of rows share its keys by the current page table. Here all
+heads read the same latents, so a tile of heads takes the place of a kv head, and what a program finds is large: so many
+heads times R sums. A second kernel merges what several programs have found, in as many programs as the device has work
+for. Each tile of heads writes the row's newest latent before it reads it: they write the same.
 
 Shapes: B rows, H query heads, M query heads of a program, R latent size, E size of the rotated part, P pages, S page
 size.
@@ -23,23 +24,18 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_llm_ops.contracts import LatentDecode
-from compiled_llm_ops.kernels.attention.decode import _merge, _pick, _share, _unsplit
-from compiled_llm_ops.kernels.attention.decode_tiling import MAX_ROWS, MAX_SHARES, AttentionTiling
-from compiled_llm_ops.kernels.counters import zeroed_counters
-from compiled_llm_ops.kernels.latent.latent_tiling import query_tile
+from compiled_llm_ops.kernels.attention.decode import _pick, _share, _unsplit
+from compiled_llm_ops.kernels.attention.decode_tiling import MAX_ROWS
+from compiled_llm_ops.kernels.latent.latent_tiling import MOST_SHARES, LatentTiling, merge_tiling
 from compiled_llm_ops.kernels.latent.step import (
     attend_block,
+    attend_keys_first,
     check_kernel,
     inner_contiguous,
     load_block,
     load_chosen,
+    load_whole_pages,
 )
-
-MERGED_VALUES = 2**12
-"""Values of partial results that are summed at a time."""
-
-MERGED_COLUMNS = 32
-"""Columns of R that are merged at a time."""
 
 
 @triton.jit
@@ -57,18 +53,18 @@ def _store_nothing(out, lse, row, head, heads, TILE: tl.constexpr, RANK: tl.cons
 @triton.jit(do_not_specialize=["rows", "row_tile", "heads", "unsplit", "min_share", "listed"])
 def _latent_decode(
     query_latent, query_rope, latent, rope, pages, starts, lengths, indices, chosen,
-    out, lse, partials, partial_lses, arrivals,
+    out, lse, partials, partial_lses, shares,
     row_stride, head_stride, rope_row_stride, rope_head_stride, latent_stride, key_rope_stride,
     rows, row_tile, heads, unsplit, min_share, listed, scale,
     ROWS: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, KEYS_FIRST: tl.constexpr,
     SHARE_EQUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attend over some keys of one row with a tile of heads; if several programs share them, the last merges all.
+    """Attend over some keys of one row with a tile of heads; if several programs share them, another kernel merges.
 
     Axes of the grid: tiles of heads, tiles of rows, programs, so that programs without keys start last. A tile of rows
-    is ``row_tile`` rows, at most ROWS. ``partials`` holds a [M, R] for each program and ``partial_lses`` a [M];
-    ``arrivals`` holds a zero for each row and tile of heads, which it is again afterwards.
+    is ``row_tile`` rows, at most ROWS. ``partials`` holds a [M, R] for each program and ``partial_lses`` a [M]; of each
+    row ``shares`` ``[B, 2]`` takes the first program and how many there are. All three are None if each has one.
     """
     head_tile, tile, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     head_tiles, programs = tl.num_programs(0), tl.num_programs(2)
@@ -90,6 +86,8 @@ def _latent_decode(
         if PDL:
             gdc_wait()
         _store_nothing(out, lse, tile * row_tile + program, head, heads, TILE, RANK)
+        if shares is not None:
+            tl.store(shares + 2 * (tile * row_tile + program) + 1, 0)
     if count > 0:
         row, length = _pick(own, row_ids), _pick(own, ends)
         own_indices = indices + _pick(own, first_pages)
@@ -112,52 +110,104 @@ def _latent_decode(
             tl.store(slot + RANK + offs_e, tl.load(rope + row.to(tl.int64) * key_rope_stride + offs_e))
             tl.debug_barrier()  # written before any thread of the program reads it
         largest = tl.full([TILE], -float("inf"), tl.float32)
-        total = tl.zeros([TILE], tl.float32)
-        acc = tl.zeros([TILE, RANK], tl.float32)
+        if KEYS_FIRST:
+            total = tl.zeros([BLOCK, TILE], tl.float32)
+            acc = tl.zeros([RANK, TILE], tl.float32)
+        else:
+            total = tl.zeros([TILE], tl.float32)
+            acc = tl.zeros([TILE, RANK], tl.float32)
         for block in tl.range(begin, end, num_stages=STAGES):
-            position = block * BLOCK + offs_n
-            if chosen is None:
-                seen = position < length
+            if BLOCK % PAGE == 0 and chosen is None:
+                latents, turned, seen = load_whole_pages(pages, own_indices, block, length, RANK, ROPE, PAGE, BLOCK)
             else:
-                own_list = chosen + row.to(tl.int64) * listed
-                position, seen = load_chosen(own_list, position, listed, length)
-            latents, turned = load_block(pages, own_indices, position, seen, RANK, ROPE, PAGE)
-            largest, total, acc = attend_block(q, q_rope, latents, turned, seen[None, :], scale, largest, total, acc)
+                position = block * BLOCK + offs_n
+                if chosen is None:
+                    seen = position < length
+                else:
+                    own_list = chosen + row.to(tl.int64) * listed
+                    position, seen = load_chosen(own_list, position, listed, length)
+                latents, turned = load_block(pages, own_indices, position, seen, RANK, ROPE, PAGE)
+            if KEYS_FIRST:
+                largest, total, acc = attend_keys_first(
+                    q, q_rope, latents, turned, seen, scale, largest, total, acc, chosen is not None
+                )
+            else:
+                largest, total, acc = attend_block(
+                    q, q_rope, latents, turned, seen[None, :], scale, largest, total, acc
+                )
+        if KEYS_FIRST:
+            total = tl.sum(total, 0)
         if chosen is not None:
             total = tl.where(total == 0.0, 1.0, total)
-        values, lses = acc / total[:, None], largest + tl.log2(total)
-        item = row * head_tiles + head_tile
-        keep = offs_h < heads
-        own_item = row.to(tl.int64) * heads + head
-        own_out = out + own_item * RANK + offs_g[:, None] * RANK
-        if count == 1:
-            tl.store(own_out + offs_r[None, :], values.to(out.dtype.element_ty), mask=keep[:, None])
-            if lse is not None:
-                tl.store(lse + own_item + offs_g, lses, mask=keep)
+        lses = largest + tl.log2(total)
+        if KEYS_FIRST:
+            values, keep = acc / total[None, :], (offs_h < heads)[None, :]
+            offs_v = offs_g[None, :] * RANK + offs_r[:, None]
         else:
-            first_partial = (tile * head_tiles + head_tile) * programs
-            own_partial = (first_partial + program).to(tl.int64) * TILE
-            own_values = partials + own_partial * RANK + (offs_g[:, None] * RANK + offs_r[None, :])
-            tl.store(own_values, values, cache_modifier=".cg")
-            tl.store(partial_lses + own_partial + offs_g, lses, cache_modifier=".cg")
-            tl.debug_barrier()  # every thread's part is written before one of them says so
-            if tl.atomic_add(arrivals + item, 1, sem="acq_rel", scope="gpu") == count - 1:
-                for column in tl.range(0, RANK, COLUMNS):
-                    merged, merged_lses = _merge(
-                        partials + column, partial_lses, first_partial + first_program, count, chosen is not None, TILE,
-                        COLUMNS, CHUNK, RANK,
-                    )  # fmt: skip
-                    if chosen is not None:
-                        merged = tl.where((merged_lses == -float("inf"))[:, None], 0.0, merged)
-                    out_ptrs = own_out + column + tl.arange(0, COLUMNS)[None, :]
-                    tl.store(out_ptrs, merged.to(out.dtype.element_ty), mask=keep[:, None])
-                    if lse is not None:
-                        tl.store(lse + own_item + offs_g, merged_lses, mask=keep)
-                tl.store(arrivals + item, 0)
+            values, keep = acc / total[:, None], (offs_h < heads)[:, None]
+            offs_v = offs_g[:, None] * RANK + offs_r[None, :]
+        if shares is not None:
+            tl.store(shares + 2 * row, first_program)
+            tl.store(shares + 2 * row + 1, count)
+        if count == 1:
+            own_item = row.to(tl.int64) * heads + head
+            tl.store(out + own_item * RANK + offs_v, values.to(out.dtype.element_ty), mask=keep)
+            if lse is not None:
+                tl.store(lse + own_item + offs_g, lses, mask=offs_h < heads)
+        elif shares is not None:
+            own_partial = ((tile * head_tiles + head_tile) * programs + program).to(tl.int64) * TILE
+            tl.store(partials + own_partial * RANK + offs_v, values, mask=keep)
+            tl.store(partial_lses + own_partial + offs_g, lses)
 
 
-def decode(args: LatentDecode, lse: Tensor | None, *, tiling: AttentionTiling, pdl: bool) -> Tensor:
-    """Launch attention of one new token a row, on the current device.
+@triton.jit(do_not_specialize=["row_tile", "head_tiles", "programs"])
+def _merge_shares(
+    partials, partial_lses, shares, out, lse, row_tile, head_tiles, programs,
+    TILE: tl.constexpr, RANK: tl.constexpr, MOST: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+    BLIND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Merge what the programs of a row have found for one head, COLUMNS of its R numbers, always in the same order.
+
+    Axes of the grid: rows, heads, parts of the columns. MOST programs share a row at most. If BLIND, a query may have
+    seen no key.
+    """
+    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads = tl.num_programs(1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    count = tl.load(shares + 2 * row + 1)
+    if count > 1:
+        first_program = tl.load(shares + 2 * row)
+        first = ((row // row_tile) * head_tiles + head // TILE) * programs + first_program
+        own_lses = partial_lses + first.to(tl.int64) * TILE + head % TILE
+        own_values = partials + (first.to(tl.int64) * TILE + head % TILE) * RANK + part * COLUMNS
+        offs_m, offs_p, offs_c = tl.arange(0, MOST), tl.arange(0, CHUNK), tl.arange(0, COLUMNS)
+        lses = tl.load(own_lses + offs_m * TILE, mask=offs_m < count, other=-float("inf"))
+        base = tl.max(lses)
+        if BLIND:
+            base = tl.where(base == -float("inf"), 0.0, base)
+        total = tl.sum(tl.exp2(lses - base))
+        acc = tl.zeros([CHUNK, COLUMNS], tl.float32)
+        for start in tl.range(0, count, CHUNK):
+            partial = start + offs_p
+            used = partial < count
+            weights = tl.exp2(tl.load(own_lses + partial * TILE, mask=used, other=-float("inf")) - base)
+            part_ptrs = own_values + partial[:, None].to(tl.int64) * (TILE * RANK) + offs_c[None, :]
+            acc += weights[:, None] * tl.load(part_ptrs, mask=used[:, None], other=0.0)
+        lses = base + tl.log2(total)
+        if BLIND:
+            total = tl.where(total == 0.0, 1.0, total)
+        item = row.to(tl.int64) * heads + head
+        merged = tl.sum(acc, 0) / total
+        tl.store(out + item * RANK + part * COLUMNS + offs_c, merged.to(out.dtype.element_ty))
+        if lse is not None:  # noqa: SIM102  known when the kernel is compiled
+            if part == 0:
+                tl.store(lse + item, lses)
+
+
+def decode(args: LatentDecode, lse: Tensor | None, *, tiling: LatentTiling, pdl: bool) -> Tensor:
+    """Launch attention of one new token a row, and where programs share keys what merges them, on the current device.
 
     Args:
         args: of ``latent_decode``, checked.
@@ -172,8 +222,8 @@ def decode(args: LatentDecode, lse: Tensor | None, *, tiling: AttentionTiling, p
         ValueError: there is no kernel for these sizes or dtypes, or the pages are not contiguous.
 
     Source:
-        Flash-Decoding (https://pytorch.org/blog/flash-decoding/), with its second launch folded into the first; latents
-        as keys and values as in DeepSeek-V2 (https://arxiv.org/abs/2405.04434).
+        Flash-Decoding (https://pytorch.org/blog/flash-decoding/); latents as keys and values as in DeepSeek-V2
+        (https://arxiv.org/abs/2405.04434).
     """
     check_kernel("latent_decode", args)
     query, query_rope, latent, rope = map(inner_contiguous, args[:4])
@@ -182,25 +232,31 @@ def decode(args: LatentDecode, lse: Tensor | None, *, tiling: AttentionTiling, p
     if not out.numel():
         return out
     chosen = None if args.chosen is None else args.chosen.contiguous()
-    tile = query_tile(heads, rank).heads
-    head_tiles, row_tiles = -(-heads // tile), -(-rows // tiling.row_tile)
-    # The only program of a row touches none of these; their types would make it another kernel.
-    partial_results = head_tiles * tiling.programs * row_tiles if tiling.programs > 1 else 0
-    partials = torch.empty((partial_results, tile, rank), dtype=torch.float32, device=query.device)
-    partial_lses = torch.empty((partial_results, tile), dtype=torch.float32, device=query.device)
-    arrivals = zeroed_counters.take(rows * head_tiles, query.device) if partial_results else args.starts
-    columns = min(rank, MERGED_COLUMNS)
+    head_tiles, row_tiles = -(-heads // tiling.heads), -(-rows // tiling.row_tile)
+    partials, partial_lses, shares = None, None, None
+    if tiling.programs > 1:
+        found = head_tiles * tiling.programs * row_tiles * tiling.heads
+        partials = torch.empty((found, rank), dtype=torch.float32, device=query.device)
+        partial_lses = torch.empty(found, dtype=torch.float32, device=query.device)
+        shares = torch.empty((rows, 2), dtype=torch.int32, device=query.device)
+    overlap: dict[str, Any] = {"PDL": pdl, **({"launch_pdl": True} if pdl else {})}
     constants: dict[str, Any] = {
-        "ROWS": 1 if tiling.row_tile == 1 else MAX_ROWS, "MOST": MAX_SHARES, "TILE": tile, "RANK": rank, "ROPE": size,
-        "PAGE": page_size, "BLOCK": tiling.block, "COLUMNS": columns,
-        "CHUNK": max(1, MERGED_VALUES // (tile * columns)), "STAGES": tiling.stages, "SHARE_EQUAL": tiling.share_equal,
-        "PDL": pdl, "num_warps": tiling.warps, **({"launch_pdl": True} if pdl else {}),
+        "ROWS": 1 if tiling.row_tile == 1 else MAX_ROWS, "MOST": MOST_SHARES, "TILE": tiling.heads, "RANK": rank,
+        "ROPE": size, "PAGE": page_size, "BLOCK": tiling.block, "STAGES": tiling.stages,
+        "KEYS_FIRST": tiling.keys_first, "SHARE_EQUAL": tiling.share_equal, "num_warps": tiling.warps,
     }  # fmt: skip
     _latent_decode[(head_tiles, row_tiles, tiling.programs)](
         query, query_rope, latent, rope, args.pages, args.starts, args.lengths, args.indices, chosen,
-        out, lse, partials, partial_lses, arrivals,
+        out, lse, partials, partial_lses, shares,
         *query.stride()[:2], *query_rope.stride()[:2], latent.stride(0), rope.stride(0),
         rows, tiling.row_tile, heads, tiling.unsplit, tiling.min_share,
-        0 if chosen is None else chosen.shape[1], args.scale * math.log2(math.e), **constants,
+        0 if chosen is None else chosen.shape[1], args.scale * math.log2(math.e), **constants, **overlap,
     )  # fmt: skip
+    if shares is not None:
+        merged = merge_tiling(tiling, rank)
+        _merge_shares[(rows, heads, rank // merged.columns)](
+            partials, partial_lses, shares, out, lse, tiling.row_tile, head_tiles, tiling.programs, TILE=tiling.heads,
+            RANK=rank, MOST=min(MOST_SHARES, triton.next_power_of_2(tiling.programs)), CHUNK=merged.chunk,
+            COLUMNS=merged.columns, BLIND=chosen is not None, num_warps=4, **overlap,
+        )  # fmt: skip
     return out

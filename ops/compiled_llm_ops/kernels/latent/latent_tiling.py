@@ -1,9 +1,8 @@
 """How programs of the latent kernels divide heads and keys.
 
 All heads of a row read the same latents, so a program takes as many as registers have room for: each has R sums of its
-own. Tiles follow from registers and shared memory of an H100; how rows are shared was fitted to times there, with 16
-and 128 heads of R = 512, 1 to 64 rows of 1,024 and 8,192 keys. ``tools/fit_tilings.py --only latent-decode`` measures
-that again.
+own. Tiles follow from registers and shared memory of an H100. ``tools/fit_tilings.py --only latent-decode`` measures
+tiles of decode and how rows are shared.
 
 Shapes: B rows, H query heads, R latent size.
 """
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from compiled_llm_ops.kernels.attention.decode_tiling import FEW, MAX_ROWS, AttentionTiling
+from compiled_llm_ops.kernels.attention.decode_tiling import FEW, MAX_ROWS
 
 DTYPES = (torch.float16, torch.bfloat16)
 FEWEST, MOST_RANK, MOST_ROPE = 16, 512, 128
@@ -36,15 +35,8 @@ BLOCK_VALUES = 2**14
 MOST_KEYS = 64
 """Keys in a block, at most."""
 
-MOST_SHARES = 16
-"""Programs that share a row at most: each leaves R sums for each of its heads, and to merge 64 takes twice as long."""
-
-SHARED_KEYS, BUSY_KEYS = 256, 1024
-"""Keys that one program reads alone, and those while others keep the device busy."""
-
-MAX_EQUAL = 0.75
-"""Tiles of heads for each multiprocessor up to which rows of about equal lengths are shared: with more, they end
-together anyway, and sharing 64 rows of 8,192 keys took 15% longer."""
+MOST_SHARES = 256
+"""Programs that share a row at most."""
 
 OWN_HEADS = 128
 """Query heads up to which our kernels are chosen by ``backend="auto"``; with more, FlashInfer's are.
@@ -95,7 +87,73 @@ def query_tile(heads: int, rank: int, most_tokens: int = 1) -> QueryTile:
     return QueryTile(own, tokens, min(MOST_KEYS, BLOCK_VALUES // rank), 8 if many else 4)
 
 
-def choose_decode_tiling(rows: int, heads: int, rank: int, max_keys: int, processors: int) -> AttentionTiling:
+# ---- decode
+
+
+KEYS_FIRST_HEADS = 32
+"""Query heads of a tile up to which its matrices are turned (``step.attend_keys_first``): registers hold R sums of each
+head in the four warps that multiply 64 rows together."""
+
+DECODE_BLOCK = 64
+"""Keys in a block of decode: as many rows as Hopper's tensor cores multiply at least."""
+
+SHALLOW_BYTES = 48 * 1024
+"""Bytes of a block's latents from which on shared memory has room for two blocks, not for three."""
+
+SHALLOW = 3
+"""Stages of the pipeline with two blocks: one is being loaded while sums of the other one are being added."""
+
+SHARED_KEYS = 64
+"""Keys that one program reads alone."""
+
+BUSY_KEYS = 16
+"""Keys for each head of a tile that one program reads alone while others keep the device busy: it leaves R sums of each
+head in float32, so that its results are a fourth of the size of the latents that it reads with R = 512."""
+
+MAX_EQUAL = 0.75
+"""Tiles of heads for each multiprocessor up to which rows of about equal lengths are shared: with more, they end
+together anyway, and sharing 64 rows of 8,192 keys took 15% longer."""
+
+
+class LatentTiling(NamedTuple):
+    """How programs share the keys of rows, and how each of them reads its own.
+
+    Attributes:
+        heads: query heads of a program, next to each other: a power of two, 16 at least.
+        row_tile: rows that share programs, next to each other: 1 or up to MAX_ROWS.
+        programs: for each tile of heads of these rows; one for each row at least.
+        unsplit: blocks up to which one program reads all keys of a row.
+        min_share: the fewest blocks of a share; rows are cut evenly into as few as are no larger.
+        block: keys read at a time.
+        stages: of the pipeline.
+        warps: in a program.
+        keys_first: whether keys are rows of the products (``step.attend_keys_first``).
+        share_equal: whether rows of about equal lengths are shared as well; if not, rows are shared only so that all
+            end at the same time.
+    """
+
+    heads: int
+    row_tile: int
+    programs: int
+    unsplit: int
+    min_share: int
+    block: int
+    stages: int
+    warps: int
+    keys_first: bool
+    share_equal: bool = True
+
+
+def decode_tile(heads: int, rank: int) -> LatentTiling:
+    """Return how one program reads the keys of a row alone with some of H heads: most fields as a tile has them."""
+    tile = max(FEWEST_QUERIES, min(MOST_QUERIES, 1 << (heads - 1).bit_length()))
+    keys_first = tile <= KEYS_FIRST_HEADS
+    stages = SHALLOW if 2 * DECODE_BLOCK * rank >= SHALLOW_BYTES else STAGES
+    warps = 8 if not keys_first and tile * rank >= MANY_SUMS else 4
+    return LatentTiling(tile, 1, 1, 1, 1, DECODE_BLOCK, stages, warps, keys_first)
+
+
+def choose_decode_tiling(rows: int, heads: int, rank: int, max_keys: int, processors: int) -> LatentTiling:
     """Return how programs share the keys of rows, by constant properties as ``choose_attention_tiling`` does.
 
     Args:
@@ -105,18 +163,38 @@ def choose_decode_tiling(rows: int, heads: int, rank: int, max_keys: int, proces
         max_keys: a bound on the keys of a row.
         processors: multiprocessors of the device.
     """
-    tile = query_tile(heads, rank)
+    tile = decode_tile(heads, rank)
     items = rows * -(-heads // tile.heads)
-    splits, alone = min(processors // items, MOST_SHARES), SHARED_KEYS // tile.block
+    splits, alone = min(processors // items, MOST_SHARES), max(1, SHARED_KEYS // tile.block)
     if splits < FEW:
-        splits, alone = FEW, BUSY_KEYS // tile.block
+        splits, alone = FEW, max(1, BUSY_KEYS * tile.heads // tile.block)
     blocks = -(-max_keys // tile.block)
     if blocks <= alone:
-        return AttentionTiling(1, 1, alone, alone, tile.block, STAGES, tile.warps)
+        return tile._replace(unsplit=alone, min_share=alone)
     row_tile = -(-rows // -(-rows // MAX_ROWS))
-    programs = row_tile * min(splits, blocks)
-    share_equal = items <= MAX_EQUAL * processors
-    return AttentionTiling(row_tile, programs, alone, alone, tile.block, STAGES, tile.warps, share_equal)
+    programs, share_equal = row_tile * min(splits, blocks), items <= MAX_EQUAL * processors
+    return tile._replace(row_tile=row_tile, programs=programs, unsplit=alone, min_share=alone, share_equal=share_equal)
+
+
+class MergeTiling(NamedTuple):
+    """What a program merges: partial results of one head, so many of them and of their numbers at a time."""
+
+    chunk: int
+    columns: int
+
+
+MERGED_VALUES = 2**11
+"""Values of partial results that a program sums at a time: sixteen for each of its threads."""
+
+MERGED_PARTS = 32
+"""Partial results that are summed at a time, at most; the fewer, the more of the R numbers a program has."""
+
+
+def merge_tiling(tiling: LatentTiling, rank: int) -> MergeTiling:
+    """Return what a program merges, by how many programs a row has on average."""
+    average = -(-tiling.programs // tiling.row_tile)
+    chunk = min(MERGED_PARTS, max(MERGED_VALUES // rank, 1 << (average - 1).bit_length()))
+    return MergeTiling(chunk, min(rank, max(16, MERGED_VALUES // chunk)))
 
 
 # ---- expanded keys and values, which new rows attend to

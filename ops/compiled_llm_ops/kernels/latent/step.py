@@ -22,12 +22,36 @@ def load_block(pages, indices, position, mask, RANK: tl.constexpr, ROPE: tl.cons
 
     Slots past the mask are not read: they may hold values (NaN) whose product with zero is not zero.
     """
-    offs_r, offs_e = tl.arange(0, RANK), tl.arange(0, ROPE)
     page = tl.load(indices + position // PAGE, mask=mask, other=0).to(tl.int64)
     slot = (page * PAGE + position % PAGE) * (RANK + ROPE)
+    return load_slots(pages, slot, mask, RANK, ROPE)
+
+
+@triton.jit
+def load_slots(pages, slot, mask, RANK: tl.constexpr, ROPE: tl.constexpr):
+    """Return what ``load_block`` does, of tokens whose numbers begin at ``slot`` ``[N]`` in the pages."""
+    offs_r, offs_e = tl.arange(0, RANK), tl.arange(0, ROPE)
     latents = tl.load(pages + slot[:, None] + offs_r[None, :], mask=mask[:, None], other=0.0)
     turned = tl.load(pages + slot[:, None] + RANK + offs_e[None, :], mask=mask[:, None], other=0.0)
     return latents, turned
+
+
+@triton.jit
+def load_whole_pages(
+    pages, indices, block, length, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return what ``load_block`` does for a block of a row of ``length`` tokens, and which of them there are.
+
+    Pages divide blocks, so a thread reads each page number once, and knows how far apart the tokens of a page lie.
+    """
+    PAGES: tl.constexpr = BLOCK // PAGE
+    entry = block * PAGES + tl.arange(0, PAGES)
+    page = tl.load(indices + entry, mask=entry * PAGE < length, other=0).to(tl.int64)
+    slot = page[:, None] * (PAGE * (RANK + ROPE)) + tl.arange(0, PAGE)[None, :] * (RANK + ROPE)
+    seen = tl.arange(0, BLOCK) < length - block * BLOCK
+    slot = tl.multiple_of(tl.reshape(slot, [BLOCK]), 16)  # R and E are; the compiler copies single numbers otherwise
+    latents, turned = load_slots(pages, slot, seen, RANK, ROPE)
+    return latents, turned, seen
 
 
 @triton.jit
@@ -52,6 +76,27 @@ def attend_block(q, q_rope, latents, turned, seen, scale, largest, total, acc):
     fade = tl.exp2(largest - base)
     acc = tl.dot(weights.to(q.dtype), latents, acc * fade[:, None])
     return larger, total * fade + tl.sum(weights, 1), acc
+
+
+@triton.jit
+def attend_keys_first(q, q_rope, latents, turned, seen, scale, largest, total, acc, BLIND: tl.constexpr):
+    """``attend_block`` with its matrices turned: sums of weighted latents are ``[R, M]``, of weights ``[N, M]``.
+
+    Hopper's tensor cores multiply 64 rows at least. Here these are keys and numbers of a latent, so a few queries fill
+    them, and the compiler keeps latents in shared memory alone. Threads add up weights of one key each until the end.
+    A query may see no key of a block if BLIND.
+    """
+    logits = tl.dot(turned, tl.trans(q_rope))
+    logits = tl.dot(latents, tl.trans(q), logits) * scale
+    logits = tl.where(seen[:, None], logits, -float("inf"))
+    larger = tl.maximum(largest, tl.max(logits, 0))
+    base = larger
+    if BLIND:
+        base = tl.where(larger == -float("inf"), 0.0, larger)
+    weights = tl.exp2(logits - base[None, :])
+    fade = tl.exp2(largest - base)[None, :]
+    acc = tl.dot(tl.trans(latents), weights.to(q.dtype), acc * fade)
+    return larger, total * fade + weights, acc
 
 
 def check_kernel(op: str, args: LatentAttention | LatentDecode) -> None:

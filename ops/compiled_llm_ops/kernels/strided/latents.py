@@ -22,7 +22,7 @@ from torch import Tensor
 from compiled_llm_ops.contracts import StridedLatentAttention
 from compiled_llm_ops.kernels.attention.merge import merge_many
 from compiled_llm_ops.kernels.attention.packed import row_of
-from compiled_llm_ops.kernels.latent.latent_tiling import MOST_SHARES, STAGES, QueryTile, missing_kernel, query_tile
+from compiled_llm_ops.kernels.latent.latent_tiling import STAGES, QueryTile, missing_kernel, query_tile
 from compiled_llm_ops.kernels.latent.step import attend_block, inner_contiguous
 
 MOST_TOKENS = 4
@@ -30,6 +30,9 @@ MOST_TOKENS = 4
 
 SHORTEST_PART = 256
 """Keys that a program has on average at least, if several share a row."""
+
+MOST_PARTS = 16
+"""Programs that share a row at most."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -94,7 +97,7 @@ def _processors(device: torch.device) -> int:
 def _parts(args: StridedLatentAttention, tiles: int) -> int:
     """Return how many programs share a row's keys: so many that the device has work, if rows may be long enough."""
     keys = args.indices.shape[0] * args.latents.shape[1] // max(1, args.rows)
-    return max(1, min(_processors(args.out.device) // max(1, tiles), keys // SHORTEST_PART, MOST_SHARES))
+    return max(1, min(_processors(args.out.device) // max(1, tiles), keys // SHORTEST_PART, MOST_PARTS))
 
 
 def attend(args: StridedLatentAttention, tile: QueryTile | None = None, parts: int | None = None) -> None:
