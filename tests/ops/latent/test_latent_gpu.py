@@ -47,8 +47,11 @@ def test_decode(heads, rank, size, dtype, seed):
     args = rows.decode_arguments()
     compare(rows, *latent_decode_lse(*args))
     torch.testing.assert_close(args.pages, rows.written(), rtol=0, atol=0, equal_nan=True)
-    alone = rows_of([2000], heads=heads, rank=rank, size=size, dtype=dtype, seed=seed)
-    compare(alone, *latent_decode_lse(*alone.decode_arguments()))
+    for length in (1, 2000, 9000):
+        alone = rows_of([length], heads=heads, rank=rank, size=size, dtype=dtype, seed=seed)
+        compare(alone, *latent_decode_lse(*alone.decode_arguments()))
+    many = rows_of([200, 1100, 0, 1, 64, 257] * 11, heads=heads, rank=rank, size=size, dtype=dtype, seed=seed)
+    compare(many, *latent_decode_lse(*many.decode_arguments()))
 
 
 @pytest.mark.parametrize(("heads", "rank", "size"), SIZES)

@@ -189,7 +189,7 @@ def _merge_shares(
             base = tl.where(base == -float("inf"), 0.0, base)
         total = tl.sum(tl.exp2(lses - base))
         acc = tl.zeros([CHUNK, COLUMNS], tl.float32)
-        for start in tl.range(0, count, CHUNK):
+        for start in tl.range(0, count, CHUNK, num_stages=3):
             partial = start + offs_p
             used = partial < count
             weights = tl.exp2(tl.load(own_lses + partial * TILE, mask=used, other=-float("inf")) - base)
