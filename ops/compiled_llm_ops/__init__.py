@@ -63,6 +63,8 @@ from compiled_llm_ops.contracts import (
     PageTable,
     Seldom,
 )
+from compiled_llm_ops.experts.fused import fused_experts
+from compiled_llm_ops.experts.linear import experts_linear
 from compiled_llm_ops.linear.chained_linear import chained_linear
 from compiled_llm_ops.linear.invariant import invariant_linear, invariant_sum
 from compiled_llm_ops.linear.linear import skinny_linear
@@ -119,8 +121,10 @@ __all__ = [
     "decode_attention_lse",
     "decode_attention_variant",
     "decode_attention_variant_lse",
+    "experts_linear",
     "flashinfer_arguments",
     "flashinfer_variant",
+    "fused_experts",
     "gated_delta_rule",
     "invariant_attention",
     "invariant_attention_lse",

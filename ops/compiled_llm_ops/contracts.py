@@ -954,3 +954,32 @@ class SelectiveScan(NamedTuple):
     qo_indptr: Tensor
     read: Tensor
     write: Tensor
+
+
+EXPERT_ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh", "relu", "relu2")
+"""What ``fused_experts`` knows; ``"gelu"`` is that of the error function, ``"relu2"`` the square of ``"relu"``."""
+
+
+class ExpertsLinear(NamedTuple):
+    """Arguments of ``experts_linear``."""
+
+    rows: Tensor
+    topk_ids: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    transposed: bool = False
+
+
+class FusedExperts(NamedTuple):
+    """Arguments of ``fused_experts``."""
+
+    states: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    activation: str = "silu"
+    gated: bool = True
+    transposed: bool = False

@@ -19,6 +19,7 @@ from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm_ops import Geometry, append_paged_kv, register_variant
 from compiled_llm_ops.contracts import SampleTokens
 from support.ops.cascade_rows import CascadeRows
+from support.ops.expert_rows import ExpertRows
 from support.ops.latent_pools import LatentPools
 from support.ops.latent_rows import MIXES as LATENT_MIXES, LatentRows, RaggedRows
 from support.ops.listed_pages import ListedRows
@@ -470,6 +471,21 @@ def selective_scan_cases() -> list[tuple[Any, ...]]:
     return [tuple(own.scan(of_numbers=of_numbers)) for own in rows for of_numbers in (False, True)]
 
 
+def experts_linear_cases() -> list[tuple[Any, ...]]:
+    rows = [ExpertRows(rows, chosen, seed=8) for rows, chosen in ((3, 2), (70, 3))]
+    return [
+        tuple(own.linear(of_pairs=different, bias=different, transposed=different))
+        for own in rows
+        for different in (False, True)
+    ]
+
+
+def fused_experts_cases() -> list[tuple[Any, ...]]:
+    rows = [ExpertRows(rows, chosen, choice="some without", seed=9) for rows, chosen in ((3, 2), (70, 3))]
+    without_a_gate = rows[0].fused("relu2", gated=False, transposed=True, bias=True)
+    return [*(tuple(own.fused()) for own in rows), tuple(without_a_gate)]
+
+
 def _finite(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Without NaN, which opcheck does not compare."""
     return tuple(
@@ -493,6 +509,8 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "decode_attention_lse": listed_cases,
     "decode_attention_variant": decode_variant_cases,
     "decode_attention_variant_lse": decode_variant_cases,
+    "experts_linear": experts_linear_cases,
+    "fused_experts": fused_experts_cases,
     "gated_delta_rule": delta_rule_cases,
     "invariant_attention": decode_cases,
     "invariant_attention_lse": decode_cases,
