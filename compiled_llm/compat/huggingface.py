@@ -21,7 +21,8 @@ Attributes, a function or two each:
 | attribute | for | without it | ends when |
 | --- | --- | --- | --- |
 | ``config._attn_implementation_internal`` | a thread's own attention | all threads get ours | a call can name it |
-| ``config._experts_implementation_internal`` | experts on fake tensors | float32 is refused | all dtypes have fakes |
+| ``config._experts_implementation_internal`` | a thread's own experts; those of HuggingFace on fake tensors | \
+HuggingFace's experts run; float32 is refused | a call can name it; all dtypes have fakes |
 | ``GenerationConfig._bos_token_tensor``, ``_eos_token_tensor``, ``_pad_token_tensor``, \
 ``_decoder_start_token_tensor`` | one upload, not one a call; a batch's processors | slower first tokens \
 | the config keeps the tensors |
@@ -124,6 +125,7 @@ def is_huggingfaces(method: Any) -> bool:
 
 class _ThreadsOwn(threading.local):
     attention: str | None = None
+    experts: str | None = None
 
 
 _threads_own = _ThreadsOwn()
@@ -135,8 +137,14 @@ def _attention_of_this_thread() -> str | None:
     return _threads_own.attention
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _experts_of_this_thread() -> str | None:
+    """Return the same for experts."""
+    return _threads_own.experts
+
+
 class _View:
-    """A second class of a config while some thread reads another attention implementation than the one that it names.
+    """A second class of a config while some thread reads another implementation than the one that it names.
 
     Configs are shared: among models, and among threads. So a config's value is never changed; it gets a class that
     answers each thread by itself, until the last of these threads is done.
@@ -162,12 +170,21 @@ def _view_of(base: type[PretrainedConfig]) -> type[PretrainedConfig]:
 
 def _new_view(base: type[PretrainedConfig]) -> type[PretrainedConfig]:
     own: Any = base._attn_implementation
+    of_experts: Any = base._experts_implementation
 
     def read(config: PretrainedConfig) -> str | None:
         return _attention_of_this_thread() or config._attn_implementation_internal
 
-    members = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    return type(base.__name__, (_View, base), {**members, "_attn_implementation": property(read, own.fset)})
+    def read_experts(config: PretrainedConfig) -> str | None:
+        return _experts_of_this_thread() or config._experts_implementation_internal
+
+    members = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "_attn_implementation": property(read, own.fset),
+        "_experts_implementation": property(read_experts, of_experts.fset),
+    }
+    return type(base.__name__, (_View, base), members)
 
 
 _views: dict[type[PretrainedConfig], type[PretrainedConfig]] = {}
@@ -177,12 +194,12 @@ _readers_lock = lock()
 
 
 class attention_read:  # noqa: N801
-    """For the block, configs name another attention implementation in this thread; other threads see no change."""
+    """For the block, configs name another implementation in this thread; other threads see no change."""
 
-    def __init__(self, configs: Sequence[PretrainedConfig], name: str | None) -> None:
-        """``name``: the implementation to read; None for the one that each config names itself."""
+    def __init__(self, configs: Sequence[PretrainedConfig], name: str | None, experts: str | None = None) -> None:
+        """``name``, and ``experts`` for these: what to read; None for what each config names itself."""
         self._configs = configs
-        self._name = name
+        self._names = name, experts
 
     def __enter__(self) -> None:
         with _readers_lock:
@@ -190,10 +207,11 @@ class attention_read:  # noqa: N801
                 _readers[id(config)] += 1
                 if not isinstance(config, _View):
                     config.__class__ = _view_of(type(config))
-        self._before, _threads_own.attention = _threads_own.attention, self._name
+        self._before = _threads_own.attention, _threads_own.experts
+        _threads_own.attention, _threads_own.experts = self._names
 
     def __exit__(self, *_: object) -> None:
-        _threads_own.attention = self._before
+        _threads_own.attention, _threads_own.experts = self._before
         with _readers_lock:
             for config in self._configs:
                 _readers[id(config)] -= 1

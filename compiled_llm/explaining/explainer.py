@@ -27,7 +27,7 @@ from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.timings import Timing
 from compiled_llm.explaining.tracing import Sandbox, Trace
 from compiled_llm.model.attention import BATCH_ARGUMENT
-from compiled_llm.model.attention_switch import attention_configs, paged_attention_in
+from compiled_llm.model.attention_switch import paged_attention_in
 from compiled_llm.model.checks import check_model, check_placement
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.inputs import check_prompt
@@ -167,7 +167,7 @@ class _Subject:
         return None
 
     def _paged(self) -> AbstractContextManager[None]:
-        return paged_attention_in(attention_configs(self.model))
+        return paged_attention_in(self.model)
 
 
 def _trace(model: PreTrainedModel, dump: Dump | None, sandbox: Sandbox, findings: Findings) -> list[Trace]:

@@ -15,10 +15,11 @@ from compiled_llm.huggingface.call.keywords import takes_fields_of
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.wrapped_model import WrappedModel, wrapped_class
 from compiled_llm.model.attention import BATCH_ARGUMENT
-from compiled_llm.model.attention_switch import attention_configs, paged_attention_in
+from compiled_llm.model.attention_switch import paged_attention_in
 from compiled_llm.model.checks import check_layers, check_model, check_placement, settled
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.layer_probe import probe_layers, probe_states
+from compiled_llm.model.layers.experts import experts_of
 from compiled_llm.model.layers.recurrent import as_they_were, let_layers_pack
 from compiled_llm.model.probes.mask_probe import check_patterns
 from compiled_llm.model.probes.position_probe import default_positions
@@ -72,16 +73,16 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
     if config.uses_trees_on(checked.device.type):
         prepare_cudagraph_trees()
     with leading_to_explain():
-        with paged_attention_in(attention_configs(checked)), LinearRecorder() as recorder:
+        with paged_attention_in(checked), LinearRecorder() as recorder:
             fake = not changes_in_first_call(checked)
             layers = probe_layers(checked, BATCH_ARGUMENT, fake, config.variants or {})
-        with paged_attention_in(attention_configs(checked)):
+        with paged_attention_in(checked):
             states = probe_states(checked, BATCH_ARGUMENT, fake, config.variants or {})
         layers = check_patterns(checked, layers)
     config = settled(config, layers, checked)
     check_layers(checked, layers, config, states)
     if config.batch_invariant:
-        check_invariance(checked, recorder)
+        check_invariance(checked, recorder, has_experts=bool(experts_of(checked)))
     base = type(checked)
     groups, positions = recorder.groups(checked), default_positions(checked)
     let_layers_pack(checked)

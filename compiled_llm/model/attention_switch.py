@@ -1,12 +1,12 @@
-"""The attention of a thread: ours while it runs one of our programs, else the user's own.
+"""The attention of a thread, and its experts: ours while it runs one of our programs, else the user's own.
 
-A wrapped model at rest keeps the user's attention implementation, also for threads that do not compute. So anything
+A wrapped model at rest keeps the user's implementations, also for threads that do not compute. So anything
 that does not pass through us (inner modules, other models of the same config, training, saving) is untouched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from compiled_llm.compat.huggingface import attention_read
 from compiled_llm.model.attention import NAME
+from compiled_llm.model.layers.experts import experts_of, experts_read, log_others
 from compiled_llm.model.weights.weights_lock import WeightsLock
 
 
@@ -26,26 +27,35 @@ def attention_configs(model: nn.Module) -> list[PretrainedConfig]:
     return list({id(config): config for config in configs if isinstance(config, PretrainedConfig)}.values())
 
 
-def paged_attention_in(configs: Sequence[PretrainedConfig]) -> AbstractContextManager[None]:
-    return attention_read(configs, NAME)
+def paged_attention_in(model: nn.Module) -> AbstractContextManager[None]:
+    """For the block, a model's attention and experts are ours in this thread."""
+    return attention_read(attention_configs(model), NAME, experts_read(experts_of(model)))
 
 
 class AttentionSwitch:
-    """A model's attention in this thread."""
+    """A model's attention, and its experts, in this thread.
+
+    Attributes:
+        experts: how many layers have experts that our ops compute, and others, by the reason; as ``experts_of``.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self.experts: Mapping[str, int] = {}
         self.find_configs(model)
         self._weights = WeightsLock()
 
     def find_configs(self, model: nn.Module) -> None:
         self._configs = attention_configs(model)
+        before, self.experts = self.experts, experts_of(model)
+        if self.experts != before:
+            log_others(model, self.experts)
 
     def paged(self) -> AbstractContextManager[None]:
-        return paged_attention_in(self._configs)
+        return attention_read(self._configs, NAME, experts_read(self.experts))
 
     @contextmanager
     def original(self) -> Iterator[None]:
-        """Use the model's own attention for the duration, also inside ``paged``."""
+        """Use the model's own attention and experts for the duration, also inside ``paged``."""
         with self._weights.read(), attention_read((), None):
             yield
 

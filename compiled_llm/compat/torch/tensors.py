@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 class Fakes(NamedTuple):
@@ -113,10 +114,13 @@ def version_of(tensor: Tensor) -> int:
     return version
 
 
+def is_wrapper(tensor: Tensor) -> bool:
+    """Return whether a tensor stands for other ones, as quantised weights do."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
 def wrapped_in(tensor: Tensor) -> tuple[dict[str, Any], Any] | None:
     """Return the tensors and the other parts of a tensor subclass that wraps others; None of any other class."""
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
     if not is_traceable_wrapper_subclass(tensor):
         return None
     names, others = tensor.__tensor_flatten__()

@@ -42,6 +42,8 @@ class Stats:
         slow_paths: how often calls did not take the fast loop or the compiled forward, by the reason's id; for calls of
             the model itself the key begins with ``"forward: "``. ``execution/reporting/slow_paths.py`` says what to
             change.
+        experts: how many layers have experts that our ops compute, as ``compiled_llm``, and how many have others, which
+            HuggingFace's implementation computes, by the reason; empty for a model without.
         steps: prefills and decode steps launched by our loops, the fast one and the processed one.
         cascade_steps: decode steps that read pages which rows share once.
         kv_saturated: with ``kv_dtype``, how many numbers of keys and values were too large for their scales, and were
@@ -88,6 +90,7 @@ class Stats:
     generate_calls: dict[str, int] = field(default_factory=dict)
     forward_calls: dict[str, int] = field(default_factory=dict)
     slow_paths: dict[str, int] = field(default_factory=dict)
+    experts: dict[str, int] = field(default_factory=dict)
     steps: int = 0
     cascade_steps: int = 0
     kv_saturated: int = 0
@@ -134,6 +137,8 @@ class Stats:
         if self.forward_calls:
             yield "forward", _named(self.forward_calls)
             yield from _slow_rows(slow_forward)
+        if self.experts:
+            yield "experts", _named(self.experts)
         if self.pages is not None:
             if self._on_cuda:
                 yield "attention", self.backend

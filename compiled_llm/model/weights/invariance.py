@@ -12,11 +12,12 @@ from compiled_llm.model.weights.fused_weights import LinearRecorder
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
-def check_invariance(model: PreTrainedModel, recorder: LinearRecorder) -> None:
+def check_invariance(model: PreTrainedModel, recorder: LinearRecorder, has_experts: bool) -> None:
     """Raise UnsupportedModelError if the model multiplies otherwise than by linear layers with plain weights.
 
-    ``recorder`` has seen a forward. Quantised weights multiply by kernels of other libraries, and mixtures of experts
-    by products of many matrices: the bits of both depend on the batch.
+    ``recorder`` has seen a forward, but not the ops of experts if the model ``has_experts``. Quantised weights multiply
+    by kernels of other libraries, and mixtures of experts by products of many matrices: the bits of both depend on the
+    batch.
     """
     quantised = getattr(model.config, "quantization_config", None) is not None
     foreign = [name for name, weight in model.named_parameters() if type(weight.data) not in _PLAIN]
@@ -27,9 +28,10 @@ def check_invariance(model: PreTrainedModel, recorder: LinearRecorder) -> None:
             "with such weights have no kernels whose bits do not depend on the number of rows; load the model without "
             "quantisation, or wrap it without batch_invariant"
         )
-    if recorder.other_matmuls:
+    others = [*(["fused_experts"] if has_experts else []), *recorder.other_matmuls]
+    if others:
         raise UnsupportedModelError(
-            f"wrap: batch_invariant=True: {type(model).__name__} multiplies by {', '.join(recorder.other_matmuls)}, as "
+            f"wrap: batch_invariant=True: {type(model).__name__} multiplies by {', '.join(others)}, as "
             "mixtures of experts do, besides its linear layers, and there are no kernels for that whose bits do not "
             "depend on the number of rows; wrap it without batch_invariant"
         )

@@ -38,7 +38,7 @@ def test_its_backend_is_not_chosen_by_name() -> None:
 
 @pytest.mark.parametrize("family", ["Qwen2Moe", "Mixtral", "GptOss"])
 def test_mixtures_of_experts(family: str) -> None:
-    message = rf"^wrap: batch_invariant=True: {family}ForCausalLM multiplies by bmm"
+    message = rf"^wrap: batch_invariant=True: {family}ForCausalLM multiplies by fused_experts"
     with pytest.raises(UnsupportedModelError, match=message):
         invariant(make(family, FAMILIES[family], 0))
 

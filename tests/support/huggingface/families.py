@@ -79,6 +79,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Olmo": {},
     "Olmo2": {},
     "Olmo3": {},
+    "Olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
     "Persimmon": {},
     "Phi": {},
     "Phi3": {},

@@ -69,6 +69,7 @@ TESTED = {
     "Olmo": Example("OLMo", "allenai/OLMo-1B-hf"),
     "Olmo2": Example("OLMo 2", "allenai/OLMo-2-0425-1B-Instruct"),
     "Olmo3": Example("OLMo 3", "allenai/Olmo-3-7B-Instruct"),
+    "Olmoe": Example("OLMoE", "allenai/OLMoE-1B-7B-0924"),
     "Persimmon": Example("Persimmon", "adept/persimmon-8b-chat"),
     "Phi": Example("Phi-1, Phi-2", "microsoft/phi-2"),
     "Phi3": Example("Phi-3, Phi-4", "microsoft/Phi-3-mini-4k-instruct", "refused with `longrope`: 128k, Phi-4-mini"),
@@ -88,7 +89,7 @@ RECURRENT = {
     "Bamba": Example("Bamba", "ibm-ai-platform/Bamba-9B-v2", "Mamba 2"),
     "FalconH1": Example("Falcon-H1", "tiiuae/Falcon-H1-1.5B-Deep-Instruct", "Mamba 2"),
     "FalconMamba": Example("Falcon Mamba", "tiiuae/falcon-mamba-7b", "Mamba 1 alone"),
-    "GraniteMoeHybrid": Example("Granite 4.0 H", "ibm-granite/granite-4.0-h-tiny", "Mamba 2; experts: not tried"),
+    "GraniteMoeHybrid": Example("Granite 4.0 H", "ibm-granite/granite-4.0-h-tiny", "Mamba 2"),
     "Jamba": Example("Jamba", "ai21labs/Jamba-v0.1", "Mamba 1"),
     "KimiLinear": Example(
         "Kimi Linear",
@@ -100,7 +101,7 @@ RECURRENT = {
     "Lfm3": Example("LFM3", "LiquidAI/LFM3-1.7B", "short convolutions"),
     "Mamba": Example("Mamba", "state-spaces/mamba-130m-hf", "Mamba 1 alone"),
     "Mamba2": Example("Mamba 2, Codestral Mamba", "mistralai/Mamba-Codestral-7B-v0.1", "Mamba 2 alone"),
-    "NemotronH": Example("Nemotron-H", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "Mamba 2; experts: not tried"),
+    "NemotronH": Example("Nemotron-H", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "Mamba 2"),
     "OlmoHybrid": Example("OLMo hybrid", "allenai/Olmo-Hybrid-7B", "gated delta nets"),
     "Qwen3Next": Example("Qwen3-Next", "Qwen/Qwen3-Next-80B-A3B-Instruct", "gated delta nets"),
     "Qwen3_5": Example("Qwen3.5, text alone", "Qwen/Qwen3.5-27B", "gated delta nets"),
@@ -179,7 +180,7 @@ def text_models() -> Iterator[str]:
 
 def recurrent_models() -> Iterator[str]:
     for family, example in RECURRENT.items():
-        experts = ", experts" if any("experts_per" in name for name in recurrent_families.KNOWN[family]) else ""
+        experts = ", experts" if family in recurrent_families.WITH_EXPERTS else ""
         yield line(example, class_of(family), f"eager{experts}; {example.remark}")
 
 

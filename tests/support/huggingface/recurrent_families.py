@@ -82,6 +82,25 @@ KNOWN: dict[str, dict[str, Any]] = {
 }
 RECURRENT = {family: options for family, options in KNOWN.items() if hasattr(transformers, f"{family}ForCausalLM")}
 """Those of the installed version."""
+WITH_EXPERTS: dict[str, dict[str, Any]] = {
+    "BailingHybrid": {},
+    "GraniteMoeHybrid": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Jamba": {"num_experts": 4, "num_experts_per_tok": 2},
+    "KimiLinear": {},
+    "Lfm2Moe": {},
+    "NemotronH": {
+        "layers_block_type": ["linear_attention", "full_attention", "moe"],
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "Qwen3Next": {},
+    "Qwen3_5Moe": {},
+}
+"""What makes families mixtures of experts, of those that can be."""
 ALL_RECURRENT = frozenset({"FalconMamba", "Mamba", "Mamba2"})
 """Families without attention."""
 CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
