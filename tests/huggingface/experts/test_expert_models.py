@@ -96,6 +96,7 @@ def test_each_family_gives_huggingfaces_tokens(
 FEW_FAMILIES = ["Qwen3Moe", "GptOss", "Qwen3_5Moe"]
 
 
+@pytest.mark.drawn
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("mode", CAPTURES)
 @pytest.mark.parametrize("family", [family for family in FEW_FAMILIES if family in FAMILIES_WITH_EXPERTS])
