@@ -107,6 +107,31 @@ def test_experts_that_no_row_chose_are_not_read(seed: int) -> None:
         torch.testing.assert_close(found.double(), expected, **TOLERANCE[torch.float32])
 
 
+@interpreted
+def test_a_model_decodes_by_the_kernels(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its prompts go through the sorted pairs, and its steps through the others."""
+    import compiled_llm
+    from compiled_llm.model.layers import experts
+    from support.huggingface.families import FAMILIES, make
+    from support.parity import greedy, mixed_prompts
+
+    rows: list[int] = []
+
+    def by_triton(*arguments: Any) -> Tensor:
+        args = FusedExperts(*arguments)
+        rows.append(len(args.states))
+        return fused(args._replace(states=args.states.contiguous()))
+
+    inputs = mixed_prompts([60, 19], 128, seed)
+    expected = greedy(make("Qwen3Moe", FAMILIES["Qwen3Moe"], 0), inputs, 4)
+    model: Any = compiled_llm.wrap(make("Qwen3Moe", FAMILIES["Qwen3Moe"], 0), mode="eager", progress=False)
+    monkeypatch.setattr(experts, "fused_experts", by_triton)
+    with torch.no_grad():
+        assert torch.equal(greedy(model, inputs, 4), expected)
+    assert min(rows) <= 2
+    assert max(rows) > 64
+
+
 SIZES = dict.fromkeys(("pairs", "experts", "inputs", "outputs", "size"), "i32")
 SIZES |= dict.fromkeys(("expert_stride", "output_stride", "input_stride", "bias_stride"), "i32")
 TYPES = {**SIZES, **dict.fromkeys(("rows", "weight", "bias", "out", "answers"), "*bf16")}
@@ -115,9 +140,9 @@ ALIGNED = ("rows", "weight", "out", "inputs", "outputs", "expert_stride", "outpu
 
 GATED = {"GATED": True, "ACTIVATION": "silu", "SHARING": 8, "input_stride": 1}
 DOWN = {"GATED": False, "ACTIVATION": "none", "SHARING": 1, "input_stride": 1}
-STEP = {"FEW": 16, "CHUNK": 64, "INPUTS": 128, "STAGES": 4}
+STEP = {"FEW": 16, "CHUNK": 512, "INPUTS": 128, "STAGES": 4}
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
-    "one row": ("_experts_step", {**STEP, **GATED, "BY_EXPERT": False, "ROWS": 16, "OUTPUTS": 16}, 4),
+    "one row": ("_experts_step", {**STEP, **GATED, "BY_EXPERT": False, "CHUNK": 128, "ROWS": 16, "OUTPUTS": 16}, 4),
     "64 rows": ("_experts_step", {**STEP, **GATED, "BY_EXPERT": True, "ROWS": 64, "OUTPUTS": 32}, 4),
     "64 rows, down": ("_experts_step", {**STEP, **DOWN, "BY_EXPERT": True, "ROWS": 64, "OUTPUTS": 64}, 4),
     "64 rows, inputs first": (

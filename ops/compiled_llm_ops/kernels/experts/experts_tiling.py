@@ -15,11 +15,12 @@ MAX_STEP_ROWS = 64
 FEW = 16
 """Rows of the smallest tile that tensor cores multiply; most experts of a decode step have fewer."""
 
-CHUNK = 64
-"""Pairs among which a program looks for those of its expert at a time."""
+CHUNK = 128
+"""Pairs among which a program looks at a time for those of its expert, with up to FEW rows; four times as many with
+more rows, since each look waits for memory."""
 
-LEAST_PROGRAMS = 264
-"""Programs that a step should have, two for each multiprocessor of an H100."""
+LEAST_PROGRAMS = 256
+"""Programs that a step should have, about two for each multiprocessor of an H100."""
 
 
 class ExpertsTiling(NamedTuple):
@@ -31,6 +32,7 @@ class ExpertsTiling(NamedTuple):
         inputs: inputs that a program multiplies at a time.
         stages: blocks of inputs on their way at a time, in a step for experts that at most FEW rows chose.
         warps: of a program.
+        chunk: pairs among which a program of a step looks for those of its expert at a time.
     """
 
     rows: int
@@ -38,6 +40,7 @@ class ExpertsTiling(NamedTuple):
     inputs: int
     stages: int
     warps: int
+    chunk: int = CHUNK
 
 
 def step_tiling(rows: int, places: int, outputs: int, inputs: int, itemsize: int, gated: bool) -> ExpertsTiling:
@@ -47,7 +50,9 @@ def step_tiling(rows: int, places: int, outputs: int, inputs: int, itemsize: int
     while tile > FEW and places * -(-outputs // tile) < LEAST_PROGRAMS:
         tile //= 2
     block = min(256 // itemsize, max(16, _power_of_2(inputs)))
-    return ExpertsTiling(FEW if rows <= FEW else MAX_STEP_ROWS, tile, block, 4, 4)
+    if rows <= FEW:
+        return ExpertsTiling(FEW, tile, block, 4, 4)
+    return ExpertsTiling(MAX_STEP_ROWS, tile, block, 4, 4, 4 * CHUNK)
 
 
 def packed_tiling(pairs: int, experts: int, itemsize: int, gated: bool) -> ExpertsTiling:

@@ -21,7 +21,6 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm_ops.kernels.experts.experts_tiling import (
-    CHUNK,
     FEW,
     MAX_STEP_ROWS,
     most_tiles,
@@ -145,7 +144,7 @@ def _experts_step(
             )  # fmt: skip
         else:
             for begin in tl.range(0, count, ROWS):
-                many, _, _ = _members(ids, pairs, expert, begin, 0, ROWS, CHUNK)
+                many, _, _ = _members(ids, pairs, expert, begin, 0, ROWS, CHUNK * FEW // ROWS)
                 _multiply_tile(
                     rows, weight, bias, out, many, begin + tl.arange(0, ROWS) < count, expert, tile, inputs, outputs,
                     expert_stride, output_stride, input_stride, bias_stride,
@@ -263,23 +262,21 @@ def multiply(
     sizes = inputs, outputs, *weight.stride(), outputs * (2 if gated else 1)
     if routing.order is None or routing.offsets is None:
         places = min(pairs, routing.experts)
-        rows_of_tile, tile, block, stages, warps = step_tiling(
-            count, places, outputs, inputs, rows.element_size(), gated
-        )
-        _experts_step[(triton.cdiv(outputs, tile), places)](
+        tiling = step_tiling(count, places, outputs, inputs, rows.element_size(), gated)
+        _experts_step[(triton.cdiv(outputs, tiling.outputs), places)](
             rows, routing.ids, weight, bias, out, pairs, routing.experts, *sizes,
-            SHARING=sharing, BY_EXPERT=routing.experts <= pairs, ROWS=rows_of_tile, FEW=FEW, CHUNK=CHUNK,
-            OUTPUTS=tile, INPUTS=block, STAGES=stages, GATED=gated, ACTIVATION=activation,
-            num_warps=warps,
+            SHARING=sharing, BY_EXPERT=routing.experts <= pairs, ROWS=tiling.rows, FEW=FEW, CHUNK=tiling.chunk,
+            OUTPUTS=tiling.outputs, INPUTS=tiling.inputs, STAGES=tiling.stages, GATED=gated, ACTIVATION=activation,
+            num_warps=tiling.warps,
         )  # fmt: skip
         return
-    rows_of_tile, tile, block, stages, warps = packed_tiling(pairs, routing.experts, rows.element_size(), gated)
-    tiles = most_tiles(pairs, routing.experts, rows_of_tile)
-    _experts_packed[(triton.cdiv(outputs, tile), tiles)](
+    tiling = packed_tiling(pairs, routing.experts, rows.element_size(), gated)
+    tiles = most_tiles(pairs, routing.experts, tiling.rows)
+    _experts_packed[(triton.cdiv(outputs, tiling.outputs), tiles)](
         rows, routing.order, routing.offsets, weight, bias, out, routing.experts, *sizes,
-        SHARING=sharing, EXPERTS=triton.next_power_of_2(routing.experts), ROWS=rows_of_tile,
-        OUTPUTS=tile, INPUTS=block, STAGES=stages, GATED=gated, ACTIVATION=activation,
-        num_warps=warps,
+        SHARING=sharing, EXPERTS=triton.next_power_of_2(routing.experts), ROWS=tiling.rows,
+        OUTPUTS=tiling.outputs, INPUTS=tiling.inputs, STAGES=tiling.stages, GATED=gated, ACTIVATION=activation,
+        num_warps=tiling.warps,
     )  # fmt: skip
 
 
