@@ -95,6 +95,22 @@ def test_products(choice: str, of_pairs: bool, transposed: bool, rows: int, seed
 
 
 @interpreted
+@pytest.mark.parametrize("rows", [10, 50])
+def test_an_expert_may_be_chosen_more_often_than_a_tile_has_rows(rows: int, seed: int) -> None:
+    args = ExpertRows(rows, 3, choice="one of them", seed=seed).linear(of_pairs=True)
+    torch.testing.assert_close(linear(args).double(), linear_expected(args), **TOLERANCE[torch.float32])
+
+
+@interpreted
+@pytest.mark.parametrize("experts", [3, 40], ids=["a program for each expert", "a program for each pair"])
+def test_pairs_without_an_expert_are_zeros(experts: int, seed: int) -> None:
+    args = ExpertRows(5, 2, experts, choice="some without", seed=seed).linear()
+    wide = torch.cat([args.weight, torch.full_like(args.weight[:1], torch.nan)])
+    found = linear(args._replace(weight=wide[:-1]))  # what follows in memory is no number
+    torch.testing.assert_close(found.double(), linear_expected(args), **TOLERANCE[torch.float32])
+
+
+@interpreted
 def test_experts_that_no_row_chose_are_not_read(seed: int) -> None:
     """Neither in a step nor among many rows; what is read shows, since it is no number."""
     for rows in (4, 64, 90):
