@@ -147,7 +147,7 @@ def _reason_of_mode(config: GenerationConfig) -> Reason:
 
 @contextmanager
 def _alone(call: PagedCall, max_new: int, needed: int) -> Iterator[None]:
-    """Run a loop while no other one runs, and once there are pages and slots for all its needs.
+    """Run a loop while no other one runs, and once there are pages, states and slots for all its needs.
 
     The cache gives its pages back at the end, unless it goes to the user. The loop may store ``max_new`` tokens of
     each row, and take ``needed`` pages. ValueError if it does not fit the model, the batch size or the pages.
@@ -157,14 +157,14 @@ def _alone(call: PagedCall, max_new: int, needed: int) -> Iterator[None]:
     rows = min(len(call.input_ids), model_runner.max_batch_size)
 
     def fits() -> bool:
-        """Whether there are pages and slots; a call that never fits does not wait for pages."""
+        """Whether there are pages, states and slots; a call that never fits does not wait for them."""
         slots = model_runner.state.slots.room_for(rows, rows if call.processors else 0)
-        return slots and not pool.available < needed <= pool.total
+        return slots and not pool.lacks(needed, rows)
 
     try:
         with deferred(), call.runtime.loop_lock.taken(fits):
             try:
-                call.runtime.take_back(needed, pool)
+                call.runtime.take_back(needed, rows, pool)
                 check_fits(model_runner, call.lengths, max_new, needed, call.config.num_beams or 1)
                 yield
             finally:

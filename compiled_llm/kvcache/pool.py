@@ -88,6 +88,12 @@ class PagePool:
         with self.lock:
             return len(self._free) + self._cached - self._reserved
 
+    def lacks(self, pages: int, rows: int) -> bool:
+        """Whether pages, or states of so many rows that begin to run, are missing now and may be available later."""
+        with self.lock:
+            states = self.states is not None and self.states.lacks(rows)
+            return states or self.available < pages <= self.total
+
     def account(self) -> PageAccount:
         """Return how many pages are used, free and cached."""
         with self.lock:

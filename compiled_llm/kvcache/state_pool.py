@@ -69,6 +69,10 @@ class StatePool:
         with self.lock:
             return len(self._free) + self._cached - self._reserved
 
+    def lacks(self, rows: int) -> bool:
+        """Whether entries for so many rows that begin to run are missing now and may be available later."""
+        return self.available < rows * ENTRIES_OF_A_ROW <= self.total
+
     def account(self) -> StateAccount:
         with self.lock:
             free, cached = len(self._free), self._cached
@@ -80,7 +84,8 @@ class StatePool:
             if entries > self.available:
                 raise OutOfStatesError(
                     f"{entries} states of rows are needed and {self.available} of {self.total} are available; "
-                    "drop caches that are kept, or wrap with a larger max_batch_size"
+                    "drop or close() caches that you keep (past_key_values of outputs), whose rows hold a state each, "
+                    "or wrap with a larger max_batch_size"
                 )
             self._reserved += entries
 

@@ -19,7 +19,7 @@ from compiled_llm.engine.steps.latencies import Latencies
 from compiled_llm.engine.steps.plan import Chunk, StepPlan
 from compiled_llm.engine.steps.queue import Queue
 from compiled_llm.engine.steps.request import Request, RequestError
-from compiled_llm.kvcache.errors import OutOfPagesError
+from compiled_llm.kvcache.errors import OutOfPagesError, OutOfStatesError
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
@@ -55,6 +55,7 @@ class Scheduler:
         lets_pass: later requests may run before the next one, which lacks pages or slots.
         generation: of the prefix cache when the model was last looked at; pages computed since are of this one.
         short_since: when the next request came, if the last plan had too few pages or slots for it; else None.
+        lacks_states: why it had too few states of recurrent layers for a request; empty if it had enough.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Scheduler:
         self.latencies = Latencies()
         self.admits_until = math.inf
         self.short_since: float | None = None
+        self.lacks_states = ""
         self.lets_pass = False
 
     @property
@@ -154,7 +156,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """Return what to run next; empty if nothing can run."""
-        self.short_since = None
+        self.short_since, self.lacks_states = None, ""
         if self._same and not self._has_room:
             return self._plan
         before, self._beginning = self.preemptions, []
@@ -271,11 +273,13 @@ class Scheduler:
                 return
             self._queue.wait(ready[0], leader)
 
-    @staticmethod
-    def _reserved(row: Row, tokens: int) -> bool:
-        """Promise a row pages for so many tokens; False if there are too few."""
+    def _reserved(self, row: Row, tokens: int) -> bool:
+        """Promise a row pages for so many tokens, and its states; False if there are too few."""
         try:
             row.reserve(tokens)
+        except OutOfStatesError as error:
+            self.lacks_states = str(error)
+            return False
         except OutOfPagesError:
             return False
         return True

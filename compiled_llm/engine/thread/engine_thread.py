@@ -21,7 +21,7 @@ from compiled_llm.engine.input_processing.input_processor import check_queue
 from compiled_llm.engine.metrics import EngineStats
 from compiled_llm.engine.model_check import ModelCheck
 from compiled_llm.engine.steps.loop import Loop, LoopSettings
-from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.thread.arrivals import Arrivals
 from compiled_llm.engine.thread.gc_thresholds import gc_thresholds
 from compiled_llm.engine.thread.handle import RequestHandle
@@ -248,6 +248,22 @@ class EngineThread:
             if lock.waiters and not loop.stuck:
                 with lock.yielded():
                     time.sleep(0)
+        if loop.stuck and self._starvation.lasting and (lacking := loop.scheduler.lacks_states):
+            self._refuse_waiting(loop, lacking)
+
+    def _refuse_waiting(self, loop: Loop, lacking: str) -> None:
+        """End all requests, none of which can begin, if no row that runs will give a state of recurrent layers back.
+
+        What is left are rows of caches that the user keeps. The prefix tree has given up what it had.
+        """
+        engines = [engine for engine in list(self._runtime.engines) if isinstance(engine, EngineThread)]
+        run = any(engine.loop is not None and engine.loop.scheduler.rows for engine in engines)
+        if run or self._runtime.loop_lock.shared:
+            return
+        self._starvation = Starvation()
+        waiting = loop.scheduler.waiting
+        logger.error("compiled_llm: %d requests are refused: %s", len(waiting), lacking)
+        self.request_table.end(loop, waiting, "error", RequestError(lacking))
 
     def _step(self, loop: Loop) -> None:
         if first := loop.read_first_tokens():
@@ -367,10 +383,13 @@ class EngineThread:
                 self.placed.drop()
                 self.check.forget()
 
-    def give_back(self, pages: int, pool: PagePool) -> None:
-        """Let requests that run wait again until so many pages are available; the caller holds the loop lock."""
+    def give_back(self, pages: int, rows: int, pool: PagePool) -> None:
+        """Let requests that run wait again until so many pages, and states of rows, are available.
+
+        The caller holds the loop lock.
+        """
         loop = self.loop
         if loop is not None and loop.model_runner.pool is pool and loop.scheduler.running:
             self.drain(loop)
-            while loop.scheduler.running and pages > pool.available:
+            while loop.scheduler.running and pool.lacks(pages, rows):
                 loop.scheduler.preempt()

@@ -55,6 +55,13 @@ class Starvation:
                 seconds,
             )
             return
+        if loop.scheduler.lacks_states:
+            logger.warning(
+                "compiled_llm: the engine's next request has waited %.0f s, since other engines and calls have the "
+                "states of recurrent layers: %s",
+                *(seconds, loop.scheduler.lacks_states),
+            )
+            return
         logger.warning(
             "compiled_llm: the engine's next request has waited %.0f s: it needs %d pages, and %d of %d are available; "
             "drop caches that you keep (past_key_values of outputs), do not wait for it in a callback of generate, or "

@@ -30,8 +30,8 @@ from compiled_llm.model.version.model_version import Placement
 class RunningEngine(Holder, Protocol):
     """The part of an engine that other users of its model call."""
 
-    def give_back(self, pages: int, pool: PagePool) -> None:
-        """Preempt requests until so many pages are available; the caller holds the loop lock."""
+    def give_back(self, pages: int, rows: int, pool: PagePool) -> None:
+        """Preempt requests until a pool no longer lacks so much; the caller holds the loop lock."""
 
     def close(self) -> None: ...
 
@@ -213,15 +213,15 @@ class Runtime:
         self.runner_lifecycle.set_kv_scales(scales)
         self.config = dataclasses.replace(self.config, kv_scales=scales)
 
-    def take_back(self, pages: int, pool: PagePool) -> None:
-        """Have engines preempt requests, if it takes that to make so many pages of a pool available.
+    def take_back(self, pages: int, rows: int, pool: PagePool) -> None:
+        """Have engines preempt requests, if it takes that to make pages of a pool, and states of rows, available.
 
         A loop that begins has waited for those in progress; but requests of an engine keep their pages while it is
         paused, or passes from thread to thread. The caller holds the loop lock.
         """
-        if pool.available < pages <= pool.total:
+        if pool.lacks(pages, rows):
             for engine in list(self.engines):
-                engine.give_back(pages, pool)
+                engine.give_back(pages, rows, pool)
 
     def separate_weights(self) -> None:
         """Give each fused weight its own memory again."""
