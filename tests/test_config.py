@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from compiled_llm import WrapConfig
 from compiled_llm.config import KVMemory, parse_kv_memory
 from compiled_llm.kvcache import memory as kv_cache
-from compiled_llm.kvcache.memory import pages_to_allocate
+from compiled_llm.kvcache.memory import pages_to_allocate, states_to_allocate
 from compiled_llm.kvcache.specs import kv_cache_specs, page_bytes
 from compiled_llm.model.layer_probe import Layer
 from compiled_llm_ops.reference.backend import BACKEND
@@ -189,6 +189,8 @@ def test_states_of_recurrent_layers_are_part_of_the_memory_unless_it_counts_toke
             ValueError, match=r"holds no page.*, states of recurrent layers 11\.8 MiB, .*max_batch_size"
         ):
             pages_to_allocate(WrapConfig(kv_memory=memory), one, CPU, 4096, states=states)
+    for memory, count in ((1 << 20, 8), (1 << 30, 100), (1, 4), ("160 tokens", 100), (1.0, 100), (1e-12, 4)):
+        assert states_to_allocate(WrapConfig(kv_memory=memory), 1 << 16, CPU, wanted=100, least=4) == count, memory
     with pytest.raises(ValueError, match=r"leave no room for states of recurrent layers, which take 1048576\.0 GiB"):
         pages_to_allocate(WrapConfig(kv_memory="160 tokens"), one, CPU, 4096, states=2**50)
 

@@ -310,6 +310,8 @@ class Engine:
             kv_numbers_per_token=sum(map(token_numbers, model_runner.state.specs)),
             max_num_seqs=self._max_num_seqs,
             max_tokens=self._max_model_len or model_runner.max_positions,
+            states=model_runner.state.states_of_rows,
+            bytes_of_a_state=model_runner.state.bytes_of_a_state,
         )
 
     def reset_prefix_cache(self) -> None:

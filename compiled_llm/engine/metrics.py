@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from compiled_llm.engine.steps.latencies import Latency
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.kvcache.pool import PageAccount
+from compiled_llm.kvcache.state_pool import ENTRIES_OF_A_ROW, StateAccount
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class EngineStats:
         first_token_seconds: how long they waited for their first token (time to first token); likewise.
         inter_token_seconds: from one token of a request to its next (inter-token latency); of the latest 1,000 steps.
         pages: the page account, shared with ``generate`` and caches; None before the first request.
+        states: the same of the states of recurrent layers; None also without such layers.
     """
 
     running: int = 0
@@ -47,6 +50,7 @@ class EngineStats:
     first_token_seconds: Latency | None = None
     inter_token_seconds: Latency | None = None
     pages: PageAccount | None = None
+    states: StateAccount | None = None
 
     @property
     def prefix_cache_hit_rate(self) -> float | None:
@@ -63,7 +67,7 @@ def stats_of(loop: Loop | None, waiting: int, before: EngineStats) -> EngineStat
         before: counted on earlier model runners.
     """
     if loop is None:
-        return replace(before, running=0, waiting=waiting, pages=None)
+        return replace(before, running=0, waiting=waiting, pages=None, states=None)
     scheduler, model_runner = loop.scheduler, loop.model_runner
     return EngineStats(
         running=len(scheduler.running),
@@ -81,11 +85,15 @@ def stats_of(loop: Loop | None, waiting: int, before: EngineStats) -> EngineStat
         first_token_seconds=scheduler.latencies.first_token.latency() or before.first_token_seconds,
         inter_token_seconds=scheduler.latencies.inter_token.latency() or before.inter_token_seconds,
         pages=model_runner.pool.account(),
+        states=None if model_runner.pool.states is None else model_runner.pool.states.account(),
     )
 
 
 _LENGTHS = (256, 1_024, 4_096, 16_384, 65_536)
 """Of requests that a description names, as far as the model has so many positions."""
+
+Bound = Literal["max_num_seqs", "pages", "states"]
+"""What keeps more requests from running at once."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,8 @@ class EngineDescription:
         kv_numbers_per_token: how many numbers of it a token takes in pages, over all layers.
         max_num_seqs: how many requests run at once, at most.
         max_tokens: how many tokens a request may have, prompt and answer together.
+        states: how many states of recurrent layers rows and the prefix cache may have; 0 without such layers.
+        bytes_of_a_state: over all layers.
     """
 
     memory: dict[str, int]
@@ -111,6 +121,8 @@ class EngineDescription:
     kv_numbers_per_token: int
     max_num_seqs: int
     max_tokens: int
+    states: int = 0
+    bytes_of_a_state: int = 0
 
     def requests(self, tokens: int) -> int:
         """Return how many requests of ``tokens``, prompt and answer together, run at once; others wait.
@@ -118,11 +130,32 @@ class EngineDescription:
         Raises:
             ValueError: no request can have so many.
         """
+        return self._at_once(tokens)[0]
+
+    def bound(self, tokens: int) -> Bound:
+        """Return what keeps more requests of ``tokens`` from running at once: the first of equal ones.
+
+        Raises:
+            ValueError: as ``requests``.
+        """
+        return self._at_once(tokens)[1]
+
+    def _at_once(self, tokens: int) -> tuple[int, Bound]:
         if not 1 <= tokens <= self.max_tokens:
             raise ValueError(
                 f"tokens={tokens}: a request has 1 to {self.max_tokens} tokens, prompt and answer together"
             )
-        return min(self.max_num_seqs, self.pages.total // (-(-tokens // self.page_size) * self.page_groups))
+        of_pages = self.pages.total // (-(-tokens // self.page_size) * self.page_groups)
+        bounds: list[tuple[int, Bound]] = [(self.max_num_seqs, "max_num_seqs"), (of_pages, "pages")]
+        if self.states:
+            bounds.append((self.states // ENTRIES_OF_A_ROW, "states"))
+        return min(bounds, key=lambda bound: bound[0])
+
+    @property
+    def prefix_cache_states(self) -> tuple[int, int]:
+        """The bytes that states in the prefix cache may take: while all requests run, and while none does."""
+        running = min(self.states, ENTRIES_OF_A_ROW * self.max_num_seqs)
+        return (self.states - running) * self.bytes_of_a_state, self.states * self.bytes_of_a_state
 
     def __str__(self) -> str:
         """A line for each kind of memory, then one for each length."""
@@ -134,6 +167,17 @@ class EngineDescription:
         tokens = self.pages.total // self.page_groups * self.page_size
         yield "tokens in pages", f"{tokens:,} ({self.pages.total:,} pages of {self.page_size}, {self.kv_dtype})"
         yield "a token in pages", f"{self.kv_numbers_per_token:,} numbers"
+        if self.states:
+            yield from self._state_lines()
         lengths = sorted({*(length for length in _LENGTHS if length < self.max_tokens), self.max_tokens})
         for length in lengths:
-            yield f"requests of {length:,} tokens", f"{self.requests(length):,} at once"
+            count, bound = self._at_once(length)
+            yield f"requests of {length:,} tokens", f"{count:,} at once, bound by {bound}"
+
+    def _state_lines(self) -> Iterator[tuple[str, str]]:
+        """Of memory for pages and states, which ``kv_memory`` in bytes bounds, the prefix cache has a share."""
+        one, memory = self.bytes_of_a_state / 2**20, self.memory["pages"] + self.memory["states"]
+        yield "states of recurrent layers", f"{self.states:,} of {one:,.1f} MiB, {ENTRIES_OF_A_ROW} a request"
+        least, most = self.prefix_cache_states
+        shares = f"{least / memory:.0%} to {most / memory:.0%} of pages and states"
+        yield "states in the prefix cache", f"up to {least / 2**20:,.1f} to {most / 2**20:,.1f} MiB, {shares}"

@@ -91,6 +91,7 @@ class ModelRunner:
         weights: FusedWeights | None = None,
         artifacts: Artifacts | None = None,
         compiling: CompilingPrograms | None = None,
+        states: int | None = None,
     ) -> None:
         """Allocate pages and buffers; nothing is compiled yet.
 
@@ -100,6 +101,7 @@ class ModelRunner:
             weights: those that an earlier runner has fused.
             artifacts: compiled programs, in place of compiling.
             compiling: compiles programs while others answer uncompiled.
+            states: have as many entries for states of recurrent layers; what ``config`` has room for if None.
 
         Raises:
             ValueError: not even one page fits into the memory allowed.
@@ -119,7 +121,7 @@ class ModelRunner:
         weights_of_layer, self._matrix_bytes = weights_of_a_layer(model, len(facts.layers)), matrix_bytes(model)
         shapes = CapturedShapes(config.max_batch_size, weights_of_layer, self.max_positions, config.prefill_tokens)
         room = PrefillRoom.of_all(facts.layers, config, self.device, self.max_positions, shapes.all())
-        self.state = RunnerState(facts, config, self.max_positions, room.pages)
+        self.state = RunnerState(facts, config, self.max_positions, room.pages, states)
         self.pool = self.state.pool
         self._token_bytes = sum(map(token_bytes, self.state.specs))
         self.prefixes = PrefixTree(self.pool)

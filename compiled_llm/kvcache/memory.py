@@ -19,6 +19,8 @@ from compiled_llm.config import KVMemory, WrapConfig, parse_kv_memory
 
 _CUDA_FRACTION = 0.8
 _CPU_FRACTION = 0.25
+_SHARE_OF_STATES = 0.5
+"""Of ``kv_memory`` that states of recurrent layers take at most, unless that is too little for one row."""
 
 
 def pages_to_allocate(
@@ -46,9 +48,7 @@ def pages_to_allocate(
         ValueError: no page fits, or nothing that has to lie beside them.
     """
     longest = config.max_batch_size * -(-max_positions // config.page_size) * groups
-    memory = parse_kv_memory(config.kv_memory) or KVMemory(
-        fraction=_CPU_FRACTION if device.type == "cpu" else _CUDA_FRACTION
-    )
+    memory = _kv_memory(config, device)
     if memory.tokens is not None:
         pages = -(-memory.tokens // config.page_size) * groups
     elif memory.nbytes is not None:
@@ -83,6 +83,30 @@ def pages_to_allocate(
             f"{_in_units(free_bytes(device))} are free on {device}; give less kv_memory or a smaller max_batch_size"
         )
     return pages
+
+
+def states_to_allocate(config: WrapConfig, one: int, device: torch.device, wanted: int, least: int) -> int:
+    """Return how many states of recurrent layers there are: ``wanted``, as far as half of ``kv_memory`` holds them.
+
+    A ``kv_memory`` in tokens says nothing of states, and there are all.
+
+    Args:
+        config: has ``kv_memory``.
+        one: bytes of a state over all layers.
+        device: where they lie.
+        wanted: how many are of use.
+        least: how many a row needs to run.
+    """
+    memory = _kv_memory(config, device)
+    if memory.tokens is not None:
+        return wanted
+    budget = free_bytes(device) * (memory.fraction or 0.0) if memory.nbytes is None else memory.nbytes
+    return max(least, min(wanted, int(budget * _SHARE_OF_STATES) // one))
+
+
+def _kv_memory(config: WrapConfig, device: torch.device) -> KVMemory:
+    default = KVMemory(fraction=_CPU_FRACTION if device.type == "cpu" else _CUDA_FRACTION)
+    return parse_kv_memory(config.kv_memory) or default
 
 
 def _in_units(nbytes: int) -> str:

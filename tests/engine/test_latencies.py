@@ -82,7 +82,8 @@ def test_a_description_says_how_many_requests_fit():
         room = engine.describe()
         assert [room.requests(tokens) for tokens in (1, 96, 97, 200, 208, 400)] == [4, 4, 3, 1, 1, 1]
         assert room.memory["pages"] > 0
-        assert str(room).splitlines()[-1].split() == ["requests", "of", "512", "tokens", "0", "at", "once"]
+        assert str(room).splitlines()[-1].split("  ")[-1].strip() == "0 at once, bound by pages"
+        assert [room.bound(tokens) for tokens in (1, 96, 97)] == ["max_num_seqs", "max_num_seqs", "pages"]
         engine.generate([[5] * 40] * 6, params)  # 100 tokens each
         assert (engine.stats().preemptions, room.requests(100)) == (0, 3)
         for tokens in (0, 513):

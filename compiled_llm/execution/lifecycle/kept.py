@@ -20,6 +20,7 @@ class Kept:
     Attributes:
         made_for: where the model was, of which type, with which hooks.
         tokens: that fill all pages.
+        states: entries for those of recurrent layers.
         programs: the compiled functions; None if their CUDA graphs are part of them, and had to go with them.
         decodes: steps that were ready.
         embedded: whether prefill from embeddings was ready.
@@ -31,6 +32,7 @@ class Kept:
     rows: int
     positions: int
     tokens: int
+    states: int
     programs: Programs | None
     weights: FusedWeights
     decodes: tuple[StepKey, ...]
@@ -46,6 +48,7 @@ class Kept:
             rows=model_runner.config.max_batch_size,
             positions=model_runner.max_positions,
             tokens=model_runner.pool.tokens_in(model_runner.pool.total),
+            states=0 if model_runner.pool.states is None else model_runner.pool.states.total,
             programs=None if graph_manager.programs.in_trees else graph_manager.programs,
             weights=graph_manager.weights,
             decodes=tuple(table.at_once("decode")),

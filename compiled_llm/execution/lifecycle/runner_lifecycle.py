@@ -146,6 +146,7 @@ class ModelRunnerLifecycle:
             weights=None if kept is None else kept.weights,
             artifacts=self._artifacts,
             compiling=self.compiling,
+            states=None if kept is None else kept.states,
         )
 
     def set_kv_scales(self, scales: KVScales) -> None:

@@ -150,6 +150,7 @@ class Runtime:
             patterns=model_runner.graph_manager.programs.pattern_matches(),
             buckets=model_runner.graph_manager.ready_buckets,
             pages=model_runner.pool.account(),
+            states=None if model_runner.pool.states is None else model_runner.pool.states.account(),
             peak_pages=model_runner.pool.peak_used,
             page_size=self.config.page_size,
             page_groups=model_runner.pool.groups,

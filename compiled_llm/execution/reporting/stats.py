@@ -16,6 +16,7 @@ from compiled_llm.config import Mode
 from compiled_llm.execution.reporting.plain_text import plain_text
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.kvcache.pool import PageAccount
+from compiled_llm.kvcache.state_pool import StateAccount
 
 logger = logging.getLogger("compiled_llm.generate")
 
@@ -75,6 +76,7 @@ class Stats:
             over.
         buckets: decode batch sizes that are ready.
         pages: the page account, or None while nothing is allocated.
+        states: the account of states of recurrent layers; None without such layers, or while nothing is allocated.
         peak_pages: how many pages were used at one time, at most.
         page_size: tokens in a page.
         page_groups: how many pages so many tokens have, one for each group of layers.
@@ -111,6 +113,7 @@ class Stats:
     patterns: dict[str, int] = field(default_factory=dict)
     buckets: list[int] = field(default_factory=list)
     pages: PageAccount | None = None
+    states: StateAccount | None = None
     peak_pages: int = 0
     page_size: int = 0
     page_groups: int = 1
@@ -179,6 +182,9 @@ class Stats:
         if self.kv_saturated:
             yield "clamped", f"{self.kv_saturated} numbers of keys and values were too large for their scales"
         yield "pages", f"{pages.used} used, {self.peak_pages} at most{cached}, of {pages.total} ({tokens} tokens)"
+        if (states := self.states) is not None:
+            cached = f", {states.cached} cached" if states.cached else ""
+            yield "states", f"{states.used} used{cached}, of {states.total}"
         for name, size in self.memory.items():
             if size:
                 used = size * self.peak_pages / (pages.total + 1)  # the null page is not counted

@@ -30,6 +30,7 @@ from compiled_llm.kvcache.memory import (
     mark_for_any_room,
     mark_static,
     pages_to_allocate,
+    states_to_allocate,
     wait_for,
     zeros,
 )
@@ -72,8 +73,12 @@ class RunnerState:
             where each prefill has a tensor of as many as it scores.
     """
 
-    def __init__(self, facts: ModelFacts, config: WrapConfig, max_positions: int, prefill_pages: int) -> None:
+    def __init__(
+        self, facts: ModelFacts, config: WrapConfig, max_positions: int, prefill_pages: int, entries: int | None = None
+    ) -> None:
         """Allocate, with room for rows of ``max_positions`` tokens and ``prefill_pages`` entries of a page table.
+
+        There are ``entries`` for states of recurrent layers; as many as the config has room for if None.
 
         Raises:
             ValueError: not even one page fits into the memory allowed.
@@ -101,8 +106,8 @@ class RunnerState:
         self.cascade = Cascade.of(config, self.device.type, facts.layers, own_specs, chosen.decode_ops, self.dtype)
         groups = 1 + max(spec.group for spec in self.specs)
         paged, beside = page_bytes(self.specs), self._score_room()
-        entries = _entries_of_states(config.max_batch_size) if facts.states else 0
-        states = entries * sum(spec.nbytes for spec in facts.states.values())
+        entries = self._entries_of_states() if entries is None else entries
+        states = entries * self.bytes_of_a_state
         count = pages_to_allocate(
             config,
             paged,
@@ -163,6 +168,28 @@ class RunnerState:
         one, most, size = page_bytes(self.specs), self.max_positions, self.config.page_size
         compiled = compiled_length(self.facts.layers, self.device, most, size)
         return lambda pages: ScoreRoom.of(scores, self.config, most, compiled, pages, pages * one)
+
+    def _entries_of_states(self) -> int:
+        """Return how many states there are: of a cut prompt, of rows with slots, and of beginnings that a tree keeps.
+
+        The tree has all that no row needs: of many rows, seldom all run.
+        """
+        if not self.facts.states:
+            return 0
+        rows, least = self.config.max_batch_size, _SPARE_STATES + ENTRIES_OF_A_ROW
+        kept = min(_MOST_KEPT_STATES, _KEPT_STATES_FOR_A_ROW * rows)
+        wanted = _SPARE_STATES + ENTRIES_OF_A_ROW * SLOTS_FOR_A_ROW * rows + kept
+        return states_to_allocate(self.config, self.bytes_of_a_state, self.device, wanted, least)
+
+    @property
+    def states_of_rows(self) -> int:
+        """How many states rows and the prefix tree may have: all but the spare ones; 0 without recurrent layers."""
+        return 0 if self.pool.states is None else self.pool.states.total - _SPARE_STATES
+
+    @property
+    def bytes_of_a_state(self) -> int:
+        """Bytes of a row's state over all recurrent layers; 0 if there are none."""
+        return sum(spec.nbytes for spec in self.facts.states.values())
 
     @property
     def state_bytes(self) -> int:
@@ -247,12 +274,3 @@ class RunnerState:
         spec = self.specs[layer]
         (pages,) = self.staging.to_device([np.array(row.pages[spec.group :: self.pool.groups], dtype=np.int64)])
         return spec.read(self.pages[layer], pages, row.length)
-
-
-def _entries_of_states(rows: int) -> int:
-    """Return how many states there are: of a cut prompt, of rows with slots, and of beginnings that a tree keeps.
-
-    The tree has all that no row needs: of many rows, seldom all run.
-    """
-    kept = min(_MOST_KEPT_STATES, _KEPT_STATES_FOR_A_ROW * rows)
-    return _SPARE_STATES + ENTRIES_OF_A_ROW * SLOTS_FOR_A_ROW * rows + kept
