@@ -17,29 +17,31 @@ from compiled_llm_ops.contracts import NO_ENTRY
 # The page before a page; of a first one the salt, in a tuple so that it never equals a page's number.
 _Above = int | tuple[Hashable]
 # The key of a page: the node above it, and the ids of its tokens. A plain tuple, which the garbage collector
-# passes over.
+# passes over. Of an end within a page, there are fewer ids.
 _Node = tuple[_Above, bytes]
 
 _PAGES_OF_A_CUT = 4
-"""Others that begin alike have to save as many to be worth the launch that ends where they part."""
+"""Others that begin alike have to save as many to be worth the launch that ends where they part, and a state."""
+
+
+_BYTES_OF_AN_ID = np.dtype(np.int64).itemsize
 
 
 class PrefixMatch(NamedTuple):
     """The longest beginning of a prompt that a row can take over, and what is known of it beyond.
 
     Attributes:
-        pages: that hold it; their taker owns them.
+        pages: that hold it; their taker owns them. The last one may be full in part.
         state: the entry of the state after it, which its taker owns; ``NO_ENTRY`` without recurrent layers, and if
             nothing was found.
         cuts: after how many tokens of the prompt the tree lacks a state that others could begin with.
-        parts: the page at the end of what the tree knows of the prompt; None if it knows no more than was found, or if
-            no cut is there.
+        tokens: how many it has.
     """
 
     pages: list[int]
     state: int = NO_ENTRY
     cuts: tuple[int, ...] = ()
-    parts: int | None = None
+    tokens: int = 0
 
 
 class PrefixTree:
@@ -51,7 +53,8 @@ class PrefixTree:
 
     Where there are recurrent layers, a row can begin only where the tree has the state after its pages, too. The tree
     is one owner of the entries of such states, which no row writes either. They go with their pages, or before them if
-    entries run out, the least recently used first.
+    entries run out, the least recently used first. A state may be that after tokens which end within a page, such as
+    those of an answer: then the tree keeps that page as well, as a leaf, and no longer than the state.
 
     Any thread may call; the pool's lock is held. A finalizer may not: it may run in the middle of another call.
 
@@ -68,6 +71,7 @@ class PrefixTree:
         # page, which no other node has.
         self._pages: OrderedDict[_Node, tuple[int, ...]] = OrderedDict()
         self._states: OrderedDict[_Node, int] = OrderedDict()  # the least recently used first
+        self._ends: dict[_Above, list[_Node]] = {}  # those within a page, by what is above them
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -88,18 +92,22 @@ class PrefixTree:
             if self._pool.states is None:
                 matched = self._pool.share_cached(pages)
                 self._touch(nodes[: matched // self._pool.groups])
-                return PrefixMatch(pages[:matched])
-            found, state = self._share_with_state(nodes, pages)
-            self._touch(nodes[: len(found) // self._pool.groups])
-        return self._with_cuts(PrefixMatch(found, state), pages, len(texts))
+                return PrefixMatch(pages[:matched], tokens=self._pool.tokens_in(matched))
+            path, state = self._share_with_state(self._path(ids[:-1], nodes, salt))
+            self._touch(path)
+            match = PrefixMatch(self._pages_of(path), state, tokens=self._length(path))
+        return self._with_cuts(match, pages, len(texts))
 
-    def parts(self, ids: NDArray[np.int64], salt: Hashable = None) -> int | None:
-        """Return what ``match`` says of a prompt in ``parts``; nobody owns more."""
-        texts = self._texts(ids[:-1])
+    @property
+    def least_saving(self) -> int:
+        """Tokens that a state has to save others, to be worth a launch that ends there."""
+        return _PAGES_OF_A_CUT * self._pool.page_size
+
+    def known(self, ids: NDArray[np.int64], salt: Hashable = None) -> int:
+        """Return after how many of ``ids`` the last state is that the tree has; nobody owns more."""
         with self._pool.lock:
-            nodes, pages = self._walk(texts, salt)
-            found = self._depth(nodes) * self._pool.groups
-        return self._with_cuts(PrefixMatch(pages[:found]), pages, len(texts)).parts
+            nodes, _ = self._walk(self._texts(ids), salt)
+            return self._length(self._path(ids, nodes, salt))
 
     def _with_cuts(self, match: PrefixMatch, known: Sequence[int], most: int) -> PrefixMatch:
         """Add the cuts of a prompt that fills ``most`` pages a group, of which ``known`` are in the tree.
@@ -107,32 +115,51 @@ class PrefixTree:
         They are where it parts from what is known, and where it ends.
         """
         size, groups = self._pool.page_size, self._pool.groups
-        at, cuts, parts = len(match.pages) // groups, list[int](), None
+        at, cuts = match.tokens // size, list[int]()
         for border in (len(known) // groups, most):
             if border - at >= _PAGES_OF_A_CUT:
                 cuts.append(border * size)
                 at = border
-                if border * groups == len(known):
-                    parts = known[-1]
-        return match._replace(cuts=tuple(cuts), parts=parts)
+        return match._replace(cuts=tuple(cuts))
+
+    def _path(self, ids: NDArray[np.int64], nodes: Sequence[_Node], salt: Hashable) -> list[_Node]:
+        """Return the nodes to the last state within a text, whose known pages are ``nodes``: the first of these.
+
+        Behind them there may be an end within a page.
+        """
+        depth, size = self._depth(nodes), self._pool.page_size
+        for full in range(len(nodes), depth - 1, -1):
+            above: _Above = self._pages[nodes[full - 1]][0] if full else (salt,)
+            if above in self._ends:
+                text = _in_bytes(ids[full * size : (full + 1) * size])
+                if ends := [node for node in self._ends[above] if text.startswith(node[1])]:
+                    return [*nodes[:full], max(ends, key=lambda node: len(node[1]))]
+        return list(nodes[:depth])
 
     def _depth(self, nodes: Sequence[_Node]) -> int:
         """Return after how many of ``nodes`` the last state is."""
         return next((depth for depth in range(len(nodes), 0, -1) if nodes[depth - 1] in self._states), 0)
 
-    def _share_with_state(self, nodes: Sequence[_Node], pages: list[int]) -> tuple[list[int], int]:
-        """Return the first of ``pages`` that end with a state, and its entry; the caller owns them as well."""
-        groups, states = self._pool.groups, self._pool.states
+    def _length(self, path: Sequence[_Node]) -> int:
+        """Return how many tokens the pages of a path hold."""
+        return sum(len(text) for _, text in path) // _BYTES_OF_AN_ID
+
+    def _pages_of(self, path: Sequence[_Node]) -> list[int]:
+        return [page for node in path for page in self._pages[node]]
+
+    def _share_with_state(self, path: list[_Node]) -> tuple[list[_Node], int]:
+        """Return as much of a path as ends with a state, and its entry; the caller owns it and the pages as well."""
+        groups, states, pages = self._pool.groups, self._pool.states, self._pages_of(path)
         assert states is not None, "there are recurrent layers"
-        shared = self._pool.share_cached(pages[: self._depth(nodes) * groups])
-        depth = self._depth(nodes[: shared // groups])
-        if depth and not states.share_cached(self._states[nodes[depth - 1]]):
+        shared = self._pool.share_cached(pages)
+        depth = self._depth(path[: shared // groups])
+        if depth and not states.share_cached(self._states[path[depth - 1]]):
             depth = 0
         self._pool.give_back(pages[depth * groups : shared])
         if not depth:
             return [], NO_ENTRY
-        self._states.move_to_end(nodes[depth - 1])
-        return pages[: depth * groups], self._states[nodes[depth - 1]]
+        self._states.move_to_end(path[depth - 1])
+        return path[:depth], self._states[path[depth - 1]]
 
     def give_back(self, match: PrefixMatch) -> None:
         """Give back what ``match`` has found, if no row begins with it."""
@@ -149,21 +176,25 @@ class PrefixTree:
 
         Args:
             ids: ``[L]`` ids of the tokens that the row holds, or of the first of them.
-            pages: the row's pages; those beyond the last one that ``ids`` fill are left out.
+            pages: the row's pages; those beyond the last one that ``ids`` fill are left out, unless there is a state.
             salt: ``match`` finds them with the same one alone.
-            state: the entry of the state after ``ids``, which fill pages. The tree owns it in the caller's place; it is
-                given back if the tree has one there.
+            state: the entry of the state after ``ids``. The tree owns it in the caller's place; it is given back if the
+                tree has one there. A page that ``ids`` do not fill is kept with it: its row goes on no more, and has
+                not been forked.
 
         Raises:
             ValueError: there are more tokens than fit the pages, a page has no owner or is in the tree with other
-                tokens before it, or another tree holds pages of the pool; or the tokens before ``state`` do not fill
-                pages, or it is in the tree after others; nothing has changed.
+                tokens before it, or another tree holds pages of the pool; or there are no tokens before ``state``, or
+                it is in the tree after others; nothing has changed.
         """
-        texts, groups = self._texts(ids), self._pool.groups
-        if state != NO_ENTRY and (not texts or len(ids) % self._pool.page_size):
-            raise ValueError(f"insert: a state after {len(ids)} tokens; it has to be at the end of a page")
+        texts, groups, size = self._texts(ids), self._pool.groups, self._pool.page_size
+        if state != NO_ENTRY:
+            if not len(ids):
+                raise ValueError("insert: a state after no tokens")
+            if len(ids) % size:
+                texts.append(_in_bytes(ids[len(texts) * size :]))
         if len(pages) < len(texts) * groups:
-            raise ValueError(f"insert: {len(ids)} tokens fill {len(texts) * groups} pages; got {len(pages)}")
+            raise ValueError(f"insert: {len(ids)} tokens take {len(texts) * groups} pages; got {len(pages)}")
         with self._pool.lock:
             nodes, there = self._walk(texts, salt)
             has_state = len(nodes) == len(texts) > 0 and nodes[-1] in self._states
@@ -174,10 +205,16 @@ class PrefixTree:
             for number in range(len(nodes), len(texts)):
                 nodes.append((above, texts[number]))
                 self._pages[nodes[-1]] = own = tuple(pages[number * groups : (number + 1) * groups])
+                if self._is_end(nodes[-1]):
+                    self._ends.setdefault(above, []).append(nodes[-1])
                 above = own[0]
             self._touch(nodes)
             if state != NO_ENTRY:
                 self._keep_state(nodes[-1], state)
+
+    def _is_end(self, node: _Node) -> bool:
+        """Whether a node ends within a page."""
+        return len(node[1]) < self._pool.page_size * _BYTES_OF_AN_ID
 
     def _keep_state(self, node: _Node, state: int) -> None:
         states = self._checked_states()
@@ -195,18 +232,27 @@ class PrefixTree:
 
     def forget_oldest(self) -> Sequence[int]:
         """Remove the least recently used leaf and return its pages, which the tree may not use any more."""
-        node, pages = self._pages.popitem(last=False)
+        node = next(iter(self._pages))
         if (state := self._states.pop(node, None)) is not None:
             self._checked_states().uncache(state)
-        return pages
+        return self._pop(node)
+
+    def _pop(self, node: _Node) -> Sequence[int]:
+        if self._is_end(node):
+            self._ends[node[0]].remove(node)
+            if not self._ends[node[0]]:
+                del self._ends[node[0]]
+        return self._pages.pop(node)
 
     def forget_state(self) -> int:
         """Remove the least recently used state that no row owns; return its entry, which the tree may not use any more.
 
-        Its pages stay: others may go on from there.
+        Its pages stay, since others may go on from there; but for one that it is within.
         """
         states = self._checked_states()
         node = next(node for node, state in self._states.items() if states.is_cached(state))
+        if self._is_end(node):
+            self._pool.uncache(self._pop(node))
         return self._states.pop(node)
 
     def clear(self) -> None:
@@ -215,6 +261,7 @@ class PrefixTree:
             for state in self._states.values():
                 self._checked_states().uncache(state)
             self._states.clear()
+            self._ends.clear()
             pages = list(chain.from_iterable(self._pages.values()))
             self._pages.clear()
             self.generation += 1
@@ -223,7 +270,7 @@ class PrefixTree:
     def _texts(self, ids: NDArray[np.int64]) -> list[bytes]:
         size = self._pool.page_size
         whole = np.ascontiguousarray(ids[: len(ids) // size * size], dtype=np.int64)
-        texts: list[Any] = whole.view(f"V{size * whole.itemsize}").tolist()
+        texts: list[Any] = whole.view(f"V{size * _BYTES_OF_AN_ID}").tolist()
         return texts
 
     def _walk(self, texts: Sequence[bytes], salt: Hashable) -> tuple[list[_Node], list[int]]:
@@ -244,3 +291,7 @@ class PrefixTree:
     def _touch(self, nodes: Sequence[_Node]) -> None:
         for node in reversed(nodes):
             self._pages.move_to_end(node)
+
+
+def _in_bytes(ids: NDArray[np.int64]) -> bytes:
+    return np.ascontiguousarray(ids, dtype=np.int64).tobytes()

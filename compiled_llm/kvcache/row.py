@@ -90,6 +90,7 @@ class Row:
         self.number, self.name = next(_numbers), ""
         self.chain: int | None = CHAIN_KNOWN + CHAIN_ORIGIN
         self._free_slots: list[int] = []
+        self._promised_copy = 0  # pages for a copy of the last one, in which the row has begun
 
     @property
     def entry(self) -> int:
@@ -159,16 +160,19 @@ class Row:
         copies = tokens > 0 and self._writes_into_shared(
             self.length
         )  # checked once: other threads may fork and free rows
+        if self._promised_copy and not copies:
+            self._give_copy_back()
         if tokens <= self.room and not copies:  # as most rows do in most steps
             self.length += tokens
             return ()
         if self.unread and self.length + tokens > self.limit:  # bounds take no pages that were not promised
             self.exact()
         missing = max(0, self._pool.pages_for(self.length + tokens) - len(self.pages) - self._promised)
-        missing += self._pool.groups if copies else 0
+        missing += self._pool.groups - self._promised_copy if copies else 0
         if missing:
             self._pool.reserve(missing)
             self._reserved += missing
+        self._reserved, self._promised_copy = self._reserved + self._promised_copy, 0
         made = self._unshare() if copies else ()
         self.length += tokens
         self.pages += self._take(max(0, self._pool.pages_for(self.length) - len(self.pages)))
@@ -188,25 +192,39 @@ class Row:
         self._forget_chain()
         return self.length
 
-    def begin_from(self, pages: Sequence[int], state: int = NO_ENTRY) -> None:
-        """Take over full pages of ``PrefixTree.match``, which hold the first tokens of this row, still empty.
+    def begin_from(self, pages: Sequence[int], state: int = NO_ENTRY, tokens: int | None = None) -> None:
+        """Take over pages of ``PrefixTree.match``, which hold the first tokens of this row, still empty.
 
         The row is their owner already, and that of the ``state`` after these tokens, where there are recurrent layers.
-        The pages promised to it stay promised: call ``reserve`` afterwards for the tokens beyond ``pages``.
+        There are as many as fill the pages, or ``tokens``; a last page that is full in part is copied before the row
+        writes there, and that copy is promised. The pages promised to it stay promised: call ``reserve`` afterwards for
+        the tokens beyond.
 
         Raises:
             ValueError: the row has pages; what is given stays the caller's.
-            OutOfStatesError: the row could not go on from its state; what is given stays the caller's.
+            OutOfPagesError: the row could not go on from its state, or in its last page; likewise.
         """
         if self.pages:
             raise ValueError(f"a row of {self.length} tokens cannot begin again; free it, or take an empty one")
-        length = self._pool.tokens_in(len(pages))
+        length = self._pool.tokens_in(len(pages)) if tokens is None else tokens
+        copied = self._pool.groups if length % self._pool.page_size else 0
+        self._pool.reserve(copied)
         if self.states is not None and state != NO_ENTRY:
-            self.states.begin_with(state, length)
+            try:
+                self.states.begin_with(state, length)
+            except OutOfPagesError:
+                self._pool.give_back((), copied)
+                raise
             self.states.give_back(state)
+        self._promised_copy = copied
         self.pages, self.listed = list(pages), 0
         self.length = self.position = length
         self._forget_chain()
+
+    def _give_copy_back(self) -> None:
+        """Give up the promise of a page to copy to: a page that is not shared any more needs none."""
+        promised, self._promised_copy = self._promised_copy, 0
+        self._pool.give_back((), promised)
 
     def _unshare(self) -> Sequence[PageCopy]:
         kept = len(self.pages) - self._pool.groups
@@ -315,6 +333,16 @@ class Row:
         self.states.has_grown(self.length)
         return self.states.lend(self.length)
 
+    def hand_over_state(self, length: int) -> int:
+        """Return the entry of the state after ``length`` tokens, which the caller owns in the row's place.
+
+        ``NO_ENTRY`` if the row has none. It has to be freed: it cannot go on.
+        """
+        if self.states is None:
+            return NO_ENTRY
+        self.states.has_grown(self.length)
+        return self.states.hand_over(length)
+
     def return_state(self, entry: int) -> None:
         """Give back what ``lend_state`` returned."""
         if self.states is not None:
@@ -340,6 +368,7 @@ class Row:
         if self.states is not None:
             self.states.has_grown(self.length)
             self.states.settle(self.length)
+        self._give_copy_back()
         ahead, reserved = self.ahead, self._reserved
         self.ahead, self._reserved = [], 0
         if ahead:  # a step may have entered them and gone back, and others come there next
@@ -378,6 +407,7 @@ class Row:
         self.unread = []
         if self.states is not None:
             self.states.free()
+        self._give_copy_back()
         pages, reserved = self.pages + self.ahead, self._reserved
         self.page_period = object()
         self.pages, self.ahead, self._reserved, self.length, self.position = [], [], 0, 0, 0

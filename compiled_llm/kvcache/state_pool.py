@@ -271,6 +271,18 @@ class RowStates:
                 raise
         return entry
 
+    def hand_over(self, length: int) -> int:
+        """Return the entry of the state after ``length`` tokens, which the caller owns in the row's place.
+
+        ``NO_ENTRY`` if there is none.
+        """
+        if length == 0 or length not in self._lengths:
+            return NO_ENTRY
+        place = self._lengths.index(length)
+        entry, self._entries[place], self._lengths[place] = self._entries[place], NO_ENTRY, 0
+        self.period = object()
+        return entry
+
     def give_back(self, entry: int) -> None:
         """Give back what was lent, or what a caller owns of an entry besides the row."""
         self._pool.give_back(entry)

@@ -512,7 +512,7 @@ def test_ids_of_another_type_match_too(tree, pool):
 @pytest.mark.parametrize(
     ("pages", "message"),
     [
-        ([1], "insert: 8 tokens fill 2 pages; got 1"),
+        ([1], "insert: 8 tokens take 2 pages; got 1"),
         ([1, NULL_PAGE], r"insert: pages \[0\] belong to no row"),
         ([1, 9], r"insert: pages \[9\] belong to no row"),
         ([2, 3], r"insert: pages \[3\] .* are in the tree with other tokens before"),

@@ -56,8 +56,7 @@ class Request:
             ``time.monotonic``'s clock.
         last_token: when its latest one was before it went on in its present group (``Latencies``).
         preemptions: how often it lost its pages.
-        cuts: as of ``PrefixMatch``, while its text is computed.
-        parts: as of ``PrefixMatch``, until its row is so long.
+        cuts: after how many tokens of its text a launch ends, so that others can begin with the state there.
     """
 
     prompt: NDArray[np.int64]
@@ -89,7 +88,6 @@ class Request:
     finished: float | None = None
     preemptions: int = 0
     cuts: tuple[int, ...] = ()
-    parts: int | None = None
     # All that is known of its text when it was last admitted; computed as far as the row is long.
     known: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
@@ -136,10 +134,11 @@ class Request:
         """Return where a chunk from ``start`` to ``end`` has to end: at the first cut in between."""
         return min((cut for cut in self.cuts if start < cut < end), default=end)
 
-    @property
-    def computes_parts(self) -> bool:
-        """Whether others that part from known texts where it does can soon begin there."""
-        return self.parts is not None and self.row is not None and self.row.length < self.cuts[0]
+    def soon_known_of(self, text: NDArray[np.int64]) -> int:
+        """Return after how many tokens of another text it is about to compute a state that is that one's, too."""
+        length = len(self.known) if self.row is None else self.row.length
+        cuts = (cut for cut in self.cuts if length < cut < len(text))
+        return max((cut for cut in cuts if np.array_equal(self.known[:cut], text[:cut])), default=0)
 
     def unscored(self, start: int) -> bool:
         """Whether log-probabilities are missing that follow from its prompt's tokens from ``start`` on."""

@@ -10,6 +10,7 @@ import bisect
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,8 @@ _MORE = 64
 """Tokens that a row is promised pages for at a time, once its answer has become longer than is likely."""
 _SCORED = 256
 """Tokens of a prompt that are scored at a time: of each there are as many logits as the vocabulary is large."""
+_LOOKED_AT = 16
+"""Of the requests that wait, those that may make another's prompt end a launch where theirs part."""
 _WEIGHT = 1 / 16
 """Of an ended answer's length in the guess for the next ones."""
 
@@ -235,7 +238,7 @@ class Scheduler:
         row.name = f"request {request.arrival}"
         self.rows.add(row)
         if self._prefixes is not None:
-            request.cuts, request.parts = (), None
+            request.cuts = ()
             if not request.unscored(0):
                 self._begin_with_known(request, row, known, self._prefixes)
             request.generation = self.generation
@@ -253,25 +256,47 @@ class Scheduler:
         request.known = known
         return row
 
-    @staticmethod
-    def _begin_with_known(request: Request, row: Row, known: NDArray[np.int64], prefixes: PrefixTree) -> None:
+    def _begin_with_known(self, request: Request, row: Row, known: NDArray[np.int64], prefixes: PrefixTree) -> None:
         match = prefixes.match(known, request.salt)
         try:
-            row.begin_from(match.pages, match.state)
+            row.begin_from(match.pages, match.state, match.tokens)
         except OutOfPagesError:  # it may have just enough room without
             prefixes.give_back(match)
         row.identify(known)
-        request.cuts, request.parts = match.cuts, match.parts
+        if self._pool.states is not None:
+            request.cuts = self._cuts_for_next(request, known, row.length, match.cuts, prefixes.least_saving)
+
+    def _cuts_for_next(
+        self, request: Request, known: NDArray[np.int64], start: int, cuts: Sequence[int], least: int
+    ) -> tuple[int, ...]:
+        """Return the cuts of a text that begins at ``start``, and where it parts from the next that begins alike."""
+        for other in self._queue.ready[:_LOOKED_AT]:
+            if other is not request and other.salt == request.salt and not other.unscored(0):
+                border = self._pool.tokens_in(self._pool.filled_by(_alike(known[:-1], other.text[:-1])))
+                if border - max([start, *(cut for cut in cuts if cut <= border)]) >= least:
+                    return tuple(sorted({border, *(cut for cut in cuts if not 0 < cut - border < least)}))
+                if border > start:
+                    break
+        return tuple(cuts)
 
     def _let_wait(self, prefixes: PrefixTree) -> None:
-        """Let those wait for a running request that is about to compute the state with which they can begin, too."""
-        leaders = {request.parts: request for request in self.running if request.computes_parts}
+        """Let those wait for a running request that is about to compute a state with which they can begin, too."""
         ready = self._queue.ready
-        while leaders and ready and not ready[0].unscored(0):
-            leader = leaders.get(prefixes.parts(ready[0].text, ready[0].salt))
-            if leader is None:
-                return
+        while ready and (leader := self._leader_of(ready[0], prefixes)) is not None:
             self._queue.wait(ready[0], leader)
+
+    def _leader_of(self, request: Request, prefixes: PrefixTree) -> Request | None:
+        leaders = [
+            other
+            for other in self.running
+            if other.cuts and (other.salt, other.generation) == (request.salt, prefixes.generation)
+        ]
+        if not leaders or request.unscored(0):
+            return None
+        text = request.text
+        soon = [(other.soon_known_of(text), other) for other in leaders]
+        most, leader = max(soon, key=lambda entry: entry[0])
+        return leader if most and most - prefixes.known(text[:-1], request.salt) >= prefixes.least_saving else None
 
     def _reserved(self, row: Row, tokens: int) -> bool:
         """Promise a row pages for so many tokens, and its states; False if there are too few."""
@@ -331,7 +356,7 @@ class Scheduler:
         for chunk in plan.extend:
             request, row = chunk.request, chunk.request.running_row
             is_cut = row.length in request.cuts
-            self._keep(request, request.known[: row.length], row if is_cut else None)
+            self._keep(request, request.known[: row.length], partial(_lent, row) if is_cut else _no_state)
             if chunk.is_last or is_cut:
                 self._queue.release(request)
         ended = [request for request in plan.sampled if request.fed]
@@ -392,12 +417,14 @@ class Scheduler:
     # ---- rows
 
     def _retire(self, request: Request) -> None:
-        """Take a request's row, and keep its pages for others to begin with.
+        """Take a request's row, and keep its pages, and its last state, for others to begin with.
 
-        A step that is still queued may write after what is known of the text, never into pages that it fills.
+        A step that is still queued may write after what is known of the text, never into pages that it fills, and
+        another state.
         """
         row = request.running_row
-        self._keep(request, request.text[: row.length])
+        text = request.text[: row.length]
+        self._keep(request, text, partial(self._last_state, request, text))
         self.running.remove(request)
         self._same = 0
         request.row = None
@@ -407,11 +434,32 @@ class Scheduler:
         row.free()
         self.rows.discard(row)
 
-    def _keep(self, request: Request, ids: NDArray[np.int64], ends: Row | None = None) -> None:
-        """Keep the pages of a request's text, and the state after it if its row ``ends`` there."""
+    def _keep(self, request: Request, ids: NDArray[np.int64], state: Callable[[], int]) -> None:
+        """Keep the pages of a request's text, and the state after it."""
         if self._prefixes is not None and request.generation == self._prefixes.generation:
-            state = NO_ENTRY if ends is None else _lent(ends)
-            self._prefixes.insert(ids, request.running_row.pages, request.salt, state)
+            self._prefixes.insert(ids, request.running_row.pages, request.salt, state())
+
+    def _last_state(self, request: Request, ids: NDArray[np.int64]) -> int:
+        """Return the entry of the state after a text that ends: a chat goes on from there.
+
+        The caller owns it in the row's place; ``NO_ENTRY`` if there is none, or it would save others too little.
+        """
+        prefixes = self._prefixes
+        if self._pool.states is None or prefixes is None:
+            return NO_ENTRY
+        saves = len(ids) - prefixes.known(ids, request.salt)
+        return request.running_row.hand_over_state(len(ids)) if saves >= prefixes.least_saving else NO_ENTRY
+
+
+def _alike(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
+    """Return with how many equal tokens two texts begin."""
+    both = min(len(one), len(other))
+    different = np.flatnonzero(one[:both] != other[:both])
+    return int(different[0]) if len(different) else both
+
+
+def _no_state() -> int:
+    return NO_ENTRY
 
 
 def _lent(row: Row) -> int:

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.kvcache.prefix_tree import PrefixTree
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.tiny_engines import PATIENCE, greedy
+from support.huggingface.recurrent_families import recurrent_model
 from support.huggingface.recurrent_pairs import (
     of_rows_alone,
     plain_family,
@@ -75,21 +78,79 @@ def test_prompts_that_begin_alike_begin_with_a_state(engine: Engine, seed: int) 
     assert asked(engine, [first, second]) == 48 + BASE, "the second's own last border is nearer than a cut is worth"
 
 
-def test_an_answer_goes_on(engine: Engine, seed: int) -> None:
-    """A chat: each turn has the earlier ones, and begins near where the last prompt ended."""
-    (chat, *turns), known = prompts_of([LONG, 7, 7, 7], seed), [0]
+@pytest.mark.usefixtures("reading")
+@pytest.mark.parametrize("new", [27, 28, 29, 30])
+def test_an_answer_goes_on(engine: Engine, new: int, seed: int) -> None:
+    """A chat: each turn has the earlier ones, and begins where the last answer ended, wherever that is in a page."""
+    chat, *turns = prompts_of([LONG, 7, 9, 3], seed)
+    late = getattr(engine._engine_thread.loop, "asynchronous", False)
+    known = 0
     for turn in turns:
-        found = asked(engine, [chat], 30)
-        assert found >= known[-1]
-        known.append(found)
-        chat = chat + of_rows_alone(FAMILY, [chat], 30)[0] + turn
-    assert known[1:] == [0, 48, 76]
+        assert asked(engine, [chat], new) == known
+        chat = chat + of_rows_alone(FAMILY, [chat], new)[0]
+        known = len(chat) - 1 - late
+        chat += turn
+
+
+def test_answers_that_end_otherwise_go_on(engine: Engine, seed: int) -> None:
+    """With a token that ends them, or cancelled; a state after few new tokens is not kept."""
+    (prompt,) = prompts_of([LONG], seed)
+    answer = of_rows_alone(FAMILY, [prompt], 30)[0]
+    ended = engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=40, stop_token_ids=[answer[24]]))
+    text = prompt + ended[0].token_ids
+    assert asked(engine, [[*text, 7, 8]]) == len(text) - 1
+    engine.reset_prefix_cache()
+    handle = engine.submit(prompt, greedy(200))
+    for _ in zip(range(25), handle.tokens(), strict=False):
+        pass
+    handle.cancel()
+    cancelled = prompt + handle.result(PATIENCE).token_ids
+    assert asked(engine, [[*cancelled, 7, 8]]) >= len(cancelled) - 2
+    engine.reset_prefix_cache()
+    short = prompt + of_rows_alone(FAMILY, [prompt], 12)[0]
+    assert [asked(engine, [prompt], 12), asked(engine, [[*short, 7]])] == [0, 48]
+
+
+def test_an_answer_goes_on_in_several_ways_at_once(engine: Engine, seed: int) -> None:
+    """All begin with one page that is full in part; each writes into a copy of its own."""
+    (prompt, *turns) = prompts_of([LONG, 3, 7, 7, 1], seed)
+    asked(engine, [prompt], 29)
+    chat = prompt + of_rows_alone(FAMILY, [prompt], 29)[0]
+    for _ in range(2):
+        assert asked(engine, [chat + turn for turn in turns], 6) == 4 * (len(chat) - 1)
+    assert asked(engine, [chat + turns[0] + [9]], 6) == len(chat) - 1
 
 
 def test_many_that_begin_alike_wait_for_the_first_of_them(engine: Engine, seed: int) -> None:
     first, *others = begin_alike(seed, BASE, [9, 5, 6, 7, 8, 9, 10])
     assert asked(engine, [first]) == 0
     assert asked(engine, others) == BASE * (len(others) - 1)
+
+
+def test_many_that_come_together_begin_with_what_the_first_of_them_computes(engine: Engine, seed: int) -> None:
+    prompts = begin_alike(seed, BASE, [9, 5, 6, 7, 8, 9, 10])
+    others = begin_alike(seed + 1, BASE, [1, 9, 18])
+    assert asked(engine, prompts[:4] + others + prompts[4:]) == BASE * (len(prompts) - 1 + len(others) - 1)
+    same = prompts_of([LONG], seed + 2) * 5
+    assert asked(engine, same) == 48 * 4
+
+
+@pytest.mark.parametrize("answered", [True, False], ids=["after the first", "all together"])
+def test_64_prompts_share_400_tokens(answered: bool, seed: int) -> None:
+    """At least 90% of what they share is not computed again."""
+    plain = recurrent_model(FAMILY, max_position_embeddings=512)
+    options = {"page_size": 16, "kv_memory": "40000 tokens", "max_batch_size": 64, "prefill_tokens": 2048}
+    model = compiled_llm.wrap(plain, mode="eager", progress=False, **options)  # type: ignore[arg-type]
+    prompts = begin_alike(seed, 400, [9 + number % 23 for number in range(65)])
+    with Engine(model, max_num_seqs=64) as engine:
+        if answered:
+            engine.generate(prompts[:1], greedy(2))
+        before = engine.stats().cached_tokens
+        answers = [output.token_ids for output in engine.generate(prompts[1:], greedy(2))]
+        reused = engine.stats().cached_tokens - before
+    print(f"{reused} of {64 * 400} tokens")
+    assert reused >= 0.9 * 64 * 400
+    assert answers[::9] == of_rows_alone(FAMILY, prompts[1::9], 2)
 
 
 def test_those_that_wait_go_on_if_the_first_is_cancelled(engine: Engine, seed: int) -> None:
