@@ -149,7 +149,9 @@ WORDINGS: dict[SlowPath, Wording] = {
     ),
     "no_new_tokens": Wording(
         "the cache already holds every input token",
-        "Give tokens that the cache does not hold yet, or take the last one out of it with crop(-1).",
+        "Give tokens that the cache does not hold yet, or take the last one out of it with crop(-1). With recurrent "
+        "layers, whose states have no earlier tokens, crop raises: give the whole text without the cache, or keep a "
+        "copy.deepcopy of the cache from before its last token.",
     ),
     "no_position_ids": Wording(
         "no position_ids are given, and the model numbers tokens in a way of its own",

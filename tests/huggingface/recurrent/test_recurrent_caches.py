@@ -202,6 +202,36 @@ def test_copies_of_a_cache_go_on_for_themselves(words: list[int], seed: int, mon
     assert_nothing_left(model)
 
 
+@pytest.mark.parametrize("family", KINDS[:2])
+def test_a_cache_that_holds_every_token_says_what_to_do(
+    family: str, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """HuggingFace's answer is given meanwhile; what is advised gives it in the fast loop."""
+    model, plain, (prompt,) = wrapped_family(family), plain_family(family), prompts_of([9], seed)
+    ids, options = torch.tensor([prompt]), {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    caches: list[Any] = [DynamicCache(config=plain.config), model.compiled.new_cache()]
+    with torch.no_grad():
+        plain(ids, past_key_values=caches[0])
+        model(ids[:, :-1], past_key_values=caches[1])
+        before_the_last = copy.deepcopy(caches[1])
+        model(ids[:, -1:], past_key_values=caches[1])
+    answers = [
+        own.generate(ids, past_key_values=cache, **options) for own, cache in zip((plain, model), caches, strict=True)
+    ]
+    assert torch.equal(*answers)
+    assert model.compiled.stats().slow_paths == {"no_new_tokens": 1}
+    assert "With recurrent layers, whose states have no earlier tokens, crop raises" in caplog.text
+    with pytest.raises(ValueError, match="crop"):
+        caches[1].crop(-1)
+    for cache in (before_the_last, None):
+        answer = model.generate(ids, past_key_values=cache, **options)
+        assert answer[:, 9:].tolist() == of_rows_alone(family, [prompt], 6)
+    assert dict(model.compiled.stats().generate_calls) == {"compiled forward": 1, "fast loop": 2}
+    for cache in (caches[1], before_the_last):
+        cache.close()
+    assert_nothing_left(model)
+
+
 CHANGES: dict[str, tuple[Callable[[Any], None], list[int]]] = {
     "reordered": (lambda cache: cache.reorder_cache(torch.tensor([2, 2, 0])), [2, 2, 0]),
     "repeated": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),

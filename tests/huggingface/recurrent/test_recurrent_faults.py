@@ -1,4 +1,4 @@
-"""Planted faults of where states lie: each gives other tokens than HuggingFace's."""
+"""Planted faults of states: each gives other tokens than HuggingFace's, or other logits."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from compiled_llm.compilation import steps
 from compiled_llm.execution.prefill import packing
 from compiled_llm.kvcache.state_pool import RowStates
 from compiled_llm.model.layers.recurrent import RecurrentStates
 from support.huggingface.recurrent_pairs import (
-    new_tokens_of,
+    PAD,
+    left_padded,
     of_rows_alone,
+    plain_family,
     poison_released_states,
     prompts_of,
     wrapped_family,
@@ -70,28 +73,54 @@ def wrong_parity_after_even_chunks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RowStates, "grow", grown)
 
 
+def kept_in_16_bits(patch: pytest.MonkeyPatch) -> None:
+    """The matrix of a recurrence loses half of its bits where it is kept."""
+    original = RecurrentStates.delta_rule
+
+    def rounded(self: RecurrentStates, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        memory = self._memory[self._place].recurrent
+        assert memory is not None
+        memory.copy_(memory.bfloat16())
+        return result
+
+    patch.setattr(RecurrentStates, "delta_rule", rounded)
+
+
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "swapped in decode": swapped_in_decode,
     "swapped in chunks": swapped_in_chunks,
     "one step too many": one_step_too_many,
     "wrong parity after even chunks": wrong_parity_after_even_chunks,
+    "kept in 16 bits": kept_in_16_bits,
 }
 
 
-def tokens_are_huggingfaces(seed: int, monkeypatch: pytest.MonkeyPatch) -> bool:
-    prompts = prompts_of([6, 1, 18, 37], seed)
+def answers_are_huggingfaces(seed: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Tokens are equal, and the logits that they follow from are close."""
+    prompts, new = prompts_of([6, 1, 18, 37], seed), 10
     model = wrapped_family("Qwen3_5")
     poison_released_states(model, monkeypatch)
+    wanted: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True, "eos_token_id": None}
     try:
-        return new_tokens_of(model, prompts, 10, eos_token_id=None) == of_rows_alone("Qwen3_5", prompts, 10)
+        out = model.generate(**left_padded(prompts), max_new_tokens=new, do_sample=False, pad_token_id=PAD, **wanted)
     except (ValueError, RuntimeError) as error:  # NaN
         print(error)
         return False
+    expected = of_rows_alone("Qwen3_5", prompts, new)
+    if out.sequences[:, -new:].tolist() != expected:
+        return False
+    for row, (prompt, answer) in enumerate(zip(prompts, expected, strict=True)):
+        with torch.no_grad():
+            logits = plain_family("Qwen3_5")(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        if not torch.allclose(torch.stack([step[row] for step in out.logits]), logits, rtol=1e-4, atol=1e-4):
+            return False
+    return True
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_gives_other_tokens(fault: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_gives_other_answers(fault: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         FAULTS[fault](patch)
-        assert not tokens_are_huggingfaces(seed, patch)
-    assert tokens_are_huggingfaces(seed, monkeypatch)
+        assert not answers_are_huggingfaces(seed, patch)
+    assert answers_are_huggingfaces(seed, monkeypatch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -194,8 +195,28 @@ def test_a_streamer_gets_huggingfaces_tokens(seed: int) -> None:
     assert ours.calls == theirs.calls
 
 
-def test_drafts_take_huggingfaces_loop(seed: int) -> None:
+DRAFTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "prompt lookup": lambda: {"prompt_lookup_num_tokens": 3},
+    "assistant": lambda: {"assistant_model": recurrent_model("Lfm2", 1)},
+    "wrapped assistant": lambda: {"assistant_model": wrapped_family("Lfm2")},
+}
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_drafts_take_huggingfaces_loop(kind: str, seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Which is said: a state cannot forget several tokens."""
     model, (prompt,) = wrapped_family("Lfm2"), prompts_of([18], seed)
-    found = new_tokens_of(model, [prompt * 2], 12, prompt_lookup_num_tokens=3, eos_token_id=None)
-    assert found == of_rows_alone("Lfm2", [prompt * 2], 12)
-    assert dict(model.compiled.stats().generate_calls) == {"original": 1}
+    for _ in range(2):
+        try:
+            expected: Any = new_tokens_of(plain_family("Lfm2"), [prompt * 2], 12, eos_token_id=None, **DRAFTS[kind]())
+        except Exception as error:  # what HuggingFace refuses, we do, too
+            with pytest.raises(type(error)):
+                new_tokens_of(model, [prompt * 2], 12, eos_token_id=None, **DRAFTS[kind]())
+        else:
+            assert new_tokens_of(model, [prompt * 2], 12, eos_token_id=None, **DRAFTS[kind]()) == expected
+            assert expected == of_rows_alone("Lfm2", [prompt * 2], 12)
+    assert dict(model.compiled.stats().generate_calls) == {"original": 2}
+    assert model.compiled.stats().slow_paths == {"generation_mode": 2}
+    said = [message for message in caplog.messages if "(original), because" in message and "generation_mode" in message]
+    assert len(said) >= 1
+    assert_account_is_empty(model)
