@@ -13,6 +13,7 @@ import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps import scheduler
 from compiled_llm.requests.sampling_params import SamplingParams
+from support.engine.random_requests import CAPTURES
 from support.engine.tiny_engines import PATIENCE, greedy
 from support.huggingface.recurrent_families import recurrent_model
 from support.huggingface.recurrent_pairs import (
@@ -98,6 +99,48 @@ def test_an_engine_sleeps_and_gets_new_weights(seed: int, tmp_path: Path) -> Non
     other = recurrent_model("Qwen3_5", 1)
     assert found == [new_tokens_of(other, [own], 9, eos_token_id=None)[0] for own in prompts]
     assert_account_is_empty(model)
+
+
+SLEEPS = ["eager", *(pytest.param(mode, marks=[pytest.mark.slow, pytest.mark.whole]) for mode in CAPTURES)]
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5", pytest.param("Jamba", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("mode", SLEEPS)
+def test_requests_go_on_after_sleep(family: str, mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States go with the pages: those of requests that run are computed again, and the prefix cache has none."""
+    CAPTURES.get(mode, lambda patch: None)(monkeypatch)
+    model, prompts = wrapped_family(family, mode), prompts_of([5, 33, 40], seed)
+    expected = of_rows_alone(family, prompts, 60)
+    with Engine(model, max_num_seqs=4) as engine:
+        assert tokens_of(engine.generate(prompts, greedy(30))) == [own[:30] for own in expected]
+        held = model.compiled.new_cache()
+        with torch.no_grad():
+            model(torch.tensor([prompts[0]]), past_key_values=held)
+        before = engine.stats().states
+        assert before is not None
+        assert before.cached > 0
+        with pytest.raises(RuntimeError, match="caches hold 2 pages"):
+            engine.sleep()
+        held.close()
+        handles = [engine.submit(prompt, greedy(60)) for prompt in prompts]
+        for handle in handles:
+            next(iter(handle))
+        engine.sleep(requests="park", weights=False)
+        assert engine.stats().states is None
+        assert new_tokens_of(model, prompts[:1], 6, eos_token_id=None) == [expected[0][:6]]
+        assert dict(model.compiled.stats().slow_paths) == {"asleep": 1}
+        with pytest.raises(ValueError, match="the model is asleep, and has no pages"):
+            model(torch.tensor([[5]]), past_key_values=held)
+        engine.wake()
+        with pytest.raises(ValueError, match=r"belongs to another model, or to this one before it was .*put to sleep"):
+            model(torch.tensor([[5]]), past_key_values=held)
+        assert tokens_of(handle.result(PATIENCE) for handle in handles) == expected
+        after = engine.stats().states
+        assert after is not None
+        assert (after.total, after.used) == (before.total, 2)
+    assert_account_is_empty(model)
+    if mode != "eager":
+        assert (model.compiled.stats().graph_breaks, model.compiled.stats().recompiles) == (0, 0)
 
 
 # ---- options of wrap
