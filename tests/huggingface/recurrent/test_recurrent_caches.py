@@ -34,6 +34,7 @@ pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
 KINDS = ["Lfm2", "Qwen3_5", "Jamba", "GraniteMoeHybrid"]
+"""A short convolution, a delta net, Mamba 1 and Mamba 2."""
 TWO = [pytest.param(family, marks=[pytest.mark.whole] * (number > 1)) for number, family in enumerate(KINDS)]
 """And all with ``--whole``."""
 
@@ -85,9 +86,16 @@ def end_by_criterion(model: Any, prompt: list[int], cache: Any) -> list[int]:
     return texts([prompt], begun(model, [prompt], 20, cache, stopping_criteria=StoppingCriteriaList([Until()])))[0]
 
 
-def end_by_error(model: Any, prompt: list[int], cache: Any) -> list[int]:
+def end_by_streamer(model: Any, prompt: list[int], cache: Any) -> list[int]:
+    with pytest.raises(LookupError):
+        begun(model, [prompt], 20, cache, streamer=Raising(5, LookupError))
+    return prompt
+
+
+def end_by_interrupt(model: Any, prompt: list[int], cache: Any) -> list[int]:
+    """The way in which a call is cancelled."""
     with pytest.raises(KeyboardInterrupt):
-        begun(model, [prompt], 20, cache, streamer=Raising(5, KeyboardInterrupt))
+        begun(model, [prompt], 20, cache, streamer=Raising(6, KeyboardInterrupt))
     return prompt
 
 
@@ -106,7 +114,8 @@ ENDS: dict[str, Callable[[Any, list[int], Any], list[int]]] = {
     "eos": end_by_eos,
     "stop string": end_by_stop_string,
     "criterion": end_by_criterion,
-    "error": end_by_error,
+    "a streamer that raises": end_by_streamer,
+    "cancel": end_by_interrupt,
     "new weights": end_after_new_weights,
 }
 
@@ -114,14 +123,14 @@ ENDS: dict[str, Callable[[Any, list[int], Any], list[int]]] = {
 @pytest.mark.drawn
 @pytest.mark.parametrize("length", [5, 18])
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("family", KINDS[:2])
+@pytest.mark.parametrize("family", [*KINDS, "FalconH1", "KimiLinear"])
 def test_a_cache_goes_on_after_each_kind_of_end(
     family: str, end: str, length: int, reading: None, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, (prompt,) = wrapped_family(family), prompts_of([length], seed)
     poison_released_states(model, monkeypatch)
     cache = model.compiled.new_cache()
-    first = end_by_length(model, prompt, cache)  # so that an error leaves something
+    first = end_by_length(model, prompt, cache)  # so that a call that fails leaves something
     text = ENDS[end](model, [*first, 7, 8], cache)
     assert text[: len(first)] == first
     assert_goes_on(family, model, cache, [text], seed)

@@ -14,6 +14,7 @@ from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.requests.sampling_params import SamplingParams
+from support.engine.random_requests import CAPTURES
 from support.engine.tiny_engines import PATIENCE, greedy
 from support.huggingface.recurrent_families import recurrent_model
 from support.huggingface.recurrent_pairs import (
@@ -244,10 +245,17 @@ def test_prompts_that_are_scored_are_computed_whole(engine: Engine, seed: int) -
 
 @pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
-def test_captured_steps_read_kept_states(seed: int) -> None:
-    prompts = begin_alike(seed, BASE, [9, 6, 7])
-    with Engine(wrapped_family(FAMILY, "reduce-overhead", prefill_tokens=64), max_num_seqs=8) as engine:
+@pytest.mark.parametrize("mode", ["reduce-overhead", *CAPTURES])
+def test_captured_steps_read_kept_states(mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU "reduce-overhead" captures nothing."""
+    CAPTURES.get(mode, lambda patch: None)(monkeypatch)
+    prompts, model = begin_alike(seed, BASE, [9, 6, 7]), wrapped_family(FAMILY, mode, prefill_tokens=64)
+    with Engine(model, max_num_seqs=8) as engine:
         assert [asked(engine, [prompt]) for prompt in prompts] == [0, 0, BASE]
+        assert asked(engine, prompts[:1], 30) == 48
+        chat = prompts[0] + of_rows_alone(FAMILY, prompts[:1], 30)[0]
+        assert asked(engine, [[*chat, 7], [*chat, 8, 9]]) == 2 * (len(chat) - 1)
+    assert (model.compiled.stats().graph_breaks, model.compiled.stats().recompiles) == (0, 0)
 
 
 def test_a_state_of_another_page_gives_other_tokens(engine: Engine, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,8 @@ NAMES = {
     "chosen tokens": "latents of chosen tokens (DSA)",
     "chosen blocks": "chosen blocks (MiniMax-M3)",
     "recurrent layers": "recurrent layers beside attention",
+    "recurrent and attending": "layers that recur and attend",
+    "recurrent layers alone": "recurrent layers alone",
 }
 LAYERS = {**KINDS, **CHOOSING, **KEEPING_STATES}
 assert NAMES.keys() == LAYERS.keys()
@@ -60,6 +62,10 @@ REFUSED_KINDS = {
     ("kv_dtype", "latents"): "kv_dtype='fp8_e4m3': attention layer 0 keeps latents",
     ("kv_dtype", "chosen tokens"): "kv_dtype='fp8_e4m3': attention layer 0 keeps latents",
     ("batch_invariant", "recurrent layers"): "batch_invariant=True: layer 0 of Qwen3_5ForCausalLM is recurrent",
+    ("batch_invariant", "recurrent and attending"): "batch_invariant=True: layer 0 of FalconH1ForCausalLM is recurrent",
+    ("batch_invariant", "recurrent layers alone"): "batch_invariant=True: layer 0 of Mamba2ForCausalLM is recurrent",
+    ("cascade", "recurrent layers alone"): "cascade=True: Mamba2ForCausalLM has no attention",
+    ("kv_dtype", "recurrent layers alone"): "kv_dtype='fp8_e4m3': Mamba2ForCausalLM has no attention",
     ("mixed", "chosen blocks"): "mixed=True with a model whose indexers choose blocks",
     ("kv_dtype", "values that are no keys"): "kv_dtype='fp8_e4m3': attention layer 0 has keys with heads of size",
 }
@@ -106,6 +112,8 @@ USUAL = [
     Cell("kv_dtype", "cascade", "chosen blocks"),
     Cell("mixed", "check_pages", "recurrent layers"),
     Cell("kv_dtype", "batch_invariant", "recurrent layers"),
+    Cell("cascade", "check_pages", "recurrent and attending"),
+    Cell("mixed", "check_pages", "recurrent layers alone"),
 ]
 """Each pair and each kind; the others run with `--whole`."""
 

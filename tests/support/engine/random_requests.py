@@ -98,8 +98,10 @@ CHOOSING: dict[str, Callable[[], PreTrainedModel]] = {
 
 KEEPING_STATES: dict[str, Callable[[], PreTrainedModel]] = {
     "recurrent layers": lambda: recurrent_model("Qwen3_5", **WORDS),
+    "recurrent and attending": lambda: recurrent_model("FalconH1", **WORDS),
+    "recurrent layers alone": lambda: recurrent_model("Mamba2", **WORDS),
 }
-"""Layers of which a row has a state, beside one that attends."""
+"""Layers of which a row has a state."""
 
 
 CAPTURES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
