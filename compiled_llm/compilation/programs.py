@@ -43,7 +43,7 @@ from compiled_llm.compilation.sampling.sampling import SamplingTables
 from compiled_llm.compilation.tracing.outline import Outline
 from compiled_llm.compilation.tracing.traced_code import TracedCodeWatch
 from compiled_llm.config import WrapConfig
-from compiled_llm.model.attention import AttentionSpec
+from compiled_llm.model.attention import LayerSpec
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.version.code import places_of
 from compiled_llm.model.weights.fused_weights import FusedWeights
@@ -64,7 +64,7 @@ class Arguments(NamedTuple):
     inputs: PrefillInputs | DecodeInputs
     tables: SamplingTables
     pages: list[Tensor]
-    specs: tuple[AttentionSpec, ...]
+    specs: tuple[LayerSpec, ...]
 
 
 class PreparedCall(NamedTuple):

@@ -18,7 +18,7 @@ from compiled_llm.compilation.page_checks import check_decode, check_prefill
 from compiled_llm.compilation.sampling.sampling import SamplingTables, sample
 from compiled_llm.model.attention import (
     BATCH_ARGUMENT,
-    AttentionSpec,
+    LayerSpec,
     NewestTokens,
     PackedTokens,
     PagedBatch,
@@ -34,7 +34,7 @@ def prefill_step(
     inputs: PrefillInputs,
     tables: SamplingTables,
     pages: list[Tensor],
-    specs: tuple[AttentionSpec, ...],
+    specs: tuple[LayerSpec, ...],
 ) -> tuple[Tensor, Tensor]:
     """Run packed tokens through the model, by ``forward`` of its class.
 
@@ -75,7 +75,7 @@ def decode_step(
     inputs: DecodeInputs,
     tables: SamplingTables,
     pages: list[Tensor],
-    specs: tuple[AttentionSpec, ...],
+    specs: tuple[LayerSpec, ...],
 ) -> tuple[Tensor, Tensor]:
     """Run the new tokens of each row, sample the next after each, and advance the buffers of ``inputs`` in place.
 

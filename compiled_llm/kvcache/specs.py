@@ -17,7 +17,15 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from compiled_llm.kvcache.memory import mark_static, zeros
-from compiled_llm.model.attention import AttentionSpec, NewestTokens, Options, PackedTokens, PageScales, States
+from compiled_llm.model.attention import (
+    AttentionSpec,
+    LayerSpec,
+    NewestTokens,
+    Options,
+    PackedTokens,
+    PageScales,
+    States,
+)
 from compiled_llm.model.layer_probe import Layer
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.contracts import FP8
@@ -43,8 +51,11 @@ class TokenPlaces(NamedTuple):
     columns: Tensor
 
 
-class KVCacheSpec(AttentionSpec, Protocol):
-    """One layer's part of the KV cache. Its memory is one tensor, whose first dimension are the pages."""
+class KVCacheSpec(LayerSpec, Protocol):
+    """One layer's part of the KV cache: what it keeps. Its memory is one tensor, whose first dimension are the pages.
+
+    That of a layer that attends is a ``PagedAttentionSpec``.
+    """
 
     def in_group(self, group: int) -> KVCacheSpec:
         """Return the spec of such a layer in another group."""
@@ -83,6 +94,10 @@ class KVCacheSpec(AttentionSpec, Protocol):
     def read(self, memory: Tensor, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Return copies of the keys and values ``[K, L, D]`` of the ``length`` tokens in ``pages`` ``[N]``."""
         ...
+
+
+class PagedAttentionSpec(KVCacheSpec, AttentionSpec, Protocol):
+    """What a layer keeps of tokens, and how it attends over them."""
 
 
 class FullAttentionSpec(NamedTuple):
@@ -323,7 +338,7 @@ class LatentAttentionSpec(NamedTuple):
 class IndexKeysSpec(NamedTuple):
     """Keys by which a layer's indexer chooses what is read, ``[P, S, I]``; HuggingFace's caches hold them beside.
 
-    The layer's attention writes and reads them, so ``attend`` is never called.
+    The layer's attention writes and reads them.
 
     Attributes:
         size: I.
@@ -355,17 +370,6 @@ class IndexKeysSpec(NamedTuple):
 
     def planned(self, geometry: Geometry) -> Geometry | None:
         return None
-
-    def attend(
-        self,
-        rows: PackedTokens | NewestTokens,
-        layer: int,
-        states: States,
-        memory: Tensor,
-        options: Options,
-        wants_lse: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        raise NotImplementedError("index keys are read by their layer's indexer")
 
     def write(self, memory: Tensor, places: TokenPlaces, keys: Tensor, values: Tensor) -> None:
         memory[places.pages, places.slots] = _columns(keys, places.width)[places.rows, 0, places.columns]
@@ -404,17 +408,6 @@ class NoKeysSpec(NamedTuple):
 
     def planned(self, geometry: Geometry) -> Geometry | None:
         return None
-
-    def attend(
-        self,
-        rows: PackedTokens | NewestTokens,
-        layer: int,
-        states: States,
-        memory: Tensor,
-        options: Options,
-        wants_lse: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        raise NotImplementedError("a layer without attention does not attend")
 
     def write(self, memory: Tensor, places: TokenPlaces, keys: Tensor, values: Tensor) -> None: ...
 
@@ -459,8 +452,13 @@ def kv_cache_specs(
 
 
 def _spec_of(layer: Layer, page_size: int, dtype: torch.dtype, backend: Backend, plans_decode: bool) -> KVCacheSpec:
-    if not layer.attends:
-        return NoKeysSpec(page_size, dtype)
+    attends = layer.attends
+    return _attention_spec(layer, page_size, dtype, backend, plans_decode) if attends else NoKeysSpec(page_size, dtype)
+
+
+def _attention_spec(
+    layer: Layer, page_size: int, dtype: torch.dtype, backend: Backend, plans_decode: bool
+) -> PagedAttentionSpec:
     if layer.expansion is not None:
         assert layer.value_head_dim is not None, "latents have a rotated part"
         sizes = layer.head_dim, layer.value_head_dim, page_size

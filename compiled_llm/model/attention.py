@@ -425,8 +425,8 @@ def _attend_to_latents(
     return latent_attention(*arguments), None
 
 
-class AttentionSpec(Protocol):
-    """The part of a KV spec that attention calls: how a layer writes new tokens to its memory, and attends over it."""
+class LayerSpec(Protocol):
+    """The part of a KV spec that programs read, whether or not the layer attends."""
 
     @property
     def group(self) -> int:
@@ -435,8 +435,12 @@ class AttentionSpec(Protocol):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The layer's own tensors that ``attend`` reads or writes besides its memory."""
+        """The layer's own tensors that it reads or writes besides its memory."""
         ...
+
+
+class AttentionSpec(LayerSpec, Protocol):
+    """That of a layer that attends: how it writes new tokens to its memory, and attends over it."""
 
     def attend(
         self,
@@ -471,7 +475,7 @@ class PagedBatch(NamedTuple):
     """
 
     pages: list[Tensor]
-    specs: tuple[AttentionSpec, ...]
+    specs: tuple[LayerSpec, ...]
     rows: tuple[PackedTokens | NewestTokens, ...]
     windows: tuple[int, ...] = ()
     latents: Latents | None = None
@@ -530,7 +534,7 @@ def attention_forward(
         seen = (attention_mask, sliding_window, softcap, others, s_aux is not None)
         return paged_batch.visit(module, query, key, value, *seen)
     layer = cast(int, module.layer_idx)
-    spec, memory = paged_batch.specs[layer], paged_batch.pages[layer]
+    spec, memory = cast(AttentionSpec, paged_batch.specs[layer]), paged_batch.pages[layer]
     rows = paged_batch.rows[spec.group]
     if paged_batch.variants and (variant := paged_batch.variants[layer]) is not None:
         rows = rows._replace(variant=variant.applied(module, kwargs))

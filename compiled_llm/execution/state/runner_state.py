@@ -105,33 +105,15 @@ class RunnerState:
         own_specs = self.specs[: len(facts.layers)]
         self.cascade = Cascade.of(config, self.device.type, facts.layers, own_specs, chosen.decode_ops, self.dtype)
         groups = 1 + max(spec.group for spec in self.specs)
-        paged, beside = page_bytes(self.specs), self._score_room()
         entries = self._entries_of_states() if entries is None else entries
-        states = entries * self.bytes_of_a_state
-        count = pages_to_allocate(
-            config,
-            paged,
-            self.device,
-            self.max_positions,
-            groups,
-            None if beside is None else lambda pages: beside(pages).limit,
-            states,
-        )
-        self.scores = None if beside is None else beside(count)
-        if self.scores is not None:
-            self.scores.check_pool(count - 1)
+        count, self.scores = self._room_for_pages(groups, entries)
         with torch.inference_mode(False):
             self.pages = allocate_pages(self.specs, count, self.device)
             self.states = self._allocate_states(entries)
             self.memories = [*self.pages, *self.states]
             self._memories = [self.pages[layers[0]] for layers in sharing_memory(self.specs)]
             self.staging = Staging(self.device)
-            pages_each = -(-self.max_positions // config.page_size) + 1
-            columns = DecodeBuffers.columns(config.max_batch_size)
-            columns |= Slots.columns(config.max_batch_size, pages_each, groups, bool(facts.states))
-            if config.checks_pages:
-                columns |= PageWatch.columns(columns["next_token"][0])
-            self.arena = Arena(columns, self.device, self.staging)
+            self.arena = Arena(self._columns(groups), self.device, self.staging)
             self.page_watch: PageWatch | None = None
             if config.checks_pages:
                 self.page_watch = PageWatch(config, count, self.arena, self.staging, self.device)
@@ -145,12 +127,40 @@ class RunnerState:
                 mark_for_any_room(torch.zeros(prefill_pages, dtype=torch.int32, device=self.device))
                 for _ in range(groups if self.scores is None else 0)
             )
-        entries_of_rows = StatePool(entries, self.validity) if facts.states else None
-        self.spare_states = NO_ENTRY, NO_ENTRY
-        if entries_of_rows is not None:
-            entries_of_rows.reserve(_SPARE_STATES)
-            self.spare_states = entries_of_rows.take_reserved(), entries_of_rows.take_reserved()
-        self.pool = PagePool(count, config.page_size, self.validity, groups, config.checks_pages, entries_of_rows)
+        states, self.spare_states = self._pool_of_states(entries)
+        self.pool = PagePool(count, config.page_size, self.validity, groups, config.checks_pages, states)
+
+    def _room_for_pages(self, groups: int, entries: int) -> tuple[int, ScoreRoom | None]:
+        """Return how many pages there are beside so many states, and the room for what an indexer scores of them."""
+        beside = self._score_room()
+        count = pages_to_allocate(
+            self.config,
+            page_bytes(self.specs),
+            self.device,
+            self.max_positions,
+            groups,
+            None if beside is None else lambda pages: beside(pages).limit,
+            entries * self.bytes_of_a_state,
+        )
+        scores = None if beside is None else beside(count)
+        if scores is not None:
+            scores.check_pool(count - 1)
+        return count, scores
+
+    def _columns(self, groups: int) -> dict[str, tuple[int, torch.dtype]]:
+        """Return the columns of slots and decode buffers."""
+        rows, pages_each = self.config.max_batch_size, -(-self.max_positions // self.config.page_size) + 1
+        columns = DecodeBuffers.columns(rows)
+        columns |= Slots.columns(rows, pages_each, groups, bool(self.facts.states))
+        return columns | (PageWatch.columns(columns["next_token"][0]) if self.config.checks_pages else {})
+
+    def _pool_of_states(self, entries: int) -> tuple[StatePool | None, tuple[int, int]]:
+        """Return what hands out entries, and the spare ones; there are none without recurrent layers."""
+        if not self.facts.states:
+            return None, (NO_ENTRY, NO_ENTRY)
+        pool = StatePool(entries, self.validity)
+        pool.reserve(_SPARE_STATES)
+        return pool, (pool.take_reserved(), pool.take_reserved())
 
     def _allocate_states(self, entries: int) -> list[Tensor]:
         """Return the memory of recurrent layers' states."""
