@@ -93,13 +93,14 @@ def test_an_answer_goes_on(engine: Engine, new: int, seed: int) -> None:
         chat += turn
 
 
+@pytest.mark.usefixtures("reading")
 def test_answers_that_end_otherwise_go_on(engine: Engine, seed: int) -> None:
     """With a token that ends them, or cancelled; a state after few new tokens is not kept."""
     (prompt,) = prompts_of([LONG], seed)
     answer = of_rows_alone(FAMILY, [prompt], 30)[0]
     ended = engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=40, stop_token_ids=[answer[24]]))
     text = prompt + ended[0].token_ids
-    assert asked(engine, [[*text, 7, 8]]) == len(text) - 1
+    assert asked(engine, [[*text, 7, 8]]) in (len(text) - 1, len(text)), "a step was launched before the end was read"
     engine.reset_prefix_cache()
     handle = engine.submit(prompt, greedy(200))
     for _ in zip(range(25), handle.tokens(), strict=False):
