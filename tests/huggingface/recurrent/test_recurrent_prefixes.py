@@ -143,7 +143,7 @@ def test_64_prompts_share_400_tokens(answered: bool, seed: int) -> None:
     plain = recurrent_model(FAMILY, max_position_embeddings=512)
     options = {"page_size": 16, "kv_memory": "40000 tokens", "max_batch_size": 64, "prefill_tokens": 2048}
     model = compiled_llm.wrap(plain, mode="eager", progress=False, **options)  # type: ignore[arg-type]
-    prompts = begin_alike(seed, 400, [9 + number % 23 for number in range(65)])
+    prompts = begin_alike(seed, 400, [50, *(9 + number % 23 for number in range(64))])
     with Engine(model, max_num_seqs=64) as engine:
         if answered:
             engine.generate(prompts[:1], greedy(2))
