@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import Engine, SamplingParams
-from support.execution.twins import BEYOND_NOISE, DEVICE, OPTIONS, rms
+from support.execution.twins import DEVICE, OPTIONS
 from support.parity import assert_account_is_empty
 from support.variant_models import variants_for, with_attention
 
@@ -41,15 +41,19 @@ def in_bfloat16(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def check_greedy(exact: PreTrainedModel, own: PreTrainedModel, prompt: list[int], answer: list[int]) -> None:
-    """Given what was fed in, each token is the most likely one but for bfloat16's noise."""
+def behind_best(
+    exact: PreTrainedModel, own: PreTrainedModel, prompt: list[int], answer: list[int]
+) -> tuple[float, float]:
+    """How far the answer's tokens are behind the most likely ones in all, and those that HuggingFace would take.
+
+    Given what was fed in. Noise of bfloat16 has bursts in these models, which no step shows by itself.
+    """
     ids = torch.tensor([prompt + answer], device=DEVICE)
     with torch.no_grad():
         logits, noisy = (model(ids).logits[0, len(prompt) - 1 : -1].float() for model in (exact, own))
-    behind = logits.amax(dim=1) - logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
-    noise = rms(noisy - logits)
-    missed = behind > BEYOND_NOISE * noise.clamp(min=noise.mean())
-    assert not missed.any(), f"tokens {missed.nonzero()[:, 0].tolist()} of an answer to {len(prompt)} tokens"
+    taken = torch.stack([ids[0, len(prompt) :], noisy.argmax(dim=1)], dim=1)
+    ours, theirs = (logits.amax(dim=1, keepdim=True) - logits.gather(1, taken)).sum(dim=0).tolist()
+    return ours, theirs
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -65,11 +69,13 @@ def test_tokens_are_those_of_the_models_own_attention(kind: str, way: str, seed:
     compiled_llm.wrap(model, **options, **variants_for(kind))
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     with Engine(model, max_num_seqs=8) as engine:
-        for _ in range(2):
-            outputs = [output.token_ids for output in engine.generate(prompts, params)]
-            for prompt, answer in zip(prompts, outputs, strict=True):
-                if way != "fp8":
-                    check_greedy(exact, own, prompt, answer)
+        answers = [[output.token_ids for output in engine.generate(prompts, params)] for _ in range(2)]
+    if way != "fp8":
+        for outputs in answers:
+            pairs = [behind_best(exact, own, *pair) for pair in zip(prompts, outputs, strict=True)]
+            ours, theirs = (sum(column) for column in zip(*pairs, strict=True))
+            print(f"behind the best tokens by {ours:.2f}, HuggingFace's by {theirs:.2f}")
+            assert ours <= 2 * theirs
     stats = model.compiled.stats()
     assert (stats.graph_breaks, stats.recompiles) == (0, 0)
     assert_account_is_empty(model)
