@@ -289,7 +289,9 @@ def settled(config: WrapConfig, layers: Sequence[Layer], model: PreTrainedModel)
     That is FlashInfer if its kernels are faster than ours for so many heads, and else ``"auto"``.
     """
     attending = [layer for layer in layers if layer.attends]
-    faster = all(layer.expansion is not None and layer.query_heads > OWN_HEADS for layer in attending)
+    faster = all(
+        layer.expansion is not None and layer.query_heads > OWN_HEADS and not layer.chooses for layer in attending
+    )
     if not (attending and faster) or model.device.type != "cuda" or config.attention_backend != "auto":
         return config
     name, backend, _ = config.backend_on("cuda")

@@ -396,6 +396,7 @@ def test_auto_is_the_backend_that_is_faster_for_so_many_heads(monkeypatch: pytes
     ):
         layer = Layer(heads, 1, size, -1, 0.0, value_head_dim=64, expansion=Expansion("up", 128, 128))
         assert settled(WrapConfig(backend=given), [layer] * 2, model).backend == expected
+    assert settled(WrapConfig(), [layer._replace(chooses=True)], model).backend == "auto", "it reads chosen tokens"
     plain = Layer(128, 128, 64, -1, 0.0)
     assert settled(WrapConfig(), [plain], model).backend == "auto"
     assert settled(WrapConfig(), [layer], pair(0)[0]).backend == "auto", "on a CPU"
