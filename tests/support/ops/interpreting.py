@@ -104,7 +104,8 @@ def leave_out_what_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """It works out if a sum of integers overflows, and looks at that only when it debugs; it makes a table of all of
     NumPy's types to look one up, and a name for each tuple. That took half of the time.
     """
-    interpreter, core = (importlib.import_module(f"triton.{name}") for name in ("runtime.interpreter", "language.core"))
+    names = ("runtime.interpreter", "language.core", "language.semantic")
+    interpreter, core, semantic = (importlib.import_module(f"triton.{name}") for name in names)
     builder, find, known = interpreter.interpreter_builder, interpreter._get_np_dtype, dict[str, Any]()
     assert not builder.options.debug
     monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
@@ -121,23 +122,36 @@ def leave_out_what_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_get_np_dtype", found)
     monkeypatch.setattr(core.tuple_type, "__init__", without_a_name)
     monkeypatch.setattr(core.tuple_type, "name", "tuple", raising=False)
-    _make_each_shape_once(monkeypatch, core)
+    _make_each_shape_once(monkeypatch, core, semantic)
 
 
-def _make_each_shape_once(monkeypatch: pytest.MonkeyPatch, core: Any) -> None:
-    """Each value that a kernel computes, and its type, had tuples of its own, of objects for each size: a third."""
+def _make_each_shape_once(monkeypatch: pytest.MonkeyPatch, core: Any, semantic: Any) -> None:
+    """Each value that a kernel computes, and its type, had tuples of its own, of objects for each size: a third.
+    Shapes that are one object need not be compared size by size.
+    """
     block, scalar_shape, one = core.block_type.__init__, core.tuple([]), core.constexpr(1)
+    broadcast = semantic.TritonSemantic.broadcast_impl_value
     shapes = dict[tuple[int, ...], tuple[Any, int, str]]()
+    made = dict[int, tuple[Any, int, str]]()
     of_values = dict[tuple[int, ...], tuple[Any, Any]]()
 
     def typed(self: Any, element_ty: Any, shape: Any) -> None:
+        self.element_ty = element_ty
+        self.shape, self.numel, name = made.get(id(shape)) or once(self, element_ty, shape)
+        self.name = f"<{name}, {element_ty}>"
+
+    def once(self: Any, element_ty: Any, shape: Any) -> tuple[Any, int, str]:
         sizes = tuple(core._unwrap_if_constexpr(size) for size in core._unwrap_if_constexpr(shape))
         if sizes not in shapes:
             block(self, element_ty, shape)  # which refuses some
-            shapes[sizes] = self.shape, self.numel, str(self.shape)
-        self.element_ty = element_ty
-        self.shape, self.numel, name = shapes[sizes]
-        self.name = f"<{name}, {element_ty}>"
+            shapes[sizes] = made[id(self.shape)] = self.shape, self.numel, str(self.shape)
+        return shapes[sizes]
+
+    def of_one_shape(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
+        types = left.type, right.type
+        if types[0].is_block() and types[1].is_block() and types[0].shape is types[1].shape:
+            return left, right
+        return broadcast(self, left, right)
 
     def valued(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
@@ -150,4 +164,5 @@ def _make_each_shape_once(monkeypatch: pytest.MonkeyPatch, core: Any) -> None:
         self.shape, self.numel = of_values[sizes]
 
     monkeypatch.setattr(core.block_type, "__init__", typed)
+    monkeypatch.setattr(semantic.TritonSemantic, "broadcast_impl_value", of_one_shape)
     monkeypatch.setattr(core.tensor, "__init__", valued)
