@@ -29,10 +29,13 @@ from support.ops.variants import EXAMPLES, expected, registered
 pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
 
 LENGTHS = [3, 16, 17, 64, 65, 200]
-COMPILED = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.whole] * (number % 3 > 0)) for number, name in enumerate(EXAMPLES)]
-)
-"""All of them are compiled for GPUs with `--whole`."""
+COMPILED = [
+    pytest.mark.parametrize(
+        "name", [pytest.param(own, marks=[pytest.mark.whole] * (at % 6 != first)) for at, own in enumerate(EXAMPLES)]
+    )
+    for first in (0, 3)
+]
+"""For each of the two kernels, the examples with which every run compiles it; all of them with `--whole`."""
 
 
 def batch_of(new_tokens: int = 1, group: int = 3, seed: int = 0) -> Batch:
@@ -151,7 +154,7 @@ PARTS = dict.fromkeys(("lse", "partials", "partial_lses"), "*fp32")
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
-@COMPILED
+@COMPILED[0]
 @pytest.mark.parametrize("new_tokens", [1, 2])
 def test_examples_in_the_decode_kernel_compile_for_hopper(name: str, new_tokens: int, tmp_path: Path) -> None:
     from compiled_llm_ops.kernels.attention.decode import _decode_paged_attention as kernel
@@ -178,7 +181,7 @@ def test_examples_in_the_decode_kernel_compile_for_hopper(name: str, new_tokens:
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
-@COMPILED
+@COMPILED[1]
 def test_examples_in_the_kernel_of_packed_queries_compile_for_hopper(name: str, tmp_path: Path) -> None:
     from compiled_llm_ops.kernels.attention.packed import _packed_attention as kernel
 
