@@ -23,6 +23,7 @@ def test_each_value_of_each_parameter_is_among_the_cases(seed: int) -> None:
     chosen = drawn(cases, str(seed))
     assert set().union(*(cases[number] for number in chosen)) == set().union(*cases)
     assert len(chosen) <= 5 + 3 + 2
+    assert len(drawn(GRID, str(seed))) == 5, "as many as there are sizes, of which each is with another kind"
 
 
 def test_seeds_draw_other_cases_and_one_seed_the_same() -> None:

@@ -29,12 +29,15 @@ def values_of(case: pytest.Function) -> set[tuple[str, str]]:
 
 
 def drawn(cases: Sequence[Set[Hashable]], seed: str) -> set[int]:
-    """Return the numbers of random cases, as many as it takes until each value that any case has is in one of them."""
+    """Return the numbers of random cases, few of which together have each value that any case has.
+
+    The next one is always one of those with the most values that none has so far.
+    """
     order = random.Random(seed).sample(range(len(cases)), len(cases))
     seen: set[Hashable] = set()
     found = set()
-    for number in order:
-        if not cases[number] <= seen:
-            found.add(number)
-            seen |= cases[number]
+    while unseen := [number for number in order if not cases[number] <= seen]:
+        number = max(unseen, key=lambda number: len(cases[number] - seen))
+        found.add(number)
+        seen |= cases[number]
     return found
