@@ -19,10 +19,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import compiled_llm
+from compiled_llm.commands import compile
 from compiled_llm.compilation.artifacts.artifacts import NotInArtifactsError
 from compiled_llm.compilation.artifacts.made_for import sizes_made_for
 from compiled_llm.compilation.artifacts.profile import Profile
+from compiled_llm.compilation.artifacts.writing import unfinished, variables
 from compiled_llm.compilation.graphs.step_key import StepKey
+from compiled_llm.execution.lifecycle import runner_lifecycle
 from support.characters import character_tokenizer
 from support.compilation import start_with_artifacts
 from support.compilation.artifact_folders import compiled
@@ -45,15 +48,34 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def artifacts(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def artifacts(
+    model_folder: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest, one_thread: None
+) -> Path:
+    """The folder that the command writes, or one with two of its programs: kernels take most of the time."""
     profile, target = tmp_path_factory.mktemp("saved") / "profile", tmp_path_factory.mktemp("written") / "artifacts"
     model = compiled_llm.wrap(loaded(model_folder), progress=False)
     made_for = sizes_made_for(model, model.compiled.facts.model_class, model.compiled.config, 64)
     Profile(made_for, {StepKey.decode(4): 3}).save(profile)
+    if not request.config.getoption("whole"):
+        compile_for_several_rows(model_folder, target, profile)
+        return target
     done = compiled(model_folder, target, "--max-num-seqs", "64", "--profile", str(profile), "--quiet")
     assert done.returncode == 0, done.stderr
     assert list(target.parent.iterdir()) == [target]
     return target
+
+
+def compile_for_several_rows(model_folder: Path, target: Path, profile: Path) -> None:
+    """As the command does, in this process; without programs for one row and for embeddings."""
+    prepare = runner_lifecycle.prepare
+    with unfinished(target) as folder, pytest.MonkeyPatch.context() as patch:
+        for name, value in variables(folder).items():
+            patch.setenv(name, value)
+        patch.setattr(runner_lifecycle, "prepare", lambda *given, embedded=False: embedded or prepare(*given))
+        patch.setattr(compile, "_run_some_requests", lambda engine: None)
+        torch._dynamo.utils.counters.clear()  # which tell of graphs that cannot be kept
+        model = loaded(model_folder)
+        compile.compiled_into(folder, model, character_tokenizer(), {"progress": False}, 64, [2], profile)
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +121,7 @@ def compile_nothing_and_say_what_huggingface_says(
     assert [path for cache in caches for path in cache.rglob("*") if path.is_file()] == []
 
 
+@pytest.mark.whole
 def test_a_process_without_a_compiler_compiles_nothing_and_says_what_huggingface_says(
     model_folder: Path, artifacts: Path, tmp_path: Path
 ) -> None:
@@ -165,16 +188,16 @@ def test_what_is_not_there_is_an_error_not_a_compile_and_the_next_call_works(
     model_folder: Path, artifacts: Path
 ) -> None:
     model = compiled_llm.wrap(loaded(model_folder), artifacts=artifacts, progress=False)
-    expected = answers(loaded(model_folder), "one")
-    assert answers(model, "one") == expected
+    expected = answers(loaded(model_folder), "two")
+    assert answers(model, "two") == expected
     assert model.compiled.stats().builds == NOTHING
     act = model.model.layers[0].mlp.act_fn
     model.model.layers[0].mlp.act_fn = nn.ReLU()
     with pytest.raises(NotInArtifactsError, match="a graph is not among them"):
-        answers(model, "one")
+        answers(model, "two")
     assert model.compiled.stats().builds == {**NOTHING, "graphs": 1}
     model.model.layers[0].mlp.act_fn = act
-    assert answers(model, "one") == expected
+    assert answers(model, "two") == expected
 
 
 def test_an_engine_has_the_room_that_was_compiled_for(model_folder: Path, artifacts: Path) -> None:
@@ -199,6 +222,7 @@ def test_what_the_profile_in_it_names_is_prepared_by_auto(model_folder: Path, ar
         compiled_llm.wrap(loaded(model_folder), artifacts=tmp_path / "copy")
 
 
+@pytest.mark.whole
 def test_a_profile_of_another_model_is_not_put_into_artifacts(model_folder: Path, tmp_path: Path) -> None:
     Profile({"model": "another"}, {}).save(tmp_path / "profile")
     done = compiled(model_folder, tmp_path / "artifacts", "--profile", str(tmp_path / "profile"), "--quiet")
@@ -209,5 +233,5 @@ def test_a_profile_of_another_model_is_not_put_into_artifacts(model_folder: Path
 
 def test_a_copy_of_a_model_starts_with_them_too(model_folder: Path, artifacts: Path) -> None:
     model = copy.deepcopy(compiled_llm.wrap(loaded(model_folder), artifacts=artifacts, progress=False))
-    assert answers(model, "one") == answers(loaded(model_folder), "one")
+    assert answers(model, "two") == answers(loaded(model_folder), "two")
     assert model.compiled.stats().builds == NOTHING

@@ -115,8 +115,9 @@ FOUND = {
 }
 
 
-MORE = ("Gemma2", "Qwen2", "Starcoder2", "Phi3", "Exaone4", "GptOss")
-"""As far as our ops go, five are like others of these, and of GptOss the next test says that nothing matches."""
+MORE = ("Llama", "Glm4", "Gemma2", "Qwen2", "Starcoder2", "Phi3", "Exaone4", "GptOss")
+"""As far as our ops go, Llama is Qwen3 without norms of heads, the next test says that nothing of GptOss matches, and
+what is turned otherwise, as by Glm4, is among the graphs below."""
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_what_the_ops_do_in_a_step(family, steps, seed):
 def test_a_model_like_llama_that_matches_nothing_is_told_of_once(family, warned, caplog, seed):
     """Starcoder2 has layer norms, and Phi3 matches in part."""
     model = compiled_llm.wrap(make(family, FAMILIES[family], seed), **FEW_PAGES)
-    model.compiled.warmup([1, 2, 4])
+    model.compiled.warmup([2, 4])
     assert ["no pattern of ours matches" in record.message for record in caplog.records].count(True) == warned
 
 

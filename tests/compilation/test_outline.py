@@ -317,7 +317,7 @@ class Changing(Qwen3Attention):
     [
         (Numbered, 1, [2]),
         (Leaking, 1, [LAYERS]),
-        (Changing, 4, [LAYERS, 1]),  # what it writes is there by then
+        pytest.param(Changing, 4, [LAYERS, 1], marks=pytest.mark.whole),  # what it writes is there by then
     ],
 )
 def test_what_layers_do_is_looked_at_too(kind, new_tokens, traced, graphs, seed):

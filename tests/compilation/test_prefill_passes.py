@@ -90,7 +90,8 @@ FAMILIES_FOUND = {
     "Phi3": Found(0, 0),
     "Cohere2": Found(0, 0),
 }
-MORE = ("Gemma2", "Glm4", "Qwen3Moe", "Qwen2", "Phi3", "Cohere2")
+MORE = ("Llama", "Gemma2", "Glm4", "GptOss", "Qwen3Moe", "Qwen2", "Phi3", "Cohere2")
+"""What the pass makes of their layers, tests of one graph say in each run, below."""
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_what_the_op_does_in_a_prefill(family, prefills, seed):
 @pytest.mark.parametrize(
     ("layers", "mixed"),
     [
-        pytest.param({}, False, id="full-apart"),
+        pytest.param({}, False, id="full-apart", marks=pytest.mark.whole),
         pytest.param(WINDOWS, True, id="sliding-mixed"),
         pytest.param({}, True, id="full-mixed", marks=pytest.mark.whole),
         pytest.param(WINDOWS, False, id="sliding-apart", marks=pytest.mark.whole),
@@ -162,6 +163,7 @@ def test_captured_prefills_pad_with_tokens_that_no_row_reads(prefills, seed, mon
     assert all(map(made_in, prefills))
 
 
+@pytest.mark.whole
 def test_prefills_from_embeddings_have_the_op_too(prefills, seed):
     plain, model = tiny_qwen3(eos_token_id=None), tiny_qwen3(eos_token_id=None)
     compiled_llm.wrap(model, **FEW_PAGES)
@@ -173,7 +175,7 @@ def test_prefills_from_embeddings_have_the_op_too(prefills, seed):
     assert all(map(made_in, prefills))
 
 
-@pytest.mark.parametrize("layers", [2, 5])
+@pytest.mark.parametrize("layers", [3, *(pytest.param(layers, marks=pytest.mark.whole) for layers in (2, 5))])
 def test_a_region_ends_with_the_op_and_equal_ones_are_compiled_once(layers, monkeypatch, seed):
     in_pieces = functools.partial(inductor.Inductor, layers_in_region=1)
     monkeypatch.setattr(programs, "Inductor", lambda *args, layers_in_region, **options: in_pieces(*args, **options))
@@ -195,9 +197,12 @@ def test_a_region_ends_with_the_op_and_equal_ones_are_compiled_once(layers, monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiny", [tiny_qwen3, pytest.param(tiny_llama, marks=pytest.mark.whole)])
-@pytest.mark.parametrize("layers_in_region", [0, pytest.param(1, marks=pytest.mark.whole)], ids=["whole", "in pieces"])
+@pytest.mark.whole
+@pytest.mark.parametrize("tiny", [tiny_qwen3, tiny_llama])
+@pytest.mark.parametrize("layers_in_region", [0, 1], ids=["whole", "in pieces"])
 def test_compiled_prefills_and_steps_choose_the_same_tokens(tiny, layers_in_region, seed, monkeypatch):
+    """What Inductor makes of programs is tested in each run with artifacts, in regions, and of latents."""
+
     def cut(*args, **options):
         return inductor.Inductor(*args, **options | {"layers_in_region": layers_in_region})
 
