@@ -23,6 +23,7 @@ def compiled_in_new_processes(epsilon: float, *rooms: tuple[int, int]) -> list[i
     return [int(line) for line in done.stdout.splitlines()[-len(rooms) :]]
 
 
+@pytest.mark.whole
 def test_a_second_process_with_other_room_compiles_nothing() -> None:
     new = 1e-6 * (1 + random.SystemRandom().random())  # a constant of the kernels, which no cache has
     # Prefill, and decode of one row.
