@@ -214,7 +214,11 @@ def assert_huggingfaces_tokens(model: Any, reference: PreTrainedModel, seed: int
 @pytest.mark.parametrize("backend", ["unplanned", "planned"])
 @pytest.mark.parametrize(
     ("family", "mode"),
-    [("Qwen2", "eager"), pytest.param("Qwen2", "compile", marks=pytest.mark.whole), ("GptOss", "compile")],
+    [
+        ("Qwen2", "eager"),
+        ("GptOss", "eager"),
+        *(pytest.param(family, "compile", marks=pytest.mark.whole) for family in ("Qwen2", "GptOss")),
+    ],
 )
 def test_a_backend_says_itself_whether_its_decode_steps_are_planned(
     backend: str, family: str, mode: Any, seed: int

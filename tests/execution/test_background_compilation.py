@@ -182,7 +182,7 @@ def test_a_busy_engine_changes_over_once_its_requests_have_ended(
         assert expected[0, len(prompt) :].tolist() == tokens_said
 
 
-@pytest.mark.parametrize("drains", [False, True])
+@pytest.mark.parametrize("drains", [False, pytest.param(True, marks=pytest.mark.whole)])
 def test_a_request_that_is_preempted_goes_on_in_the_mode_that_it_began_in(
     gate: Gate, drains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,7 +250,7 @@ def test_it_stops_in_the_midst_of_compiling(monkeypatch: pytest.MonkeyPatch, cap
 def test_a_model_that_has_slept_or_moved_meanwhile_gets_what_fits_it(gate: Gate, seed: int) -> None:
     model, inputs = eager_first(), mixed_prompts(LENGTHS, 128, seed)
     with compiled_llm.Engine(model) as engine:
-        engine.warmup([1, 2])
+        engine.warmup([2])
         engine.sleep()
         compile_to_the_end(model, gate)
         engine.wake()
@@ -259,7 +259,7 @@ def test_a_model_that_has_slept_or_moved_meanwhile_gets_what_fits_it(gate: Gate,
     again = eager_first()
     gate.opened.clear()
     gate.reached.clear()
-    again.compiled.warmup([1, 2])
+    again.compiled.warmup([2])
     assert gate.reached.wait(60)
     again.to(torch.float64)
     compile_to_the_end(again, gate)

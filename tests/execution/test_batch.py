@@ -70,14 +70,14 @@ class RandomBatches(Batches):
 
 @pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.whole)])
 @pytest.mark.parametrize("captured", [False, True], ids=["sampling is launched", "sampling is captured"])
-def test_rows_of_all_kinds_get_their_own_tokens_in_random_batches(mode, captured, seed, monkeypatch):
+def test_rows_of_all_kinds_get_their_own_tokens_in_random_batches(mode, captured, seed, whole, monkeypatch):
     if captured:
         let_a_cpu_capture_sampling(monkeypatch)
     rng = np.random.default_rng(seed)
     first = RandomBatches(mode=mode, kv_memory="900 tokens")
     first.call(first.model_runner.prepare_deferred, [2, 4])
     first.begin(rng, RandomBatches(first).begin(rng))
-    for _ in range(150):
+    for _ in range(150 if whole else 80):
         first.anything()
     for row in [*first.rows, *first.beside.rows]:
         row.free()

@@ -411,9 +411,11 @@ class InAThread(StandInGraphCapture):
 
 
 @pytest.mark.usefixtures("without_inductor")
-def test_an_engine_goes_on_while_another_thread_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_goes_on_while_another_thread_captures(monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+    """Of programs that are compiled, if all is asked for."""
     monkeypatch.setattr("support.execution.stand_in_cuda_graphs.StandInGraphCapture", InAThread)
-    reference, model = one_layer(), compiled_llm.wrap(one_layer(), **OPTIONS, max_graphs=4)
+    reference = one_layer()
+    model = compiled_llm.wrap(one_layer(), **OPTIONS, max_graphs=4) if whole else uncompiled(monkeypatch, 4)
     lengths = [3, 50, 9, 20, 1, 15] * 2
     expected = {length: alone(reference, prompt_of(length), 14) for length in set(lengths)}
     with compiled_llm.Engine(model, prefix_cache=False) as engine:

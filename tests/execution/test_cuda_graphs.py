@@ -105,8 +105,8 @@ MOVED = {
 @pytest.mark.parametrize(
     "change",
     [
-        *(new_parameter, moved_data, other_attribute),
-        *(pytest.param(each, marks=pytest.mark.whole) for each in (swapped_module, in_place)),
+        *(new_parameter, other_attribute),
+        *(pytest.param(each, marks=pytest.mark.whole) for each in (moved_data, swapped_module, in_place)),
     ],
     ids=lambda change: change.__name__,
 )
