@@ -55,7 +55,7 @@ def engine_for(
 
 @pytest.fixture
 def ways(seed: int, whole: bool, request: pytest.FixtureRequest) -> Sequence[Mixed]:
-    """Steps that are always mixed, and some: one of both by seed and case, where the test above has both."""
+    """Steps that are always mixed, and some: one of both by seed and case, unless all are asked for."""
     both: Sequence[Mixed] = (True, "auto")
     return both if whole else (random.Random(f"{seed} {request.node.name}").choice(both),)
 
@@ -64,7 +64,7 @@ def ways(seed: int, whole: bool, request: pytest.FixtureRequest) -> Sequence[Mix
     ("case", "late"), cases_read_early_and_late("many pages", "few pages", "short steps", "windows")
 )
 def test_tokens_and_log_probabilities_are_those_of_two_launches(
-    case: str, late: bool, seed: int, whole: bool, monkeypatch: pytest.MonkeyPatch
+    case: str, late: bool, ways: Sequence[Mixed], seed: int, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
     options: dict[str, Any] = {"config": WINDOWS} if case == "windows" else {}
@@ -77,8 +77,9 @@ def test_tokens_and_log_probabilities_are_those_of_two_launches(
         lambda mixed: engine_of(mixed, **options),
         seed,
         monkeypatch,
-        count=40 if whole else 20,
+        count=40 if whole else 12,
         preempts=case == "few pages",
+        ways=ways,
     )
 
 
@@ -108,9 +109,11 @@ def assert_mixed_steps_change_nothing(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_of_each_kind_run_in_mixed_steps(
-    kind: str, ways: Sequence[Mixed], seed: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, ways: Sequence[Mixed], seed: int, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert_mixed_steps_change_nothing(lambda mixed: engine_for(KINDS[kind](), mixed), seed, monkeypatch, ways=ways)
+    assert_mixed_steps_change_nothing(
+        lambda mixed: engine_for(KINDS[kind](), mixed), seed, monkeypatch, count=12 if whole else 8, ways=ways
+    )
 
 
 @pytest.mark.usefixtures("without_inductor")
@@ -136,7 +139,7 @@ def test_adapted_and_quantised_weights_multiply_in_mixed_steps(
         lambda mixed: engine_for(WEIGHTS[weights](), mixed, tokens=200),
         seed,
         monkeypatch,
-        count=40 if whole else 20,
+        count=40 if whole else 12,
         preempts=True,
         ways=ways,
     )
