@@ -13,6 +13,7 @@ from support.tiny_models import tiny_qwen3
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 def test_a_sharded_model_is_refused_with_what_to_use_and_a_whole_one_is_wrapped(tmp_path: Path) -> None:
     tiny_qwen3(eos_token_id=None).save_pretrained(tmp_path)
     done = subprocess.run(

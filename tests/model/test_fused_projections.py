@@ -114,7 +114,7 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], tuple[int, int]]] = {
 
 WHOLE = pytest.mark.whole
 FURTHER = ("Cohere", "Mixtral", "OPT", "Phi")
-OTHERS = ["Llama, two layers, all heads", "GptOss", *(pytest.param(name, marks=WHOLE) for name in FURTHER)]
+OTHERS = ["Llama, two layers, all heads", *(pytest.param(name, marks=WHOLE) for name in ("GptOss", *FURTHER))]
 
 
 @pytest.mark.parametrize("family", [*(pytest.param(name, marks=WHOLE) for name in ("Qwen3", BIASED)), *OTHERS])
@@ -194,7 +194,7 @@ def test_copies_and_pickles_fuse_weights_of_their_own(twins, seed):
     inputs = mixed_prompts([4, 9], 128, seed)
     for twin in (copy.deepcopy(twins[1]), pickle.loads(pickle.dumps(twins[1]))):
         assert twin.compiled.facts.fused_groups == twins[1].compiled.facts.fused_groups
-        torch.testing.assert_close(greedy(twin, inputs, 6), greedy(twins[0], inputs, 6))
+        torch.testing.assert_close(greedy(twin, inputs, 1), greedy(twins[0], inputs, 1))  # traces prefill alone
         assert len(twin.compiled.model_runner().graph_manager.weights.groups) == 2
         addresses = [{weight.data_ptr() for weight in model.parameters()} for model in (twin, twins[1])]
         assert addresses[0].isdisjoint(addresses[1])

@@ -120,7 +120,9 @@ def answers_are_huggingfaces(seed: int, monkeypatch: pytest.MonkeyPatch) -> bool
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_gives_other_answers(fault: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        FAULTS[fault](patch)
-        assert not answers_are_huggingfaces(seed, patch)
+    FAULTS[fault](monkeypatch)
+    assert not answers_are_huggingfaces(seed, monkeypatch)
+
+
+def test_without_a_fault_they_are_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert answers_are_huggingfaces(seed, monkeypatch)

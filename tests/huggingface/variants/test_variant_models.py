@@ -43,7 +43,7 @@ def test_tokens_are_huggingfaces(kind: str, seed: int) -> None:
 
 
 @pytest.mark.usefixtures("without_inductor")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["inkling", *(pytest.param(kind, marks=pytest.mark.whole) for kind in KINDS[:2])])
 def test_programs_are_one_graph_each_and_traced_once(kind: str, seed: int) -> None:
     model = with_attention(kind, seed, num_hidden_layers=1)
     wrap_and_compare(model, seed, mode="compile", **variants_for(kind))
@@ -156,7 +156,9 @@ def test_requests_of_an_engine_are_answered_as_alone(kind: str, seed: int) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_several_tokens_in_a_step_are_as_many_steps(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_tokens_in_a_step_are_as_many_steps(
+    kind: str, seed: int, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a draft model proposes them; captured steps replay."""
     let_a_cpu_capture(monkeypatch)
     model = compiled_llm.wrap(with_attention(kind, seed), mode="eager", **FEW_PAGES, **variants_for(kind))
@@ -167,7 +169,7 @@ def test_several_tokens_in_a_step_are_as_many_steps(kind: str, seed: int, monkey
         loop.step()
         loop.drain()
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(4):
+    for _ in range(4 if whole else 2):
         tokens, columns = torch.randint(3, 128, (3, 3), generator=generator), []
         for at in range(3):
             apart.step(tokens[:, at])

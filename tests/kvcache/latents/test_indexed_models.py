@@ -35,7 +35,7 @@ _FEW = ("DeepseekV32", "GlmMoeDsa, shared choices")
 FEWER = pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.whole] * (case not in _FEW)) for case in FAMILIES]
 )
-"""An engine sees of a family whether its layers share choices; all give HuggingFace's tokens."""
+"""Engines and caches see of a family whether its layers share choices; all give HuggingFace's tokens."""
 LONG = [5, 3 * TOP + 2, 40, 11]
 """Texts of up to five times as many tokens as a query reads."""
 BATCHES = ([5], [4, 8, 1], LONG)
@@ -151,7 +151,7 @@ def test_forward_gives_huggingfaces_logits(seed: int) -> None:
     assert set(model.compiled.stats().forward_calls) == {"compiled"}
 
 
-@CASES
+@FEWER
 def test_beams_and_drafts(case: str, seed: int) -> None:
     plain, model = pair(seed, case)
     inputs = {**mixed_prompts([6, 29], 128, seed), "pad_token_id": 0}
@@ -189,7 +189,7 @@ def test_an_engine_begins_with_cached_pages_and_preempts(case: str, seed: int) -
 # ---- HuggingFace's caches
 
 
-@CASES
+@FEWER
 def test_caches_are_handed_out_and_go_on(case: str, seed: int) -> None:
     plain, model = pair(seed, case)
     inputs = {**mixed_prompts([5, 30], 128, seed), "pad_token_id": 0}
@@ -208,7 +208,7 @@ def test_caches_are_handed_out_and_go_on(case: str, seed: int) -> None:
     assert torch.equal(*following)
 
 
-@CASES
+@FEWER
 def test_huggingfaces_caches_are_read_in_and_written_back(case: str, seed: int) -> None:
     plain, model = pair(seed, case)
     check_dynamic_caches(plain, model, 17, 5, seed)

@@ -117,6 +117,7 @@ def test_captured_steps_give_the_same_tokens(mode: Any, seed: int, monkeypatch: 
     wrap_and_compare(latent_model(seed=seed, **WITHOUT_EXPERTS), seed, mode=mode)
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 def test_passes_for_gpus_leave_latents_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     let_passes_run_on_a_cpu(monkeypatch)
