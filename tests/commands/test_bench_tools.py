@@ -203,6 +203,7 @@ def test_graphs(tool: Any) -> None:
 MODES_IN_SHORT = ("--prompts=10,50", "--new=8", "--requests=1", "--seconds=0")
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 def test_a_cpu_has_one_of_the_modes(tool: Any) -> None:
     report, _ = tool("graphs", *MODES_IN_SHORT)
@@ -289,20 +290,27 @@ def test_the_speed_of_scripts_help(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+SMALL = ("--size", "tiny", "--mode", "eager", "--dtype", "float32", "--kv-memory", "20000 tokens")
+
+
 @pytest.mark.slow
+@pytest.mark.whole
 def test_turns(tmp_path: Path) -> None:
     """This checkout beside itself, in two processes."""
     figures = tmp_path / "turns.json"
-    small = ("--size", "tiny", "--mode", "eager", "--dtype", "float32", "--kv-memory", "20000 tokens")
     short = ("--new", "4", "--requests", "2", "--seconds", "0.3", "--rounds", "2", "--what", "offline")
     files = ("--json", str(figures), "--logs", str(tmp_path))
-    command = (sys.executable, str(TOOLS / "turns.py"), "--before", str(CHECKOUT), *small, *short, *files)
+    command = (sys.executable, str(TOOLS / "turns.py"), "--before", str(CHECKOUT), *SMALL, *short, *files)
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     rates = json.loads(figures.read_text())["figures"]
     assert [len(rates[label]["offline: 2 requests, tok/s"]["rounds"]) for label in ("before", "after")] == [2, 2]
     assert "medians of all rounds" in done.stdout
-    wrong = subprocess.run([*command, "--what", "speed"], capture_output=True, text=True, timeout=60)
+
+
+def test_turns_of_what_it_does_not_measure_are_refused() -> None:
+    command = (sys.executable, str(TOOLS / "turns.py"), "--before", str(CHECKOUT), *SMALL, "--what", "speed")
+    wrong = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert wrong.returncode == 1
     assert "--what: no speed; there are first, generate" in wrong.stderr
 
@@ -312,10 +320,9 @@ def test_turns(tmp_path: Path) -> None:
 def test_turns_over_http(tmp_path: Path) -> None:
     """This checkout's server beside itself, and what is said of one that does not start."""
     figures = tmp_path / "turns.json"
-    small = ("--size", "tiny", "--mode", "eager", "--dtype", "float32", "--kv-memory", "20000 tokens")
     short = ("--new", "8", "--requests", "2", "--seconds", "0.3", "--rounds", "2", "--what", "http")
     files = ("--json", str(figures), "--logs", str(tmp_path))
-    command = (sys.executable, str(TOOLS / "turns.py"), "--before", str(CHECKOUT), *small, *short, *files)
+    command = (sys.executable, str(TOOLS / "turns.py"), "--before", str(CHECKOUT), *SMALL, *short, *files)
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     measured = json.loads(figures.read_text())["figures"]

@@ -66,6 +66,7 @@ def test_other_commands(model_folder: Path, foreign: ForeignFolder, tmp_path: Pa
     assert foreign.executed() == ""
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no safe path")
 def test_processes_of_libraries(foreign: ForeignFolder, tmp_path: Path) -> None:
     """Of multiprocessing, and Inductor's, which build kernels."""

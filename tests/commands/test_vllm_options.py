@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -17,10 +18,12 @@ from support.commands.vllm_0_24 import OPTIONS
 from support.docs.pages import rendered
 
 
-def own_options() -> set[str]:
+@functools.cache
+def own_options() -> frozenset[str]:
     command: typer.core.TyperGroup = typer.main.get_command(app)  # type: ignore[assignment]
     params = command.commands["serve"].params
-    return {name for param in params for name in (*param.opts, *param.secondary_opts) if name.startswith("-")}
+    names = (name for param in params for name in (*param.opts, *param.secondary_opts))
+    return frozenset(name for name in names if name.startswith("-"))
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,7 @@ def test_lines_are_found_by_layer(root, report):
     assert "self_attn.q_proj" in row_of(root, "self.q_proj(")[1].words
 
 
+@pytest.mark.whole
 def test_inductor_knows_nodes_by_the_names_that_pages_show(tmp_path, monkeypatch, without_inductor):
     """Kernels are linked by these names. Layers that are traced once for all have others."""
     given: list[set[str]] = []
@@ -188,6 +189,7 @@ def test_layers_are_alike_if_their_lines_are():
     assert found[2].modules[found[2].shown] == "layers.4"
 
 
+@pytest.mark.whole
 def test_what_is_not_wrapped_can_be_timed(monkeypatch, without_inductor):
     monkeypatch.setattr(timings, "read_bandwidth", lambda device, dtype: 1e9)
     prefill, decode = compiled_llm.explain(plant(planted.ItemLeftATensor), timings=[1]).data["timings"]
@@ -196,6 +198,7 @@ def test_what_is_not_wrapped_can_be_timed(monkeypatch, without_inductor):
     assert {kernel["name"]: kernel["launches"] for kernel in decode["kernels"]}["compiled_llm::decode_attention"] == 1
 
 
+@pytest.mark.whole
 def test_frames_of_a_broken_model_are_named_by_their_function_and_line(tmp_path):
     report = compiled_llm.explain(plant(planted.Print), dump=tmp_path / "dump")
     assert "programs that are one graph each" in " ".join(report.data["notes"])

@@ -108,7 +108,11 @@ def the_finding(report: Report, thing: Any) -> dict[str, Any]:
     return finding
 
 
-@pytest.mark.parametrize("name", FAULTS)
+IN_WHOLE = [pytest.mark.whole]
+"""Growing shows in each run what is compiled again."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=IN_WHOLE if name in CACHE else []) for name in FAULTS])
 def test_a_fault_is_named_by_its_line_and_advice(name, reports):
     fault = FAULTS[name]
     finding = the_finding(reports(name), fault.planted)
@@ -116,7 +120,9 @@ def test_a_fault_is_named_by_its_line_and_advice(name, reports):
     assert fault.advice in finding["advice"]
 
 
-@pytest.mark.parametrize("group", GROUPS, ids=lambda group: ", ".join(group))
+@pytest.mark.parametrize(
+    "group", [pytest.param(group, id=", ".join(group), marks=IN_WHOLE if group is CACHE else []) for group in GROUPS]
+)
 def test_nothing_but_the_faults_is_named(group, reports):
     report = reports(next(iter(group)))
     causes = [entry for entry in report.data["findings"] if not entry["follows"]]
@@ -185,9 +191,10 @@ def test_what_forward_raises_is_a_finding_with_its_line():
 
 
 def test_explaining_leaves_no_trace():
-    model = plant(planted.Print, planted.PythonCache)
-    model.model.layers[1].mlp.register_forward_hook(planted.hook_with_lock)
-    before = type(model), model.config._attn_implementation, len(model.model.layers[1].mlp._forward_hooks)
+    model = plant(planted.PythonCache)
+    (layer,) = model.model.layers
+    layer.mlp.register_forward_hook(planted.hook_with_lock)
+    before = type(model), model.config._attn_implementation, len(layer.mlp._forward_hooks)
     compiles = []
     mine = torch.compile(model.model.norm, backend=lambda graph, _: compiles.append(graph) or graph.forward)
     x = torch.randn(1, 3, 64)
@@ -195,8 +202,8 @@ def test_explaining_leaves_no_trace():
     assert not compiled_llm.explain(model).clean
     mine(x)
     assert len(compiles) == 1, "explaining threw away what the user had compiled"
-    assert (type(model), model.config._attn_implementation, len(model.model.layers[1].mlp._forward_hooks)) == before
-    assert model.model.layers[1].mlp.calls == {}
+    assert (type(model), model.config._attn_implementation, len(layer.mlp._forward_hooks)) == before
+    assert layer.mlp.calls == {}
     entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
     functions = [thing for thing in gc.get_objects() if type(thing) is FunctionType]
     left = [thing for thing in functions if thing.__module__ == modeling_qwen3.__name__ and entries(thing.__code__)]

@@ -77,6 +77,10 @@ def test_a_length_a_tokenizer_and_a_template_of_the_command_are_those_of_request
                 client.generate([[3, 4, 5]], greedy(38))
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 0
+
+
+@pytest.mark.whole
+def test_a_length_that_the_model_has_no_positions_for_is_refused(model_folder: Path, path: Path) -> None:
     with started_engine_process(model_folder, path, *OPTIONS, "--max-model-len", "100000") as process:
         assert process.wait(PATIENCE) == 2
         assert process.stderr is not None

@@ -399,7 +399,11 @@ def test_merges_are_attention_over_all_keys(seed: int) -> None:
 # ---- torch.compile
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.whole)])
+"""What Inductor makes of a step that appends and attends is tested in each run, below."""
+
+
+@BACKENDS
 def test_single_functions_compile_whole_and_once_for_all_lengths(backend: str, seed: int) -> None:
     def layer(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         out, lse = flashinfer.single_prefill_with_kv_cache(query + 1, keys, values, causal=True, return_lse=True)
@@ -415,7 +419,7 @@ def test_single_functions_compile_whole_and_once_for_all_lengths(backend: str, s
         torch.testing.assert_close(found, layer(rows.query, *rows.ragged))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@BACKENDS
 @pytest.mark.parametrize("kind", ["decode", "prefill", "ragged"])
 def test_planned_wrappers_compile_whole_and_once_for_all_batches(kind: str, backend: str, seed: int) -> None:
     """With the buffers of CUDA graphs, plans change nothing that a graph depends on."""

@@ -159,7 +159,11 @@ def test_block_tables_of_random_rows(seed: int) -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize(
     ("family", "mode"),
-    [("Qwen2", "eager"), ("GptOss", "compile"), pytest.param("Gemma2", "eager", marks=pytest.mark.whole)],
+    [
+        ("Qwen2", "eager"),
+        ("GptOss", "eager"),
+        *(pytest.param(*case, marks=pytest.mark.whole) for case in (("GptOss", "compile"), ("Gemma2", "eager"))),
+    ],
 )
 def test_models_generate_huggingfaces_tokens(
     package: str, family: str, mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch
