@@ -167,7 +167,7 @@ def _launcher(args: GatedDeltaRule) -> Callable[[GatedDeltaRule, Tensor], None]:
     from compiled_llm_ops.kernels.recurrent.delta_rule import apply
 
     of_channels = args.decay.dim() == 3
-    if not takes_chunks(len(args.query), len(args.read), args.query.shape[2], of_channels):
+    if not takes_chunks(len(args.query), len(args.read), args.query.shape[2]):
         return apply
     return apply_channels_in_chunks if of_channels else apply_in_chunks
 

@@ -16,7 +16,7 @@ from recurrent_ops.cases import Inputs
 Launch = Callable[[int], Tensor]
 """Makes one launch, told its number; returns the results ``[T, H, V]``, or ``[T, H, P]``."""
 
-TILINGS = tuple((columns, stages, warps) for columns in (16, 32, 64) for stages in (1, 2) for warps in (4, 8))
+TILINGS = tuple((columns, stages, warps) for columns in (16, 32, 64) for stages in (2, 3) for warps in (4, 8))
 """Columns, stages and warps of the kernel that walks over chunks, for ``--fit``."""
 
 

@@ -112,7 +112,7 @@ def apply_channels_in_chunks(args: GatedDeltaRule, out: Tensor, tiling: ChunkTil
 
     Args:
         args: as of ``gated_delta_rule``, checked, with a decay of each channel and D of
-            ``LARGEST_KEY_OF_CHANNELS`` at most.
+            ``LARGEST_KEY`` at most.
         out: ``[T, H, V]``, contiguous, written.
         tiling: of the walk; None for the one of ``chunk_tiling``. Bits do not depend on it.
     """
@@ -136,5 +136,5 @@ def apply_channels_in_chunks(args: GatedDeltaRule, out: Tensor, tiling: ChunkTil
         query, key, u, w, attention, None, None, kept, args.states, False, args.qo_indptr, args.read, args.write,
         precision,
     )  # fmt: skip
-    tiling = tiling or chunk_tiling(rows * heads, size, value_size, dtype.itemsize)
+    tiling = tiling or chunk_tiling(rows * heads, value_size, dtype.itemsize)
     walk(chunked, out, tiling, (key_heads, size, value_size))

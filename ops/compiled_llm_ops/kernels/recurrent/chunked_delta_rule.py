@@ -128,5 +128,5 @@ def apply_in_chunks(args: GatedDeltaRule, out: Tensor, tiling: ChunkTiling | Non
         args.query, args.key, u, w, attention, on_query, on_value, kept, args.states, False, args.qo_indptr,
         args.read, args.write, precision,
     )  # fmt: skip
-    tiling = tiling or chunk_tiling(rows * heads, size, value_size, dtype.itemsize)
+    tiling = tiling or chunk_tiling(rows * heads, value_size, dtype.itemsize)
     walk(chunked, out, tiling, (key_heads, size, value_size))

@@ -98,5 +98,5 @@ def scan_in_chunks(args: SelectiveScan, out: Tensor, tiling: ChunkTiling | None 
         args.c, args.b, args.tokens, None, attention, on_query, on_value, kept, args.states, True, args.qo_indptr,
         args.read, args.write, precision,
     )  # fmt: skip
-    tiling = tiling or chunk_tiling(rows * heads, numbers, size, dtype.itemsize)
+    tiling = tiling or chunk_tiling(rows * heads, size, dtype.itemsize)
     walk(chunked, out, tiling, (groups, numbers, size))

@@ -1,7 +1,7 @@
 """When kernels of recurrent layers compute chunks of a row's tokens at once, and how these are tiled.
 
-Nothing of it was measured yet; ``tools/bench/recurrent.py`` does. All of it follows from shapes, so a CUDA graph that
-was captured for some rows is right for any others of these shapes.
+Tilings were not compared yet; ``tools/bench/recurrent.py --fit`` does. All of it follows from shapes, so a CUDA graph
+that was captured for some rows is right for any others of these shapes.
 
 Shapes: T packed tokens, B rows, D size of a key, V size of a value.
 """
@@ -13,9 +13,10 @@ from typing import NamedTuple
 CHUNK = 64
 """Tokens of a chunk: as many as one instruction of a warp group has rows."""
 
-LARGEST_KEY, LARGEST_KEY_OF_CHANNELS = 256, 128
-"""D of the largest keys that are computed in chunks: registers hold a state's D numbers for each column. With a decay
-of each channel, shared memory holds three matrices of D columns, which have 32 bits unless they have bfloat16.
+LARGEST_KEY = 128
+"""D of the largest keys that are computed in chunks: registers hold a state's D numbers for each column, and shared
+memory two chunks of D columns. With one chunk at a time, which larger keys would leave room for, Triton 3.6 made a
+kernel of bfloat16 on an H100 that read where nothing is.
 """
 
 FEW = 16
@@ -25,7 +26,7 @@ PROGRAMS = 264
 """Programs at once that keep a GPU busy: two for each multiprocessor of an H100."""
 
 
-def takes_chunks(count: int, rows: int, size: int, of_channels: bool = False) -> bool:
+def takes_chunks(count: int, rows: int, size: int) -> bool:
     """Whether kernels that compute chunks are faster than one that walks from token to token.
 
     Shapes do not tell how many tokens the longest row has. That walk is short where rows have one each, and as long as
@@ -35,9 +36,8 @@ def takes_chunks(count: int, rows: int, size: int, of_channels: bool = False) ->
         count: T, those of padding included.
         rows: B.
         size: D.
-        of_channels: whether each channel has a decay of its own.
     """
-    return size <= (LARGEST_KEY_OF_CHANNELS if of_channels else LARGEST_KEY) and count > rows + FEW
+    return size <= LARGEST_KEY and count > rows + FEW
 
 
 def chunks_of(count: int, rows: int) -> int:
@@ -59,19 +59,17 @@ class ChunkTiling(NamedTuple):
     warps: int
 
 
-def chunk_tiling(rows_and_heads: int, size: int, value_size: int, number_bytes: int) -> ChunkTiling:
+def chunk_tiling(rows_and_heads: int, value_size: int, number_bytes: int) -> ChunkTiling:
     """Return the tiling of the delta rule's walk.
 
     Wide programs read keys and queries less often, narrow ones are more: a GPU that is not full takes narrow ones.
 
     Args:
         rows_and_heads: B times the heads of values.
-        size: D.
         value_size: V.
         number_bytes: of a number that is multiplied; 4 for float32.
     """
-    in_16 = number_bytes == 2
-    columns, stages, warps = (64, 2, 4) if size <= 128 and in_16 else (32, 1, 8) if size <= 128 or in_16 else (16, 1, 8)
+    columns, stages, warps = (64, 2, 4) if number_bytes == 2 else (32, 1, 8)
     while columns > 16 and (columns >= 2 * value_size or rows_and_heads * value_size < PROGRAMS // 2 * columns):
         columns //= 2
     return ChunkTiling(columns, stages, warps)
