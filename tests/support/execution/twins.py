@@ -110,6 +110,8 @@ class RowNoise(NamedTuple):
     prompt: int
     ours: float
     huggingface: float
+    ours_in_most: float  # the median over steps
+    huggingface_in_most: float
     ours_at_worst: float  # at the step where it is largest
     huggingface_at_worst: float
     flips: int  # our choice is not that of float32, although noise cannot explain it
@@ -119,8 +121,9 @@ class RowNoise(NamedTuple):
     def __str__(self) -> str:
         return (
             f"prompt {self.prompt}: RMS error {self.ours:.3e}, HuggingFace's {self.huggingface:.3e}, ratio "
-            f"{self.ours / self.huggingface:.3f}; at worst {self.ours_at_worst:.3e} and "
-            f"{self.huggingface_at_worst:.3e}; {self.flips} flips in {self.judged} of {self.steps} steps"
+            f"{self.ours / self.huggingface:.3f}; in most steps {self.ours_in_most:.3e} and "
+            f"{self.huggingface_in_most:.3e}, at worst {self.ours_at_worst:.3e} and {self.huggingface_at_worst:.3e}; "
+            f"{self.flips} flips in {self.judged} of {self.steps} steps"
         )
 
 
@@ -167,6 +170,8 @@ def noise_of_row(twins: Twins, ids: Tensor, prompt: int, ours: Tensor) -> RowNoi
         prompt,
         float(own.square().mean().sqrt()),
         float(overall),
+        float(own.median()),
+        float(theirs.median()),
         float(own.max()),
         float(theirs.max()),
         int(flips.sum()),
@@ -183,6 +188,19 @@ def assert_parity(rows: list[RowNoise]) -> None:
     assert worst <= 2 * theirs, f"a step with an error of {worst:.3e}, HuggingFace's worst {theirs:.3e}\n{report}"
     assert all(row.flips == 0 for row in rows), report
     assert sum(row.judged for row in rows) > sum(row.steps for row in rows) / 5, f"too few steps were judged\n{report}"
+
+
+def assert_parity_in_most_steps(rows: list[RowNoise]) -> None:
+    """Of models with routers: bfloat16 turns near ties of these, too, and another expert is a burst of noise."""
+    report = "\n".join(map(str, rows))
+    print(report)
+    for name, most in (("in_most", 1.1), ("", 2.0)):
+        ours, theirs = (
+            sum(getattr(row, f"{whose}_{name}".rstrip("_")) ** 2 for row in rows) ** 0.5
+            for whose in ("ours", "huggingface")
+        )
+        assert ours <= most * theirs, f"ratio {ours / theirs:.3f}\n{report}"
+    assert all(row.flips == 0 for row in rows), report
 
 
 def assert_parity_together(rows: list[RowNoise]) -> None:
