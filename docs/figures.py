@@ -333,6 +333,33 @@ TABLES: dict[str, tuple[Callable[[Entry], str], dict[str, Read]]] = {
             "remark": _text("remark"),
         },
     ),
+    "experts": (
+        lambda entry: f"{entry['chosen']} of {entry['experts']} experts",
+        {
+            "rows": _number("rows"),
+            **CONTENDER,
+            "us": _number("figures/us"),
+            "GB/s": _number("figures/bytes_per_s", 1e-9),
+            "of the read bandwidth": _share("figures/of_bandwidth"),
+            "TFLOP/s": _number("figures/flops_per_s", 1e-12),
+            "off": _share("off"),
+            "timed": _text("timed"),
+            "remark": _text("remark"),
+        },
+    ),
+    "recurrent": (
+        lambda entry: f"{entry['layer']}, `{entry['op']}`",
+        {
+            "case": lambda entry: f"{entry['kind']} {entry['case']}",
+            **CONTENDER,
+            "us": _number("figures/us"),
+            "GB/s": _number("figures/bytes_per_s", 1e-9),
+            "of the read bandwidth": _share("figures/of_bandwidth"),
+            "off": _share("off"),
+            "timed": _text("timed"),
+            "remark": _text("remark"),
+        },
+    ),
     "sampled_over_greedy": (
         lambda _: "A sampled step over a greedy one",
         CONTENDER | {"batch": _number("batch"), "longer by": _share("step_time")},
@@ -344,5 +371,6 @@ OTHERS: dict[str, Callable[[Any], Iterator[str]]] = {
     "roofline": _roofline,
     "logits": _flat,
     "prefill_attention": _flat,
+    "latent_decode": _flat,
 }
 """Kinds whose tables are made otherwise."""

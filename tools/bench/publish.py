@@ -64,6 +64,7 @@ def main(
     published_as: Path,
     over: Annotated[str, typer.Option(help="The contender of ratios; by default the first.")] = "",
     remark: Annotated[str, typer.Option(help="What a reader has to know besides.")] = "",
+    commit: Annotated[str, typer.Option(help="What was measured, where the machine's git said otherwise.")] = "",
 ) -> None:
     """Write a published run of a bench's JSON."""
     found = json.loads(report.read_text())
@@ -78,7 +79,7 @@ def main(
         "schema": found["schema"],
         "command": re.sub(r" --json \S+", "", found["command"]),
         **({"remark": remark} if remark else {}),
-        "machine": found["machine"],
+        "machine": found["machine"] | ({"commit": commit} if commit else {}),
         "model": found["model"],
         **({} if found["read_bandwidth"] is None else {"read_bandwidth": rounded(found["read_bandwidth"])}),
         **{kind: published(kind, each, first) for kind, each in results.items()},

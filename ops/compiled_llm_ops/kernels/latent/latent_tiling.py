@@ -42,8 +42,9 @@ OWN_HEADS = 16
 """Query heads up to which our kernels are chosen by ``backend="auto"``; with more, FlashInfer's are.
 
 On an H100, in decode steps of 1, 8 and 64 rows with 1,024 and 8,192 keys, FlashInfer's took 1.6 to 0.8 of the time of
-ours with 16 heads, 1.2 to 0.6 with 20, and 0.8 to 0.4 with 128; they are planned on the host before each step. New rows
-are expanded with both. ``tools/fit_tilings.py --only latent-backend`` measures that again.
+ours with 16 heads, 1.2 to 0.6 with 20, and 0.8 to 0.4 with 128; they are planned on the host before each step, and
+whole steps of both were not measured. New rows are expanded with both. ``tools/fit_tilings.py --only latent-backend``
+measures the kernels again.
 """
 
 STAGES = 5

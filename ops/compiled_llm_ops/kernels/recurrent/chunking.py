@@ -1,7 +1,9 @@
 """When kernels of recurrent layers compute chunks of a row's tokens at once, and how these are tiled.
 
-Tilings were not compared yet; ``tools/bench/recurrent.py --fit`` does. All of it follows from shapes, so a CUDA graph
-that was captured for some rows is right for any others of these shapes.
+On an H100 a prompt of 1,024 tokens takes Qwen3.5's delta rule 111 microseconds in chunks and 1,496 token by token, and
+8 of them 521 and 3,651; ``tools/bench/recurrent.py`` measures that again. From how many tokens on chunks pay off, and
+how they are tiled, was not fitted. All of it follows from shapes, so a CUDA graph that was captured for some rows is
+right for any others of these shapes.
 
 Shapes: T packed tokens, B rows, D size of a key, V size of a value.
 """

@@ -200,7 +200,7 @@ def _stored(size: int) -> int:
 def strided_tiling(args: StridedAttention, shared_memory: int) -> PackedTiling:
     """Return the tiling of ``packed_tiling``, as far as registers go with strides and rotations.
 
-    Nothing of it was measured yet: sizes are those that ``ptxas`` gives registers to for Hopper.
+    How fast that is was not measured: sizes are those that ``ptxas`` gives registers to for Hopper.
 
     Args:
         args: checked.
