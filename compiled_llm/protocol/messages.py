@@ -203,7 +203,7 @@ class Percentiles(Struct, frozen=True):
 
 
 class PageCounts(Struct, frozen=True):
-    """The page account; ``used + free + cached`` is ``total``."""
+    """The account of pages, or of states of recurrent layers; ``used + free + cached`` is ``total``."""
 
     total: int
     used: int
@@ -236,6 +236,7 @@ class StatsReply(Struct, tag="stats", frozen=True, kw_only=True):
     pages: PageCounts | None
     cuda_graphs: int = 0
     mixed_steps: int = 0
+    states: PageCounts | None = None
 
 
 class TokensReply(Struct, tag="tokens", frozen=True):

@@ -24,7 +24,7 @@ from compiled_llm.compilation.program_list import DECODE_MANY
 from compiled_llm.compilation.programs import Arguments
 from compiled_llm.compilation.tracing import layer_marks, outline
 from compiled_llm.compilation.tracing.outline import Outline
-from compiled_llm.model.attention_switch import attention_configs, paged_attention_in
+from compiled_llm.model.attention_switch import paged_attention_in
 from support.compilation.traced import descriptions_of
 from support.execution.model_changes import TRACED_LAYER, patch_the_layers_forward, replace_a_weight
 from support.parity import FEW_PAGES, greedy, mixed_prompts
@@ -239,7 +239,7 @@ def test_a_later_change_of_any_layer_is_noticed(change, number, outlined, monkey
     @torch.no_grad()
     def traced_whole() -> bool:
         version.look()
-        with paged_attention_in(attention_configs(outlined)):
+        with paged_attention_in(outlined):
             return copy.copy(outline).prepare(arguments) is outlined
 
     outline, version = outlines[decode], outlined.compiled.facts.version
@@ -263,12 +263,12 @@ def validity_of(model: PreTrainedModel) -> Callable[[], bool]:
 
     @torch.no_grad()
     def valid() -> bool:
-        with paged_attention_in(attention_configs(model)):
+        with paged_attention_in(model):
             version.look()
             return version.tensors == tensors and guards.valid()
 
     version = model.compiled.facts.version
-    with torch.no_grad(), paged_attention_in(attention_configs(model)):
+    with torch.no_grad(), paged_attention_in(model):
         tensors, guards = version.tensors, programs_of(model).guards(arguments_of(model))
         guards.find()
     return valid
@@ -382,7 +382,7 @@ def test_looking_at_a_model_leaves_it_as_it_was(graphs, seed):
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     tensors = [*model.state_dict().values(), *filter(torch.is_tensor, buffers)]
     values = [tensor.clone() for tensor in tensors]
-    with torch.no_grad(), paged_attention_in(attention_configs(model)):
+    with torch.no_grad(), paged_attention_in(model):
         shown = programs_of(model)._outlines[DECODE_MANY].prepare(arguments)
     assert shown is not model
     assert all(now == then for now, then in before)
