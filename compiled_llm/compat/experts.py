@@ -1,7 +1,8 @@
 """How mixtures of experts of transformers find the function that computes them; ``tests/compat/test_experts.py``.
 
 ``use_experts_implementation`` gives a class a ``forward`` that asks an ``ExpertsInterface`` for the function which the
-config names. We register one, under a name of ours that no config names (``huggingface.attention_read``). Private are:
+config names. We register one, under a name of ours that no config names (``huggingface.implementations_read``). Private
+are:
 
 | part | for | without it | ends when |
 | --- | --- | --- | --- |

@@ -193,7 +193,7 @@ _readers: Counter[int] = Counter()
 _readers_lock = lock()
 
 
-class attention_read:  # noqa: N801
+class implementations_read:  # noqa: N801
     """For the block, configs name another implementation in this thread; other threads see no change."""
 
     def __init__(self, configs: Sequence[PretrainedConfig], name: str | None, experts: str | None = None) -> None:

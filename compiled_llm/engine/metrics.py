@@ -93,7 +93,7 @@ _LENGTHS = (256, 1_024, 4_096, 16_384, 65_536)
 """Of requests that a description names, as far as the model has so many positions."""
 
 Bound = Literal["max_num_seqs", "pages", "states"]
-"""What keeps more requests from running at once."""
+"""What limits how many requests run at once."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class EngineDescription:
         return self._at_once(tokens)[0]
 
     def bound(self, tokens: int) -> Bound:
-        """Return what keeps more requests of ``tokens`` from running at once: the first of equal ones.
+        """Return what limits how many requests of ``tokens`` run at once: the first of equal limits.
 
         Raises:
             ValueError: as ``requests``.

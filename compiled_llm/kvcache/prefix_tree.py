@@ -104,7 +104,7 @@ class PrefixTree:
         return _PAGES_OF_A_CUT * self._pool.page_size
 
     def known(self, ids: NDArray[np.int64], salt: Hashable = None) -> int:
-        """Return after how many of ``ids`` the last state is that the tree has; nobody owns more."""
+        """Return the length of the longest beginning of ``ids`` after which the tree has a state; it takes nothing."""
         with self._pool.lock:
             nodes, _ = self._walk(self._texts(ids), salt)
             return self._length(self._path(ids, nodes, salt))

@@ -58,7 +58,7 @@ class Row:
         unread: of the latest steps, how many of their tokens count.
         uncounted: how many tokens by which it has grown turned out not to count.
         number: its own, by which a check of pages names it.
-        name: whose row it is, for people; empty if nobody has said.
+        name: of the request or call whose row it is, for messages; may be empty.
         states: those of recurrent layers; None if the model has none.
         states_listed: the ``period`` of its states whose entries are in its slot; None if they are not there.
         chain: of its tokens and ``CHAIN_KNOWN``, see ``check_pages`` of the ops; ``CHAIN_ADOPTED`` if only its last tag

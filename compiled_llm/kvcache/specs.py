@@ -97,7 +97,7 @@ class KVCacheSpec(LayerSpec, Protocol):
 
 
 class PagedAttentionSpec(KVCacheSpec, AttentionSpec, Protocol):
-    """What a layer keeps of tokens, and how it attends over them."""
+    """The KV cache of a layer with attention: its pages, and the ops that write and read them."""
 
 
 class FullAttentionSpec(NamedTuple):
@@ -452,8 +452,9 @@ def kv_cache_specs(
 
 
 def _spec_of(layer: Layer, page_size: int, dtype: torch.dtype, backend: Backend, plans_decode: bool) -> KVCacheSpec:
-    attends = layer.attends
-    return _attention_spec(layer, page_size, dtype, backend, plans_decode) if attends else NoKeysSpec(page_size, dtype)
+    if not layer.attends:
+        return NoKeysSpec(page_size, dtype)
+    return _attention_spec(layer, page_size, dtype, backend, plans_decode)
 
 
 def _attention_spec(

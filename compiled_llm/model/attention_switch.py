@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager, contextmanager
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from compiled_llm.compat.huggingface import attention_read
+from compiled_llm.compat.huggingface import implementations_read
 from compiled_llm.model.attention import NAME
-from compiled_llm.model.layers.experts import experts_of, experts_read, log_others
+from compiled_llm.model.layers.experts import experts_name, experts_of, log_others
 from compiled_llm.model.weights.weights_lock import WeightsLock
 
 
@@ -29,7 +29,7 @@ def attention_configs(model: nn.Module) -> list[PretrainedConfig]:
 
 def paged_attention_in(model: nn.Module) -> AbstractContextManager[None]:
     """For the block, a model's attention and experts are ours in this thread."""
-    return attention_read(attention_configs(model), NAME, experts_read(experts_of(model)))
+    return implementations_read(attention_configs(model), NAME, experts_name(experts_of(model)))
 
 
 class AttentionSwitch:
@@ -51,12 +51,12 @@ class AttentionSwitch:
             log_others(model, self.experts)
 
     def paged(self) -> AbstractContextManager[None]:
-        return attention_read(self._configs, NAME, experts_read(self.experts))
+        return implementations_read(self._configs, NAME, experts_name(self.experts))
 
     @contextmanager
     def original(self) -> Iterator[None]:
         """Use the model's own attention and experts for the duration, also inside ``paged``."""
-        with self._weights.read(), attention_read((), None):
+        with self._weights.read(), implementations_read((), None):
             yield
 
     def moving_weights(self, caller: int | None) -> AbstractContextManager[None]:

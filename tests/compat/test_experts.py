@@ -12,7 +12,7 @@ from transformers import activations
 from transformers.integrations import finegrained_fp8, moe
 
 from compiled_llm.compat import experts as compat
-from compiled_llm.compat.huggingface import attention_read
+from compiled_llm.compat.huggingface import implementations_read
 from support.huggingface.families import FAMILIES, make
 
 NAMES = {
@@ -68,10 +68,10 @@ def test_experts_go_where_a_thread_reads_that_their_config_points(called: list[A
     module, states = experts(), torch.zeros(3, 64)
     ids, weights = torch.zeros(3, 2, dtype=torch.long), torch.ones(3, 2)
     named = module.config._experts_implementation
-    with attention_read([module.config], None, "contract"):
+    with implementations_read([module.config], None, "contract"):
         assert module.config._experts_implementation == "contract"
         assert module(states, ids, weights) is states
-        with attention_read([], None):
+        with implementations_read([], None):
             assert module.config._experts_implementation == named
     assert called == [module]
     assert module(states, ids, weights) is not states
@@ -93,7 +93,7 @@ def test_the_function_that_a_config_names_is_found_while_the_thread_reads_anothe
     module.config._experts_implementation = name
     ids, weights = torch.randint(4, (5, 2)), torch.rand(5, 2)
     expected = module(states, ids, weights)
-    with attention_read([module.config], None, "contract"):
+    with implementations_read([module.config], None, "contract"):
         assert torch.equal(compat.own_forward(module)(module, states, ids, weights), expected)
 
 

@@ -192,11 +192,11 @@ def test_attention_goes_where_a_thread_reads_that_the_config_points(model):
 
     AttentionInterface.register("compiled_llm_contract", attention)
     before = copy.deepcopy(model.config)
-    with compat.attention_read([model.config], "compiled_llm_contract"):
+    with compat.implementations_read([model.config], "compiled_llm_contract"):
         model(IDS)
         assert reached == [None]
         in_thread(lambda: model(IDS))
-        with compat.attention_read([], None):
+        with compat.implementations_read([], None):
             model(IDS)
     model(IDS)
     assert reached == [None]
@@ -213,7 +213,7 @@ def test_a_config_that_a_thread_reads_otherwise_is_copied_pickled_and_saved_as_w
         assert type(made) is type(model)
         return [copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config)), made.config]
 
-    with compat.attention_read([config], "compiled_llm_contract"):
+    with compat.implementations_read([config], "compiled_llm_contract"):
         twins = in_thread(copies)
     for twin in (*twins, type(config).from_pretrained(tmp_path, attn_implementation=config._attn_implementation)):
         assert type(twin) is type(config)
@@ -223,12 +223,12 @@ def test_a_config_that_a_thread_reads_otherwise_is_copied_pickled_and_saved_as_w
 
 def test_a_graph_stays_when_what_the_config_names_changes_but_not_what_the_thread_reads(model):
     read = torch.compile(lambda x: x + len(model.config._attn_implementation), fullgraph=True, backend="eager")
-    with compat.attention_read([model.config], "compiled_llm_contract"):
+    with compat.implementations_read([model.config], "compiled_llm_contract"):
         assert read(torch.zeros(1)) == len("compiled_llm_contract")
     model.config._attn_implementation = "eager"
     with (
         torch.compiler.set_stance("fail_on_recompile"),
-        compat.attention_read([model.config], "compiled_llm_contract"),
+        compat.implementations_read([model.config], "compiled_llm_contract"),
     ):
         assert read(torch.zeros(1)) == len("compiled_llm_contract")
 

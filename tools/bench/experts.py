@@ -7,12 +7,12 @@ python tools/bench/experts.py --rows 1,64 --contenders fused_experts,batched_mm
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import typer
-from attention_ops.measuring import LONGEST_GRAPH, LostDeviceError, by_the_clock, check_device, reason
-from cold_launches import LARGER_THAN_CACHES, LAUNCHES, captured, launched
+from attention_ops.measuring import LostDeviceError, Measured, measured
+from cold_launches import LARGER_THAN_CACHES, LAUNCHES
 from common import Bench, Commit, DeviceName, Json, bench, integers
 from torch import Tensor
 from transformers import Qwen3_5MoeTextConfig
@@ -86,15 +86,6 @@ class Layers:
         return compute
 
 
-class Measured(NamedTuple):
-    """What came of one contender: microseconds of a launch and how they were measured, and a remark."""
-
-    us: float | None = None
-    timed: str = ""
-    off: float | None = None
-    remark: str = ""
-
-
 def main(
     size: Annotated[str, typer.Option(help=f"Whose experts: {', '.join(SIZES)}.")] = "35B-A3B",
     rows: Annotated[str, typer.Option(help="Rows of a launch, comma-separated.")] = "1,8,64,4096",
@@ -151,24 +142,14 @@ def in_float32(layers: Layers) -> Tensor:
 
 
 def measure(layers: Layers, contender: str, expected: Tensor | None) -> Measured:
-    """Measure one contender; with ``expected`` compare its first result. LostDeviceError if the device is unusable."""
-    found, device, compute = Measured(), layers.states.device, layers.computed_by(contender)
-    try:
-        result = compute(0)
-        if expected is not None:
-            found = found._replace(off=float((result.float() - expected).norm() / expected.norm()))
-        if device.type != "cuda":
-            return found._replace(us=by_the_clock(compute), timed="by the clock")
-        launches = max(3, min(LAUNCHES, int(LONGEST_GRAPH / launched(compute, launches=1, replays=2))))
-        try:
-            return found._replace(us=captured(compute, launches), timed=f"a graph of {launches}")
-        except Exception as error:
-            check_device(device)
-            timed, remark = f"{launches} by the host", f"not captured: {reason(error)}"
-            return found._replace(us=launched(compute, launches), timed=timed, remark=remark)
-    except Exception as error:
-        check_device(device)
-        return found._replace(remark=reason(error))
+    """Measure one contender; with ``expected`` compare its first result. Raises as ``measured``."""
+
+    def off(result: Tensor) -> float:
+        assert expected is not None
+        return float((result.float() - expected).norm() / expected.norm())
+
+    compute = layers.computed_by(contender)
+    return measured(lambda: compute, layers.states.device, len(layers.layers), None if expected is None else off)
 
 
 def figures_of(layers: Layers, us: float, bandwidth: float) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from attention_ops.measuring import LostDeviceError, Measured, check_device, reason, timed_launches
+from attention_ops.measuring import LostDeviceError, Measured, check_device, measured, reason
 from common import Bench, Commit, DeviceName, Json, bench
 from recurrent_ops.cases import KINDS, LAYERS, Case, Inputs, Layer, cases_of, layers_of
 from recurrent_ops.contenders import CONTENDERS, Contender, named, ours
@@ -81,20 +81,9 @@ def measure_case(run: Bench, layer: Layer, case: Case, contenders: list[Contende
 
 
 def measure(contender: Contender, inputs: Inputs, expected: Tensor | None) -> Measured:
-    """Measure a contender; with ``expected`` compare its first result."""
-    found = Measured()
-    try:
-        launch = contender.prepare(inputs)
-        if isinstance(launch, str):
-            return Measured(remark=launch)
-        result = launch(0)
-        if expected is not None:
-            found = found._replace(off=deviation(result, expected))
-        us, timed, remark = timed_launches(launch, inputs.device, len(inputs.args))
-        return found._replace(us=us, timed=timed, remark=remark)
-    except Exception as error:
-        check_device(inputs.device)
-        return found._replace(remark=reason(error))
+    """Measure a contender; with ``expected`` compare its first result. Raises as ``measured``."""
+    off = None if expected is None else lambda result: deviation(result, expected)
+    return measured(lambda: contender.prepare(inputs), inputs.device, len(inputs.args), off)
 
 
 def expected_of(inputs: Inputs) -> Tensor:

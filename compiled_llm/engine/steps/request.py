@@ -134,10 +134,15 @@ class Request:
         """Return where a chunk from ``start`` to ``end`` has to end: at the first cut in between."""
         return min((cut for cut in self.cuts if start < cut < end), default=end)
 
+    @property
+    def cuts_ahead(self) -> list[int]:
+        """The cuts up to which its text is still to be computed."""
+        length = len(self.known) if self.row is None else self.row.length
+        return [cut for cut in self.cuts if cut > length]
+
     def soon_known_of(self, text: NDArray[np.int64]) -> int:
         """Return after how many tokens of another text it is about to compute a state that is that one's, too."""
-        length = len(self.known) if self.row is None else self.row.length
-        cuts = (cut for cut in self.cuts if length < cut < len(text))
+        cuts = (cut for cut in self.cuts_ahead if cut < len(text))
         return max((cut for cut in cuts if np.array_equal(self.known[:cut], text[:cut])), default=0)
 
     def unscored(self, start: int) -> bool:

@@ -286,10 +286,11 @@ class Scheduler:
             self._queue.wait(ready[0], leader)
 
     def _leader_of(self, request: Request, prefixes: PrefixTree) -> Request | None:
+        """Return the running request that a waiting one had better wait for; None if there is none."""
         leaders = [
             other
             for other in self.running
-            if other.cuts and (other.salt, other.generation) == (request.salt, prefixes.generation)
+            if other.cuts_ahead and (other.salt, other.generation) == (request.salt, prefixes.generation)
         ]
         if not leaders or request.unscored(0):
             return None
@@ -452,7 +453,7 @@ class Scheduler:
 
 
 def _alike(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
-    """Return with how many equal tokens two texts begin."""
+    """Return how many tokens two texts have in common at their beginning."""
     both = min(len(one), len(other))
     different = np.flatnonzero(one[:both] != other[:both])
     return int(different[0]) if len(different) else both

@@ -94,7 +94,7 @@ def experts_of(model: nn.Module) -> dict[str, int]:
     return dict(Counter(obstacle(module) or NAME for module in layers))
 
 
-def experts_read(counted: Mapping[str, int]) -> str | None:
+def experts_name(counted: Mapping[str, int]) -> str | None:
     """Return the name by which experts are read while our programs run; None for that in their config."""
     return NAME if NAME in counted else None
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from compiled_llm.compat.huggingface import attention_read
+from compiled_llm.compat.huggingface import implementations_read
 from compiled_llm.model.attention_switch import attention_configs
 
 _NAME = "compiled_llm_observed"
@@ -32,7 +32,7 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
     """Let ``observer`` answer for attention in this thread for the block."""
     token = _observer.set(observer)
     try:
-        with attention_read(attention_configs(model), _NAME):
+        with implementations_read(attention_configs(model), _NAME):
             yield
     finally:
         _observer.reset(token)

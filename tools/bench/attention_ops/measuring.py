@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -58,23 +59,40 @@ class Peaks(NamedTuple):
 
 
 def measure(contender: OpContender, inputs: Inputs, expected: Tensor | None) -> Measured:
-    """Measure a contender; with ``expected`` compare its first result.
+    """Measure a contender; with ``expected`` compare its first result. Raises as ``measured``."""
+    off = None if expected is None else lambda result: deviation(result, expected)
+    return measured(lambda: contender.prepare(inputs), inputs.device, len(inputs.pages), off)
+
+
+def measured(
+    prepare: Callable[[], NumberedLaunch | str],
+    device: torch.device,
+    copies: int,
+    off: Callable[[Any], float] | None = None,
+) -> Measured:
+    """Measure launches.
+
+    Args:
+        prepare: returns what launches once, by the launch's number, or why nothing does.
+        device: that is measured.
+        copies: how many launches read other memory.
+        off: says how far the first result is off; None to leave that out.
 
     Raises:
         LostDeviceError: the device is unusable.
     """
     found = Measured()
     try:
-        launch = contender.prepare(inputs)
+        launch = prepare()
         if isinstance(launch, str):
             return Measured(remark=launch)
         result = launch(0)
-        if expected is not None:
-            found = found._replace(off=deviation(result, expected))
-        us, timed, remark = timed_launches(launch, inputs.device, len(inputs.pages))
+        if off is not None:
+            found = found._replace(off=off(result))
+        us, timed, remark = timed_launches(launch, device, copies)
         return found._replace(us=us, timed=timed, remark=remark)
     except Exception as error:
-        check_device(inputs.device)
+        check_device(device)
         return found._replace(remark=reason(error))
 
 

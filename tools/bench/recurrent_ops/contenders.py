@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops import gated_delta_rule, selective_scan
+from compiled_llm_ops.kernels.recurrent.chunking import LARGEST_KEY
 from recurrent_ops.cases import Inputs
 
 Launch = Callable[[int], Tensor]
@@ -159,7 +160,10 @@ def _args(inputs: Inputs, number: int) -> Any:
 def _in_chunks(inputs: Inputs, *tiling: Any) -> Launch | str:
     rules = "chunked_channel_rule.apply_channels_in_chunks", "chunked_delta_rule.apply_in_chunks"
     scans = "number_scan.scan_numbers", "chunked_scan.scan_in_chunks"
-    number = 0 if inputs.layer.finer else 1
+    number, layer = 0 if inputs.layer.finer else 1, inputs.layer
+    key = layer.size if layer.op == "gated_delta_rule" else layer.other
+    if key > LARGEST_KEY:
+        return f"there are no chunks for keys, or states of Mamba 2, of over {LARGEST_KEY} numbers"
     return _kernel(inputs, rules[number], scans[number], *tiling)
 
 

@@ -114,7 +114,7 @@ microseconds with 16 heads, and 49 with half as many keys."""
 
 MAX_EQUAL = 0.75
 """Tiles of heads for each multiprocessor up to which rows of about equal lengths are shared: with more, they end
-together anyway, and sharing 64 rows of 8,192 keys took 15% longer."""
+together anyway. With an earlier kernel, sharing 64 rows of 8,192 keys took 15% longer."""
 
 
 class LatentTiling(NamedTuple):

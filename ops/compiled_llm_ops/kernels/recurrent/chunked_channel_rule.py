@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm_ops.contracts import GatedDeltaRule
-from compiled_llm_ops.kernels.recurrent.chunk_walk import ChunkedTokens, Chunks, multiplied_in, walk, write_zeros
-from compiled_llm_ops.kernels.recurrent.chunking import CHUNK, ChunkTiling, chunk_tiling
+from compiled_llm_ops.kernels.recurrent.chunk_walk import ChunkedTokens, multiplied_in, walk, write_zeros
+from compiled_llm_ops.kernels.recurrent.chunking import CHUNK, ChunkTiling, chunk_tiling, chunks_of
 from compiled_llm_ops.kernels.recurrent.chunks import chunk_of, log_factors, unit_inverse
 from compiled_llm_ops.kernels.recurrent.delta_rule import TINY
 
@@ -111,8 +111,7 @@ def apply_channels_in_chunks(args: GatedDeltaRule, out: Tensor, tiling: ChunkTil
     """Launch both on the current device.
 
     Args:
-        args: as of ``gated_delta_rule``, checked, with a decay of each channel and D of
-            ``LARGEST_KEY`` at most.
+        args: as of ``gated_delta_rule``, checked, with a decay of each channel and D of ``LARGEST_KEY`` at most.
         out: ``[T, H, V]``, contiguous, written.
         tiling: of the walk; None for the one of ``chunk_tiling``. Bits do not depend on it.
     """
@@ -120,7 +119,7 @@ def apply_channels_in_chunks(args: GatedDeltaRule, out: Tensor, tiling: ChunkTil
     if not rows or not count:
         return
     dtype, precision = multiplied_in(args.query)
-    attention = Chunks.of(args.query, rows, heads, dtype).attention
+    attention = args.query.new_empty(chunks_of(count, rows), heads, CHUNK, CHUNK, dtype=dtype)
     w, query, key, u = (attention.new_empty(*attention.shape[:3], last) for last in (*[size] * 3, value_size))
     kept = attention.new_empty(*attention.shape[:2], size, dtype=torch.float32)
     _prepare_channel_rule[(len(attention), heads)](
