@@ -25,7 +25,7 @@ from compiled_llm import Engine, SamplingParams, StructuredOutputsParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 from common import checkout
-from shapes import SHAPES, build, made_up_tokenizer
+from shapes import SHAPES, build, made_up_tokenizer, vocabulary_of
 
 from compiled_llm.commands.bench.report import describe_machine
 
@@ -58,7 +58,7 @@ def kinds(vocabulary: int) -> dict[str, dict[str, Any]]:
 def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     """Tokens/s of each round, by kind."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    vocabulary = int(SHAPES[options.model]["vocab_size"])
+    vocabulary = vocabulary_of(options.model)
     plain = build(options.model, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
     plain.generation_config.eos_token_id = vocabulary - 1
     model = compiled_llm.wrap(plain, mode=options.mode, max_batch_size=options.rows)

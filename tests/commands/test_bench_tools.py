@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -89,6 +90,27 @@ def test_latency(tool: Any) -> None:
     assert "**Prompts of 8 tokens, 4 new tokens, greedy**" in printed
 
 
+SIZES = {
+    "qwen3-0.6b": 0.60,
+    "qwen3-8b": 8.19,
+    "qwen3.5-9b": 8.95,
+    "qwen3.5-35b-a3b": 34.66,
+    "glm-4.7-flash": 29.94,
+    "deepseek-v2-lite": 15.71,
+}
+"""Billions of parameters of those whose names people know."""
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_shapes_have_as_many_parameters_as_the_models_that_they_are_named_for(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    shapes = importlib.import_module("shapes")
+    model = shapes.build(name, torch.bfloat16, torch.device("meta"))
+    assert model.num_parameters() / 1e9 == pytest.approx(SIZES[name], abs=0.01)
+
+
 def test_vllm_is_asked_for_the_same_work(tool: Any, tmp_path: Path) -> None:
     python, log = fake_vllm(tmp_path)
     quick = ("--batches", "2", "--prompts", "8", "--new", "64", "--runs", "2", "--decoding", "both")
@@ -98,7 +120,9 @@ def test_vllm_is_asked_for_the_same_work(tool: Any, tmp_path: Path) -> None:
     assert load[1]["load_format"] == "dummy"
     assert load[1]["dtype"] == "float32"
     shapes = importlib.import_module("shapes")
-    assert {key: load[2][key] for key in shapes.SHAPES["tiny"]} == shapes.SHAPES["tiny"]
+    options = shapes.SHAPES["tiny"].options
+    assert {key: load[2][key] for key in options} == options
+    assert (load[2]["architectures"], load[2]["model_type"]) == (["Qwen3ForCausalLM"], "qwen3")
     prompts = [json.dumps(call[1]) for call in runs]
     assert len(set(prompts)) == len(prompts) == 2 * 2 * (2 + 2), "no cache of prefixes may hit"
     assert [[one["max_tokens"] for one in call[2]] for call in runs] == [[1, 1], [64, 64]] * 8

@@ -67,8 +67,8 @@ def main(
 
 
 def heads_of(model: str) -> Heads:
-    shape = SHAPES[model]
-    return Heads(shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"])
+    config = SHAPES[model].config()
+    return Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
 
 
 def measure_all(

@@ -3,62 +3,97 @@
 from __future__ import annotations
 
 import itertools
-import json
 import string
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models as tokenizer_models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from compiled_llm.commands.bench.contenders import loaded
 from compiled_llm.commands.loading.load import fetched
 from compiled_llm.commands.loading.source import locate
 
-ROPE_THETA = 1e6
 END = "<end>"
 
 
-def _qwen3(width: int, inner: int, layers: int, heads: int, tied: bool, **other: int) -> dict[str, Any]:
-    return {
+class Shape(NamedTuple):
+    """A config of transformers: the type of the model, and what differs from the defaults of that type."""
+
+    model_type: str
+    options: dict[str, Any]
+
+    def config(self) -> PreTrainedConfig:
+        ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+        return AutoConfig.for_model(self.model_type, **{**ids, **self.options})
+
+
+def _qwen3(width: int, inner: int, layers: int, heads: int, tied: bool, **other: int) -> Shape:
+    options = {
         "hidden_size": width,
         "intermediate_size": inner,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "tie_word_embeddings": tied,
         "max_position_embeddings": 40960,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         "num_key_value_heads": 8,
         "head_dim": 128,
         "vocab_size": 151936,
         **other,
     }
+    return Shape("qwen3", options)
 
 
+_DEEPSEEK_V2_LITE = {
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "first_k_dense_replace": 1,
+    "num_experts_per_tok": 6,
+    "max_position_embeddings": 32768,
+}
 SHAPES = {
     "tiny": _qwen3(64, 128, 2, 4, True, num_key_value_heads=2, head_dim=16, vocab_size=512),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, True),
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, False),
+    "qwen3.5-9b": Shape("qwen3_5_text", {}),
+    "qwen3.5-35b-a3b": Shape("qwen3_5_moe_text", {}),
+    "qwen3.5-35b-a3b-half": Shape("qwen3_5_moe_text", {"num_hidden_layers": 20}),
+    "glm-4.7-flash": Shape("glm4_moe_lite", {}),
+    "deepseek-v2-lite": Shape("deepseek_v2", _DEEPSEEK_V2_LITE),
 }
-"""Qwen3's; `tiny` runs anywhere, and says nothing about speed."""
+"""By dense attention, recurrent layers and latents; `tiny` runs anywhere, and says nothing about speed.
+
+35B-A3B leaves no memory for pages on a GPU of 80 GB; half of its layers are as fast each.
+"""
 
 
 def build(name: str, dtype: torch.dtype, device: torch.device, seed: int = 0) -> PreTrainedModel:
     """Random weights, if the name is a key of `SHAPES`, or else a model as `compiled-llm generate` takes it."""
     if name not in SHAPES:
         return loaded(name, dtype, device)
-    rope = {"rope_type": "default", "rope_theta": ROPE_THETA}
-    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     torch.manual_seed(seed)
     with device:
-        config = Qwen3Config(**SHAPES[name], rope_parameters=rope, **ids)
-        return cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, dtype=dtype).eval())
+        model = AutoModelForCausalLM.from_config(SHAPES[name].config(), dtype=dtype)
+    return cast(PreTrainedModel, model.eval())
 
 
 def vocabulary_of(name: str) -> int:
     """How many token ids the model has, without building it."""
     if name in SHAPES:
-        return int(SHAPES[name]["vocab_size"])
+        return int(SHAPES[name].config().vocab_size)
     source = fetched(locate(name, progress=False), progress=False)
     file = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
     config = AutoConfig.from_pretrained(source.location, trust_remote_code=False, **file)
@@ -67,20 +102,10 @@ def vocabulary_of(name: str) -> int:
 
 def write_config(name: str, dtype: torch.dtype, folder: Path) -> None:
     """The `config.json` of random weights, from which other engines make up their own."""
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "rope_theta": ROPE_THETA,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        **SHAPES[name],
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(SHAPES[name].config(), dtype=dtype)
+    model.config.update({"architectures": [type(model).__name__], "bos_token_id": 1, "eos_token_id": 2})
+    model.config.to_json_file(folder / "config.json", use_diff=False)
 
 
 def write_model(name: str, dtype: torch.dtype, device: torch.device, folder: Path) -> str:
@@ -88,7 +113,7 @@ def write_model(name: str, dtype: torch.dtype, device: torch.device, folder: Pat
     if name not in SHAPES:
         return name
     build(name, dtype, device).save_pretrained(folder)
-    made_up_tokenizer(int(SHAPES[name]["vocab_size"])).save_pretrained(folder)
+    made_up_tokenizer(vocabulary_of(name)).save_pretrained(folder)
     return str(folder)
 
 

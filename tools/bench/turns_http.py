@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from rich.status import Status
 from serve import doing_at, free_port
-from shapes import SHAPES, write_model
+from shapes import vocabulary_of, write_model
 
 from compiled_llm.commands.bench.http_client import HttpClient
 from compiled_llm.commands.bench.load import VOCABULARY, Lengths, Load, LoadAnswer, pieces_of
@@ -40,7 +40,7 @@ class TurnsServer:
         self, label: str, environment: Mapping[str, str], folder: Path, size: str, job: dict[str, Any], log: Path
     ) -> None:
         self.label, self._log, self._job, self._port = label, log, job, free_port()
-        self._vocabulary = min(VOCABULARY, int(SHAPES[size]["vocab_size"]))
+        self._vocabulary = min(VOCABULARY, vocabulary_of(size))
         self._client: HttpClient | None = None
         command = [sys.executable, "-m", "compiled_llm", "serve", str(folder), f"--port={self._port}", "--quiet"]
         command += [f"--served-model-name={MODEL}", f"--kv-memory={job['kv_memory']}", f"--mode={job['mode']}"]
