@@ -21,8 +21,8 @@ from compiled_llm.client.transport.session import ClientSession
 from compiled_llm.protocol.messages import AskStats, Cancel, Ready, Reply, StatsReply, Submit
 from compiled_llm.requests.listeners import Listeners, tell
 from compiled_llm.requests.outputs import RequestOutput
+from compiled_llm.requests.prompts import with_params
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.requests.several_prompts import with_params
 
 if TYPE_CHECKING:  # import torch
     from compiled_llm.requests.answer_text import TextFormat
@@ -141,7 +141,7 @@ class BaseClient(ABC):
         """Begin to answer a prompt, and return at once; whether the engine process takes it, the handle tells.
 
         Args:
-            prompt: token ids, text or chat messages.
+            prompt: token ids, text, chat messages, or one of vLLM's dictionaries of them.
             params: how to answer.
             priority: smaller ones run first.
             timeout: seconds after which it ends with what it has; None for never.
@@ -174,7 +174,7 @@ class BaseClient(ABC):
         To leave the loop ends the request. Without a tokenizer, iterate over what ``submit`` returns: its tokens.
 
         Args:
-            prompt: token ids, text or chat messages.
+            prompt: token ids, text, chat messages, or one of vLLM's dictionaries of them.
             params: how to answer.
             **options: others of ``submit``.
 

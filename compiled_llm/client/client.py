@@ -98,7 +98,7 @@ class Client(BaseClient):
         An answer that fails by itself has the finish reason ``"error"`` and its ``error``; the others go on.
 
         Args:
-            prompts: one, or several: token ids, text or chat messages.
+            prompts: one, or several: token ids, text, chat messages, or one of vLLM's dictionaries
             params: for all of them, or one for each.
 
         Returns:

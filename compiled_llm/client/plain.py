@@ -11,11 +11,13 @@ from typing import Any
 
 import msgspec
 
+from compiled_llm.requests.prompts import content_of, is_dictionary
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""Text, token ids (an array or tensor of them, too), or the messages of a chat (``{"role": ..., "content": ...}``)."""
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""Text, token ids (an array or tensor of them, too), the messages of a chat (``{"role": ..., "content": ...}``), or one
+of vLLM's dictionaries (``{"prompt": text}``, ``{"prompt_token_ids": ids}``)."""
 
 
 def plain_params(params: SamplingParams) -> dict[str, Any]:
@@ -70,6 +72,8 @@ def token_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
     Raises:
         ValueError: it is no prompt, or there is no tokenizer for it.
     """
+    if is_dictionary(prompt):
+        return token_ids(content_of(prompt), tokenizer)
     if isinstance(prompt, str):
         return _ids(_needed(tokenizer, "text needs")(prompt)["input_ids"])
     if _is_chat(prompt):

@@ -35,8 +35,8 @@ from compiled_llm.model.sizes import max_positions_of
 from compiled_llm.requests.answer_text import TextFormat
 from compiled_llm.requests.detokenizer import TokenDecoder
 from compiled_llm.requests.outputs import RequestOutput
+from compiled_llm.requests.prompts import with_params
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.requests.several_prompts import with_params
 
 if TYPE_CHECKING:  # imports msgspec, which only a server needs
     from compiled_llm.engine.grammars.worker_process import WorkerProcess
@@ -93,7 +93,7 @@ class Engine:
                 saves that time if only this engine uses the model.
 
         Raises:
-            TypeError: the model is not wrapped.
+            TypeError: the model is not wrapped, or it is a ``PeftModel`` around one that is.
             ValueError: a number is impossible, there is no such mode, or no step could be ``mixed``.
         """
         self._runtime = _wrapped(model)
@@ -142,7 +142,7 @@ class Engine:
         An answer that fails by itself has the finish reason ``"error"`` and its ``error``; the others go on.
 
         Args:
-            prompts: one, or several: token ids, text or chat messages.
+            prompts: one, or several: token ids, text, chat messages, or one of vLLM's dictionaries
             params: for all of them, or one for each.
 
         Returns:
@@ -175,7 +175,7 @@ class Engine:
         """Begin to answer a prompt, and return at once.
 
         Args:
-            prompt: token ids, text or chat messages.
+            prompt: token ids, text, chat messages, or one of vLLM's dictionaries of them.
             params: how to answer.
             priority: smaller ones run first.
             timeout: seconds after which it ends with what it has; None for never.
@@ -444,6 +444,12 @@ def _wrapped(model: object) -> Runtime:
     if runtime is None:
         raise TypeError(
             f"Engine: the {type(model).__name__} is not wrapped; write compiled_llm.Engine(compiled_llm.wrap(model))"
+        )
+    if runtime.facts.model is not model:
+        raise TypeError(
+            f"Engine: the {type(model).__name__} is around a wrapped model, and an engine runs that one alone: with "
+            "adapters in its modules, such as LoRA, and without what is done around a call, such as learned prompts. "
+            "If that is what you want, write compiled_llm.Engine(model.get_base_model()); else call model.generate"
         )
     runtime.home.check()
     return runtime

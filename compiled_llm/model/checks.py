@@ -60,6 +60,11 @@ def _no_model(given: object) -> str:
         return f"a str; load the PreTrainedModel first: wrap(AutoModelForCausalLM.from_pretrained({given!r}))"
     if type(given).__name__ == "OptimizedModule":
         return "an OptimizedModule; give the model that torch.compile was given, since wrap compiles it itself"
+    if any(kind.__name__ == "PeftModel" for kind in type(given).__mro__):
+        return (
+            f"a {type(given).__name__}; wrap the model inside, and go on with PEFT's around it: "
+            "compiled_llm.wrap(model.get_base_model())"
+        )
     return f"a {type(given).__name__}; give a transformers PreTrainedModel"
 
 

@@ -114,12 +114,15 @@ def test_without_a_tokenizer_neither_torch_nor_transformers_is_imported(path: Pa
 
 
 def test_several_prompts_are_told_from_one(path: Path) -> None:
-    given: list[Any] = [[1, 2], np.array([3, 4]), [np.array([5]), torch.tensor([6, 7])], torch.tensor([[8], [9]])]
+    given: list[Any] = [
+        *([1, 2], np.array([3, 4]), [np.array([5]), torch.tensor([6, 7])], torch.tensor([[8], [9]])),
+        *({"prompt_token_ids": [10, 11]}, [{"prompt_token_ids": [12]}, {"prompt_token_ids": np.array([13])}]),
+    ]
     with answering(path, WELCOME, READY) as received, ThreadPoolExecutor() as pool, Client(path) as client:
-        for prompts, count in zip(given, (1, 2, 4, 6), strict=True):
+        for prompts, count in zip(given, (1, 2, 4, 6, 7, 9), strict=True):
             pool.submit(client.generate, prompts)
             until(lambda count=count: len(received) >= 1 + count)
-    sent = [[1, 2], [3, 4], [5], [6, 7], [8], [9]]
+    sent = [[1, 2], [3, 4], [5], [6, 7], [8], [9], [10, 11], [12], [13]]
     assert [message.prompt for message in received[1 : 1 + len(sent)]] == sent
 
 
@@ -171,6 +174,8 @@ def test_token_ids_are_taken_in_any_form(prompt: Any) -> None:
         (7, "give text, token ids or the messages of a chat"),
         (None, "give text, token ids or the messages of a chat"),
         ([1.5], "give text, token ids or the messages of a chat"),
+        ({"prompt": "text"}, "text needs a tokenizer; give Client"),
+        ({"prompt": "text", "multi_modal_data": {}}, "'multi_modal_data' is not served"),
     ],
 )
 def test_what_is_no_prompt_is_refused(prompt: Any, said: str) -> None:

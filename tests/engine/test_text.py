@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
@@ -53,6 +54,23 @@ def settings(seed: int = 0, **others: Any) -> SamplingParams:
 
 def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "compiled_llm output"]
+
+
+def test_prompts_in_vllms_dictionaries_are_those_in_them(engine: Engine) -> None:
+    text, params = "abc", settings(max_tokens=4)
+    ids = byte_level()(text)["input_ids"]
+    given: list[Any] = [
+        *({"prompt": text}, {"prompt_token_ids": ids}, {"prompt_token_ids": torch.tensor(ids), "prompt": "of these"}),
+        {"prompt": text, "prompt_token_ids": None, "multi_modal_data": None},
+    ]
+    (expected,) = engine.generate(text, params)
+    outputs = [
+        *engine.generate(given, params),
+        *engine.generate(given[0], params),
+        *engine.generate(given[1:2], params),
+    ]
+    outputs.append(engine.submit(given[1], params).result())
+    assert [(output.prompt_token_ids, output.text) for output in outputs] == [(ids, expected.text)] * len(outputs)
 
 
 def stop_in(tokens: list[int], draw: random.Random) -> str:

@@ -16,6 +16,7 @@ from peft.tuners.lora import LoraLayer
 from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
 from torch import Tensor
 
+import compiled_llm
 from compiled_llm import CompileError, Engine, SamplingParams, UnsupportedModelError
 from support.huggingface.peft_kinds import (
     AS_THEY_ARE,
@@ -36,6 +37,7 @@ from support.huggingface.peft_kinds import (
 from support.parity import assert_account_is_empty
 
 LORA = Kind(PeftType.LORA)
+PROMPTS = next(kind for kind in KINDS if kind.type == PeftType.PROMPT_TUNING)
 REFUSED_ADAPTED = {"POLY", "WAVEFT", "LORA with `alora_invocation_tokens`"}
 """Refused by `wrap` if the adapter is there already: these need their task, or what fake tensors do not have."""
 NOT_ONE_GRAPH = {"SHIRA", "WAVEFT", "FROD"}
@@ -155,6 +157,18 @@ def test_adapters_may_be_switched_disabled_merged_and_deleted_between_calls() ->
     torch.testing.assert_close((merged, unmerged, last), (other, other, first), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(first, other, atol=1e-3)
     assert not torch.allclose(first, disabled, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [LORA, PROMPTS], ids=str)
+def test_pefts_model_around_it_is_refused_with_the_line_to_write(kind: Kind) -> None:
+    peft_model = adapted(kind, plain(kind))
+    with pytest.raises(TypeError, match=r"a PeftModelForCausalLM; .*: compiled_llm.wrap\(model.get_base_model\(\)\)$"):
+        compiled_llm.wrap(peft_model)
+    wrapped = compiled_llm.wrap(peft_model.get_base_model(), **OPTIONS)
+    with pytest.raises(TypeError, match=r"Engine: the PeftModelForCausalLM .* write compiled_llm.Engine\(model.get_ba"):
+        Engine(peft_model)
+    with Engine(wrapped) as engine:
+        assert len(engine.generate([5, 6], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
 
 
 def hotswapped(model: Any) -> None:

@@ -63,7 +63,7 @@ def requests_for(
     """Return the answers that a prompt asks for.
 
     Args:
-        prompt: token ids, text or chat messages.
+        prompt: token ids, text, chat messages, or one of vLLM's dictionaries of them.
         params: how to answer.
         model: its token facts.
         model_runner: of the model.

@@ -9,8 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | NDArray[np.int64] | torch.Tensor
-"""Text, token ids, or the messages of a chat (``{"role": ..., "content": ...}``)."""
+from compiled_llm.requests.prompts import content_of, is_dictionary
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | NDArray[np.int64] | torch.Tensor
+"""Text, token ids, the messages of a chat (``{"role": ..., "content": ...}``), or one of vLLM's dictionaries
+(``{"prompt": text}``, ``{"prompt_token_ids": ids}``)."""
 
 
 def token_ids(prompt: Prompt, tokenizer: Any, vocabulary: int) -> NDArray[np.int64]:
@@ -40,15 +43,18 @@ def _ids(prompt: Prompt, tokenizer: Any) -> Any:
         return prompt
     if isinstance(prompt, str):
         return _with_tokenizer(tokenizer, "text needs")(prompt)["input_ids"]
-    _check_kind(prompt)
-    if not (len(prompt) > 0 and isinstance(prompt[0], Mapping)):
-        return prompt
-    _check_is_text(prompt)
+    if is_dictionary(prompt):
+        return _ids(content_of(prompt), tokenizer)
+    listed = _one_sequence(prompt)
+    if not (len(listed) > 0 and isinstance(listed[0], Mapping)):
+        return listed
+    _check_is_text(listed)
     chat = _with_tokenizer(tokenizer, "messages need").apply_chat_template
-    return chat(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+    return chat(listed, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
-def _check_kind(prompt: Any) -> None:
+def _one_sequence(prompt: Any) -> Sequence[Any]:
+    """Return token ids or messages as they are; ValueError for what is neither."""
     if not isinstance(prompt, Sequence):
         kind = type(prompt).__name__
         ids = ' (["input_ids"] of it)' if isinstance(prompt, Mapping) else ""
@@ -58,6 +64,7 @@ def _check_kind(prompt: Any) -> None:
     if prompt and isinstance(prompt[0], (str, Sequence, np.ndarray)):
         kinds = "texts" if isinstance(prompt[0], str) else "sequences"
         raise ValueError(f"prompt: got several {kinds}; engine.generate takes several prompts, submit one")
+    return prompt
 
 
 def _check_is_text(messages: Sequence[Any]) -> None:

@@ -1,0 +1,72 @@
+"""Prompts as users give them: one or several, in vLLM's dictionaries, too. Arrays are known by their attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any, TypeGuard
+
+from compiled_llm.requests.sampling_params import SamplingParams
+
+_IN_DICTIONARIES = frozenset({"prompt", "prompt_token_ids", "prompt_embeds"})
+_WAYS_OUT = {
+    "prompt_embeds": "give token ids, or call model.generate(inputs_embeds=...)",
+    "cache_salt": "give it to submit(..., cache_salt=...)",
+}
+_TEXT_ALONE = "the engine serves text alone, and model.generate takes what the model's processor returns"
+
+
+def with_params(
+    prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[tuple[Any, SamplingParams]]:
+    """Return each prompt with its settings: for all, or one for each; ValueError if the numbers differ."""
+    listed: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
+    each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(listed)
+    if len(each) != len(listed):
+        raise ValueError(f"params: give one for all prompts, or one for each of {len(listed)}; got {len(each)}")
+    return list(zip(listed, each, strict=True))
+
+
+def _is_one(prompts: Any) -> bool:
+    if hasattr(prompts, "ndim"):
+        return bool(prompts.ndim < 2)
+    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
+        return True  # an object that is no prompt is refused later
+    if not (isinstance(prompts, Sequence) and len(prompts) > 0) or is_dictionary(prompts[0]):
+        return False
+    return isinstance(prompts[0], (Real, Mapping))
+
+
+def is_dictionary(prompt: object) -> TypeGuard[Mapping[str, Any]]:
+    """Whether a prompt is one of vLLM's dictionaries, and not a message of a chat."""
+    return isinstance(prompt, Mapping) and not _IN_DICTIONARIES.isdisjoint(prompt)
+
+
+def content_of(prompt: Mapping[str, Any]) -> Any:
+    """Return the token ids in one of vLLM's dictionaries, or without them its text.
+
+    ``{"prompt_token_ids": ids}`` may have the text in ``"prompt"``, too, which nothing reads. Keys of None are absent.
+
+    Raises:
+        ValueError: there is another key, or a value is of another kind.
+    """
+    given = {name: value for name, value in prompt.items() if value is not None}
+    for name in given:
+        if name not in ("prompt", "prompt_token_ids"):
+            raise ValueError(f"prompt: {name!r} is not served; {_WAYS_OUT.get(name, _TEXT_ALONE)}")
+    if (ids := given.get("prompt_token_ids")) is not None:
+        if not _are_ids(ids):
+            raise ValueError(f"prompt: 'prompt_token_ids' has to be the token ids of one prompt; got {ids!r:.80}")
+        return ids
+    if not isinstance(text := given.get("prompt"), str):
+        raise ValueError(f"prompt: 'prompt' has to be text; got {text!r:.80}; token ids go into 'prompt_token_ids'")
+    return text
+
+
+def _are_ids(value: Any) -> bool:
+    """Whether a value is one row of token ids, as far as its first one tells."""
+    if hasattr(value, "ndim"):
+        return True
+    return (
+        isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(i, Integral) for i in value[:1])
+    )
