@@ -12,6 +12,7 @@ from compiled_llm.engine.device_loss import DeviceLostError
 from compiled_llm.engine.input_processing.input_processor import TokenFacts
 from compiled_llm.execution.lifecycle.runtime import Runtime, runtime_of
 from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.model.inputs import in_training
 from compiled_llm.model.version.model_version import Placement
 
 logger = logging.getLogger("compiled_llm.engine")
@@ -44,8 +45,9 @@ class ModelCheck:
         """Return why the model, at this ``placement``, can serve no request now, with the remedy."""
         if runtime_of(self._model) is not self._runtime:
             return "the model was unwrapped; wrap it, and make another engine"
-        if self._model.training:
-            return "the wrapped model is in training mode, where dropout changes tokens; call model.eval() first"
+        found = self._runtime.facts.version.obstacles(placement).training
+        if found is not None:
+            return f"the wrapped model is {in_training(found)}"
         if (reason := self._runtime.obstacle(placement)) is not None:
             return f"the engine cannot run this model now ({reason.id}: {reason}). {reason.advice}"
         return None

@@ -42,7 +42,7 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
 
     Args:
         model: a decoder-only causal LM, whole on one CUDA device (16 bits, or float32 with ``backend="triton"``) or on
-            the CPU, in evaluation mode.
+            the CPU. In training mode no module may act otherwise than in evaluation mode: dropouts are 0.
         options: the fields of ``WrapConfig``.
 
     Returns:

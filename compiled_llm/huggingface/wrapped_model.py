@@ -57,7 +57,7 @@ class WrappedModel:
         model = cast(PreTrainedModel, self)
         self.compiled.home.check()
         if kwargs.get("cache_implementation") != "paged":  # generate_batch, which calls eval()
-            check_ready(model)
+            check_ready(self.compiled.facts.version)
         with self.compiled.calls.begun():
             self.compiled.runner_lifecycle.check_weights()
             forget_restored_forward(model)

@@ -17,10 +17,12 @@ from transformers.generation.utils import GenerationMixin
 from compiled_llm.compat.torch.inductor import cpp_compilers, default_inductor_cache
 from compiled_llm.compat.torch.modes import cuda_is_lost
 from compiled_llm.config import WAITING_MODES, KVScales, WrapConfig
+from compiled_llm.model.inputs import in_training
 from compiled_llm.model.layer_probe import Layer, accepts_logits_to_keep
 from compiled_llm.model.layers.recurrent import Place, StateSpec
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm.model.sizes import attention_geometries
+from compiled_llm.model.version.training import training_difference
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.attention.variants import missing_kernel as missing_variant
 from compiled_llm_ops.backends import BACKENDS, backend_named
@@ -33,12 +35,12 @@ ROOT = 0
 
 
 def check_model(model: object) -> PreTrainedModel:
-    """Return ``model`` if it is a decoder-only causal language model in evaluation mode.
+    """Return ``model`` if it is a decoder-only causal language model that acts as in evaluation mode.
 
     Raises:
         TypeError: it is no HuggingFace model.
         UnsupportedModelError: it is one of another kind.
-        ValueError: it is in training mode.
+        ValueError: a module of it is in training mode, and acts otherwise there.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"wrap: model is {_no_model(model)}")
@@ -50,8 +52,8 @@ def check_model(model: object) -> PreTrainedModel:
     if not accepts_logits_to_keep(model):
         raise UnsupportedModelError(f"wrap: {name}.forward has no logits_to_keep, which packed prefill needs")
     check_rope(model)
-    if model.training:
-        raise ValueError("wrap: model is in training mode, where dropout changes tokens; call model.eval() first")
+    if (found := training_difference(model.named_modules())) is not None:
+        raise ValueError(f"wrap: model is {in_training(found)}")
     return model
 
 

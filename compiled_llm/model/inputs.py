@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from compiled_llm.model.version.model_version import ModelVersion
+from compiled_llm.model.version.training import Difference
+
 
 def vocabulary_of(model: PreTrainedModel) -> int:
     embeddings: Any = model.get_input_embeddings()
@@ -15,10 +18,17 @@ def vocabulary_of(model: PreTrainedModel) -> int:
     return int(getattr(embeddings, "num_embeddings", None) or len(embeddings.weight))
 
 
-def check_ready(model: PreTrainedModel) -> None:
-    """Raise ValueError if a wrapped model has been switched to training."""
-    if model.training:
-        raise ValueError("the wrapped model is in training mode, where dropout changes tokens; call model.eval() first")
+def check_ready(version: ModelVersion) -> None:
+    """Raise ValueError if a module of a wrapped model is in training mode, and computes other tokens there."""
+    found = version.obstacles().training
+    if found is not None and not found.checkpoints:
+        raise ValueError(f"the wrapped model is {in_training(found)}")
+
+
+def in_training(found: Difference) -> str:
+    """Return the end of a message about a module that acts otherwise in training mode, with the way out."""
+    way_out = "model.gradient_checkpointing_disable() or model.eval()" if found.checkpoints else "model.eval()"
+    return f"in training mode, where {found} acts otherwise; call {way_out} first"
 
 
 def check_prompt(

@@ -166,8 +166,14 @@ def test_sizes_to_warm_up(engine):
 
 
 def train(model: PreTrainedModel) -> Callable[[], object]:
+    model.model.layers[1].mlp.act_fn = torch.nn.Sequential(model.model.layers[1].mlp.act_fn, torch.nn.Dropout(0.1))
     model.train()
-    return model.eval
+
+    def undo() -> None:
+        model.model.layers[1].mlp.act_fn = model.model.layers[1].mlp.act_fn[0]
+        model.eval()
+
+    return undo
 
 
 def hook(model: PreTrainedModel) -> Callable[[], object]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple, TypeVar
@@ -65,19 +66,37 @@ def forget(functions: list[Callable[..., Any]]) -> None:
         remove_from_cache(function)
 
 
-def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+def compile_whole(
+    function: Callable[..., Any], backend: Callable[..., Any], unguarded: Collection[str] = ()
+) -> Callable[..., Any]:
     """Return ``torch.compile`` of a function that must be one graph, of which Dynamo keeps nothing once it is gone.
+
+    Its code stays valid whatever becomes of the attributes ``unguarded`` of modules, also if they begin to exist.
 
     Dynamo remembers each backend for as long as the process lives, only to call its ``reset``, and with ours all that
     it refers to: a model's tensors and pages. Compiled code keeps its own backend alive.
     """
     from torch._dynamo.eval_frame import cached_backends
 
-    compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+    options: Any = {"guard_filter_fn": functools.partial(_guards_kept, unguarded=unguarded)} if unguarded else None
+    compiled: Callable[..., Any] = torch.compile(
+        function, fullgraph=True, dynamic=False, backend=backend, options=options
+    )
     for key, remembered in list(cached_backends.items()):
         if getattr(remembered, "compiler_fn", None) is backend:
             del cached_backends[key]
     return compiled
+
+
+def _guards_kept(guards: Sequence[Any], unguarded: Collection[str]) -> list[bool]:
+    """Return which guards to keep: those of other attributes than ``unguarded``, and of their absence."""
+    return [_guarded_attribute(guard) not in unguarded for guard in guards]
+
+
+def _guarded_attribute(guard: Any) -> str:
+    """Return the name of the attribute whose value or absence a guard is about; any text for other guards."""
+    absent = getattr(guard.orig_guard.create_fn, "keywords", {}).get("attr")
+    return str(absent or guard.name.rpartition(".")[2])
 
 
 def _entries(function: Callable[..., Any]) -> list[Any]:

@@ -16,6 +16,7 @@ SlowPath = Literal[
     "custom_generate",
     "draft_layers",
     "generation_mode",
+    "gradient_checkpointing",
     "gradients",
     "hidden_in_window",
     "inner_hooks",
@@ -103,6 +104,10 @@ WORDINGS: dict[SlowPath, Wording] = {
     "generation_mode": Wording(
         "the generation mode is {}",
         "Choose greedy decoding or sampling, which take the fast loop.",
+    ),
+    "gradient_checkpointing": Wording(
+        "gradients are checkpointed in training mode, where layers use no cache: {}",
+        "Call model.gradient_checkpointing_disable() before generate, as TRL does, or model.eval().",
     ),
     "gradients": Wording("gradients are recorded", "Call the model under torch.no_grad() or torch.inference_mode()."),
     "hidden_in_window": Wording(
@@ -197,7 +202,7 @@ WORDINGS: dict[SlowPath, Wording] = {
     "right_padding": Wording("prompts are padded on the right", "Set tokenizer.padding_side = 'left'."),
     "speculation_type": Wording("speculation_type is {}", "Leave speculation_type out."),
     "synced_gpus": Wording("synced_gpus is on", "Leave synced_gpus out: the model lies whole on one device."),
-    "training": Wording("the model is in training mode", "Call model.eval()."),
+    "training": Wording("a module in training mode acts otherwise: {}", "Call model.eval()."),
     "use_cache": Wording(
         "use_cache is False",
         "Leave use_cache=False out: without a cache each step computes the whole text again.",

@@ -100,6 +100,7 @@ def _run_prefill(original: Any, self: Any, arguments: Mapping[str, Any], cache: 
 def _run_over(cache: PagedCache, original: Any, self: Any, arguments: Mapping[str, Any]) -> Any:
     """Run the compiled forward over our cache; HuggingFace's own takes only one that ``generate`` has made."""
     runtime, call = self.compiled, current_call.get()
+    check_ready(runtime.facts.version)
     replaceable = call is not None and any(made is cache for made in call.caches)
     reason = forward_obstacle(original, self, arguments)
     if reason is None:
@@ -206,7 +207,6 @@ def _rows_of(name: str, value: Any, rows: int, start: int, count: int) -> Any:
 
 def _checked_forward(runtime: CompiledModel, cache: PagedCache, arguments: Mapping[str, Any]) -> Tensor:
     model, embeddings = runtime.facts.model, arguments.get("inputs_embeds")
-    check_ready(model)
     if embeddings is None:
         check_ids(arguments.get("input_ids"))
     if not cache.generate_loop.model_runner.is_of(model):

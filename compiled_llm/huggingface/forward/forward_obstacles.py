@@ -91,8 +91,6 @@ def _obstacles(original: Callable[..., Any], model: PreTrainedModel, arguments: 
         yield from _label_obstacles(original, arguments)
     if paged:
         return
-    if model.training:
-        yield Reason("training")
     if torch.is_grad_enabled() and _wants_gradients(model, arguments):
         yield Reason("gradients")
     yield from _input_obstacles(model, arguments)

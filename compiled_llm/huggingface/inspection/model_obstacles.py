@@ -27,14 +27,16 @@ def forward_reasons(model: PreTrainedModel, version: ModelVersion, placement: Pl
 
 
 def inner_reasons(version: ModelVersion, placement: Placement | None = None) -> Iterator[Reason]:
-    """Yield why HuggingFace's own modules have to run: hooks look into them, or they mix tokens."""
+    """Yield why HuggingFace's own modules have to run: hooks look into them, they mix tokens, or they train."""
     if (observer := observer_of_operations()) is not None:
         yield Reason("observed", observer)
-    hooked, mixing = version.obstacles(placement)
+    hooked, mixing, training = version.obstacles(placement)
     if hooked:
         yield Reason("inner_hooks")
     if mixing is not None:
         yield Reason("mixed_tokens", mixing)
+    if training is not None:
+        yield Reason("gradient_checkpointing" if training.checkpoints else "training", str(training))
 
 
 def model_obstacle(

@@ -168,7 +168,7 @@ class ModelVersion:
         """Return the parts that keep a call on HuggingFace's forward; ``placement`` if that was just asked for."""
         with self._lock:
             tree = self._tree() if placement is None else self._known.tree or self._tree()
-            return tree.obstacles(tree.hooks() if placement is None else placement.hooks)
+            return tree.obstacles(tree.hooks() if placement is None else placement.hooks, self._require_model())
 
     # ---- each at most once a look
 

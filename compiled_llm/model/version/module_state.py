@@ -9,10 +9,13 @@ from typing import Any
 from torch import nn
 
 from compiled_llm.model.version.module_tree import same
+from compiled_llm.model.version.training import CHECKPOINTING
 
-# The last one says whether HuggingFace has initialized a module's weights; no forward reads it.
-_OF_EVERY_MODULE = (frozenset(vars(nn.Module())) - {"training"}) | {"_is_hf_initialized"}
-_UNREAD_BY_LINEAR = frozenset({"training", "in_features", "out_features"})
+_CHECKPOINTING = (CHECKPOINTING, "_gradient_checkpointing_func")
+# The last one says whether HuggingFace has initialized a module's weights; no forward reads it. From flags of training
+# nothing follows in calls that our programs serve.
+_UNREAD = frozenset(vars(nn.Module())) | {*_CHECKPOINTING, "_is_hf_initialized"}
+_UNREAD_BY_LINEAR = frozenset({"in_features", "out_features"})
 _HOLDERS = ("_modules", "_parameters", "_buffers")
 
 
@@ -25,7 +28,8 @@ class ModuleState:
     def __init__(self, modules: Sequence[nn.Module], root: nn.Module | None = None) -> None:
         self.modules = modules
         everything = [*modules] if root is None else [root, *modules]
-        self._attributes = [vars(module) for module in everything]
+        self._attributes = [vars(module) for module in everything if not hasattr(module, CHECKPOINTING)]
+        self._checkpointing = [vars(module) for module in everything if hasattr(module, CHECKPOINTING)]
         held = [(vars(module), name) for module in everything for name in _HOLDERS if vars(module)[name]]
         self._holders, self._holder_names = [owner for owner, _ in held], [name for _, name in held]
         self._known_holders = self._holders_now()
@@ -51,7 +55,8 @@ class ModuleState:
 
     def _now(self) -> list[Any]:
         values = map(dict.get, self._owners, self._names)
-        return [*map(type, self.modules), *map(vars, self.modules), *map(len, self._attributes), *values]
+        lengths = *map(len, self._attributes), *map(_read_length, self._checkpointing)
+        return [*map(type, self.modules), *map(vars, self.modules), *lengths, *values]
 
     def _tensor_names_now(self) -> list[str]:
         return list(chain.from_iterable(self._tensors))
@@ -59,5 +64,10 @@ class ModuleState:
 
 def names_read(module: nn.Module) -> list[str]:
     """Return the names of the attributes that a module's code may read."""
-    unread = _OF_EVERY_MODULE | _UNREAD_BY_LINEAR if type(module) is nn.Linear else _OF_EVERY_MODULE
+    unread = _UNREAD | _UNREAD_BY_LINEAR if type(module) is nn.Linear else _UNREAD
     return [name for name in vars(module) if name not in unread]
+
+
+def _read_length(attributes: dict[str, Any]) -> int:
+    """Return how many attributes a module has, without those that begin to exist once gradients are checkpointed."""
+    return len(attributes) - sum(name in attributes for name in _CHECKPOINTING)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, repeat
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from compiled_llm.compat.huggingface import captures_outputs
 from compiled_llm.compat.torch.modes import hooks_on_all_modules
+from compiled_llm.model.version.training import Difference, training_difference
 
 _HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")  # looked up: they may have been replaced
 _MIXING = {"peft.tuners.lily.": "a Lily adapter"}  # it weighs its experts by an average over tokens
@@ -23,10 +24,12 @@ class Obstacles(NamedTuple):
     Attributes:
         hooked: whether there are forward hooks, those on all modules of the process included.
         mixing: a kind of module that makes tokens depend on all others of a call, padding and later ones included.
+        training: a module in training mode that acts otherwise there.
     """
 
     hooked: bool
     mixing: str | None
+    training: Difference | None
 
 
 class ModuleTree:
@@ -45,6 +48,7 @@ class ModuleTree:
         self.list_of_layers = next((found for found in lists if len(found[1]) == layers), None)
         self.layers = [] if self.list_of_layers is None else [*self.list_of_layers[1].modules()]
         modules, in_layers = [module for _, module in named], {*self.layers}
+        self._flags, self._named = [vars(module) for module in modules], named[1:]
         self.others = [module for module in modules if module is not model and module not in in_layers]
         self._children = [module._modules for module in modules if module._modules]
         self._known = self._now()
@@ -55,9 +59,11 @@ class ModuleTree:
         """Whether they have the same modules inside them."""
         return same(self._known, self._now())
 
-    def obstacles(self, hooks: Hooks) -> Obstacles:
-        """Return the parts that keep a call on HuggingFace's forward; ``hooks`` as just found."""
-        return Obstacles(bool(hooks) or hooks_on_all_modules(), self._mixing)
+    def obstacles(self, hooks: Hooks, model: nn.Module) -> Obstacles:
+        """Return the parts that keep a call on HuggingFace's forward; ``hooks`` as just found in the ``model``."""
+        trains = any(map(dict.get, self._flags, repeat("training")))
+        training = training_difference([("", model), *self._named]) if trains else None
+        return Obstacles(bool(hooks) or hooks_on_all_modules(), self._mixing, training)
 
     def hooks(self) -> Hooks:
         """Return what tells the forward hooks of all modules but the model itself apart from others."""

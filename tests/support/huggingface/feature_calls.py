@@ -225,8 +225,18 @@ def with_hook(where: Callable[[PreTrainedModel], Any], call: Call) -> Call:
     return changed(lambda model: where(model).register_forward_hook(lambda *_: None).remove, call)
 
 
-def in_training_mode(call: Call) -> Call:
-    return changed(lambda model: model.train().eval, call)
+def in_training_mode(call: Call, more: Callable[[PreTrainedModel], object] = lambda model: None) -> Call:
+    def change(model: PreTrainedModel) -> Callable[[], object]:
+        more(model)
+        return model.train().eval
+
+    return changed(change, call)
+
+
+def checkpointing(model: PreTrainedModel) -> None:
+    """Gradients are checkpointed, without the hooks by which HuggingFace lets them reach adapters."""
+    model.gradient_checkpointing_enable()
+    model.disable_input_require_grads()
 
 
 def in_a_thread(model: PreTrainedModel) -> Any:

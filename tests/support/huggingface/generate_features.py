@@ -33,6 +33,7 @@ from support.huggingface.feature_calls import (
     batched,
     by_a_grammar,
     changed,
+    checkpointing,
     drawn,
     dynamic_cache,
     each,
@@ -70,6 +71,7 @@ OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "4000 t
 PAGE = Path(__file__).parents[3] / "docs" / "paths.md"
 PATHS = ("fast loop", "engine", "processed loop", "compiled forward", "original", "refused")
 
+DROPOUT = {"attention_dropout": 0.5}
 _OBSERVED = "what sees or changes each operation: `FlopCounterMode`, `torch.func.vmap`, `torch.jit.trace`"
 
 
@@ -356,7 +358,9 @@ FEATURES: dict[str, list[Feature]] = {
             "`torch.set_default_device`, `with torch.device(…)`: any device",
             [inside(lambda: torch.device("cpu"), generate()), under_another_device],
         ),
-        Feature("training mode", [in_training_mode(generate())], refused=True),
+        Feature("training mode, if no module acts otherwise there", [in_training_mode(generate())]),
+        Feature("training mode, if one does: dropout", [in_training_mode(generate())], refused=True, model=DROPOUT),
+        Feature("training mode with gradient checkpointing", [in_training_mode(generate(), checkpointing)]),
         Feature(
             "values that are not valid token ids, masks that hide a whole row",
             [
@@ -411,7 +415,8 @@ FEATURES: dict[str, list[Feature]] = {
             model={"attn_implementation": "eager"},
         ),
         Feature("under gradients: training, adapters", [under_gradients]),
-        Feature("training mode", [in_training_mode(forward())]),
+        Feature("training mode, if no module acts otherwise there", [in_training_mode(forward())]),
+        Feature("training mode, if one does: dropout", [in_training_mode(forward())], model=DROPOUT, draws=True),
         Feature("`torch.autocast`", [inside(lambda: torch.autocast("cpu", dtype=torch.bfloat16), forward())]),
         Feature("hooks on inner modules", [with_hook(lambda model: model.model, forward())]),
         Feature(_OBSERVED, [inside(lambda: FlopCounterMode(display=False), forward())]),
